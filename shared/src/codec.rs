@@ -1,0 +1,173 @@
+//! Metadata: the one file that names the serializer.
+//!
+//! A message's metadata is a frozen version-1 structure in bincode's fixed-integer little-endian
+//! form (integers as they are, text as a 64-bit length and its bytes), followed by a list of
+//! extensions: a 64-bit count, then for each a 16-bit tag, a 64-bit length and that many bytes. A tag
+//! that is not known is skipped, unless its highest bit is set. So an old and a new peer understand
+//! each other.
+//!
+//! Decoding has a byte limit, checks that every byte was consumed, and allocates nothing that the
+//! bytes at hand do not cover: texts are borrowed from the frame.
+
+use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
+use bincode::{BorrowDecode, Encode};
+
+use crate::limits::METADATA_BYTES_MAX;
+
+type Config = Configuration<LittleEndian, Fixint, Limit<METADATA_BYTES_MAX>>;
+
+const CONFIG: Config = bincode::config::standard()
+    .with_little_endian()
+    .with_fixed_int_encoding()
+    .with_limit::<METADATA_BYTES_MAX>();
+
+/// An extension whose tag has this bit must be understood, or the message refused.
+pub const TAG_CRITICAL: u16 = 0x8000;
+
+/// The extensions a message may carry, beyond its frozen structure.
+pub mod tag {
+    /// A W3C `traceparent`, as text; on a submit and on a job.
+    pub const TRACEPARENT: u16 = 1;
+}
+
+/// Why metadata could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CodecError {
+    /// The bytes are not the structure that the kind of frame announces.
+    #[error("the metadata is malformed: {0}")]
+    Malformed(String),
+    /// Bytes are left over.
+    #[error("{0} bytes of metadata are left over")]
+    LeftOver(usize),
+    /// An extension that must be understood is not.
+    #[error("the peer requires the extension {0:#06x}, which this version does not have")]
+    UnknownCritical(u16),
+    /// More than a frame can carry.
+    #[error("the metadata would take more than {METADATA_BYTES_MAX} bytes")]
+    TooLong,
+}
+
+/// A message that can stand in the metadata of a frame.
+///
+/// Implemented for the structures of [`crate::client_protocol`] and [`crate::worker_protocol`].
+pub trait Message<'a>: Encode + BorrowDecode<'a, ()> {}
+
+impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
+
+/// The extensions of a received message, each a tag and its bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Extensions<'a>(Vec<(u16, &'a [u8])>);
+
+impl<'a> Extensions<'a> {
+    /// The bytes under a tag, if the peer sent it.
+    pub fn get(&self, tag: u16) -> Option<&'a [u8]> {
+        self.0.iter().find(|(t, _)| *t == tag).map(|(_, bytes)| *bytes)
+    }
+}
+
+/// Appends `message` and its extensions to `out`; on an error `out` is as it was.
+///
+/// ```
+/// use bulkhead_shared::{client_protocol::Progress, codec};
+/// let mut out = Vec::new();
+/// codec::encode(&Progress { fraction: 0.5, text: "page 1" }, &[], &mut out)?;
+/// let (message, _) = codec::decode::<Progress>(&out, &[])?;
+/// assert_eq!(message.text, "page 1");
+/// # Ok::<(), codec::CodecError>(())
+/// ```
+pub fn encode<M: Encode>(
+    message: &M,
+    extensions: &[(u16, &[u8])],
+    out: &mut Vec<u8>,
+) -> Result<(), CodecError> {
+    let before = out.len();
+    let written = encode_parts(message, extensions, out);
+    if written.is_err() || out.len() - before > METADATA_BYTES_MAX {
+        out.truncate(before);
+        return Err(CodecError::TooLong);
+    }
+    Ok(())
+}
+
+fn encode_parts<M: Encode>(
+    message: &M,
+    extensions: &[(u16, &[u8])],
+    out: &mut Vec<u8>,
+) -> Result<(), bincode::error::EncodeError> {
+    bincode::encode_into_std_write(message, out, CONFIG)?;
+    bincode::encode_into_std_write(extensions.len() as u64, out, CONFIG)?;
+    for extension in extensions {
+        bincode::encode_into_std_write(extension, out, CONFIG)?;
+    }
+    Ok(())
+}
+
+/// Reads a message and its extensions; `known` lists the critical tags that the caller understands.
+pub fn decode<'a, M: BorrowDecode<'a, ()>>(
+    bytes: &'a [u8],
+    known: &[u16],
+) -> Result<(M, Extensions<'a>), CodecError> {
+    let (message, used) = take::<M>(bytes)?;
+    let mut rest = &bytes[used..];
+    let (count, used) = take::<u64>(rest)?;
+    rest = &rest[used..];
+    let mut extensions = Vec::new();
+    // Each extension takes bytes of its own, so that a made-up count ends at the end of the bytes.
+    for _ in 0..count {
+        let ((tag, value), used) = take::<(u16, &'a [u8])>(rest)?;
+        rest = &rest[used..];
+        if tag & TAG_CRITICAL != 0 && !known.contains(&tag) {
+            return Err(CodecError::UnknownCritical(tag));
+        }
+        extensions.push((tag, value));
+    }
+    if !rest.is_empty() {
+        return Err(CodecError::LeftOver(rest.len()));
+    }
+    Ok((message, Extensions(extensions)))
+}
+
+fn take<'a, M: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<(M, usize), CodecError> {
+    bincode::borrow_decode_from_slice(bytes, CONFIG).map_err(|error| CodecError::Malformed(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker_protocol::Extend;
+
+    #[test]
+    fn an_unknown_extension_is_skipped_and_a_critical_one_refused() {
+        let mut out = Vec::new();
+        encode(&Extend { more_ms: 7 }, &[(9, b"new"), (tag::TRACEPARENT, b"00-")], &mut out).unwrap();
+        let (message, extensions) = decode::<Extend>(&out, &[]).unwrap();
+        assert_eq!(message.more_ms, 7);
+        assert_eq!(extensions.get(tag::TRACEPARENT), Some(&b"00-"[..]));
+
+        out.clear();
+        encode(&Extend { more_ms: 7 }, &[(9 | TAG_CRITICAL, b"new")], &mut out).unwrap();
+        assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::UnknownCritical(0x8009));
+        assert!(decode::<Extend>(&out, &[0x8009]).is_ok());
+    }
+
+    #[test]
+    fn left_over_bytes_and_made_up_lengths_are_refused() {
+        let mut out = Vec::new();
+        encode(&Extend { more_ms: 7 }, &[], &mut out).unwrap();
+        out.push(0);
+        assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
+
+        // A count of 2^56 extensions, with none behind it.
+        let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+        assert!(matches!(decode::<Extend>(&bytes, &[]), Err(CodecError::Malformed(_))));
+    }
+
+    #[test]
+    fn what_does_not_fit_leaves_no_trace() {
+        let text = "x".repeat(METADATA_BYTES_MAX);
+        let mut out = vec![1];
+        let status = crate::worker_protocol::Status { text: &text };
+        assert_eq!(encode(&status, &[], &mut out), Err(CodecError::TooLong));
+        assert_eq!(out, [1]);
+    }
+}

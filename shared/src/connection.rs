@@ -1,0 +1,599 @@
+//! Turns a non-blocking stream socket into frames and back, for every party alike.
+//!
+//! [`Inbox`] keeps what is left of a half-received frame and [`Outbox`] what the socket has not taken
+//! yet; neither holds memory while nothing is under way. One read takes as many frames as there are,
+//! one write sends as many as wait. Small payloads travel inside the shared buffers; a large one is
+//! announced first, so that its receiver can refuse it before a byte of it is stored.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
+
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+
+use crate::codec::{self, CodecError};
+use crate::frame::{FrameError, HEADER_BYTES, Header};
+use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX};
+
+/// Bytes that a half-received frame leaves behind at most: a small frame, all but its last byte.
+const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
+
+/// A large payload's buffer starts with at most this many bytes and grows as bytes really arrive.
+const LARGE_START_BYTES: usize = 1024 * 1024;
+
+/// A coalescing buffer is closed once it holds this many bytes, and the next one opened.
+const SEGMENT_BYTES_MAX: usize = 256 * 1024;
+
+/// Buffers that one write hands to the kernel.
+const WRITE_SEGMENTS_MAX: usize = 16;
+
+/// Bytes of large buffers that a [`BufferPool`] keeps for reuse.
+const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
+
+/// An empty coalescing buffer up to this many bytes stays with its [`Outbox`].
+const SPARE_BYTES_MAX: usize = 4 * 1024;
+
+/// Large buffers kept for reuse: a page of fresh memory costs more than the bytes that go into it.
+#[derive(Default)]
+pub struct BufferPool {
+    buffers: Vec<Vec<u8>>,
+    bytes: usize,
+}
+
+impl BufferPool {
+    /// A buffer with room for `bytes`, if the pool has such a one; what it holds is of no meaning.
+    pub fn take(&mut self, bytes: usize) -> Vec<u8> {
+        // The tightest fit, so that one huge buffer is not spent on many small payloads.
+        let fit = (0..self.buffers.len())
+            .filter(|&i| self.buffers[i].capacity() >= bytes)
+            .min_by_key(|&i| self.buffers[i].capacity());
+        match fit {
+            Some(i) => {
+                let buffer = self.buffers.swap_remove(i);
+                self.bytes -= buffer.capacity();
+                buffer
+            }
+            None => Vec::new(),
+        }
+    }
+
+    /// Takes back a buffer that is no longer needed, if it is worth keeping and there is room.
+    pub fn give(&mut self, buffer: Vec<u8>) {
+        let worth = buffer.capacity() > INLINE_PAYLOAD_BYTES_MAX;
+        if worth && self.bytes + buffer.capacity() <= POOL_BYTES_MAX {
+            self.bytes += buffer.capacity();
+            self.buffers.push(buffer);
+        }
+    }
+}
+
+/// The buffer into which all connections of one thread read.
+pub struct Scratch(Vec<u8>);
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::with_read_bytes(READ_BYTES_MAX)
+    }
+}
+
+impl Scratch {
+    /// A buffer for reads of `bytes` each; smaller than the default saves memory where few frames
+    /// come at once.
+    pub fn with_read_bytes(bytes: usize) -> Self {
+        Self(vec![0; PARTIAL_BYTES_MAX + bytes])
+    }
+}
+
+/// What one call of [`Inbox::receive`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Received {
+    /// Bytes came, and there may be more: ask again before waiting.
+    More,
+    /// All that was there has been read.
+    Drained,
+    /// The peer has closed its side.
+    Closed,
+}
+
+/// A frame, or the announcement of one.
+#[derive(Debug)]
+pub enum Item<'s> {
+    /// A frame whose payload is small.
+    Frame {
+        /// Its header.
+        header: Header,
+        /// The bytes for [`codec::decode`].
+        metadata: &'s [u8],
+        /// The payload.
+        payload: &'s [u8],
+    },
+    /// A frame with a large payload begins. Call [`Batch::accept`] to have it stored; otherwise its
+    /// payload is thrown away as it comes, and never seen again.
+    Announced {
+        /// Its header.
+        header: Header,
+        /// The bytes for [`codec::decode`].
+        metadata: &'s [u8],
+    },
+    /// An accepted large frame is complete.
+    Large {
+        /// Its header.
+        header: Header,
+        /// The bytes for [`codec::decode`].
+        metadata: Vec<u8>,
+        /// The payload.
+        payload: Vec<u8>,
+    },
+}
+
+#[derive(Default)]
+enum Stage {
+    #[default]
+    Frames,
+    Announced {
+        header: Header,
+        metadata: Vec<u8>,
+    },
+    Storing(Large),
+    Skipping {
+        bytes_left: usize,
+    },
+}
+
+/// A large frame of which `filled` bytes of payload have come. The buffer may be longer than that: it
+/// is used again and again, and clearing it would cost as much as filling it.
+struct Large {
+    header: Header,
+    metadata: Vec<u8>,
+    buffer: Vec<u8>,
+    filled: usize,
+}
+
+impl Large {
+    /// Takes what belongs to it from the front of `bytes`; returns how many those were.
+    fn store(&mut self, bytes: &[u8]) -> usize {
+        let count = bytes.len().min(self.header.payload_length() - self.filled);
+        let (over, beyond) = bytes[..count].split_at(count.min(self.buffer.len() - self.filled));
+        self.buffer[self.filled..self.filled + over.len()].copy_from_slice(over);
+        self.buffer.extend_from_slice(beyond);
+        self.filled += count;
+        count
+    }
+}
+
+/// The receiving half of a connection.
+#[derive(Default)]
+pub struct Inbox {
+    partial: Vec<u8>,
+    stage: Stage,
+}
+
+impl Inbox {
+    /// Reads once from the socket. The frames found are in the batch; it must be asked for them until
+    /// it has no more. Errors are those of `recv(2)`, without `EAGAIN` and `EINTR`.
+    pub fn receive<'b>(
+        &'b mut self,
+        socket: impl AsFd,
+        scratch: &'b mut Scratch,
+    ) -> io::Result<(Received, Batch<'b>)> {
+        if let Stage::Storing(large) = &mut self.stage {
+            let received = receive_large(socket, large)?;
+            return Ok((received, Batch { inbox: self, bytes: &[], at: 0 }));
+        }
+        let kept = self.partial.len();
+        scratch.0[..kept].copy_from_slice(&self.partial);
+        let buffer = &mut scratch.0[kept..];
+        let (received, count) = receive_some(socket, buffer)?;
+        self.partial.clear();
+        let bytes = &scratch.0[..kept + count];
+        Ok((received, Batch { inbox: self, bytes, at: 0 }))
+    }
+
+    /// Whether a frame has begun and not ended: a peer that leaves it so for long is to be cut off.
+    pub fn is_mid_frame(&self) -> bool {
+        !self.partial.is_empty() || !matches!(self.stage, Stage::Frames)
+    }
+
+    /// Bytes held for a half-received frame.
+    pub fn held_bytes(&self) -> usize {
+        let large = match &self.stage {
+            Stage::Storing(large) => large.filled,
+            _ => 0,
+        };
+        self.partial.len() + large
+    }
+
+    /// Gives up the large frame that is being stored, if one is: its memory goes at once, the rest of
+    /// its bytes are thrown away as they come. Returns its header and metadata.
+    pub fn abandon_large(&mut self) -> Option<(Header, Vec<u8>)> {
+        match std::mem::take(&mut self.stage) {
+            Stage::Storing(large) => {
+                self.stage = Stage::Skipping { bytes_left: large.header.payload_length() - large.filled };
+                Some((large.header, large.metadata))
+            }
+            other => {
+                self.stage = other;
+                None
+            }
+        }
+    }
+}
+
+fn receive_some(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<(Received, usize)> {
+    match rustix::net::recv(socket, &mut *buffer, RecvFlags::DONTWAIT) {
+        Ok((_, 0)) => Ok((Received::Closed, 0)),
+        Ok((_, count)) if count == buffer.len() => Ok((Received::More, count)),
+        Ok((_, count)) => Ok((Received::Drained, count)),
+        Err(error) => quiet(error).map(|received| (received, 0)),
+    }
+}
+
+fn receive_large(socket: impl AsFd, large: &mut Large) -> io::Result<Received> {
+    let wanted = large.header.payload_length() - large.filled;
+    if large.buffer.len() == large.filled {
+        let growth = wanted.min(large.filled.max(LARGE_START_BYTES));
+        large.buffer.resize(large.filled + growth, 0);
+    }
+    let room = wanted.min(large.buffer.len() - large.filled);
+    let into = &mut large.buffer[large.filled..large.filled + room];
+    match rustix::net::recv(socket, into, RecvFlags::DONTWAIT) {
+        Ok((_, 0)) => Ok(Received::Closed),
+        Ok((_, count)) => {
+            large.filled += count;
+            Ok(if count == room { Received::More } else { Received::Drained })
+        }
+        Err(error) => quiet(error),
+    }
+}
+
+fn quiet(error: rustix::io::Errno) -> io::Result<Received> {
+    match error {
+        rustix::io::Errno::AGAIN => Ok(Received::Drained),
+        rustix::io::Errno::INTR => Ok(Received::More),
+        other => Err(other.into()),
+    }
+}
+
+/// The frames that one read brought, in order.
+pub struct Batch<'b> {
+    inbox: &'b mut Inbox,
+    bytes: &'b [u8],
+    at: usize,
+}
+
+impl<'b> Batch<'b> {
+    /// The next frame; `None` when the bytes are used up, and what is left of them is kept for the
+    /// next read. After an error the connection is of no more use.
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "the items are told apart from an error that ends them"
+    )]
+    pub fn next(&mut self) -> Result<Option<Item<'b>>, FrameError> {
+        loop {
+            match &mut self.inbox.stage {
+                Stage::Frames => match self.next_frame()? {
+                    Some(item) => return Ok(Some(item)),
+                    None => {
+                        self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
+                        if self.inbox.partial.is_empty() {
+                            self.inbox.partial = Vec::new();
+                        }
+                        self.at = self.bytes.len();
+                        return Ok(None);
+                    }
+                },
+                Stage::Announced { header, .. } => {
+                    self.inbox.stage = Stage::Skipping { bytes_left: header.payload_length() };
+                }
+                Stage::Skipping { bytes_left } => {
+                    let count = (*bytes_left).min(self.bytes.len() - self.at);
+                    self.at += count;
+                    *bytes_left -= count;
+                    if *bytes_left > 0 {
+                        return Ok(None);
+                    }
+                    self.inbox.stage = Stage::Frames;
+                }
+                Stage::Storing(large) => {
+                    self.at += large.store(&self.bytes[self.at..]);
+                    if large.filled < large.header.payload_length() {
+                        return Ok(None);
+                    }
+                    if let Stage::Storing(mut large) = std::mem::take(&mut self.inbox.stage) {
+                        large.buffer.truncate(large.filled);
+                        let Large { header, metadata, buffer: payload, .. } = large;
+                        return Ok(Some(Item::Large { header, metadata, payload }));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Has the payload of the frame just announced stored in `buffer`, over whatever it holds.
+    pub fn accept(&mut self, buffer: Vec<u8>) {
+        if let Stage::Announced { header, metadata } = std::mem::take(&mut self.inbox.stage) {
+            self.inbox.stage = Stage::Storing(Large { header, metadata, buffer, filled: 0 });
+        }
+    }
+
+    fn next_frame(&mut self) -> Result<Option<Item<'b>>, FrameError> {
+        let rest = &self.bytes[self.at..];
+        let Some(bytes) = rest.first_chunk::<HEADER_BYTES>() else {
+            return Ok(None);
+        };
+        let header = Header::decode(bytes).check()?;
+        let metadata_end = HEADER_BYTES + usize::from(header.metadata_length);
+        let is_large = header.payload_length() > INLINE_PAYLOAD_BYTES_MAX;
+        let end = if is_large { metadata_end } else { HEADER_BYTES + header.length as usize };
+        if rest.len() < end {
+            return Ok(None);
+        }
+        self.at += end;
+        let metadata = &rest[HEADER_BYTES..metadata_end];
+        if is_large {
+            self.inbox.stage = Stage::Announced { header, metadata: metadata.to_vec() };
+            return Ok(Some(Item::Announced { header, metadata }));
+        }
+        Ok(Some(Item::Frame { header, metadata, payload: &rest[metadata_end..end] }))
+    }
+}
+
+/// The payload of a frame to be sent.
+#[derive(Debug)]
+pub enum Payload<'p> {
+    /// Bytes to copy.
+    Copied(&'p [u8]),
+    /// A buffer to hand over.
+    Owned(Vec<u8>),
+}
+
+impl Payload<'_> {
+    /// No bytes at all.
+    pub const NONE: Payload<'static> = Payload::Copied(&[]);
+
+    /// Bytes of payload.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Copied(bytes) => bytes.len(),
+            Self::Owned(bytes) => bytes.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The sending half of a connection.
+///
+/// ```
+/// use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
+/// use bulkhead_shared::{frame::kind, worker_protocol::Empty};
+/// use std::os::unix::net::UnixStream;
+///
+/// let (here, there) = UnixStream::pair()?;
+/// let mut outbox = Outbox::default();
+/// outbox.push(kind::RESULT, 7, &Empty, &[], Payload::Copied(b"done")).unwrap();
+/// outbox.flush(&here, &mut BufferPool::default())?;
+///
+/// let (mut inbox, mut scratch) = (Inbox::default(), Scratch::default());
+/// let (_, mut batch) = inbox.receive(&there, &mut scratch)?;
+/// let Ok(Some(Item::Frame { header, payload, .. })) = batch.next() else { panic!() };
+/// assert_eq!((header.kind, header.number, payload), (kind::RESULT, 7, &b"done"[..]));
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Default)]
+pub struct Outbox {
+    segments: VecDeque<Vec<u8>>,
+    /// Bytes of the first segment that are sent.
+    sent: usize,
+    /// Whether the last segment is a coalescing buffer that has room.
+    tail_is_open: bool,
+    bytes: usize,
+    spare: Vec<u8>,
+}
+
+impl Outbox {
+    /// Bytes that wait for the socket.
+    pub fn waiting_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Appends a frame. It is not sent before [`Outbox::flush`].
+    pub fn push<M: bincode::Encode>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &M,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+    ) -> Result<(), CodecError> {
+        let tail = self.open_tail();
+        let start = tail.len();
+        tail.extend_from_slice(&[0; HEADER_BYTES]);
+        if let Err(error) = codec::encode(message, extensions, tail) {
+            tail.truncate(start);
+            return Err(error);
+        }
+        let metadata_bytes = tail.len() - start - HEADER_BYTES;
+        let Ok(length) = u32::try_from(metadata_bytes + payload.len()) else {
+            tail.truncate(start);
+            return Err(CodecError::TooLong);
+        };
+        let metadata_length = metadata_bytes as u16; // `codec::encode` has checked it.
+        let header = Header { length, kind, flags: 0, metadata_length, number };
+        tail[start..start + HEADER_BYTES].copy_from_slice(&header.encode());
+        self.bytes += HEADER_BYTES + length as usize;
+        self.push_payload(payload);
+        Ok(())
+    }
+
+    fn push_payload(&mut self, payload: Payload<'_>) {
+        match payload {
+            Payload::Owned(buffer) if buffer.len() > INLINE_PAYLOAD_BYTES_MAX => {
+                self.segments.push_back(buffer);
+                self.tail_is_open = false;
+            }
+            Payload::Owned(buffer) => self.append(&buffer),
+            Payload::Copied(bytes) => self.append(bytes),
+        }
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        if let Some(tail) = self.segments.back_mut() {
+            tail.extend_from_slice(bytes);
+            self.tail_is_open = tail.len() < SEGMENT_BYTES_MAX;
+        }
+    }
+
+    fn open_tail(&mut self) -> &mut Vec<u8> {
+        if !self.tail_is_open || self.segments.is_empty() {
+            self.segments.push_back(std::mem::take(&mut self.spare));
+            self.tail_is_open = true;
+        }
+        let last = self.segments.len() - 1;
+        &mut self.segments[last]
+    }
+
+    /// Sends what the socket takes. Returns whether all is sent; if not, wait until the socket is
+    /// writable. Errors are those of `sendmsg(2)`, without `EAGAIN` and `EINTR`.
+    pub fn flush(&mut self, socket: impl AsFd, pool: &mut BufferPool) -> io::Result<bool> {
+        while self.bytes > 0 {
+            match self.send_once(&socket) {
+                Ok(count) => self.advance(count, pool),
+                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    fn send_once(&self, socket: &impl AsFd) -> rustix::io::Result<usize> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let first = &self.segments[0][self.sent..];
+        if self.segments.len() == 1 {
+            return rustix::net::send(socket, first, flags);
+        }
+        let rest = self.segments.iter().skip(1).take(WRITE_SEGMENTS_MAX - 1);
+        let slices: Vec<IoSlice<'_>> =
+            std::iter::once(IoSlice::new(first)).chain(rest.map(|s| IoSlice::new(s))).collect();
+        rustix::net::sendmsg(socket, &slices, &mut SendAncillaryBuffer::default(), flags)
+    }
+
+    fn advance(&mut self, mut count: usize, pool: &mut BufferPool) {
+        self.bytes -= count;
+        while let Some(first) = self.segments.front() {
+            let left = first.len() - self.sent;
+            if count < left {
+                self.sent += count;
+                return;
+            }
+            count -= left;
+            self.sent = 0;
+            let Some(mut buffer) = self.segments.pop_front() else { return };
+            if buffer.capacity() <= SPARE_BYTES_MAX {
+                buffer.clear();
+                self.spare = buffer;
+            } else {
+                pool.give(buffer);
+            }
+        }
+        self.tail_is_open = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::kind;
+    use crate::worker_protocol::{Empty, Status};
+    use std::os::unix::net::UnixStream;
+
+    struct Owned(Header, Vec<u8>);
+
+    fn drain(inbox: &mut Inbox, socket: &UnixStream, scratch: &mut Scratch) -> (Vec<Owned>, Received) {
+        let mut found = Vec::new();
+        loop {
+            let (received, mut batch) = inbox.receive(socket, scratch).unwrap();
+            while let Some(item) = batch.next().unwrap() {
+                match item {
+                    Item::Frame { header, payload, .. } => found.push(Owned(header, payload.to_vec())),
+                    Item::Announced { .. } => batch.accept(Vec::new()),
+                    Item::Large { header, payload, .. } => found.push(Owned(header, payload)),
+                }
+            }
+            if received != Received::More {
+                return (found, received);
+            }
+        }
+    }
+
+    #[test]
+    fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
+        let sizes = [0, 1, 100, 65_536, 65_537, 300_000, 3, 2_000_000, 0, 70_000];
+        let (here, there) = UnixStream::pair().unwrap();
+        here.set_nonblocking(true).unwrap();
+        let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
+        let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
+        for (i, &size) in sizes.iter().enumerate() {
+            let payload = vec![i as u8; size];
+            let payload = if i % 2 == 0 { Payload::Owned(payload) } else { Payload::Copied(&payload) };
+            outbox.push(kind::RESULT, i as u64, &Status { text: "x" }, &[], payload).unwrap();
+        }
+        let mut found = Vec::new();
+        while found.len() < sizes.len() {
+            outbox.flush(&here, &mut pool).unwrap();
+            found.extend(drain(&mut inbox, &there, &mut scratch).0);
+        }
+        for (i, &size) in sizes.iter().enumerate() {
+            assert_eq!(found[i].0.number, i as u64);
+            assert_eq!(found[i].1, vec![i as u8; size]);
+        }
+        assert!(outbox.is_empty() && !inbox.is_mid_frame());
+        drop(here);
+        assert_eq!(drain(&mut inbox, &there, &mut scratch).1, Received::Closed);
+    }
+
+    #[test]
+    fn a_large_payload_that_is_not_accepted_is_never_stored() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let mut outbox = Outbox::default();
+        outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![1; 1_000_000])).unwrap();
+        outbox.push(kind::CANCEL, 2, &Empty, &[], Payload::NONE).unwrap();
+        let (mut inbox, mut scratch, mut pool) =
+            (Inbox::default(), Scratch::default(), BufferPool::default());
+        here.set_nonblocking(true).unwrap();
+        let mut seen = Vec::new();
+        while seen.len() < 2 {
+            outbox.flush(&here, &mut pool).unwrap();
+            let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+            while let Some(item) = batch.next().unwrap() {
+                match item {
+                    Item::Announced { header, .. } | Item::Frame { header, .. } => seen.push(header.number),
+                    Item::Large { .. } => panic!("stored"),
+                }
+            }
+            assert!(inbox.held_bytes() < 100);
+        }
+        assert_eq!(seen, [1, 2]);
+    }
+
+    #[test]
+    fn idle_connections_hold_no_memory() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
+        let (mut pool, mut scratch) = (BufferPool::default(), Scratch::default());
+        outbox.push(kind::RESULT, 1, &Empty, &[], Payload::Copied(&[7; 50_000])).unwrap();
+        assert!(outbox.flush(&here, &mut pool).unwrap());
+        drain(&mut inbox, &there, &mut scratch);
+        assert!(outbox.spare.capacity() <= SPARE_BYTES_MAX && outbox.segments.is_empty());
+        assert_eq!(inbox.partial.capacity(), 0);
+    }
+}

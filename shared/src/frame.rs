@@ -1,0 +1,149 @@
+//! The 16-byte header in front of everything, and the kinds of frames.
+//!
+//! ```text
+//! offset  0       4      5       6               8                 16
+//!         length  kind   flags   metadata length  number            metadata, payload
+//!         u32     u8     u8      u16              u64               (little-endian throughout)
+//! ```
+//!
+//! `length` counts what follows the header: metadata, then payload. `number` names the request
+//! (between client and supervisor) or the job (between supervisor and worker).
+
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 16;
+
+/// The number of a [`kind::HELLO`] frame: the first thing either side can recognise.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
+
+/// Whoever does not know the kind of a frame with this flag must end the connection; without it,
+/// the frame is skipped.
+pub const FLAG_CRITICAL: u8 = 1;
+
+/// What a frame is. The numbers never change their meaning; new kinds get new numbers.
+#[expect(missing_docs, reason = "each is described with its message")]
+pub mod kind {
+    // Both protocols: the first frames of a connection.
+    pub const HELLO: u8 = 1;
+    pub const CLIENT_WELCOME: u8 = 2;
+    pub const REFUSED: u8 = 3;
+    pub const WORKER_WELCOME: u8 = 4;
+
+    // Client to supervisor.
+    pub const SUBMIT: u8 = 16;
+    pub const CANCEL: u8 = 17;
+
+    // Supervisor to client.
+    pub const OUTCOME: u8 = 32;
+    pub const PROGRESS: u8 = 33;
+
+    // Supervisor to worker.
+    pub const JOB: u8 = 48;
+    pub const CANCEL_JOB: u8 = 49;
+    pub const DRAIN: u8 = 50;
+
+    // Worker to supervisor.
+    pub const READY: u8 = 64;
+    pub const STARTED: u8 = 65;
+    pub const RESULT: u8 = 66;
+    pub const FAILED: u8 = 67;
+    pub const PROGRESSED: u8 = 68;
+    pub const STATUS: u8 = 69;
+    pub const EXTEND_START: u8 = 70;
+    pub const HEARTBEAT: u8 = 71;
+    pub const STOPPING: u8 = 72;
+    pub const PROGRAM_CRASHED: u8 = 73;
+}
+
+/// A decoded header. Nothing in it is to be trusted: [`Header::check`] comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Bytes that follow the header.
+    pub length: u32,
+    /// One of [`kind`], or something newer.
+    pub kind: u8,
+    /// A sum of flags, such as [`FLAG_CRITICAL`].
+    pub flags: u8,
+    /// Bytes of metadata among [`Header::length`].
+    pub metadata_length: u16,
+    /// The request or the job.
+    pub number: u64,
+}
+
+/// Why bytes are not a frame. The connection cannot go on: where the next frame begins is unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The metadata would be longer than the frame.
+    #[error("a frame says that it has {metadata_length} bytes of metadata within {length} bytes in all")]
+    MetadataBeyondFrame {
+        /// As announced.
+        metadata_length: u16,
+        /// As announced.
+        length: u32,
+    },
+}
+
+impl Header {
+    /// The header as it stands on the wire.
+    pub fn encode(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..4].copy_from_slice(&self.length.to_le_bytes());
+        bytes[4] = self.kind;
+        bytes[5] = self.flags;
+        bytes[6..8].copy_from_slice(&self.metadata_length.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.number.to_le_bytes());
+        bytes
+    }
+
+    /// The header in these bytes, which may be nonsense.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
+        let [l0, l1, l2, l3, kind, flags, m0, m1, number @ ..] = *bytes;
+        Self {
+            length: u32::from_le_bytes([l0, l1, l2, l3]),
+            kind,
+            flags,
+            metadata_length: u16::from_le_bytes([m0, m1]),
+            number: u64::from_le_bytes(number),
+        }
+    }
+
+    /// Refuses a header whose parts contradict each other.
+    pub fn check(self) -> Result<Self, FrameError> {
+        if u32::from(self.metadata_length) > self.length {
+            return Err(FrameError::MetadataBeyondFrame {
+                metadata_length: self.metadata_length,
+                length: self.length,
+            });
+        }
+        Ok(self)
+    }
+
+    /// Bytes of payload.
+    pub fn payload_length(self) -> usize {
+        (self.length as usize).saturating_sub(usize::from(self.metadata_length))
+    }
+
+    /// Whether a receiver that does not know the kind must give up.
+    pub fn is_critical(self) -> bool {
+        self.flags & FLAG_CRITICAL != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_readable_in_a_hex_dump() {
+        let header =
+            Header { length: 0x0102, kind: kind::SUBMIT, flags: 1, metadata_length: 0x30, number: 0x0a0b };
+        let bytes = header.encode();
+        assert_eq!(bytes, [0x02, 0x01, 0, 0, 16, 1, 0x30, 0, 0x0b, 0x0a, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(Header::decode(&bytes), header);
+    }
+
+    #[test]
+    fn metadata_longer_than_the_frame_is_refused() {
+        let header = Header { length: 4, kind: 1, flags: 0, metadata_length: 5, number: 0 };
+        assert!(header.check().is_err());
+    }
+}

@@ -1,0 +1,81 @@
+//! What a job is called and how urgent it is.
+
+use std::fmt;
+
+/// Names one job inside one supervisor; it appears in events, logs and on the worker's link.
+///
+/// The low 24 bits are a place in the supervisor's table of the bulkhead and the rest counts up, so
+/// that a reply which comes too late never finds another job under its number.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(pub u64);
+
+impl fmt::Debug for JobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "job-{:x}", self.0)
+    }
+}
+
+impl fmt::Display for JobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}", self.0)
+    }
+}
+
+/// How much it matters that a job runs now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[repr(u8)]
+pub enum Priority {
+    /// Shed first.
+    BestEffort = 0,
+    /// What a client gets that says nothing.
+    #[default]
+    Normal = 1,
+    /// Shed last.
+    Critical = 2,
+}
+
+impl Priority {
+    /// Every priority, lowest first.
+    pub const ALL: [Priority; 3] = [Self::BestEffort, Self::Normal, Self::Critical];
+
+    /// The name used on the command line, in HTTP headers, metrics and events.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::BestEffort => "best-effort",
+            Self::Normal => "normal",
+            Self::Critical => "critical",
+        }
+    }
+
+    /// The number used on the wire.
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The priority with this number on the wire, if there is one.
+    pub const fn from_code(code: u8) -> Option<Self> {
+        match code {
+            0 => Some(Self::BestEffort),
+            1 => Some(Self::Normal),
+            2 => Some(Self::Critical),
+            _ => None,
+        }
+    }
+}
+
+impl std::str::FromStr for Priority {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .into_iter()
+            .find(|p| p.name() == text)
+            .ok_or_else(|| format!("'{text}' is no priority: write critical, normal or best-effort"))
+    }
+}
+
+impl fmt::Display for Priority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,147 @@
+//! Finding and ending processes that descend from this one, whatever they did to get away.
+//!
+//! Both the supervisor's keeper and the host for plain programs are *child subreapers*: when a process
+//! below them dies, its children become theirs. What they have not started themselves must therefore
+//! be what somebody left behind, and goes. A process that forks as fast as it can is stopped first,
+//! all of it, and killed then.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+/// Rounds of looking for processes that were forked while the last round stopped their parents.
+const STOP_ROUNDS_MAX: usize = 32;
+
+#[derive(Clone, Copy)]
+struct Process {
+    parent: u32,
+    /// With the number, this names one process for ever: numbers are used again.
+    started: u64,
+    is_zombie: bool,
+}
+
+/// Kills every process that descends from this one, except the children in `spare` and what descends
+/// from them. Returns how many it killed; 0 means that none is left. Call it until then: killing
+/// hands the victims' children upwards.
+///
+/// Takes a look at every process of the machine, some microseconds for each. Errors: `/proc` cannot
+/// be read.
+pub fn kill_descendants(spare: &HashSet<u32>) -> io::Result<usize> {
+    let mut found: HashMap<u32, u64> = HashMap::new();
+    for _ in 0..STOP_ROUNDS_MAX {
+        let mut fresh = 0;
+        for (pid, started) in descendants(&processes()?, std::process::id(), spare) {
+            if found.insert(pid, started) != Some(started) {
+                signal(pid, started, Signal::STOP);
+                fresh += 1;
+            }
+        }
+        if fresh == 0 {
+            break;
+        }
+    }
+    for (&pid, &started) in &found {
+        signal(pid, started, Signal::KILL);
+    }
+    Ok(found.len())
+}
+
+/// The processes that descend from `root`, nearest first, by number. Zombies are left out.
+pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
+    let found = descendants(&processes()?, root, &HashSet::new());
+    Ok(found.into_iter().map(|(pid, _)| pid).collect())
+}
+
+fn descendants(table: &HashMap<u32, Process>, root: u32, spare: &HashSet<u32>) -> Vec<(u32, u64)> {
+    let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
+    for (&pid, process) in table {
+        children.entry(process.parent).or_default().push(pid);
+    }
+    let mut found = Vec::new();
+    let mut open = vec![root];
+    while let Some(parent) = open.pop() {
+        for &pid in children.get(&parent).into_iter().flatten() {
+            if parent == root && spare.contains(&pid) {
+                continue;
+            }
+            let process = table[&pid];
+            if !process.is_zombie {
+                found.push((pid, process.started));
+            }
+            open.push(pid);
+        }
+    }
+    found
+}
+
+/// Sends a signal to the process that had this number when it was looked up, or to nobody.
+fn signal(pid: u32, started: u64, signal: Signal) {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
+    // From here on the descriptor names the process, so that the second look-up decides.
+    let Ok(descriptor) = pidfd_open(pid, PidfdFlags::empty()) else { return };
+    let is_same = read_process(pid.as_raw_nonzero().get() as u32).is_some_and(|p| p.started == started);
+    if is_same {
+        match pidfd_send_signal(&descriptor, signal) {
+            // Gone between the look and the shot; or a set-user-id program, which a subreaper without
+            // privileges cannot signal: it is found again at the next call.
+            Ok(()) | Err(Errno::SRCH | Errno::PERM) | Err(_) => {}
+        }
+    }
+}
+
+fn processes() -> io::Result<HashMap<u32, Process>> {
+    let mut table = HashMap::new();
+    for entry in std::fs::read_dir("/proc")? {
+        let pid = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+        if let Some(pid) = pid
+            && let Some(process) = read_process(pid)
+        {
+            table.insert(pid, process);
+        }
+    }
+    Ok(table)
+}
+
+/// Reads `/proc/PID/stat`; `None` if there is no such process (any more).
+fn read_process(pid: u32) -> Option<Process> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok().or_else(|| {
+        // A program may give itself a name that is not UTF-8.
+        std::fs::read(format!("/proc/{pid}/stat"))
+            .ok()
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    })?;
+    // The second field is the program's name in parentheses, which may itself hold any of them.
+    let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
+    let state = fields.next()?;
+    let parent = fields.next()?.parse().ok()?;
+    let started = fields.nth(17)?.parse().ok()?;
+    Some(Process { parent, started, is_zombie: matches!(state, "Z" | "X") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn finds_grandchildren_and_only_those() {
+        let mut child = Command::new("sh").args(["-c", "sleep 100 & sleep 100 & wait"]).spawn().unwrap();
+        let found = loop {
+            let found = descendants_of(child.id()).unwrap();
+            if found.len() == 2 {
+                break found;
+            }
+            std::thread::yield_now();
+        };
+        let table = processes().unwrap();
+        for pid in found {
+            assert_eq!(table[&pid].parent, child.id());
+            signal(pid, table[&pid].started + 1, Signal::KILL);
+            assert!(read_process(pid).is_some(), "a process of another time was killed");
+            signal(pid, table[&pid].started, Signal::KILL);
+        }
+        child.wait().unwrap();
+    }
+}
