@@ -1,1 +1,10 @@
-//! Placeholder.
+//! The supervisor as a library: everything but the reading of arguments.
+//!
+//! One thread, the data plane, owns every socket and every decision; the control plane (HTTP, events,
+//! logs, signals) runs beside it and reads snapshots; the keeper, a process of its own, starts and ends
+//! the workers.
+
+pub mod command;
+pub mod config;
+pub mod keeper;
+pub mod snapshot;

@@ -1,1 +1,38 @@
-//! Placeholder.
+//! The decisions of a bulkhead as a pure state machine.
+//!
+//! [`Bulkhead`] owns all truth about one bulkhead: its queue, its workers and their slots, which job is
+//! in flight where, and the history of restarts. It is told what happened ([`Event`]) and when, and
+//! answers with what is to be done ([`Action`]). It never blocks, does no I/O, reads no clock and draws
+//! no random number: a seed and the time come in as arguments, so that a history can be replayed.
+//!
+//! ```
+//! use bulkhead_policy::{Action, Bulkhead, Event, Limits, Submission, Time};
+//!
+//! let mut bulkhead = Bulkhead::<&str>::new(Limits::default(), 42);
+//! let mut actions = Vec::new();
+//! bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
+//! let Some(Action::Spawn { worker, .. }) = actions.pop() else { panic!() };
+//! bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 7 }, &mut actions);
+//! bulkhead.apply(Time::ZERO, Event::Hello { worker, has_dispatch_thread: true }, &mut actions);
+//! bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);
+//! actions.clear();
+//! bulkhead.apply(Time::ZERO, Event::Submit(Submission::new("my job")), &mut actions);
+//! assert!(matches!(actions[..], [Action::Dispatch { .. }]));
+//! ```
+
+mod bulkhead;
+mod jobs;
+mod limits;
+mod load;
+mod messages;
+mod restart;
+mod time;
+mod timers;
+mod workers;
+
+pub use bulkhead::{Bulkhead, BulkheadState, Counters, WorkerView};
+pub use limits::{Health, Limits, Recycle, Restart, RestartPolicy, Start};
+pub use messages::{
+    Action, Answer, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission, WorkerId,
+};
+pub use time::Time;

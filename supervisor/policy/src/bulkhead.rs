@@ -1,0 +1,542 @@
+//! The state machine of one bulkhead: admission, the queue, dispatch, deadlines and cancellation. The
+//! life of its workers is in [`life`].
+
+mod life;
+mod view;
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bulkhead_shared::{CrashReason, Executed, JobId, RejectReason, Verdict};
+
+use crate::jobs::{Jobs, Place};
+use crate::limits::Limits;
+use crate::load::Load;
+use crate::messages::{Action, Answer, Event, Reply, Submission, WorkerId, rejection};
+use crate::time::Time;
+use crate::timers::Timers;
+use crate::workers::{Phase, Slot, SlotState, Worker};
+
+pub use view::{BulkheadState, Counters, WorkerView};
+
+/// How long a rejected caller is told to wait at least, when load is the cause.
+const RETRY_AFTER_MIN: Duration = Duration::from_secs(1);
+
+/// One bulkhead. `T` is the caller's own record of a job.
+pub struct Bulkhead<T> {
+    limits: Limits,
+    mode: Mode,
+    jobs: Jobs<T>,
+    job_timers: Timers,
+    workers: Vec<Option<Worker>>,
+    free_places: Vec<u32>,
+    worker_timers: Timers,
+    slots: Vec<Slot>,
+    slot_timers: Timers,
+    load: Load,
+    /// Workers that count towards the limit.
+    ready: u32,
+    /// Slots that have, or will have, a worker.
+    live_slots: u32,
+    generations: u32,
+    /// Slots that a rolling restart has not reached yet.
+    rolling: VecDeque<u32>,
+    random: u64,
+    /// Smoothed time that a worker has a job, in nanoseconds.
+    service_ns: u64,
+    counters: Counters,
+    last_trouble: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Open,
+    Draining,
+    Stopping { by: Time },
+}
+
+impl<T> Bulkhead<T> {
+    /// A bulkhead that has not started. Equal seeds and equal histories give equal decisions.
+    pub fn new(limits: Limits, seed: u64) -> Self {
+        let slots = if limits.max_in_flight == 0 { 0 } else { limits.processes };
+        Self {
+            limits,
+            mode: Mode::Open,
+            jobs: Jobs::default(),
+            job_timers: Timers::default(),
+            workers: Vec::new(),
+            free_places: Vec::new(),
+            worker_timers: Timers::default(),
+            slots: (0..slots).map(|_| Slot::default()).collect(),
+            slot_timers: Timers::default(),
+            load: Load::default(),
+            ready: 0,
+            live_slots: 0,
+            generations: 0,
+            rolling: VecDeque::new(),
+            random: seed,
+            service_ns: 0,
+            counters: Counters::default(),
+            last_trouble: String::new(),
+        }
+    }
+
+    /// Applies what happened at `now`, and appends what is to be done to `out`. Returns the job that a
+    /// submission became, if it was taken.
+    pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
+        match event {
+            Event::Submit(submission) => return self.submit(now, submission, out),
+            Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
+            Event::Tick => self.tick(now, out),
+            Event::Cancel { job } => self.cancel(now, job, out),
+            Event::Start => self.start(now, out),
+            Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
+            Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
+            Event::Hello { worker, has_dispatch_thread } => self.hello(now, worker, has_dispatch_thread),
+            Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
+            Event::Ready { worker } => self.worker_ready(now, worker, out),
+            Event::Heard { worker } => self.heard(now, worker),
+            Event::Broke { worker, message } => self.broke(now, worker, message, out),
+            Event::Stopping { worker } => self.worker_stopping(now, worker, out),
+            Event::Exited { worker, death } => self.exited(now, worker, death, out),
+            Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
+            Event::HeldUp => self.held_up(now),
+            Event::Restart => self.rolling_restart(now, out),
+            Event::Drain => self.drain(now, out),
+            Event::Resume => self.resume(out),
+            Event::Reset => self.reset(now, out),
+            Event::Stop { by } => self.stop(now, by, out),
+        }
+        None
+    }
+
+    /// When [`Event::Tick`] is due.
+    pub fn next_deadline(&self) -> Option<Time> {
+        let stop = match self.mode {
+            Mode::Stopping { by } if !self.is_stopped() => Some(by),
+            _ => None,
+        };
+        [self.job_timers.next(), self.worker_timers.next(), self.slot_timers.next(), stop]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// The caller's record of a job, as long as its client waits for it.
+    pub fn cargo_mut(&mut self, job: JobId) -> Option<&mut T> {
+        let index = self.jobs.find(job)?;
+        self.jobs.get(index).cargo.as_mut()
+    }
+
+    /// The numbers in force.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Counts a job that was refused before it reached this state machine: it was malformed, too large,
+    /// or there was no memory for it.
+    pub fn count_refused(&mut self, reason: RejectReason) {
+        self.counters.submitted += 1;
+        self.counters.rejected[reason.code() as usize] += 1;
+    }
+
+    // Admission.
+
+    fn submit(&mut self, now: Time, submission: Submission<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
+        let Submission { cargo, deadline, priority: _, idempotent } = submission;
+        self.counters.submitted += 1;
+        let limit = deadline.map_or(self.limits.deadline, |asked| asked.min(self.limits.deadline_max));
+        if let Some(verdict) = self.refusal(now, limit) {
+            self.refuse(cargo, verdict, limit, idempotent, out);
+            return None;
+        }
+        let hard_limit = limit.max(self.limits.deadline);
+        let index = self.jobs.insert(cargo, idempotent, now, limit, hard_limit);
+        let id = self.jobs.id(index);
+        match self.load.least() {
+            Some(worker) if self.jobs.queued() == 0 => self.dispatch(now, index, worker, out),
+            _ => self.enqueue(index),
+        }
+        Some(id)
+    }
+
+    /// Why a job that arrives now is not taken.
+    fn refusal(&self, now: Time, limit: Duration) -> Option<Verdict> {
+        if self.mode != Mode::Open {
+            return Some(rejection(RejectReason::Draining));
+        }
+        if limit.is_zero() {
+            return Some(Verdict::DeadlineQueued);
+        }
+        if self.limits.max_in_flight == 0 {
+            return Some(rejection(RejectReason::QueueFull));
+        }
+        if self.live_slots == 0 {
+            let message = format!("no worker runs: {}", self.last_trouble);
+            return Some(Verdict::Rejected { reason: RejectReason::Unavailable, message });
+        }
+        let has_permit = self.jobs.queued() == 0 && self.load.least().is_some();
+        if has_permit {
+            return None;
+        }
+        if self.jobs.is_full() {
+            return Some(rejection(RejectReason::Overloaded));
+        }
+        if self.jobs.queued() >= self.waiting_max() {
+            return Some(rejection(RejectReason::QueueFull));
+        }
+        let next_start = if self.ready == 0 { self.next_start() } else { None };
+        if next_start.is_some_and(|at| at > now + limit) {
+            let message = "no worker runs, and the next start comes after the deadline".to_owned();
+            return Some(Verdict::Rejected { reason: RejectReason::Unavailable, message });
+        }
+        None
+    }
+
+    /// How many jobs may wait: the queue, and as many as the workers that are on their way will take.
+    fn waiting_max(&self) -> usize {
+        let coming = self.live_slots.saturating_sub(self.ready);
+        self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
+    }
+
+    /// When the next worker starts, if every slot waits for its backoff to end.
+    fn next_start(&self) -> Option<Time> {
+        let mut next = None;
+        for slot in &self.slots {
+            match slot.state {
+                SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
+                SlotState::Occupied(_) => return None,
+                SlotState::Empty | SlotState::Stopped { .. } => {}
+            }
+        }
+        next
+    }
+
+    fn refuse(
+        &mut self,
+        cargo: T,
+        verdict: Verdict,
+        limit: Duration,
+        idempotent: bool,
+        out: &mut Vec<Action<T>>,
+    ) {
+        self.counters.count(&verdict);
+        let retry_after = self.retry_after(&verdict);
+        out.push(Action::Answer(Answer {
+            job: None,
+            cargo,
+            retryable: verdict.is_retryable(idempotent) && retry_after.is_none_or(|wait| wait <= limit),
+            verdict,
+            attempts: 0,
+            queued: Duration::ZERO,
+            ran: Duration::ZERO,
+            worker_pid: None,
+            retry_after,
+            deadline: limit,
+        }));
+    }
+
+    /// How long a rejected caller should wait: until the queue before it is worked off, as far as one
+    /// can tell, and never less than a second, with up to a fifth more so that callers do not come back
+    /// together.
+    fn retry_after(&mut self, verdict: &Verdict) -> Option<Duration> {
+        let Verdict::Rejected { reason, .. } = verdict else { return None };
+        if !reason.is_retryable() {
+            return None;
+        }
+        let limit = u64::from(self.ready.max(1)) * u64::from(self.limits.max_in_flight.max(1));
+        let ahead = self.jobs.queued() as u64 + 1;
+        let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
+        let base = estimate.max(RETRY_AFTER_MIN);
+        let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
+        Some(base + base.mul_f64(jitter / 5.0))
+    }
+
+    /// The next number of the seeded sequence (SplitMix64, Steele et al. 2014).
+    fn draw(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    // The queue.
+
+    fn enqueue(&mut self, index: u32) {
+        self.jobs.enqueue(index);
+        let job = self.jobs.get(index);
+        let patience = self.limits.queue_timeout.map(|timeout| job.received + timeout);
+        let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
+        self.job_timers.set(index, due);
+    }
+
+    /// Gives waiting jobs to workers as long as there are both.
+    fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while let Some(index) = self.jobs.first_queued()
+            && let Some(worker) = self.load.least()
+        {
+            self.jobs.dequeue(index);
+            if self.jobs.get(index).deadline_at <= now {
+                self.job_timers.clear(index);
+                self.answer(now, index, Verdict::DeadlineQueued, out);
+                self.jobs.remove(index);
+                continue;
+            }
+            self.dispatch(now, index, worker, out);
+        }
+    }
+
+    fn reject_queue(&mut self, now: Time, reason: RejectReason, message: &str, out: &mut Vec<Action<T>>) {
+        while let Some(index) = self.jobs.first_queued() {
+            self.jobs.dequeue(index);
+            self.job_timers.clear(index);
+            let verdict = Verdict::Rejected { reason, message: message.to_owned() };
+            self.answer(now, index, verdict, out);
+            self.jobs.remove(index);
+        }
+    }
+
+    fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let id = worker.id;
+        let job = self.jobs.get(index);
+        job.attempts += 1;
+        job.place =
+            Place::InFlight { worker: place, index: worker.jobs.len() as u32, since: now, is_overdue: false };
+        worker.jobs.push(index);
+        worker.wanted += 1;
+        let deadline_at = job.deadline_at;
+        self.job_timers.set(index, deadline_at);
+        self.refresh(place);
+        let remaining = deadline_at.since(now);
+        out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining });
+    }
+
+    // Answers.
+
+    /// Tells the client. The job itself stays where it is.
+    fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+        let Some(cargo) = self.jobs.get(index).cargo.take() else { return };
+        self.counters.count(&verdict);
+        let retry_after = self.retry_after(&verdict);
+        let id = self.jobs.id(index);
+        let job = self.jobs.get(index);
+        let (queued, ran, worker) = match job.place {
+            Place::InFlight { worker, since, .. } => {
+                (since.since(job.received), now.since(since), Some(worker))
+            }
+            Place::Entered | Place::Queued { .. } => (now.since(job.received), Duration::ZERO, None),
+        };
+        let left = job.deadline_at.since(now);
+        let answer = Answer {
+            job: Some(id),
+            cargo,
+            retryable: verdict.is_retryable(job.idempotent) && retry_after.is_none_or(|wait| wait <= left),
+            verdict,
+            attempts: job.attempts,
+            queued,
+            ran,
+            worker_pid: worker.and_then(|w| self.workers[w as usize].as_ref()?.pid),
+            retry_after,
+            deadline: job.limit(),
+        };
+        out.push(Action::Answer(answer));
+    }
+
+    fn replied(&mut self, now: Time, worker: WorkerId, job: JobId, reply: Reply, out: &mut Vec<Action<T>>) {
+        self.heard(now, worker);
+        let held = self.jobs.find(job).filter(|&index| {
+            self.worker(worker).is_some()
+                && matches!(self.jobs.get(index).place, Place::InFlight { worker: at, .. } if at == worker.place)
+        });
+        let Some(index) = held else {
+            self.counters.late_replies += 1;
+            return;
+        };
+        if let Place::InFlight { since, .. } = self.jobs.get(index).place {
+            let took = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
+            self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
+        }
+        let is_wanted = self.jobs.get(index).cargo.is_some();
+        if !is_wanted {
+            // Its client was told long ago: the worker came round after all.
+            self.counters.late_replies += 1;
+        }
+        let verdict = match reply {
+            Reply::Ok => Verdict::Ok,
+            Reply::Failed(failure) => Verdict::Failed(failure),
+            Reply::ProgramCrashed { signal, message } => {
+                Verdict::Crashed { reason: CrashReason::Signal, status: Some(signal), message }
+            }
+        };
+        self.answer(now, index, verdict, out);
+        self.release(index);
+        if let Some(worker) = self.worker_mut(worker) {
+            worker.served += 1;
+            worker.wanted -= u32::from(is_wanted);
+        }
+        self.review(now, worker.place);
+        self.after_job(now, worker.place, out);
+        self.pump(now, out);
+    }
+
+    /// Takes a job that is in flight out of its worker's hands and out of the table.
+    fn release(&mut self, index: u32) {
+        self.job_timers.clear(index);
+        let job = self.jobs.get(index);
+        debug_assert!(job.cargo.is_none(), "released without an answer");
+        if let Place::InFlight { worker: place, index: at, is_overdue, .. } = job.place
+            && let Some(worker) = self.workers[place as usize].as_mut()
+        {
+            worker.jobs.swap_remove(at as usize);
+            worker.overdue -= u32::from(is_overdue);
+            if let Some(&moved) = worker.jobs.get(at as usize)
+                && let Place::InFlight { index, .. } = &mut self.jobs.get(moved).place
+            {
+                *index = at;
+            }
+        }
+        self.jobs.get(index).place = Place::Entered;
+        self.jobs.remove(index);
+    }
+
+    // Deadlines and cancellation.
+
+    fn cancel(&mut self, now: Time, id: JobId, out: &mut Vec<Action<T>>) {
+        let Some(index) = self.jobs.find(id) else { return };
+        let place = self.jobs.get(index).place;
+        match place {
+            Place::Queued { .. } => {
+                self.jobs.dequeue(index);
+                self.job_timers.clear(index);
+                self.answer(now, index, Verdict::Cancelled { executed: Executed::No }, out);
+                self.jobs.remove(index);
+            }
+            Place::InFlight { .. } if self.jobs.get(index).cargo.is_some() => {
+                let hard_deadline_at = self.jobs.get(index).hard_deadline_at;
+                self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
+                self.job_timers.set(index, hard_deadline_at);
+            }
+            Place::InFlight { .. } | Place::Entered => {}
+        }
+    }
+
+    /// Answers a job that is in flight, and asks its worker to stop. The permit stays taken.
+    fn abandon(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+        self.answer(now, index, verdict, out);
+        let Place::InFlight { worker: place, .. } = self.jobs.get(index).place else { return };
+        let job = self.jobs.id(index);
+        if let Some(worker) = self.workers[place as usize].as_mut() {
+            worker.wanted -= 1;
+            out.push(Action::Cancel { worker: worker.id, job });
+        }
+        self.review(now, place);
+    }
+
+    fn job_due(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
+        let job = self.jobs.get(index);
+        let (deadline_at, hard_deadline_at) = (job.deadline_at, job.hard_deadline_at);
+        match job.place {
+            Place::Queued { .. } => {
+                self.jobs.dequeue(index);
+                let verdict = if deadline_at <= now {
+                    Verdict::DeadlineQueued
+                } else {
+                    rejection(RejectReason::QueueTimeout)
+                };
+                self.answer(now, index, verdict, out);
+                self.jobs.remove(index);
+            }
+            Place::InFlight { worker, .. } => {
+                if self.jobs.get(index).cargo.is_some() {
+                    self.abandon(now, index, Verdict::DeadlineRunning, out);
+                }
+                if hard_deadline_at > now {
+                    self.job_timers.set(index, hard_deadline_at);
+                } else {
+                    self.mark_overdue(index, worker);
+                    self.review(now, worker);
+                }
+            }
+            Place::Entered => {}
+        }
+    }
+
+    fn mark_overdue(&mut self, index: u32, place: u32) {
+        if let Place::InFlight { is_overdue, .. } = &mut self.jobs.get(index).place
+            && !std::mem::replace(is_overdue, true)
+            && let Some(worker) = self.workers[place as usize].as_mut()
+        {
+            worker.overdue += 1;
+        }
+    }
+
+    /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when nobody
+    /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline: so
+    /// a client can end its own work early, but never its neighbours'. Until then it takes no new jobs.
+    fn review(&mut self, now: Time, place: u32) {
+        let grace = self.limits.grace;
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        match worker.phase {
+            Phase::Ready | Phase::Draining => {}
+            _ => return,
+        }
+        let is_stuck = !worker.jobs.is_empty() && (worker.wanted == 0 || worker.overdue > 0);
+        if is_stuck && worker.kill_at.is_none() {
+            worker.kill_at = Some(now + grace);
+        } else if !is_stuck && !worker.jobs.is_empty() || worker.phase == Phase::Ready && !is_stuck {
+            worker.kill_at = None;
+        }
+        self.refresh(place);
+        self.arm(place);
+    }
+
+    fn tick(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while let Some(index) = self.job_timers.pop_due(now) {
+            self.job_due(now, index, out);
+        }
+        while let Some(place) = self.worker_timers.pop_due(now) {
+            self.worker_due(now, place, out);
+        }
+        while let Some(slot) = self.slot_timers.pop_due(now) {
+            self.spawn(now, slot, crate::workers::Role::Current, out);
+        }
+        if let Mode::Stopping { by } = self.mode
+            && by <= now
+        {
+            self.stop_all(now, out);
+        }
+        self.pump(now, out);
+    }
+
+    // Tables.
+
+    fn worker(&self, id: WorkerId) -> Option<&Worker> {
+        self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id)
+    }
+
+    fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
+        self.workers.get_mut(id.place as usize)?.as_mut().filter(|w| w.id == id)
+    }
+
+    /// Brings the table of those that may take a job, and the limit, up to date with a worker.
+    fn refresh(&mut self, place: u32) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let is_available = worker.is_available();
+        let level = worker.jobs.len() as u32;
+        let listed = (is_available && level < self.limits.max_in_flight).then_some(level);
+        if worker.listed != listed {
+            if let Some(level) = std::mem::replace(&mut worker.listed, listed) {
+                self.load.remove(place, level);
+            }
+            if let Some(level) = listed {
+                self.load.insert(place, level);
+            }
+        }
+        if worker.counted != is_available {
+            worker.counted = is_available;
+            self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
+        }
+    }
+}

@@ -1,0 +1,608 @@
+//! The life of a bulkhead's workers: started, welcomed, made ready, recycled, drained, killed, replaced.
+
+use std::time::Duration;
+
+use bulkhead_shared::{CrashReason, RejectReason, Verdict};
+
+use super::{Bulkhead, Mode};
+use crate::jobs::Place;
+use crate::limits::RestartPolicy;
+use crate::messages::{Action, Death, KillReason, Note, RecycleReason, StopReason, WorkerId};
+use crate::restart::{Next, PROVEN_AFTER};
+use crate::time::Time;
+use crate::workers::{Phase, Role, SlotState, Worker};
+
+/// How long a worker may take to exit once it has nothing left to do.
+const EXIT_PATIENCE: Duration = Duration::from_secs(2);
+
+impl<T> Bulkhead<T> {
+    pub(super) fn start(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        for slot in 0..self.slots.len() as u32 {
+            if matches!(self.slots[slot as usize].state, SlotState::Empty) {
+                self.spawn(now, slot, Role::Current, out);
+            }
+        }
+    }
+
+    /// Starts a worker for a slot, to fill it or to succeed the one that does.
+    pub(super) fn spawn(&mut self, now: Time, slot: u32, role: Role, out: &mut Vec<Action<T>>) {
+        if matches!(self.mode, Mode::Stopping { .. }) {
+            return;
+        }
+        self.generations = self.generations.wrapping_add(1);
+        let place = self.free_places.pop().unwrap_or_else(|| {
+            self.workers.push(None);
+            self.workers.len() as u32 - 1
+        });
+        let id = WorkerId { place, generation: self.generations };
+        let handshake = self.limits.start.handshake;
+        self.workers[place as usize] = Some(Worker::new(id, slot, role, now, handshake));
+        self.slots[slot as usize].spawns += 1;
+        match role {
+            Role::Successor(_) => self.slots[slot as usize].successor = Some(place),
+            Role::Current | Role::Retired => self.set_slot(slot, SlotState::Occupied(place)),
+        }
+        self.arm(place);
+        out.push(Action::Spawn { worker: id, slot });
+    }
+
+    fn set_slot(&mut self, slot: u32, state: SlotState) {
+        match state {
+            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at), .. } => {
+                self.slot_timers.set(slot, at);
+            }
+            _ => self.slot_timers.clear(slot),
+        }
+        let entry = &mut self.slots[slot as usize];
+        let was_live = entry.state.is_live();
+        let is_live = state.is_live();
+        entry.state = state;
+        self.live_slots = self.live_slots + u32::from(is_live) - u32::from(was_live);
+    }
+
+    // From the spawn to ready.
+
+    pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.pid = Some(pid);
+        worker.last_heard = now;
+        let slot = worker.slot;
+        out.push(Action::Note(Note::WorkerStarted { worker: id, slot, pid }));
+    }
+
+    pub(super) fn spawn_failed(
+        &mut self,
+        now: Time,
+        id: WorkerId,
+        message: String,
+        out: &mut Vec<Action<T>>,
+    ) {
+        let Some(worker) = self.worker(id) else { return };
+        let slot = worker.slot;
+        self.slots[slot as usize].last_exit = Some(message.clone());
+        out.push(Action::Note(Note::WorkerNotStarted { slot, message: message.clone() }));
+        self.last_trouble = message;
+        self.remove_and_replace(now, id, true, false, out);
+    }
+
+    pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool) {
+        let ready = self.limits.start.ready;
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.last_heard = now;
+        if let Phase::Handshaking { .. } = worker.phase {
+            worker.phase = Phase::Initializing { until: now + ready };
+            worker.has_dispatch_thread = has_dispatch_thread;
+            self.arm(id.place);
+        }
+    }
+
+    pub(super) fn extend_start(&mut self, now: Time, id: WorkerId, more: Duration) {
+        let most = self.limits.start.ready;
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.last_heard = now;
+        if let Phase::Initializing { until } = &mut worker.phase {
+            *until = (*until).max(now + more.min(most));
+            self.arm(id.place);
+        }
+    }
+
+    pub(super) fn worker_ready(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.last_heard = now;
+        if !matches!(worker.phase, Phase::Initializing { .. }) {
+            return;
+        }
+        worker.phase = Phase::Ready;
+        worker.ready_at = Some(now);
+        let (slot, role) = (worker.slot, worker.role);
+        let (pid, after) = (worker.pid.unwrap_or(0), now.since(worker.spawned_at));
+        out.push(Action::Note(Note::WorkerReady { worker: id, pid, after }));
+        self.slots[slot as usize].has_settled = true;
+        if let Role::Successor(reason) = role {
+            self.succeed(now, slot, id.place, reason, out);
+        }
+        self.refresh(id.place);
+        self.arm(id.place);
+        self.pump(now, out);
+        self.roll_on(now, out);
+    }
+
+    /// The successor is ready: it takes the slot, and the worker that had it is drained.
+    fn succeed(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
+        self.slots[slot as usize].successor = None;
+        let old = match self.slots[slot as usize].state {
+            SlotState::Occupied(old) => Some(old),
+            _ => None,
+        };
+        self.set_slot(slot, SlotState::Occupied(place));
+        if let Some(worker) = self.workers[place as usize].as_mut() {
+            worker.role = Role::Current;
+        }
+        let Some(old) = old else { return };
+        if let Some(worker) = self.workers[old as usize].as_mut() {
+            worker.role = Role::Retired;
+            out.push(Action::Note(Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason }));
+        }
+        self.drain_worker(now, old, out);
+    }
+
+    /// Has a worker finish what it has and exit.
+    fn drain_worker(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let id = worker.id;
+        match worker.phase {
+            Phase::Ready => {
+                worker.phase = Phase::Draining;
+                if worker.jobs.is_empty() {
+                    worker.kill_at = Some(now + EXIT_PATIENCE);
+                }
+                out.push(Action::Drain { worker: id });
+            }
+            Phase::Handshaking { .. } | Phase::Initializing { .. } => {
+                self.kill(place, KillReason::Overdue, out);
+                return;
+            }
+            Phase::Draining | Phase::Killing(_) => return,
+        }
+        self.refresh(place);
+        self.arm(place);
+    }
+
+    // While it works.
+
+    pub(super) fn heard(&mut self, now: Time, id: WorkerId) {
+        if let Some(worker) = self.worker_mut(id) {
+            worker.last_heard = now;
+        }
+    }
+
+    pub(super) fn held_up(&mut self, now: Time) {
+        for worker in self.workers.iter_mut().flatten() {
+            worker.last_heard = now;
+        }
+    }
+
+    /// What a finished job means for its worker.
+    pub(super) fn after_job(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        if worker.phase == Phase::Draining && worker.jobs.is_empty() {
+            worker.kill_at = Some(now + EXIT_PATIENCE);
+            self.arm(place);
+            return;
+        }
+        let (slot, served) = (worker.slot, worker.served);
+        if self.limits.recycle.jobs.is_some_and(|jobs| served >= jobs) {
+            self.recycle(now, slot, RecycleReason::Jobs, out);
+        }
+    }
+
+    pub(super) fn memory(&mut self, now: Time, id: WorkerId, rss_bytes: u64, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.worker(id) else { return };
+        let slot = worker.slot;
+        if worker.role == Role::Current && self.limits.recycle.rss.is_some_and(|most| rss_bytes > most) {
+            self.recycle(now, slot, RecycleReason::Memory, out);
+        }
+    }
+
+    /// Starts a successor for the worker of a slot, unless one is on its way or has failed just now.
+    fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
+        let entry = &self.slots[slot as usize];
+        let SlotState::Occupied(place) = entry.state else { return };
+        if entry.successor.is_some() {
+            return;
+        }
+        let is_due = self.workers[place as usize]
+            .as_ref()
+            .is_some_and(|w| w.phase == Phase::Ready && now >= w.succession_after);
+        if is_due {
+            self.spawn(now, slot, Role::Successor(reason), out);
+        }
+    }
+
+    pub(super) fn rolling_restart(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        self.rolling = (0..self.slots.len() as u32).collect();
+        for worker in self.workers.iter_mut().flatten() {
+            worker.succession_after = now;
+        }
+        self.roll_on(now, out);
+    }
+
+    /// Goes on with the rolling restart once no successor is on its way.
+    fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while !self.rolling.is_empty() && self.slots.iter().all(|slot| slot.successor.is_none()) {
+            let Some(slot) = self.rolling.pop_front() else { return };
+            match self.slots[slot as usize].state {
+                SlotState::Occupied(_) => self.recycle(now, slot, RecycleReason::Restart, out),
+                SlotState::Backoff { .. } | SlotState::Stopped { .. } | SlotState::Empty => {
+                    self.spawn(now, slot, Role::Current, out);
+                }
+            }
+        }
+    }
+
+    pub(super) fn worker_stopping(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
+        self.heard(now, id);
+        if let Some(worker) = self.worker_mut(id)
+            && worker.phase == Phase::Ready
+        {
+            self.drain_worker(now, id.place, out);
+        }
+    }
+
+    // Ending it.
+
+    pub(super) fn broke(&mut self, now: Time, id: WorkerId, message: String, out: &mut Vec<Action<T>>) {
+        self.heard(now, id);
+        if self.worker(id).is_some_and(|w| !matches!(w.phase, Phase::Killing(_))) {
+            self.kill(id.place, KillReason::Protocol(message), out);
+        }
+    }
+
+    fn kill(&mut self, place: u32, reason: KillReason, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        if matches!(worker.phase, Phase::Killing(_)) {
+            return;
+        }
+        worker.phase = Phase::Killing(reason.clone());
+        worker.kill_at = None;
+        let (id, pid) = (worker.id, worker.pid.unwrap_or(0));
+        self.worker_timers.clear(place);
+        self.refresh(place);
+        out.push(Action::Kill { worker: id, reason: reason.clone() });
+        out.push(Action::Note(Note::WorkerKilled { pid, reason }));
+    }
+
+    /// Sets a worker's one timer to the next thing it can miss.
+    pub(super) fn arm(&mut self, place: u32) {
+        let heartbeat = self.silence_max();
+        let Some(worker) = self.workers[place as usize].as_ref() else { return };
+        let due = match worker.phase {
+            Phase::Handshaking { until } => Some(until),
+            Phase::Initializing { until } if worker.has_dispatch_thread => {
+                Some(until.min(worker.last_heard + heartbeat))
+            }
+            Phase::Initializing { until } => Some(until),
+            Phase::Ready | Phase::Draining => {
+                let silence = worker.last_heard + heartbeat;
+                let age = match (worker.role, self.limits.recycle.age) {
+                    (Role::Current, Some(age)) => {
+                        Some((worker.spawned_at + age).max(worker.succession_after))
+                    }
+                    _ => None,
+                };
+                [Some(silence), age, worker.kill_at].into_iter().flatten().min()
+            }
+            Phase::Killing(_) => None,
+        };
+        match due {
+            Some(at) => self.worker_timers.set(place, at),
+            None => self.worker_timers.clear(place),
+        }
+    }
+
+    /// How long a worker may be silent: the beats it may miss, and one on its way.
+    fn silence_max(&self) -> Duration {
+        self.limits.health.heartbeat.saturating_mul(self.limits.health.missed.saturating_add(1))
+    }
+
+    pub(super) fn worker_due(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let silence_max = self.silence_max();
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        if !worker.owes_heartbeats() {
+            worker.last_heard = now;
+        }
+        let is_silent = worker.last_heard + silence_max <= now;
+        match worker.phase {
+            Phase::Handshaking { until } if until <= now => self.kill(place, KillReason::NoHello, out),
+            Phase::Initializing { until } if until <= now => self.kill(place, KillReason::NotReady, out),
+            Phase::Initializing { .. } if worker.has_dispatch_thread && is_silent => {
+                self.kill(place, KillReason::Hung, out);
+            }
+            Phase::Ready | Phase::Draining => {
+                if worker.kill_at.is_some_and(|at| at <= now) {
+                    let reason =
+                        if worker.jobs.is_empty() { KillReason::Overdue } else { KillReason::Deadline };
+                    self.kill(place, reason, out);
+                } else if is_silent {
+                    self.kill(place, KillReason::Hung, out);
+                } else {
+                    self.recycle_if_old(now, place, out);
+                }
+            }
+            Phase::Handshaking { .. } | Phase::Initializing { .. } | Phase::Killing(_) => {}
+        }
+        self.arm(place);
+    }
+
+    fn recycle_if_old(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let is_old = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= now);
+        if worker.role != Role::Current || !is_old || now < worker.succession_after {
+            return;
+        }
+        let slot = worker.slot;
+        self.recycle(now, slot, RecycleReason::Age, out);
+        // Not asked again before this attempt has ended one way or the other.
+        let again = now + self.limits.start.handshake + self.limits.start.ready;
+        if let Some(worker) = self.workers[place as usize].as_mut() {
+            worker.succession_after = again;
+        }
+    }
+
+    /// A worker is gone, with everything that descended from it: its jobs are answered, its slot is
+    /// filled again.
+    pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.worker_mut(id) else { return };
+        let killed = match &worker.phase {
+            Phase::Killing(reason) => Some(reason.clone()),
+            _ => None,
+        };
+        let note = Note::WorkerExited {
+            worker: id,
+            slot: worker.slot,
+            pid: worker.pid.unwrap_or(0),
+            death,
+            killed: killed.clone(),
+            uptime: now.since(worker.spawned_at),
+            served: worker.served,
+            in_flight: worker.jobs.len() as u32,
+        };
+        let jobs = std::mem::take(&mut worker.jobs);
+        let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
+        let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
+        // By the worker's own doing, or because it would not start or hangs: not by ours.
+        let is_own_doing = matches!(
+            killed,
+            None | Some(
+                KillReason::Hung | KillReason::Protocol(_) | KillReason::NoHello | KillReason::NotReady
+            )
+        );
+        let is_unfit = is_own_doing && (!was_ready || jobs.is_empty() && worker.served == 0);
+        let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
+        let sentence = describe(death, killed.as_ref());
+        if is_unfit {
+            self.last_trouble = match was_ready {
+                true => format!("the worker ended without having done a job: {sentence}"),
+                false => format!("the worker did not start: {sentence}"),
+            };
+        }
+        if is_proven {
+            self.slots[slot as usize].history.proven();
+        }
+        self.slots[slot as usize].last_exit = Some(sentence.clone());
+        out.push(Action::Note(note));
+        for index in jobs {
+            self.crash_job(now, index, death, killed.as_ref(), &sentence, out);
+        }
+        self.remove_and_replace(now, id, is_unfit, is_clean, out);
+    }
+
+    /// Answers for a job whose worker is gone, if anybody still waits.
+    fn crash_job(
+        &mut self,
+        now: Time,
+        index: u32,
+        death: Death,
+        killed: Option<&KillReason>,
+        sentence: &str,
+        out: &mut Vec<Action<T>>,
+    ) {
+        let (reason, status) = match (killed, death) {
+            (None, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
+            (None, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
+            (Some(KillReason::Hung), _) => (CrashReason::Hung, None),
+            (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
+            (Some(KillReason::Overdue), _) => (CrashReason::Stopped, None),
+            (Some(KillReason::Deadline | KillReason::NoHello | KillReason::NotReady), _) => {
+                (CrashReason::Collateral, None)
+            }
+        };
+        self.job_timers.clear(index);
+        self.answer(now, index, Verdict::Crashed { reason, status, message: sentence.to_owned() }, out);
+        self.jobs.get(index).place = Place::Entered;
+        self.jobs.remove(index);
+    }
+
+    /// Takes a worker that is gone out of the table and decides what becomes of its slot.
+    fn remove_and_replace(
+        &mut self,
+        now: Time,
+        id: WorkerId,
+        is_unfit: bool,
+        is_clean: bool,
+        out: &mut Vec<Action<T>>,
+    ) {
+        let Some(mut worker) = self.workers[id.place as usize].take() else { return };
+        self.worker_timers.clear(id.place);
+        if let Some(level) = worker.listed.take() {
+            self.load.remove(id.place, level);
+        }
+        self.ready -= u32::from(worker.counted);
+        self.free_places.push(id.place);
+        let slot = worker.slot;
+        if is_unfit {
+            self.slots[slot as usize].has_settled = true;
+        }
+        match worker.role {
+            Role::Retired => {}
+            Role::Successor(_) => self.successor_gone(now, slot, out),
+            Role::Current => self.refill(now, slot, is_unfit, is_clean, out),
+        }
+        self.pump(now, out);
+    }
+
+    /// A successor did not make it: the worker it was to replace goes on, and the next attempt waits.
+    fn successor_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+        self.slots[slot as usize].successor = None;
+        if let SlotState::Occupied(place) = self.slots[slot as usize].state {
+            let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
+            if let Some(worker) = self.workers[place as usize].as_mut() {
+                worker.succession_after = now + pause;
+            }
+            self.arm(place);
+        }
+        // What keeps one successor from starting keeps the others as well.
+        self.rolling.clear();
+        let _ = out;
+    }
+
+    fn refill(&mut self, now: Time, slot: u32, is_unfit: bool, is_clean: bool, out: &mut Vec<Action<T>>) {
+        if matches!(self.mode, Mode::Stopping { .. }) {
+            self.set_slot(slot, SlotState::Empty);
+            return;
+        }
+        if let Some(successor) = self.slots[slot as usize].successor.take() {
+            if let Some(worker) = self.workers[successor as usize].as_mut() {
+                worker.role = Role::Current;
+            }
+            self.set_slot(slot, SlotState::Occupied(successor));
+            return;
+        }
+        let may_restart = match self.limits.restart.policy {
+            RestartPolicy::Always => true,
+            RestartPolicy::OnFailure => !is_clean,
+            RestartPolicy::Never => false,
+        };
+        if !may_restart {
+            self.stop_slot(now, slot, StopReason::Policy, None, out);
+            return;
+        }
+        if !is_unfit {
+            self.spawn(now, slot, Role::Current, out);
+            return;
+        }
+        let random = self.draw();
+        match self.slots[slot as usize].history.failed(now, &self.limits.restart, random) {
+            Next::At(at) if at <= now => self.spawn(now, slot, Role::Current, out),
+            Next::At(until) => {
+                self.set_slot(slot, SlotState::Backoff { until });
+                let delay = until.since(now);
+                out.push(Action::Note(Note::RestartBackoff { slot, delay }));
+            }
+            Next::Failed { probe_at } => self.stop_slot(now, slot, StopReason::Failed, Some(probe_at), out),
+        }
+    }
+
+    fn stop_slot(
+        &mut self,
+        now: Time,
+        slot: u32,
+        reason: StopReason,
+        probe_at: Option<Time>,
+        out: &mut Vec<Action<T>>,
+    ) {
+        self.slots[slot as usize].has_settled = true;
+        self.set_slot(slot, SlotState::Stopped { reason: reason.clone(), probe_at });
+        if self.live_slots > 0 {
+            return;
+        }
+        if self.last_trouble.is_empty() || reason == StopReason::Policy {
+            self.last_trouble = "the worker has ended and restart.policy does not start it again".into();
+        }
+        let message = self.last_trouble.clone();
+        self.reject_queue(now, RejectReason::Unavailable, &format!("no worker runs: {message}"), out);
+        out.push(Action::Note(Note::BulkheadFailed { reason, message }));
+    }
+
+    // By the operator.
+
+    pub(super) fn drain(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.mode == Mode::Open {
+            self.mode = Mode::Draining;
+            self.reject_queue(now, RejectReason::Draining, "", out);
+            out.push(Action::Note(Note::Draining));
+        }
+    }
+
+    pub(super) fn resume(&mut self, out: &mut Vec<Action<T>>) {
+        if self.mode == Mode::Draining {
+            self.mode = Mode::Open;
+            out.push(Action::Note(Note::Resumed));
+        }
+    }
+
+    pub(super) fn reset(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        for slot in 0..self.slots.len() as u32 {
+            let entry = &mut self.slots[slot as usize];
+            entry.history.proven();
+            if !matches!(entry.state, SlotState::Occupied(_)) {
+                self.spawn(now, slot, Role::Current, out);
+            }
+        }
+    }
+
+    pub(super) fn stop(&mut self, now: Time, by: Time, out: &mut Vec<Action<T>>) {
+        if matches!(self.mode, Mode::Stopping { .. }) {
+            self.mode = Mode::Stopping { by };
+        } else {
+            self.mode = Mode::Stopping { by };
+            self.rolling.clear();
+            self.reject_queue(now, RejectReason::Draining, "", out);
+            for slot in 0..self.slots.len() as u32 {
+                if !matches!(self.slots[slot as usize].state, SlotState::Occupied(_)) {
+                    self.set_slot(slot, SlotState::Empty);
+                }
+            }
+            for place in 0..self.workers.len() as u32 {
+                self.drain_worker(now, place, out);
+            }
+        }
+        if by <= now {
+            self.stop_all(now, out);
+        }
+    }
+
+    /// Patience has ended.
+    pub(super) fn stop_all(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        for place in 0..self.workers.len() as u32 {
+            self.kill(place, KillReason::Overdue, out);
+        }
+        // Not asked again: what remains is to be told of the deaths.
+        self.mode = Mode::Stopping { by: Time(u64::MAX) };
+        let _ = now;
+    }
+
+    /// Whether it was told to stop and nothing of it runs any more.
+    pub fn is_stopped(&self) -> bool {
+        matches!(self.mode, Mode::Stopping { .. }) && self.workers.iter().all(Option::is_none)
+    }
+}
+
+fn describe(death: Death, killed: Option<&KillReason>) -> String {
+    match (killed, death) {
+        (Some(reason), _) => format!("killed by the supervisor: {}", reason.describe()),
+        (None, Death::Exit(code)) => format!("exited with status {code}"),
+        (None, Death::Signal(signal)) => format!("killed by {}", signal_name(signal)),
+    }
+}
+
+/// The name of a signal by its Linux number on this architecture family: `SIGSEGV`.
+fn signal_name(signal: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
+        "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
+    ];
+    let name = usize::try_from(signal - 1).ok().and_then(|index| NAMES.get(index));
+    name.map_or_else(|| format!("signal {signal}"), |name| format!("SIG{name}"))
+}

@@ -1,0 +1,97 @@
+//! What a bulkhead is allowed and how it is kept alive, as plain verified values.
+
+use std::time::Duration;
+
+/// The numbers of one bulkhead. Their meaning is that of the configuration's keys of the same names.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+pub struct Limits {
+    pub processes: u32,
+    pub max_in_flight: u32,
+    pub max_queue: u32,
+    pub queue_timeout: Option<Duration>,
+    pub deadline: Duration,
+    pub deadline_max: Duration,
+    pub grace: Duration,
+    pub restart: Restart,
+    pub start: Start,
+    pub health: Health,
+    pub recycle: Recycle,
+}
+
+/// When and how fast a dead worker is replaced.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+pub struct Restart {
+    pub policy: RestartPolicy,
+    pub backoff: Duration,
+    pub backoff_max: Duration,
+    pub max: u32,
+    pub within: Duration,
+}
+
+/// Which deaths are followed by a replacement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RestartPolicy {
+    /// All.
+    Always,
+    /// All but an exit with status 0 while idle.
+    OnFailure,
+    /// None.
+    Never,
+}
+
+/// How long a worker may take to begin.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Start {
+    /// Until its hello.
+    pub handshake: Duration,
+    /// From its hello until it is ready.
+    pub ready: Duration,
+}
+
+/// How often a worker must be heard.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Health {
+    /// The interval of its heartbeats.
+    pub heartbeat: Duration,
+    /// So many missed ones in a row mean that it hangs.
+    pub missed: u32,
+}
+
+/// When a worker that works is replaced all the same.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Recycle {
+    /// After so many jobs.
+    pub jobs: Option<u64>,
+    /// When it holds so many bytes.
+    pub rss: Option<u64>,
+    /// When it is so old.
+    pub age: Option<Duration>,
+}
+
+impl Default for Limits {
+    /// The configuration's defaults.
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self {
+            processes: 1,
+            max_in_flight: 1,
+            max_queue: 0,
+            queue_timeout: None,
+            deadline: seconds(30),
+            deadline_max: seconds(30),
+            grace: Duration::from_millis(100),
+            restart: Restart {
+                policy: RestartPolicy::Always,
+                backoff: Duration::from_millis(100),
+                backoff_max: seconds(30),
+                max: 5,
+                within: seconds(30),
+            },
+            start: Start { handshake: seconds(5), ready: seconds(60) },
+            health: Health { heartbeat: seconds(1), missed: 5 },
+            recycle: Recycle::default(),
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Which worker gets the next job: those that may take one, by how many they have. An idle worker comes
+//! first, else the least loaded, the lowest number among equals (its caches are the warmest). Every
+//! operation is O(1) for up to 64 workers and one word per further 64.
+
+/// Workers by load. A worker moves one level at a time, which is what keeps the lowest level known.
+#[derive(Default)]
+pub(crate) struct Load {
+    /// By level, a bit for each worker that stands there.
+    levels: Vec<Vec<u64>>,
+    lowest: usize,
+    count: usize,
+}
+
+impl Load {
+    /// Enters a worker that has `level` jobs.
+    pub(crate) fn insert(&mut self, worker: u32, level: u32) {
+        let (level, word) = (level as usize, worker as usize / 64);
+        if self.levels.len() <= level {
+            self.levels.resize_with(level + 1, Vec::new);
+        }
+        let words = &mut self.levels[level];
+        if words.len() <= word {
+            words.resize(word + 1, 0);
+        }
+        debug_assert_eq!(words[word] & (1 << (worker % 64)), 0, "entered twice");
+        words[word] |= 1 << (worker % 64);
+        self.lowest = if self.count == 0 { level } else { self.lowest.min(level) };
+        self.count += 1;
+    }
+
+    /// Takes a worker out that has `level` jobs.
+    pub(crate) fn remove(&mut self, worker: u32, level: u32) {
+        let word = &mut self.levels[level as usize][worker as usize / 64];
+        debug_assert_ne!(*word & (1 << (worker % 64)), 0, "was not entered");
+        *word &= !(1 << (worker % 64));
+        self.count -= 1;
+        while self.count > 0 && self.levels[self.lowest].iter().all(|&w| w == 0) {
+            self.lowest += 1;
+        }
+    }
+
+    /// The worker for the next job.
+    pub(crate) fn least(&self) -> Option<u32> {
+        if self.count == 0 {
+            return None;
+        }
+        let (index, word) = self.levels[self.lowest].iter().enumerate().find(|(_, w)| **w != 0)?;
+        Some(index as u32 * 64 + word.trailing_zeros())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_least_loaded_comes_first_and_the_lowest_number_among_equals() {
+        let mut load = Load::default();
+        assert_eq!(load.least(), None);
+        load.insert(70, 0);
+        load.insert(3, 0);
+        assert_eq!(load.least(), Some(3));
+        load.remove(3, 0);
+        load.insert(3, 1);
+        assert_eq!(load.least(), Some(70));
+        load.remove(70, 0);
+        assert_eq!(load.least(), Some(3));
+        load.remove(3, 1);
+        assert_eq!(load.least(), None);
+        load.insert(9, 2);
+        load.insert(8, 0);
+        assert_eq!(load.least(), Some(8));
+    }
+}

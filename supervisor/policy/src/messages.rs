@@ -1,0 +1,388 @@
+//! What a bulkhead is told and what it answers. `T` is the caller's own record of a job; it is carried
+//! along, and comes back with the job's answer.
+
+use std::time::Duration;
+
+use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
+
+/// One incarnation of a worker. A message from an earlier one does not match it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WorkerId {
+    /// The place in the bulkhead's table of workers.
+    pub place: u32,
+    /// Counts every worker the bulkhead has started.
+    pub generation: u32,
+}
+
+/// A job that asks to be taken.
+#[derive(Clone, Debug)]
+pub struct Submission<T> {
+    /// The caller's own record of it.
+    pub cargo: T,
+    /// The time limit asked for; `None` for the bulkhead's own. Clamped to `deadline_max`.
+    pub deadline: Option<Duration>,
+    /// How much it matters.
+    pub priority: Priority,
+    /// Whether it may safely run twice.
+    pub idempotent: bool,
+}
+
+impl<T> Submission<T> {
+    /// A job that asks for nothing special.
+    pub fn new(cargo: T) -> Self {
+        Self { cargo, deadline: None, priority: Priority::Normal, idempotent: false }
+    }
+}
+
+/// What a worker says of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reply {
+    /// It is done.
+    Ok,
+    /// The handler could not.
+    Failed(HandlerFailure),
+    /// The program that ran it died by a signal; the worker is well.
+    ProgramCrashed {
+        /// The signal's number.
+        signal: i32,
+        /// A sentence for people.
+        message: String,
+    },
+}
+
+/// How a worker's process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Death {
+    /// With this exit status.
+    Exit(i32),
+    /// By the signal of this number.
+    Signal(i32),
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Event<T> {
+    /// The supervisor starts.
+    Start,
+    /// Time has passed: see [`crate::Bulkhead::next_deadline`].
+    Tick,
+    /// A client hands over a job.
+    Submit(Submission<T>),
+    /// The client no longer wants a job, or went away.
+    Cancel {
+        /// Which.
+        job: JobId,
+    },
+    /// A worker's process runs.
+    Spawned {
+        /// Which.
+        worker: WorkerId,
+        /// Its process.
+        pid: u32,
+    },
+    /// A worker's process could not be started. It will not be heard of again.
+    SpawnFailed {
+        /// Which.
+        worker: WorkerId,
+        /// Why, for people.
+        message: String,
+    },
+    /// A worker has said hello, and was welcomed.
+    Hello {
+        /// Which.
+        worker: WorkerId,
+        /// Whether its heartbeats can be demanded while jobs run.
+        has_dispatch_thread: bool,
+    },
+    /// A worker needs more time to initialise.
+    ExtendStart {
+        /// Which.
+        worker: WorkerId,
+        /// How much from now.
+        more: Duration,
+    },
+    /// A worker can take jobs.
+    Ready {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// A worker was heard: a heartbeat or anything else.
+    Heard {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// A worker answers for a job.
+    Replied {
+        /// Which.
+        worker: WorkerId,
+        /// The job, as the worker claims.
+        job: JobId,
+        /// What it says.
+        reply: Reply,
+    },
+    /// A worker broke the protocol, or closed its link and lives on. It is not to be believed further.
+    Broke {
+        /// Which.
+        worker: WorkerId,
+        /// How, for people.
+        message: String,
+    },
+    /// A worker says that it takes no more jobs and will exit.
+    Stopping {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// A worker's process, and all that descends from it, is gone.
+    Exited {
+        /// Which.
+        worker: WorkerId,
+        /// How.
+        death: Death,
+    },
+    /// How many bytes a worker holds.
+    Memory {
+        /// Which.
+        worker: WorkerId,
+        /// Resident bytes.
+        rss_bytes: u64,
+    },
+    /// The supervisor itself was held up: silence until now says nothing about the workers.
+    HeldUp,
+    /// Replace each worker, one after the other.
+    Restart,
+    /// Take no more jobs.
+    Drain,
+    /// Take jobs again.
+    Resume,
+    /// Forget the restart history; failed slots try again now.
+    Reset,
+    /// Stop: in-flight jobs may go on until `by`.
+    Stop {
+        /// When patience ends.
+        by: Time,
+    },
+}
+
+use crate::time::Time;
+
+/// What is to be done.
+#[derive(Debug)]
+pub enum Action<T> {
+    /// Start a process for this worker.
+    Spawn {
+        /// Which.
+        worker: WorkerId,
+        /// The slot it is for.
+        slot: u32,
+    },
+    /// Give a job to a worker. The caller's record is at [`crate::Bulkhead::cargo_mut`].
+    Dispatch {
+        /// To whom.
+        worker: WorkerId,
+        /// Which job.
+        job: JobId,
+        /// The time that is left for it.
+        remaining: Duration,
+    },
+    /// Ask a worker to stop work on a job.
+    Cancel {
+        /// Whom.
+        worker: WorkerId,
+        /// Which job.
+        job: JobId,
+    },
+    /// Ask a worker to finish what it has and exit.
+    Drain {
+        /// Whom.
+        worker: WorkerId,
+    },
+    /// Kill a worker and all that descends from it. It is over when it is reported as exited.
+    Kill {
+        /// Whom.
+        worker: WorkerId,
+        /// Why.
+        reason: KillReason,
+    },
+    /// Tell the client what became of its job.
+    Answer(Answer<T>),
+    /// Tell the operator what happened.
+    Note(Note),
+}
+
+/// What became of a job.
+#[derive(Debug)]
+pub struct Answer<T> {
+    /// Which job; `None` if it was never entered.
+    pub job: Option<JobId>,
+    /// The caller's record of it.
+    pub cargo: T,
+    /// What became of it.
+    pub verdict: Verdict,
+    /// How often a worker was given it.
+    pub attempts: u32,
+    /// How long it waited.
+    pub queued: Duration,
+    /// How long a worker had it.
+    pub ran: Duration,
+    /// The process that had it last.
+    pub worker_pid: Option<u32>,
+    /// Whether the same job may be sent again.
+    pub retryable: bool,
+    /// How long to wait before that.
+    pub retry_after: Option<Duration>,
+    /// The limit that applied.
+    pub deadline: Duration,
+}
+
+/// Why the supervisor kills a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KillReason {
+    /// A job in it would not end.
+    Deadline,
+    /// It was not heard.
+    Hung,
+    /// It broke the protocol, and how.
+    Protocol(String),
+    /// It did not say hello in time.
+    NoHello,
+    /// It was not ready in time.
+    NotReady,
+    /// It was replaced, or is to stop, and does not go by itself.
+    Overdue,
+}
+
+impl KillReason {
+    /// A sentence for people.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Deadline => "a job in it did not end after its deadline or cancellation".into(),
+            Self::Hung => "it no longer sent heartbeats".into(),
+            Self::Protocol(how) => format!("it broke the protocol: {how}"),
+            Self::NoHello => "it did not say hello within start.handshake; \
+                              a program that is not built with the worker SDK wants `exec` instead of `command`"
+                .into(),
+            Self::NotReady => "it was not ready within start.ready".into(),
+            Self::Overdue => "it was asked to stop and did not".into(),
+        }
+    }
+}
+
+/// Why a worker that works is replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecycleReason {
+    /// `recycle.jobs`.
+    Jobs,
+    /// `recycle.rss`.
+    Memory,
+    /// `recycle.age`.
+    Age,
+    /// By hand.
+    Restart,
+}
+
+impl RecycleReason {
+    /// `jobs`, `rss`, `age` or `restart`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Jobs => "jobs",
+            Self::Memory => "rss",
+            Self::Age => "age",
+            Self::Restart => "restart",
+        }
+    }
+}
+
+/// Why a slot has no worker and gets none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// Its workers failed too often.
+    Failed,
+    /// `restart.policy` says so.
+    Policy,
+}
+
+/// What an operator may want to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// A process runs.
+    WorkerStarted {
+        /// Which.
+        worker: WorkerId,
+        /// Its slot.
+        slot: u32,
+        /// Its process.
+        pid: u32,
+    },
+    /// It can take jobs.
+    WorkerReady {
+        /// Which.
+        worker: WorkerId,
+        /// Its process.
+        pid: u32,
+        /// How long that took since the spawn.
+        after: Duration,
+    },
+    /// It could not be started.
+    WorkerNotStarted {
+        /// Its slot.
+        slot: u32,
+        /// Why, for people.
+        message: String,
+    },
+    /// It is gone.
+    WorkerExited {
+        /// Which.
+        worker: WorkerId,
+        /// Its slot.
+        slot: u32,
+        /// Its process.
+        pid: u32,
+        /// How.
+        death: Death,
+        /// Why, if the supervisor killed it.
+        killed: Option<KillReason>,
+        /// How long it ran.
+        uptime: Duration,
+        /// How many jobs it answered.
+        served: u64,
+        /// How many it held.
+        in_flight: u32,
+    },
+    /// It is being killed.
+    WorkerKilled {
+        /// Its process.
+        pid: u32,
+        /// Why.
+        reason: KillReason,
+    },
+    /// Its replacement is ready, and it is being drained.
+    WorkerRecycled {
+        /// Its process.
+        pid: u32,
+        /// Why.
+        reason: RecycleReason,
+    },
+    /// The next worker of a slot is started later.
+    RestartBackoff {
+        /// The slot.
+        slot: u32,
+        /// In how long.
+        delay: Duration,
+    },
+    /// No slot has a worker, or will have one soon.
+    BulkheadFailed {
+        /// Why the last one stopped.
+        reason: StopReason,
+        /// What went wrong last, for people.
+        message: String,
+    },
+    /// It takes no more jobs.
+    Draining,
+    /// It takes jobs again.
+    Resumed,
+}
+
+/// A rejection that names no worker and keeps no state.
+pub(crate) fn rejection(reason: RejectReason) -> Verdict {
+    Verdict::rejected(reason)
+}

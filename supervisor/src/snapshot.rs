@@ -1,0 +1,77 @@
+//! What a bulkhead looks like at one moment, as plain data: taken on the data plane's thread, which
+//! is cheap, and rendered on another one, which is not.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// The state of one bulkhead, as `GET /v1/bulkheads/{name}` shows it.
+#[derive(Clone, Debug, Serialize)]
+#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+pub struct Snapshot {
+    pub name: String,
+    /// `starting`, `ready`, `degraded`, `failed` or `draining`.
+    pub state: &'static str,
+    /// Why it is degraded or failed, for people.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub detail: Option<String>,
+    pub limit: u64,
+    pub in_flight: u64,
+    pub available: u64,
+    pub queued: u64,
+    pub queue_capacity: u64,
+    pub queue_available: u64,
+    pub submitted: u64,
+    pub done: u64,
+    pub failed: u64,
+    pub crashed: u64,
+    pub deadline_exceeded: u64,
+    pub cancelled: u64,
+    pub rejected: BTreeMap<&'static str, u64>,
+    /// Always `closed` until breakers exist.
+    pub breaker: &'static str,
+    pub restarts: u64,
+    pub late_replies: u64,
+    pub latency_ms: Latencies,
+    pub workers: Vec<WorkerSnapshot>,
+}
+
+/// How long jobs ran and how long they queued.
+#[derive(Clone, Debug, Default, Serialize)]
+#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+pub struct Latencies {
+    pub run: Percentiles,
+    pub queue: Percentiles,
+}
+
+/// Milliseconds; `None` when nothing was measured yet.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+pub struct Percentiles {
+    pub p50: Option<f64>,
+    pub p90: Option<f64>,
+    pub p99: Option<f64>,
+    pub max: Option<f64>,
+}
+
+/// One worker process.
+#[derive(Clone, Debug, Serialize)]
+#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+pub struct WorkerSnapshot {
+    pub slot: u32,
+    pub generation: u32,
+    pub pid: Option<u32>,
+    pub state: &'static str,
+    pub uptime_ms: u64,
+    pub in_flight: u64,
+    pub served: u64,
+    pub restarts: u64,
+    /// Filled in from `/proc` by whoever renders this.
+    pub rss_bytes: Option<u64>,
+    /// Filled in from `/proc` by whoever renders this.
+    pub cpu_ms: Option<u64>,
+    /// What the worker last said of itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status: Option<String>,
+    pub last_exit: Option<String>,
+}
