@@ -128,6 +128,14 @@ impl<T> Bulkhead<T> {
         self.jobs.get(index).cargo.as_mut()
     }
 
+    /// Whether this incarnation of a worker has this job.
+    pub fn holds(&mut self, worker: WorkerId, job: JobId) -> bool {
+        let Some(index) = self.jobs.find(job) else { return false };
+        let place = self.jobs.get(index).place;
+        self.worker(worker).is_some()
+            && matches!(place, Place::InFlight { worker: at, .. } if at == worker.place)
+    }
+
     /// The numbers in force.
     pub fn limits(&self) -> &Limits {
         &self.limits

@@ -36,3 +36,4 @@ pub use messages::{
     Action, Answer, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission, WorkerId,
 };
 pub use time::Time;
+pub use timers::Timers;

@@ -5,8 +5,9 @@ use crate::time::Time;
 
 const ABSENT: u32 = u32::MAX;
 
+/// Timers by number; the numbers are to be small, since there is a place for each up to the highest.
 #[derive(Default)]
-pub(crate) struct Timers {
+pub struct Timers {
     heap: Vec<(Time, u32)>,
     /// By number: where in the heap it stands.
     position: Vec<u32>,
@@ -14,12 +15,12 @@ pub(crate) struct Timers {
 
 impl Timers {
     /// When the next timer is due.
-    pub(crate) fn next(&self) -> Option<Time> {
+    pub fn next(&self) -> Option<Time> {
         self.heap.first().map(|(at, _)| *at)
     }
 
     /// Takes out one timer that is due.
-    pub(crate) fn pop_due(&mut self, now: Time) -> Option<u32> {
+    pub fn pop_due(&mut self, now: Time) -> Option<u32> {
         let &(at, number) = self.heap.first()?;
         (at <= now).then(|| {
             self.clear(number);
@@ -28,7 +29,7 @@ impl Timers {
     }
 
     /// Sets, or moves, the timer of `number`.
-    pub(crate) fn set(&mut self, number: u32, at: Time) {
+    pub fn set(&mut self, number: u32, at: Time) {
         let index = number as usize;
         if self.position.len() <= index {
             self.position.resize(index + 1, ABSENT);
@@ -48,7 +49,7 @@ impl Timers {
     }
 
     /// Clears the timer of `number`, if it has one.
-    pub(crate) fn clear(&mut self, number: u32) {
+    pub fn clear(&mut self, number: u32) {
         let Some(&place) = self.position.get(number as usize) else { return };
         if place == ABSENT {
             return;

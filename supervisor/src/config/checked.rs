@@ -1,0 +1,190 @@
+//! What the rest of the supervisor works with: plain values, resolved and verified. Nothing here knows
+//! TOML, and nothing here can be impossible: whoever holds a [`Config`] checks nothing again.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Serialize;
+
+pub use super::rlimits::{Resource, Rlimit};
+use super::units;
+
+/// A whole configuration file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Config {
+    /// The file it came from, absolute.
+    pub path: PathBuf,
+    /// `[supervisor]`.
+    pub supervisor: SupervisorConfig,
+    /// The bulkheads, in the order of the file; at least one, no name twice.
+    pub bulkheads: Vec<BulkheadConfig>,
+}
+
+/// `[supervisor]`: sockets, and the bounds that all bulkheads share.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SupervisorConfig {
+    /// The jobs socket, absolute, short enough to bind.
+    pub socket: PathBuf,
+    /// Its mode, for example `0o600`.
+    pub socket_mode: u32,
+    /// The admin socket, another path than `socket`.
+    pub admin: PathBuf,
+    /// How long a stop waits for jobs in flight; zero stops at once.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub drain_timeout: Duration,
+    /// Clients served at once.
+    pub max_clients: usize,
+    /// Bytes of one payload.
+    pub max_payload: u64,
+    /// Bytes of all waiting payloads together, at least `max_payload`.
+    pub max_buffered: u64,
+}
+
+/// `[bulkhead.NAME]`, with `[defaults]` already in it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct BulkheadConfig {
+    /// Its name, `[a-z0-9._-]{1,64}`.
+    pub name: String,
+    /// What its workers run.
+    pub program: Program,
+    /// The environment of its workers, sorted by name.
+    pub env: Vec<(String, String)>,
+    /// The folder its workers start in, absolute; it existed when the file was read.
+    pub cwd: PathBuf,
+    /// Worker processes, at least 1.
+    pub processes: u32,
+    /// Jobs in flight per worker; 0 rejects every job.
+    pub max_in_flight: u32,
+    /// Jobs that may wait; 0 when `max_in_flight` is 0.
+    pub max_queue: u32,
+    /// The longest wait for a permit; `None`: until the deadline.
+    #[serde(serialize_with = "units::serialize_duration_option")]
+    pub queue_timeout: Option<Duration>,
+    /// From receipt to answer, unless the client asks for less.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub deadline: Duration,
+    /// The most a client may ask for, at least `deadline`.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub deadline_max: Duration,
+    /// Between asking a late worker to stop and killing it; zero kills at once.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub grace: Duration,
+    /// Bytes of one payload, at most the supervisor's.
+    pub max_payload: u64,
+    /// Bytes of one result, at most the supervisor's `max_payload`.
+    pub max_result: u64,
+    /// When a dead worker is started again.
+    pub restart: Restart,
+    /// How long a start may take.
+    pub start: Start,
+    /// When a silent worker counts as hung.
+    pub health: Health,
+    /// When a worker that works is replaced all the same.
+    pub recycle: Recycle,
+    /// Resource limits, hard = soft, in the order of [`Resource::ALL`]; `core` is always there, as 0.
+    pub rlimits: Vec<Rlimit>,
+}
+
+/// What a bulkhead runs. Paths are absolute and existed when the file was read.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Program {
+    /// A program built with the worker SDK.
+    Command {
+        /// Its arguments as written, the program first.
+        argv: Vec<String>,
+        /// The program that was found for `argv[0]`.
+        path: PathBuf,
+    },
+    /// A C library, loaded by the host.
+    Library {
+        /// The library.
+        path: PathBuf,
+        /// The symbol that serves jobs.
+        entry: String,
+    },
+    /// An unmodified program, one process per job.
+    Exec {
+        /// Its arguments as written, the program first.
+        argv: Vec<String>,
+        /// The program that was found for `argv[0]`.
+        path: PathBuf,
+    },
+}
+
+/// `restart`: when a dead worker is started again.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Restart {
+    /// Which deaths are followed by a restart.
+    pub policy: RestartPolicy,
+    /// The pause before the second restart in a row; it doubles from there.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub backoff: Duration,
+    /// The longest pause, at least `backoff`.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub backoff_max: Duration,
+    /// Deaths within `within` after which the slot has failed.
+    pub max: u32,
+    /// The window in which deaths are counted.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub within: Duration,
+}
+
+/// Which deaths are followed by a restart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RestartPolicy {
+    /// Every death.
+    Always,
+    /// Every death but a clean exit.
+    OnFailure,
+    /// None.
+    Never,
+}
+
+impl RestartPolicy {
+    /// Every policy.
+    pub const ALL: [RestartPolicy; 3] = [Self::Always, Self::OnFailure, Self::Never];
+
+    /// The word in the file.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Always => "always",
+            Self::OnFailure => "on-failure",
+            Self::Never => "never",
+        }
+    }
+}
+
+/// `start`: how long a start may take.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Start {
+    /// From the start of the process to its hello.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub handshake: Duration,
+    /// From the hello to ready, unless the worker extends it.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub ready: Duration,
+}
+
+/// `health`: when a silent worker counts as hung.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Health {
+    /// Between two heartbeats.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub heartbeat: Duration,
+    /// Heartbeats missed in a row, at least 1.
+    pub missed: u32,
+}
+
+/// `recycle`: when a worker that works is replaced all the same. Each is off when absent.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Recycle {
+    /// Jobs served, at least 1.
+    pub jobs: Option<u64>,
+    /// Bytes of resident memory.
+    pub rss: Option<u64>,
+    /// Time since it was started.
+    #[serde(serialize_with = "units::serialize_duration_option")]
+    pub age: Option<Duration>,
+}

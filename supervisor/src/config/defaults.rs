@@ -1,0 +1,88 @@
+//! What a file that leaves a key out gets, and the bounds no file may pass. Each number is written here
+//! once: the reader, the reference and the documentation take it from here.
+
+use std::time::Duration;
+
+/// Mode of the jobs socket.
+pub const SOCKET_MODE: u32 = 0o600;
+/// File name of the jobs socket inside its folder.
+pub const SOCKET_NAME: &str = "jobs.sock";
+/// File name of the admin socket, beside the jobs socket.
+pub const ADMIN_NAME: &str = "admin.sock";
+/// Name of the folder below `$XDG_RUNTIME_DIR` or [`RUNTIME_DIR_OF_ROOT`].
+pub const RUNTIME_FOLDER: &str = "bulkhead";
+/// Where root's sockets live.
+pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
+/// How long a stop waits for jobs in flight.
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
+/// Clients served at once.
+pub const CLIENTS_MAX: u64 = 1024;
+/// Bytes of one payload.
+pub const PAYLOAD_BYTES_MAX: u64 = 64 * 1024 * 1024;
+/// Bytes of all waiting payloads together.
+pub const BUFFERED_BYTES_MAX: u64 = 512 * 1024 * 1024;
+
+/// The symbol of a C library that serves jobs.
+pub const ENTRY: &str = "bulkhead_handle";
+/// Worker processes of a bulkhead.
+pub const PROCESSES: u64 = 1;
+/// Jobs in flight per worker.
+pub const IN_FLIGHT_MAX: u64 = 1;
+/// Jobs that may wait.
+pub const QUEUE_MAX: u64 = 0;
+/// From a job's receipt to its answer.
+pub const DEADLINE: Duration = Duration::from_secs(30);
+/// Between asking a late worker to stop and killing it.
+pub const GRACE: Duration = Duration::from_millis(100);
+
+/// Which deaths are followed by a restart.
+pub const RESTART_POLICY: &str = "always";
+/// The pause before the second restart in a row.
+pub const RESTART_BACKOFF: Duration = Duration::from_millis(100);
+/// The longest pause between restarts.
+pub const RESTART_BACKOFF_MAX: Duration = Duration::from_secs(30);
+/// Deaths within [`RESTART_WITHIN`] after which a worker slot has failed.
+pub const RESTART_MAX: u64 = 5;
+/// The window in which deaths are counted.
+pub const RESTART_WITHIN: Duration = Duration::from_secs(30);
+
+/// From the start of a process to its hello.
+pub const START_HANDSHAKE: Duration = Duration::from_secs(5);
+/// From the hello to ready.
+pub const START_READY: Duration = Duration::from_secs(60);
+
+/// Between two heartbeats.
+pub const HEALTH_HEARTBEAT: Duration = Duration::from_secs(1);
+/// Heartbeats missed in a row after which a worker is hung.
+pub const HEALTH_MISSED: u64 = 5;
+
+/// The longest duration a file may name, so that adding a few of them to a clock never overflows.
+pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+/// The shortest duration where nothing at all makes no sense: the resolution of deadlines on the wire.
+pub const DURATION_MIN: Duration = Duration::from_millis(1);
+/// The largest number that a TOML file can hold.
+pub const NUMBER_MAX: u64 = i64::MAX as u64;
+/// Bytes of a configuration file.
+pub const FILE_BYTES_MAX: u64 = 4 * 1024 * 1024;
+/// Bulkheads of one file.
+pub const BULKHEADS_MAX: usize = 1024;
+/// The most clients that can be allowed at once.
+pub const CLIENTS_CEILING: u64 = 1_000_000;
+/// The most worker processes of one bulkhead.
+pub const PROCESSES_CEILING: u64 = 1024;
+/// The most jobs in flight per worker.
+pub const IN_FLIGHT_CEILING: u64 = 4096;
+/// The most jobs that may wait in one bulkhead.
+pub const QUEUE_CEILING: u64 = 1_000_000;
+/// The most permits of one bulkhead: processes × jobs in flight.
+pub const PERMITS_CEILING: u64 = 1_000_000;
+/// The most deaths that a restart history remembers.
+pub const RESTART_CEILING: u64 = 1000;
+/// The most heartbeats that may be missed.
+pub const MISSED_CEILING: u64 = 1000;
+/// Bytes of a path of a Unix socket: `sun_path` less its closing NUL.
+pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// Bytes of arguments and environment of one program together.
+pub const ARGUMENT_BYTES_MAX: usize = 96 * 1024;
+/// Where a bare program name is looked for when the supervisor itself has no `PATH`, as `execvp` does.
+pub const SEARCH_PATH: &str = "/usr/local/bin:/usr/bin:/bin";

@@ -1,0 +1,388 @@
+//! The keys: name, kind, range, default and one sentence each. The reader, its error messages, the
+//! reference for the documentation and the list of what comes later are all taken from these tables.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::checked::RestartPolicy;
+use super::rlimits::{Measure, Resource};
+use super::{defaults, units};
+
+/// Keys that `contract.md` names and this version does not have: (table, key). To support one, take its
+/// line out here, give it one in [`KEYS`], and read it in `raw.rs`.
+#[rustfmt::skip]
+pub(super) const LATER: &[(&str, &str)] = &[
+    (TOP, "access"),
+    (SUPERVISOR, "http"),
+    (SUPERVISOR, "http_token_file"),
+    (SUPERVISOR, "crash_dir"),
+    (SUPERVISOR, "crash_keep"),
+    (SUPERVISOR, "worker_uids"),
+    (SUPERVISOR, "tenant_labels"),
+    (BULKHEAD, "priority"),
+    (BULKHEAD, "pressure"),
+    (BULKHEAD, "rate_limit"),
+    (BULKHEAD, "breaker"),
+    (BULKHEAD, "fallback"),
+    (BULKHEAD, "retry"),
+    (BULKHEAD, "poison"),
+    (BULKHEAD, "tenants"),
+    (BULKHEAD, "tenant"),
+    (BULKHEAD, "adaptive"),
+    (BULKHEAD, "cgroup"),
+    (SANDBOX, "network"),
+    (SANDBOX, "read"),
+    (SANDBOX, "write"),
+    (SANDBOX, "tmp"),
+    (SANDBOX, "user"),
+    (SANDBOX, "syscalls"),
+    (SANDBOX, "best_effort"),
+];
+
+pub(super) const TOP: &str = "";
+pub(super) const SUPERVISOR: &str = "supervisor";
+pub(super) const BULKHEAD: &str = "bulkhead.NAME";
+pub(super) const RESTART: &str = "bulkhead.NAME.restart";
+pub(super) const START: &str = "bulkhead.NAME.start";
+pub(super) const HEALTH: &str = "bulkhead.NAME.health";
+pub(super) const RECYCLE: &str = "bulkhead.NAME.recycle";
+pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
+pub(super) const SANDBOX: &str = "bulkhead.NAME.sandbox";
+
+/// One key of the configuration file.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    /// The table it belongs to: `supervisor`, `bulkhead.NAME`, `bulkhead.NAME.restart`, …
+    pub table: &'static str,
+    /// Its name in that table.
+    pub name: &'static str,
+    /// What its value looks like.
+    pub kind: Kind,
+    /// What holds without it.
+    pub default: Preset,
+    /// What it does.
+    pub about: &'static str,
+}
+
+/// What a value looks like. `Display` says it in a few words.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    /// `"1m 30s"`, up to a year.
+    Duration {
+        /// The shortest that makes sense.
+        min: Duration,
+    },
+    /// `"64MiB"`, or a number of bytes.
+    Size {
+        /// The smallest that makes sense.
+        min: u64,
+        /// The largest that is allowed.
+        max: u64,
+    },
+    /// A whole number.
+    Count {
+        /// The smallest that makes sense.
+        min: u64,
+        /// The largest that is allowed.
+        max: u64,
+    },
+    /// A number that can only be 0 until a later version.
+    ZeroForNow,
+    /// `"0600"`.
+    Mode,
+    /// A path; a relative one starts at the file's folder.
+    Path,
+    /// Any other text.
+    Text,
+    /// One of a few words.
+    Word {
+        /// Those that work.
+        now: &'static [&'static str],
+        /// Those that are for a later version.
+        later: &'static [&'static str],
+    },
+    /// A program and its arguments.
+    Program,
+    /// A table of strings.
+    Environment,
+    /// A value of setrlimit(2).
+    Limit(Resource),
+    /// A table with keys of its own.
+    Table,
+}
+
+/// What holds without a key. `Display` gives the value as TOML, or says it in words.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Preset {
+    /// A duration.
+    Duration(Duration),
+    /// A number of bytes.
+    Size(u64),
+    /// A number.
+    Count(u64),
+    /// Octal digits.
+    Mode(u32),
+    /// A word.
+    Word(&'static str),
+    /// Something that is worked out, or nothing at all.
+    Described(&'static str),
+}
+
+const ANY: Duration = Duration::ZERO;
+const SOME: Duration = defaults::DURATION_MIN;
+const PAYLOAD_MAX: u64 = bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
+const POLICIES: &[&str] = &{
+    let [a, b, c] = RestartPolicy::ALL;
+    [a.name(), b.name(), c.name()]
+};
+
+const fn key(table: &'static str, name: &'static str, kind: Kind, default: Preset, about: &'static str) -> Key {
+    Key { table, name, kind, default, about }
+}
+
+const fn table(table: &'static str, name: &'static str) -> Key {
+    key(table, name, Kind::Table, Preset::Described("none"), "")
+}
+
+/// The keys of this version, but for those of `rlimits`, which [`Resource`] has.
+#[rustfmt::skip]
+const KEYS: &[Key] = &[
+    table(TOP, "supervisor"),
+    table(TOP, "defaults"),
+    table(TOP, "bulkhead"),
+
+    key(SUPERVISOR, "socket", Kind::Path, Preset::Described("`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`"),
+        "The Unix socket that jobs come in by. At most 107 bytes."),
+    key(SUPERVISOR, "socket_mode", Kind::Mode, Preset::Mode(defaults::SOCKET_MODE),
+        "The mode of `socket`, as octal digits. Its folder is made 0700 if it is missing."),
+    key(SUPERVISOR, "admin", Kind::Path, Preset::Described("`admin.sock` beside `socket`"),
+        "The Unix socket of the admin API, mode 0600. At most 107 bytes, and not `socket`."),
+    key(SUPERVISOR, "drain_timeout", Kind::Duration { min: ANY }, Preset::Duration(defaults::DRAIN_TIMEOUT),
+        "How long a stop waits for jobs in flight; `\"0s\"` does not wait."),
+    key(SUPERVISOR, "max_clients", Kind::Count { min: 1, max: defaults::CLIENTS_CEILING }, Preset::Count(defaults::CLIENTS_MAX),
+        "Clients served at once; the next one is told `overloaded` and closed."),
+    key(SUPERVISOR, "max_payload", Kind::Size { min: 1, max: PAYLOAD_MAX }, Preset::Size(defaults::PAYLOAD_BYTES_MAX),
+        "The largest payload of any job, and the largest `max_payload` and `max_result` of any bulkhead."),
+    key(SUPERVISOR, "max_buffered", Kind::Size { min: 1, max: defaults::NUMBER_MAX }, Preset::Size(defaults::BUFFERED_BYTES_MAX),
+        "All waiting payloads together; beyond it jobs are rejected `overloaded`. At least `max_payload`."),
+
+    key(BULKHEAD, "command", Kind::Program, Preset::Described("none"),
+        "A program built with the worker SDK, and its arguments."),
+    key(BULKHEAD, "library", Kind::Path, Preset::Described("none"),
+        "A C library; the host loads it and calls `entry`."),
+    key(BULKHEAD, "entry", Kind::Text, Preset::Word(defaults::ENTRY),
+        "The function of `library` that serves a job."),
+    key(BULKHEAD, "exec", Kind::Program, Preset::Described("none"),
+        "An unmodified program, one process per job: the payload is its standard input, its standard output the result."),
+    key(BULKHEAD, "env", Kind::Environment, Preset::Described("`{}`"),
+        "The environment of the workers. It is empty but for this and the few variables the SDK needs; names that start with `BULKHEAD_` are reserved."),
+    key(BULKHEAD, "cwd", Kind::Path, Preset::Described("the file's folder"),
+        "The folder the workers start in."),
+    key(BULKHEAD, "processes", Kind::Count { min: 1, max: defaults::PROCESSES_CEILING }, Preset::Count(defaults::PROCESSES),
+        "Worker processes."),
+    key(BULKHEAD, "max_in_flight", Kind::Count { min: 0, max: defaults::IN_FLIGHT_CEILING }, Preset::Count(defaults::IN_FLIGHT_MAX),
+        "Jobs in flight per worker process; 0 rejects every job. `processes` × `max_in_flight` is at most 1000000."),
+    key(BULKHEAD, "max_queue", Kind::Count { min: 0, max: defaults::QUEUE_CEILING }, Preset::Count(defaults::QUEUE_MAX),
+        "Jobs that may wait; 0 means none. Needs a `max_in_flight` above 0."),
+    key(BULKHEAD, "queue_timeout", Kind::Duration { min: SOME }, Preset::Described("until the deadline"),
+        "The longest wait for a permit. At most `deadline_max`."),
+    key(BULKHEAD, "deadline", Kind::Duration { min: SOME }, Preset::Duration(defaults::DEADLINE),
+        "From a job's receipt to its answer, the wait included, unless the client asks for another."),
+    key(BULKHEAD, "deadline_max", Kind::Duration { min: SOME }, Preset::Described("`deadline`"),
+        "The most a client may ask for; more is cut to it. At least `deadline`."),
+    key(BULKHEAD, "grace", Kind::Duration { min: ANY }, Preset::Duration(defaults::GRACE),
+        "After a missed deadline the worker is asked to stop, and killed this much later; `\"0s\"` kills at once."),
+    key(BULKHEAD, "max_payload", Kind::Size { min: 1, max: PAYLOAD_MAX }, Preset::Described("the supervisor's `max_payload`"),
+        "The largest payload of a job. At most the supervisor's."),
+    key(BULKHEAD, "max_result", Kind::Size { min: 1, max: PAYLOAD_MAX }, Preset::Described("the supervisor's `max_payload`"),
+        "The largest result of a job; a larger one is `failed` as `result_too_large`. At most the supervisor's `max_payload`."),
+    key(BULKHEAD, "overflow", Kind::Word { now: &["reject"], later: &["evict-oldest"] }, Preset::Word("reject"),
+        "What a full queue does with the next job."),
+    table(BULKHEAD, "restart"),
+    table(BULKHEAD, "start"),
+    table(BULKHEAD, "health"),
+    table(BULKHEAD, "recycle"),
+    table(BULKHEAD, "rlimits"),
+    table(BULKHEAD, "sandbox"),
+
+    key(RESTART, "policy", Kind::Word { now: POLICIES, later: &[] }, Preset::Word(defaults::RESTART_POLICY),
+        "Which deaths are followed by a restart: all, all but a clean exit, or none."),
+    key(RESTART, "backoff", Kind::Duration { min: ANY }, Preset::Duration(defaults::RESTART_BACKOFF),
+        "The first restart comes at once, the second after this pause; then it doubles, with jitter."),
+    key(RESTART, "backoff_max", Kind::Duration { min: ANY }, Preset::Duration(defaults::RESTART_BACKOFF_MAX),
+        "The longest pause, and that between probes of a failed worker slot. At least `backoff`."),
+    key(RESTART, "max", Kind::Count { min: 1, max: defaults::RESTART_CEILING }, Preset::Count(defaults::RESTART_MAX),
+        "This many deaths that say the worker is unfit, within `within`, are borne; one more and its slot has failed."),
+    key(RESTART, "within", Kind::Duration { min: SOME }, Preset::Duration(defaults::RESTART_WITHIN),
+        "The window in which deaths are counted."),
+
+    key(START, "handshake", Kind::Duration { min: SOME }, Preset::Duration(defaults::START_HANDSHAKE),
+        "From the start of the process to its hello."),
+    key(START, "ready", Kind::Duration { min: SOME }, Preset::Duration(defaults::START_READY),
+        "From the hello to ready; the worker can ask for more."),
+    key(START, "mode", Kind::Word { now: &["spawn"], later: &["fork"] }, Preset::Word("spawn"),
+        "How a worker process comes to be."),
+    key(START, "spares", Kind::ZeroForNow, Preset::Count(0),
+        "Warm workers in reserve."),
+
+    key(HEALTH, "heartbeat", Kind::Duration { min: SOME }, Preset::Duration(defaults::HEALTH_HEARTBEAT),
+        "Time between heartbeats."),
+    key(HEALTH, "missed", Kind::Count { min: 1, max: defaults::MISSED_CEILING }, Preset::Count(defaults::HEALTH_MISSED),
+        "A worker that misses this many in a row is hung and killed."),
+
+    key(RECYCLE, "jobs", Kind::Count { min: 1, max: defaults::NUMBER_MAX }, Preset::Described("off"),
+        "Replace a worker after this many jobs. The replacement is ready first, then the old one drains."),
+    key(RECYCLE, "rss", Kind::Size { min: 1, max: defaults::NUMBER_MAX }, Preset::Described("off"),
+        "Replace a worker whose resident memory exceeds this."),
+    key(RECYCLE, "age", Kind::Duration { min: SOME }, Preset::Described("off"),
+        "Replace a worker this long after its start."),
+
+    key(SANDBOX, "profile", Kind::Word { now: &["none"], later: &["default", "strict"] }, Preset::Word("none"),
+        "How far the workers are confined."),
+];
+
+/// Every key that a configuration file of this version may have, table by table: what the reader reads,
+/// and what `docs/configuration.md` is tested against.
+///
+/// ```
+/// use bulkhead_supervisor::config;
+/// let key = config::reference().into_iter().find(|key| key.path() == "bulkhead.NAME.grace").unwrap();
+/// assert_eq!(key.default.to_string(), "`\"100ms\"`");
+/// ```
+pub fn reference() -> Vec<Key> {
+    all().filter(|key| key.kind != Kind::Table).collect()
+}
+
+/// Keys refused as not supported yet, as paths; words of supported keys included, as `path = "word"`.
+pub(super) fn later() -> Vec<String> {
+    let keys = LATER.iter().map(|(table, name)| path(table, name));
+    let words = all().flat_map(|key| match key.kind {
+        Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
+        Kind::ZeroForNow => vec![format!("{} above 0", key.path())],
+        _ => Vec::new(),
+    });
+    keys.chain(words).collect()
+}
+
+/// Every key, tables included.
+pub(super) fn all() -> impl Iterator<Item = Key> {
+    KEYS.iter().copied().chain(Resource::ALL.map(|resource| Key {
+        table: RLIMITS,
+        name: resource.name(),
+        kind: Kind::Limit(resource),
+        default: if resource == Resource::Core { Preset::Count(0) } else { Preset::Described("the supervisor's own") },
+        about: resource.about(),
+    }))
+}
+
+/// The key `name` of `table`, if this version has it.
+pub(super) fn find(table: &str, name: &str) -> Option<Key> {
+    all().find(|key| key.table == table && key.name == name)
+}
+
+fn path(table: &str, name: &str) -> String {
+    if table == TOP { name.to_owned() } else { format!("{table}.{name}") }
+}
+
+impl Key {
+    /// Table and name: `bulkhead.NAME.restart.backoff`.
+    pub fn path(&self) -> String {
+        path(self.table, self.name)
+    }
+
+    /// The name that a message uses: from the bulkhead or the supervisor down, `restart.backoff`.
+    pub(super) fn label(&self) -> String {
+        label(self.table, self.name)
+    }
+
+    /// A value that would do, as TOML.
+    pub(super) fn example(&self) -> String {
+        match (self.default, self.kind) {
+            (Preset::Described(_), Kind::Duration { .. }) => "\"5s\"".to_owned(),
+            (Preset::Described(_), Kind::Size { .. }) => "\"8MiB\"".to_owned(),
+            (Preset::Described(_), Kind::Count { .. }) => "1000".to_owned(),
+            (Preset::Described(_), Kind::Path) => self.path_example().to_owned(),
+            (Preset::Described(_), Kind::Program) => "[\"./worker\", \"--flag\"]".to_owned(),
+            (Preset::Described(_), Kind::Environment) => "{ RUST_LOG = \"info\" }".to_owned(),
+            (_, Kind::Limit(resource)) => match resource.measure() {
+                Measure::Bytes => "\"1GiB\"".to_owned(),
+                Measure::Count => "64".to_owned(),
+                Measure::Seconds => "\"60s\"".to_owned(),
+                Measure::Microseconds => "\"200ms\"".to_owned(),
+                Measure::Zero => "0".to_owned(),
+            },
+            (default, _) => default.toml().unwrap_or_default(),
+        }
+    }
+
+    fn path_example(&self) -> &'static str {
+        match self.name {
+            "socket" => "\"/run/bulkhead/jobs.sock\"",
+            "admin" => "\"/run/bulkhead/admin.sock\"",
+            "library" => "\"./libworker.so\"",
+            _ => "\"/srv/work\"",
+        }
+    }
+}
+
+/// See [`Key::label`].
+pub(super) fn label(table: &str, name: &str) -> String {
+    match table.strip_prefix("bulkhead.NAME.") {
+        Some(inner) => format!("{inner}.{name}"),
+        None => name.to_owned(),
+    }
+}
+
+impl Preset {
+    /// The value as it would stand in the file, if it is one.
+    pub(super) fn toml(&self) -> Option<String> {
+        match *self {
+            Self::Duration(duration) => Some(format!("\"{}\"", units::format_duration(duration))),
+            Self::Size(bytes) => Some(format!("\"{}\"", units::format_size(bytes))),
+            Self::Count(count) => Some(count.to_string()),
+            Self::Mode(mode) => Some(format!("\"{mode:04o}\"")),
+            Self::Word(word) => Some(format!("\"{word}\"")),
+            Self::Described(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self, self.toml()) {
+            (Self::Described(words), _) => f.write_str(words),
+            (_, toml) => write!(f, "`{}`", toml.unwrap_or_default()),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Duration { min } if min.is_zero() => f.write_str("duration"),
+            Self::Duration { min } => write!(f, "duration, at least {}", units::format_duration(min)),
+            Self::Size { max: defaults::NUMBER_MAX, .. } => f.write_str("size, at least 1"),
+            Self::Size { min, max } => write!(f, "size, {min} to {}", units::format_size(max)),
+            Self::Count { min, max: defaults::NUMBER_MAX } => write!(f, "number, at least {min}"),
+            Self::Count { min, max } => write!(f, "number, {min} to {max}"),
+            Self::ZeroForNow => f.write_str("`0`"),
+            Self::Mode => f.write_str("octal digits as a string"),
+            Self::Path => f.write_str("path"),
+            Self::Text => f.write_str("string"),
+            Self::Word { now, .. } => {
+                let words: Vec<_> = now.iter().map(|word| format!("`\"{word}\"`")).collect();
+                f.write_str(&words.join(", "))
+            }
+            Self::Program => f.write_str("array of strings"),
+            Self::Environment => f.write_str("table of strings"),
+            Self::Limit(resource) => f.write_str(match resource.measure() {
+                Measure::Bytes => "size or `\"unlimited\"`",
+                Measure::Count => "number or `\"unlimited\"`",
+                Measure::Seconds => "duration, number of seconds, or `\"unlimited\"`",
+                Measure::Microseconds => "duration, number of microseconds, or `\"unlimited\"`",
+                Measure::Zero => "`0`",
+            }),
+            Self::Table => f.write_str("table"),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Durations and sizes between text and number. Pure; the sentences for whoever wrote them wrong are
+//! made by the reader, which knows the key.
+
+use std::time::Duration;
+
+use serde::Serializer;
+
+/// Why a text is no duration or size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum UnitError {
+    /// A number alone, where a unit is required.
+    NoUnit,
+    /// A unit that can be read in two ways; the second is what to write instead.
+    Ambiguous(&'static str),
+    /// More than can be counted.
+    TooLarge,
+    /// Anything else.
+    Malformed,
+}
+
+/// Reads `"500ms"`, `"2s"`, `"1m 30s"`.
+pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
+    let text = text.trim();
+    if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(UnitError::NoUnit);
+    }
+    if text.split(|c: char| !c.is_alphabetic()).any(|unit| unit == "M") {
+        return Err(UnitError::Ambiguous("m"));
+    }
+    humantime::parse_duration(text).map_err(|error| match error {
+        humantime::DurationError::NumberOverflow => UnitError::TooLarge,
+        _ => UnitError::Malformed,
+    })
+}
+
+/// The units of sizes. A lone letter is left out on purpose: `256M` is 2²⁰ to some and 10⁶ to others.
+const SIZE_UNITS: [(&str, u64); 10] = [
+    ("", 1),
+    ("B", 1),
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("kB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
+];
+
+/// Reads `"64KiB"`, `"1.5GiB"`, `"10MB"`, `"4096"`.
+pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = (&text[..digits], text[digits..].trim_start());
+    let scale = match SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)) {
+        Some((_, scale)) => *scale,
+        None => return Err(ambiguous_size_unit(unit).map_or(UnitError::Malformed, UnitError::Ambiguous)),
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || scale == 1)) || fraction.len() > 9 {
+        return Err(UnitError::Malformed);
+    }
+    let all: u128 = format!("{whole}{fraction}").parse().map_err(|_| number_error(whole, fraction))?;
+    let bytes = all.checked_mul(u128::from(scale)).ok_or(UnitError::TooLarge)? / 10u128.pow(fraction.len() as u32);
+    u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
+}
+
+fn number_error(whole: &str, fraction: &str) -> UnitError {
+    let digits = |text: &str| text.bytes().all(|b| b.is_ascii_digit());
+    if digits(whole) && digits(fraction) { UnitError::TooLarge } else { UnitError::Malformed }
+}
+
+fn ambiguous_size_unit(unit: &str) -> Option<&'static str> {
+    match unit {
+        "k" | "K" | "Ki" | "ki" => Some("KiB"),
+        "m" | "M" | "Mi" | "mi" => Some("MiB"),
+        "g" | "G" | "Gi" | "gi" => Some("GiB"),
+        "t" | "T" | "Ti" | "ti" => Some("TiB"),
+        _ => None,
+    }
+}
+
+/// Writes a duration so that [`parse_duration`] reads the same one: `"1m 30s"`.
+pub(super) fn format_duration(duration: Duration) -> String {
+    const STEPS: [(u128, &str); 7] = [
+        (86_400_000_000_000, "d"),
+        (3_600_000_000_000, "h"),
+        (60_000_000_000, "m"),
+        (1_000_000_000, "s"),
+        (1_000_000, "ms"),
+        (1_000, "us"),
+        (1, "ns"),
+    ];
+    let mut rest = duration.as_nanos();
+    let mut parts = Vec::new();
+    for (nanos, unit) in STEPS {
+        if rest >= nanos {
+            parts.push(format!("{}{unit}", rest / nanos));
+            rest %= nanos;
+        }
+    }
+    if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
+}
+
+/// Writes a size so that [`parse_size`] reads the same one, in the largest binary unit that is exact.
+pub(super) fn format_size(bytes: u64) -> String {
+    let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {
+        Some((scale, unit)) => format!("{}{unit}", bytes / scale),
+        None => format!("{bytes}B"),
+    }
+}
+
+pub(super) fn serialize_duration<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&format_duration(*duration))
+}
+
+pub(super) fn serialize_duration_option<S: Serializer>(
+    duration: &Option<Duration>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    match duration {
+        Some(duration) => serialize_duration(duration, serializer),
+        None => serializer.serialize_none(),
+    }
+}

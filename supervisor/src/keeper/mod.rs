@@ -1,0 +1,176 @@
+//! The keeper: the process that starts, watches and ends all workers, and the supervisor's end of it.
+//!
+//! It is the supervisor's own program, started again under a hidden argument, with one `SOCK_SEQPACKET`
+//! socket to take orders from and report to. It knows nothing of jobs, bulkheads or restarts, and
+//! decides nothing: whoever started it does. When that one is gone, in whatever way, the end of file on
+//! the socket tells, and the keeper kills whatever descends from it before it ends.
+//!
+//! - [`client`](Keeper): the supervisor's end.
+//! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead.
+//! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
+//! - `wait`: the raw waits, and which thread of the keeper has which children.
+//! - `socket`: whole messages with descriptors, never blocking.
+//!
+//! # Two threads, for a reason
+//! The kernel hands orphans to the first thread of a child subreaper, while a process is the child of
+//! the very thread that forked it. So the second thread forks the workers, and the first one, asking
+//! with `__WNOTHREAD`, sees exactly what somebody left behind: `ECHILD` means that nothing is left,
+//! without a look at every process of the machine. The first thread waits for each fork to return, so
+//! that the two never run at the same time and a process is known before anybody can wait for it.
+//!
+//! Each worker is a child subreaper as well: its orphans stay below it while it lives and come to the
+//! keeper when it is dead. What the keeper adopts thus belongs to the dead, and goes.
+
+mod client;
+mod process;
+mod socket;
+mod spawn;
+mod wait;
+
+use bincode::{BorrowDecode, Encode};
+use bulkhead_shared::codec;
+use std::io;
+
+pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
+pub use process::run_as_keeper;
+
+/// The hidden first argument under which a program must call [`run_as_keeper`].
+pub const KEEPER_ARGUMENT: &str = "__keeper";
+
+/// Bytes of one order: arguments and environment (96 KiB at most, says the configuration), two paths
+/// and the limits, with room to spare.
+pub const ORDER_BYTES_MAX: usize = 160 * 1024;
+
+/// Asked of the kernel for the socket's buffer: the largest order, and the kernel's own share of it.
+const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
+
+/// Bytes of one report: the longest is a step's name and some numbers.
+const REPORT_BYTES_MAX: usize = 1024;
+
+/// Descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
+const SPAWN_DESCRIPTORS: usize = 3;
+
+/// A worker to start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SpawnOrder<'a> {
+    /// Names the worker in the reports; the caller's choice, and never used twice.
+    pub worker: u64,
+    /// The program's path; there is no search.
+    pub program: &'a str,
+    /// All arguments, the zeroth (the program's name) included.
+    pub arguments: Vec<&'a str>,
+    /// The whole environment, each as `NAME=value`: nothing is inherited.
+    pub environment: Vec<&'a str>,
+    /// The working directory.
+    pub directory: &'a str,
+    /// Limits, set in this order.
+    pub rlimits: Vec<Rlimit>,
+}
+
+/// One limit of `setrlimit(2)`; `u64::MAX` means unlimited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Rlimit {
+    /// The kernel's number, such as `libc::RLIMIT_AS`.
+    pub resource: u32,
+    /// What is in force.
+    pub soft: u64,
+    /// How far the process may raise it.
+    pub hard: u64,
+}
+
+/// How a worker ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub enum Exit {
+    /// By itself, with this exit code.
+    Code(i32),
+    /// By a signal.
+    Signal {
+        /// The signal's number.
+        number: i32,
+        /// Whether the kernel wrote a core file.
+        core_dumped: bool,
+    },
+}
+
+/// What a worker and those of its descendants that it waited for have used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Usage {
+    /// Microseconds of processor time in the program.
+    pub user_us: u64,
+    /// Microseconds of processor time in the kernel.
+    pub system_us: u64,
+    /// The most memory resident at a time, of the largest process.
+    pub maxrss_kib: u64,
+}
+
+/// What the supervisor orders. End of file is the order to end.
+#[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
+enum Order {
+    /// Behind the metadata follow texts, each ended by a NUL as `execve(2)` wants them: program,
+    /// directory, arguments, environment.
+    Spawn { worker: u64, argument_count: u32, rlimits: Vec<Rlimit> },
+    /// Kill the worker at once. One that is not there (any more) is no error: its end is reported.
+    Kill { worker: u64 },
+}
+
+/// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.
+#[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
+enum ReportMessage<'a> {
+    Started { scan_always: bool },
+    Spawned { worker: u64, pid: u32 },
+    SpawnFailed { worker: u64, step: &'a str, errno: i32 },
+    Exited { worker: u64, exit: Exit, usage: Usage },
+    Remains { count: u64 },
+}
+
+impl Order {
+    /// The bytes of an order: the metadata's length in 32 bits, the metadata, the texts.
+    fn encode<'t>(&self, texts: impl Iterator<Item = &'t str>) -> io::Result<Vec<u8>> {
+        let mut out = vec![0; 4];
+        codec::encode(self, &[], &mut out).map_err(io::Error::other)?;
+        let metadata_bytes = (out.len() - 4) as u32; // A frame's metadata fits in 16 bits.
+        out[..4].copy_from_slice(&metadata_bytes.to_le_bytes());
+        for text in texts {
+            if text.contains('\0') {
+                return Err(invalid("a path, an argument or a variable of the environment contains a NUL"));
+            }
+            out.extend_from_slice(text.as_bytes());
+            out.push(0);
+        }
+        if out.len() > ORDER_BYTES_MAX {
+            return Err(invalid("the arguments and the environment take too many bytes together"));
+        }
+        Ok(out)
+    }
+
+    /// The order, and its texts with their NULs. `None`: this is not an order.
+    fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (length, rest) = bytes.split_first_chunk::<4>()?;
+        let (metadata, texts) = rest.split_at_checked(u32::from_le_bytes(*length) as usize)?;
+        let (order, _) = codec::decode(metadata, &[]).ok()?;
+        Some((order, texts))
+    }
+}
+
+fn invalid(text: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_survives_the_way_and_garbage_does_not() {
+        let order = Order::Spawn {
+            worker: 7,
+            argument_count: 1,
+            rlimits: vec![Rlimit { resource: 9, soft: 1, hard: u64::MAX }],
+        };
+        let bytes = order.encode(["/bin/sh", "/", "sh", "A=b"].into_iter()).unwrap();
+        assert_eq!(Order::decode(&bytes), Some((order, &b"/bin/sh\0/\0sh\0A=b\0"[..])));
+        assert_eq!(Order::decode(&bytes[..20]), None);
+        assert_eq!(Order::decode(&[255; 100]), None);
+        assert!(Order::Kill { worker: 1 }.encode(["a\0b"].into_iter()).is_err());
+    }
+}

@@ -1,0 +1,107 @@
+//! Whole messages with descriptors over a `SOCK_SEQPACKET` socket, for both ends.
+//!
+//! Nothing here blocks: what the socket does not take waits in an [`Outbox`], whose owner bounds it.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+
+use super::{SOCKET_BUFFER_BYTES, SPAWN_DESCRIPTORS};
+
+/// Two connected ends, closed in whatever program is executed.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = SocketFlags::CLOEXEC;
+    let (here, there) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    // Orders are large, reports small: the default does for the other direction. The kernel cuts this
+    // to its own maximum, and its default maximum does.
+    rustix::net::sockopt::set_socket_send_buffer_size(&here, SOCKET_BUFFER_BYTES)?;
+    Ok((here, there))
+}
+
+/// Messages that the socket has not taken yet, with the descriptors that go along.
+#[derive(Default)]
+pub(super) struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
+
+impl Outbox {
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn push(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) {
+        debug_assert!(descriptors.len() <= SPAWN_DESCRIPTORS);
+        self.0.push_back((message, descriptors));
+    }
+
+    /// Sends what the socket takes. Returns whether all is sent; if not, wait until it is writable.
+    pub(super) fn flush(&mut self, socket: impl AsFd) -> io::Result<bool> {
+        while let Some((message, descriptors)) = self.0.front() {
+            match send(&socket, message, descriptors) {
+                Ok(()) => drop(self.0.pop_front()),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn send(socket: impl AsFd, message: &[u8], descriptors: &[OwnedFd]) -> rustix::io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+    if !borrowed.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&borrowed)) {
+        return Err(Errno::INVAL);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut ancillary, flags).map(drop)
+}
+
+/// What [`receive`] found.
+pub(super) enum Received {
+    /// A message of this many bytes, and its descriptors: fewer than were sent, if this process may
+    /// not have more.
+    Message(usize, Vec<OwnedFd>),
+    /// Nothing at present.
+    Nothing,
+    /// The peer is gone.
+    Closed,
+}
+
+/// Takes one message.
+pub(super) fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SPAWN_DESCRIPTORS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = loop {
+        let mut slices = [IoSliceMut::new(buffer)];
+        match rustix::net::recvmsg(&socket, &mut slices, &mut ancillary, flags) {
+            Ok(received) => break received,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(Received::Nothing),
+            // It went away with messages of ours unread.
+            Err(Errno::CONNRESET) => return Ok(Received::Closed),
+            Err(error) => return Err(error.into()),
+        }
+    };
+    if received.flags.contains(ReturnFlags::TRUNC) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message is too long"));
+    }
+    if received.bytes == 0 {
+        return Ok(Received::Closed); // No message of ours is empty.
+    }
+    let mut descriptors = Vec::new();
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    Ok(Received::Message(received.bytes, descriptors))
+}

@@ -1,0 +1,125 @@
+//! Waiting for children by the kernel's raw calls, and ending all of them.
+//!
+//! This knows which thread of the keeper has which children; it does not know what a worker is.
+#![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
+
+use std::collections::HashSet;
+use std::io;
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::process_tree::kill_descendants;
+use rustix::process::{Pid, Signal};
+
+use super::spawn::{Forker, Job};
+use super::{Exit, Usage};
+
+/// While all are being killed, every process of the machine is looked at this often.
+const RESCAN: Duration = Duration::from_millis(10);
+
+/// How long to sleep between two looks at what has died of it.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// The news of a child.
+#[derive(Debug)]
+pub(super) enum Waited {
+    /// There is no child at all.
+    NoChild,
+    /// There are children, and no news.
+    Nothing,
+    /// A child has ended, and its number is free again.
+    Ended { pid: u32, exit: Exit, usage: Usage },
+    /// A child asked to be traced by its parent and has stopped, which no honest one does.
+    Stopped { pid: u32 },
+}
+
+/// Takes the news of any child of this process, without waiting.
+pub(super) fn wait_any() -> Waited {
+    wait(-1, libc::WNOHANG)
+}
+
+fn wait(pid: i32, flags: i32) -> Waited {
+    let mut status = 0;
+    // SAFETY: all zeros is a valid `rusage`.
+    let mut rusage: libc::rusage = unsafe { std::mem::zeroed() };
+    loop {
+        // SAFETY: both pointers are to variables of this function, of the types that the call fills.
+        match unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) } {
+            0 => return Waited::Nothing,
+            -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            -1 => return Waited::NoChild,
+            pid => return news(pid as u32, status, &rusage),
+        }
+    }
+}
+
+fn news(pid: u32, status: i32, rusage: &libc::rusage) -> Waited {
+    let exit = if libc::WIFEXITED(status) {
+        Exit::Code(libc::WEXITSTATUS(status))
+    } else if libc::WIFSIGNALED(status) {
+        Exit::Signal { number: libc::WTERMSIG(status), core_dumped: libc::WCOREDUMP(status) }
+    } else {
+        return Waited::Stopped { pid };
+    };
+    let us = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
+    let usage = Usage {
+        user_us: us(rusage.ru_utime),
+        system_us: us(rusage.ru_stime),
+        maxrss_kib: rusage.ru_maxrss as u64,
+    };
+    Waited::Ended { pid, exit, usage }
+}
+
+/// Whether the calling thread itself has children, dead or alive. For the first thread of the keeper:
+/// whether it has adopted any.
+pub(super) fn has_own_children() -> bool {
+    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WNOTHREAD | libc::__WALL;
+    // SAFETY: all zeros is a valid `siginfo_t`, and the call fills this one at most.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        libc::waitid(libc::P_ALL, 0, &mut info, flags) == 0
+    }
+}
+
+/// Tries whether this kernel tells the workers from what they leave behind as `keeper` says. Called on
+/// the first thread, before there is any worker.
+pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
+    let child = forker.fork(Job::Child)?;
+    let sees_workers = has_own_children();
+    wait(child as i32, 0);
+    let child = forker.fork(Job::Grandchild)?;
+    wait(child as i32, 0);
+    // Now the grandchild is an orphan: dead or about to be.
+    let sees_orphans = matches!(wait(-1, libc::__WNOTHREAD), Waited::Ended { .. });
+    while !matches!(wait(-1, 0), Waited::NoChild) {}
+    Ok(!sees_workers && sees_orphans)
+}
+
+/// Sends SIGKILL to a child that has not been waited for, so that the number is still its own.
+pub(super) fn kill_child(pid: u32) {
+    if let Some(pid) = Pid::from_raw(pid as i32) {
+        // The only failures are that it is dead already, or changed its identity: then nothing helps.
+        let _ = rustix::process::kill_process(pid, Signal::KILL);
+    }
+}
+
+/// Kills whatever descends from this process until nothing is left, and reaps it.
+pub(super) fn end_all(patience: Duration) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        let scan = kill_descendants(&HashSet::new());
+        let scanned = Instant::now();
+        while scanned.elapsed() < RESCAN {
+            match wait_any() {
+                Waited::NoChild => return Ok(()),
+                Waited::Ended { .. } => {}
+                Waited::Stopped { pid } => kill_child(pid),
+                Waited::Nothing => std::thread::sleep(PAUSE),
+            }
+        }
+        if start.elapsed() > patience {
+            let left = scan?;
+            let text = format!("{left} processes are still there {patience:?} after they were killed");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+    }
+}

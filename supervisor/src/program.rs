@@ -1,0 +1,134 @@
+//! What a bulkhead runs, from the configuration's words to an order for the keeper.
+
+use std::path::{Path, PathBuf};
+
+use bulkhead_policy::{Health, Limits, Recycle, Restart, RestartPolicy, Start};
+use bulkhead_shared::worker_protocol::LINK_VARIABLE;
+
+use crate::config::{self, BulkheadConfig, Resource};
+use crate::keeper::{Rlimit, SpawnOrder};
+
+/// The descriptor under which a worker finds its link.
+const LINK_DESCRIPTOR: i32 = 3;
+
+/// A resolved program, ready to be started any number of times.
+pub(crate) struct Program {
+    path: String,
+    arguments: Vec<String>,
+    environment: Vec<String>,
+    directory: String,
+    rlimits: Vec<Rlimit>,
+    /// What the user named, for messages.
+    subject: String,
+}
+
+impl Program {
+    /// Resolves what `bulkhead` runs. `host` is the program behind `exec` and `library`.
+    pub(crate) fn new(bulkhead: &BulkheadConfig, host: Option<&Path>) -> Self {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let host = host.map_or_else(|| HOST.to_owned(), text);
+        let mut rlimits = kernel_limits(&bulkhead.rlimits);
+        let (path, arguments, subject) = match &bulkhead.program {
+            config::Program::Command { argv, path } => (text(path), argv.clone(), text(path)),
+            config::Program::Library { path, entry } => {
+                let arguments = ["bulkhead-worker", "library", "--entry", entry, "--", &text(path)];
+                (host, arguments.map(str::to_owned).to_vec(), text(path))
+            }
+            config::Program::Exec { argv, path } => {
+                // Limits of an `exec` bulkhead are each program's own, so the host sets them.
+                rlimits.retain(|limit| limit.resource == Resource::Core.number());
+                let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
+                for rlimit in &bulkhead.rlimits {
+                    let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
+                    arguments.push("--rlimit".to_owned());
+                    arguments.push(format!("{}={value}", rlimit.resource.name()));
+                }
+                arguments.push("--".to_owned());
+                arguments.push(text(path));
+                arguments.extend(argv.iter().skip(1).cloned());
+                (host, arguments, text(path))
+            }
+        };
+        let mut environment: Vec<String> =
+            bulkhead.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        environment.push(format!("{LINK_VARIABLE}={LINK_DESCRIPTOR}"));
+        Self { path, arguments, environment, directory: text(&bulkhead.cwd), rlimits, subject }
+    }
+
+    /// The order that starts it once.
+    pub(crate) fn order(&self, worker: u64) -> SpawnOrder<'_> {
+        SpawnOrder {
+            worker,
+            program: &self.path,
+            arguments: self.arguments.iter().map(String::as_str).collect(),
+            environment: self.environment.iter().map(String::as_str).collect(),
+            directory: &self.directory,
+            rlimits: self.rlimits.clone(),
+        }
+    }
+
+    /// What it is, for messages.
+    pub(crate) fn describe(&self) -> &str {
+        &self.subject
+    }
+}
+
+/// Hard equals soft, so that a worker cannot raise what it was given; but for processor time, where
+/// the second that lies between makes the kernel name the cause (SIGXCPU) before it kills.
+fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
+    rlimits
+        .iter()
+        .map(|rlimit| {
+            let soft = rlimit.limit.unwrap_or(u64::MAX);
+            let hard = if rlimit.resource == Resource::Cpu { soft.saturating_add(1) } else { soft };
+            Rlimit { resource: rlimit.resource.number(), soft, hard }
+        })
+        .collect()
+}
+
+/// The name of the host's program, which is installed beside the supervisor's own.
+const HOST: &str = "bulkhead-worker";
+
+/// Finds the host: beside this program, or else in `PATH`.
+pub(crate) fn find_host() -> Option<PathBuf> {
+    let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let in_path = std::env::split_paths(&path).map(|folder| folder.join(HOST));
+    beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
+}
+
+/// Whether a bulkhead needs the host.
+pub(crate) fn needs_host(bulkhead: &BulkheadConfig) -> bool {
+    matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
+}
+
+/// The numbers that policy decides by.
+pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
+    Limits {
+        processes: bulkhead.processes,
+        max_in_flight: bulkhead.max_in_flight,
+        max_queue: bulkhead.max_queue,
+        queue_timeout: bulkhead.queue_timeout,
+        deadline: bulkhead.deadline,
+        deadline_max: bulkhead.deadline_max,
+        grace: bulkhead.grace,
+        restart: Restart {
+            policy: match bulkhead.restart.policy {
+                config::RestartPolicy::Always => RestartPolicy::Always,
+                config::RestartPolicy::OnFailure => RestartPolicy::OnFailure,
+                config::RestartPolicy::Never => RestartPolicy::Never,
+            },
+            backoff: bulkhead.restart.backoff,
+            backoff_max: bulkhead.restart.backoff_max,
+            max: bulkhead.restart.max,
+            within: bulkhead.restart.within,
+        },
+        start: Start { handshake: bulkhead.start.handshake, ready: bulkhead.start.ready },
+        health: Health { heartbeat: bulkhead.health.heartbeat, missed: bulkhead.health.missed },
+        recycle: Recycle {
+            jobs: bulkhead.recycle.jobs,
+            rss: bulkhead.recycle.rss,
+            age: bulkhead.recycle.age,
+        },
+    }
+}

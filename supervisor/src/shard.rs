@@ -1,0 +1,485 @@
+//! The data plane: one thread that owns every socket, every bulkhead and every job.
+//!
+//! It selects what happened (a frame, a death, a timer, a command), applies it to the bulkhead
+//! concerned, performs the actions that come back, and flushes each socket once at the end of the turn.
+//! It decides nothing itself, never blocks, and never renders, formats or writes a log.
+
+mod links;
+mod notes;
+mod sessions;
+mod steer;
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use bulkhead_policy::{Action, Bulkhead, Event, Time, Timers};
+use bulkhead_shared::JobId;
+use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
+use mio::unix::SourceFd;
+use mio::{Events, Interest, Poll, Token, Waker};
+
+use crate::command::{Command, Commander, Notice};
+use crate::config::Config;
+use crate::keeper::Keeper;
+use crate::latency::Latency;
+use crate::program::Program;
+
+use links::Link;
+use sessions::{Session, SessionId};
+
+/// Sockets that one turn of the loop looks at.
+const EVENTS_PER_TURN: usize = 1024;
+
+/// How often slow peers are looked at, while there are any.
+const HOUSEKEEPING: Duration = Duration::from_millis(250);
+
+/// A turn that comes so much later than it was due means that the supervisor itself was held up.
+const HELD_UP: Duration = Duration::from_millis(500);
+
+const LISTENER: Token = Token(0);
+const WAKER: Token = Token(1);
+const KEEPER: Token = Token(2);
+const FIRST_CONNECTION: usize = 4;
+
+/// Counts that the data plane keeps for the control plane to look at.
+#[derive(Debug, Default)]
+pub struct Pulse {
+    /// Notices that were dropped since the control plane did not keep up.
+    pub notices_dropped: AtomicU64,
+    /// Clients that are connected.
+    pub clients: AtomicU64,
+}
+
+/// What the supervisor knows of a job beyond what policy decides on.
+pub(crate) struct JobRecord {
+    session: SessionId,
+    request: u64,
+    operation: Box<str>,
+    tenant: Box<str>,
+    traceparent: Option<Box<str>>,
+    /// Kept only while the job waits.
+    payload: Option<Vec<u8>>,
+    payload_bytes: usize,
+}
+
+/// One bulkhead and what belongs to it here.
+struct Compartment {
+    name: Arc<str>,
+    policy: Bulkhead<JobRecord>,
+    program: Program,
+    max_payload: u64,
+    max_result: u64,
+    heartbeat: Duration,
+    /// By a worker's place: its link.
+    links: Vec<Option<usize>>,
+    latency: Latency,
+    has_settled: bool,
+}
+
+/// The data plane.
+pub struct Shard {
+    poll: Poll,
+    origin: Instant,
+    now: Time,
+    listener: UnixListener,
+    commands: Receiver<Command>,
+    notices: Option<tokio::sync::mpsc::Sender<Notice>>,
+    pulse: Arc<Pulse>,
+    keeper: Keeper,
+    compartments: Vec<Compartment>,
+    by_name: HashMap<Arc<str>, usize>,
+    timers: Timers,
+    sessions: Vec<Option<Session>>,
+    free_sessions: Vec<usize>,
+    session_epochs: u64,
+    clients: usize,
+    links: Vec<Option<Link>>,
+    free_links: Vec<usize>,
+    spawns: u64,
+    links_by_spawn: HashMap<u64, usize>,
+    scratch: Scratch,
+    pool: BufferPool,
+    actions: Vec<Action<JobRecord>>,
+    dirty: Vec<Endpoint>,
+    /// Connections that had more to read than one turn takes.
+    again: Vec<Endpoint>,
+    /// Bytes of payloads that wait, be it for a permit, for their own end, or for a worker to read.
+    buffered: usize,
+    /// Bytes of results that clients have not read.
+    undelivered: usize,
+    limits: ShardLimits,
+    housekeeping_at: Option<Time>,
+    /// Workers that could not even be ordered; policy is told at the end of the turn.
+    failed_spawns: Vec<(usize, bulkhead_policy::WorkerId, String)>,
+    stopping: bool,
+    started: bool,
+}
+
+struct ShardLimits {
+    clients_max: usize,
+    payload_bytes_max: u64,
+    buffered_bytes_max: usize,
+    drain_timeout: Duration,
+    uid: u32,
+}
+
+/// One end of a connection that the loop serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Endpoint {
+    Session(usize),
+    Link(usize),
+}
+
+impl Endpoint {
+    fn token(self) -> Token {
+        match self {
+            Self::Session(index) => Token(FIRST_CONNECTION + 2 * index),
+            Self::Link(index) => Token(FIRST_CONNECTION + 2 * index + 1),
+        }
+    }
+
+    fn of(token: Token) -> Option<Self> {
+        let number = token.0.checked_sub(FIRST_CONNECTION)?;
+        Some(if number.is_multiple_of(2) { Self::Session(number / 2) } else { Self::Link(number / 2) })
+    }
+}
+
+/// The payload that came with the event being applied.
+enum Incoming<'p> {
+    None,
+    Borrowed(&'p [u8]),
+    Owned(Vec<u8>),
+}
+
+impl<'p> Incoming<'p> {
+    fn take(&mut self) -> Payload<'p> {
+        match std::mem::replace(self, Self::None) {
+            Self::None => Payload::NONE,
+            Self::Borrowed(bytes) => Payload::Copied(bytes),
+            Self::Owned(bytes) => Payload::Owned(bytes),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Borrowed(bytes) => bytes.len(),
+            Self::Owned(bytes) => bytes.len(),
+        }
+    }
+}
+
+/// Everything a [`Shard`] is made of that exists before it.
+pub struct Parts {
+    /// The configuration.
+    pub config: Config,
+    /// The bound jobs socket.
+    pub listener: UnixListener,
+    /// The running keeper.
+    pub keeper: Keeper,
+    /// Where notices go.
+    pub notices: tokio::sync::mpsc::Sender<Notice>,
+    /// Counts for the control plane.
+    pub pulse: Arc<Pulse>,
+    /// The host for `exec` and `library`, if one is needed.
+    pub host: Option<std::path::PathBuf>,
+}
+
+impl Shard {
+    /// A data plane that has not started anything yet, and the handle for commands to it.
+    pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
+        let Parts { config, listener, keeper, notices, pulse, host } = parts;
+        let poll = Poll::new()?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
+        let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
+        listener.set_nonblocking(true)?;
+        poll.registry().register(
+            &mut SourceFd(&listener.as_raw_fd()),
+            LISTENER,
+            Interest::READABLE,
+        )?;
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
+        let limits = ShardLimits {
+            clients_max: config.supervisor.max_clients,
+            payload_bytes_max: config.supervisor.max_payload,
+            buffered_bytes_max: usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX),
+            drain_timeout: config.supervisor.drain_timeout,
+            uid: rustix::process::geteuid().as_raw(),
+        };
+        let seed = seed();
+        let compartments: Vec<Compartment> = config
+            .bulkheads
+            .iter()
+            .enumerate()
+            .map(|(i, bulkhead)| Compartment {
+                name: bulkhead.name.as_str().into(),
+                policy: Bulkhead::new(crate::program::limits(bulkhead), seed ^ (i as u64).rotate_left(32)),
+                program: Program::new(bulkhead, host.as_deref()),
+                max_payload: bulkhead.max_payload,
+                max_result: bulkhead.max_result,
+                heartbeat: bulkhead.health.heartbeat,
+                links: Vec::new(),
+                latency: Latency::default(),
+                has_settled: false,
+            })
+            .collect();
+        let by_name = compartments.iter().enumerate().map(|(i, c)| (c.name.clone(), i)).collect();
+        let shard = Self {
+            poll,
+            origin: Instant::now(),
+            now: Time::ZERO,
+            listener,
+            commands,
+            notices: Some(notices),
+            pulse,
+            keeper,
+            compartments,
+            by_name,
+            timers: Timers::default(),
+            sessions: Vec::new(),
+            free_sessions: Vec::new(),
+            session_epochs: 0,
+            clients: 0,
+            links: Vec::new(),
+            free_links: Vec::new(),
+            spawns: 0,
+            links_by_spawn: HashMap::new(),
+            scratch: Scratch::default(),
+            pool: BufferPool::default(),
+            actions: Vec::new(),
+            dirty: Vec::new(),
+            again: Vec::new(),
+            buffered: 0,
+            undelivered: 0,
+            limits,
+            housekeeping_at: None,
+            failed_spawns: Vec::new(),
+            stopping: false,
+            started: false,
+        };
+        Ok((shard, Commander::new(sender, waker)))
+    }
+
+    /// Runs until everything is stopped. Errors are those of `epoll_wait(2)`, and of a keeper that can
+    /// neither be reached nor started again.
+    pub fn run(mut self) -> io::Result<()> {
+        for index in 0..self.compartments.len() {
+            self.apply(index, Event::Start, Incoming::None);
+        }
+        let mut events = Events::with_capacity(EVENTS_PER_TURN);
+        while !self.is_over() {
+            self.report_failed_spawns();
+            self.flush_dirty();
+            let due = self.next_due();
+            match self.poll.poll(&mut events, self.patience(due)) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                other => other?,
+            }
+            self.read_clock();
+            if due.is_some_and(|at| self.now.since(at) > HELD_UP) {
+                self.held_up();
+            }
+            self.turn(&events)?;
+        }
+        self.finish();
+        Ok(())
+    }
+
+    fn turn(&mut self, events: &Events) -> io::Result<()> {
+        for endpoint in std::mem::take(&mut self.again) {
+            self.readable(endpoint);
+        }
+        for event in events {
+            match event.token() {
+                LISTENER => self.accept(),
+                WAKER => {}
+                KEEPER => self.keeper_ready()?,
+                token => {
+                    let Some(endpoint) = Endpoint::of(token) else { continue };
+                    if event.is_writable() {
+                        self.mark_dirty(endpoint);
+                    }
+                    if event.is_readable() || event.is_read_closed() || event.is_error() {
+                        self.readable(endpoint);
+                    }
+                }
+            }
+        }
+        while let Ok(command) = self.commands.try_recv() {
+            self.command(command);
+        }
+        self.tick();
+        Ok(())
+    }
+
+    fn readable(&mut self, endpoint: Endpoint) {
+        match endpoint {
+            Endpoint::Session(index) => self.session_readable(index),
+            Endpoint::Link(index) => self.link_readable(index),
+        }
+    }
+
+    // Time.
+
+    fn read_clock(&mut self) {
+        self.now = Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    fn next_due(&self) -> Option<Time> {
+        match (self.timers.next(), self.housekeeping_at) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    fn patience(&self, due: Option<Time>) -> Option<Duration> {
+        if !self.again.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.
+        let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
+        Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
+    }
+
+    fn held_up(&mut self) {
+        for index in 0..self.compartments.len() {
+            self.apply(index, Event::HeldUp, Incoming::None);
+        }
+    }
+
+    fn tick(&mut self) {
+        while let Some(index) = self.timers.pop_due(self.now) {
+            self.apply(index as usize, Event::Tick, Incoming::None);
+        }
+        if self.housekeeping_at.is_some_and(|at| at <= self.now) {
+            self.housekeeping_at = None;
+            self.look_after_sessions();
+            self.look_after_links();
+        }
+    }
+
+    fn want_housekeeping(&mut self) {
+        if self.housekeeping_at.is_none() {
+            self.housekeeping_at = Some(self.now + HOUSEKEEPING);
+        }
+    }
+
+    // Applying and performing.
+
+    /// Tells a bulkhead what happened and does what it wants done.
+    fn apply(&mut self, index: usize, event: Event<JobRecord>, mut incoming: Incoming<'_>) -> Option<JobId> {
+        let mut actions = std::mem::take(&mut self.actions);
+        let now = self.now;
+        let job = self.compartments[index].policy.apply(now, event, &mut actions);
+        for action in actions.drain(..) {
+            self.perform(index, action, &mut incoming);
+        }
+        self.actions = actions;
+        match self.compartments[index].policy.next_deadline() {
+            Some(at) => self.timers.set(index as u32, at),
+            None => self.timers.clear(index as u32),
+        }
+        if let Some(job) = job {
+            self.keep_payload(index, job, incoming);
+        }
+        job
+    }
+
+    /// A job that was taken but not dispatched keeps its payload here.
+    fn keep_payload(&mut self, index: usize, job: JobId, incoming: Incoming<'_>) {
+        let payload = match incoming {
+            Incoming::None => return,
+            Incoming::Borrowed(bytes) => bytes.to_vec(),
+            Incoming::Owned(bytes) => bytes,
+        };
+        if let Some(record) = self.compartments[index].policy.cargo_mut(job) {
+            self.buffered += payload.len();
+            record.payload = Some(payload);
+        }
+    }
+
+    fn perform(&mut self, index: usize, action: Action<JobRecord>, incoming: &mut Incoming<'_>) {
+        match action {
+            Action::Dispatch { worker, job, remaining } => {
+                self.dispatch(index, worker, job, remaining, incoming);
+            }
+            Action::Answer(answer) => self.answer(index, answer, incoming),
+            Action::Cancel { worker, job } => self.send_cancel(index, worker, job),
+            Action::Spawn { worker, slot } => self.spawn(index, worker, slot),
+            Action::Drain { worker } => self.send_drain(index, worker),
+            Action::Kill { worker, .. } => self.kill(index, worker),
+            Action::Note(note) => self.note(index, note),
+        }
+    }
+
+    fn mark_dirty(&mut self, endpoint: Endpoint) {
+        let is_dirty = match endpoint {
+            Endpoint::Session(index) => self.sessions[index].as_mut().map(|s| &mut s.is_dirty),
+            Endpoint::Link(index) => self.links[index].as_mut().map(|l| &mut l.is_dirty),
+        };
+        if let Some(flag) = is_dirty
+            && !std::mem::replace(flag, true)
+        {
+            self.dirty.push(endpoint);
+        }
+    }
+
+    /// Writes what this turn has produced: one write for each connection.
+    fn flush_dirty(&mut self) {
+        let mut dirty = std::mem::take(&mut self.dirty);
+        for endpoint in dirty.drain(..) {
+            match endpoint {
+                Endpoint::Session(index) => self.flush_session(index),
+                Endpoint::Link(index) => self.flush_link(index),
+            }
+        }
+        if self.dirty.is_empty() {
+            self.dirty = dirty;
+        }
+    }
+
+    fn notify(&mut self, notice: Notice) {
+        if let Some(notices) = &self.notices
+            && notices.try_send(notice).is_err()
+        {
+            self.pulse.notices_dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    // The end.
+
+    fn is_over(&self) -> bool {
+        self.stopping && self.compartments.iter().all(|c| c.policy.is_stopped())
+    }
+
+    /// Gives the last answers a moment to leave, and ends the keeper.
+    fn finish(mut self) {
+        let until = Instant::now() + Duration::from_secs(1);
+        loop {
+            for index in 0..self.sessions.len() {
+                self.flush_session(index);
+            }
+            if self.undelivered == 0 || Instant::now() >= until {
+                break;
+            }
+            let mut events = Events::with_capacity(EVENTS_PER_TURN);
+            if self.poll.poll(&mut events, Some(Duration::from_millis(20))).is_err() {
+                break;
+            }
+        }
+        self.keeper.end();
+    }
+}
+
+/// A number that differs from run to run; only jitter depends on it.
+fn seed() -> u64 {
+    let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    clock.as_nanos() as u64 ^ u64::from(std::process::id()).rotate_left(40)
+}

@@ -1,0 +1,610 @@
+//! The workers' side: spawning through the keeper, handshake, jobs out, replies in. A worker is trusted
+//! no more than a client: what it says is checked, and whoever breaks the protocol is killed.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use bulkhead_policy::{Death, Event, Reply, WorkerId};
+use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
+use bulkhead_shared::frame::{Header, MAGIC, kind};
+use bulkhead_shared::limits::{
+    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
+};
+use bulkhead_shared::outcome::RESULT_TOO_LARGE;
+use bulkhead_shared::worker_protocol::{
+    Empty, Extend, Failed, Job, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
+};
+use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
+use mio::Interest;
+use mio::unix::SourceFd;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use super::{Endpoint, Incoming, Shard};
+use crate::command::Notice;
+use crate::keeper::{Exit, Keeper, Report};
+
+/// A worker that has closed its link has so long to exit before it counts as broken.
+const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
+
+/// Bytes of a worker's own words about itself that are kept.
+const STATUS_BYTES_MAX: usize = 256;
+
+/// Messages in a turn that a worker may send without being about a job; more is a flood, and waits.
+const JOBS_UNKNOWN_MAX: u32 = 100_000;
+
+pub(super) struct Link {
+    pub(super) compartment: usize,
+    pub(super) worker: WorkerId,
+    slot: u32,
+    /// The keeper's name for the worker.
+    spawn: u64,
+    socket: UnixStream,
+    pidfd: Option<OwnedFd>,
+    /// The reading ends of its output, until its process runs.
+    output: Option<(OwnedFd, OwnedFd)>,
+    stage: Stage,
+    inbox: Inbox,
+    outbox: Outbox,
+    counted_waiting: usize,
+    pub(super) status: Option<String>,
+    pub(super) is_dirty: bool,
+    closed_at: Option<bulkhead_policy::Time>,
+    /// Replies for jobs it does not have.
+    strays: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    AwaitingHello,
+    Welcomed,
+    /// It broke the protocol; nothing it says counts any more.
+    Disbelieved,
+}
+
+impl Shard {
+    // Coming.
+
+    pub(super) fn spawn(&mut self, compartment: usize, worker: WorkerId, slot: u32) {
+        self.spawns += 1;
+        let spawn = self.spawns;
+        match self.try_spawn(compartment, worker, slot, spawn) {
+            Ok(index) => {
+                let links = &mut self.compartments[compartment].links;
+                let place = worker.place as usize;
+                if links.len() <= place {
+                    links.resize(place + 1, None);
+                }
+                links[place] = Some(index);
+                self.links_by_spawn.insert(spawn, index);
+            }
+            Err(error) => {
+                let message = format!("the worker could not be prepared: {error}");
+                self.later(compartment, worker, message);
+            }
+        }
+    }
+
+    /// A spawn that failed here is reported like one that failed in the keeper: not from within the
+    /// action, which would turn a full table of descriptors into a recursion.
+    fn later(&mut self, compartment: usize, worker: WorkerId, message: String) {
+        self.failed_spawns.push((compartment, worker, message));
+    }
+
+    pub(super) fn report_failed_spawns(&mut self) {
+        for (compartment, worker, message) in std::mem::take(&mut self.failed_spawns) {
+            self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+        }
+    }
+
+    fn try_spawn(
+        &mut self,
+        compartment: usize,
+        worker: WorkerId,
+        slot: u32,
+        spawn: u64,
+    ) -> io::Result<usize> {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
+        let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
+        let socket = UnixStream::from(ours);
+        socket.set_nonblocking(true)?;
+        let order = self.compartments[compartment].program.order(spawn);
+        self.keeper.spawn(&order, theirs, stdout_write, stderr_write)?;
+        let index = self.free_links.pop().unwrap_or_else(|| {
+            self.links.push(None);
+            self.links.len() - 1
+        });
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        let token = Endpoint::Link(index).token();
+        let registered = self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), token, interest);
+        if let Err(error) = registered {
+            self.free_links.push(index);
+            let _ = self.keeper.kill(spawn);
+            return Err(error);
+        }
+        self.links[index] = Some(Link {
+            compartment,
+            worker,
+            slot,
+            spawn,
+            socket,
+            pidfd: None,
+            output: Some((stdout_read, stderr_read)),
+            stage: Stage::AwaitingHello,
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            counted_waiting: 0,
+            status: None,
+            is_dirty: false,
+            closed_at: None,
+            strays: 0,
+        });
+        Ok(index)
+    }
+
+    fn link_of(&self, compartment: usize, worker: WorkerId) -> Option<usize> {
+        let index = (*self.compartments[compartment].links.get(worker.place as usize)?)?;
+        self.links[index].as_ref().is_some_and(|link| link.worker == worker).then_some(index)
+    }
+
+    // The keeper.
+
+    pub(super) fn keeper_ready(&mut self) -> io::Result<()> {
+        if self.keeper.flush().is_err() {
+            return self.keeper_gone();
+        }
+        loop {
+            match self.keeper.receive() {
+                Ok(Some(report)) => self.keeper_report(report),
+                Ok(None) => break,
+                Err(_) => return self.keeper_gone(),
+            }
+        }
+        Ok(())
+    }
+
+    fn keeper_report(&mut self, report: Report) {
+        match report {
+            Report::Started { .. } => {}
+            Report::Spawned { worker, pid, pidfd } => self.process_runs(worker, pid, pidfd),
+            Report::SpawnFailed { worker, step, error } => {
+                let Some(link) = self.take_link(worker) else { return };
+                let program = &self.compartments[link.compartment].program;
+                let message = format!("failed to start {}: {step}: {error}", program.describe());
+                let event = Event::SpawnFailed { worker: link.worker, message };
+                self.apply(link.compartment, event, Incoming::None);
+            }
+            Report::Exited { worker, exit, .. } => {
+                let death = match exit {
+                    Exit::Code(code) => Death::Exit(code),
+                    Exit::Signal { number, .. } => Death::Signal(number),
+                };
+                self.process_gone(worker, death);
+            }
+            Report::Remains { count } => {
+                self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
+            }
+        }
+    }
+
+    fn process_runs(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd) {
+        let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
+        let Some(link) = self.links[index].as_mut() else { return };
+        link.pidfd = Some(pidfd);
+        let (compartment, worker) = (link.compartment, link.worker);
+        if let Some((stdout, stderr)) = link.output.take() {
+            let bulkhead = self.compartments[compartment].name.clone();
+            self.notify(Notice::Output { bulkhead, pid, stdout, stderr });
+        }
+        self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
+        // Its hello may have come before the news of its birth.
+        self.link_readable(index);
+    }
+
+    fn process_gone(&mut self, spawn: u64, death: Death) {
+        let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
+        // What it said before it died still counts.
+        let mut rounds = 0;
+        while self.links[index].as_ref().is_some_and(|link| link.closed_at.is_none()) && rounds < 4096 {
+            rounds += 1;
+            if !self.read_link_once(index) {
+                break;
+            }
+        }
+        let Some(link) = self.take_link(spawn) else { return };
+        self.apply(link.compartment, Event::Exited { worker: link.worker, death }, Incoming::None);
+    }
+
+    fn take_link(&mut self, spawn: u64) -> Option<Link> {
+        let index = self.links_by_spawn.remove(&spawn)?;
+        let link = self.links[index].take()?;
+        self.free_links.push(index);
+        self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
+        self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
+        let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
+        self.buffered -= link.counted_waiting;
+        let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
+        if *place == Some(index) {
+            *place = None;
+        }
+        Some(link)
+    }
+
+    /// The keeper is gone: nobody watches the workers. They are all ended, and all is begun anew.
+    fn keeper_gone(&mut self) -> io::Result<()> {
+        self.note_trouble("the keeper process died", "all workers are ended and started again");
+        for link in self.links.iter().flatten() {
+            if let Some(pidfd) = &link.pidfd {
+                let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
+            }
+        }
+        let old = self.keeper.as_raw_fd();
+        let _ = self.poll.registry().deregister(&mut SourceFd(&old));
+        let new = Keeper::start(std::path::Path::new("/proc/self/exe"))?;
+        let old = std::mem::replace(&mut self.keeper, new);
+        crate::keeper::sweep_after_keeper(old);
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        let fd = self.keeper.as_raw_fd();
+        self.poll.registry().register(&mut SourceFd(&fd), super::KEEPER, interest)?;
+        self.read_clock();
+        let spawns: Vec<u64> = self.links_by_spawn.keys().copied().collect();
+        for spawn in spawns {
+            self.process_gone(spawn, Death::Signal(9));
+        }
+        Ok(())
+    }
+
+    pub(super) fn kill(&mut self, compartment: usize, worker: WorkerId) {
+        let Some(index) = self.link_of(compartment, worker) else { return };
+        if let Some(link) = self.links[index].as_ref() {
+            // An error means that the keeper is gone, which is noticed and dealt with elsewhere.
+            let _ = self.keeper.kill(link.spawn);
+        }
+    }
+
+    // Frames out.
+
+    pub(super) fn dispatch(
+        &mut self,
+        compartment: usize,
+        worker: WorkerId,
+        job: JobId,
+        remaining: Duration,
+        incoming: &mut Incoming<'_>,
+    ) {
+        let Some(index) = self.link_of(compartment, worker) else { return };
+        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let payload = match record.payload.take() {
+            Some(kept) => {
+                self.buffered -= kept.len();
+                Payload::Owned(kept)
+            }
+            None => incoming.take(),
+        };
+        let message = Job {
+            operation: &record.operation,
+            tenant: &record.tenant,
+            remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
+        };
+        let trace = record.traceparent.as_deref().map(|text| (tag::TRACEPARENT, text.as_bytes()));
+        let Some(link) = self.links[index].as_mut() else { return };
+        // The names were checked when the job came in, so that the metadata fits.
+        let pushed = link.outbox.push(kind::JOB, job.0, &message, trace.as_slice(), payload);
+        debug_assert!(pushed.is_ok(), "a job did not fit");
+        self.mark_dirty(Endpoint::Link(index));
+    }
+
+    pub(super) fn send_cancel(&mut self, compartment: usize, worker: WorkerId, job: JobId) {
+        self.send_plain(compartment, worker, kind::CANCEL_JOB, job.0);
+    }
+
+    pub(super) fn send_drain(&mut self, compartment: usize, worker: WorkerId) {
+        self.send_plain(compartment, worker, kind::DRAIN, 0);
+    }
+
+    fn send_plain(&mut self, compartment: usize, worker: WorkerId, kind: u8, number: u64) {
+        let Some(index) = self.link_of(compartment, worker) else { return };
+        if let Some(link) = self.links[index].as_mut() {
+            let _ = link.outbox.push(kind, number, &Empty, &[], Payload::NONE);
+            self.mark_dirty(Endpoint::Link(index));
+        }
+    }
+
+    pub(super) fn flush_link(&mut self, index: usize) {
+        let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) else { return };
+        link.is_dirty = false;
+        // An error means that the worker has closed its end; reading will tell.
+        let _ = link.outbox.flush(&link.socket, &mut self.pool);
+        let waiting = link.outbox.waiting_bytes();
+        self.buffered = self.buffered - link.counted_waiting + waiting;
+        link.counted_waiting = waiting;
+    }
+
+    // Frames in.
+
+    pub(super) fn link_readable(&mut self, index: usize) {
+        // Not before its process is known, so that every event about it has a worker.
+        let is_known = self.links.get(index).and_then(Option::as_ref).is_some_and(|l| l.pidfd.is_some());
+        if is_known && self.read_link_once(index) {
+            self.again.push(Endpoint::Link(index));
+        }
+    }
+
+    /// Reads once; returns whether there may be more.
+    fn read_link_once(&mut self, index: usize) -> bool {
+        let Some(link) = self.links[index].as_mut() else { return false };
+        if link.closed_at.is_some() {
+            return false;
+        }
+        let (compartment, worker) = (link.compartment, link.worker);
+        let mut inbox = std::mem::take(&mut link.inbox);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let result = self.read_link(index, &mut inbox, &mut scratch);
+        self.scratch = scratch;
+        let Some(link) = self.links[index].as_mut() else { return false };
+        link.inbox = inbox;
+        match result {
+            Ok(Received::More) => true,
+            Ok(Received::Drained) => false,
+            Ok(Received::Closed) => {
+                link.closed_at = Some(self.now);
+                self.want_housekeeping();
+                false
+            }
+            Err(message) => {
+                link.stage = Stage::Disbelieved;
+                self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
+                false
+            }
+        }
+    }
+
+    fn read_link(
+        &mut self,
+        index: usize,
+        inbox: &mut Inbox,
+        scratch: &mut Scratch,
+    ) -> Result<Received, String> {
+        let Some(link) = self.links[index].as_ref() else { return Ok(Received::Drained) };
+        let is_disbelieved = link.stage == Stage::Disbelieved;
+        // A connection reset is a way to be closed.
+        let Ok((received, mut batch)) = inbox.receive(&link.socket, scratch) else {
+            return Ok(Received::Closed);
+        };
+        if is_disbelieved {
+            return Ok(received);
+        }
+        while let Some(item) = batch.next().map_err(|error| error.to_string())? {
+            match item {
+                Item::Frame { header, metadata, payload } => {
+                    self.worker_frame(index, header, metadata, Incoming::Borrowed(payload))?;
+                }
+                Item::Large { header, metadata, payload } => {
+                    self.worker_frame(index, header, &metadata, Incoming::Owned(payload))?;
+                }
+                Item::Announced { header, metadata } => {
+                    if self.worker_announces(index, header, metadata)? {
+                        batch.accept(self.pool.take(header.payload_length()));
+                    }
+                }
+            }
+        }
+        Ok(received)
+    }
+
+    /// A large frame begins: whether its payload is wanted.
+    fn worker_announces(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<bool, String> {
+        let Some(link) = self.links[index].as_ref() else { return Ok(false) };
+        if link.stage == Stage::AwaitingHello || header.kind != kind::RESULT {
+            self.worker_frame(index, header, metadata, Incoming::None)?;
+            return Ok(false);
+        }
+        let (compartment, worker) = (link.compartment, link.worker);
+        let most = self.compartments[compartment].max_result;
+        let size = header.payload_length() as u64;
+        if size <= most {
+            return Ok(true);
+        }
+        let failure = too_large(size, most);
+        self.reply(compartment, worker, header.number, Reply::Failed(failure), Incoming::None);
+        Ok(false)
+    }
+
+    fn worker_frame(
+        &mut self,
+        index: usize,
+        header: Header,
+        metadata: &[u8],
+        payload: Incoming<'_>,
+    ) -> Result<(), String> {
+        let Some(link) = self.links[index].as_ref() else { return Ok(()) };
+        let (compartment, worker, stage) = (link.compartment, link.worker, link.stage);
+        match stage {
+            Stage::AwaitingHello => return self.worker_hello(index, header, metadata),
+            Stage::Disbelieved => return Ok(()),
+            Stage::Welcomed => {}
+        }
+        let number = header.number;
+        match header.kind {
+            kind::RESULT => {
+                let most = self.compartments[compartment].max_result;
+                let size = payload.len() as u64;
+                if size > most {
+                    let reply = Reply::Failed(too_large(size, most));
+                    self.reply(compartment, worker, number, reply, Incoming::None);
+                } else {
+                    self.reply(compartment, worker, number, Reply::Ok, payload);
+                }
+            }
+            kind::FAILED => {
+                let failed = decode::<Failed<'_>>(metadata)?;
+                let failure = HandlerFailure {
+                    code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
+                    message: cut(failed.message, MESSAGE_BYTES_MAX).to_owned(),
+                    retryable: failed.retryable != 0,
+                    fault: if failed.fault == Fault::Caller as u8 { Fault::Caller } else { Fault::Dependency },
+                };
+                self.reply(compartment, worker, number, Reply::Failed(failure), Incoming::None);
+            }
+            kind::PROGRAM_CRASHED => {
+                let crashed = decode::<ProgramCrashed<'_>>(metadata)?;
+                let message = cut(crashed.message, MESSAGE_BYTES_MAX).to_owned();
+                let reply = Reply::ProgramCrashed { signal: crashed.signal, message };
+                self.reply(compartment, worker, number, reply, Incoming::None);
+            }
+            _ => self.worker_notice(index, header, metadata)?,
+        }
+        self.check_strays(index)
+    }
+
+    /// Frames that are not the answer to a job.
+    fn worker_notice(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), String> {
+        let Some(link) = self.links[index].as_mut() else { return Ok(()) };
+        let (compartment, worker) = (link.compartment, link.worker);
+        let event = match header.kind {
+            kind::READY => Event::Ready { worker },
+            kind::HEARTBEAT | kind::STARTED => Event::Heard { worker },
+            kind::STOPPING => Event::Stopping { worker },
+            kind::EXTEND_START => {
+                let extend = decode::<Extend>(metadata)?;
+                Event::ExtendStart { worker, more: Duration::from_millis(extend.more_ms.into()) }
+            }
+            kind::STATUS => {
+                let status = decode::<Status<'_>>(metadata)?;
+                link.status = Some(cut(status.text, STATUS_BYTES_MAX).to_owned());
+                Event::Heard { worker }
+            }
+            kind::PROGRESSED => {
+                let progress = decode::<Progressed<'_>>(metadata)?;
+                self.progress(compartment, worker, header.number, progress);
+                Event::Heard { worker }
+            }
+            kind::HELLO => return Err("it said hello twice".into()),
+            unknown if header.is_critical() => {
+                return Err(format!("it sent a frame of kind {unknown} that must be understood"));
+            }
+            _ => Event::Heard { worker },
+        };
+        self.apply(compartment, event, Incoming::None);
+        Ok(())
+    }
+
+    fn worker_hello(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), String> {
+        if header.kind != kind::HELLO || header.number != MAGIC {
+            return Err("its first frame is not a hello".into());
+        }
+        let hello = decode::<Hello<'_>>(metadata)?;
+        let Some(link) = self.links[index].as_mut() else { return Ok(()) };
+        let (compartment, worker) = (link.compartment, link.worker);
+        if hello.role != role::WORKER {
+            return Err("it says hello in the role of a client".into());
+        }
+        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
+            let message = format!(
+                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
+                 build the worker with a matching SDK",
+                cut(hello.name, 64),
+                cut(hello.version, 64),
+                hello.version_min,
+                hello.version_max
+            );
+            let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
+            let _ = link.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
+            self.flush_link(index);
+            return Err(message);
+        }
+        let entry = &self.compartments[compartment];
+        let welcome = WorkerWelcome {
+            version: PROTOCOL_VERSION,
+            frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
+                as u32,
+            capabilities: 0,
+            slot: link.slot,
+            generation: worker.generation,
+            max_in_flight: entry.policy.limits().max_in_flight,
+            heartbeat_ms: u32::try_from(entry.heartbeat.as_millis()).unwrap_or(u32::MAX),
+            result_bytes_max: entry.max_result,
+            bulkhead: &entry.name,
+        };
+        let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, &[], Payload::NONE);
+        link.stage = Stage::Welcomed;
+        self.mark_dirty(Endpoint::Link(index));
+        let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
+        self.apply(compartment, Event::Hello { worker, has_dispatch_thread }, Incoming::None);
+        Ok(())
+    }
+
+    fn reply(
+        &mut self,
+        compartment: usize,
+        worker: WorkerId,
+        number: u64,
+        reply: Reply,
+        payload: Incoming<'_>,
+    ) {
+        let before = self.compartments[compartment].policy.counters().late_replies;
+        self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
+        if self.compartments[compartment].policy.counters().late_replies > before
+            && let Some(index) = self.link_of(compartment, worker)
+            && let Some(link) = self.links[index].as_mut()
+        {
+            link.strays = link.strays.saturating_add(1);
+        }
+    }
+
+    /// A few replies that match nothing are late; very many are a worker that has lost its mind.
+    fn check_strays(&self, index: usize) -> Result<(), String> {
+        match self.links[index].as_ref() {
+            Some(link) if link.strays > JOBS_UNKNOWN_MAX => {
+                Err(format!("it sent more than {JOBS_UNKNOWN_MAX} replies for jobs that it does not have"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn progress(&mut self, compartment: usize, worker: WorkerId, number: u64, progress: Progressed<'_>) {
+        let policy = &mut self.compartments[compartment].policy;
+        if !policy.holds(worker, JobId(number)) || !progress.fraction.is_finite() {
+            return;
+        }
+        let Some(record) = policy.cargo_mut(JobId(number)) else { return };
+        let (session, request) = (record.session, record.request);
+        let text = cut(progress.text, MESSAGE_BYTES_MAX);
+        let fraction = progress.fraction.clamp(0.0, 1.0);
+        self.send_progress(session, request, Progressed { fraction, text });
+    }
+
+    pub(super) fn look_after_links(&mut self) {
+        let now = self.now;
+        for index in 0..self.links.len() {
+            let Some(link) = self.links[index].as_ref() else { continue };
+            let Some(closed_at) = link.closed_at else { continue };
+            let (compartment, worker) = (link.compartment, link.worker);
+            if now.since(closed_at) >= EXIT_AFTER_CLOSE {
+                let message = "it closed its link and lives on".to_owned();
+                self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
+            } else {
+                self.want_housekeeping();
+            }
+        }
+    }
+}
+
+fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M, String> {
+    codec::decode(metadata, &[]).map(|(message, _)| message).map_err(|error| error.to_string())
+}
+
+fn too_large(size: u64, most: u64) -> HandlerFailure {
+    HandlerFailure {
+        code: RESULT_TOO_LARGE.to_owned(),
+        message: format!("the result has {size} bytes; max_result is {most}"),
+        retryable: false,
+        fault: Fault::Dependency,
+    }
+}

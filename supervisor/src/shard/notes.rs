@@ -1,0 +1,148 @@
+//! Turns what policy notes into the events that operators see. No text is rendered here: an event is a
+//! kind and its fields, and another thread makes a line of it.
+
+use std::time::{Duration, SystemTime};
+
+use bulkhead_policy::{Death, Note};
+use bulkhead_shared::{JobId, Outcome, Verdict};
+use serde_json::{Value, json};
+
+use super::Shard;
+use crate::command::{Event, Notice, Severity};
+
+type Fields = Vec<(&'static str, Value)>;
+
+impl Shard {
+    pub(super) fn note(&mut self, compartment: usize, note: Note) {
+        let (severity, kind, fields) = describe(note);
+        self.event(severity, kind, Some(compartment), fields);
+        self.check_started(compartment);
+    }
+
+    /// Something went wrong in the supervisor itself.
+    pub(super) fn note_trouble(&mut self, what: &str, detail: &str) {
+        let fields = vec![("what", json!(what)), ("detail", json!(detail))];
+        self.event(Severity::Critical, "supervisor_trouble", None, fields);
+    }
+
+    pub(super) fn event(
+        &mut self,
+        severity: Severity,
+        kind: &'static str,
+        compartment: Option<usize>,
+        fields: Fields,
+    ) {
+        let bulkhead = compartment.map(|index| self.compartments[index].name.clone());
+        self.notify(Notice::Event(Event { at: SystemTime::now(), severity, kind, bulkhead, fields }));
+    }
+
+    fn check_started(&mut self, compartment: usize) {
+        let entry = &mut self.compartments[compartment];
+        if !entry.has_settled {
+            entry.has_settled = entry.policy.has_settled();
+        }
+        if !self.started && self.compartments.iter().all(|c| c.has_settled) {
+            self.started = true;
+            self.notify(Notice::Started);
+        }
+    }
+
+    /// The events that belong to a job's end.
+    #[expect(clippy::too_many_arguments, reason = "they are the fields of one event")]
+    pub(super) fn note_outcome(
+        &mut self,
+        compartment: usize,
+        job: Option<JobId>,
+        outcome: &Outcome,
+        operation: &str,
+        tenant: &str,
+        traceparent: Option<&str>,
+        payload_bytes: usize,
+    ) {
+        let kind = match outcome.verdict {
+            Verdict::DeadlineRunning => "job_timeout",
+            Verdict::Crashed { .. } => "job_crashed",
+            _ => return,
+        };
+        let mut fields = vec![
+            ("job", json!(job.map(|id| id.to_string()))),
+            ("operation", json!(operation)),
+            ("tenant", json!(tenant)),
+            ("trace_id", json!(traceparent.and_then(|text| text.split('-').nth(1)))),
+            ("pid", json!(outcome.worker_pid)),
+            ("payload_bytes", json!(payload_bytes)),
+        ];
+        if outcome.verdict == Verdict::DeadlineRunning {
+            fields.push(("timeout_ms", millis(outcome.deadline)));
+            fields.push(("actual_duration_ms", millis(outcome.queued + outcome.ran)));
+        } else {
+            fields.push(("reason", json!(outcome.verdict.reason())));
+            fields.push(("message", json!(outcome.verdict.message())));
+        }
+        self.event(Severity::Warning, kind, Some(compartment), fields);
+    }
+}
+
+fn millis(duration: Duration) -> Value {
+    json!((duration.as_secs_f64() * 1e6).round() / 1e3)
+}
+
+fn death_fields(death: Death) -> [(&'static str, Value); 2] {
+    match death {
+        Death::Exit(code) => [("exit_code", json!(code)), ("signal", Value::Null)],
+        Death::Signal(signal) => [("exit_code", Value::Null), ("signal", json!(signal_name(signal)))],
+    }
+}
+
+/// `SIGSEGV`, or the number where there is no name.
+pub(crate) fn signal_name(signal: i32) -> String {
+    nix::sys::signal::Signal::try_from(signal).map_or_else(|_| signal.to_string(), |s| s.as_str().to_owned())
+}
+
+fn describe(note: Note) -> (Severity, &'static str, Fields) {
+    use Severity::{Critical, Info, Warning};
+    match note {
+        Note::WorkerStarted { worker, slot, pid } => (
+            Info,
+            "worker_started",
+            vec![("pid", json!(pid)), ("slot", json!(slot)), ("generation", json!(worker.generation))],
+        ),
+        Note::WorkerReady { worker, pid, after } => (
+            Info,
+            "worker_ready",
+            vec![("pid", json!(pid)), ("generation", json!(worker.generation)), ("after_ms", millis(after))],
+        ),
+        Note::WorkerNotStarted { slot, message } => {
+            (Critical, "worker_not_started", vec![("slot", json!(slot)), ("message", json!(message))])
+        }
+        Note::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
+            let is_fine = killed.is_some() || death == Death::Exit(0) && in_flight == 0;
+            let mut fields =
+                vec![("pid", json!(pid)), ("slot", json!(slot)), ("generation", json!(worker.generation))];
+            fields.extend(death_fields(death));
+            fields.push(("killed", json!(killed.map(|reason| reason.describe()))));
+            fields.push(("uptime_ms", millis(uptime)));
+            fields.push(("served", json!(served)));
+            fields.push(("in_flight", json!(in_flight)));
+            (if is_fine { Info } else { Warning }, "worker_exited", fields)
+        }
+        Note::WorkerKilled { pid, reason } => {
+            let kind = match reason {
+                bulkhead_policy::KillReason::Hung => "worker_hung",
+                _ => "worker_killed",
+            };
+            (Warning, kind, vec![("pid", json!(pid)), ("reason", json!(reason.describe()))])
+        }
+        Note::WorkerRecycled { pid, reason } => {
+            (Info, "worker_recycled", vec![("pid", json!(pid)), ("reason", json!(reason.name()))])
+        }
+        Note::RestartBackoff { slot, delay } => {
+            (Warning, "restart_backoff", vec![("slot", json!(slot)), ("delay_ms", millis(delay))])
+        }
+        Note::BulkheadFailed { message, .. } => {
+            (Critical, "bulkhead_failed", vec![("message", json!(message))])
+        }
+        Note::Draining => (Info, "draining", Vec::new()),
+        Note::Resumed => (Info, "resumed", Vec::new()),
+    }
+}

@@ -1,0 +1,633 @@
+//! The clients' side: accepting, handshake, jobs in, outcomes out, and cutting off who misbehaves.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bulkhead_policy::{Answer, Event, Submission, Time};
+use bulkhead_shared::client_protocol::{
+    ClientWelcome, Hello, OutcomeMessage, PROTOCOL_VERSION, Progress, Refused, Submit, role,
+};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received};
+use bulkhead_shared::frame::{Header, MAGIC, kind};
+use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::{JobId, Outcome, Priority, RejectReason, Verdict};
+use mio::Interest;
+use mio::unix::SourceFd;
+
+use super::{Endpoint, Incoming, JobRecord, Shard};
+
+/// Time for a client's hello.
+const HELLO_WITHIN: Duration = Duration::from_secs(5);
+
+/// Time for a frame to arrive whole, from its first byte.
+const FRAME_WITHIN: Duration = Duration::from_secs(30);
+
+/// Time in which a client must read something of what waits for it.
+const READ_WITHIN: Duration = Duration::from_secs(30);
+
+/// A client with so many unread bytes is not listened to until it reads.
+const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
+
+/// Jobs that one client can have under way.
+const REQUESTS_MAX: usize = 1 << 20;
+
+/// Names a session; a place that is used again has another epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SessionId {
+    index: usize,
+    epoch: u64,
+}
+
+pub(super) struct Session {
+    socket: UnixStream,
+    epoch: u64,
+    stage: Stage,
+    inbox: Inbox,
+    outbox: Outbox,
+    /// By request number: the job, and whose it is.
+    requests: HashMap<u64, (usize, JobId)>,
+    /// As last added to the totals of the shard.
+    counted_held: usize,
+    counted_unread: usize,
+    mid_frame_since: Option<Time>,
+    unread_since: Option<Time>,
+    pub(super) is_dirty: bool,
+    is_paused: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    AwaitingHello { since: Time },
+    Open,
+    /// Refused: closed as soon as the refusal is sent.
+    Closing,
+}
+
+/// Why a client is cut off, and what it is told.
+struct Breach(RejectReason, String);
+
+impl Shard {
+    // Coming and going.
+
+    pub(super) fn accept(&mut self) {
+        loop {
+            match self.listener.accept() {
+                Ok((socket, _)) => self.welcome_socket(socket),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
+                    // come twice, so ask again.
+                    self.note_trouble("a client could not be accepted", &error.to_string());
+                    self.want_housekeeping();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn welcome_socket(&mut self, socket: UnixStream) {
+        if socket.set_nonblocking(true).is_err() {
+            return;
+        }
+        let refusal = self.entry_refusal(&socket);
+        self.session_epochs += 1;
+        let index = self.free_sessions.pop().unwrap_or_else(|| {
+            self.sessions.push(None);
+            self.sessions.len() - 1
+        });
+        let endpoint = Endpoint::Session(index);
+        let fd = socket.as_raw_fd();
+        self.sessions[index] = Some(Session {
+            socket,
+            epoch: self.session_epochs,
+            stage: Stage::AwaitingHello { since: self.now },
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            requests: HashMap::new(),
+            counted_held: 0,
+            counted_unread: 0,
+            mid_frame_since: None,
+            unread_since: None,
+            is_dirty: false,
+            is_paused: false,
+        });
+        self.clients += 1;
+        self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+        self.want_housekeeping();
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), interest).is_err() {
+            self.drop_session(index);
+        } else if let Some(Breach(reason, message)) = refusal {
+            self.refuse_session(index, reason, &message);
+        }
+    }
+
+    fn entry_refusal(&self, socket: &UnixStream) -> Option<Breach> {
+        let own = self.limits.uid;
+        match rustix::net::sockopt::socket_peercred(socket) {
+            Ok(peer) if peer.uid.as_raw() == own || peer.uid.is_root() => {}
+            Ok(peer) => {
+                let uid = peer.uid.as_raw();
+                let message = format!("user {uid} may not submit jobs here: only user {own} and root may");
+                return Some(Breach(RejectReason::Forbidden, message));
+            }
+            Err(error) => {
+                let message = format!("the supervisor cannot tell who you are: {error}");
+                return Some(Breach(RejectReason::Unauthenticated, message));
+            }
+        }
+        let most = self.limits.clients_max;
+        (self.clients >= most).then(|| {
+            let message = format!("{most} clients are connected already (max_clients); try again later");
+            Breach(RejectReason::Overloaded, message)
+        })
+    }
+
+    fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        if session.stage == Stage::Closing {
+            return;
+        }
+        session.stage = Stage::Closing;
+        let refused = Refused { reason: reason.code(), message };
+        // The message is ours and short: it always fits.
+        let _ = session.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
+        self.cancel_requests(index);
+        self.mark_dirty(Endpoint::Session(index));
+        self.want_housekeeping();
+    }
+
+    fn drop_session(&mut self, index: usize) {
+        self.cancel_requests(index);
+        let Some(session) = self.sessions[index].take() else { return };
+        // A place that is free again must not be flushed for its former owner.
+        self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
+        self.again.retain(|&endpoint| endpoint != Endpoint::Session(index));
+        let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
+        self.buffered -= session.counted_held;
+        self.undelivered -= session.counted_unread;
+        self.clients -= 1;
+        self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+        self.free_sessions.push(index);
+    }
+
+    fn cancel_requests(&mut self, index: usize) {
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        let requests = std::mem::take(&mut session.requests);
+        for (compartment, job) in requests.into_values() {
+            self.apply(compartment, Event::Cancel { job }, Incoming::None);
+        }
+    }
+
+    // Frames in.
+
+    pub(super) fn session_readable(&mut self, index: usize) {
+        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return };
+        if session.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
+            session.is_paused = true;
+            return;
+        }
+        // Taken out while its frames are handled, so that they can reach everything else.
+        let mut inbox = std::mem::take(&mut session.inbox);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let result = self.read_session(index, &mut inbox, &mut scratch);
+        self.scratch = scratch;
+        if let Some(session) = self.sessions[index].as_mut() {
+            session.inbox = inbox;
+        }
+        match result {
+            Ok(received) => self.after_read(index, received),
+            Err(Some(Breach(reason, message))) => self.refuse_session(index, reason, &message),
+            Err(None) => self.drop_session(index),
+        }
+    }
+
+    fn read_session(
+        &mut self,
+        index: usize,
+        inbox: &mut Inbox,
+        scratch: &mut bulkhead_shared::connection::Scratch,
+    ) -> Result<Received, Option<Breach>> {
+        let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
+        let is_closing = session.stage == Stage::Closing;
+        let (received, mut batch) = inbox.receive(&session.socket, scratch).map_err(|_| None)?;
+        if is_closing {
+            return Ok(received);
+        }
+        let invalid = |error: &dyn std::fmt::Display| Some(Breach(RejectReason::Invalid, error.to_string()));
+        while let Some(item) = batch.next().map_err(|error| invalid(&error))? {
+            match item {
+                Item::Frame { header, metadata, payload } => {
+                    self.client_frame(index, header, metadata, Incoming::Borrowed(payload))?;
+                }
+                Item::Large { header, metadata, payload } => {
+                    self.client_frame(index, header, &metadata, Incoming::Owned(payload))?;
+                }
+                Item::Announced { header, metadata } => {
+                    if self.client_announces(index, header, metadata)? {
+                        batch.accept(self.pool.take(header.payload_length()));
+                    }
+                }
+            }
+        }
+        Ok(received)
+    }
+
+    fn after_read(&mut self, index: usize, received: Received) {
+        let now = self.now;
+        let is_over_budget = self.buffered > self.limits.buffered_bytes_max;
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        let held = session.inbox.held_bytes();
+        self.buffered = self.buffered - session.counted_held + held;
+        session.counted_held = held;
+        session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
+            (true, since) => since.or(Some(now)),
+            (false, _) => None,
+        };
+        let is_mid_frame = session.mid_frame_since.is_some();
+        if is_over_budget
+            && held > 0
+            && let Some((header, metadata)) = session.inbox.abandon_large()
+        {
+            self.buffered -= session.counted_held;
+            session.counted_held = 0;
+            self.reject_frame(index, header, &metadata, RejectReason::Overloaded, &self.buffered_full());
+        }
+        if is_mid_frame {
+            self.want_housekeeping();
+        }
+        match received {
+            Received::More => self.again.push(Endpoint::Session(index)),
+            Received::Drained => {}
+            Received::Closed => self.drop_session(index),
+        }
+    }
+
+    fn client_frame(
+        &mut self,
+        index: usize,
+        header: Header,
+        metadata: &[u8],
+        payload: Incoming<'_>,
+    ) -> Result<(), Option<Breach>> {
+        let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
+        match (session.stage, header.kind) {
+            (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
+            (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
+            (Stage::Open, kind::CANCEL) => {
+                self.cancel_request(index, header.number);
+                Ok(())
+            }
+            (Stage::Open, unknown) if header.is_critical() => {
+                let message = format!("a frame of kind {unknown} must be understood, and is not");
+                Err(Some(Breach(RejectReason::Invalid, message)))
+            }
+            (Stage::Open | Stage::Closing, _) => Ok(()),
+        }
+    }
+
+    fn client_hello(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), Breach> {
+        let invalid = |message: String| Breach(RejectReason::Invalid, message);
+        if header.kind != kind::HELLO || header.number != MAGIC {
+            return Err(invalid(
+                "this socket speaks the Bulkhead protocol and expects a hello first; \
+                 HTTP is spoken on the admin socket"
+                    .into(),
+            ));
+        }
+        let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
+        if hello.role != role::CLIENT {
+            return Err(invalid("only clients connect here; workers are started by the supervisor".into()));
+        }
+        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
+            return Err(invalid(format!(
+                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
+                 use a matching client library",
+                bulkhead_shared::limits::cut(hello.name, 64),
+                bulkhead_shared::limits::cut(hello.version, 64),
+                hello.version_min,
+                hello.version_max
+            )));
+        }
+        let welcome = ClientWelcome {
+            version: PROTOCOL_VERSION,
+            frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
+                .min(u64::from(u32::MAX)) as u32,
+            capabilities: 0,
+            server_version: env!("CARGO_PKG_VERSION"),
+        };
+        if let Some(session) = self.sessions[index].as_mut() {
+            session.stage = Stage::Open;
+            let _ = session.outbox.push(kind::CLIENT_WELCOME, MAGIC, &welcome, &[], Payload::NONE);
+        }
+        self.mark_dirty(Endpoint::Session(index));
+        Ok(())
+    }
+
+    /// A large frame begins: whether its payload is wanted. If not, its sender is told here.
+    fn client_announces(
+        &mut self,
+        index: usize,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<bool, Option<Breach>> {
+        let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
+        if session.stage != Stage::Open || header.kind != kind::SUBMIT {
+            self.client_frame(index, header, metadata, Incoming::None)?;
+            return Ok(false);
+        }
+        match self.check_submit(header, metadata) {
+            Ok(_) => Ok(true),
+            Err((reason, message)) => {
+                self.reject_frame(index, header, metadata, reason, &message);
+                Ok(false)
+            }
+        }
+    }
+
+    // Jobs.
+
+    fn submit(
+        &mut self,
+        index: usize,
+        header: Header,
+        metadata: &[u8],
+        payload: Incoming<'_>,
+    ) -> Result<(), Breach> {
+        let Some(session) = self.sessions[index].as_ref() else { return Ok(()) };
+        if session.requests.contains_key(&header.number) {
+            let message = format!("the request number {} is in use already", header.number);
+            return Err(Breach(RejectReason::Invalid, message));
+        }
+        let id = SessionId { index, epoch: session.epoch };
+        let has_room = session.requests.len() < REQUESTS_MAX;
+        let (compartment, submit, traceparent) = match self.check_submit(header, metadata) {
+            Ok(_) if !has_room => {
+                let message = format!("this client has {REQUESTS_MAX} jobs under way");
+                self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
+                return Ok(());
+            }
+            Ok(checked) => checked,
+            Err((reason, message)) => {
+                self.reject_frame(index, header, metadata, reason, &message);
+                return Ok(());
+            }
+        };
+        let submission = Submission {
+            cargo: JobRecord {
+                session: id,
+                request: header.number,
+                operation: submit.operation.into(),
+                tenant: submit.tenant.into(),
+                traceparent: traceparent.map(Into::into),
+                payload: None,
+                payload_bytes: payload.len(),
+            },
+            deadline: (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us)),
+            priority: Priority::from_code(submit.priority).unwrap_or_default(),
+            idempotent: submit.idempotent != 0,
+        };
+        let job = self.apply(compartment, Event::Submit(submission), payload);
+        if let Some(job) = job
+            && let Some(session) = self.sessions[index].as_mut()
+        {
+            session.requests.insert(header.number, (compartment, job));
+        }
+        Ok(())
+    }
+
+    /// The checks of shape, before policy hears of the job.
+    fn check_submit<'m>(
+        &self,
+        header: Header,
+        metadata: &'m [u8],
+    ) -> Result<(usize, Submit<'m>, Option<&'m str>), (RejectReason, String)> {
+        let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
+            .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
+        let Some(&compartment) = self.by_name.get(submit.bulkhead) else {
+            let name = bulkhead_shared::limits::cut(submit.bulkhead, 64);
+            return Err((RejectReason::NotFound, format!("there is no bulkhead '{}'", name.escape_debug())));
+        };
+        let invalid = |message: String| Err((RejectReason::Invalid, message));
+        if submit.operation.len() > OPERATION_BYTES_MAX {
+            return invalid(format!("the operation's name is longer than {OPERATION_BYTES_MAX} bytes"));
+        }
+        if submit.tenant.len() > TENANT_BYTES_MAX {
+            return invalid(format!("the tenant's name is longer than {TENANT_BYTES_MAX} bytes"));
+        }
+        if submit.operation.contains('\0') || submit.tenant.contains('\0') {
+            return invalid("the names of operation and tenant must not hold a NUL byte".into());
+        }
+        if Priority::from_code(submit.priority).is_none() {
+            return invalid(format!("there is no priority {}", submit.priority));
+        }
+        let size = header.payload_length() as u64;
+        let most = self.compartments[compartment].max_payload;
+        if size > most {
+            return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
+        }
+        if self.buffered as u64 + size > self.limits.buffered_bytes_max as u64 {
+            return Err((RejectReason::Overloaded, self.buffered_full()));
+        }
+        let traceparent = extensions
+            .get(tag::TRACEPARENT)
+            .and_then(|bytes| std::str::from_utf8(bytes).ok())
+            .filter(|text| text.len() <= 128);
+        Ok((compartment, submit, traceparent))
+    }
+
+    fn buffered_full(&self) -> String {
+        format!("the waiting payloads hold max_buffered ({} bytes)", self.limits.buffered_bytes_max)
+    }
+
+    /// Answers a submit that policy never hears of.
+    fn reject_frame(
+        &mut self,
+        index: usize,
+        header: Header,
+        metadata: &[u8],
+        reason: RejectReason,
+        message: &str,
+    ) {
+        let name = codec::decode::<Submit<'_>>(metadata, &[]).map_or("", |(submit, _)| submit.bulkhead);
+        if let Some(&compartment) = self.by_name.get(name) {
+            self.compartments[compartment].policy.count_refused(reason);
+        }
+        let verdict = Verdict::Rejected { reason, message: message.to_owned() };
+        let outcome = Outcome {
+            bulkhead: bulkhead_shared::limits::cut(name, 64).to_owned(),
+            attempts: 0,
+            queued: Duration::ZERO,
+            ran: Duration::ZERO,
+            worker_pid: None,
+            retryable: verdict.is_retryable(false),
+            retry_after: reason.is_retryable().then_some(Duration::from_secs(1)),
+            deadline: Duration::ZERO,
+            verdict,
+        };
+        self.send_outcome(index, header.number, &outcome, Payload::NONE);
+    }
+
+    fn cancel_request(&mut self, index: usize, number: u64) {
+        let request = self.sessions[index].as_ref().and_then(|s| s.requests.get(&number).copied());
+        if let Some((compartment, job)) = request {
+            self.apply(compartment, Event::Cancel { job }, Incoming::None);
+        }
+    }
+
+    // Outcomes out.
+
+    pub(super) fn answer(
+        &mut self,
+        compartment: usize,
+        answer: Answer<JobRecord>,
+        incoming: &mut Incoming<'_>,
+    ) {
+        let Answer { job, cargo, verdict, attempts, queued, ran, worker_pid, retryable, retry_after, deadline } =
+            answer;
+        if let Some(payload) = cargo.payload {
+            self.buffered -= payload.len();
+            self.pool.give(payload);
+        }
+        let outcome = Outcome {
+            verdict,
+            bulkhead: self.compartments[compartment].name.as_ref().to_owned(),
+            attempts,
+            queued,
+            ran,
+            worker_pid,
+            retryable,
+            retry_after,
+            deadline,
+        };
+        if attempts > 0 {
+            self.compartments[compartment].latency.record(self.now, ran, queued);
+        }
+        self.note_outcome(
+            compartment,
+            job,
+            &outcome,
+            &cargo.operation,
+            &cargo.tenant,
+            cargo.traceparent.as_deref(),
+            cargo.payload_bytes,
+        );
+        let SessionId { index, epoch } = cargo.session;
+        let Some(session) = self.sessions[index].as_mut().filter(|s| s.epoch == epoch) else { return };
+        session.requests.remove(&cargo.request);
+        let payload = if outcome.verdict == Verdict::Ok { incoming.take() } else { Payload::NONE };
+        self.send_outcome(index, cargo.request, &outcome, payload);
+    }
+
+    fn send_outcome(&mut self, index: usize, request: u64, outcome: &Outcome, payload: Payload<'_>) {
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        if session.stage == Stage::Closing {
+            return;
+        }
+        let message = OutcomeMessage::from_outcome(outcome);
+        // Every text in an outcome is bounded where it enters, so that the metadata fits.
+        let pushed = session.outbox.push(kind::OUTCOME, request, &message, &[], payload);
+        debug_assert!(pushed.is_ok(), "an outcome did not fit");
+        self.mark_dirty(Endpoint::Session(index));
+    }
+
+    pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
+        let Some(entry) = self.sessions[session.index].as_mut().filter(|s| s.epoch == session.epoch) else {
+            return;
+        };
+        // Progress is a courtesy: a client that does not keep up goes without.
+        if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
+            let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);
+            self.mark_dirty(Endpoint::Session(session.index));
+        }
+    }
+
+    pub(super) fn flush_session(&mut self, index: usize) {
+        let now = self.now;
+        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return };
+        session.is_dirty = false;
+        let before = session.outbox.waiting_bytes();
+        let flushed = session.outbox.flush(&session.socket, &mut self.pool);
+        let waiting = session.outbox.waiting_bytes();
+        self.undelivered = self.undelivered - session.counted_unread + waiting;
+        session.counted_unread = waiting;
+        match flushed {
+            Err(_) => self.drop_session(index),
+            Ok(true) => {
+                session.unread_since = None;
+                if session.stage == Stage::Closing {
+                    let _ = session.socket.shutdown(std::net::Shutdown::Write);
+                    self.drop_session(index);
+                } else if std::mem::take(&mut session.is_paused) {
+                    self.again.push(Endpoint::Session(index));
+                }
+            }
+            Ok(false) => {
+                if waiting < before || session.unread_since.is_none() {
+                    session.unread_since = Some(now);
+                }
+                if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
+                    session.is_paused = false;
+                    self.again.push(Endpoint::Session(index));
+                }
+                self.want_housekeeping();
+                self.bound_undelivered(index);
+            }
+        }
+    }
+
+    /// A client that lets more results pile up than one of the largest, while the memory for all is used
+    /// up, or far more than that, is cut off.
+    fn bound_undelivered(&mut self, index: usize) {
+        let Some(session) = self.sessions[index].as_ref() else { return };
+        let own = session.counted_unread;
+        let one = usize::try_from(self.limits.payload_bytes_max).unwrap_or(usize::MAX);
+        let is_too_much = own > one.saturating_add(16 * UNREAD_BYTES_PAUSE);
+        let is_over_budget = self.undelivered > self.limits.buffered_bytes_max;
+        if is_too_much {
+            self.drop_session(index);
+        } else if is_over_budget {
+            let worst = (0..self.sessions.len())
+                .max_by_key(|&i| self.sessions[i].as_ref().map_or(0, |s| s.counted_unread));
+            if let Some(worst) = worst {
+                self.drop_session(worst);
+            }
+        }
+    }
+
+    // Slow ones.
+
+    pub(super) fn look_after_sessions(&mut self) {
+        self.accept();
+        let now = self.now;
+        for index in 0..self.sessions.len() {
+            let Some(session) = self.sessions[index].as_ref() else { continue };
+            let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
+            let hello_since = match session.stage {
+                Stage::AwaitingHello { since } => Some(since),
+                _ => None,
+            };
+            let is_watched = hello_since.is_some()
+                || session.mid_frame_since.is_some()
+                || session.unread_since.is_some()
+                || session.stage == Stage::Closing;
+            if over(session.unread_since, READ_WITHIN) {
+                self.drop_session(index);
+            } else if over(hello_since, HELLO_WITHIN) {
+                self.refuse_session(index, RejectReason::Invalid, "no hello came in time");
+            } else if over(session.mid_frame_since, FRAME_WITHIN) {
+                self.refuse_session(index, RejectReason::Invalid, "a frame was begun and not finished in time");
+            }
+            if is_watched {
+                self.want_housekeeping();
+            }
+        }
+    }
+}
+

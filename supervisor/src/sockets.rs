@@ -1,0 +1,134 @@
+//! The supervisor's listening sockets: made with the right mode from the first moment, never taken from
+//! a supervisor that lives, cleared of one that died.
+
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::fs::Mode;
+
+/// A bound socket. Dropping it removes the path; the lock lasts as long.
+#[derive(Debug)]
+pub struct Bound {
+    path: PathBuf,
+    listener: Option<UnixListener>,
+    _lock: File,
+}
+
+/// Why a socket could not be had. Fits after "failed to".
+#[derive(Debug, thiserror::Error)]
+#[error("listen on {}: {problem}", path.display())]
+pub struct BindError {
+    path: PathBuf,
+    problem: String,
+}
+
+impl Bound {
+    /// Binds `path` with exactly `mode`. A missing parent folder is made, with mode 0700.
+    ///
+    /// Changes the process's umask for a moment: call it while there is one thread.
+    pub fn bind(path: &Path, mode: u32) -> Result<Self, BindError> {
+        let fail = |problem: String| BindError { path: path.to_owned(), problem };
+        if let Some(parent) = path.parent() {
+            DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(|error| {
+                fail(format!("the folder {} cannot be made: {error}", parent.display()))
+            })?;
+        }
+        let lock = lock(path).map_err(fail)?;
+        clear_stale(path).map_err(fail)?;
+        let before = rustix::process::umask(Mode::from_raw_mode(0o777));
+        let bound = UnixListener::bind(path);
+        rustix::process::umask(before);
+        let listener = bound.map_err(|error| fail(error.to_string()))?;
+        std::fs::set_permissions(path, Permissions::from_mode(mode))
+            .map_err(|error| fail(format!("its mode cannot be set: {error}")))?;
+        Ok(Self { path: path.to_owned(), listener: Some(listener), _lock: lock })
+    }
+
+    /// Hands out the listener, once.
+    pub fn take_listener(&mut self) -> io::Result<UnixListener> {
+        self.listener.take().ok_or_else(|| io::Error::other("the listener was taken before"))
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Whoever holds the lock beside the socket owns the path. It is never removed: a lock on a removed file
+/// and one on its successor would both be held.
+fn lock(path: &Path) -> Result<File, String> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".lock");
+    let name = PathBuf::from(name);
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(&name)
+        .map_err(|error| format!("the lock file {} cannot be opened: {error}", name.display()))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            Err("another supervisor is running on this socket; stop it, or configure another path".into())
+        }
+        Err(error) => Err(format!("the lock file {} cannot be locked: {error}", name.display())),
+    }
+}
+
+fn clear_stale(path: &Path) -> Result<(), String> {
+    match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error.to_string()),
+        Ok(found) if !found.file_type().is_socket() => {
+            return Err("something that is not a socket is there; remove it, or configure another path".into());
+        }
+        Ok(_) => {}
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(format!("a socket is there, and whether it is in use cannot be told: {error}")),
+        Ok(_) => Err("some program listens there already; stop it, or configure another path".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stale_socket_is_cleared_and_a_live_one_is_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/jobs.sock");
+        let bound = Bound::bind(&path, 0o600).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+        assert_eq!(std::fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o700);
+        let error = Bound::bind(&path, 0o600).unwrap_err().to_string();
+        assert!(error.contains("another supervisor"), "{error}");
+        drop(bound);
+        assert!(!path.exists());
+
+        drop(UnixListener::bind(&path).unwrap());
+        drop(Bound::bind(&path, 0o660).unwrap());
+
+        let _other = UnixListener::bind(&path).unwrap();
+        let error = Bound::bind(&path, 0o600).unwrap_err().to_string();
+        assert!(error.contains("listens there already"), "{error}");
+
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "precious").unwrap();
+        assert!(Bound::bind(&path, 0o600).unwrap_err().to_string().contains("not a socket"));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+}
