@@ -1,1 +1,282 @@
-//! Placeholder.
+//! What the end-to-end tests share: a real supervisor in a folder of its own, its processes, its admin
+//! socket. Nothing here stands in for the real thing.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Once;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// How long a condition may take that comes true at once on a healthy, idle machine.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Waits until `condition` gives a value; panics with `what` when patience ends.
+pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(value) = condition() {
+            return value;
+        }
+        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
+        std::thread::park_timeout(Duration::from_millis(2));
+    }
+}
+
+/// The folder with the workspace's programs, built once for each test process.
+pub fn programs() -> PathBuf {
+    static BUILD: Once = Once::new();
+    let own = std::env::current_exe().expect("a test has a path");
+    let folder = own.ancestors().nth(2).expect("tests lie in target/PROFILE/deps").to_owned();
+    BUILD.call_once(|| {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--workspace", "--bins"]);
+        cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+        if folder.ends_with("release") {
+            cargo.arg("--release");
+        }
+        assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
+    });
+    folder
+}
+
+/// A running supervisor. Dropping it kills it, and checks nothing: tests do.
+pub struct Supervisor {
+    /// The process.
+    pub child: Child,
+    /// Where its files are.
+    pub folder: TempDir,
+}
+
+impl Supervisor {
+    /// Starts one whose bulkheads are `bulkheads`, in TOML; `MISBEHAVE` stands for the path of the worker
+    /// that misbehaves on request. Returns once every bulkhead's first start has ended.
+    pub fn start(bulkheads: &str) -> Self {
+        Self::start_with("", bulkheads)
+    }
+
+    /// The same, with further keys for `[supervisor]`.
+    pub fn start_with(supervisor_keys: &str, bulkheads: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut supervisor = Self::launch(folder, supervisor_keys, bulkheads);
+        wait_for("the supervisor is ready", || {
+            if let Some(status) = supervisor.child.try_wait().expect("our own child") {
+                panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+            }
+            (supervisor.try_get("/readyz")?.0 == 200).then_some(())
+        });
+        supervisor
+    }
+
+    /// Starts one in this folder, and does not wait for anything.
+    pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
+        let programs = programs();
+        let misbehave = programs.join("misbehave");
+        let config = format!(
+            "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{supervisor_keys}\n{}",
+            bulkheads.replace("MISBEHAVE", misbehave.to_str().expect("an ordinary path"))
+        );
+        std::fs::write(folder.path().join("workers.toml"), config).expect("a writable folder");
+        let log = std::fs::File::create(folder.path().join("log")).expect("a writable folder");
+        let child = Command::new(programs.join("bulkhead-supervisor"))
+            .arg("--config")
+            .arg(folder.path().join("workers.toml"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("the supervisor's program runs");
+        Self { child, folder }
+    }
+
+    /// The jobs socket.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("jobs.sock")
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The keeper's process.
+    pub fn keeper(&self) -> u32 {
+        wait_for("the keeper runs", || {
+            children(self.pid()).into_iter().find(|&pid| name(pid).is_some_and(|n| n == "bulkhead-keeper"))
+        })
+    }
+
+    /// What it wrote to its standard error.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) {
+        kill_pid(self.pid(), signal);
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        let child = &mut self.child;
+        wait_for("the supervisor ends", || child.try_wait().expect("our own child"))
+    }
+
+    /// The `bulkhead` command, aimed at this supervisor.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(programs().join("bulkhead"));
+        command.arg("--socket").arg(self.socket());
+        command.arg("--admin").arg(self.folder.path().join("admin.sock"));
+        command
+    }
+
+    /// A GET on the admin socket: status and body. `None` while nobody listens.
+    pub fn try_get(&self, path: &str) -> Option<(u16, String)> {
+        self.request("GET", path)
+    }
+
+    /// The JSON under a path of the admin socket.
+    pub fn get(&self, path: &str) -> Value {
+        let (status, body) = self.try_get(path).expect("the admin socket answers");
+        assert_eq!(status, 200, "{path}: {body}");
+        serde_json::from_str(&body).expect("JSON")
+    }
+
+    /// A POST on the admin socket: status and body.
+    pub fn post(&self, path: &str) -> (u16, String) {
+        self.request("POST", path).expect("the admin socket answers")
+    }
+
+    fn request(&self, method: &str, path: &str) -> Option<(u16, String)> {
+        let mut socket = UnixStream::connect(self.folder.path().join("admin.sock")).ok()?;
+        socket.set_read_timeout(Some(PATIENCE)).ok()?;
+        write!(socket, "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            .ok()?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer).ok()?;
+        let (head, body) = answer.split_once("\r\n\r\n")?;
+        let status = head.split(' ').nth(1)?.parse().ok()?;
+        let is_chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
+        Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
+    }
+
+    /// The snapshot of a bulkhead.
+    pub fn snapshot(&self, bulkhead: &str) -> Value {
+        self.get(&format!("/v1/bulkheads/{bulkhead}"))
+    }
+
+    /// A number in the snapshot of a bulkhead.
+    pub fn number(&self, bulkhead: &str, field: &str) -> u64 {
+        self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is no number"))
+    }
+
+    /// The processes of a bulkhead's workers.
+    pub fn worker_pids(&self, bulkhead: &str) -> Vec<u32> {
+        let snapshot = self.snapshot(bulkhead);
+        let workers = snapshot["workers"].as_array().expect("workers");
+        workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
+    }
+
+    /// Waits until the number in a bulkhead's snapshot is this.
+    pub fn wait_number(&self, bulkhead: &str, field: &str, value: u64) {
+        wait_for(&format!("{field} of {bulkhead} is {value}"), || {
+            (self.number(bulkhead, field) == value).then_some(())
+        });
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("--- the supervisor's log:\n{}", self.log());
+        }
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn dechunk(mut body: &str) -> String {
+    let mut whole = String::new();
+    while let Some((size, rest)) = body.split_once("\r\n") {
+        let Ok(size) = usize::from_str_radix(size, 16) else { break };
+        if size == 0 || rest.len() < size {
+            break;
+        }
+        whole.push_str(&rest[..size]);
+        body = rest[size..].trim_start_matches("\r\n");
+    }
+    whole
+}
+
+/// Sends a signal to a process that may be gone.
+pub fn kill_pid(pid: u32, signal: Signal) {
+    let _ = kill(Pid::from_raw(pid as i32), signal);
+}
+
+/// A process's state letter and parent; `None` if it is gone. A zombie is not gone.
+fn stat(pid: u32) -> Option<(char, u32)> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
+    Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
+}
+
+/// Whether a process runs; a zombie does not.
+pub fn is_alive(pid: u32) -> bool {
+    stat(pid).is_some_and(|(state, _)| state != 'Z')
+}
+
+/// A process's short name.
+pub fn name(pid: u32) -> Option<String> {
+    Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned())
+}
+
+/// The living children of a process.
+pub fn children(parent: u32) -> Vec<u32> {
+    all_pids().into_iter().filter(|&pid| stat(pid).is_some_and(|(s, p)| p == parent && s != 'Z')).collect()
+}
+
+/// The living processes whose command line holds `marker`.
+pub fn processes_with(marker: &str) -> Vec<u32> {
+    let holds = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(marker)
+    };
+    all_pids().into_iter().filter(holds).filter(|&pid| is_alive(pid)).collect()
+}
+
+fn all_pids() -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").expect("/proc");
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Open descriptors of a process.
+pub fn descriptors(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+}
+
+/// Threads of a process.
+pub fn threads(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count)
+}
+
+/// Resident bytes of a process.
+pub fn resident_bytes(pid: u32) -> u64 {
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
+    statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
+}
+
+/// Counts things by name, for messages that say what was seen.
+pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
+    let mut counts = BTreeMap::new();
+    for item in items {
+        *counts.entry(item).or_insert(0) += 1;
+    }
+    counts
+}

@@ -1,1 +1,25 @@
-//! Placeholder.
+//! The worker SDK: a handler is a function, [`serve`] does the rest.
+//!
+//! ```no_run
+//! fn main() -> std::process::ExitCode {
+//!     bulkhead_worker::serve(|job, _ctx| Ok(job.payload().to_ascii_uppercase()))
+//! }
+//! ```
+//!
+//! A worker is started by `bulkhead-supervisor`, which gives it at most `max_in_flight` jobs at a time,
+//! and kills it when a job in it does not end. So a handler may block, compute, crash and leak: it costs
+//! this process and the jobs in it. [`Server`] has more to offer: several operations, and something to
+//! prepare once for all jobs.
+
+mod context;
+mod link;
+mod pool;
+mod server;
+
+#[cfg(feature = "host")]
+#[doc(hidden)]
+pub mod host;
+
+pub use context::{Ctx, Job, StartCtx};
+pub use bulkhead_shared::Fault;
+pub use server::{HandlerError, Reply, Server, serve};

@@ -1,0 +1,287 @@
+//! A worker that misbehaves on request. The operation says how; without arguments it serves jobs by the
+//! SDK, with `raw MODE` it speaks the protocol by hand, and wrongly.
+
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use bulkhead_shared::client_protocol::{Hello, role};
+use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
+use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::worker_protocol::{Empty, LINK_VARIABLE, Status};
+use bulkhead_worker::{Ctx, Fault, HandlerError, Job, Server};
+use nix::sys::signal::{Signal, kill, raise};
+use nix::unistd::Pid;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments[..] {
+        [] => Server::new().handler(misbehave).serve(),
+        ["exit-at-start"] => ExitCode::from(3),
+        ["hang-at-start"] => forever(),
+        ["init-fails"] => Server::new()
+            .init(|_| Err::<(), _>(HandlerError::new("no_model", "the model file is missing")))
+            .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
+            .serve(),
+        ["init-hangs"] => Server::new()
+            .init(|_| -> Result<(), HandlerError> { forever() })
+            .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
+            .serve(),
+        ["raw", mode] => raw(mode),
+        _ => ExitCode::from(2),
+    }
+}
+
+fn forever() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+fn number(job: &Job) -> u64 {
+    std::str::from_utf8(job.payload()).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+}
+
+fn shell(script: &str) {
+    let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
+}
+
+fn die_later(after: Duration, how: impl FnOnce() + Send + 'static) {
+    std::thread::spawn(move || {
+        std::thread::sleep(after);
+        how();
+    });
+}
+
+fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
+    match ctx.operation() {
+        "" | "echo" => return Ok(job.payload().to_vec()),
+        "pid" => return Ok(std::process::id().to_string().into_bytes()),
+        "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
+        // Ends as soon as it is told to.
+        "yield" => {
+            while !ctx.is_cancelled() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            return Err(HandlerError::new("cancelled", "told to stop"));
+        }
+        "hang" => forever(),
+        "spin" => loop {
+            std::hint::spin_loop();
+        },
+        "stop" => kill(Pid::this(), Signal::SIGSTOP).map_err(HandlerError::from)?,
+        "segv" => raise(Signal::SIGSEGV).map_err(HandlerError::from)?,
+        "abort" => std::process::abort(),
+        "exit" => std::process::exit(i32::try_from(number(job)).unwrap_or(1)),
+        "panic" => panic!("a handler panicked"),
+        "fail" => {
+            return Err(HandlerError {
+                code: "bad_input".into(),
+                message: "the input is bad".into(),
+                retryable: false,
+                fault: Fault::Caller,
+            });
+        }
+        "die-idle" => {
+            let after = Duration::from_millis(number(job));
+            die_later(after, || drop(raise(Signal::SIGKILL)));
+        }
+        "big" => return Ok(vec![b'x'; usize::try_from(number(job)).unwrap_or(0)]),
+        // Dies while its large answer is on the way.
+        "die-answering" => {
+            die_later(Duration::from_millis(2), || std::process::abort());
+            return Ok(vec![b'x'; 32 << 20]);
+        }
+        "flood" => {
+            let line = format!("{}\n", "flood ".repeat(100));
+            for _ in 0..number(job) {
+                eprint!("{line}");
+            }
+        }
+        "leak" => {
+            let mut kept = Vec::new();
+            loop {
+                kept.push(vec![1_u8; 1 << 20]);
+                if ctx.is_cancelled() {
+                    break;
+                }
+            }
+        }
+        "threads" => {
+            let wanted = number(job);
+            let started = (0..wanted)
+                .map_while(|_| std::thread::Builder::new().spawn(|| std::thread::park()).ok())
+                .count();
+            return Ok(started.to_string().into_bytes());
+        }
+        // A tree that does its best to outlive us; the payload marks its command lines.
+        "tree" => {
+            let marker = String::from_utf8_lossy(job.payload()).into_owned();
+            shell(&format!(
+                "trap '' TERM INT HUP; (setsid sh -c 'sleep 1000 # {marker}' &) ; \
+                 (sh -c 'trap \"\" TERM; sleep 1000 # {marker}; :' &) ; \
+                 setsid sh -c '(sh -c \"sleep 1000 # {marker}; :\" &)' ; true"
+            ));
+            forever();
+        }
+        // Kills every process named in the payload.
+        "kill" => {
+            for pid in String::from_utf8_lossy(job.payload()).split_whitespace() {
+                let pid = pid.parse().map_err(|_| HandlerError::new("no_pid", pid))?;
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
+        // Shows how many run at once: each run leaves a line at its begin and its end.
+        "mark" => {
+            use std::io::Write;
+            let path = String::from_utf8_lossy(job.payload()).into_owned();
+            let mut file = std::fs::OpenOptions::new().append(true).create(true).open(path)?;
+            file.write_all(b"+")?;
+            std::thread::sleep(Duration::from_millis(200));
+            file.write_all(b"-")?;
+        }
+        "progress" => {
+            for step in 1..=4 {
+                ctx.progress(step as f32 / 4.0, &format!("step {step}"));
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        other => return Err(HandlerError::new("unknown_operation", other)),
+    }
+    Ok(b"done".to_vec())
+}
+
+// By hand.
+
+struct Raw {
+    socket: UnixStream,
+    inbox: Inbox,
+    scratch: Scratch,
+}
+
+fn raw(mode: &str) -> ExitCode {
+    if mode == "never-hello" {
+        forever();
+    }
+    let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
+    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
+    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    let mut raw = Raw { socket, inbox: Inbox::default(), scratch: Scratch::default() };
+    if mode == "rubbish-first" {
+        raw.bytes(&[0xa5; 4096]);
+        forever();
+    }
+    let version = if mode == "wrong-version" { 99 } else { 1 };
+    raw.hello(version);
+    if mode == "wrong-version" {
+        forever();
+    }
+    raw.next();
+    raw.send(kind::READY, 0, b"");
+    loop {
+        let job = raw.next();
+        raw.misbehave(mode, job);
+    }
+}
+
+impl Raw {
+    fn bytes(&mut self, bytes: &[u8]) {
+        use std::io::Write;
+        if self.socket.write_all(bytes).is_err() {
+            std::process::exit(0);
+        }
+    }
+
+    fn frame(&mut self, kind: u8, number: u64, message: &impl bincode::Encode, payload: &[u8]) {
+        let mut outbox = Outbox::default();
+        outbox.push(kind, number, message, &[], Payload::Copied(payload)).expect("it fits");
+        if outbox.flush(&self.socket, &mut BufferPool::default()).is_err() {
+            std::process::exit(0);
+        }
+    }
+
+    fn send(&mut self, kind: u8, number: u64, payload: &[u8]) {
+        self.frame(kind, number, &Empty, payload);
+    }
+
+    fn hello(&mut self, version: u16) {
+        let hello = Hello {
+            version_min: version,
+            version_max: version,
+            role: role::WORKER,
+            frame_bytes_max: u32::MAX,
+            capabilities: 0,
+            name: "misbehave",
+            version: "0",
+        };
+        self.frame(kind::HELLO, MAGIC, &hello, b"");
+    }
+
+    /// Waits for the next frame about a job, or the welcome.
+    fn next(&mut self) -> u64 {
+        use std::os::fd::AsFd;
+        loop {
+            let mut poll = [nix::poll::PollFd::new(self.socket.as_fd(), nix::poll::PollFlags::POLLIN)];
+            let _ = nix::poll::poll(&mut poll, nix::poll::PollTimeout::NONE);
+            let Ok((received, mut batch)) = self.inbox.receive(&self.socket, &mut self.scratch) else {
+                std::process::exit(0);
+            };
+            while let Ok(Some(item)) = batch.next() {
+                if let Item::Frame { header, .. } = item
+                    && matches!(header.kind, kind::JOB | kind::WORKER_WELCOME)
+                {
+                    return header.number;
+                }
+            }
+            if received == bulkhead_shared::connection::Received::Closed {
+                std::process::exit(0);
+            }
+        }
+    }
+
+    fn misbehave(&mut self, mode: &str, job: u64) {
+        match mode {
+            "rubbish" => self.bytes(&[0xa5; 65_536]),
+            "huge" => {
+                let header =
+                    Header { length: u32::MAX, kind: kind::RESULT, flags: 0, metadata_length: 8, number: job };
+                self.bytes(&header.encode());
+                self.bytes(&[0; 8]);
+                self.bytes(&[0; 1 << 20]);
+            }
+            "half-answer" => {
+                let header =
+                    Header { length: 1 << 20, kind: kind::RESULT, flags: 0, metadata_length: 8, number: job };
+                self.bytes(&header.encode()[..HEADER_BYTES]);
+                self.bytes(&[0; 8]);
+                self.bytes(&[7; 100_000]);
+                std::process::abort();
+            }
+            "twice" => {
+                self.send(kind::RESULT, job, b"first");
+                self.send(kind::RESULT, job, b"second");
+            }
+            "stranger" => {
+                self.send(kind::RESULT, job + (1 << 24), b"not yours");
+                self.send(kind::RESULT, 0, b"nobody's");
+                self.send(kind::RESULT, job, b"yours");
+            }
+            "reply-and-die" => {
+                self.send(kind::RESULT, job, b"my last words");
+                std::process::abort();
+            }
+            "close" => {
+                let _ = self.socket.shutdown(std::net::Shutdown::Both);
+                forever();
+            }
+            "hello-twice" => self.hello(1),
+            "bad-metadata" => {
+                self.frame(kind::FAILED, job, &Status { text: "not what a failure looks like" }, b"");
+            }
+            _ => self.send(kind::RESULT, job, b"well"),
+        }
+    }
+}

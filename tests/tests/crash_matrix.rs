@@ -1,0 +1,310 @@
+//! Every way a worker can go wrong, and what becomes of its jobs, its bulkhead and its neighbours.
+
+use std::time::Duration;
+
+use bulkhead_client::{Client, JobError, Reply};
+use bulkhead_tests::{Supervisor, descriptors, is_alive, resident_bytes, threads, wait_for};
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
+
+fn outcome(result: &Result<Reply, JobError>) -> String {
+    match result {
+        Ok(_) => "ok".into(),
+        Err(error) => match error.outcome() {
+            Some(outcome) => {
+                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
+            }
+            None => format!("no outcome: {error}"),
+        },
+    }
+}
+
+const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\n\
+                     [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
+
+/// Sends one bad job, says how it ended, and checks that the bulkhead and its neighbour still serve.
+fn after(operation: &str, payload: &str) -> String {
+    let supervisor = Supervisor::start(PLAIN);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let result = client.job("b", payload.to_owned()).operation(operation).send().await;
+        assert!(client.job("other", "x").send().await.is_ok());
+        assert!(client.job("b", "x").send().await.is_ok(), "after {operation}");
+        outcome(&result)
+    })
+}
+
+#[test]
+fn deaths_with_a_job_in_hand_are_crashes() {
+    assert_eq!(after("segv", ""), "crashed/signal");
+    assert_eq!(after("abort", ""), "crashed/signal");
+    assert_eq!(after("exit", "0"), "crashed/exit");
+    assert_eq!(after("exit", "99"), "crashed/exit");
+}
+
+#[test]
+fn a_panic_and_a_flood_of_output_are_no_deaths() {
+    assert_eq!(after("panic", ""), "failed/panic");
+    assert_eq!(after("flood", "20000"), "ok");
+    assert_eq!(after("threads", "50"), "ok");
+}
+
+#[test]
+fn a_death_on_the_way_of_a_large_answer_is_a_crash() {
+    let ended = after("die-answering", "");
+    assert!(ended == "crashed/signal" || ended == "ok", "{ended}");
+}
+
+#[test]
+fn hanging_and_spinning_end_at_the_deadline() {
+    for operation in ["hang", "spin", "leak"] {
+        let supervisor = Supervisor::start(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"200ms\"\ngrace = \"20ms\"\n\
+             [bulkhead.b.rlimits]\nas = \"2GiB\"\n",
+        );
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            let ended = outcome(&client.job("b", "").operation(operation).send().await);
+            let expected = ["deadline_exceeded/running", "crashed/signal"];
+            assert!(expected.contains(&ended.as_str()), "{operation}: {ended}");
+            let deadline = Duration::from_secs(20);
+            let again = wait_for("it serves again", || {
+                let rt = tokio::runtime::Handle::current();
+                let _ = &rt;
+                (supervisor.number("b", "available") == 1).then_some(())
+            });
+            let () = again;
+            let reply = client.job("b", "x").deadline(deadline).send().await;
+            assert_eq!(outcome(&reply), "ok");
+        });
+    }
+}
+
+#[test]
+fn a_stopped_worker_is_hung() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nhealth = { heartbeat = \"50ms\", missed = 4 }\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        assert_eq!(outcome(&client.job("b", "").operation("stop").send().await), "crashed/hung");
+        assert!(client.job("b", "x").send().await.is_ok());
+    });
+    // And an idle one.
+    let pid = supervisor.worker_pids("b")[0];
+    bulkhead_tests::kill_pid(pid, nix::sys::signal::Signal::SIGSTOP);
+    wait_for("it is replaced", || (!is_alive(pid)).then_some(()));
+}
+
+#[test]
+fn a_death_while_idle_is_noticed_at_once() {
+    let supervisor = Supervisor::start(PLAIN);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        for round in 1..=20 {
+            let pid = supervisor.worker_pids("b")[0];
+            bulkhead_tests::kill_pid(pid, nix::sys::signal::Signal::SIGKILL);
+            supervisor.wait_number("b", "restarts", round);
+            let reply = client.job("b", "x").send().await;
+            assert_eq!(outcome(&reply), "ok", "round {round}");
+        }
+    });
+    assert_eq!(supervisor.number("b", "crashed"), 0);
+}
+
+#[test]
+fn workers_that_kill_each_other_are_replaced() {
+    for count in [1_u64, 2, 5, 13] {
+        let supervisor = Supervisor::start(&format!(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = {count}\nmax_queue = 100\n\
+             restart = {{ max = 100 }}\n"
+        ));
+        supervisor.wait_number("b", "limit", count);
+        let pids = supervisor.worker_pids("b");
+        let list = pids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            let jobs: Vec<_> = (0..count)
+                .map(|_| {
+                    let (client, list) = (client.clone(), list.clone());
+                    tokio::spawn(async move { client.job("b", list).operation("kill").send().await })
+                })
+                .collect();
+            for job in jobs {
+                let ended = outcome(&job.await.unwrap());
+                assert!(["crashed/signal", "ok"].contains(&ended.as_str()), "{count}: {ended}");
+            }
+        });
+        wait_for("all are replaced", || pids.iter().all(|&pid| !is_alive(pid)).then_some(()));
+        supervisor.wait_number("b", "limit", count);
+    }
+}
+
+#[test]
+fn starts_that_fail_stop_the_bulkhead_and_say_why() {
+    let cases = [
+        ("exit-at-start", "exited with status 3"),
+        ("hang-at-start", "did not say hello"),
+        ("init-fails", "exited with status"),
+        ("init-hangs", "not ready within"),
+        ("raw never-hello", "did not say hello"),
+        ("raw wrong-version", "versions 99 to 99"),
+        ("raw rubbish-first", "protocol"),
+    ];
+    let bulkheads: String = cases
+        .iter()
+        .enumerate()
+        .map(|(i, (arguments, _))| {
+            let arguments: Vec<String> = arguments.split(' ').map(|a| format!("{a:?}")).collect();
+            format!("[bulkhead.b{i}]\ncommand = [\"MISBEHAVE\", {}]\n", arguments.join(", "))
+        })
+        .collect();
+    let supervisor = Supervisor::start(&format!(
+        "[defaults]\nstart = {{ handshake = \"300ms\", ready = \"300ms\" }}\nmax_queue = 10\n\
+         restart = {{ backoff = \"10ms\", backoff_max = \"20s\", max = 2 }}\n{bulkheads}\
+         [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n"
+    ));
+    for (i, (arguments, why)) in cases.iter().enumerate() {
+        let name = format!("b{i}");
+        wait_for(&format!("{arguments} has failed"), || {
+            (supervisor.snapshot(&name)["state"] == "failed").then_some(())
+        });
+        let detail = supervisor.snapshot(&name)["detail"].as_str().unwrap_or_default().to_owned();
+        assert!(detail.contains(why), "{arguments}: {detail}");
+    }
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let refused = client.job("b0", "").send().await;
+        assert_eq!(outcome(&refused), "rejected/unavailable");
+        assert_eq!(outcome(&client.job("good", "").send().await), "ok");
+    });
+    assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200, "one broken bulkhead is not the host");
+}
+
+#[test]
+fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("worker");
+    std::fs::copy(bulkhead_tests::programs().join("misbehave"), &program).unwrap();
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.b]\ncommand = [{program:?}]\nmax_queue = 10\ndeadline = \"60s\"\n\
+         restart = {{ backoff = \"10ms\", max = 3 }}\n"
+    ));
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let hanging = client.clone();
+        let hanging = tokio::spawn(async move { hanging.job("b", "").operation("hang").send().await });
+        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        let waiting: Vec<_> = (0..5)
+            .map(|_| {
+                let client = client.clone();
+                tokio::spawn(async move { client.job("b", "").send().await })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        wait_for("five wait", || (supervisor.number("b", "queued") == 5).then_some(()));
+        std::fs::remove_file(&program).unwrap();
+        bulkhead_tests::kill_pid(supervisor.worker_pids("b")[0], nix::sys::signal::Signal::SIGKILL);
+        assert_eq!(outcome(&hanging.await.unwrap()), "crashed/signal");
+        for job in waiting {
+            assert_eq!(outcome(&job.await.unwrap()), "rejected/unavailable");
+        }
+    });
+}
+
+#[test]
+fn a_worker_that_breaks_the_protocol_is_ended() {
+    for mode in ["rubbish", "close", "hello-twice", "bad-metadata"] {
+        let supervisor =
+            Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            let ended = outcome(&client.job("b", "").send().await);
+            assert_eq!(ended, "crashed/protocol", "{mode}");
+        });
+        supervisor.wait_number("b", "limit", 1);
+    }
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"huge\"]\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        assert_eq!(outcome(&client.job("b", "").send().await), "failed/result_too_large");
+    });
+    assert!(resident_bytes(supervisor.pid()) < 100 << 20);
+}
+
+#[test]
+fn answers_that_come_twice_late_or_from_strangers_reach_nobody() {
+    for (mode, expected) in [("twice", &b"first"[..]), ("stranger", b"yours")] {
+        let supervisor =
+            Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            for _ in 0..10 {
+                let reply = client.job("b", "").send().await.unwrap();
+                assert_eq!(reply.payload(), expected);
+            }
+        });
+        wait_for("they are counted", || (supervisor.number("b", "late_replies") >= 10).then_some(()));
+        assert_eq!(supervisor.number("b", "done"), 10);
+    }
+}
+
+#[test]
+fn an_answer_given_before_death_counts() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"reply-and-die\"]\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        for _ in 0..20 {
+            let reply = client.job("b", "").deadline(Duration::from_secs(20)).send().await.unwrap();
+            assert_eq!(reply.payload(), b"my last words");
+        }
+    });
+    let half = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"half-answer\"]\n");
+    run(async {
+        let client = Client::connect(half.socket()).await.unwrap();
+        assert_eq!(outcome(&client.job("b", "").send().await), "crashed/signal");
+    });
+}
+
+#[test]
+fn six_bad_payloads_do_not_close_a_bulkhead() {
+    let supervisor = Supervisor::start(PLAIN);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        for _ in 0..6 {
+            assert_eq!(outcome(&client.job("b", "").operation("segv").send().await), "crashed/signal");
+        }
+        assert!(client.job("b", "x").send().await.is_ok());
+    });
+    assert_eq!(supervisor.snapshot("b")["state"], "ready");
+}
+
+#[test]
+fn a_thousand_crashes_leave_nothing_behind() {
+    let supervisor = Supervisor::start(PLAIN);
+    let keeper = supervisor.keeper();
+    let round = |count: u32| {
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            for _ in 0..count {
+                assert_eq!(outcome(&client.job("b", "").operation("segv").send().await), "crashed/signal");
+            }
+        });
+        supervisor.wait_number("b", "limit", 1);
+        wait_for("output is read to its end", || (descriptors(supervisor.pid()) < 60).then_some(()));
+        (
+            descriptors(supervisor.pid()),
+            descriptors(keeper),
+            threads(supervisor.pid()),
+            resident_bytes(supervisor.pid()),
+        )
+    };
+    let before = round(100);
+    let after = round(900);
+    assert!(after.0 <= before.0 + 4, "descriptors of the supervisor: {before:?} {after:?}");
+    assert!(after.1 <= before.1 + 2, "descriptors of the keeper: {before:?} {after:?}");
+    assert_eq!(after.2, before.2, "threads");
+    assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");
+}

@@ -1,0 +1,301 @@
+//! Jobs through a real supervisor to real workers: results, bounds, deadlines, cancellation.
+
+use std::time::{Duration, Instant};
+
+use bulkhead_client::{Client, JobError};
+use bulkhead_shared::{Executed, RejectReason, Verdict};
+use bulkhead_tests::{Supervisor, tally, wait_for};
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
+
+fn outcome(result: Result<bulkhead_client::Reply, JobError>) -> String {
+    match result {
+        Ok(_) => "ok".into(),
+        Err(error) => match error.outcome() {
+            Some(outcome) => {
+                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
+            }
+            None => format!("no outcome: {error}"),
+        },
+    }
+}
+
+#[test]
+fn payloads_of_every_size_come_back_unchanged() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.echo]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.cat]\nexec = [\"cat\"]\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        for size in [0, 1, 64, 65_535, 65_536, 65_537, 300_000, 5_000_000] {
+            let payload: Vec<u8> = (0..size).map(|i| (i * 7 + i / 251) as u8).collect();
+            for name in ["echo", "cat"] {
+                let reply = client.job(name, payload.clone()).send().await.unwrap();
+                assert!(reply.payload() == payload, "{size} bytes through {name}");
+                assert_eq!(reply.outcome().bulkhead, name);
+                assert_eq!(reply.outcome().attempts, 1);
+                assert!(reply.outcome().worker_pid.is_some());
+            }
+        }
+    });
+}
+
+#[test]
+fn thirty_jobs_on_four_permits_and_five_places() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 5\n",
+    );
+    supervisor.wait_number("b", "limit", 4);
+    let marks = supervisor.folder.path().join("marks");
+    let results = run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let path = marks.to_str().unwrap().as_bytes().to_vec();
+        let jobs: Vec<_> = (0..30)
+            .map(|_| {
+                let (client, path) = (client.clone(), path.clone());
+                tokio::spawn(async move { client.job("b", path).operation("mark").send().await })
+            })
+            .collect();
+        let mut results = Vec::new();
+        for job in jobs {
+            results.push(job.await.unwrap());
+        }
+        results
+    });
+    for error in results.iter().filter_map(|r| r.as_ref().err()) {
+        let outcome = error.outcome().unwrap();
+        assert_eq!(outcome.verdict.executed(), Executed::No);
+        assert!(outcome.retry_after.is_some(), "{outcome:?}");
+    }
+    let counts = tally(results.into_iter().map(outcome));
+    assert_eq!(counts.get("ok"), Some(&9), "{counts:?}");
+    assert_eq!(counts.get("rejected/queue_full"), Some(&21), "{counts:?}");
+    let (mut running, mut most) = (0, 0);
+    for mark in std::fs::read(marks).unwrap() {
+        running += if mark == b'+' { 1 } else { -1 };
+        most = most.max(running);
+    }
+    assert_eq!(most, 4, "the most that ran at once");
+    assert_eq!(running, 0);
+}
+
+#[test]
+fn a_client_never_harms_its_neighbours_in_a_worker() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\ndeadline = \"20s\"\ngrace = \"50ms\"\n",
+    );
+    supervisor.wait_number("b", "limit", 4);
+    run(async {
+        let good = Client::connect(supervisor.socket()).await.unwrap();
+        let neighbours: Vec<_> = (0..3)
+            .map(|_| {
+                let good = good.clone();
+                tokio::spawn(async move { good.job("b", "1500").operation("sleep").send().await })
+            })
+            .collect();
+        wait_for("three run", || (supervisor.number("b", "in_flight") == 3).then_some(()));
+
+        let bad = Client::connect(supervisor.socket()).await.unwrap();
+        let asked = bad.job("b", "").operation("hang").deadline(Duration::from_millis(1)).send().await;
+        assert_eq!(outcome(asked), "deadline_exceeded/running");
+        // The permit is still taken: a fifth job does not fit, and is told so at once.
+        let fifth = good.job("b", "").send().await;
+        assert_eq!(outcome(fifth), "rejected/queue_full");
+        drop(bad);
+        for neighbour in neighbours {
+            assert_eq!(outcome(neighbour.await.unwrap()), "ok");
+        }
+        // Now the hanging job is alone, and goes.
+        supervisor.wait_number("b", "restarts", 1);
+        let reply = good.job("b", "x").send().await.unwrap();
+        assert_eq!(reply.payload(), b"x");
+    });
+}
+
+#[test]
+fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
+    let supervisor =
+        Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let job = client.job("b", "").operation("hang").send();
+        let cut = tokio::time::timeout(Duration::from_millis(100), job).await;
+        assert!(cut.is_err());
+        supervisor.wait_number("b", "restarts", 1);
+        assert_eq!(supervisor.number("b", "cancelled"), 1);
+
+        let other = Client::connect(supervisor.socket()).await.unwrap();
+        let task = tokio::spawn(async move { other.job("b", "").operation("hang").send().await });
+        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        task.abort();
+        supervisor.wait_number("b", "restarts", 2);
+        // One that yields keeps its worker.
+        let pid = client.job("b", "").operation("pid").send().await.unwrap().payload().to_vec();
+        let job = client.job("b", "").operation("yield").send();
+        assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
+        let again = client.job("b", "").operation("pid").send().await.unwrap();
+        assert_eq!(again.payload(), pid);
+    });
+}
+
+#[test]
+fn a_hanging_tree_is_gone_soon_after_its_deadline() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"400ms\"\ngrace = \"100ms\"\n\
+         [bulkhead.x]\nexec = [\"sh\", \"-c\", \"trap '' TERM; (setsid sh -c 'sleep 1000 # TREE-exec' &); \
+         sleep 1000 # TREE-exec\"]\ndeadline = \"400ms\"\nenv = { PATH = \"/usr/bin:/bin\" }\n",
+    );
+    let marker = format!("TREE-{}", supervisor.pid());
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let began = Instant::now();
+        let result = client.job("b", marker.clone()).operation("tree").send().await;
+        let took = began.elapsed();
+        assert_eq!(outcome(result), "deadline_exceeded/running");
+        assert!(took >= Duration::from_millis(400), "{took:?}");
+        wait_for("the tree is gone", || bulkhead_tests::processes_with(&marker).is_empty().then_some(()));
+        supervisor.wait_number("b", "available", 1);
+
+        let result = client.job("x", "").send().await;
+        assert_eq!(outcome(result), "deadline_exceeded/running");
+        wait_for("the program's tree is gone", || {
+            bulkhead_tests::processes_with("TREE-exec").is_empty().then_some(())
+        });
+        supervisor.wait_number("x", "available", 1);
+        assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own tree is killed");
+    });
+}
+
+#[test]
+fn what_is_wrong_with_a_job_is_said_precisely() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = \"1KiB\"\nmax_result = \"100KiB\"\n\
+         max_queue = 10\nqueue_timeout = \"50ms\"\ndeadline = \"10s\"\ndeadline_max = \"20s\"\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let rejected = |reason: RejectReason| format!("rejected/{reason}");
+        assert_eq!(outcome(client.job("nobody", "").send().await), rejected(RejectReason::NotFound));
+        let large = client.job("b", vec![0; 1025]).send().await;
+        assert_eq!(outcome(large), rejected(RejectReason::TooLarge));
+        let larger = client.job("b", vec![0; 10 << 20]).send().await;
+        assert_eq!(outcome(larger), rejected(RejectReason::TooLarge));
+        let named = client.job("b", "").operation("x".repeat(300)).send().await;
+        assert_eq!(outcome(named), rejected(RejectReason::Invalid));
+
+        let failed = client.job("b", "").operation("fail").send().await.unwrap_err();
+        let Verdict::Failed(failure) = &failed.outcome().unwrap().verdict else { panic!("{failed}") };
+        assert_eq!((failure.code.as_str(), failure.fault.name()), ("bad_input", "caller"));
+        assert_eq!(outcome(client.job("b", "").operation("panic").send().await), "failed/panic");
+        for size in ["200000", "102401"] {
+            let big = client.job("b", size).operation("big").send().await;
+            assert_eq!(outcome(big), "failed/result_too_large");
+        }
+        assert!(client.job("b", "102400").operation("big").send().await.is_ok());
+
+        let slow = client.job("b", "300").operation("sleep").send();
+        let waits = async {
+            wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+            client.job("b", "").send().await
+        };
+        let (slow, waited) = tokio::join!(slow, waits);
+        assert_eq!(outcome(slow), "ok");
+        assert_eq!(outcome(waited), rejected(RejectReason::QueueTimeout));
+        let clamped = client.job("b", "").deadline(Duration::from_secs(3600)).send().await.unwrap();
+        assert_eq!(clamped.outcome().deadline, Duration::from_secs(20));
+    });
+    assert_eq!(supervisor.number("b", "restarts"), 0);
+    let snapshot = supervisor.snapshot("b");
+    let outcomes = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
+    let ended: u64 = outcomes.iter().map(|name| snapshot[name].as_u64().unwrap()).sum();
+    let rejected: u64 =
+        snapshot["rejected"].as_object().unwrap().values().map(|count| count.as_u64().unwrap()).sum();
+    assert_eq!(snapshot["submitted"].as_u64(), Some(ended + rejected), "{snapshot}");
+}
+
+#[test]
+fn waiting_payloads_stop_at_max_buffered() {
+    let supervisor = Supervisor::start_with(
+        "max_payload = \"1MiB\"\nmax_buffered = \"64MiB\"",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10000\ndeadline = \"120s\"\n\
+         [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    let before = bulkhead_tests::resident_bytes(supervisor.pid());
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let blocker = client.clone();
+        let blocker =
+            tokio::spawn(async move { blocker.job("b", "").operation("hang").send().await });
+        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        let mut jobs = tokio::task::JoinSet::new();
+        let mut rejected = 0;
+        for batch in 0..20 {
+            for _ in 0..20 {
+                let client = client.clone();
+                jobs.spawn(async move { client.job("b", vec![batch; 1 << 20]).send().await });
+            }
+            tokio::task::yield_now().await;
+            while let Some(done) = jobs.try_join_next() {
+                assert_eq!(outcome(done.unwrap()), "rejected/overloaded");
+                rejected += 1;
+            }
+        }
+        // What fits waits, what does not was told so.
+        while rejected < 400 - 64 {
+            let done = jobs.join_next().await.unwrap();
+            assert_eq!(outcome(done.unwrap()), "rejected/overloaded");
+            rejected += 1;
+        }
+        wait_for("the rest waits", || (supervisor.number("b", "queued") + rejected == 400).then_some(()));
+        let queued = supervisor.number("b", "queued");
+        assert!((56..=64).contains(&queued), "{queued} of 1 MiB wait with 64 MiB allowed");
+        let grown = bulkhead_tests::resident_bytes(supervisor.pid()).saturating_sub(before);
+        assert!(grown < 192 << 20, "{} MiB more", grown >> 20);
+        blocker.abort();
+    });
+}
+
+#[test]
+fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
+    let supervisor = Supervisor::start(
+        "[defaults]\nmax_queue = 1000\ndeadline = \"60s\"\n\
+         [bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\
+         [bulkhead.c]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\n\
+         [bulkhead.crash]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n",
+    );
+    let counts = run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let mut workers = tokio::task::JoinSet::new();
+        for lane in 0..64_u32 {
+            let client = client.clone();
+            workers.spawn(async move {
+                let mut seen = Vec::new();
+                for round in 0..157_u32 {
+                    let number = round * 64 + lane;
+                    if number >= 10_000 {
+                        break;
+                    }
+                    let (name, operation) = match number % 4 {
+                        0 => ("a", "echo"),
+                        1 => ("b", "echo"),
+                        2 => ("c", "echo"),
+                        _ => ("crash", "segv"),
+                    };
+                    let result = client.job(name, "x").operation(operation).send().await;
+                    seen.push(format!("{name} {}", outcome(result)));
+                }
+                seen
+            });
+        }
+        tally(workers.join_all().await.into_iter().flatten())
+    });
+    assert_eq!(counts.values().sum::<usize>(), 10_000);
+    for name in ["a", "b", "c"] {
+        assert_eq!(counts.get(&format!("{name} ok")), Some(&2500), "{counts:?}");
+    }
+    assert_eq!(counts.get("crash crashed/signal"), Some(&2500), "{counts:?}");
+    assert!(supervisor.number("crash", "restarts") >= 1000);
+}

@@ -1,0 +1,160 @@
+//! The supervisor's own end, in every way, and that of its keeper: nothing outlives it, nobody waits in
+//! vain, and the next one starts.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, processes_with, wait_for};
+use nix::sys::signal::Signal;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+}
+
+const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
+
+/// A job that has left a tree of processes which tries to get away.
+fn with_tree(supervisor: &Supervisor, marker: &str) -> std::process::Child {
+    let job = supervisor
+        .command()
+        .args(["submit", "b", "tree", "--payload-file", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .and_then(|mut child| {
+            use std::io::Write;
+            child.stdin.take().unwrap().write_all(marker.as_bytes())?;
+            Ok(child)
+        })
+        .unwrap();
+    wait_for("the tree stands", || (processes_with(marker).len() >= 3).then_some(()));
+    job
+}
+
+#[test]
+fn nothing_outlives_a_supervisor_that_is_killed() {
+    let supervisor = Supervisor::start(TREE);
+    let marker = format!("OUTLIVE-{}", supervisor.pid());
+    let mut job = with_tree(&supervisor, &marker);
+    let (workers, keeper) = (supervisor.worker_pids("b"), supervisor.keeper());
+    supervisor.signal(Signal::SIGKILL);
+    wait_for("no descendant is left", || processes_with(&marker).is_empty().then_some(()));
+    wait_for("no worker is left", || {
+        workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)).then_some(())
+    });
+    assert_eq!(job.wait().unwrap().code(), Some(69));
+    let again = supervisor.command().args(["submit", "b"]).stderr(Stdio::null()).status().unwrap();
+    assert_eq!(again.code(), Some(69));
+}
+
+#[test]
+fn a_keeper_that_is_killed_takes_the_workers_along_and_is_replaced() {
+    let supervisor = Supervisor::start(TREE);
+    let marker = format!("KEEPER-{}", supervisor.pid());
+    let mut job = with_tree(&supervisor, &marker);
+    let (workers, keeper) = (supervisor.worker_pids("b"), supervisor.keeper());
+    kill_pid(keeper, Signal::SIGKILL);
+    wait_for("no descendant is left", || processes_with(&marker).is_empty().then_some(()));
+    wait_for("no worker is left", || workers.iter().all(|&pid| !is_alive(pid)).then_some(()));
+    assert_eq!(job.wait().unwrap().code(), Some(70));
+    assert_ne!(supervisor.keeper(), keeper);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let reply = client.job("b", "x").deadline(Duration::from_secs(20)).send().await.unwrap();
+        assert_eq!(reply.payload(), b"x");
+    });
+    supervisor.wait_number("b", "limit", 2);
+}
+
+#[test]
+fn a_stop_lets_jobs_finish_and_refuses_new_ones() {
+    let mut supervisor = Supervisor::start(TREE);
+    let keeper = supervisor.keeper();
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let slow = client.clone();
+        let slow = tokio::spawn(async move { slow.job("b", "700").operation("sleep").send().await });
+        tokio::task::yield_now().await;
+        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        supervisor.signal(Signal::SIGTERM);
+        wait_for("it drains", || (supervisor.try_get("/readyz")?.0 == 503).then_some(()));
+        let refused = client.job("b", "").send().await.unwrap_err();
+        assert_eq!(refused.outcome().unwrap().verdict.reason(), Some("draining"));
+        assert_eq!(slow.await.unwrap().unwrap().payload(), b"done");
+    });
+    assert_eq!(supervisor.wait().code(), Some(0));
+    assert!(!is_alive(keeper));
+    assert!(!supervisor.socket().exists(), "the socket is gone");
+}
+
+#[test]
+fn a_second_signal_or_the_end_of_patience_stops_at_once() {
+    for is_second_signal in [true, false] {
+        let timeout = if is_second_signal { "60s" } else { "300ms" };
+        let mut supervisor =
+            Supervisor::start_with(&format!("drain_timeout = \"{timeout}\""), TREE);
+        run(async {
+            let client = Client::connect(supervisor.socket()).await.unwrap();
+            let job = client.clone();
+            let job = tokio::spawn(async move { job.job("b", "").operation("hang").send().await });
+            tokio::task::yield_now().await;
+            wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+            supervisor.signal(Signal::SIGTERM);
+            if is_second_signal {
+                wait_for("it drains", || (supervisor.try_get("/readyz")?.0 == 503).then_some(()));
+                supervisor.signal(Signal::SIGINT);
+            }
+            let ended = job.await.unwrap().unwrap_err();
+            let verdict = &ended.outcome().expect("it is told").verdict;
+            assert_eq!((verdict.name(), verdict.reason()), ("crashed", Some("stopped")));
+        });
+        assert_eq!(supervisor.wait().code(), Some(0));
+    }
+}
+
+#[test]
+fn a_live_socket_is_never_stolen_and_a_stale_one_is_cleared() {
+    let first = Supervisor::start(TREE);
+    let mut second = std::process::Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"));
+    second.arg("--config").arg(first.folder.path().join("workers.toml"));
+    let refused = second.output().unwrap();
+    assert!(!refused.status.success());
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("another supervisor"), "{said}");
+    assert_eq!(first.number("b", "limit"), 2, "the first one goes on");
+
+    first.signal(Signal::SIGKILL);
+    wait_for("it is dead", || (!is_alive(first.pid())).then_some(()));
+    assert!(first.socket().exists(), "a killed supervisor leaves its socket");
+    let mut third = second.stderr(Stdio::null()).spawn().unwrap();
+    wait_for("the next one takes over", || (first.try_get("/readyz")?.0 == 200).then_some(()));
+    kill_pid(third.id(), Signal::SIGTERM);
+    assert_eq!(third.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn operators_can_drain_resume_restart_and_reset() {
+    let supervisor = Supervisor::start(TREE);
+    supervisor.wait_number("b", "limit", 2);
+    let run_command = |arguments: &[&str]| {
+        let output = supervisor.command().args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    assert_eq!(run_command(&["drain", "b"]).0, Some(0));
+    assert_eq!(supervisor.snapshot("b")["state"], "draining");
+    assert_eq!(run_command(&["submit", "b"]).0, Some(75));
+    assert_eq!(run_command(&["resume", "b"]).0, Some(0));
+    assert_eq!(run_command(&["submit", "b"]).0, Some(0));
+    let before = supervisor.worker_pids("b");
+    assert_eq!(run_command(&["restart", "b"]).0, Some(0));
+    wait_for("all workers are new", || {
+        let now = supervisor.worker_pids("b");
+        (now.len() == 2 && now.iter().all(|pid| !before.contains(pid))).then_some(())
+    });
+    assert_eq!(run_command(&["reset", "b"]).0, Some(0));
+    assert_eq!(run_command(&["restart", "nobody"]).0, Some(66));
+    assert_eq!(run_command(&["status"]).0, Some(0));
+    assert_eq!(run_command(&["status", "nobody"]).0, Some(66));
+}

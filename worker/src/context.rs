@@ -1,0 +1,157 @@
+//! What a handler sees: the job, and its surroundings.
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::frame::kind;
+use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::worker_protocol::{Extend, Progressed, Status};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::link::Writer;
+
+/// One job, as handed to a handler.
+pub struct Job {
+    pub(crate) payload: Vec<u8>,
+}
+
+impl Job {
+    /// The bytes that the client sent.
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Job({} bytes)", self.payload.len())
+    }
+}
+
+/// How others reach a job that runs.
+#[derive(Default)]
+pub(crate) struct Handle {
+    cancelled: AtomicBool,
+    /// Made only for those who want to wait for the cancellation.
+    event: OnceLock<OwnedFd>,
+}
+
+impl Handle {
+    pub(crate) fn cancel(&self) {
+        self.cancelled.store(true, Ordering::SeqCst);
+        self.ring();
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::SeqCst)
+    }
+
+    fn ring(&self) {
+        if let Some(event) = self.event.get() {
+            // A counter that is full rings as well.
+            let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+        }
+    }
+}
+
+/// The surroundings of a job: who asks for what, until when, and what [`crate::Server::init`] made.
+pub struct Ctx<S = ()> {
+    pub(crate) number: u64,
+    pub(crate) operation: Box<str>,
+    pub(crate) tenant: Box<str>,
+    pub(crate) traceparent: Option<Box<str>>,
+    pub(crate) deadline: Instant,
+    pub(crate) result_bytes_max: u64,
+    pub(crate) handle: Arc<Handle>,
+    pub(crate) writer: Arc<Writer>,
+    pub(crate) state: Arc<S>,
+}
+
+impl<S> Ctx<S> {
+    /// What the client wants done; empty if it did not say.
+    pub fn operation(&self) -> &str {
+        &self.operation
+    }
+
+    /// On whose behalf; empty if the client did not say.
+    pub fn tenant(&self) -> &str {
+        &self.tenant
+    }
+
+    /// The W3C `traceparent` that the client sent along, if it did.
+    pub fn traceparent(&self) -> Option<&str> {
+        self.traceparent.as_deref()
+    }
+
+    /// The number under which the supervisor's logs and events know the job.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// When the client is told that it took too long.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// The time until then; zero when it has passed.
+    pub fn remaining(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// The largest result that will be taken, in bytes.
+    pub fn result_bytes_max(&self) -> u64 {
+        self.result_bytes_max
+    }
+
+    /// Whether nobody waits for the result any more. A handler that looks now and then, and returns, is
+    /// spared from being killed.
+    pub fn is_cancelled(&self) -> bool {
+        self.handle.is_cancelled()
+    }
+
+    /// A descriptor that becomes readable when the job is cancelled, for handlers that wait in `poll(2)`.
+    /// Errors are those of `eventfd(2)`.
+    pub fn cancellation(&self) -> std::io::Result<BorrowedFd<'_>> {
+        if self.handle.event.get().is_none() {
+            let fresh = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+            let _ = self.handle.event.set(fresh);
+            if self.is_cancelled() {
+                self.handle.ring();
+            }
+        }
+        let event = self.handle.event.get().ok_or_else(|| std::io::Error::other("no event"))?;
+        Ok(event.as_fd())
+    }
+
+    /// What [`crate::Server::init`] made.
+    pub fn state(&self) -> &S {
+        &self.state
+    }
+
+    /// Tells the client how far the job is: `fraction` from 0 to 1, and a few words.
+    pub fn progress(&self, fraction: f32, text: &str) {
+        let message = Progressed { fraction, text: cut(text, MESSAGE_BYTES_MAX) };
+        self.writer.send(kind::PROGRESSED, self.number, &message);
+    }
+}
+
+/// The surroundings of [`crate::Server::init`].
+pub struct StartCtx {
+    pub(crate) writer: Arc<Writer>,
+}
+
+impl StartCtx {
+    /// Asks for more time than `start.ready`: so much from now, each time at most `start.ready`.
+    pub fn extend(&self, more: Duration) {
+        let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
+        self.writer.send(kind::EXTEND_START, 0, &Extend { more_ms });
+    }
+
+    /// Tells operators what the worker is doing.
+    pub fn status(&self, text: &str) {
+        self.writer.send(kind::STATUS, 0, &Status { text: cut(text, MESSAGE_BYTES_MAX) });
+    }
+}

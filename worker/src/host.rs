@@ -1,0 +1,36 @@
+//! The host: a worker whose handler is a program (`exec`) or a function of a C library (`library`).
+//!
+//! ```text
+//! bulkhead-worker exec [--rlimit NAME=VALUE]... -- PROGRAM [ARGUMENT]...
+//! bulkhead-worker library --entry SYMBOL -- PATH
+//! ```
+
+mod exec;
+mod library;
+mod orphans;
+
+use std::process::ExitCode;
+
+const USAGE: u8 = 2;
+
+/// Runs the host with these arguments, the program's own name left out.
+pub fn main(arguments: impl Iterator<Item = String>) -> ExitCode {
+    let arguments: Vec<String> = arguments.collect();
+    let texts: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match texts[..] {
+        ["library", "--entry", entry, "--", path] => library::run(path, entry),
+        ["exec", ref rest @ ..] => match exec::Plan::parse(rest) {
+            Some(plan) => exec::run(plan),
+            None => usage(),
+        },
+        _ => usage(),
+    }
+}
+
+fn usage() -> ExitCode {
+    eprintln!(
+        "run me under bulkhead-supervisor: this program is the host for bulkheads with `exec` or `library`, \
+         which the supervisor starts by itself"
+    );
+    ExitCode::from(USAGE)
+}

@@ -1,0 +1,335 @@
+//! `exec`: one unmodified program for each job. The payload is its standard input, its standard output
+//! the result, its standard error goes to the log.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, ChildStdin, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::Arc;
+
+use bulkhead_shared::outcome::RESULT_TOO_LARGE;
+use bulkhead_shared::worker_protocol::LINK_VARIABLE;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::ioctl_fionbio;
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal};
+
+use super::orphans::Orphans;
+use crate::context::{Ctx, Job};
+use crate::server::{HandlerError, Reply, Server};
+
+/// Bytes of standard error that go into a job's message.
+const TAIL_BYTES: usize = 4 * 1024;
+
+/// Exit statuses that have a meaning by `sysexits.h`.
+const EX_USAGE: i32 = 64;
+const EX_DATAERR: i32 = 65;
+const EX_TEMPFAIL: i32 = 75;
+
+/// What to run, and how it is limited.
+pub(super) struct Plan {
+    program: String,
+    arguments: Vec<String>,
+    rlimits: Vec<(Resource, Rlimit)>,
+}
+
+impl Plan {
+    pub(super) fn parse(mut arguments: &[&str]) -> Option<Self> {
+        let mut rlimits = vec![(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })];
+        loop {
+            match *arguments {
+                ["--rlimit", text, ref rest @ ..] => {
+                    rlimits.push(parse_rlimit(text)?);
+                    arguments = rest;
+                }
+                ["--", program, ref rest @ ..] => {
+                    let arguments = rest.iter().map(|&text| text.to_owned()).collect();
+                    return Some(Self { program: program.to_owned(), arguments, rlimits });
+                }
+                _ => return None,
+            }
+        }
+    }
+}
+
+fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
+    let (name, value) = text.split_once('=')?;
+    let resource = match name {
+        "as" => Resource::As,
+        "core" => Resource::Core,
+        "cpu" => Resource::Cpu,
+        "data" => Resource::Data,
+        "fsize" => Resource::Fsize,
+        "locks" => Resource::Locks,
+        "memlock" => Resource::Memlock,
+        "msgqueue" => Resource::Msgqueue,
+        "nice" => Resource::Nice,
+        "nofile" => Resource::Nofile,
+        "nproc" => Resource::Nproc,
+        "rss" => Resource::Rss,
+        "rtprio" => Resource::Rtprio,
+        "rttime" => Resource::Rttime,
+        "sigpending" => Resource::Sigpending,
+        "stack" => Resource::Stack,
+        _ => return None,
+    };
+    let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
+    // The second in between makes the kernel name the cause, SIGXCPU, before it kills.
+    let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });
+    Some((resource, Rlimit { current, maximum }))
+}
+
+/// Serves jobs until the supervisor ends the host.
+pub(super) fn run(plan: Plan) -> ExitCode {
+    if let Err(error) = rustix::process::set_child_subreaper(Some(rustix::process::getpid())) {
+        eprintln!("failed to become a child subreaper: {error}");
+        return ExitCode::FAILURE;
+    }
+    let (orphans, requests) = Orphans::new();
+    let orphans = Arc::new(orphans);
+    let handler_orphans = orphans.clone();
+    let server = Server::new().raw_handler(move |job, ctx| run_program(&plan, &handler_orphans, job, ctx));
+    let serving = std::thread::Builder::new().name("dispatch".into()).spawn(move || {
+        let code = server.serve();
+        // There is no other way to hand a status to a process whose first thread is busy.
+        std::process::exit(if code == ExitCode::SUCCESS { 0 } else { 2 });
+    });
+    if let Err(error) = serving {
+        eprintln!("failed to start a thread: {error}");
+        return ExitCode::FAILURE;
+    }
+    orphans.serve(&requests);
+    ExitCode::SUCCESS
+}
+
+fn run_program(plan: &Plan, orphans: &Orphans, job: &Job, ctx: &Ctx) -> Reply {
+    let mut child = match start(plan, orphans, ctx) {
+        Ok(child) => child,
+        Err(error) => {
+            let message = format!("failed to start {}: {error}", plan.program);
+            return Reply::Failed(HandlerError::new("spawn", message).retryable());
+        }
+    };
+    let pid = child.id();
+    let watched = Run::watch(&mut child, job.payload(), ctx);
+    let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited, .. }));
+    if is_cut_short {
+        // Of this process alone: what it leaves behind is swept up below.
+        let _ = child.kill();
+    }
+    let status = child.wait();
+    orphans.programs().remove(&pid);
+    orphans.sweep();
+    match (watched, status) {
+        (Ok(run), Ok(status)) => run.reply(status, ctx),
+        (Err(error), _) | (_, Err(error)) => {
+            Reply::Failed(HandlerError::new("io", format!("failed to talk to {}: {error}", plan.program)))
+        }
+    }
+}
+
+fn start(plan: &Plan, orphans: &Orphans, ctx: &Ctx) -> io::Result<Child> {
+    let mut command = Command::new(&plan.program);
+    command
+        .args(&plan.arguments)
+        .env_remove(LINK_VARIABLE)
+        .env("BULKHEAD_OPERATION", ctx.operation())
+        .env("BULKHEAD_TENANT", ctx.tenant())
+        .env("BULKHEAD_JOB", format!("{:x}", ctx.number()))
+        .env("BULKHEAD_DEADLINE_MS", ctx.remaining().as_millis().to_string())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let rlimits: Vec<(Resource, Rlimit)> =
+        plan.rlimits.iter().map(|(resource, limit)| (*resource, limit.clone())).collect();
+    let host = rustix::process::getpid();
+    // SAFETY: what runs between fork and exec makes system calls and touches memory that was made
+    // before; it neither allocates nor takes a lock.
+    #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
+    unsafe {
+        command.pre_exec(move || {
+            rustix::process::setsid()?;
+            rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+            for (resource, limit) in &rlimits {
+                rustix::process::setrlimit(*resource, limit.clone())?;
+            }
+            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+            // If the host died before that, nobody would send the signal.
+            if rustix::process::getppid() == Some(host) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) }
+        });
+    }
+    let mut programs = orphans.programs();
+    let child = command.spawn()?;
+    programs.insert(child.id());
+    Ok(child)
+}
+
+enum End {
+    Exited,
+    Cancelled,
+    TooLarge,
+}
+
+/// What a program has said, and why it was no longer listened to.
+struct Run {
+    output: Vec<u8>,
+    tail: Vec<u8>,
+    end: End,
+}
+
+impl Run {
+    /// Feeds the program and listens to it until it has ended or must.
+    fn watch(child: &mut Child, payload: &[u8], ctx: &Ctx) -> io::Result<Self> {
+        let pid = Pid::from_child(child);
+        let ended = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        let cancelled = ctx.cancellation()?;
+        let (mut stdin, mut stdout, mut stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        for fd in [stdin.as_ref().map(AsFd::as_fd), stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)]
+            .into_iter()
+            .flatten()
+        {
+            ioctl_fionbio(fd, true)?;
+        }
+        let mut run = Self { output: Vec::new(), tail: Vec::new(), end: End::Exited };
+        let mut unsent = payload;
+        if unsent.is_empty() {
+            stdin = None;
+        }
+        let most = ctx.result_bytes_max();
+        loop {
+            let ready = wait(
+                [Some(cancelled), Some(ended.as_fd()), stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)],
+                stdin.as_ref(),
+            );
+            if ready.stdin {
+                feed(&mut stdin, &mut unsent);
+            }
+            if ready.readable[2] && !read_some(&mut stdout, |bytes| run.output.extend_from_slice(bytes)) {
+                stdout = None;
+            }
+            if ready.readable[3] && !read_some(&mut stderr, |bytes| keep_tail(&mut run.tail, bytes)) {
+                stderr = None;
+            }
+            if run.output.len() as u64 > most {
+                run.end = End::TooLarge;
+                return Ok(run);
+            }
+            if ready.readable[1] {
+                // What it wrote before it ended is in the pipes.
+                while read_some(&mut stdout, |bytes| run.output.extend_from_slice(bytes))
+                    && run.output.len() as u64 <= most
+                {}
+                while read_some(&mut stderr, |bytes| keep_tail(&mut run.tail, bytes)) {}
+                if run.output.len() as u64 > most {
+                    run.end = End::TooLarge;
+                }
+                return Ok(run);
+            }
+            if ready.readable[0] {
+                run.end = End::Cancelled;
+                return Ok(run);
+            }
+        }
+    }
+
+    fn reply(self, status: ExitStatus, ctx: &Ctx) -> Reply {
+        let tail = String::from_utf8_lossy(&self.tail).trim_end().to_owned();
+        match self.end {
+            End::Cancelled => {
+                return Reply::Failed(HandlerError::new("cancelled", "the program was killed with its job"));
+            }
+            End::TooLarge => {
+                let most = ctx.result_bytes_max();
+                let message = format!("the program wrote more than max_result ({most} bytes)");
+                return Reply::Failed(HandlerError::new(RESULT_TOO_LARGE, message));
+            }
+            End::Exited => {}
+        }
+        if let Some(signal) = status.signal() {
+            let name = nix::sys::signal::Signal::try_from(signal)
+                .map_or_else(|_| format!("signal {signal}"), |signal| signal.as_str().to_owned());
+            let mut message = format!("the program was killed by {name}");
+            if !tail.is_empty() {
+                message.push_str(": ");
+                message.push_str(&tail);
+            }
+            return Reply::ProgramCrashed { signal, message };
+        }
+        match status.code().unwrap_or(0) {
+            0 => Reply::Result(self.output),
+            code => {
+                let error = HandlerError::new(format!("exit_{code}"), tail);
+                Reply::Failed(match code {
+                    EX_TEMPFAIL => error.retryable(),
+                    EX_USAGE | EX_DATAERR => error.caller(),
+                    _ => error,
+                })
+            }
+        }
+    }
+}
+
+struct Readiness {
+    readable: [bool; 4],
+    stdin: bool,
+}
+
+fn wait(sources: [Option<BorrowedFd<'_>>; 4], stdin: Option<&ChildStdin>) -> Readiness {
+    let mut polls = Vec::with_capacity(5);
+    let mut places = [usize::MAX; 5];
+    for (i, source) in sources.into_iter().enumerate() {
+        if let Some(fd) = source {
+            places[i] = polls.len();
+            polls.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        }
+    }
+    if let Some(stdin) = stdin {
+        places[4] = polls.len();
+        polls.push(PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::OUT));
+    }
+    let mut readiness = Readiness { readable: [false; 4], stdin: false };
+    if poll(&mut polls, None).is_err() {
+        return readiness;
+    }
+    let is_ready = |place: usize| polls.get(place).is_some_and(|poll| !poll.revents().is_empty());
+    for (ready, &place) in readiness.readable.iter_mut().zip(&places) {
+        *ready = is_ready(place);
+    }
+    readiness.stdin = is_ready(places[4]);
+    readiness
+}
+
+/// Writes what the program takes. One that does not want its input is no failure.
+fn feed(stdin: &mut Option<ChildStdin>, unsent: &mut &[u8]) {
+    let Some(pipe) = stdin else { return };
+    match pipe.write(unsent) {
+        Ok(count) => *unsent = &unsent[count..],
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => return,
+        Err(_) => *unsent = &[],
+    }
+    if unsent.is_empty() {
+        *stdin = None;
+    }
+}
+
+/// Reads once; returns whether something came.
+fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> bool {
+    let mut buffer = [0; 64 * 1024];
+    let Some(source) = pipe else { return false };
+    match source.read(&mut buffer) {
+        Ok(0) | Err(_) => false,
+        Ok(count) => {
+            take(&buffer[..count]);
+            true
+        }
+    }
+}
+
+/// Hands standard error on to the log, and keeps its end for the job's message.
+fn keep_tail(tail: &mut Vec<u8>, bytes: &[u8]) {
+    // A log that is gone is no reason to fail a job.
+    let _ = io::stderr().write_all(bytes);
+    tail.extend_from_slice(bytes);
+    if tail.len() > TAIL_BYTES {
+        tail.drain(..tail.len() - TAIL_BYTES);
+    }
+}

@@ -1,0 +1,210 @@
+//! `library`: jobs are calls of a function in a C library, as `bulkhead.h` describes it. Nothing that the
+//! library passes back is trusted further than C allows.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_double, c_int, c_void};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use bulkhead_shared::Fault;
+use bulkhead_shared::outcome::RESULT_TOO_LARGE;
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use crate::context::{Ctx, Job};
+use crate::server::{HandlerError, Server};
+
+const ABI_VERSION: u32 = 1;
+const RETRYABLE: u32 = 1;
+const CALLER_FAULT: u32 = 2;
+const INIT_MESSAGE_BYTES: usize = 1024;
+
+#[repr(C)]
+struct CJob {
+    struct_size: u32,
+    reserved: u32,
+    number: u64,
+    operation: *const c_char,
+    tenant: *const c_char,
+    payload: *const u8,
+    payload_len: usize,
+    host_data: *mut c_void,
+}
+
+#[repr(C)]
+struct CHost {
+    struct_size: u32,
+    abi_version: u32,
+    result: extern "C-unwind" fn(*const CJob, *const c_void, usize) -> c_int,
+    error: extern "C-unwind" fn(*const CJob, *const c_char, *const c_char, u32),
+    is_cancelled: extern "C-unwind" fn(*const CJob) -> c_int,
+    remaining_ms: extern "C-unwind" fn(*const CJob) -> u64,
+    progress: extern "C-unwind" fn(*const CJob, c_double, *const c_char),
+}
+
+static HOST: CHost = CHost {
+    struct_size: size_of::<CHost>() as u32,
+    abi_version: ABI_VERSION,
+    result: give_result,
+    error: give_error,
+    is_cancelled,
+    remaining_ms,
+    progress,
+};
+
+type Handle = unsafe extern "C-unwind" fn(*const CJob, *const CHost) -> c_int;
+type Init = unsafe extern "C-unwind" fn(*mut c_char, usize) -> c_int;
+
+/// What one call of the handler gathers.
+struct Call<'c> {
+    ctx: &'c Ctx<Loaded>,
+    result: RefCell<Vec<u8>>,
+    is_too_large: RefCell<bool>,
+    error: RefCell<Option<HandlerError>>,
+}
+
+/// A library that is loaded for good.
+pub(super) struct Loaded {
+    handle: Handle,
+    /// Never closed: its code may be running.
+    _library: std::mem::ManuallyDrop<Library>,
+}
+
+pub(super) fn run(path: &str, entry: &str) -> ExitCode {
+    let (path, entry) = (Arc::<str>::from(path), Arc::<str>::from(entry));
+    Server::new().init(move |_| load(&path, &entry)).handler(call).serve()
+}
+
+fn cannot(message: String) -> HandlerError {
+    HandlerError::new("library", message)
+}
+
+#[expect(unsafe_code, reason = "loads and prepares a C library")]
+fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
+    // SAFETY: what its initialisers do is the library's business, and this process exists for it.
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
+        let detail = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+        cannot(format!("failed to load {path}: {detail}"))
+    })?;
+    let library = std::mem::ManuallyDrop::new(library);
+    // SAFETY: the header declares the marker so; a library without it is refused before any call.
+    let version = unsafe { library.get::<*const u32>(b"bulkhead_abi_version\0") }.map_err(|_| {
+        cannot(format!("{path} has no bulkhead_abi_version: put BULKHEAD_LIBRARY of bulkhead.h into it once"))
+    })?;
+    // SAFETY: `dlsym` found the object, which is a `const uint32_t`.
+    let version = unsafe { **version };
+    if version != ABI_VERSION {
+        return Err(cannot(format!(
+            "{path} was built for version {version} of bulkhead.h, this host has version {ABI_VERSION}: rebuild it"
+        )));
+    }
+    let symbol = CString::new(entry).map_err(|_| cannot("the entry's name holds a NUL".into()))?;
+    // SAFETY: the header declares the entry so.
+    let handle = unsafe { library.get::<Handle>(symbol.as_bytes_with_nul()) }
+        .map_err(|_| cannot(format!("{path} has no function {entry}: set `entry` in workers.toml")))?;
+    // SAFETY: the header declares the function so.
+    if let Ok(init) = unsafe { library.get::<Init>(b"bulkhead_init\0") } {
+        let mut message = [0_u8; INIT_MESSAGE_BYTES];
+        // SAFETY: the buffer is as large as is said, and outlives the call.
+        let code = unsafe { init(message.as_mut_ptr().cast(), message.len()) };
+        if code != 0 {
+            let end = message.iter().position(|&b| b == 0).unwrap_or(message.len());
+            let text = String::from_utf8_lossy(&message[..end]);
+            return Err(cannot(format!("bulkhead_init of {path} returned {code}: {text}")));
+        }
+    }
+    Ok(Loaded { handle: *handle, _library: library })
+}
+
+fn call(job: &Job, ctx: &Ctx<Loaded>) -> Result<Vec<u8>, HandlerError> {
+    let text = |name: &str| CString::new(name).map_err(|_| cannot("a name holds a NUL".into()).caller());
+    let (operation, tenant) = (text(ctx.operation())?, text(ctx.tenant())?);
+    let call = Call {
+        ctx,
+        result: RefCell::default(),
+        is_too_large: RefCell::new(false),
+        error: RefCell::default(),
+    };
+    let c_job = CJob {
+        struct_size: size_of::<CJob>() as u32,
+        reserved: 0,
+        number: ctx.number(),
+        operation: operation.as_ptr(),
+        tenant: tenant.as_ptr(),
+        payload: job.payload().as_ptr(),
+        payload_len: job.payload().len(),
+        host_data: (&raw const call).cast_mut().cast(),
+    };
+    // SAFETY: everything the structures point to outlives the call. What the library does otherwise is
+    // what the process boundary is for.
+    #[expect(unsafe_code, reason = "calls the C library")]
+    let code = unsafe { (ctx.state().handle)(&c_job, &HOST) };
+    if call.is_too_large.take() {
+        let message = format!("the result has more than max_result ({} bytes)", ctx.result_bytes_max());
+        return Err(HandlerError::new(RESULT_TOO_LARGE, message));
+    }
+    match code {
+        0 => Ok(call.result.take()),
+        code => Err(call.error.take().unwrap_or_else(|| HandlerError::new(format!("error_{code}"), ""))),
+    }
+}
+
+/// The call that a job given back to us belongs to.
+#[expect(unsafe_code, reason = "a pointer comes back from C")]
+fn call_of<'c>(job: *const CJob) -> Option<&'c Call<'c>> {
+    // SAFETY: the header says that `job` is the one the handler was given, which points to a living call
+    // as long as the handler has not returned. A library that breaks this harms only this process.
+    unsafe { job.as_ref()?.host_data.cast::<Call<'c>>().as_ref() }
+}
+
+#[expect(unsafe_code, reason = "a text comes from C")]
+fn text_of(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the header asks for a text that ends with a NUL.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+#[expect(unsafe_code, reason = "bytes come from C")]
+extern "C-unwind" fn give_result(job: *const CJob, data: *const c_void, len: usize) -> c_int {
+    let Some(call) = call_of(job) else { return -1 };
+    if len == 0 {
+        return 0;
+    }
+    if data.is_null() {
+        return -1;
+    }
+    let mut result = call.result.borrow_mut();
+    let most = usize::try_from(call.ctx.result_bytes_max()).unwrap_or(usize::MAX);
+    if len > most.saturating_sub(result.len()) {
+        call.is_too_large.replace(true);
+        return -1;
+    }
+    // SAFETY: the header asks for `len` readable bytes.
+    result.extend_from_slice(unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len) });
+    0
+}
+
+extern "C-unwind" fn give_error(job: *const CJob, code: *const c_char, message: *const c_char, flags: u32) {
+    let Some(call) = call_of(job) else { return };
+    call.error.replace(Some(HandlerError {
+        code: text_of(code),
+        message: text_of(message),
+        retryable: flags & RETRYABLE != 0,
+        fault: if flags & CALLER_FAULT != 0 { Fault::Caller } else { Fault::Dependency },
+    }));
+}
+
+extern "C-unwind" fn is_cancelled(job: *const CJob) -> c_int {
+    call_of(job).is_some_and(|call| call.ctx.is_cancelled()).into()
+}
+
+extern "C-unwind" fn remaining_ms(job: *const CJob) -> u64 {
+    call_of(job).map_or(0, |call| u64::try_from(call.ctx.remaining().as_millis()).unwrap_or(u64::MAX))
+}
+
+extern "C-unwind" fn progress(job: *const CJob, fraction: c_double, text: *const c_char) {
+    if let Some(call) = call_of(job) {
+        call.ctx.progress(fraction as f32, &text_of(text));
+    }
+}

@@ -1,0 +1,155 @@
+//! The worker's end of its link: taking over the inherited descriptor, the handshake, and writing.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
+use bulkhead_shared::codec;
+use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
+use bulkhead_shared::frame::{MAGIC, kind};
+use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::FdFlags;
+
+/// Bytes that one read takes: a worker gets few jobs at once.
+const READ_BYTES: usize = 64 * 1024;
+
+/// Takes over the descriptor that the supervisor left for us. `None`: there is none, so that somebody
+/// has started this program by hand.
+pub(crate) fn inherited() -> Option<OwnedFd> {
+    let number: RawFd = std::env::var(LINK_VARIABLE).ok()?.parse().ok()?;
+    if number <= 2 {
+        return None;
+    }
+    // SAFETY: only a look; `BorrowedFd` demands that the descriptor is open, and if it is not, `fcntl`
+    // says so. The number comes from our own environment and names nothing else that early in `main`.
+    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
+    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
+    rustix::net::sockopt::socket_type(borrowed).ok()?;
+    // Children must not get at the link.
+    rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC).ok()?;
+    // SAFETY: it is open, it is a socket, and the supervisor handed it to this process for this.
+    #[expect(unsafe_code, reason = "a descriptor crosses from the parent process")]
+    Some(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// What the welcome said.
+pub(crate) struct Welcome {
+    pub(crate) max_in_flight: u32,
+    pub(crate) heartbeat_ms: u32,
+    pub(crate) result_bytes_max: u64,
+}
+
+/// The reading half.
+pub(crate) struct Reader {
+    pub(crate) inbox: Inbox,
+    pub(crate) scratch: Scratch,
+    pub(crate) pool: BufferPool,
+}
+
+impl Reader {
+    pub(crate) fn new() -> Self {
+        let scratch = Scratch::with_read_bytes(READ_BYTES);
+        Self { inbox: Inbox::default(), scratch, pool: BufferPool::default() }
+    }
+}
+
+/// Says hello and waits to be welcomed. An error is a sentence for people.
+pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
+    let hello = Hello {
+        version_min: PROTOCOL_VERSION,
+        version_max: PROTOCOL_VERSION,
+        role: role::WORKER,
+        frame_bytes_max: u32::MAX,
+        capabilities: capability::DISPATCH_THREAD,
+        name: env!("CARGO_PKG_NAME"),
+        version: env!("CARGO_PKG_VERSION"),
+    };
+    writer.send(kind::HELLO, MAGIC, &hello);
+    loop {
+        wait(link, PollFlags::IN);
+        let (received, mut batch) =
+            reader.inbox.receive(link, &mut reader.scratch).map_err(|error| error.to_string())?;
+        while let Some(item) = batch.next().map_err(|error| error.to_string())? {
+            let Item::Frame { header, metadata, .. } = item else { continue };
+            match header.kind {
+                kind::WORKER_WELCOME => {
+                    let (welcome, _) =
+                        codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
+                    return Ok(Welcome {
+                        max_in_flight: welcome.max_in_flight,
+                        heartbeat_ms: welcome.heartbeat_ms,
+                        result_bytes_max: welcome.result_bytes_max,
+                    });
+                }
+                kind::REFUSED => {
+                    let (refused, _) =
+                        codec::decode::<Refused<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
+                    return Err(refused.message.to_owned());
+                }
+                _ => {}
+            }
+        }
+        if received == Received::Closed {
+            return Err("the supervisor closed the link before it said welcome".into());
+        }
+    }
+}
+
+fn wait(link: &OwnedFd, flags: PollFlags) {
+    // Whatever made it return, the next read or write will tell.
+    let _ = poll(&mut [PollFd::new(link, flags)], None);
+}
+
+/// The writing half, shared by all threads.
+pub(crate) struct Writer {
+    link: OwnedFd,
+    outbox: Mutex<(Outbox, BufferPool)>,
+}
+
+impl Writer {
+    pub(crate) fn new(link: &OwnedFd) -> io::Result<Self> {
+        Ok(Self { link: link.try_clone()?, outbox: Mutex::default() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Outbox, BufferPool)> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Appends a frame; it leaves with the next flush.
+    pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
+        // What handlers say was cut to size, so that the metadata fits.
+        let _ = self.lock().0.push(kind, number, message, &[], payload);
+    }
+
+    /// Sends all that waits, however long the supervisor takes to read it.
+    pub(crate) fn flush(&self) {
+        let (outbox, pool) = &mut *self.lock();
+        loop {
+            match outbox.flush(&self.link, pool) {
+                Ok(true) => return,
+                Ok(false) => wait(&self.link, PollFlags::OUT),
+                // The supervisor is gone; whoever reads the link ends this process.
+                Err(_) => return,
+            }
+        }
+    }
+
+    pub(crate) fn send(&self, kind: u8, number: u64, message: &impl bincode::Encode) {
+        self.push(kind, number, message, Payload::NONE);
+        self.flush();
+    }
+
+    /// Sends a frame unless somebody is writing: then bytes flow, which says as much as a heartbeat.
+    pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) {
+        let mut guard = match self.outbox.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        let (outbox, pool) = &mut *guard;
+        let _ = outbox.push(kind, 0, message, &[], Payload::NONE);
+        let _ = outbox.flush(&self.link, pool);
+    }
+}

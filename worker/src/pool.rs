@@ -1,0 +1,404 @@
+//! The threads of a worker, and how a job finds one without being handed from thread to thread.
+//!
+//! Waking a thread costs more than most jobs. So every idle handler thread waits for the link itself:
+//! all of them in one epoll instance, of which the kernel wakes one thread for each arrival; that one
+//! reads the job and runs it. The *dispatch thread* waits for the link as well, in an instance of its
+//! own. Both are registered with `EPOLLEXCLUSIVE`, the handlers' first: the kernel wakes the first
+//! instance that has a thread waiting, so that the dispatch thread reads the link only while all
+//! handlers are busy, which is when cancellations have to be seen. It sends the heartbeats, too.
+//!
+//! Answers are batched: they are written when no further job is at hand. Before a thread begins a job
+//! with answers unwritten, another thread has been woken for the jobs behind it, and that one writes them:
+//! an answer never waits for a slow handler.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::connection::{Item, Payload, Received};
+use bulkhead_shared::frame::{Header, kind};
+use bulkhead_shared::limits::{CODE_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::outcome::RESULT_TOO_LARGE;
+use bulkhead_shared::worker_protocol::{Empty, Failed, ProgramCrashed, Status};
+use bulkhead_shared::{Fault, worker_protocol};
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+
+use crate::context::{Ctx, Handle, Job, StartCtx};
+use crate::link::{Reader, Welcome, Writer};
+use crate::server::{HandlerError, Reply};
+
+const LINK: u64 = 0;
+const WAKE: u64 = 1;
+const SIGNAL: u64 = 2;
+
+/// What a worker does with its jobs.
+pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
+
+struct Pending {
+    number: u64,
+    operation: Box<str>,
+    tenant: Box<str>,
+    traceparent: Option<Box<str>>,
+    deadline: Instant,
+    payload: Vec<u8>,
+    handle: Arc<Handle>,
+}
+
+#[derive(Default)]
+struct State {
+    pending: VecDeque<Pending>,
+    /// Every job that was given and not answered.
+    live: HashMap<u64, Arc<Handle>>,
+    /// Handler threads that wait.
+    idle: usize,
+    threads: usize,
+    /// Whether a handler thread has been woken and has not looked yet.
+    is_searching: bool,
+    is_draining: bool,
+}
+
+pub(crate) struct Pool<S> {
+    link: OwnedFd,
+    welcome: Welcome,
+    reader: Mutex<Reader>,
+    writer: Arc<Writer>,
+    state: Mutex<State>,
+    wake: OwnedFd,
+    handlers: OwnedFd,
+    dispatch: OwnedFd,
+    handler: Box<Handler<S>>,
+    shared: std::sync::OnceLock<Arc<S>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<S: Send + Sync + 'static> Pool<S> {
+    pub(crate) fn new(
+        link: OwnedFd,
+        welcome: Welcome,
+        reader: Reader,
+        writer: Arc<Writer>,
+        handler: Box<Handler<S>>,
+    ) -> std::io::Result<Arc<Self>> {
+        let handlers = epoll::create(CreateFlags::CLOEXEC)?;
+        let dispatch = epoll::create(CreateFlags::CLOEXEC)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        // In this order: see above.
+        let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
+        epoll::add(&handlers, &link, EventData::new_u64(LINK), flags)?;
+        epoll::add(&handlers, &wake, EventData::new_u64(WAKE), flags)?;
+        epoll::add(&dispatch, &link, EventData::new_u64(LINK), flags)?;
+        Ok(Arc::new(Self {
+            link,
+            welcome,
+            reader: Mutex::new(reader),
+            writer,
+            state: Mutex::default(),
+            wake,
+            handlers,
+            dispatch,
+            handler,
+            shared: std::sync::OnceLock::new(),
+        }))
+    }
+
+    /// Runs `init` on the first handler thread, and then jobs, until the supervisor ends it.
+    pub(crate) fn run<I>(self: &Arc<Self>, signals: &OwnedFd, init: I) -> ExitCode
+    where
+        I: FnOnce(&StartCtx) -> Result<S, HandlerError> + Send + 'static,
+    {
+        if let Err(error) = epoll::add(&self.dispatch, signals, EventData::new_u64(SIGNAL), EventFlags::IN) {
+            eprintln!("failed to watch for signals: {error}");
+            return ExitCode::FAILURE;
+        }
+        lock(&self.state).threads = 1;
+        let pool = self.clone();
+        let first = std::thread::Builder::new().name("handler".into()).spawn(move || {
+            pool.start(init);
+            pool.handle_jobs();
+        });
+        if let Err(error) = first {
+            eprintln!("failed to start a handler thread: {error}");
+            return ExitCode::FAILURE;
+        }
+        self.dispatch_loop(signals)
+    }
+
+    fn start<I>(&self, init: I)
+    where
+        I: FnOnce(&StartCtx) -> Result<S, HandlerError>,
+    {
+        let context = StartCtx { writer: self.writer.clone() };
+        let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
+            .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
+        match made {
+            Ok(state) => {
+                let _ = self.shared.set(Arc::new(state));
+                self.writer.send(kind::READY, 0, &Empty);
+            }
+            Err(error) => {
+                let text = format!("initialisation failed: {}: {}", error.code, error.message);
+                eprintln!("{text}");
+                self.writer.send(kind::STATUS, 0, &Status { text: cut(&text, MESSAGE_BYTES_MAX) });
+                std::process::exit(1);
+            }
+        }
+    }
+
+    // Handler threads.
+
+    fn handle_jobs(self: &Arc<Self>) {
+        loop {
+            let Some((job, is_last)) = self.next_job() else {
+                self.writer.flush();
+                self.end_if_drained();
+                self.wait_for_work();
+                continue;
+            };
+            if is_last {
+                self.writer.flush();
+            }
+            self.run_job(job);
+        }
+    }
+
+    /// The next job, and whether there are none behind it. If there are, somebody is on the way to them.
+    fn next_job(self: &Arc<Self>) -> Option<(Pending, bool)> {
+        let mut state = lock(&self.state);
+        let job = state.pending.pop_front()?;
+        let is_last = state.pending.is_empty();
+        if !is_last {
+            self.call_help(&mut state);
+        }
+        Some((job, is_last))
+    }
+
+    /// Sees to it that a handler thread looks for jobs soon, if there is one to spare.
+    fn call_help(self: &Arc<Self>, state: &mut State) {
+        if state.is_searching {
+            return;
+        }
+        if state.idle > 0 {
+            state.is_searching = true;
+            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        } else if state.threads < self.welcome.max_in_flight as usize {
+            let pool = self.clone();
+            let spawned =
+                std::thread::Builder::new().name("handler".into()).spawn(move || pool.handle_jobs());
+            // Without a further thread the jobs run one after the other, and their deadlines hold.
+            state.threads += usize::from(spawned.is_ok());
+        }
+    }
+
+    fn wait_for_work(self: &Arc<Self>) {
+        {
+            let mut state = lock(&self.state);
+            if !state.pending.is_empty() {
+                return;
+            }
+            state.idle += 1;
+        }
+        let token = wait_one(&self.handlers, None);
+        {
+            let mut state = lock(&self.state);
+            state.idle -= 1;
+            if token == Some(WAKE) {
+                let mut count = [0; 8];
+                let _ = rustix::io::read(&self.wake, &mut count);
+                state.is_searching = false;
+            }
+        }
+        match token {
+            Some(WAKE) => self.writer.flush(),
+            Some(_) => self.take_in(),
+            None => {}
+        }
+    }
+
+    fn run_job(&self, pending: Pending) {
+        let Pending { number, operation, tenant, traceparent, deadline, payload, handle } = pending;
+        let Some(state) = self.shared.get().cloned() else { return };
+        let job = Job { payload };
+        let ctx = Ctx {
+            number,
+            operation,
+            tenant,
+            traceparent,
+            deadline,
+            result_bytes_max: self.welcome.result_bytes_max,
+            handle,
+            writer: self.writer.clone(),
+            state,
+        };
+        let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, &ctx))).unwrap_or_else(|panic| {
+            Reply::Failed(HandlerError::new("panic", panic_text(&*panic)))
+        });
+        lock(&self.state).live.remove(&number);
+        self.answer(number, reply);
+        lock(&self.reader).pool.give(job.payload);
+    }
+
+    fn answer(&self, number: u64, reply: Reply) {
+        let most = self.welcome.result_bytes_max;
+        match reply {
+            Reply::Result(result) if result.len() as u64 > most => {
+                let message = format!("the result has {} bytes; max_result is {most}", result.len());
+                self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message));
+            }
+            Reply::Result(result) => self.writer.push(kind::RESULT, number, &Empty, Payload::Owned(result)),
+            Reply::Failed(error) => self.fail(number, &error),
+            Reply::ProgramCrashed { signal, message } => {
+                let crashed = ProgramCrashed { signal, message: cut(&message, MESSAGE_BYTES_MAX) };
+                self.writer.push(kind::PROGRAM_CRASHED, number, &crashed, Payload::NONE);
+            }
+        }
+    }
+
+    fn fail(&self, number: u64, error: &HandlerError) {
+        let failed = Failed {
+            code: cut(&error.code, CODE_BYTES_MAX),
+            message: cut(&error.message, MESSAGE_BYTES_MAX),
+            retryable: error.retryable.into(),
+            fault: match error.fault {
+                Fault::Caller => 1,
+                Fault::Dependency => 2,
+            },
+        };
+        self.writer.push(kind::FAILED, number, &failed, Payload::NONE);
+    }
+
+    // The link.
+
+    /// Reads all there is, and queues the jobs among it.
+    fn take_in(&self) {
+        let mut reader = lock(&self.reader);
+        let Reader { inbox, scratch, pool } = &mut *reader;
+        loop {
+            let Ok((received, mut batch)) = inbox.receive(&self.link, scratch) else { end_at_once() };
+            loop {
+                match batch.next() {
+                    Ok(Some(Item::Frame { header, metadata, payload })) => {
+                        self.frame(header, metadata, || payload.to_vec());
+                    }
+                    Ok(Some(Item::Large { header, metadata, payload })) => {
+                        self.frame(header, &metadata, || payload);
+                    }
+                    Ok(Some(Item::Announced { header, .. })) => {
+                        batch.accept(pool.take(header.payload_length()));
+                    }
+                    Ok(None) => break,
+                    Err(_) => end_at_once(),
+                }
+            }
+            match received {
+                Received::More => {}
+                Received::Drained => return,
+                Received::Closed => end_at_once(),
+            }
+        }
+    }
+
+    fn frame(&self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>) {
+        match header.kind {
+            kind::JOB => {
+                let Ok((job, extensions)) = codec::decode::<worker_protocol::Job<'_>>(metadata, &[]) else {
+                    eprintln!("the supervisor sent a job that cannot be read");
+                    end_at_once();
+                };
+                let text = |bytes| std::str::from_utf8(bytes).ok().map(Box::from);
+                let pending = Pending {
+                    number: header.number,
+                    operation: job.operation.into(),
+                    tenant: job.tenant.into(),
+                    traceparent: extensions.get(tag::TRACEPARENT).and_then(text),
+                    deadline: Instant::now()
+                        + Duration::from_micros(job.remaining_us).min(Duration::from_secs(86_400 * 365)),
+                    payload: payload(),
+                    handle: Arc::default(),
+                };
+                let mut state = lock(&self.state);
+                state.live.insert(pending.number, pending.handle.clone());
+                state.pending.push_back(pending);
+            }
+            kind::CANCEL_JOB => {
+                let handle = lock(&self.state).live.get(&header.number).cloned();
+                if let Some(handle) = handle {
+                    handle.cancel();
+                }
+            }
+            kind::DRAIN => lock(&self.state).is_draining = true,
+            _ => {}
+        }
+    }
+
+    // The dispatch thread.
+
+    fn dispatch_loop(self: &Arc<Self>, signals: &OwnedFd) -> ExitCode {
+        let interval = Duration::from_millis(self.welcome.heartbeat_ms.into());
+        let mut next_beat = Instant::now() + interval;
+        loop {
+            let patience = (!interval.is_zero()).then(|| next_beat.saturating_duration_since(Instant::now()));
+            match wait_one(&self.dispatch, patience) {
+                Some(LINK) => {
+                    self.take_in();
+                    let mut state = lock(&self.state);
+                    if !state.pending.is_empty() {
+                        self.call_help(&mut state);
+                    }
+                    drop(state);
+                    self.end_if_drained();
+                }
+                Some(_) => {
+                    let mut byte = [0; 64];
+                    let _ = rustix::io::read(signals, &mut byte);
+                    self.writer.try_send(kind::STOPPING, &Empty);
+                    lock(&self.state).is_draining = true;
+                    self.end_if_drained();
+                }
+                None => {}
+            }
+            if !interval.is_zero() && Instant::now() >= next_beat {
+                self.writer.try_send(kind::HEARTBEAT, &Empty);
+                next_beat = Instant::now() + interval;
+            }
+        }
+    }
+
+    fn end_if_drained(&self) {
+        let state = lock(&self.state);
+        if state.is_draining && state.live.is_empty() {
+            drop(state);
+            self.writer.flush();
+            std::process::exit(0);
+        }
+    }
+}
+
+/// Waits for one event of an epoll instance; `None` if the time ran out.
+fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
+    let timeout = patience.and_then(|patience| Timespec::try_from(patience).ok());
+    let mut event = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }];
+    match epoll::wait(epoll, &mut event, timeout.as_ref()) {
+        Ok(1) => Some(event[0].data.u64()),
+        _ => None,
+    }
+}
+
+/// The supervisor is gone, or mad: nothing that this process does is of use to anybody.
+fn end_at_once() -> ! {
+    // Not `exit`, which would run whatever a C library has left to be run, and might not return.
+    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    std::process::abort();
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a handler panicked".into())
+}

@@ -1,0 +1,242 @@
+//! Putting a worker together: its handlers, what they share, and [`serve`].
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use bulkhead_shared::Fault;
+use bulkhead_shared::worker_protocol::LINK_VARIABLE;
+
+use crate::context::{Ctx, Job, StartCtx};
+use crate::link::{self, Reader, Writer};
+use crate::pool::Pool;
+
+/// Started by hand, or otherwise not as a worker.
+const USAGE: u8 = 2;
+
+/// Why a handler could not do its job.
+///
+/// Every [`std::error::Error`] becomes one by `?`, with the code `error`, as the dependency's fault and
+/// not worth a retry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HandlerError {
+    /// A short word for programs; up to 128 bytes reach the client.
+    pub code: String,
+    /// A sentence for people; up to 8 KiB reach the client.
+    pub message: String,
+    /// Whether the same job may succeed later.
+    pub retryable: bool,
+    /// Who is to blame; the caller's own faults do not speak against the bulkhead.
+    pub fault: Fault,
+}
+
+impl HandlerError {
+    /// The dependency's fault, not worth a retry.
+    ///
+    /// ```
+    /// use bulkhead_worker::HandlerError;
+    /// let error = HandlerError::new("bad_header", "the magic is missing").caller();
+    /// assert_eq!(error.fault, bulkhead_worker::Fault::Caller);
+    /// ```
+    pub fn new(code: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { code: code.into(), message: message.into(), retryable: false, fault: Fault::Dependency }
+    }
+
+    /// The caller is to blame.
+    #[must_use]
+    pub fn caller(self) -> Self {
+        Self { fault: Fault::Caller, ..self }
+    }
+
+    /// The same job may succeed later.
+    #[must_use]
+    pub fn retryable(self) -> Self {
+        Self { retryable: true, ..self }
+    }
+}
+
+impl<E: std::error::Error> From<E> for HandlerError {
+    fn from(error: E) -> Self {
+        Self::new("error", error.to_string())
+    }
+}
+
+/// What becomes of a job, as the protocol can say it.
+#[doc(hidden)]
+pub enum Reply {
+    /// It is done.
+    Result(Vec<u8>),
+    /// It could not be done.
+    Failed(HandlerError),
+    /// The program that did it died by a signal.
+    ProgramCrashed {
+        /// The signal's number.
+        signal: i32,
+        /// A sentence for people.
+        message: String,
+    },
+}
+
+/// Serves jobs with one function, whatever their operation, until the supervisor ends the worker.
+///
+/// Returns only if the program was not started as a worker, or the supervisor refused it.
+pub fn serve<R, F>(handler: F) -> ExitCode
+where
+    R: Into<Vec<u8>>,
+    F: Fn(&Job, &Ctx) -> Result<R, HandlerError> + Send + Sync + 'static,
+{
+    Server::new().handler(handler).serve()
+}
+
+type BoxedInit<S> = Box<dyn FnOnce(&StartCtx) -> Result<S, HandlerError> + Send>;
+type BoxedHandler<S> = Box<dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync>;
+
+/// A worker with several operations, and something they share.
+///
+/// ```no_run
+/// use bulkhead_worker::{HandlerError, Server};
+///
+/// struct Model(Vec<u8>);
+///
+/// fn main() -> std::process::ExitCode {
+///     Server::new()
+///         .init(|start| {
+///             start.status("loading the model");
+///             Ok::<_, std::io::Error>(Model(std::fs::read("model.bin")?))
+///         })
+///         .operation("size", |_job, ctx| Ok(ctx.state().0.len().to_string()))
+///         .operation("echo", |job, _ctx| Ok(job.payload().to_vec()))
+///         .serve()
+/// }
+/// ```
+pub struct Server<S = ()> {
+    init: BoxedInit<S>,
+    operations: HashMap<String, BoxedHandler<S>>,
+    fallback: Option<BoxedHandler<S>>,
+}
+
+impl Default for Server {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Server {
+    /// A worker without handlers, which share nothing.
+    pub fn new() -> Self {
+        Self { init: Box::new(|_| Ok(())), operations: HashMap::new(), fallback: None }
+    }
+
+    /// Has `init` run before the first job, on the thread that will run it; what it makes is shared by
+    /// all handlers as [`Ctx::state`]. It may take `start.ready`, and ask for more. If it fails, the
+    /// worker does not start, and the reason is shown to operators.
+    ///
+    /// Comes before the handlers, which depend on its type.
+    pub fn init<S, E, I>(self, init: I) -> Server<S>
+    where
+        E: Into<HandlerError>,
+        I: FnOnce(&StartCtx) -> Result<S, E> + Send + 'static,
+    {
+        let init: BoxedInit<S> = Box::new(move |start| init(start).map_err(Into::into));
+        Server { init, operations: HashMap::new(), fallback: None }
+    }
+}
+
+impl<S: Send + Sync + 'static> Server<S> {
+    /// Serves one operation.
+    #[must_use]
+    pub fn operation<R, F>(mut self, name: impl Into<String>, handler: F) -> Self
+    where
+        R: Into<Vec<u8>>,
+        F: Fn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
+    {
+        self.operations.insert(name.into(), boxed(handler));
+        self
+    }
+
+    /// Serves every operation that has no handler of its own. Without it those fail as
+    /// `unknown_operation`.
+    #[must_use]
+    pub fn handler<R, F>(mut self, handler: F) -> Self
+    where
+        R: Into<Vec<u8>>,
+        F: Fn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
+    {
+        self.fallback = Some(boxed(handler));
+        self
+    }
+
+    /// The same for a handler that can say more than a result or an error.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn raw_handler<F>(mut self, handler: F) -> Self
+    where
+        F: Fn(&Job, &Ctx<S>) -> Reply + Send + Sync + 'static,
+    {
+        self.fallback = Some(Box::new(handler));
+        self
+    }
+
+    /// Serves jobs until the supervisor ends the worker. Returns only if the program was not started as
+    /// a worker, or the supervisor refused it.
+    pub fn serve(self) -> ExitCode {
+        let Some(link) = link::inherited() else {
+            eprintln!(
+                "run me under bulkhead-supervisor: this program is a worker. In workers.toml:\n\n    \
+                 [bulkhead.NAME]\n    command = [\"{}\"]",
+                std::env::args().next().unwrap_or_default().escape_debug()
+            );
+            return ExitCode::from(USAGE);
+        };
+        // Others of our user are not to read our memory or take our descriptors.
+        let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
+        match self.open(link) {
+            Ok(code) => code,
+            Err(message) => {
+                eprintln!("the worker cannot start: {message}");
+                ExitCode::FAILURE
+            }
+        }
+    }
+
+    fn open(self, link: OwnedFd) -> Result<ExitCode, String> {
+        let text = |error: std::io::Error| error.to_string();
+        let signals = termination().map_err(text)?;
+        let writer = Arc::new(Writer::new(&link).map_err(text)?);
+        let mut reader = Reader::new();
+        let welcome = link::shake_hands(&link, &mut reader, &writer)?;
+        let Self { init, operations, fallback } = self;
+        let handler = move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
+            Some(handler) => handler(job, ctx),
+            None => {
+                let message = format!("this worker has no operation '{}'", ctx.operation().escape_debug());
+                Reply::Failed(HandlerError::new("unknown_operation", message).caller())
+            }
+        };
+        let pool = Pool::new(link, welcome, reader, writer, Box::new(handler)).map_err(text)?;
+        Ok(pool.run(&signals, init))
+    }
+}
+
+fn boxed<S, R, F>(handler: F) -> BoxedHandler<S>
+where
+    R: Into<Vec<u8>>,
+    F: Fn(&Job, &Ctx<S>) -> Result<R, HandlerError> + Send + Sync + 'static,
+{
+    Box::new(move |job, ctx| match handler(job, ctx) {
+        Ok(result) => Reply::Result(result.into()),
+        Err(error) => Reply::Failed(error),
+    })
+}
+
+/// A descriptor that becomes readable on SIGTERM. The variable that named the link stays set: changing
+/// the environment is not safe once a C library has started threads, and the descriptor itself is closed
+/// in children.
+fn termination() -> std::io::Result<OwnedFd> {
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+    ours.set_nonblocking(true)?;
+    signal_hook::low_level::pipe::register(signal_hook::consts::SIGTERM, theirs)?;
+    debug_assert!(std::env::var_os(LINK_VARIABLE).is_some());
+    Ok(ours.into())
+}
