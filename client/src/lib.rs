@@ -1,1 +1,35 @@
-//! Placeholder.
+//! Submits jobs to a `bulkhead-supervisor`.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//!
+//! # async fn example(picture: Vec<u8>) -> Result<(), Box<dyn std::error::Error>> {
+//! let client = bulkhead_client::Client::connect("/run/bulkhead/jobs.sock").await?;
+//! let reply = client
+//!     .job("thumbnail", picture)
+//!     .operation("decode")
+//!     .deadline(Duration::from_millis(500))
+//!     .tenant("acme")
+//!     .idempotent(true)
+//!     .send()
+//!     .await?;
+//! println!("{} bytes after {:?}", reply.payload().len(), reply.outcome().ran);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! One client is one connection, shared by any number of jobs at once; clones share it too. A job that is
+//! no longer awaited is cancelled. When the supervisor goes away, the jobs in its hands end as
+//! [`JobError::Disconnected`], and the client reconnects by itself. [`blocking`] has the same without
+//! async.
+
+pub mod blocking;
+mod connection;
+mod job;
+mod requests;
+
+pub use bulkhead_shared::{
+    CrashReason, Executed, Fault, HandlerFailure, Outcome, Priority, RejectReason, Verdict,
+};
+pub use connection::{Client, ConnectError};
+pub use job::{Job, JobError, JobHandle, Progress, Reply};
