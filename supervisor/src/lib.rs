@@ -4,7 +4,15 @@
 //! logs, signals) runs beside it and reads snapshots; the keeper, a process of its own, starts and ends
 //! the workers.
 
+pub mod args;
 pub mod command;
 pub mod config;
+pub mod control;
 pub mod keeper;
+mod latency;
+pub mod observe;
+mod program;
+pub mod shard;
 pub mod snapshot;
+pub mod sockets;
+pub mod supervisor;

@@ -36,7 +36,7 @@ impl Program {
             }
             config::Program::Exec { argv, path } => {
                 // Limits of an `exec` bulkhead are each program's own, so the host sets them.
-                rlimits.retain(|limit| limit.resource == Resource::Core.number());
+                rlimits.retain(|limit| limit.resource == number(Resource::Core));
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
                 for rlimit in &bulkhead.rlimits {
                     let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
@@ -81,9 +81,34 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
         .map(|rlimit| {
             let soft = rlimit.limit.unwrap_or(u64::MAX);
             let hard = if rlimit.resource == Resource::Cpu { soft.saturating_add(1) } else { soft };
-            Rlimit { resource: rlimit.resource.number(), soft, hard }
+            Rlimit { resource: number(rlimit.resource), soft, hard }
         })
         .collect()
+}
+
+/// The kernel's number of a resource.
+fn number(resource: Resource) -> u32 {
+    let number = match resource {
+        Resource::As => libc::RLIMIT_AS,
+        Resource::Cpu => libc::RLIMIT_CPU,
+        Resource::Nofile => libc::RLIMIT_NOFILE,
+        Resource::Nproc => libc::RLIMIT_NPROC,
+        Resource::Fsize => libc::RLIMIT_FSIZE,
+        Resource::Core => libc::RLIMIT_CORE,
+        Resource::Data => libc::RLIMIT_DATA,
+        Resource::Stack => libc::RLIMIT_STACK,
+        Resource::Memlock => libc::RLIMIT_MEMLOCK,
+        Resource::Rss => libc::RLIMIT_RSS,
+        Resource::Locks => libc::RLIMIT_LOCKS,
+        Resource::Sigpending => libc::RLIMIT_SIGPENDING,
+        Resource::Msgqueue => libc::RLIMIT_MSGQUEUE,
+        Resource::Nice => libc::RLIMIT_NICE,
+        Resource::Rtprio => libc::RLIMIT_RTPRIO,
+        Resource::Rttime => libc::RLIMIT_RTTIME,
+    };
+    #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
+    let number = number as u32;
+    number
 }
 
 /// The name of the host's program, which is installed beside the supervisor's own.

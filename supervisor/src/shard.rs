@@ -474,7 +474,9 @@ impl Shard {
                 break;
             }
         }
-        self.keeper.end();
+        if let Err(error) = self.keeper.end() {
+            tracing::error!("the keeper did not end well: {error}");
+        }
     }
 }
 

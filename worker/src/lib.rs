@@ -20,6 +20,6 @@ mod server;
 #[doc(hidden)]
 pub mod host;
 
-pub use context::{Ctx, Job, StartCtx};
 pub use bulkhead_shared::Fault;
+pub use context::{Ctx, Job, StartCtx};
 pub use server::{HandlerError, Reply, Server, serve};

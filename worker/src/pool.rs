@@ -237,9 +237,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             writer: self.writer.clone(),
             state,
         };
-        let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, &ctx))).unwrap_or_else(|panic| {
-            Reply::Failed(HandlerError::new("panic", panic_text(&*panic)))
-        });
+        let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, &ctx)))
+            .unwrap_or_else(|panic| Reply::Failed(HandlerError::new("panic", panic_text(&*panic))));
         lock(&self.state).live.remove(&number);
         self.answer(number, reply);
         lock(&self.reader).pool.give(job.payload);

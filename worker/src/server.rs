@@ -207,13 +207,15 @@ impl<S: Send + Sync + 'static> Server<S> {
         let mut reader = Reader::new();
         let welcome = link::shake_hands(&link, &mut reader, &writer)?;
         let Self { init, operations, fallback } = self;
-        let handler = move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
-            Some(handler) => handler(job, ctx),
-            None => {
-                let message = format!("this worker has no operation '{}'", ctx.operation().escape_debug());
-                Reply::Failed(HandlerError::new("unknown_operation", message).caller())
-            }
-        };
+        let handler =
+            move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
+                Some(handler) => handler(job, ctx),
+                None => {
+                    let message =
+                        format!("this worker has no operation '{}'", ctx.operation().escape_debug());
+                    Reply::Failed(HandlerError::new("unknown_operation", message).caller())
+                }
+            };
         let pool = Pool::new(link, welcome, reader, writer, Box::new(handler)).map_err(text)?;
         Ok(pool.run(&signals, init))
     }

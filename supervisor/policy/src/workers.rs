@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::messages::{KillReason, RecycleReason, StopReason, WorkerId};
+use crate::messages::{KillReason, RecycleReason, WorkerId};
 use crate::restart::History;
 use crate::time::Time;
 
@@ -127,7 +127,7 @@ pub(crate) enum SlotState {
     /// The next worker is started at this moment.
     Backoff { until: Time },
     /// Too many failures; probed again at `probe_at`, if ever.
-    Stopped { reason: StopReason, probe_at: Option<Time> },
+    Stopped { probe_at: Option<Time> },
 }
 
 impl SlotState {

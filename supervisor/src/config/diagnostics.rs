@@ -194,7 +194,8 @@ impl Cursor<'_> {
 
 /// Somebody's text, safe to repeat in one line of a message.
 pub(super) fn shown(text: &str) -> String {
-    let mut shown: String = text.chars().take(QUOTED_CHARS_MAX).collect::<String>().escape_debug().to_string();
+    let mut shown: String =
+        text.chars().take(QUOTED_CHARS_MAX).collect::<String>().escape_debug().to_string();
     if text.chars().nth(QUOTED_CHARS_MAX).is_some() {
         shown.push('…');
     }

@@ -122,13 +122,19 @@ impl Resource {
 
     pub(super) const fn measure(self) -> Measure {
         match self {
-            Self::As | Self::Fsize | Self::Data | Self::Stack | Self::Memlock | Self::Rss | Self::Msgqueue => {
-                Measure::Bytes
-            }
+            Self::As
+            | Self::Fsize
+            | Self::Data
+            | Self::Stack
+            | Self::Memlock
+            | Self::Rss
+            | Self::Msgqueue => Measure::Bytes,
             Self::Cpu => Measure::Seconds,
             Self::Rttime => Measure::Microseconds,
             Self::Core => Measure::Zero,
-            Self::Nofile | Self::Nproc | Self::Locks | Self::Sigpending | Self::Nice | Self::Rtprio => Measure::Count,
+            Self::Nofile | Self::Nproc | Self::Locks | Self::Sigpending | Self::Nice | Self::Rtprio => {
+                Measure::Count
+            }
         }
     }
 
@@ -154,7 +160,9 @@ impl Resource {
             Self::Msgqueue => "POSIX message queues of the worker's user.",
             Self::Nice => "Ceiling of the nice value, written as 20 − nice.",
             Self::Rtprio => "Ceiling of the real-time priority.",
-            Self::Rttime => "Processor time under a real-time policy without a blocking call; a number is microseconds.",
+            Self::Rttime => {
+                "Processor time under a real-time policy without a blocking call; a number is microseconds."
+            }
         }
     }
 }

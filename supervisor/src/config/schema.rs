@@ -136,7 +136,13 @@ const POLICIES: &[&str] = &{
     [a.name(), b.name(), c.name()]
 };
 
-const fn key(table: &'static str, name: &'static str, kind: Kind, default: Preset, about: &'static str) -> Key {
+const fn key(
+    table: &'static str,
+    name: &'static str,
+    kind: Kind,
+    default: Preset,
+    about: &'static str,
+) -> Key {
     Key { table, name, kind, default, about }
 }
 
@@ -253,8 +259,9 @@ pub fn reference() -> Vec<Key> {
     all().filter(|key| key.kind != Kind::Table).collect()
 }
 
-/// Keys refused as not supported yet, as paths; words of supported keys included, as `path = "word"`.
-pub(super) fn later() -> Vec<String> {
+/// What a file is refused for as not supported yet: keys as paths, words of supported keys as
+/// `path = "word"`.
+pub fn later() -> Vec<String> {
     let keys = LATER.iter().map(|(table, name)| path(table, name));
     let words = all().flat_map(|key| match key.kind {
         Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
@@ -270,7 +277,11 @@ pub(super) fn all() -> impl Iterator<Item = Key> {
         table: RLIMITS,
         name: resource.name(),
         kind: Kind::Limit(resource),
-        default: if resource == Resource::Core { Preset::Count(0) } else { Preset::Described("the supervisor's own") },
+        default: if resource == Resource::Core {
+            Preset::Count(0)
+        } else {
+            Preset::Described("the supervisor's own")
+        },
         about: resource.about(),
     }))
 }

@@ -57,11 +57,13 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
         None => return Err(ambiguous_size_unit(unit).map_or(UnitError::Malformed, UnitError::Ambiguous)),
     };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || scale == 1)) || fraction.len() > 9 {
+    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || scale == 1)) || fraction.len() > 9
+    {
         return Err(UnitError::Malformed);
     }
     let all: u128 = format!("{whole}{fraction}").parse().map_err(|_| number_error(whole, fraction))?;
-    let bytes = all.checked_mul(u128::from(scale)).ok_or(UnitError::TooLarge)? / 10u128.pow(fraction.len() as u32);
+    let bytes =
+        all.checked_mul(u128::from(scale)).ok_or(UnitError::TooLarge)? / 10u128.pow(fraction.len() as u32);
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
@@ -111,7 +113,10 @@ pub(super) fn format_size(bytes: u64) -> String {
     }
 }
 
-pub(super) fn serialize_duration<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+pub(super) fn serialize_duration<S: Serializer>(
+    duration: &Duration,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&format_duration(*duration))
 }
 

@@ -26,7 +26,7 @@ pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Messages that the socket has not taken yet, with the descriptors that go along.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Outbox(VecDeque<(Vec<u8>, Vec<OwnedFd>)>);
 
 impl Outbox {

@@ -290,18 +290,19 @@ impl Plan<'_> {
 
 /// The keeper ignores what ends a process, and blocks SIGCHLD; both would survive `execve`.
 fn signals(_: &Plan<'_>) -> Result<(), Stop> {
-    // SAFETY: all zeros is a valid `sigaction`, that of the default; the pointers are to locals. Numbers
-    // that cannot be changed are refused, which is as well.
-    unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = libc::SIG_DFL;
-        for signal in 1..=SIGNAL_MAX {
-            libc::sigaction(signal, &action, std::ptr::null_mut());
-        }
-        let mut none: libc::sigset_t = std::mem::zeroed();
-        libc::sigemptyset(&mut none);
-        check(libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()))
+    // The kernel's own structures: the C library's calls refuse the two signals that it uses itself.
+    const DEFAULT: [u64; 4] = [0; 4];
+    const NONE: u64 = 0;
+    let nowhere = std::ptr::null_mut::<u64>();
+    for signal in 1..=SIGNAL_MAX {
+        // SAFETY: all zeros is the default of every signal; what cannot be changed is refused.
+        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &DEFAULT, nowhere, size_of_val(&NONE)) };
     }
+    // SAFETY: the set of signals has this size, and the old one is not asked for.
+    let result = unsafe {
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &NONE, nowhere, size_of_val(&NONE))
+    };
+    Ok(check(result as i32)?)
 }
 
 fn session(_: &Plan<'_>) -> Result<(), Stop> {
@@ -312,11 +313,16 @@ fn session(_: &Plan<'_>) -> Result<(), Stop> {
 
 /// Standard input is the keeper's own, `/dev/null`.
 fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
-    rustix::stdio::dup2_stdout(&plan.prepared.stdout)?;
-    rustix::stdio::dup2_stderr(&plan.prepared.stderr)?;
-    // SAFETY: in this process the number belongs to nothing any more but the keeper's socket, which
-    // nobody here uses.
-    check(unsafe { libc::dup2(plan.prepared.link.as_raw_fd(), LINK_FD) })
+    put_at(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
+    put_at(&plan.prepared.stderr, libc::STDERR_FILENO)?;
+    Ok(put_at(&plan.prepared.link, LINK_FD)?)
+}
+
+/// Makes a number mean this descriptor, whatever it meant before.
+pub(super) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
+    // SAFETY: what had the number is standard input, output or error, or in the child the keeper's
+    // socket: nothing that anybody here owns and goes on using.
+    check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 
 fn child_subreaper(_: &Plan<'_>) -> Result<(), Stop> {
@@ -329,7 +335,7 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
         let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
         // SAFETY: the pointer is to a local; a resource that does not exist is refused.
         let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
-        result.map_err(|stop| Stop { detail: limit.resource, ..stop })?;
+        result.map_err(|errno| Stop { errno: errno.raw_os_error(), detail: limit.resource })?;
     }
     Ok(())
 }
@@ -346,7 +352,7 @@ fn descriptors(_: &Plan<'_>) -> Result<(), Stop> {
     let (first, last) = (LINK_FD as libc::c_uint + 1, libc::c_uint::MAX);
     // SAFETY: changes a flag of descriptors, and closes none.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, libc::CLOSE_RANGE_CLOEXEC) };
-    check(result as i32)
+    Ok(check(result as i32)?)
 }
 
 fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
@@ -356,13 +362,13 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
 fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
     // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`.
-    check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })
+    Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }
 
-fn check(result: i32) -> Result<(), Stop> {
+fn check(result: i32) -> rustix::io::Result<()> {
     if result != -1 {
         return Ok(());
     }
     // SAFETY: the address of this thread's `errno`, always there.
-    Err(Stop { errno: unsafe { *libc::__errno_location() }, detail: 0 })
+    Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() }))
 }

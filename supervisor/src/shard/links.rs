@@ -26,7 +26,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::{Endpoint, Incoming, Shard};
 use crate::command::Notice;
-use crate::keeper::{Exit, Keeper, Report};
+use crate::keeper::{Exit, Report};
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
@@ -246,9 +246,7 @@ impl Shard {
         }
         let old = self.keeper.as_raw_fd();
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
-        let new = Keeper::start(std::path::Path::new("/proc/self/exe"))?;
-        let old = std::mem::replace(&mut self.keeper, new);
-        crate::keeper::sweep_after_keeper(old);
+        self.keeper.replace(std::path::Path::new("/proc/self/exe"))?;
         let interest = Interest::READABLE | Interest::WRITABLE;
         let fd = self.keeper.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), super::KEEPER, interest)?;

@@ -154,7 +154,11 @@ fn start(plan: &Plan, orphans: &Orphans, ctx: &Ctx) -> io::Result<Child> {
             }
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
             // If the host died before that, nobody would send the signal.
-            if rustix::process::getppid() == Some(host) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) }
+            if rustix::process::getppid() == Some(host) {
+                Ok(())
+            } else {
+                Err(io::ErrorKind::Interrupted.into())
+            }
         });
     }
     let mut programs = orphans.programs();
@@ -182,10 +186,15 @@ impl Run {
         let pid = Pid::from_child(child);
         let ended = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let cancelled = ctx.cancellation()?;
-        let (mut stdin, mut stdout, mut stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        for fd in [stdin.as_ref().map(AsFd::as_fd), stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)]
-            .into_iter()
-            .flatten()
+        let (mut stdin, mut stdout, mut stderr) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        for fd in [
+            stdin.as_ref().map(AsFd::as_fd),
+            stdout.as_ref().map(AsFd::as_fd),
+            stderr.as_ref().map(AsFd::as_fd),
+        ]
+        .into_iter()
+        .flatten()
         {
             ioctl_fionbio(fd, true)?;
         }
@@ -197,7 +206,12 @@ impl Run {
         let most = ctx.result_bytes_max();
         loop {
             let ready = wait(
-                [Some(cancelled), Some(ended.as_fd()), stdout.as_ref().map(AsFd::as_fd), stderr.as_ref().map(AsFd::as_fd)],
+                [
+                    Some(cancelled),
+                    Some(ended.as_fd()),
+                    stdout.as_ref().map(AsFd::as_fd),
+                    stderr.as_ref().map(AsFd::as_fd),
+                ],
                 stdin.as_ref(),
             );
             if ready.stdin {
@@ -303,7 +317,9 @@ fn feed(stdin: &mut Option<ChildStdin>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
         Ok(count) => *unsent = &unsent[count..],
-        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => return,
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+            return;
+        }
         Err(_) => *unsent = &[],
     }
     if unsent.is_empty() {

@@ -48,7 +48,7 @@ impl<T> Bulkhead<T> {
 
     fn set_slot(&mut self, slot: u32, state: SlotState) {
         match state {
-            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at), .. } => {
+            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => {
                 self.slot_timers.set(slot, at);
             }
             _ => self.slot_timers.clear(slot),
@@ -512,7 +512,7 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         self.slots[slot as usize].has_settled = true;
-        self.set_slot(slot, SlotState::Stopped { reason: reason.clone(), probe_at });
+        self.set_slot(slot, SlotState::Stopped { probe_at });
         if self.live_slots > 0 {
             return;
         }

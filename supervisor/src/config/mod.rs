@@ -1,0 +1,161 @@
+//! The configuration file: read, verified as a whole, and handed on as plain values, or every error in it
+//! at once. Owns what a key means and what its default is; starts nothing and changes nothing.
+//!
+//! The way of a file: `reader` and `values` take it key by key as `schema` has them, into `raw`; `relations`
+//! settles defaults and judges what spans several keys, with `programs` for what is on the disk; the result
+//! is [`Config`] or, through `diagnostics`, [`ConfigErrors`].
+
+mod checked;
+pub mod defaults;
+mod diagnostics;
+mod programs;
+mod raw;
+mod reader;
+mod relations;
+mod rlimits;
+mod schema;
+mod settled;
+mod summary;
+mod syntax;
+#[cfg(test)]
+mod tests;
+mod units;
+mod values;
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+pub use checked::{
+    BulkheadConfig, Config, Health, Program, Recycle, Resource, Restart, RestartPolicy, Rlimit, Start,
+    SupervisorConfig,
+};
+pub use diagnostics::{ConfigErrors, Position, Problem};
+use diagnostics::{Problems, shown};
+pub use schema::{Key, Kind, Preset, later, reference};
+use toml::de::DeTable;
+
+/// Reads and verifies a configuration file.
+///
+/// Programs, libraries and folders that it names are looked up as well, so that a file that loads can be
+/// run. Nothing is created or changed.
+///
+/// # Errors
+/// Everything that is wrong with the file, or why it cannot be read.
+///
+/// ```
+/// use bulkhead_supervisor::config;
+/// let errors = config::load("/nonexistent/workers.toml".as_ref()).unwrap_err();
+/// assert!(errors.to_string().contains("/nonexistent/workers.toml"));
+/// ```
+pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
+    let bytes = read_bounded(path).map_err(|error| {
+        let message = format!("cannot read {}: {error}", shown(&path.to_string_lossy()));
+        ConfigErrors::of_file(path, message, "name a configuration file that this user can read")
+    })?;
+    if bytes.len() as u64 > defaults::FILE_BYTES_MAX {
+        let max = units::format_size(defaults::FILE_BYTES_MAX);
+        let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
+        return Err(ConfigErrors::of_file(path, message, "name a configuration file, which is text"));
+    }
+    match String::from_utf8(bytes) {
+        Ok(text) => parse(&text, path),
+        Err(error) => Err(not_utf8(path, &error)),
+    }
+}
+
+/// One byte more than is allowed is enough to know that it is too much.
+fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(defaults::FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
+    let at = error.utf8_error().valid_up_to();
+    let byte = error.as_bytes().get(at).copied().unwrap_or_default();
+    let mut problems = Problems::default();
+    problems.report(
+        at..at + 1,
+        format!("the file is not UTF-8: byte 0x{byte:02x}"),
+        "save the file as UTF-8, the only encoding of TOML",
+    );
+    // What precedes the byte is unchanged by this, so its position is too.
+    problems.into_errors(path, &String::from_utf8_lossy(error.as_bytes()))
+}
+
+/// Verifies the text of a configuration file that is, or will be, at `path`: relative paths start at
+/// its folder.
+///
+/// # Errors
+/// Everything that is wrong with the text.
+///
+/// ```
+/// use bulkhead_supervisor::config;
+/// let text = "
+///     [supervisor]
+///     socket = '/run/bulkhead/jobs.sock'
+///     [bulkhead.upper]
+///     exec = ['tr', 'a-z', 'A-Z']
+/// ";
+/// let config = config::parse(text, "/etc/workers.toml".as_ref())?;
+/// assert_eq!(config.bulkheads[0].processes, 1);
+///
+/// let errors = config::parse(&text.replace("exec", "exce"), "/etc/workers.toml".as_ref()).unwrap_err();
+/// assert_eq!(errors.problems()[0].help.as_deref(), Some("did you mean `exec`?"));
+/// # Ok::<(), config::ConfigErrors>(())
+/// ```
+pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
+    parse_in(text, path, &Surroundings::of_process())
+}
+
+/// What of the process a file depends on.
+#[derive(Debug, Clone)]
+struct Surroundings {
+    root: bool,
+    runtime_dir: Option<PathBuf>,
+    search_path: Option<OsString>,
+}
+
+impl Surroundings {
+    fn of_process() -> Self {
+        // By its specification a relative XDG_RUNTIME_DIR is to be ignored.
+        let runtime_dir =
+            std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_absolute());
+        Self {
+            root: rustix::process::geteuid().is_root(),
+            runtime_dir,
+            search_path: std::env::var_os("PATH"),
+        }
+    }
+
+    fn default_socket(&self) -> Option<PathBuf> {
+        let base = if self.root {
+            Some(PathBuf::from(defaults::RUNTIME_DIR_OF_ROOT))
+        } else {
+            self.runtime_dir.clone()
+        };
+        Some(base?.join(defaults::RUNTIME_FOLDER).join(defaults::SOCKET_NAME))
+    }
+}
+
+fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Config, ConfigErrors> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let absolute = std::path::absolute(path).map_err(|error| {
+        let message =
+            format!("cannot tell which folder \"{}\" is in: {error}", shown(&path.to_string_lossy()));
+        ConfigErrors::of_file(path, message, "name the configuration file by an absolute path")
+    })?;
+    let folder = absolute.parent().unwrap_or(Path::new("/"));
+    let mut problems = Problems::default();
+    let (document, syntax_errors) = DeTable::parse_recoverable(text);
+    syntax::report(text, &syntax_errors, &mut problems);
+    if !problems.is_empty() {
+        return Err(problems.into_errors(path, text));
+    }
+    let raw = raw::read(document.get_ref(), &mut problems);
+    let mut checker = relations::Checker { folder, surroundings, problems: &mut problems };
+    let config = checker.check(&absolute, raw);
+    if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(path, text)) }
+}

@@ -1,0 +1,151 @@
+//! Paths and programs: where a relative path starts, what a bare name is, and whether what the file names
+//! is there. The only place of the configuration that looks at the disk.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+
+use super::defaults;
+use super::diagnostics::shown;
+use super::values::Complaint;
+
+/// `path`, from `folder` if it is relative, without `.` in it. Links and `..` stay: only the kernel knows
+/// where they lead.
+pub(super) fn resolve(folder: &Path, path: &str) -> PathBuf {
+    folder.join(path).components().collect()
+}
+
+/// Finds what `argv[0]` names: with a `/` a path from the file's folder, else a name in `search_path`.
+pub(super) fn program(
+    label: &str,
+    name: &str,
+    folder: &Path,
+    search_path: Option<&OsStr>,
+) -> Result<PathBuf, Complaint> {
+    if name.contains('/') {
+        let path = resolve(folder, name);
+        check_program(label, &path, folder)?;
+        return Ok(path);
+    }
+    let search_path = search_path.unwrap_or(OsStr::new(defaults::SEARCH_PATH));
+    // An empty or relative entry would make the program depend on where the supervisor was started.
+    let folders: Vec<PathBuf> =
+        std::env::split_paths(search_path).filter(|entry| entry.is_absolute()).collect();
+    let candidates = folders.iter().map(|folder| folder.join(name));
+    if let Some(found) = candidates.into_iter().find(|path| runs(path)) {
+        return Ok(found);
+    }
+    let searched = folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(":");
+    let help = if runs(&folder.join(name)) {
+        format!("it is in the file's folder: write \"./{}\"", shown(name))
+    } else {
+        format!(
+            "looked in PATH ({searched}); install it there, or write its path, as in \"./{0}\" or \"/opt/{0}\"",
+            shown(name)
+        )
+    };
+    Err(Complaint::new(format!("`{label}`: there is no program `{}` in PATH", shown(name)), help))
+}
+
+fn runs(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
+}
+
+/// Asks for the effective user, which is who will do it.
+fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
+    accessat(CWD, path, access, AtFlags::EACCESS)
+}
+
+fn check_program(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+    check_regular_file(label, "program", path, folder)?;
+    may(path, Access::EXEC_OK).map_err(|_| {
+        Complaint::new(
+            format!("`{label}`: {} is not executable", path.display()),
+            format!("run `chmod +x {}`, or name the program that is meant", path.display()),
+        )
+    })
+}
+
+/// Checks that a library can be loaded, as far as that can be seen from outside.
+pub(super) fn library(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+    check_regular_file(label, "library", path, folder)?;
+    may(path, Access::READ_OK).map_err(|error| {
+        Complaint::new(
+            format!("`{label}`: {} cannot be read: {error}", path.display()),
+            "make it readable to the user of the supervisor",
+        )
+    })
+}
+
+/// Checks that workers can start in a folder.
+pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+    let found = look_up(label, "folder", path, folder)?;
+    if !found.is_dir() {
+        let parent = path.parent().unwrap_or(Path::new("/"));
+        return Err(Complaint::new(
+            format!("`{label}`: {} is not a folder", path.display()),
+            format!("name a folder, as in \"{}\"", parent.display()),
+        ));
+    }
+    may(path, Access::EXEC_OK).map_err(|error| {
+        Complaint::new(
+            format!("`{label}`: {} cannot be entered: {error}", path.display()),
+            "make it accessible to the user of the supervisor",
+        )
+    })
+}
+
+fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+    let found = look_up(label, what, path, folder)?;
+    if found.is_file() {
+        return Ok(());
+    }
+    let kind = if found.is_dir() { "a folder" } else { "not a regular file" };
+    Err(Complaint::new(
+        format!("`{label}`: {} is {kind}, not a {what}", path.display()),
+        format!("name the {what} itself"),
+    ))
+}
+
+fn look_up(label: &str, what: &str, path: &Path, folder: &Path) -> Result<fs::Metadata, Complaint> {
+    fs::metadata(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Complaint::new(
+            format!("`{label}`: there is no {what} {}", path.display()),
+            format!("relative paths start at the file's folder, {}", folder.display()),
+        ),
+        _ => Complaint::new(
+            format!("`{label}`: {} cannot be looked at: {error}", path.display()),
+            "make each folder on the way to it accessible to the user of the supervisor",
+        ),
+    })
+}
+
+/// Checks that a Unix socket can be bound at `path`.
+pub(super) fn socket(label: &str, path: &Path) -> Result<(), Complaint> {
+    let bytes = path.as_os_str().len();
+    if bytes > defaults::SOCKET_PATH_BYTES_MAX {
+        return Err(Complaint::new(
+            format!(
+                "`{label}`: the path of a Unix socket has at most {} bytes, this one has {bytes}: {}",
+                defaults::SOCKET_PATH_BYTES_MAX,
+                path.display()
+            ),
+            "choose a shorter path, as in \"/run/bulkhead/jobs.sock\"",
+        ));
+    }
+    if path.file_name().is_none() || path.is_dir() {
+        return Err(Complaint::new(
+            format!("`{label}`: {} is a folder, not a socket", path.display()),
+            format!("name a file in it, as in \"{}\"", path.join(defaults::SOCKET_NAME).display()),
+        ));
+    }
+    Ok(())
+}
+
+/// Whether two paths are the same file to be, also where folders are reached by links.
+pub(super) fn same_place(a: &Path, b: &Path) -> bool {
+    let folder = |path: &Path| path.parent().and_then(|folder| fs::canonicalize(folder).ok());
+    a == b || (a.file_name() == b.file_name() && folder(a).is_some() && folder(a) == folder(b))
+}

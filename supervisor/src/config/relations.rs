@@ -1,0 +1,385 @@
+//! From what the file says to what holds: defaults filled in, paths resolved, and each relation between
+//! keys judged once. A relation that fails is shown at the value nearest to the writer: a bulkhead's own
+//! before one of `[defaults]`, and either before one that was not written at all.
+
+use std::cmp::Ordering;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::checked::*;
+use super::diagnostics::Problems;
+use super::raw::{RawBulkhead, RawFile, RawRestart, RawSupervisor};
+use super::reader::{Arguments, Field, Given};
+use super::settled::{Settled, blame};
+use super::values::Complaint;
+use super::{Surroundings, defaults, programs, units};
+
+/// Everything that a bulkhead is judged against.
+pub(super) struct Checker<'c> {
+    pub(super) folder: &'c Path,
+    pub(super) surroundings: &'c Surroundings,
+    pub(super) problems: &'c mut Problems,
+}
+
+impl Checker<'_> {
+    /// Judges a whole file. What it returns holds only if no problem was reported.
+    pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
+        let payload = raw.supervisor.max_payload.settle(defaults::PAYLOAD_BYTES_MAX);
+        Config {
+            path: path.to_owned(),
+            supervisor: self.supervisor(&raw.supervisor, &payload),
+            bulkheads: raw.bulkheads.into_iter().map(|bulkhead| self.bulkhead(bulkhead, &payload)).collect(),
+        }
+    }
+
+    fn complain(&mut self, span: Range<usize>, complaint: Complaint) {
+        self.problems.report(span, complaint.message, complaint.help);
+    }
+
+    fn supervisor(&mut self, raw: &RawSupervisor, payload: &Settled<u64>) -> SupervisorConfig {
+        let (socket, admin) = self.sockets(raw);
+        let buffered = raw.max_buffered.settle(defaults::BUFFERED_BYTES_MAX);
+        if buffered.value < payload.value
+            && let Some(place) = blame(&buffered, payload)
+        {
+            let (small, large) = (units::format_size(buffered.value), units::format_size(payload.value));
+            self.problems.report(
+                place,
+                format!(
+                    "`max_buffered` ({}) is below `max_payload` ({}): the largest job could never wait",
+                    buffered.told(&small),
+                    payload.told(&large)
+                ),
+                format!("write `max_buffered = \"{large}\"` or more"),
+            );
+        }
+        SupervisorConfig {
+            socket,
+            socket_mode: raw.socket_mode.value_or(defaults::SOCKET_MODE),
+            admin,
+            drain_timeout: raw.drain_timeout.value_or(defaults::DRAIN_TIMEOUT),
+            max_clients: raw.max_clients.value_or(defaults::CLIENTS_MAX) as usize,
+            max_payload: payload.value,
+            max_buffered: buffered.value,
+        }
+    }
+
+    fn sockets(&mut self, raw: &RawSupervisor) -> (PathBuf, PathBuf) {
+        let socket = match &raw.socket {
+            Field::Given(given) => {
+                self.socket("socket", &given.span, programs::resolve(self.folder, &given.value))
+            }
+            Field::Refused => None,
+            Field::Absent => match self.surroundings.default_socket() {
+                Some(path) => self.socket("socket", &raw.heading, path),
+                None => {
+                    self.problems.report(
+                        raw.heading.clone(),
+                        "there is no place for the jobs socket: XDG_RUNTIME_DIR is not set, and the user is not root",
+                        "set `socket` in [supervisor], as in `socket = \"/tmp/bulkhead/jobs.sock\"`",
+                    );
+                    None
+                }
+            },
+        };
+        let admin = match (&raw.admin, &socket) {
+            (Field::Given(given), _) => {
+                self.socket("admin", &given.span, programs::resolve(self.folder, &given.value))
+            }
+            (Field::Absent, Some(socket)) => {
+                let place = raw.socket.given().map_or(&raw.heading, |given| &given.span);
+                self.socket("admin", place, socket.with_file_name(defaults::ADMIN_NAME))
+            }
+            _ => None,
+        };
+        if let (Some(socket), Some(admin)) = (&socket, &admin)
+            && programs::same_place(socket, admin)
+        {
+            let place = raw.admin.given().or(raw.socket.given()).map_or(&raw.heading, |given| &given.span);
+            self.problems.report(
+                place.clone(),
+                format!("`socket` and `admin` are the same path: {}", socket.display()),
+                "give each a path of its own; `admin` may be left out",
+            );
+        }
+        (socket.unwrap_or_default(), admin.unwrap_or_default())
+    }
+
+    fn socket(&mut self, label: &str, span: &Range<usize>, path: PathBuf) -> Option<PathBuf> {
+        match programs::socket(label, &path) {
+            Ok(()) => Some(path),
+            Err(complaint) => {
+                self.complain(span.clone(), complaint);
+                None
+            }
+        }
+    }
+
+    fn bulkhead(&mut self, raw: RawBulkhead, payload: &Settled<u64>) -> BulkheadConfig {
+        let program = self.program(&raw);
+        self.check_argument_bytes(&raw);
+        let deadline = raw.deadline.settle(defaults::DEADLINE);
+        let deadline_max = raw.deadline_max.settle(deadline.value);
+        self.check_deadlines(&raw, &deadline, &deadline_max);
+        self.check_permits(&raw);
+        let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
+        let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
+        BulkheadConfig {
+            cwd: self.cwd(&raw.cwd),
+            name: raw.name,
+            program,
+            env: raw.env.into_iter().collect(),
+            processes: raw.processes.value_or(defaults::PROCESSES) as u32,
+            max_in_flight: raw.max_in_flight.value_or(defaults::IN_FLIGHT_MAX) as u32,
+            max_queue: raw.max_queue.value_or(defaults::QUEUE_MAX) as u32,
+            queue_timeout: raw.queue_timeout.optional(),
+            deadline: deadline.value,
+            deadline_max: deadline_max.value,
+            grace: raw.grace.value_or(defaults::GRACE),
+            max_payload,
+            max_result,
+            restart: self.restart(&raw.restart),
+            start: Start {
+                handshake: raw.handshake.value_or(defaults::START_HANDSHAKE),
+                ready: raw.ready.value_or(defaults::START_READY),
+            },
+            health: Health {
+                heartbeat: raw.heartbeat.value_or(defaults::HEALTH_HEARTBEAT),
+                missed: raw.missed.value_or(defaults::HEALTH_MISSED) as u32,
+            },
+            recycle: Recycle {
+                jobs: raw.recycle_jobs.optional(),
+                rss: raw.recycle_rss.optional(),
+                age: raw.recycle_age.optional(),
+            },
+            rlimits: rlimits(&raw.rlimits),
+        }
+    }
+
+    /// Exactly one of `command`, `library` and `exec`, and what it names is there.
+    fn program(&mut self, raw: &RawBulkhead) -> Program {
+        let written: Vec<&str> = [
+            ("command", raw.command.is_absent()),
+            ("library", raw.library.is_absent()),
+            ("exec", raw.exec.is_absent()),
+        ]
+        .into_iter()
+        .filter(|(_, absent)| !absent)
+        .map(|(name, _)| name)
+        .collect();
+        match written.as_slice() {
+            [] => self.problems.report(
+                raw.heading.clone(),
+                format!("bulkhead `{}` does not say what to run", raw.name),
+                "add one of `command = [\"./worker\"]`, `library = \"./libworker.so\"` and `exec = [\"program\"]`",
+            ),
+            [_] => {}
+            several => self.report_several_programs(raw, several),
+        }
+        if let Some(entry) = raw.entry.given()
+            && raw.library.is_absent()
+        {
+            self.problems.report(
+                entry.span.clone(),
+                "`entry` needs `library`: it names a function of it",
+                "add `library = \"./libworker.so\"`, or remove `entry`",
+            );
+        }
+        let command = raw.command.given().map(|given| self.arguments("command", &given.value));
+        let exec = raw.exec.given().map(|given| self.arguments("exec", &given.value));
+        let library = raw.library.given().map(|given| self.library(given));
+        match (command, library, exec) {
+            (Some((argv, path)), _, _) => Program::Command { argv, path },
+            (None, _, Some((argv, path))) => Program::Exec { argv, path },
+            (None, library, None) => Program::Library {
+                path: library.unwrap_or_default(),
+                entry: raw.entry.value_or(defaults::ENTRY.to_owned()),
+            },
+        }
+    }
+
+    fn report_several_programs(&mut self, raw: &RawBulkhead, written: &[&str]) {
+        let names = written.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(" and ");
+        let spans = [
+            raw.command.given().map(|given| given.span.clone()),
+            raw.library.given().map(|given| given.span.clone()),
+            raw.exec.given().map(|given| given.span.clone()),
+        ];
+        let last = spans.into_iter().flatten().max_by_key(|span| span.start).unwrap_or(raw.heading.clone());
+        self.problems.report(
+            last,
+            format!("bulkhead `{}` has {names}, but it can run only one thing", raw.name),
+            "keep one of them; what else is to run gets a [bulkhead.NAME] of its own",
+        );
+    }
+
+    fn arguments(&mut self, key: &str, arguments: &Arguments) -> (Vec<String>, PathBuf) {
+        let argv: Vec<String> = arguments.iter().map(|argument| argument.value.clone()).collect();
+        let Some(name) = arguments.first() else { return (argv, PathBuf::new()) };
+        let label = format!("{key}[0]");
+        let search_path = self.surroundings.search_path.as_deref();
+        match programs::program(&label, &name.value, self.folder, search_path) {
+            Ok(path) => (argv, path),
+            Err(complaint) => {
+                self.complain(name.span.clone(), complaint);
+                (argv, PathBuf::new())
+            }
+        }
+    }
+
+    fn library(&mut self, given: &Given<String>) -> PathBuf {
+        let path = programs::resolve(self.folder, &given.value);
+        if let Err(complaint) = programs::library("library", &path, self.folder) {
+            self.complain(given.span.clone(), complaint);
+        }
+        path
+    }
+
+    fn cwd(&mut self, cwd: &Field<String>) -> PathBuf {
+        let Some(given) = cwd.given() else { return self.folder.to_owned() };
+        let path = programs::resolve(self.folder, &given.value);
+        if let Err(complaint) = programs::working_folder("cwd", &path, self.folder) {
+            self.complain(given.span.clone(), complaint);
+        }
+        path
+    }
+
+    /// The kernel bounds what a program may be given at its start; ours is well below it, so that the
+    /// variables of a job still fit.
+    fn check_argument_bytes(&mut self, raw: &RawBulkhead) {
+        let given = raw.command.given().or(raw.exec.given());
+        let arguments: usize =
+            given.map_or(0, |given| given.value.iter().map(|argument| argument.value.len() + 1).sum());
+        let variables: usize = raw.env.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
+        if arguments + variables > defaults::ARGUMENT_BYTES_MAX {
+            self.problems.report(
+                raw.heading.clone(),
+                format!(
+                    "bulkhead `{}` has {} bytes of arguments and environment, more than {}",
+                    raw.name,
+                    arguments + variables,
+                    units::format_size(defaults::ARGUMENT_BYTES_MAX as u64)
+                ),
+                "put what is large into a file, and name the file",
+            );
+        }
+    }
+
+    fn check_deadlines(&mut self, raw: &RawBulkhead, deadline: &Settled<Duration>, max: &Settled<Duration>) {
+        if raw.deadline_max.given().is_some() {
+            self.ordered(("deadline", deadline), ("deadline_max", max));
+        }
+    }
+
+    /// Reports if the lower of two durations is above the upper.
+    fn ordered(&mut self, lower: (&str, &Settled<Duration>), upper: (&str, &Settled<Duration>)) {
+        if lower.1.value.cmp(&upper.1.value) != Ordering::Greater {
+            return;
+        }
+        let Some(place) = blame(lower.1, upper.1) else { return };
+        let (low, high) = (units::format_duration(lower.1.value), units::format_duration(upper.1.value));
+        self.problems.report(
+            place,
+            format!(
+                "`{}` ({}) is above `{}` ({})",
+                lower.0,
+                lower.1.told(&low),
+                upper.0,
+                upper.1.told(&high)
+            ),
+            format!(
+                "write `{} = \"{low}\"` or more, or `{} = \"{high}\"` or less",
+                leaf(upper.0),
+                leaf(lower.0)
+            ),
+        );
+    }
+
+    fn check_permits(&mut self, raw: &RawBulkhead) {
+        let in_flight = raw.max_in_flight.settle(defaults::IN_FLIGHT_MAX);
+        let queue = raw.max_queue.settle(defaults::QUEUE_MAX);
+        let processes = raw.processes.settle(defaults::PROCESSES);
+        if in_flight.value == 0
+            && queue.value > 0
+            && let Some(place) = blame(&in_flight, &queue)
+        {
+            self.problems.report(
+                place,
+                format!(
+                    "`max_in_flight` ({}) with a queue (`max_queue` is {}): what waits would never run",
+                    in_flight.told(0),
+                    queue.told(queue.value)
+                ),
+                "write `max_in_flight = 1` or more, or `max_queue = 0` to reject every job at once",
+            );
+        }
+        if processes.value.saturating_mul(in_flight.value) > defaults::PERMITS_CEILING
+            && let Some(place) = blame(&processes, &in_flight)
+        {
+            self.problems.report(
+                place,
+                format!(
+                    "`processes` ({}) × `max_in_flight` ({}) is above {}",
+                    processes.told(processes.value),
+                    in_flight.told(in_flight.value),
+                    defaults::PERMITS_CEILING
+                ),
+                format!(
+                    "with these processes write `max_in_flight = {}` or less",
+                    defaults::PERMITS_CEILING / processes.value.max(1)
+                ),
+            );
+        }
+    }
+
+    fn below_supervisor(&mut self, name: &str, field: &Field<u64>, payload: &Settled<u64>) -> u64 {
+        let settled = field.settle(payload.value);
+        if settled.value > payload.value
+            && let Some(place) = blame(&settled, payload)
+        {
+            // The bulkhead's value is shown even if the supervisor's was written too.
+            let place = field.given().map_or(place, |given| given.span.clone());
+            let (given, max) = (units::format_size(settled.value), units::format_size(payload.value));
+            self.problems.report(
+                place,
+                format!("`{name}` ({given}) is above the supervisor's `max_payload` ({})", payload.told(&max)),
+                format!("write `{name} = \"{max}\"` or less, or `max_payload = \"{given}\"` or more in [supervisor]"),
+            );
+        }
+        settled.value
+    }
+
+    fn restart(&mut self, raw: &RawRestart) -> Restart {
+        let backoff = raw.backoff.settle(defaults::RESTART_BACKOFF);
+        let backoff_max = raw.backoff_max.settle(defaults::RESTART_BACKOFF_MAX);
+        self.ordered(("restart.backoff", &backoff), ("restart.backoff_max", &backoff_max));
+        let word = raw.policy.value_or(defaults::RESTART_POLICY);
+        Restart {
+            policy: RestartPolicy::ALL
+                .into_iter()
+                .find(|policy| policy.name() == word)
+                .unwrap_or(RestartPolicy::Always),
+            backoff: backoff.value,
+            backoff_max: backoff_max.value,
+            max: raw.max.value_or(defaults::RESTART_MAX) as u32,
+            within: raw.within.value_or(defaults::RESTART_WITHIN),
+        }
+    }
+}
+
+/// The last part of a dotted name: what stands before the `=`.
+fn leaf(label: &str) -> &str {
+    label.rsplit('.').next().unwrap_or(label)
+}
+
+fn rlimits(fields: &[Field<Option<u64>>]) -> Vec<Rlimit> {
+    let written = Resource::ALL.into_iter().zip(fields);
+    written
+        .filter_map(|(resource, field)| match (resource, field.given()) {
+            (Resource::Core, _) => Some(Rlimit { resource, limit: Some(0) }),
+            (_, Some(given)) => Some(Rlimit { resource, limit: given.value }),
+            (_, None) => None,
+        })
+        .collect()
+}

@@ -1,0 +1,74 @@
+//! A value that holds, with the reason why: written, preset, or refused. What relations between keys need
+//! in order to show a mistake where somebody made it.
+
+use std::fmt::Display;
+use std::ops::Range;
+
+use super::reader::{Field, Origin};
+
+/// Where a settled value comes from.
+#[derive(Debug, Clone, PartialEq)]
+enum Source {
+    Written(Range<usize>, Origin),
+    Preset,
+    Refused,
+}
+
+/// A value that holds, and why.
+#[derive(Debug, Clone)]
+pub(super) struct Settled<T> {
+    pub(super) value: T,
+    source: Source,
+}
+
+impl<T: Clone> Field<T> {
+    /// The value, or `preset` if there is none.
+    pub(super) fn settle(&self, preset: T) -> Settled<T> {
+        match self {
+            Field::Given(given) => Settled {
+                value: given.value.clone(),
+                source: Source::Written(given.span.clone(), given.origin),
+            },
+            Field::Absent => Settled { value: preset, source: Source::Preset },
+            Field::Refused => Settled { value: preset, source: Source::Refused },
+        }
+    }
+
+    /// The same where nobody asks why.
+    pub(super) fn value_or(&self, preset: T) -> T {
+        self.given().map_or(preset, |given| given.value.clone())
+    }
+
+    /// The value of a key without a default.
+    pub(super) fn optional(&self) -> Option<T> {
+        self.given().map(|given| given.value.clone())
+    }
+}
+
+impl<T> Settled<T> {
+    /// Where the value was written; `None` if it was not, or was refused.
+    fn place(&self) -> Option<(&Range<usize>, Origin)> {
+        if let Source::Written(span, origin) = &self.source { Some((span, *origin)) } else { None }
+    }
+
+    /// For a message: the value, and where it comes from if that is not where the message points.
+    pub(super) fn told(&self, shown: impl Display) -> String {
+        match self.source {
+            Source::Preset => format!("{shown}, the default"),
+            Source::Written(_, Origin::Defaults) => format!("{shown}, from [defaults]"),
+            Source::Written(_, Origin::Own) | Source::Refused => shown.to_string(),
+        }
+    }
+}
+
+/// The place to show when two values do not fit; `None` if that cannot be judged.
+pub(super) fn blame<A, B>(a: &Settled<A>, b: &Settled<B>) -> Option<Range<usize>> {
+    if a.source == Source::Refused || b.source == Source::Refused {
+        return None;
+    }
+    match (a.place(), b.place()) {
+        (Some((a, near)), Some((b, far))) => Some(if near >= far { a.clone() } else { b.clone() }),
+        (Some((place, _)), None) | (None, Some((place, _))) => Some(place.clone()),
+        (None, None) => None,
+    }
+}

@@ -1,0 +1,210 @@
+//! What a right file becomes.
+
+use std::time::Duration;
+
+use super::*;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+#[test]
+fn what_is_left_out_has_the_documented_default() {
+    let folder = Folder::new();
+    let config = folder.accept(&bulkhead(""));
+    assert_eq!(
+        config.supervisor,
+        SupervisorConfig {
+            socket: "/run/bulkhead/jobs.sock".into(),
+            socket_mode: 0o600,
+            admin: "/run/bulkhead/admin.sock".into(),
+            drain_timeout: ms(30_000),
+            max_clients: 1024,
+            max_payload: 64 << 20,
+            max_buffered: 512 << 20,
+        }
+    );
+    let expected = BulkheadConfig {
+        name: "a".to_owned(),
+        program: Program::Exec { argv: vec!["tool".to_owned()], path: folder.path("bin/tool") },
+        env: vec![],
+        cwd: folder.dir.path().to_owned(),
+        processes: 1,
+        max_in_flight: 1,
+        max_queue: 0,
+        queue_timeout: None,
+        deadline: ms(30_000),
+        deadline_max: ms(30_000),
+        grace: ms(100),
+        max_payload: 64 << 20,
+        max_result: 64 << 20,
+        restart: Restart {
+            policy: RestartPolicy::Always,
+            backoff: ms(100),
+            backoff_max: ms(30_000),
+            max: 5,
+            within: ms(30_000),
+        },
+        start: Start { handshake: ms(5_000), ready: ms(60_000) },
+        health: Health { heartbeat: ms(1_000), missed: 5 },
+        recycle: Recycle { jobs: None, rss: None, age: None },
+        rlimits: vec![Rlimit { resource: Resource::Core, limit: Some(0) }],
+    };
+    assert_eq!(config.bulkheads, [expected]);
+}
+
+#[test]
+fn every_key_is_taken() {
+    let folder = Folder::new();
+    let config = folder.accept(FULL);
+    assert_eq!(config.path, folder.path("workers.toml"));
+    assert_eq!(config.supervisor.socket, folder.path("s/jobs.sock"));
+    assert_eq!(config.supervisor.admin, PathBuf::from("/run/other/admin.sock"));
+    assert_eq!(config.supervisor.socket_mode, 0o660);
+    assert_eq!((config.supervisor.max_clients, config.supervisor.max_payload), (7, 32 << 20));
+    let names: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.name.as_str()).collect();
+    assert_eq!(names, ["zz.last", "aa", "mm"], "the order of the file");
+
+    let [last, aa, mm] = config.bulkheads.as_slice() else { panic!() };
+    assert_eq!(
+        last.program,
+        Program::Command {
+            argv: vec!["./thumbnail-worker".to_owned(), "--fast".to_owned(), String::new()],
+            path: folder.path("thumbnail-worker"),
+        }
+    );
+    assert_eq!(last.cwd, folder.path("work"));
+    assert_eq!((last.processes, last.max_in_flight, last.max_queue), (2, 3, 100));
+    assert_eq!(
+        (last.queue_timeout, last.deadline, last.deadline_max),
+        (Some(ms(2_000)), ms(5_000), ms(90_000))
+    );
+    assert_eq!((last.max_payload, last.max_result), (8 << 20, 12345));
+    assert_eq!(last.start, Start { handshake: ms(1_000), ready: ms(2_000) });
+    assert_eq!(last.health, Health { heartbeat: ms(250), missed: 3 });
+    assert_eq!(last.recycle, Recycle { jobs: Some(10_000), rss: Some(300 << 20), age: Some(ms(3_600_000)) });
+
+    let library = folder.path("libthumb.so");
+    assert_eq!(aa.program, Program::Library { path: library, entry: "thumb_handle".to_owned() });
+    assert_eq!((aa.max_payload, aa.max_result), (32 << 20, 32 << 20), "from the supervisor");
+    let argv = ["pdftotext", "-", "-"].map(str::to_owned).to_vec();
+    assert_eq!(mm.program, Program::Exec { argv, path: folder.path("bin/pdftotext") });
+}
+
+#[test]
+fn defaults_are_overridden_key_by_key() {
+    let folder = Folder::new();
+    let config = folder.accept(FULL);
+    let last = &config.bulkheads[0];
+    let env: Vec<_> = last.env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    assert_eq!(
+        env,
+        [("FROM", "defaults"), ("OVER", "own"), ("odd name", "line\nend \"quoted\" \\ \u{1b}")],
+        "sorted"
+    );
+    assert_eq!(last.grace, ms(50));
+    let expected = Restart {
+        policy: RestartPolicy::OnFailure,
+        backoff: ms(200),
+        backoff_max: ms(1_000),
+        max: 9,
+        within: ms(10_000),
+    };
+    assert_eq!(last.restart, expected);
+    assert_eq!(config.bulkheads[1].restart.backoff, ms(200));
+    assert_eq!(config.bulkheads[1].env.len(), 2);
+}
+
+#[test]
+fn limits_are_counted_in_the_units_of_setrlimit() {
+    let folder = Folder::new();
+    let config = folder.accept(FULL);
+    let limits: Vec<_> =
+        config.bulkheads[0].rlimits.iter().map(|limit| (limit.resource.name(), limit.limit)).collect();
+    let expected = [
+        ("as", Some(1 << 30)),
+        ("cpu", Some(2)), // 1500ms, rounded up
+        ("nofile", Some(64)),
+        ("nproc", Some(16)),
+        ("fsize", Some(16 << 20)),
+        ("core", Some(0)),
+        ("data", Some(2 << 30)),
+        ("stack", None),
+        ("memlock", Some(0)),
+        ("rss", Some(1000)),
+        ("locks", Some(5)),
+        ("sigpending", Some(6)),
+        ("msgqueue", Some(800 << 10)),
+        ("nice", Some(20)),
+        ("rtprio", Some(1)),
+        ("rttime", Some(200_000)),
+    ];
+    assert_eq!(limits, expected);
+    let config = folder.accept(&bulkhead("rlimits = { cpu = 60, rttime = 7, core = \"0B\" }"));
+    let limits: Vec<_> = config.bulkheads[0].rlimits.iter().map(|limit| limit.limit).collect();
+    assert_eq!(limits, [Some(60), Some(0), Some(7)]);
+}
+
+#[test]
+fn a_bulkhead_without_permits_rejects_everything_and_may_say_so() {
+    let config = Folder::new().accept(&bulkhead("max_in_flight = 0"));
+    assert_eq!(config.bulkheads[0].max_in_flight, 0);
+}
+
+#[test]
+fn zero_is_allowed_where_it_means_something() {
+    let config = Folder::new()
+        .accept(&bulkhead("grace = \"0s\"\nrestart = { backoff = \"0s\", backoff_max = \"0ms\" }"));
+    assert_eq!(config.bulkheads[0].grace, Duration::ZERO);
+    assert_eq!(config.bulkheads[0].restart.backoff_max, Duration::ZERO);
+}
+
+#[test]
+fn deadline_max_follows_the_deadline() {
+    let config = Folder::new().accept(&bulkhead("deadline = \"2m\""));
+    assert_eq!(config.bulkheads[0].deadline_max, ms(120_000));
+}
+
+#[test]
+fn the_summary_is_the_same_configuration() {
+    let folder = Folder::new();
+    for text in [FULL.to_owned(), bulkhead("")] {
+        let config = folder.accept(&text);
+        assert_eq!(folder.accept(&config.summary()), config);
+    }
+}
+
+#[test]
+fn the_summary_writes_every_key() {
+    let folder = Folder::new();
+    let summary = folder.accept(FULL).summary();
+    for key in reference() {
+        assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());
+    }
+}
+
+#[test]
+fn json_shows_durations_as_the_file_writes_them() {
+    let config =
+        Folder::new().accept(&bulkhead("queue_timeout = \"1500ms\"\nrlimits = { stack = \"unlimited\" }"));
+    let json = serde_json::to_value(&config.bulkheads[0]).unwrap();
+    assert_eq!(json["deadline"], "30s");
+    assert_eq!(json["queue_timeout"], "1s 500ms");
+    assert_eq!(json["restart"]["policy"], "always");
+    assert_eq!(json["program"]["exec"]["argv"][0], "tool");
+    assert_eq!(json["rlimits"][1], serde_json::json!({ "resource": "stack", "limit": "unlimited" }));
+}
+
+#[test]
+fn a_byte_order_mark_is_not_part_of_the_first_line() {
+    let folder = Folder::new();
+    folder.accept(&format!("\u{feff}{}", bulkhead("")));
+    folder.refuse_one(&format!("\u{feff}x = 1\n{}", bulkhead("")), (1, 1), "unknown key `x`", "");
+}
+
+#[test]
+fn lines_may_end_as_on_windows() {
+    let folder = Folder::new();
+    folder.accept(&bulkhead("processes = 2").replace('\n', "\r\n"));
+    folder.refuse_one(&bulkhead("processes = 0").replace('\n', "\r\n"), (3, 13), "`processes`", "");
+}

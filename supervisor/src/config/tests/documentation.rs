@@ -1,0 +1,80 @@
+//! `docs/configuration.md` says what the reader does. Its tables are written by
+//! `UPDATE_DOCS=1 cargo test -p bulkhead-supervisor --lib config`; its examples are read.
+
+use std::fmt::Write as _;
+
+use super::*;
+
+const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+
+fn docs() -> String {
+    fs::read_to_string(DOCS).unwrap_or_else(|error| panic!("cannot read {DOCS}: {error}"))
+}
+
+/// The table that stands between `<!-- keys: TABLE -->` and `<!-- end -->`.
+fn table(name: &str) -> String {
+    let mut table = String::from("| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
+    for key in reference().into_iter().filter(|key| key.table == name) {
+        writeln!(table, "| `{}` | {} | {} | {} |", key.name, key.kind, key.default, key.about).unwrap();
+    }
+    table
+}
+
+fn later_list() -> String {
+    let items: Vec<_> = later().into_iter().map(|item| format!("`{item}`")).collect();
+    format!("{}.\n", items.join(", "))
+}
+
+/// The document with every generated part as it should be.
+fn current(docs: &str) -> String {
+    let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
+    names.dedup();
+    let parts = names.iter().map(|name| (format!("<!-- keys: {name} -->\n"), table(name)));
+    let parts = parts.chain([("<!-- later -->\n".to_owned(), later_list())]);
+    let mut docs = docs.to_owned();
+    for (marker, content) in parts {
+        let start = docs.find(&marker).unwrap_or_else(|| panic!("{DOCS} has no {marker}")) + marker.len();
+        let end = start + docs[start..].find("<!-- end -->").expect("each marker has an end");
+        docs.replace_range(start..end, &content);
+    }
+    docs
+}
+
+#[test]
+fn the_reference_names_every_key_with_its_default() {
+    let docs = docs();
+    let current = current(&docs);
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        fs::write(DOCS, current).unwrap();
+        return;
+    }
+    assert!(
+        docs == current,
+        "docs/configuration.md is not what the reader reads; run this test with UPDATE_DOCS=1"
+    );
+}
+
+#[test]
+fn the_examples_are_accepted() {
+    let docs = docs();
+    let examples: Vec<&str> =
+        docs.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default()).collect();
+    assert!(examples.len() >= 3, "the examples have gone");
+    let folder = Folder::new();
+    for example in examples {
+        let text = if example.contains("[bulkhead") {
+            example.to_owned()
+        } else {
+            format!("{example}\n{}", bulkhead(""))
+        };
+        folder.accept(&text);
+    }
+}
+
+#[test]
+fn every_key_says_what_it_does_in_a_sentence() {
+    for key in reference() {
+        assert!(key.about.ends_with('.') && !key.about.contains('|'), "{}: {}", key.path(), key.about);
+        assert!(!key.example().is_empty(), "{} has no example", key.path());
+    }
+}

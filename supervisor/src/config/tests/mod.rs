@@ -1,0 +1,151 @@
+//! Tests of the configuration through its boundary: text in, values or sentences out.
+
+mod accepted;
+mod documentation;
+mod paths;
+mod random;
+mod refused;
+mod relations;
+mod values;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+
+use tempfile::TempDir;
+
+use super::*;
+
+/// A folder with what example files name, and surroundings that do not depend on who runs the test.
+struct Folder {
+    dir: TempDir,
+    surroundings: Surroundings,
+}
+
+impl Folder {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let bin = dir.path().join("bin");
+        fs::create_dir(&bin).unwrap();
+        let surroundings =
+            Surroundings { root: true, runtime_dir: None, search_path: Some(bin.into_os_string()) };
+        let folder = Self { dir, surroundings };
+        fs::create_dir(folder.path("work")).unwrap();
+        for program in ["thumbnail-worker", "bin/pdftotext", "bin/tool"] {
+            folder.write(program, 0o755);
+        }
+        folder.write("libthumb.so", 0o644);
+        folder
+    }
+
+    fn write(&self, name: &str, mode: u32) {
+        fs::write(self.path(name), "#!/bin/true\n").unwrap();
+        fs::set_permissions(self.path(name), fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
+        parse_in(text, &self.path("workers.toml"), &self.surroundings)
+    }
+
+    #[track_caller]
+    fn accept(&self, text: &str) -> Config {
+        self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
+    }
+
+    #[track_caller]
+    fn refuse(&self, text: &str) -> Vec<Problem> {
+        match self.parse(text) {
+            Ok(config) => panic!("accepted:\n{text}\nas\n{}", config.summary()),
+            Err(errors) => errors.problems().to_vec(),
+        }
+    }
+
+    /// Exactly one problem, there, with these words.
+    #[track_caller]
+    fn refuse_one(&self, text: &str, at: (usize, usize), message: &str, help: &str) {
+        let problems = self.refuse(text);
+        assert_eq!(problems.len(), 1, "{problems:#?}");
+        assert_problem(&problems[0], at, message, help);
+    }
+}
+
+#[track_caller]
+fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &str, help: &str) {
+    assert_eq!(problem.at, Some(Position { line, column }), "{problem:#?}");
+    assert!(problem.message.contains(message), "{problem:#?} should say {message:?}");
+    let given = problem.help.as_deref().unwrap_or_default();
+    assert!(given.contains(help), "{problem:#?} should help with {help:?}");
+}
+
+/// A bulkhead that needs nothing, on line 2, with `lines` from line 3 on.
+fn bulkhead(lines: &str) -> String {
+    format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
+}
+
+/// A file that sets every key of this version to another value than its default.
+const FULL: &str = r#"
+[supervisor]
+socket = "s/jobs.sock"
+socket_mode = "0660"
+admin = "/run/other/admin.sock"
+drain_timeout = "5s"
+max_clients = 7
+max_payload = "32MiB"
+max_buffered = "64MiB"
+
+[defaults]
+grace = "50ms"
+env = { FROM = "defaults", OVER = "defaults" }
+restart = { backoff = "200ms", max = 9 }
+
+[bulkhead."zz.last"]
+command = ["./thumbnail-worker", "--fast", ""]
+env = { OVER = "own", "odd name" = "line\nend \"quoted\" \\ \u001b" }
+cwd = "work"
+processes = 2
+max_in_flight = 3
+max_queue = 100
+queue_timeout = "2s"
+deadline = "5s"
+deadline_max = "1m 30s"
+max_payload = "8MiB"
+max_result = 12345
+overflow = "reject"
+start = { handshake = "1s", ready = "2s", mode = "spawn", spares = 0 }
+health = { heartbeat = "250ms", missed = 3 }
+recycle = { jobs = 10000, rss = "300MiB", age = "1h" }
+sandbox = { profile = "none" }
+
+[bulkhead."zz.last".restart]
+policy = "on-failure"
+backoff_max = "1s"
+within = "10s"
+
+[bulkhead."zz.last".rlimits]
+as = "1GiB"
+cpu = "1500ms"
+nofile = 64
+nproc = 16
+fsize = "16MiB"
+core = 0
+data = "2GiB"
+stack = "unlimited"
+memlock = 0
+rss = 1000
+locks = 5
+sigpending = 6
+msgqueue = "800KiB"
+nice = 20
+rtprio = 1
+rttime = "200ms"
+
+[bulkhead.aa]
+library = "libthumb.so"
+entry = "thumb_handle"
+
+[bulkhead.mm]
+exec = ["pdftotext", "-", "-"]
+"#;

@@ -1,0 +1,182 @@
+//! What a file names on the disk, and where the file itself lies.
+
+use std::ffi::OsString;
+
+use super::*;
+
+#[test]
+fn a_path_starts_at_the_folder_of_the_file() {
+    let folder = Folder::new();
+    let config =
+        folder.accept("[bulkhead.a]\ncommand = [\"work/../thumbnail-worker\"]\ncwd = \"./work/.\"\n");
+    let Program::Command { path, .. } = &config.bulkheads[0].program else { panic!() };
+    assert_eq!(*path, folder.path("work/../thumbnail-worker"));
+    assert_eq!(config.bulkheads[0].cwd, folder.path("work"));
+}
+
+#[test]
+fn a_program_that_is_missing_is_an_error_that_shows_where_it_was_sought() {
+    let folder = Folder::new();
+    let there = folder.path("thumb").display().to_string();
+    folder.refuse_one(
+        "[bulkhead.a]\ncommand = [\"./thumb\", \"--fast\"]\n",
+        (2, 12),
+        &format!("`command[0]`: there is no program {there}"),
+        &format!("relative paths start at the file's folder, {}", folder.dir.path().display()),
+    );
+    folder.refuse_one("[bulkhead.a]\nexec = [\"work/\"]\n", (2, 9), "is a folder, not a program", "");
+    folder.refuse_one("[bulkhead.a]\nexec = [\"./libthumb.so\"]\n", (2, 9), "is not executable", "chmod +x");
+    folder.refuse_one(
+        "[bulkhead.a]\nexec = [\"/dev/null\"]\n",
+        (2, 9),
+        "is not a regular file, not a program",
+        "",
+    );
+}
+
+#[test]
+fn a_bare_name_is_looked_up_in_path_alone() {
+    let folder = Folder::new();
+    let bin = folder.path("bin").display().to_string();
+    folder.refuse_one(
+        "[bulkhead.a]\nexec = [\"nosuch\"]\n",
+        (2, 9),
+        "there is no program `nosuch` in PATH",
+        &format!("looked in PATH ({bin})"),
+    );
+    folder.refuse_one(
+        "[bulkhead.a]\nexec = [\"thumbnail-worker\"]\n",
+        (2, 9),
+        "there is no program `thumbnail-worker` in PATH",
+        "it is in the file's folder: write \"./thumbnail-worker\"",
+    );
+}
+
+#[test]
+fn what_in_path_cannot_run_is_passed_over() {
+    let mut folder = Folder::new();
+    fs::create_dir_all(folder.path("first/pdftotext")).unwrap();
+    folder.write("first/tool", 0o644);
+    let search: OsString = std::env::join_paths([
+        PathBuf::new(),
+        PathBuf::from("relative"),
+        folder.path("first"),
+        folder.path("missing"),
+        folder.path("bin"),
+    ])
+    .unwrap();
+    folder.surroundings.search_path = Some(search);
+    for name in ["tool", "pdftotext"] {
+        let config = folder.accept(&format!("[bulkhead.a]\nexec = [\"{name}\"]\n"));
+        let Program::Exec { path, .. } = &config.bulkheads[0].program else { panic!() };
+        assert_eq!(*path, folder.path("bin").join(name));
+    }
+}
+
+#[test]
+fn without_path_the_usual_folders_are_searched() {
+    let mut folder = Folder::new();
+    folder.surroundings.search_path = None;
+    folder.accept("[bulkhead.a]\nexec = [\"sh\"]\n");
+    folder.surroundings.search_path = Some(OsString::new());
+    folder.refuse_one("[bulkhead.a]\nexec = [\"sh\"]\n", (2, 9), "there is no program `sh` in PATH", "");
+}
+
+#[test]
+fn libraries_and_folders_are_looked_at() {
+    let folder = Folder::new();
+    let library = |name: &str| format!("[bulkhead.a]\nlibrary = \"{name}\"\n");
+    folder.refuse_one(
+        &library("libno.so"),
+        (2, 11),
+        "`library`: there is no library",
+        "relative paths start",
+    );
+    folder.refuse_one(&library("work"), (2, 11), "is a folder, not a library", "");
+    folder.refuse_one(&library(""), (2, 11), "`library` is empty", "write `library = \"./libworker.so\"`");
+    folder.refuse_one(&bulkhead("cwd = \"none\""), (3, 7), "`cwd`: there is no folder", "");
+    folder.refuse_one(&bulkhead("cwd = \"libthumb.so\""), (3, 7), "is not a folder", "");
+    folder.refuse_one(&bulkhead("cwd = \"libthumb.so/x\""), (3, 7), "`cwd`: ", "");
+}
+
+#[test]
+fn a_socket_path_fits_into_an_address() {
+    let folder = Folder::new();
+    let at = |bytes: usize| {
+        let path = format!("/{}", "x".repeat(bytes - 1));
+        format!("[supervisor]\nsocket = \"{path}\"\nadmin = \"/tmp/a\"\n{}", bulkhead(""))
+    };
+    folder.accept(&at(107));
+    folder.refuse_one(&at(108), (2, 10), "has at most 107 bytes, this one has 108", "choose a shorter path");
+    let text = format!("[supervisor]\nadmin = \"{}\"\n{}", "y".repeat(100), bulkhead(""));
+    folder.refuse_one(&text, (2, 9), "`admin`: the path of a Unix socket has at most 107", "");
+    let text = format!("[supervisor]\nsocket = \"work\"\n{}", bulkhead(""));
+    folder.refuse_one(&text, (2, 10), "is a folder, not a socket", "jobs.sock");
+}
+
+#[test]
+fn the_socket_has_a_place_of_its_own_for_each_user() {
+    let mut folder = Folder::new();
+    folder.surroundings.root = false;
+    folder.surroundings.runtime_dir = Some("/run/user/1000".into());
+    let config = folder.accept(&bulkhead(""));
+    assert_eq!(config.supervisor.socket, PathBuf::from("/run/user/1000/bulkhead/jobs.sock"));
+    assert_eq!(config.supervisor.admin, PathBuf::from("/run/user/1000/bulkhead/admin.sock"));
+
+    folder.surroundings.runtime_dir = None;
+    let text = format!("[supervisor]\nmax_clients = 1\n{}", bulkhead(""));
+    folder.refuse_one(&text, (1, 2), "XDG_RUNTIME_DIR is not set", "set `socket` in [supervisor]");
+    folder.refuse_one(&bulkhead(""), (1, 1), "XDG_RUNTIME_DIR is not set", "set `socket`");
+    folder.accept(&format!("[supervisor]\nsocket = \"jobs.sock\"\n{}", bulkhead("")));
+}
+
+#[test]
+fn the_admin_socket_lies_beside_the_jobs_socket() {
+    let folder = Folder::new();
+    let config = folder.accept(&format!("[supervisor]\nsocket = \"s/j\"\n{}", bulkhead("")));
+    assert_eq!(config.supervisor.admin, folder.path("s/admin.sock"));
+}
+
+#[test]
+fn a_file_is_loaded_from_where_it_lies() {
+    let folder = Folder::new();
+    let path = folder.path("workers.toml");
+    fs::write(&path, "[bulkhead.a]\ncommand = [\"./thumbnail-worker\"]\n[supervisor]\nsocket = \"s\"\n")
+        .unwrap();
+    let config = load(&path).unwrap();
+    assert_eq!(config.path, path);
+    assert_eq!(config.supervisor.socket, folder.path("s"));
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named_with_the_cause() {
+    let folder = Folder::new();
+    for (name, cause) in
+        [("none.toml", "No such file"), ("work", "directory"), ("libthumb.so/x", "Not a directory")]
+    {
+        let errors = load(&folder.path(name)).unwrap_err();
+        let text = errors.to_string();
+        assert!(text.contains(&folder.path(name).display().to_string()) && text.contains(cause), "{text}");
+        assert_eq!(errors.problems()[0].at, None);
+    }
+}
+
+#[test]
+fn a_file_that_never_ends_is_refused() {
+    let errors = load(Path::new("/dev/zero")).unwrap_err();
+    assert!(errors.to_string().contains("larger than 4MiB"), "{errors}");
+}
+
+#[test]
+fn a_file_that_is_not_utf8_is_shown_at_the_byte() {
+    let folder = Folder::new();
+    let path = folder.path("workers.toml");
+    fs::write(&path, b"# gr\xc3\xbc\xc3\x9fe\nx = \"\xc3\xa4\xff\"\n").unwrap();
+    let errors = load(&path).unwrap_err();
+    assert_problem(&errors.problems()[0], (2, 7), "not UTF-8: byte 0xff", "save the file as UTF-8");
+    assert!(errors.to_string().contains("workers.toml:2:7"), "{errors}");
+    for bytes in [&b"\xff"[..], b"a = 1\n\xc3", b"\n\n\xe2\x82"] {
+        fs::write(&path, bytes).unwrap();
+        assert!(load(&path).unwrap_err().to_string().contains("not UTF-8"));
+    }
+}

@@ -1,0 +1,294 @@
+//! What does not belong into a file, and how that is told.
+
+use super::*;
+
+#[test]
+fn everything_wrong_is_told_at_once_in_the_order_of_the_file() {
+    let folder = Folder::new();
+    let text = r#"[supervisor]
+socket_mode = 600
+http = "127.0.0.1:9464"
+max_client = 5
+
+[defaults]
+deadline = 5
+
+[bulkhead.one]
+exec = ["tool", 1]
+processes = 0
+max_in_flight = 0
+max_queue = 5
+breaker = { window = "10s" }
+
+[bulkhead.TWO]
+command = "./thumbnail-worker"
+max_result = "1GiB"
+nonsense = true
+"#;
+    let problems = folder.refuse(text);
+    let told: Vec<_> =
+        problems.iter().map(|problem| (problem.at.unwrap().line, problem.message.as_str())).collect();
+    let expected = [
+        (2, "`socket_mode` must be a string, not a number"),
+        (3, "`http` is not supported yet"),
+        (4, "unknown key `max_client` in [supervisor]"),
+        (7, "`deadline` must be a duration with a unit, not a bare number"),
+        (10, "`exec[1]` must be a string, not a number"),
+        (11, "`processes` must be from 1 to 1024, not 0"),
+        (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): what waits would never run"),
+        (14, "`breaker` is not supported yet"),
+        (16, "`TWO` cannot name a bulkhead"),
+        (17, "`command` must be an array of strings, not a string"),
+        (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
+        (19, "unknown key `nonsense` in [bulkhead.TWO]"),
+    ];
+    assert_eq!(told, expected);
+    assert!(problems.iter().all(|problem| problem.help.is_some()));
+}
+
+#[test]
+fn a_report_shows_file_line_column_the_line_and_what_to_write() {
+    let folder = Folder::new();
+    let path = folder.path("workers.toml");
+    let errors = folder.parse(&bulkhead("deadlin = \"5s\"")).unwrap_err();
+    let expected = format!(
+        "\
+error: unknown key `deadlin` in [bulkhead.a]
+ --> {path}:3:1
+  |
+3 | deadlin = \"5s\"
+  | ^^^^^^^
+  |
+  = help: did you mean `deadline`?
+
+{path}: 1 error",
+        path = path.display()
+    );
+    assert_eq!(errors.render(false), expected);
+    assert_eq!(errors.to_string(), expected);
+    assert!(errors.render(true).contains("\u{1b}["));
+    assert_eq!(errors.path(), path);
+    let json = serde_json::to_value(errors.problems()).unwrap();
+    let expected = serde_json::json!([{
+        "line": 3, "column": 1,
+        "message": "unknown key `deadlin` in [bulkhead.a]", "help": "did you mean `deadline`?",
+    }]);
+    assert_eq!(json, expected);
+}
+
+#[test]
+fn columns_are_counted_in_characters() {
+    let folder = Folder::new();
+    let text = bulkhead("env = { \"größe\" = 1 }");
+    folder.refuse_one(&text, (3, 19), "`env.größe` must be a string", "");
+    assert!(folder.parse(&text).unwrap_err().to_string().contains("workers.toml:3:19"));
+}
+
+#[test]
+fn the_terminal_is_safe_from_what_a_file_says() {
+    let folder = Folder::new();
+    let text = bulkhead("\"\\u001b[31m\" = 1\ndeadline = \"\\u001b]0;x\\u0007\"\nenv = { \"\\u009b\" = 1 }");
+    let report = folder.parse(&text).unwrap_err().to_string();
+    assert!(!report.chars().any(|c| c.is_control() && c != '\n'), "{report:?}");
+}
+
+#[test]
+fn many_errors_are_counted_and_the_first_are_shown() {
+    let lines: String = (0..150).map(|number| format!("x{number} = 1\n")).collect();
+    let errors = Folder::new().parse(&bulkhead(&lines)).unwrap_err();
+    assert_eq!(errors.problems().len(), 150);
+    let report = errors.to_string();
+    assert_eq!(report.matches("error: unknown key").count(), 100);
+    assert!(report.ends_with("150 errors, of which the first 100 are shown"), "{report}");
+}
+
+#[test]
+fn syntax_errors_have_their_place_and_advice() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        "[bulkhead.a]\ndeadline = 5s\n",
+        (2, 12),
+        "string values must be quoted",
+        "write \"5s\"",
+    );
+    folder.refuse_one("a = \nb = 1\n", (1, 5), "string values must be quoted", "write a value after the `=`");
+    folder.refuse_one("a = 1\na = 2\n", (2, 1), "duplicate key", "keep one");
+    folder.refuse_one("[a]\n[a]\n", (2, 2), "duplicate key", "keep one");
+    folder.refuse_one("a 1\n", (1, 3), "key with no value", "write `key = value`");
+    folder.refuse_one("[a\n", (1, 3), "unclosed table", "close the heading with `]`");
+    folder.refuse_one("a = 'x' 'y'\n", (1, 9), "unexpected key or value", "a line of its own");
+    folder.refuse_one("a = \"x\n", (1, 7), "invalid basic string", "ends on its line");
+    folder.refuse_one("[bulkhead.ä]\n", (1, 11), "invalid unquoted key", "quote any other");
+    let problems = folder.refuse("a = 1s\nb = 2s\n[c\n");
+    let lines: Vec<_> = problems.iter().map(|problem| problem.at.unwrap().line).collect();
+    assert_eq!(lines, [1, 2, 3], "{problems:#?}");
+}
+
+#[test]
+fn a_file_without_a_bulkhead_is_refused() {
+    let folder = Folder::new();
+    folder.refuse_one("", (1, 1), "the file has no bulkhead", "[bulkhead.NAME]");
+    folder.refuse_one("# nothing\n", (1, 1), "the file has no bulkhead", "");
+    folder.refuse_one("[defaults]\n[bulkhead]\n", (2, 2), "the file has no bulkhead", "");
+    folder.refuse_one(
+        "bulkhead = 3\n",
+        (1, 12),
+        "`bulkhead` must be a table, not a number",
+        "[bulkhead.NAME]",
+    );
+    folder.refuse_one(
+        "[[bulkhead]]\nexec = [\"tool\"]\n",
+        (1, 1),
+        "must be a table, not an array",
+        "[bulkhead.NAME]",
+    );
+}
+
+#[test]
+fn names_of_bulkheads_are_plain() {
+    let folder = Folder::new();
+    let named = |name: &str| format!("[bulkhead.\"{name}\"]\nexec = [\"tool\"]\n");
+    folder.accept(&named("a-b_c.9"));
+    folder.accept(&named(&"x".repeat(64)));
+    folder.refuse_one(
+        &named("PDF to Text"),
+        (1, 11),
+        "`PDF to Text` cannot name a bulkhead",
+        "as in `pdf-to-text`",
+    );
+    folder.refuse_one(&named(""), (1, 11), "cannot name a bulkhead", "1 to 64 of a-z");
+    folder.refuse_one(&named(&"x".repeat(65)), (1, 11), "cannot name a bulkhead", "1 to 64");
+}
+
+#[test]
+fn a_key_in_the_wrong_table_is_shown_the_right_one() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("max_clients = 3"),
+        (3, 1),
+        "unknown key",
+        "`max_clients` belongs in [supervisor]",
+    );
+    folder.refuse_one(
+        &bulkhead("backoff = \"1s\""),
+        (3, 1),
+        "",
+        "`backoff` belongs in [bulkhead.NAME.restart]",
+    );
+    folder.refuse_one(
+        &format!("grace = \"1s\"\n{}", bulkhead("")),
+        (1, 1),
+        "",
+        "`grace` belongs in [bulkhead.NAME]",
+    );
+    folder.refuse_one(&bulkhead("[workers]"), (3, 2), "unknown key `workers`", "written [bulkhead.workers]");
+    folder.refuse_one(
+        &bulkhead("[suprvisor]"),
+        (3, 2),
+        "unknown key `suprvisor`",
+        "did you mean `supervisor`?",
+    );
+    folder.refuse_one(
+        &bulkhead("colour = 1"),
+        (3, 1),
+        "unknown key `colour`",
+        "the keys here are command, library",
+    );
+    folder.refuse_one(
+        &bulkhead("ratelimit = 1"),
+        (3, 1),
+        "unknown key `ratelimit`",
+        "did you mean `rate_limit`?",
+    );
+    let problems = folder.refuse("[bulkhead]\ndeadline = \"5s\"\n");
+    assert_problem(
+        &problems[0],
+        (2, 12),
+        "bulkhead `deadline` must be a table",
+        "keys for every bulkhead go into [defaults]",
+    );
+}
+
+#[test]
+fn what_runs_cannot_be_a_default() {
+    let folder = Folder::new();
+    for key in ["command = [\"tool\"]", "exec = [\"tool\"]", "library = \"libthumb.so\"", "entry = \"e\""] {
+        let name = key.split(' ').next().unwrap();
+        let text = format!("[defaults]\n{key}\n{}", bulkhead(""));
+        folder.refuse_one(&text, (2, 1), &format!("`{name}` cannot stand in [defaults]"), "says for itself");
+    }
+}
+
+#[test]
+fn a_wrong_default_is_told_once_even_if_nobody_uses_it() {
+    let folder = Folder::new();
+    let text = format!(
+        "{}grace = \"1s\"\n[bulkhead.b]\nexec = [\"tool\"]\n[defaults]\ngrace = 1\ncwd = \"none\"\n",
+        bulkhead("")
+    );
+    let problems = folder.refuse(&text);
+    assert_eq!(problems.len(), 2, "{problems:#?}");
+    assert_problem(&problems[0], (8, 9), "`grace` must be a duration", "write `grace = \"1s\"`");
+    assert_problem(&problems[1], (9, 7), "`cwd`: there is no folder", "");
+}
+
+/// Puts `key = value` into its table in a file that is otherwise right; the line it is on is 1.
+fn with_key(table: &str, line: &str) -> String {
+    match table {
+        "" => format!("{line}\n{}", bulkhead("")),
+        "supervisor" => format!("supervisor.{line}\n{}", bulkhead("")),
+        inner => {
+            let inner = inner.strip_prefix("bulkhead.NAME").unwrap();
+            let program = if line.starts_with("command") {
+                ""
+            } else {
+                "bulkhead.a.command = [\"./thumbnail-worker\"]"
+            };
+            format!("bulkhead.a{inner}.{line}\n{program}\n")
+        }
+    }
+}
+
+#[test]
+fn every_key_of_the_reference_is_read_and_refuses_another_type() {
+    let folder = Folder::new();
+    for key in reference() {
+        let text = with_key(key.table, &format!("{} = 1979-05-27", key.name));
+        let problems = folder.refuse(&text);
+        let about_it = |problem: &&Problem| problem.message.contains(&format!("`{}`", key.label()));
+        let problem =
+            problems.iter().find(about_it).unwrap_or_else(|| panic!("{}: {problems:#?}", key.path()));
+        assert_eq!(problem.at.unwrap().line, 1);
+    }
+}
+
+#[test]
+fn every_key_of_later_is_refused_as_such() {
+    let folder = Folder::new();
+    for (table, name) in schema::LATER {
+        let text = with_key(table, &format!("{name} = 1979-05-27"));
+        let message = format!("`{}` is not supported yet", schema::label(table, name));
+        let column = text.find(name).unwrap() + 1;
+        folder.refuse_one(&text, (1, column), &message, "remove it");
+        assert!(schema::find(table, name).is_none(), "{name} is both supported and not");
+    }
+    for line in [
+        "overflow = \"evict-oldest\"",
+        "start.mode = \"fork\"",
+        "start.spares = 1",
+        "sandbox.profile = \"strict\"",
+    ] {
+        let column = line.find("= ").unwrap() + 3;
+        folder.refuse_one(&bulkhead(line), (3, column), "not supported yet", "");
+    }
+    for section in ["[bulkhead.a.tenant.acme]\nmax_queue = 1", "[bulkhead.a.cgroup]\npids = 3"] {
+        folder.refuse_one(&bulkhead(section), (3, 13), "is not supported yet", "");
+    }
+    folder.refuse_one(&bulkhead("[[access]]\nuid = 1"), (3, 3), "`access` is not supported yet", "");
+    folder.refuse_one(
+        &format!("[defaults]\nretry = 1\n{}", bulkhead("")),
+        (2, 1),
+        "`retry` is not supported yet",
+        "",
+    );
+}

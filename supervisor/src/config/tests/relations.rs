@@ -1,0 +1,151 @@
+//! Values that are right alone and wrong together.
+
+use super::*;
+
+#[test]
+fn a_deadline_fits_below_its_maximum() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("deadline = \"5s\"\ndeadline_max = \"2s\""),
+        (3, 12),
+        "`deadline` (5s) is above `deadline_max` (2s)",
+        "write `deadline_max = \"5s\"` or more, or `deadline = \"2s\"` or less",
+    );
+    folder.refuse_one(
+        &bulkhead("deadline_max = \"2s\""),
+        (3, 16),
+        "`deadline` (30s, the default) is above `deadline_max` (2s)",
+        "`deadline = \"2s\"` or less",
+    );
+}
+
+#[test]
+fn a_relation_is_shown_where_the_bulkhead_broke_it() {
+    let folder = Folder::new();
+    let text = format!("{}[defaults]\ndeadline_max = \"40s\"\n", bulkhead("deadline = \"41s\""));
+    folder.refuse_one(&text, (3, 12), "(41s) is above `deadline_max` (40s, from [defaults])", "");
+}
+
+#[test]
+fn a_relation_broken_by_the_defaults_is_told_once() {
+    let folder = Folder::new();
+    let text = "[defaults]\ndeadline_max = \"1s\"\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
+    folder.refuse_one(text, (2, 16), "`deadline` (30s, the default)", "");
+}
+
+#[test]
+fn a_queue_needs_permits() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("max_queue = 10\nmax_in_flight = 0"),
+        (4, 17),
+        "`max_in_flight` (0) with a queue (`max_queue` is 10)",
+        "write `max_in_flight = 1` or more",
+    );
+    let text = format!("[defaults]\nmax_queue = 3\n{}", bulkhead("max_in_flight = 0"));
+    folder.refuse_one(&text, (5, 17), "(`max_queue` is 3, from [defaults])", "");
+    let text = format!("[defaults]\nmax_in_flight = 0\n{}", bulkhead("max_queue = 3"));
+    folder.refuse_one(&text, (5, 13), "`max_in_flight` (0, from [defaults])", "");
+}
+
+#[test]
+fn permits_are_bounded() {
+    let folder = Folder::new();
+    folder.accept(&bulkhead("processes = 1000\nmax_in_flight = 1000"));
+    folder.refuse_one(
+        &bulkhead("processes = 1000\nmax_in_flight = 1001"),
+        (3, 13),
+        "`processes` (1000) × `max_in_flight` (1001) is above 1000000",
+        "`max_in_flight = 1000` or less",
+    );
+}
+
+#[test]
+fn payloads_fit_the_supervisor() {
+    let folder = Folder::new();
+    for name in ["max_payload", "max_result"] {
+        let message =
+            format!("`{name}` (65MiB) is above the supervisor's `max_payload` (64MiB, the default)");
+        let help = format!("write `{name} = \"64MiB\"` or less");
+        folder.refuse_one(&bulkhead(&format!("{name} = \"65MiB\"")), (3, name.len() + 4), &message, &help);
+        folder.accept(&format!(
+            "[supervisor]\nmax_payload = \"65MiB\"\n{}",
+            bulkhead(&format!("{name} = \"65MiB\""))
+        ));
+    }
+    let text = format!("[supervisor]\nmax_payload = \"1MiB\"\n{}", bulkhead("max_result = \"2MiB\""));
+    folder.refuse_one(&text, (5, 14), "(2MiB) is above the supervisor's `max_payload` (1MiB)", "");
+}
+
+#[test]
+fn the_largest_payload_can_wait() {
+    let folder = Folder::new();
+    let text = format!("[supervisor]\nmax_payload = \"1GiB\"\n{}", bulkhead(""));
+    folder.refuse_one(
+        &text,
+        (2, 15),
+        "`max_buffered` (512MiB, the default)",
+        "write `max_buffered = \"1GiB\"`",
+    );
+    let text = format!("[supervisor]\nmax_buffered = 1\n{}", bulkhead(""));
+    folder.refuse_one(&text, (2, 16), "(1B) is below `max_payload` (64MiB, the default)", "");
+}
+
+#[test]
+fn backoff_grows() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("restart = { backoff_max = \"10ms\" }"),
+        (3, 27),
+        "`restart.backoff` (100ms, the default) is above `restart.backoff_max` (10ms)",
+        "write `backoff_max = \"100ms\"` or more, or `backoff = \"10ms\"` or less",
+    );
+}
+
+#[test]
+fn exactly_one_thing_runs() {
+    let folder = Folder::new();
+    folder.refuse_one("[bulkhead.a]\n", (1, 11), "bulkhead `a` does not say what to run", "`command = [");
+    folder.refuse_one(
+        &bulkhead("library = \"libthumb.so\"\ncommand = [\"./thumbnail-worker\"]"),
+        (4, 11),
+        "bulkhead `a` has `command` and `library` and `exec`",
+        "keep one of them",
+    );
+    folder.refuse_one(&bulkhead("entry = \"handle\""), (3, 9), "`entry` needs `library`", "");
+}
+
+#[test]
+fn a_value_that_was_refused_breaks_no_relation() {
+    let folder = Folder::new();
+    folder.refuse_one(&bulkhead("deadline = 5\ndeadline_max = \"10s\""), (3, 12), "not a bare number", "");
+    folder.refuse_one(&bulkhead("max_in_flight = 0\nmax_queue = \"x\""), (4, 13), "`max_queue`", "");
+    folder.refuse_one("[bulkhead.a]\nexec = 3\n", (2, 8), "`exec` must be an array of strings", "");
+    let text = format!("[defaults]\ndeadline = 5\n{}", bulkhead("deadline_max = \"10s\""));
+    folder.refuse_one(&text, (2, 12), "not a bare number", "");
+}
+
+#[test]
+fn sockets_differ() {
+    let folder = Folder::new();
+    let text = format!("[supervisor]\nsocket = \"a.sock\"\nadmin = \"./a.sock\"\n{}", bulkhead(""));
+    folder.refuse_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+    let text = format!("[supervisor]\nsocket = \"x/admin.sock\"\n{}", bulkhead(""));
+    folder.refuse_one(&text, (2, 10), "`socket` and `admin` are the same path", "");
+    std::os::unix::fs::symlink(folder.path("work"), folder.path("link")).unwrap();
+    let text = format!("[supervisor]\nsocket = \"work/a.sock\"\nadmin = \"link/a.sock\"\n{}", bulkhead(""));
+    folder.refuse_one(&text, (3, 9), "`socket` and `admin` are the same path", "");
+}
+
+#[test]
+fn a_misspelt_key_is_not_also_a_missing_one() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        "[bulkhead.a]\nexce = [\"tool\"]\n",
+        (2, 1),
+        "unknown key `exce`",
+        "did you mean `exec`?",
+    );
+    let text = bulkhead("dedline = \"5s\"\ndeadline_max = \"10s\"");
+    folder.refuse_one(&text, (3, 1), "unknown key `dedline`", "did you mean `deadline`?");
+}

@@ -1,0 +1,223 @@
+//! Each kind of value, wrong in each way.
+
+use super::*;
+
+#[test]
+fn durations_have_units_and_bounds() {
+    let folder = Folder::new();
+    let cases = [
+        ("deadline = 5", "a bare number", "write `deadline = \"5s\"` for seconds, or \"5ms\""),
+        ("deadline = -5", "a bare number", "write `deadline = \"5s\"`"),
+        (
+            "deadline = 1.5",
+            "must be a duration as a string, not a decimal number",
+            "write `deadline = \"30s\"`",
+        ),
+        ("deadline = \"5\"", "is not a duration: \"5\"", "write `deadline = \"5s\"`"),
+        ("deadline = \"\"", "is not a duration", "\"500ms\", \"2s\" or \"1m 30s\""),
+        ("deadline = \"soon\"", "is not a duration: \"soon\"", "\"500ms\""),
+        ("deadline = \"5M\"", "is not a duration", "for minutes write `m`"),
+        ("deadline = \"-5s\"", "is not a duration", ""),
+        ("deadline = \"0s\"", "must be from 1ms to 365d, not 0s", "write `deadline = \"30s\"`"),
+        ("deadline = \"999us\"", "must be from 1ms to 365d, not 999us", ""),
+        ("deadline = \"366d\"", "must be from 1ms to 365d, not 366d", ""),
+        ("deadline = \"99999999999999999999s\"", "is not a duration", "the longest duration is \"365d\""),
+        ("deadline_max = \"0s\"", "", ""),
+        ("queue_timeout = \"0s\"", "", "to never wait set `max_queue = 0`"),
+        ("grace = \"2y\"", "must be from 0s to 365d", ""),
+        ("restart = { within = \"0s\" }", "`restart.within` must be from 1ms", "write `within = \"30s\"`"),
+        ("start = { handshake = \"0s\" }", "`start.handshake`", ""),
+        ("start = { ready = \"0s\" }", "`start.ready`", ""),
+        ("health = { heartbeat = \"0s\" }", "`health.heartbeat`", ""),
+        ("recycle = { age = \"0s\" }", "`recycle.age`", ""),
+    ];
+    for (line, message, help) in cases {
+        let problem = &folder.refuse(&bulkhead(line))[0];
+        let column = line.rfind("= ").unwrap() + 3;
+        assert_problem(problem, (3, column), message, help);
+    }
+}
+
+#[test]
+fn sizes_are_unambiguous_and_bounded() {
+    let folder = Folder::new();
+    let cases = [
+        (
+            "256M",
+            "is not a size: \"256M\"",
+            "write \"256MiB\" for powers of 1024, or \"256MB\" for powers of 1000",
+        ),
+        ("8Gi", "is not a size", "write \"8GiB\""),
+        ("", "is not a size", "KiB, MiB, GiB"),
+        ("MiB", "is not a size", ""),
+        ("-1MiB", "is not a size", ""),
+        ("1e3", "is not a size", ""),
+        ("1 000", "is not a size", ""),
+        ("1.MiB", "is not a size", ""),
+        ("0.5", "is not a size", ""),
+        ("1.2.3MiB", "is not a size", ""),
+        ("0B", "must be from 1 to 1073741824 bytes (1GiB), not 0", ""),
+        ("1025MiB", "not 1074790400", ""),
+        ("99999999999999999999TiB", "is not a size", "64 bits"),
+        ("99999999999999999999999999999999999999999999999999TiB", "is not a size", "64 bits"),
+    ];
+    for (size, message, help) in cases {
+        folder.refuse_one(&bulkhead(&format!("max_result = \"{size}\"")), (3, 14), message, help);
+    }
+    folder.refuse_one(&bulkhead("max_result = -1"), (3, 14), "not -1", "");
+    folder.refuse_one(&bulkhead("max_result = true"), (3, 14), "must be a size such as \"64MiB\"", "");
+    folder.refuse_one(
+        &bulkhead("max_result = 99999999999999999999999999999999999999999"),
+        (3, 14),
+        "a number that large",
+        "",
+    );
+    for (size, bytes) in
+        [("64KiB", 65536), ("1.5KiB", 1536), ("2 kB", 2000), ("77", 77), ("5B", 5), ("1mb", 1_000_000)]
+    {
+        assert_eq!(
+            folder.accept(&bulkhead(&format!("max_result = \"{size}\""))).bulkheads[0].max_result,
+            bytes
+        );
+    }
+    let config = folder.accept(&bulkhead("max_result = 0x1_00"));
+    assert_eq!(config.bulkheads[0].max_result, 256);
+}
+
+#[test]
+fn numbers_have_bounds() {
+    let folder = Folder::new();
+    let cases = [
+        ("processes = 0", "`processes` must be from 1 to 1024, not 0", "write `processes = 1`"),
+        ("processes = 1025", "from 1 to 1024", "write `processes = 1024`"),
+        ("processes = -99999999999999999999999999999999999999999999", "far below zero", ""),
+        ("processes = \"2\"", "must be a whole number, not a string", "write `processes = 2`"),
+        ("processes = 2.0", "must be a whole number, not a decimal number", ""),
+        ("max_in_flight = 4097", "from 0 to 4096", ""),
+        ("max_queue = 1000001", "from 0 to 1000000", ""),
+        ("restart = { max = 0 }", "`restart.max` must be from 1", ""),
+        ("health = { missed = 0 }", "`health.missed` must be from 1", ""),
+        ("recycle = { jobs = 0 }", "`recycle.jobs` must be at least 1, not 0", ""),
+        ("recycle = { rss = 0 }", "`recycle.rss` must be at least 1, not 0", ""),
+    ];
+    for (line, message, help) in cases {
+        let column = line.rfind("= ").unwrap() + 3;
+        folder.refuse_one(&bulkhead(line), (3, column), message, help);
+    }
+    for (line, message) in [("max_clients = 0", "from 1 to"), ("max_payload = 0", "from 1 to")] {
+        let text = format!("[supervisor]\n{line}\n{}", bulkhead(""));
+        folder.refuse_one(&text, (2, 15), message, "");
+    }
+}
+
+#[test]
+fn modes_are_octal_strings() {
+    let folder = Folder::new();
+    let mode = |value: &str| format!("[supervisor]\nsocket_mode = {value}\n{}", bulkhead(""));
+    folder.refuse_one(
+        &mode("600"),
+        (2, 15),
+        "must be a string, not a number",
+        "write `socket_mode = \"0600\"`",
+    );
+    folder.refuse_one(&mode("0o660"), (2, 15), "must be a string, not a number", "\"0660\"");
+    for wrong in ["\"0800\"", "\"rw\"", "\"\"", "\"4755\"", "\"00600\"", "\"+60\""] {
+        folder.refuse_one(&mode(wrong), (2, 15), "is not a mode of three octal digits", "\"0600\"");
+    }
+    assert_eq!(folder.accept(&mode("\"666\"")).supervisor.socket_mode, 0o666);
+}
+
+#[test]
+fn words_are_checked() {
+    let folder = Folder::new();
+    let line = "restart = { policy = \"on_failure\" }";
+    folder.refuse_one(
+        &bulkhead(line),
+        (3, 22),
+        "`restart.policy` cannot be",
+        "did you mean `\"on-failure\"`?",
+    );
+    let line = "restart = { policy = \"sometimes\" }";
+    folder.refuse_one(
+        &bulkhead(line),
+        (3, 22),
+        "cannot be \"sometimes\"",
+        "one of `\"always\"`, `\"on-failure\"`",
+    );
+    folder.refuse_one(&bulkhead("overflow = 1"), (3, 12), "`overflow` must be a string", "\"reject\"");
+    folder.refuse_one(&bulkhead("start = { spares = -1 }"), (3, 20), "at least 0", "");
+    folder.refuse_one(
+        &bulkhead("start = 5"),
+        (3, 9),
+        "`start` must be a table, not a number",
+        "[bulkhead.a.start]",
+    );
+}
+
+#[test]
+fn arguments_are_strings_without_nul() {
+    let folder = Folder::new();
+    let exec = |value: &str| format!("[bulkhead.a]\nexec = {value}\n");
+    folder.refuse_one(&exec("[]"), (2, 8), "`exec` is empty", "write the program");
+    folder.refuse_one(&exec("[\"\"]"), (2, 9), "`exec[0]` is empty", "");
+    folder.refuse_one(&exec("[\"tool\", \"a\\u0000b\"]"), (2, 17), "`exec[1]` contains a NUL byte", "");
+    folder.refuse_one(&exec("[\"tool\", true]"), (2, 17), "`exec[1]` must be a string", "write \"true\"");
+    folder.refuse_one(
+        &exec("\"tool -x\""),
+        (2, 8),
+        "must be an array of strings",
+        "`exec = [\"tool\", \"-x\"]`",
+    );
+    let problems = folder.refuse(&exec("[\"./none\", 1, 2.5]"));
+    assert_eq!(problems.len(), 3, "{problems:#?}");
+    let argument = "x".repeat(96 * 1024);
+    folder.refuse_one(
+        &exec(&format!("[\"tool\", \"{argument}\"]")),
+        (1, 11),
+        "of arguments and environment",
+        "file",
+    );
+    let text = bulkhead(&format!("env = {{ A = \"{argument}\" }}"));
+    folder.refuse_one(&text, (1, 11), "more than 96KiB", "");
+}
+
+#[test]
+fn the_environment_is_names_and_strings() {
+    let folder = Folder::new();
+    let cases = [
+        ("A = 1", 13, "`env.A` must be a string, not a number", "write `A = \"1\"`"),
+        ("A = true", 13, "not a boolean", "write `A = \"true\"`"),
+        ("A = []", 13, "not an array", ""),
+        ("A = \"\\u0000\"", 13, "contains a NUL byte", ""),
+        ("\"\" = \"x\"", 9, "a name in `env` is empty", ""),
+        ("\"A=B\" = \"x\"", 9, "`A=B` cannot name a variable", ""),
+        ("BULKHEAD_JOB = \"x\"", 9, "`BULKHEAD_JOB` is reserved", ""),
+    ];
+    for (entry, column, message, help) in cases {
+        folder.refuse_one(&bulkhead(&format!("env = {{ {entry} }}")), (3, column), message, help);
+    }
+    folder.refuse_one(&bulkhead("env = [\"A=1\"]"), (3, 7), "`env` must be a table of strings", "RUST_LOG");
+}
+
+#[test]
+fn limits_take_what_their_resource_counts() {
+    let folder = Folder::new();
+    let cases = [
+        ("core = 1", "`rlimits.core` is always 0", "write `core = 0`"),
+        ("core = \"unlimited\"", "`rlimits.core` is always 0", ""),
+        ("nofile = \"64KiB\"", "must be a number or \"unlimited\"", "write `nofile = 64`"),
+        ("nofile = -1", "must be at least 0, not -1", ""),
+        ("as = \"1G\"", "is not a size", "write \"1GiB\""),
+        ("cpu = 0", "`rlimits.cpu` must be at least 1", "\"unlimited\""),
+        ("cpu = \"60\"", "is not a duration", "\"60s\""),
+        ("cpu = true", "must be a duration, a number or \"unlimited\"", ""),
+        ("fsize = \"unlimted\"", "is not a size", ""),
+        ("As = 1", "unknown key `As`", "did you mean `as`?"),
+    ];
+    for (entry, message, help) in cases {
+        let problems = folder.refuse(&bulkhead(&format!("rlimits = {{ {entry} }}")));
+        let column = if message.starts_with("unknown") { 13 } else { entry.find("= ").unwrap() + 15 };
+        assert_problem(&problems[0], (3, column), message, help);
+        assert_eq!(problems.len(), 1);
+    }
+}

@@ -1,0 +1,345 @@
+//! One value of TOML to one plain value, or the sentence that says why not and what to write instead.
+//! Pure leaves: no files, no relations between keys.
+
+use std::time::Duration;
+
+use toml::de::{DeInteger, DeValue};
+
+use super::diagnostics::{nearest, shown};
+use super::rlimits::{Measure, UNLIMITED};
+use super::schema::{Key, Kind};
+use super::units::{self, UnitError};
+use super::{Resource, defaults};
+
+/// Why a value cannot be taken.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Complaint {
+    pub(super) message: String,
+    pub(super) help: String,
+}
+
+impl Complaint {
+    pub(super) fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
+        Self { message: message.into(), help: help.into() }
+    }
+}
+
+type Read<T> = Result<T, Complaint>;
+
+/// `` write `key = value` ``, with a value that would do.
+fn write(key: &Key, value: &str) -> String {
+    format!("write `{} = {value}`", key.name)
+}
+
+pub(super) fn wrong_type(key: &Key, expected: &str, value: &DeValue<'_>) -> Complaint {
+    let found = type_name(value);
+    Complaint::new(format!("`{}` must be {expected}, not {found}", key.label()), write(key, &key.example()))
+}
+
+pub(super) fn type_name(value: &DeValue<'_>) -> &'static str {
+    match value {
+        DeValue::String(_) => "a string",
+        DeValue::Integer(_) => "a number",
+        DeValue::Float(_) => "a decimal number",
+        DeValue::Boolean(_) => "a boolean",
+        DeValue::Datetime(_) => "a date or time",
+        DeValue::Array(_) => "an array",
+        DeValue::Table(_) => "a table",
+    }
+}
+
+/// The integer, cut to what `i128` holds: all that matters then is that it is far out of range.
+fn integer(number: &DeInteger<'_>) -> i128 {
+    let far_out = if number.as_str().starts_with('-') { i128::MIN } else { i128::MAX };
+    i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(far_out)
+}
+
+pub(super) fn duration(key: &Key, value: &DeValue<'_>) -> Read<Duration> {
+    let Kind::Duration { min } = key.kind else { return Err(unreadable(key)) };
+    let duration = match value {
+        DeValue::String(text) => duration_text(key, text)?,
+        DeValue::Integer(number) => {
+            return Err(Complaint::new(
+                format!("`{}` must be a duration with a unit, not a bare number", key.label()),
+                unit_help(key, &number.to_string()),
+            ));
+        }
+        other => return Err(wrong_type(key, "a duration as a string", other)),
+    };
+    if duration < min || duration > defaults::DURATION_MAX {
+        let (min, max) = (units::format_duration(min), units::format_duration(defaults::DURATION_MAX));
+        let given = units::format_duration(duration);
+        return Err(Complaint::new(
+            format!("`{}` must be from {min} to {max}, not {given}", key.label()),
+            out_of_range_help(key),
+        ));
+    }
+    Ok(duration)
+}
+
+/// A zero that somebody may have meant in earnest has another way to be said.
+fn out_of_range_help(key: &Key) -> String {
+    match key.name {
+        "queue_timeout" => {
+            "to never wait set `max_queue = 0`; to wait until the deadline leave the key out".to_owned()
+        }
+        _ => write(key, &key.example()),
+    }
+}
+
+fn duration_text(key: &Key, text: &str) -> Read<Duration> {
+    units::parse_duration(text).map_err(|error| {
+        let message = format!("`{}` is not a duration: \"{}\"", key.label(), shown(text));
+        let help = match error {
+            UnitError::NoUnit => unit_help(key, text.trim()),
+            UnitError::Ambiguous(unit) => {
+                format!("`M` is a month to some: for minutes write `{unit}`, as in \"5m\"")
+            }
+            UnitError::TooLarge => {
+                format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
+            }
+            UnitError::Malformed => {
+                "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
+            }
+        };
+        Complaint::new(message, help)
+    })
+}
+
+/// Zero needs no unit to be understood, but one to be written.
+fn unit_help(key: &Key, number: &str) -> String {
+    let number = if number.len() <= 12 && !number.starts_with('-') { number } else { "5" };
+    format!("{} for seconds, or \"{number}ms\" for milliseconds", write(key, &format!("\"{number}s\"")))
+}
+
+pub(super) fn size(key: &Key, value: &DeValue<'_>) -> Read<u64> {
+    let Kind::Size { min, max } = key.kind else { return Err(unreadable(key)) };
+    let bytes = size_value(key, value)?;
+    if bytes < i128::from(min) || bytes > i128::from(max) {
+        let range = match max {
+            defaults::NUMBER_MAX => format!("at least {min}"),
+            _ => format!("from {min} to {} bytes ({})", max, units::format_size(max)),
+        };
+        return Err(Complaint::new(
+            format!("`{}` must be {range}, not {}", key.label(), given_number(bytes)),
+            write(key, &key.example()),
+        ));
+    }
+    Ok(bytes as u64)
+}
+
+/// Bytes as they stand there, the range not yet checked.
+fn size_value(key: &Key, value: &DeValue<'_>) -> Read<i128> {
+    match value {
+        DeValue::Integer(number) => Ok(integer(number)),
+        DeValue::String(text) => units::parse_size(text).map(i128::from).map_err(|error| {
+            let message = format!("`{}` is not a size: \"{}\"", key.label(), shown(text));
+            let help = match error {
+                UnitError::Ambiguous(unit) => {
+                    let number = text.trim_end_matches(|c: char| c.is_alphabetic() || c.is_whitespace()).trim();
+                    format!(
+                        "write \"{number}{unit}\" for powers of 1024, or \"{number}{}\" for powers of 1000",
+                        decimal_unit(unit)
+                    )
+                }
+                UnitError::TooLarge => "that is more than can be counted in 64 bits".to_owned(),
+                UnitError::NoUnit | UnitError::Malformed => {
+                    "write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in \"64MiB\""
+                        .to_owned()
+                }
+            };
+            Complaint::new(message, help)
+        }),
+        other => Err(wrong_type(key, "a size such as \"64MiB\" or a number of bytes", other)),
+    }
+}
+
+fn decimal_unit(binary: &str) -> &'static str {
+    match binary {
+        "KiB" => "kB",
+        "MiB" => "MB",
+        "GiB" => "GB",
+        _ => "TB",
+    }
+}
+
+fn given_number(number: i128) -> String {
+    match number {
+        i128::MIN => "a number far below zero".to_owned(),
+        i128::MAX => "a number that large".to_owned(),
+        number => number.to_string(),
+    }
+}
+
+pub(super) fn count(key: &Key, value: &DeValue<'_>) -> Read<u64> {
+    let Kind::Count { min, max } = key.kind else { return Err(unreadable(key)) };
+    let number = whole_number(key, value)?;
+    if number < i128::from(min) || number > i128::from(max) {
+        let range = match max {
+            defaults::NUMBER_MAX => format!("at least {min}"),
+            _ => format!("from {min} to {max}"),
+        };
+        let nearest = number.clamp(i128::from(min), i128::from(max));
+        return Err(Complaint::new(
+            format!("`{}` must be {range}, not {}", key.label(), given_number(number)),
+            write(key, &nearest.to_string()),
+        ));
+    }
+    Ok(number as u64)
+}
+
+fn whole_number(key: &Key, value: &DeValue<'_>) -> Read<i128> {
+    match value {
+        DeValue::Integer(number) => Ok(integer(number)),
+        DeValue::String(text) if text.trim().parse::<u32>().is_ok() => Err(Complaint::new(
+            format!("`{}` must be a whole number, not a string", key.label()),
+            write(key, text.trim()),
+        )),
+        other => Err(wrong_type(key, "a whole number", other)),
+    }
+}
+
+pub(super) fn zero_for_now(key: &Key, value: &DeValue<'_>) -> Read<()> {
+    match whole_number(key, value)? {
+        0 => Ok(()),
+        1.. => Err(Complaint::new(
+            format!("`{}` above 0 is not supported yet", key.label()),
+            format!("leave it out, or {}", write(key, "0")),
+        )),
+        _ => Err(Complaint::new(format!("`{}` must be at least 0", key.label()), write(key, "0"))),
+    }
+}
+
+pub(super) fn mode(key: &Key, value: &DeValue<'_>) -> Read<u32> {
+    let help = |digits: &str| format!("{}: octal digits, quoted", write(key, &format!("\"{digits}\"")));
+    let text = match value {
+        DeValue::String(text) => text,
+        DeValue::Integer(number) => {
+            let digits = number.as_str();
+            let digits = if octal(digits).is_some() { format!("0{digits}") } else { "0600".to_owned() };
+            return Err(Complaint::new(
+                format!("`{}` must be a string, not a number", key.label()),
+                help(&digits),
+            ));
+        }
+        other => return Err(wrong_type(key, "octal digits as a string", other)),
+    };
+    octal(text).or_else(|| text.strip_prefix('0').and_then(octal)).ok_or_else(|| {
+        Complaint::new(
+            format!("`{}` is not a mode of three octal digits: \"{}\"", key.label(), shown(text)),
+            help("0600"),
+        )
+    })
+}
+
+fn octal(digits: &str) -> Option<u32> {
+    let valid = digits.len() == 3 && digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit));
+    if valid { u32::from_str_radix(digits, 8).ok() } else { None }
+}
+
+/// A string that is not empty and that the kernel can take: without NUL.
+pub(super) fn text(key: &Key, value: &DeValue<'_>) -> Read<String> {
+    let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
+    let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
+    not_empty(&key.label(), text, || write(key, &key.example()))?;
+    no_nul(&key.label(), text)?;
+    Ok(text.to_string())
+}
+
+fn not_empty(label: &str, text: &str, help: impl FnOnce() -> String) -> Read<()> {
+    if text.is_empty() { Err(Complaint::new(format!("`{label}` is empty"), help())) } else { Ok(()) }
+}
+
+pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
+    if text.contains('\0') {
+        return Err(Complaint::new(
+            format!("`{label}` contains a NUL byte, which ends a string in the kernel"),
+            "remove the `\\u0000`",
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn word(key: &Key, value: &DeValue<'_>) -> Read<&'static str> {
+    let Kind::Word { now, later } = key.kind else { return Err(unreadable(key)) };
+    let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
+    if let Some(word) = now.iter().find(|word| **word == text.as_ref()) {
+        return Ok(word);
+    }
+    let choices = now.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
+    if later.contains(&text.as_ref()) {
+        return Err(Complaint::new(
+            format!("`{} = \"{text}\"` is not supported yet", key.label()),
+            format!("this version has {choices}"),
+        ));
+    }
+    let help = match nearest(&text.to_lowercase().replace('_', "-"), now.iter().copied()) {
+        Some(word) => format!("did you mean `\"{word}\"`?"),
+        None => format!("write one of {choices}"),
+    };
+    Err(Complaint::new(format!("`{}` cannot be \"{}\"", key.label(), shown(text)), help))
+}
+
+/// A limit in its resource's unit; `None` is unlimited.
+pub(super) fn limit(key: &Key, resource: Resource, value: &DeValue<'_>) -> Read<Option<u64>> {
+    let measure = resource.measure();
+    if measure == Measure::Zero {
+        return zero_limit(value);
+    }
+    if matches!(value, DeValue::String(text) if text == UNLIMITED) {
+        return Ok(None);
+    }
+    let number = match (measure, value) {
+        (Measure::Bytes, _) => size_value(key, value)?,
+        (Measure::Seconds, DeValue::String(text)) => whole_units(duration_text(key, text)?, 1_000_000_000),
+        (Measure::Microseconds, DeValue::String(text)) => whole_units(duration_text(key, text)?, 1_000),
+        (Measure::Seconds | Measure::Microseconds, DeValue::Integer(number)) => integer(number),
+        (Measure::Seconds | Measure::Microseconds, other) => {
+            return Err(wrong_type(key, "a duration, a number or \"unlimited\"", other));
+        }
+        (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
+    };
+    // The kernel takes a processor time of 0 for 1 second; whoever writes 0 means something else.
+    let min = if measure == Measure::Seconds { 1 } else { 0 };
+    if number < min || number > i128::from(defaults::NUMBER_MAX) {
+        return Err(Complaint::new(
+            format!("`{}` must be at least {min}, not {}", key.label(), given_number(number)),
+            format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
+        ));
+    }
+    Ok(Some(number as u64))
+}
+
+/// Rounded up: a limit below one unit must not become none at all.
+fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
+    i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
+}
+
+fn count_limit(key: &Key, value: &DeValue<'_>) -> Read<i128> {
+    match value {
+        DeValue::String(text) if text.trim().parse::<u32>().is_err() => Err(Complaint::new(
+            format!("`{}` must be a number or \"{UNLIMITED}\", not \"{}\"", key.label(), shown(text)),
+            write(key, &key.example()),
+        )),
+        _ => whole_number(key, value),
+    }
+}
+
+fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
+    match value {
+        DeValue::Integer(number) if integer(number) == 0 => Ok(Some(0)),
+        DeValue::String(text) if units::parse_size(text) == Ok(0) => Ok(Some(0)),
+        _ => Err(Complaint::new(
+            "`rlimits.core` is always 0: a core dump would write a job's payload to disk",
+            "leave it out, or write `core = 0`",
+        )),
+    }
+}
+
+/// Said if a reader asks for a key as another kind than the schema has; a test reads every key.
+fn unreadable(key: &Key) -> Complaint {
+    Complaint::new(
+        format!("`{}` cannot be read by this version", key.label()),
+        "this is an error in bulkhead, not in your file; leave the key out and report it",
+    )
+}

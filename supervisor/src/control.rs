@@ -1,0 +1,217 @@
+//! The control plane: one thread with HTTP on the admin socket, signals, events and the output of
+//! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
+
+mod http;
+
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use sd_notify::NotifyState;
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook_tokio::Signals;
+use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::command::{Command, Commander, Notice};
+use crate::observe::events::Events;
+use crate::observe::output::Output;
+use crate::observe::process;
+use crate::shard::Pulse;
+use crate::snapshot::Snapshot;
+
+/// How often the memory of workers is looked at, where it matters.
+const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How long the data plane may take for a snapshot before it counts as stuck.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+
+/// How long open streams get to end.
+const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+
+/// What the control plane needs.
+pub struct Options {
+    /// The bound admin socket.
+    pub admin: UnixListener,
+    /// The way to the data plane.
+    pub commander: Commander,
+    /// What the data plane says. Its end is ours.
+    pub notices: mpsc::Receiver<Notice>,
+    /// Counts of the data plane.
+    pub pulse: Arc<Pulse>,
+    /// The bulkheads there are.
+    pub bulkheads: Vec<String>,
+    /// Those whose workers' memory is to be watched.
+    pub recycle_rss: Vec<String>,
+    /// Who may connect.
+    pub allowed_uids: Vec<u32>,
+}
+
+/// What the parts of the control plane share.
+pub(crate) struct Control {
+    commander: Commander,
+    events: Events,
+    output: Arc<Output>,
+    bulkheads: Vec<String>,
+    is_started: AtomicBool,
+    is_stopping: AtomicBool,
+    /// True once everything is to end.
+    end: watch::Sender<bool>,
+}
+
+/// The running control plane.
+#[derive(Debug)]
+pub struct ControlThread(JoinHandle<()>);
+
+impl ControlThread {
+    /// Waits for its end, which follows that of the notices.
+    pub fn join(self) {
+        // A panic there was reported by its own message.
+        let _ = self.0.join();
+    }
+}
+
+/// Starts the control plane. From here on signals are commands.
+pub fn start(options: Options) -> io::Result<ControlThread> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, allowed_uids } = options;
+    admin.set_nonblocking(true)?;
+    let control = Arc::new(Control {
+        commander,
+        events: Events::default(),
+        output: Arc::default(),
+        bulkheads,
+        is_started: AtomicBool::new(false),
+        is_stopping: AtomicBool::new(false),
+        end: watch::channel(false).0,
+    });
+    let (listener, signals) = {
+        let _within = runtime.enter();
+        let listener = tokio::net::UnixListener::from_std(admin)?;
+        (listener, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
+    };
+    let run = move || {
+        runtime.block_on(async {
+            tokio::spawn(obey_signals(control.clone(), signals));
+            let server = tokio::spawn(http::serve(control.clone(), listener, allowed_uids));
+            if !recycle_rss.is_empty() {
+                tokio::spawn(watch_memory(control.clone(), recycle_rss));
+            }
+            take_notices(&control, notices, &pulse).await;
+            control.end.send_replace(true);
+            let _ = tokio::time::timeout(CLOSE_WITHIN, server).await;
+        });
+        crate::observe::logging::settle();
+    };
+    Ok(ControlThread(std::thread::Builder::new().name("control".into()).spawn(run)?))
+}
+
+async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
+    while let Some(signal) = signals.next().await {
+        let sent = match signal {
+            SIGHUP => {
+                tracing::warn!("reloading the configuration is not supported yet: restart to apply changes");
+                Ok(())
+            }
+            SIGUSR1 => control.commander.send(Command::Summarise),
+            _ => control.commander.send(Command::Stop),
+        };
+        if let Err(error) = sent {
+            tracing::error!("signal {signal} came to nothing: {error}");
+        }
+    }
+}
+
+async fn take_notices(control: &Control, mut notices: mpsc::Receiver<Notice>, pulse: &Pulse) {
+    let mut dropped = 0;
+    while let Some(notice) = notices.recv().await {
+        match notice {
+            Notice::Output { bulkhead, pid, stdout, stderr } => {
+                control.output.read(bulkhead, pid, stdout, stderr);
+            }
+            Notice::Event(mut event) => {
+                if event.kind == "worker_exited" {
+                    // Its last words may still be in the pipe.
+                    tokio::task::yield_now().await;
+                    control.add_tail(&mut event.fields);
+                }
+                control.events.add(event);
+            }
+            Notice::Started => control.announce_start(),
+            Notice::Stopping => {
+                control.is_stopping.store(true, Ordering::SeqCst);
+                notify_systemd(&[NotifyState::Stopping]);
+            }
+        }
+        let now_dropped = pulse.notices_dropped.load(Ordering::Relaxed);
+        if now_dropped > dropped {
+            tracing::error!("{} events were lost: too many at once", now_dropped - dropped);
+            dropped = now_dropped;
+        }
+    }
+}
+
+impl Control {
+    fn announce_start(&self) {
+        self.is_started.store(true, Ordering::SeqCst);
+        tracing::info!(bulkheads = self.bulkheads.len(), "ready");
+        notify_systemd(&[NotifyState::Ready]);
+    }
+
+    fn add_tail(&self, fields: &mut Vec<(&'static str, Value)>) {
+        let pid = fields.iter().find(|(name, _)| *name == "pid").and_then(|(_, pid)| pid.as_u64());
+        let tail = pid.and_then(|pid| self.output.tail(u32::try_from(pid).ok()?));
+        if let Some(tail) = tail {
+            fields.push(("stderr_tail", json!(tail)));
+        }
+    }
+
+    /// Asks the data plane for the state of one bulkhead or all, with what `/proc` knows of the workers.
+    /// `None` if it does not answer in time.
+    async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
+        let (reply, answer) = oneshot::channel();
+        let bulkhead = bulkhead.map(str::to_owned);
+        self.commander.send(Command::Snapshot { bulkhead, reply }).ok()?;
+        let mut snapshots = tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()?;
+        for worker in snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.workers) {
+            if let Some((rss_bytes, cpu_ms)) = worker.pid.and_then(process::usage) {
+                worker.rss_bytes = Some(rss_bytes);
+                worker.cpu_ms = Some(cpu_ms);
+            }
+        }
+        Some(snapshots)
+    }
+}
+
+/// Without a service manager nothing happens.
+fn notify_systemd(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::warn!("the service manager could not be told: {error}");
+    }
+}
+
+async fn watch_memory(control: Arc<Control>, bulkheads: Vec<String>) {
+    let mut end = control.end.subscribe();
+    let mut interval = tokio::time::interval(MEMORY_INTERVAL);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => {}
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
+        for name in &bulkheads {
+            for snapshot in control.snapshots(Some(name)).await.unwrap_or_default() {
+                for worker in snapshot.workers {
+                    let (Some(pid), Some(rss_bytes)) = (worker.pid, worker.rss_bytes) else { continue };
+                    let generation = worker.generation;
+                    // Lost if the data plane is busy; the next look comes soon.
+                    let bulkhead = name.clone();
+                    let _ = control.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! HTTP on the admin socket: routes, problem documents, streams.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures_util::stream::{self, Stream, StreamExt};
+use serde::Deserialize;
+use serde_json::json;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
+
+use super::Control;
+use crate::command::{Command, SteerError, Verb};
+
+/// Connections served at once; the next ones wait.
+const CONNECTIONS_MAX: usize = 256;
+
+/// Bytes of a request's body.
+const BODY_BYTES_MAX: usize = 64 * 1024;
+
+/// Silence after which a stream says that it still is one.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// Events and lines that one answer holds, unless it asks for fewer.
+const LIMIT: usize = 4096;
+
+type Shared = Arc<Control>;
+
+/// Serves until the control plane ends.
+pub(super) async fn serve(control: Shared, listener: UnixListener, allowed_uids: Vec<u32>) {
+    let mut end = control.end.subscribe();
+    let listener = Guarded { listener, allowed_uids, places: Arc::new(Semaphore::new(CONNECTIONS_MAX)) };
+    let shutdown = async move {
+        let _ = end.wait_for(|is_over| *is_over).await;
+    };
+    let served = axum::serve(listener, router(control)).with_graceful_shutdown(shutdown).await;
+    if let Err(error) = served {
+        tracing::error!("the admin socket is not served any more: {error}");
+    }
+}
+
+fn router(control: Shared) -> Router {
+    Router::new()
+        .route("/healthz", get(healthz))
+        .route("/readyz", get(readyz))
+        .route("/v1/bulkheads", get(bulkheads))
+        .route("/v1/bulkheads/{name}", get(bulkhead))
+        .route("/v1/bulkheads/{name}/logs", get(logs))
+        .route("/v1/bulkheads/{name}/{verb}", post(steer))
+        .route("/v1/events", get(events))
+        .fallback(async || problem(StatusCode::NOT_FOUND, "there is nothing at this path"))
+        .method_not_allowed_fallback(async || {
+            problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
+        })
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(control)
+}
+
+/// A listener that lets in only whom it may, and only so many.
+struct Guarded {
+    listener: UnixListener,
+    allowed_uids: Vec<u32>,
+    places: Arc<Semaphore>,
+}
+
+/// A connection that holds its place.
+struct Placed {
+    socket: UnixStream,
+    _place: OwnedSemaphorePermit,
+}
+
+impl axum::serve::Listener for Guarded {
+    type Io = Placed;
+    type Addr = ();
+
+    async fn accept(&mut self) -> (Placed, ()) {
+        loop {
+            let Ok(place) = self.places.clone().acquire_owned().await else {
+                // The semaphore is never closed.
+                return std::future::pending().await;
+            };
+            match self.listener.accept().await {
+                Ok((socket, _)) => {
+                    let uid = socket.peer_cred().map(|peer| peer.uid());
+                    if uid.is_ok_and(|uid| self.allowed_uids.contains(&uid)) {
+                        return (Placed { socket, _place: place }, ());
+                    }
+                }
+                Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+            }
+        }
+    }
+
+    fn local_addr(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl tokio::io::AsyncRead for Placed {
+    fn poll_read(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        buffer: &mut tokio::io::ReadBuf<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.socket).poll_read(cx, buffer)
+    }
+}
+
+impl tokio::io::AsyncWrite for Placed {
+    fn poll_write(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+        bytes: &[u8],
+    ) -> std::task::Poll<std::io::Result<usize>> {
+        std::pin::Pin::new(&mut self.socket).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<std::io::Result<()>> {
+        std::pin::Pin::new(&mut self.socket).poll_shutdown(cx)
+    }
+}
+
+// Answers.
+
+/// A problem document (RFC 9457).
+fn problem(status: StatusCode, detail: &str) -> Response {
+    let body = json!({
+        "type": "about:blank",
+        "title": status.canonical_reason().unwrap_or("error"),
+        "status": status.as_u16(),
+        "detail": detail,
+    });
+    (status, [(header::CONTENT_TYPE, "application/problem+json")], body.to_string()).into_response()
+}
+
+fn stuck() -> Response {
+    problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane does not answer")
+}
+
+fn not_found(name: &str) -> Response {
+    problem(StatusCode::NOT_FOUND, &format!("there is no bulkhead '{}'", name.escape_debug()))
+}
+
+async fn healthz(State(control): State<Shared>) -> Response {
+    match control.snapshots(Some("")).await {
+        Some(_) => "ok\n".into_response(),
+        None => stuck(),
+    }
+}
+
+#[derive(Deserialize)]
+struct ReadyQuery {
+    bulkhead: Option<String>,
+}
+
+async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) -> Response {
+    let Some(snapshots) = control.snapshots(query.bulkhead.as_deref()).await else { return stuck() };
+    let is_serving = |state: &str| matches!(state, "ready" | "degraded");
+    let (is_ready, status) = match query.bulkhead.as_deref() {
+        Some(name) => match snapshots.first() {
+            None => return not_found(name),
+            Some(snapshot) => (is_serving(snapshot.state), snapshot.state),
+        },
+        None if control.is_stopping.load(Ordering::SeqCst) => (false, "draining"),
+        None if control.is_started.load(Ordering::SeqCst) => (true, "ready"),
+        None => (false, "starting"),
+    };
+    let degraded: Vec<_> = snapshots
+        .iter()
+        .filter(|snapshot| snapshot.state != "ready")
+        .map(|snapshot| json!({"name": snapshot.name, "state": snapshot.state, "detail": snapshot.detail}))
+        .collect();
+    let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (code, axum::Json(json!({"status": status, "degraded": degraded}))).into_response()
+}
+
+async fn bulkheads(State(control): State<Shared>) -> Response {
+    match control.snapshots(None).await {
+        Some(snapshots) => axum::Json(json!({"bulkheads": snapshots})).into_response(),
+        None => stuck(),
+    }
+}
+
+async fn bulkhead(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    match control.snapshots(Some(&name)).await {
+        Some(snapshots) => match snapshots.first() {
+            Some(snapshot) => axum::Json(snapshot).into_response(),
+            None => not_found(&name),
+        },
+        None => stuck(),
+    }
+}
+
+async fn steer(State(control): State<Shared>, Path((name, verb)): Path<(String, String)>) -> Response {
+    let wanted = match verb.as_str() {
+        "restart" => Verb::Restart,
+        "drain" => Verb::Drain,
+        "resume" => Verb::Resume,
+        "reset" => Verb::Reset,
+        _ => return problem(StatusCode::NOT_FOUND, "a bulkhead takes restart, drain, resume and reset"),
+    };
+    let (reply, answer) = oneshot::channel();
+    if control.commander.send(Command::Steer { bulkhead: name.clone(), verb: wanted, reply }).is_err() {
+        return stuck();
+    }
+    match tokio::time::timeout(super::ANSWER_WITHIN, answer).await {
+        Ok(Ok(Ok(()))) => axum::Json(json!({"bulkhead": name, "done": verb})).into_response(),
+        Ok(Ok(Err(SteerError::NotFound))) => not_found(&name),
+        Ok(Ok(Err(error @ SteerError::Stopping))) => problem(StatusCode::CONFLICT, &error.to_string()),
+        Ok(Err(_)) | Err(_) => stuck(),
+    }
+}
+
+// Streams.
+
+#[derive(Deserialize)]
+struct StreamQuery {
+    since: Option<u64>,
+    bulkhead: Option<String>,
+    limit: Option<usize>,
+    #[serde(default)]
+    follow: bool,
+}
+
+/// What comes on a live channel, until the control plane ends. A reader that is too slow hears of it.
+fn live<T: Clone + Send + 'static>(
+    control: &Shared,
+    receiver: broadcast::Receiver<T>,
+) -> impl Stream<Item = Result<T, u64>> + Send + 'static {
+    let end = control.end.subscribe();
+    stream::unfold((receiver, end), async |(mut receiver, mut end)| {
+        let next = tokio::select! {
+            next = receiver.recv() => next,
+            _ = end.wait_for(|is_over| *is_over) => return None,
+        };
+        match next {
+            Ok(item) => Some((Ok(item), (receiver, end))),
+            Err(broadcast::error::RecvError::Lagged(count)) => Some((Err(count), (receiver, end))),
+            Err(broadcast::error::RecvError::Closed) => None,
+        }
+    })
+}
+
+async fn events(
+    State(control): State<Shared>,
+    headers: HeaderMap,
+    Query(query): Query<StreamQuery>,
+) -> Response {
+    let wants_stream = headers
+        .get(header::ACCEPT)
+        .and_then(|value| value.to_str().ok())
+        .is_some_and(|accept| accept.contains("text/event-stream"));
+    let limit = query.limit.unwrap_or(LIMIT);
+    let (kept, receiver) =
+        control.events.follow(query.since.unwrap_or(0), query.bulkhead.as_deref(), limit);
+    if !query.follow && !wants_stream {
+        let body: String = kept.iter().map(|event| format!("{}\n", event.json)).collect();
+        return ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
+    }
+    let bulkhead = query.bulkhead;
+    let coming = live(&control, receiver).filter_map(move |item| {
+        let wanted = match &item {
+            Ok(event) => bulkhead.as_deref().is_none_or(|name| event.bulkhead.as_deref() == Some(name)),
+            Err(_) => true,
+        };
+        std::future::ready(wanted.then_some(item))
+    });
+    let sse = stream::iter(kept).map(Ok).chain(coming).map(|item| match item {
+        Ok(event) => {
+            Ok::<_, Infallible>(axum::response::sse::Event::default().id(event.seq.to_string()).data(&event.json))
+        }
+        Err(count) => Ok(axum::response::sse::Event::default().comment(format!("{count} events were missed"))),
+    });
+    let keep_alive = axum::response::sse::KeepAlive::new().interval(KEEP_ALIVE);
+    axum::response::Sse::new(sse).keep_alive(keep_alive).into_response()
+}
+
+async fn logs(
+    State(control): State<Shared>,
+    Path(name): Path<String>,
+    Query(query): Query<StreamQuery>,
+) -> Response {
+    if !control.bulkheads.contains(&name) {
+        return not_found(&name);
+    }
+    let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT));
+    let kept = stream::iter(kept).map(|line| Ok::<_, Infallible>(Bytes::from(format!("{line}\n"))));
+    let body = if query.follow {
+        let coming = live(&control, receiver).map(|item| match item {
+            Ok(line) => Ok(Bytes::from(format!("{line}\n"))),
+            Err(count) => Ok(Bytes::from(format!("{}\n", json!({"dropped": count})))),
+        });
+        Body::from_stream(kept.chain(coming))
+    } else {
+        Body::from_stream(kept)
+    };
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+}

@@ -1,0 +1,281 @@
+//! The supervisor's end of the keeper: orders in, reports out, without blocking.
+//!
+//! It owns the keeper process: its start, its end and its wait. It does not know which workers there
+//! are; whoever orders them does.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use bulkhead_shared::codec;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags};
+
+use super::socket::{self, Outbox, Received};
+use super::{
+    Exit, KEEPER_ARGUMENT, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, Usage, invalid, wait,
+};
+
+/// Orders that may wait for the keeper; it takes each within a millisecond or so.
+const ORDERS_WAITING_MAX: usize = 1024;
+
+/// How long the end of the keeper may take before it is killed: it ends everything first, and has a
+/// little less patience itself.
+const END_PATIENCE: Duration = Duration::from_secs(65);
+
+/// How long whatever a killed keeper left behind may take to die.
+const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the service manager tells the supervisor by its environment is not meant for anybody else.
+const WITHHELD: [&str; 6] =
+    ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
+
+/// News from the keeper.
+///
+/// Each [`Keeper::spawn`] is answered by either `Spawned` and, later, `Exited`, or by `SpawnFailed`.
+#[derive(Debug)]
+pub enum Report {
+    /// The keeper is up; the first report.
+    Started {
+        /// This kernel does not hand orphans to a process's first thread, so each death takes a look
+        /// at every process of the machine.
+        scan_always: bool,
+    },
+    /// The worker's program runs.
+    Spawned {
+        /// The worker.
+        worker: u64,
+        /// Its process.
+        pid: u32,
+        /// Names the process for ever, and is readable when it has ended.
+        pidfd: OwnedFd,
+    },
+    /// The worker's program never ran.
+    SpawnFailed {
+        /// The worker.
+        worker: u64,
+        /// What failed on the way, such as `exec` or `rlimit as`.
+        step: String,
+        /// Why.
+        error: io::Error,
+    },
+    /// The worker is dead, and all it left behind is gone.
+    Exited {
+        /// The worker.
+        worker: u64,
+        /// How it ended.
+        exit: Exit,
+        /// What it used.
+        usage: Usage,
+    },
+    /// Processes have survived SIGKILL for two seconds. The workers reported next have left them.
+    Remains {
+        /// How many.
+        count: u64,
+    },
+}
+
+/// The keeper as the supervisor has it.
+///
+/// Dropping it orders the keeper to end; [`Keeper::end`] also waits for that.
+#[derive(Debug)]
+pub struct Keeper {
+    process: Child,
+    socket: OwnedFd,
+    outbox: Outbox,
+    buffer: Vec<u8>,
+    /// Workers that we had no descriptor left for: reported as failed, and killed.
+    disowned: HashSet<u64>,
+}
+
+impl Keeper {
+    /// Starts the keeper: `program`, which must call [`super::run_as_keeper`] when its first argument
+    /// is [`KEEPER_ARGUMENT`]; normally `/proc/self/exe`. [`Report::Started`] follows.
+    pub fn start(program: &Path) -> io::Result<Self> {
+        let (socket, theirs) = socket::pair()?;
+        let mut command = Command::new(program);
+        command.arg0("bulkhead-keeper").arg(KEEPER_ARGUMENT).stdin(theirs).stdout(Stdio::null());
+        for name in WITHHELD {
+            command.env_remove(name);
+        }
+        let process = command.spawn()?;
+        Ok(Self {
+            process,
+            socket,
+            outbox: Outbox::default(),
+            buffer: vec![0; REPORT_BYTES_MAX],
+            disowned: HashSet::new(),
+        })
+    }
+
+    /// The keeper's process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Orders a worker. `link` becomes its descriptor 3; standard input is empty.
+    ///
+    /// Errors, with which nothing has been ordered: the order is too long or contains a NUL; too many
+    /// orders wait ([`io::ErrorKind::WouldBlock`]); the keeper is gone ([`io::ErrorKind::BrokenPipe`]).
+    pub fn spawn(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        link: OwnedFd,
+        stdout: OwnedFd,
+        stderr: OwnedFd,
+    ) -> io::Result<()> {
+        let head = Order::Spawn {
+            worker: order.worker,
+            argument_count: u32::try_from(order.arguments.len())
+                .map_err(|_| invalid("there are too many arguments"))?,
+            rlimits: order.rlimits.clone(),
+        };
+        let paths = [order.program, order.directory].into_iter();
+        let lists = order.arguments.iter().chain(&order.environment).copied();
+        self.order(head.encode(paths.chain(lists))?, vec![link, stdout, stderr])
+    }
+
+    /// Orders a worker to be killed at once, with all it leaves behind. [`Report::Exited`] follows,
+    /// if it does not come anyway.
+    pub fn kill(&mut self, worker: u64) -> io::Result<()> {
+        self.order(Order::Kill { worker }.encode(std::iter::empty())?, Vec::new())
+    }
+
+    fn order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
+        if self.outbox.len() >= ORDERS_WAITING_MAX {
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
+        }
+        self.outbox.push(message, descriptors);
+        self.flush()
+    }
+
+    /// Sends waiting orders as far as the socket takes them; to be called when it is writable.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.outbox.flush(&self.socket).map(drop)
+    }
+
+    /// Whether orders wait for the socket to be writable.
+    pub fn has_waiting(&self) -> bool {
+        self.outbox.len() > 0
+    }
+
+    /// The next report; `None` if there is none at present.
+    ///
+    /// Any error means that this keeper is lost, [`io::ErrorKind::UnexpectedEof`] that it has ended:
+    /// its workers die with it. See [`sweep_after_keeper`].
+    pub fn receive(&mut self) -> io::Result<Option<Report>> {
+        loop {
+            match socket::receive(&self.socket, &mut self.buffer)? {
+                Received::Nothing => return Ok(None),
+                Received::Closed => {
+                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has ended"));
+                }
+                Received::Message(length, descriptors) => {
+                    if let Some(report) = self.understand(length, descriptors)? {
+                        return Ok(Some(report));
+                    }
+                }
+            }
+        }
+    }
+
+    fn understand(&mut self, length: usize, descriptors: Vec<OwnedFd>) -> io::Result<Option<Report>> {
+        let (message, _) = codec::decode::<ReportMessage<'_>>(&self.buffer[..length], &[])
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        Ok(match message {
+            ReportMessage::Started { scan_always } => Some(Report::Started { scan_always }),
+            ReportMessage::Spawned { worker, pid } => match descriptors.into_iter().next() {
+                Some(pidfd) => Some(Report::Spawned { worker, pid, pidfd }),
+                None => Some(self.disown(worker)?),
+            },
+            ReportMessage::SpawnFailed { worker, step, errno } => {
+                let (step, error) = (step.to_owned(), io::Error::from_raw_os_error(errno));
+                Some(Report::SpawnFailed { worker, step, error })
+            }
+            ReportMessage::Exited { worker, .. } if self.disowned.remove(&worker) => None,
+            ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
+            ReportMessage::Remains { count } => Some(Report::Remains { count }),
+        })
+    }
+
+    /// This process has as many descriptors as it may: a worker that nobody can watch must not run.
+    fn disown(&mut self, worker: u64) -> io::Result<Report> {
+        self.disowned.insert(worker);
+        self.kill(worker)?;
+        let error = rustix::io::Errno::MFILE.into();
+        Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
+    }
+
+    /// Puts a new keeper in the place of this one, which is lost, after [`sweep_after_keeper`]: what is
+    /// said there holds here. Descriptor and process are others then.
+    pub fn replace(&mut self, program: &Path) -> io::Result<()> {
+        self.sweep()?;
+        *self = Self::start(program)?;
+        Ok(())
+    }
+
+    fn sweep(&mut self) -> io::Result<()> {
+        self.process.kill()?;
+        self.process.wait()?;
+        wait::end_all(SWEEP_PATIENCE)
+    }
+
+    /// Has the keeper end, with all workers and whatever descends from them, and waits for it: some
+    /// milliseconds as a rule, up to a minute if processes cannot be killed.
+    pub fn end(self) -> io::Result<()> {
+        let Self { mut process, socket, .. } = self;
+        drop(socket);
+        if wait_for(&process, END_PATIENCE)? {
+            let status = process.wait()?;
+            return if status.success() {
+                Ok(())
+            } else {
+                Err(io::Error::other(format!("the keeper ended with {status}")))
+            };
+        }
+        process.kill()?;
+        process.wait()?;
+        Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not end its workers"))
+    }
+}
+
+impl AsFd for Keeper {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl AsRawFd for Keeper {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+/// Whether the process has ended, after some time at most.
+fn wait_for(process: &Child, patience: Duration) -> io::Result<bool> {
+    let pid = Pid::from_raw(process.id() as i32).ok_or(rustix::io::Errno::SRCH)?;
+    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: 0 };
+    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+    Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit)))? > 0)
+}
+
+/// Makes this process the one to whom the descendants of a killed keeper come, for
+/// [`sweep_after_keeper`]. For the supervisor's own program, when it starts.
+pub fn become_subreaper() -> io::Result<()> {
+    // The kernel takes any number but zero for yes.
+    Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
+}
+
+/// Kills a lost keeper and **whatever else descends from this process**, until nothing is left. Then
+/// another keeper may be started, and not before: it would be killed as well.
+///
+/// Only for a program that called [`become_subreaper`] and has no children of its own: they would be
+/// killed and waited for. Blocks, for some milliseconds as a rule.
+pub fn sweep_after_keeper(mut old: Keeper) -> io::Result<()> {
+    old.sweep()
+}

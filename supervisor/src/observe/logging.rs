@@ -1,0 +1,95 @@
+//! Log lines, to standard error. Writing happens on a thread of its own behind a bounded channel: a
+//! standard error that nobody reads costs log lines, never time.
+
+use std::io::{self, IsTerminal, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Lines that wait to be written; what comes beyond is dropped and counted.
+const LINES_MAX: usize = 4096;
+
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Sends what is logged from now on to standard error. An error is a sentence about `level`.
+pub fn init(format: LogFormat, level: &str) -> Result<(), String> {
+    let filter = EnvFilter::try_new(level).map_err(|error| {
+        format!("'{level}' is no log level: write error, warn, info, debug or trace ({error})")
+    })?;
+    let (lines, received) = sync_channel(LINES_MAX);
+    std::thread::Builder::new()
+        .name("log".into())
+        .spawn(move || write_lines(&received))
+        .map_err(|error| format!("the logging thread cannot be started: {error}"))?;
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines(lines));
+    match format {
+        LogFormat::Text => builder.with_ansi(io::stderr().is_terminal()).init(),
+        LogFormat::Json => builder.json().flatten_event(true).init(),
+    }
+    Ok(())
+}
+
+/// Waits until the lines logged so far are written, for a moment at most.
+pub fn settle() {
+    // The writing thread has no way to say that it is done with what is in the channel but to be given
+    // the time for it.
+    std::thread::sleep(Duration::from_millis(20));
+}
+
+fn write_lines(received: &Receiver<Vec<u8>>) {
+    while let Ok(line) = received.recv() {
+        let dropped = DROPPED.swap(0, Ordering::Relaxed);
+        let mut out = io::stderr().lock();
+        if dropped > 0 {
+            let _ = writeln!(out, "{dropped} log lines were dropped: standard error is not read fast enough");
+        }
+        // A closed standard error leaves nobody to tell.
+        let _ = out.write_all(&line);
+    }
+}
+
+struct Lines(SyncSender<Vec<u8>>);
+
+struct Line {
+    lines: SyncSender<Vec<u8>>,
+    bytes: Vec<u8>,
+}
+
+impl<'a> MakeWriter<'a> for Lines {
+    type Writer = Line;
+
+    fn make_writer(&'a self) -> Line {
+        Line { lines: self.0.clone(), bytes: Vec::new() }
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.bytes.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if self.lines.try_send(std::mem::take(&mut self.bytes)).is_err() {
+            DROPPED.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}

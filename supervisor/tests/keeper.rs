@@ -1,0 +1,446 @@
+//! The keeper with real processes. This program is its own keeper: without the usual harness, since
+//! the keeper has to begin before there is a thread.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::process_tree::descendants_of;
+use bulkhead_supervisor::keeper::{self, Exit, KEEPER_ARGUMENT, Keeper, Report, Rlimit, SpawnOrder};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, Signal};
+
+/// Nothing here takes nearly as long, unless it fails.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+const CASES: [(&str, fn()); 13] = [
+    ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
+    ("what_fails_before_the_program_runs_is_named", failures),
+    ("limits_are_set", limits),
+    ("a_worker_starts_with_four_descriptors_and_no_inheritance", clean_start),
+    ("orphans_of_the_dead_go_and_those_of_the_living_stay", orphans),
+    ("an_orphan_stays_below_its_worker_while_that_lives", stays_below),
+    ("only_end_of_file_ends_the_keeper", signals_are_ignored),
+    ("dropping_the_keeper_leaves_nothing_within_a_second", dropped),
+    ("ending_the_keeper_waits_until_nothing_is_left", ended),
+    ("a_killed_keeper_takes_its_workers_along_and_can_be_replaced", killed),
+    ("a_fork_bomb_is_ended", fork_bomb),
+    ("reports_that_nobody_reads_wait", unread_reports),
+    ("descriptors_stay_flat", flat),
+];
+
+fn main() {
+    let argument = std::env::args().nth(1);
+    if argument.as_deref() == Some(KEEPER_ARGUMENT) {
+        keeper::run_as_keeper();
+    }
+    // What `cargo test` passes to name cases is understood; its options are not, and do no harm.
+    let filter = argument.filter(|argument| !argument.starts_with('-')).unwrap_or_default();
+    keeper::become_subreaper().unwrap();
+    let chosen: Vec<_> = CASES.iter().filter(|(name, _)| name.contains(&filter)).collect();
+    println!("\nrunning {} tests", chosen.len());
+    for (name, case) in &chosen {
+        print!("test {name} ... ");
+        io::stdout().flush().unwrap();
+        case(); // A panic ends the program, and the keeper with all it keeps.
+        println!("ok");
+    }
+    println!("\ntest result: ok. {} passed; 0 failed", chosen.len());
+}
+
+/// A keeper that has started.
+struct Fixture {
+    keeper: Keeper,
+    workers: u64,
+}
+
+/// What the test has of a worker: the other ends.
+struct Worker {
+    number: u64,
+    link: UnixStream,
+    stdout: io::PipeReader,
+}
+
+impl Fixture {
+    fn start() -> Self {
+        let mut this = Self { keeper: Keeper::start(Path::new("/proc/self/exe")).unwrap(), workers: 0 };
+        match this.next() {
+            Report::Started { scan_always } => {
+                if scan_always {
+                    println!("NOTE: this kernel does not tell orphans apart, every death scans ... ");
+                }
+            }
+            other => panic!("{other:?}"),
+        }
+        this
+    }
+
+    /// The next report. Sends waiting orders meanwhile.
+    fn next(&mut self) -> Report {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            self.keeper.flush().unwrap();
+            if let Some(report) = self.keeper.receive().unwrap() {
+                return report;
+            }
+            assert!(Instant::now() < until, "no report within {PATIENCE:?}");
+            let flags =
+                if self.keeper.has_waiting() { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
+            rustix::event::poll(&mut [PollFd::new(&self.keeper, flags)], Some(&limit)).unwrap();
+        }
+    }
+
+    fn order(&mut self, mut order: SpawnOrder<'_>) -> Worker {
+        self.workers += 1;
+        order.worker = self.workers;
+        let (link, theirs) = UnixStream::pair().unwrap();
+        let (stdout, writer) = io::pipe().unwrap();
+        let stderr = OwnedFd::from(io::stderr().try_clone_to_owned());
+        self.keeper.spawn(&order, theirs.into(), writer.into(), stderr).unwrap();
+        Worker { number: self.workers, link, stdout }
+    }
+
+    /// Runs a shell script, and returns its process.
+    fn run(&mut self, script: &str) -> (Worker, u32) {
+        let worker = self.order(shell(script));
+        match self.next() {
+            Report::Spawned { worker: number, pid, .. } if number == worker.number => (worker, pid),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn exit_of(&mut self, worker: &Worker) -> Exit {
+        match self.next() {
+            Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn failure_of(&mut self, order: SpawnOrder<'_>) -> (String, Option<i32>) {
+        let ordered = self.order(order);
+        match self.next() {
+            Report::SpawnFailed { worker, step, error } if worker == ordered.number => {
+                (step, error.raw_os_error())
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+trait TryCloneToOwned {
+    fn try_clone_to_owned(&self) -> OwnedFd;
+}
+
+impl TryCloneToOwned for io::Stderr {
+    fn try_clone_to_owned(&self) -> OwnedFd {
+        use std::os::fd::AsFd;
+        self.as_fd().try_clone_to_owned().unwrap()
+    }
+}
+
+fn shell(script: &str) -> SpawnOrder<'_> {
+    SpawnOrder {
+        program: "/bin/sh",
+        arguments: vec!["sh", "-c", script],
+        environment: vec!["PATH=/usr/bin:/bin"],
+        directory: "/",
+        ..SpawnOrder::default()
+    }
+}
+
+impl Worker {
+    /// Waits for a line with a process number.
+    fn read_pid(&mut self) -> u32 {
+        let mut line = Vec::new();
+        let mut byte = [0];
+        while self.stdout.read(&mut byte).unwrap() == 1 && byte[0] != b'\n' {
+            line.push(byte[0]);
+        }
+        String::from_utf8(line).unwrap().trim().parse().unwrap()
+    }
+
+    fn read_all(&mut self) -> String {
+        let mut text = String::new();
+        self.stdout.read_to_string(&mut text).unwrap();
+        text
+    }
+}
+
+fn is_there(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // After the name in parentheses comes the state.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+fn wait_until(what: &str, limit: Duration, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Leaves a process in a session of its own, prints its number, and stays until its link is closed.
+const LEAVES_ORPHAN: &str = "(setsid sleep 1000 & echo $!); read -r line <&3";
+
+fn exit_status() {
+    let mut fixture = Fixture::start();
+    let mut worker = fixture.order(SpawnOrder {
+        environment: vec!["A=b c", "PATH=/usr/bin:/bin"],
+        directory: "/usr",
+        ..shell("pwd; umask; echo \"$A\"; cat <&3; cat; exit 7")
+    });
+    worker.link.write_all(b"over the link").unwrap();
+    worker.link.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(matches!(fixture.next(), Report::Spawned { .. }));
+    assert_eq!(worker.read_all(), "/usr\n0077\nb c\nover the link");
+    match fixture.next() {
+        Report::Exited { exit, usage, .. } => {
+            assert_eq!(exit, Exit::Code(7));
+            assert!(usage.maxrss_kib > 100 && usage.user_us + usage.system_us > 0, "{usage:?}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let (worker, _) = fixture.run("ulimit -c 0; kill -TERM $$");
+    assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 15, core_dumped: false });
+    let (worker, pid) = fixture.run("read -r line <&3");
+    fixture.keeper.kill(worker.number).unwrap();
+    assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
+    assert!(!is_there(pid));
+    fixture.keeper.kill(worker.number).unwrap(); // It is gone: nothing happens.
+    fixture.keeper.end().unwrap();
+}
+
+fn failures() {
+    let mut fixture = Fixture::start();
+    let order = SpawnOrder { program: "/no/such/program", ..shell("") };
+    assert_eq!(fixture.failure_of(order), ("exec".to_owned(), Some(libc::ENOENT)));
+    let order = SpawnOrder { program: "/etc/passwd", ..shell("") };
+    assert_eq!(fixture.failure_of(order), ("exec".to_owned(), Some(libc::EACCES)));
+    let order = SpawnOrder { directory: "/no/such/folder", ..shell("") };
+    assert_eq!(fixture.failure_of(order), ("working directory".to_owned(), Some(libc::ENOENT)));
+    let upside_down = Rlimit { resource: libc::RLIMIT_AS as u32, soft: 2, hard: 1 };
+    let order = SpawnOrder { rlimits: vec![upside_down], ..shell("") };
+    assert_eq!(fixture.failure_of(order), ("rlimit as".to_owned(), Some(libc::EINVAL)));
+
+    let large = "x".repeat(keeper::ORDER_BYTES_MAX);
+    for script in [large.as_str(), "a\0b"] {
+        let (link, theirs) = UnixStream::pair().unwrap();
+        let result = fixture.keeper.spawn(&shell(script), theirs.into(), link.into(), null());
+        assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
+    // The largest that fits, and nothing of the failures is left.
+    let variable = format!("A={}", "x".repeat(100_000));
+    let order = SpawnOrder { environment: vec![&variable], ..shell("exit ${#A}") };
+    let worker = fixture.order(order);
+    assert!(matches!(fixture.next(), Report::Spawned { .. }));
+    assert_eq!(fixture.exit_of(&worker), Exit::Code(100_000 % 256));
+    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), []);
+}
+
+fn null() -> OwnedFd {
+    fs::File::open("/dev/null").unwrap().into()
+}
+
+fn limits() {
+    let mut fixture = Fixture::start();
+    let rlimits = vec![
+        Rlimit { resource: libc::RLIMIT_NOFILE as u32, soft: 77, hard: 88 },
+        Rlimit { resource: libc::RLIMIT_CORE as u32, soft: 0, hard: 0 },
+        Rlimit { resource: libc::RLIMIT_AS as u32, soft: 1 << 30, hard: u64::MAX },
+    ];
+    let script = "ulimit -Sn; ulimit -Hn; ulimit -c; ulimit -Sv; ulimit -Hv";
+    let mut worker = fixture.order(SpawnOrder { rlimits, ..shell(script) });
+    assert_eq!(worker.read_all(), "77\n88\n0\n1048576\nunlimited\n");
+}
+
+fn clean_start() {
+    let mut fixture = Fixture::start();
+    // Left open to whatever is executed, as a careless library might.
+    let careless = fs::File::open("/dev/zero").unwrap();
+    rustix::io::fcntl_setfd(&careless, rustix::io::FdFlags::empty()).unwrap();
+    let mut careless_fixture = Fixture::start();
+    for fixture in [&mut fixture, &mut careless_fixture] {
+        let (_others, _) = fixture.run("read -r line <&3");
+        let (worker, pid) = fixture.run("read -r line <&3");
+        let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        let open: HashSet<_> = open.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        assert_eq!(open, HashSet::from(["0", "1", "2", "3"].map(str::to_owned)));
+        let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
+        assert_eq!(stdin, Path::new("/dev/null"));
+        let environment = fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
+        assert_eq!(environment, "PATH=/usr/bin:/bin\0");
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        for field in ["SigBlk:\t0000000000000000", "SigIgn:\t0000000000000000"] {
+            assert!(status.contains(field), "{status}");
+        }
+        drop(worker);
+    }
+    let name = fs::read_to_string(format!("/proc/{}/comm", fixture.keeper.pid())).unwrap();
+    assert_eq!(name, "bulkhead-keeper\n");
+}
+
+fn orphans() {
+    let mut fixture = Fixture::start();
+    let (mut dies, _) = fixture.run(LEAVES_ORPHAN);
+    let (mut lives, _) = fixture.run(LEAVES_ORPHAN);
+    let (goes, stays) = (dies.read_pid(), lives.read_pid());
+    assert!(is_there(goes) && is_there(stays));
+    dies.link.shutdown(std::net::Shutdown::Both).unwrap();
+    assert_eq!(fixture.exit_of(&dies), Exit::Code(1));
+    assert!(!is_there(goes), "reported before it was swept");
+    assert!(is_there(stays), "a living worker's own was swept");
+    fixture.keeper.kill(lives.number).unwrap();
+    assert_eq!(fixture.exit_of(&lives), Exit::Signal { number: 9, core_dumped: false });
+    assert!(!is_there(stays));
+}
+
+/// What a worker starts by way of a process that is killed in between comes to the worker, not to us.
+fn stays_below() {
+    let mut fixture = Fixture::start();
+    let script = "sh -c 'sh -c \"setsid sleep 1000 & echo \\$!\" & wait; kill -9 $$' 2>&-; read -r line <&3";
+    let (mut worker, pid) = fixture.run(script);
+    let orphan = worker.read_pid();
+    wait_until("the orphan is the worker's", PATIENCE, || {
+        let stat = fs::read_to_string(format!("/proc/{orphan}/stat")).unwrap();
+        stat.rsplit_once(") ").unwrap().1.split(' ').nth(1) == Some(&pid.to_string())
+    });
+    let (other, _) = fixture.run("exit 0");
+    assert_eq!(fixture.exit_of(&other), Exit::Code(0));
+    assert!(is_there(orphan));
+    drop(worker.link);
+    assert!(matches!(fixture.next(), Report::Exited { .. }));
+    assert!(!is_there(orphan));
+}
+
+fn signals_are_ignored() {
+    let mut fixture = Fixture::start();
+    let pid = Pid::from_raw(fixture.keeper.pid() as i32).unwrap();
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1] {
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+    let (worker, _) = fixture.run("exit 3");
+    assert_eq!(fixture.exit_of(&worker), Exit::Code(3));
+}
+
+/// Starts workers with orphans, and returns the processes of both.
+fn populate(fixture: &mut Fixture, count: usize) -> (Vec<Worker>, Vec<u32>) {
+    let mut workers = Vec::new();
+    let mut pids = Vec::new();
+    for _ in 0..count {
+        let (mut worker, pid) = fixture.run(LEAVES_ORPHAN);
+        pids.extend([pid, worker.read_pid()]);
+        workers.push(worker);
+    }
+    (workers, pids)
+}
+
+fn dropped() {
+    let mut fixture = Fixture::start();
+    let (_workers, pids) = populate(&mut fixture, 100);
+    let keeper = fixture.keeper.pid();
+    drop(fixture);
+    wait_until("all are gone", Duration::from_secs(1), || !is_there(keeper));
+    assert_eq!(pids.iter().filter(|&&pid| is_there(pid)).count(), 0);
+}
+
+fn ended() {
+    let mut fixture = Fixture::start();
+    let (_workers, pids) = populate(&mut fixture, 20);
+    fixture.keeper.end().unwrap();
+    assert_eq!(pids.iter().filter(|&&pid| is_there(pid)).count(), 0);
+}
+
+fn killed() {
+    let mut fixture = Fixture::start();
+    let (_workers, pids) = populate(&mut fixture, 20);
+    let pid = Pid::from_raw(fixture.keeper.pid() as i32).unwrap();
+    rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    let error = loop {
+        match fixture.keeper.receive() {
+            Ok(None) => {}
+            Ok(Some(other)) => panic!("{other:?}"),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    let workers = || pids.iter().step_by(2);
+    wait_until("the workers are dead", PATIENCE, || !workers().any(|&pid| is_there(pid)));
+    fixture.keeper.replace(Path::new("/proc/self/exe")).unwrap();
+    assert!(!pids.iter().any(|&pid| is_there(pid)));
+    assert!(matches!(fixture.next(), Report::Started { .. }));
+    let (worker, _) = fixture.run("exit 4");
+    assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
+    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    assert_eq!(descendants_of(std::process::id()).unwrap(), []);
+}
+
+fn fork_bomb() {
+    let mut fixture = Fixture::start();
+    // Half a thousand processes, each of which goes on forking, and half of them in new sessions.
+    let script = "bomb() {
+        if [ $1 -gt 0 ]; then bomb $(($1 - 1)) & bomb $(($1 - 1)) & fi
+        while :; do sh -c '(setsid sleep 0.2 &) &'; sleep 0.05; done
+    }
+    bomb 7";
+    let (worker, pid) = fixture.run(script);
+    wait_until("it has grown", PATIENCE, || descendants_of(pid).unwrap().len() > 400);
+    fixture.keeper.kill(worker.number).unwrap();
+    assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
+    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), []);
+
+    let (worker, pid) = fixture.run(script);
+    wait_until("it has grown", PATIENCE, || descendants_of(pid).unwrap().len() > 400);
+    drop(worker);
+    fixture.keeper.end().unwrap();
+    assert_eq!(descendants_of(std::process::id()).unwrap(), []);
+}
+
+fn unread_reports() {
+    let mut fixture = Fixture::start();
+    let mut expected = HashSet::new();
+    // More than the socket holds, in both directions.
+    for _ in 0..1000 {
+        let worker = fixture.order(SpawnOrder { program: "/no/such/program", ..shell("") });
+        expected.insert(worker.number);
+    }
+    let start = Instant::now();
+    while fixture.keeper.has_waiting() && start.elapsed() < Duration::from_millis(500) {
+        fixture.keeper.flush().unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    while !expected.is_empty() {
+        match fixture.next() {
+            Report::SpawnFailed { worker, .. } => assert!(expected.remove(&worker)),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn flat() {
+    let mut fixture = Fixture::start();
+    let folder = format!("/proc/{}/fd", fixture.keeper.pid());
+    let count = || fs::read_dir(&folder).unwrap().count();
+    let (_stays, _) = fixture.run("read -r line <&3");
+    let before = count();
+    let (mut spawns, mut kills) = (Vec::new(), Vec::new());
+    for _ in 0..200 {
+        let start = Instant::now();
+        let (worker, _) = fixture.run("read -r line <&3");
+        spawns.push(start.elapsed());
+        let start = Instant::now();
+        fixture.keeper.kill(worker.number).unwrap();
+        fixture.exit_of(&worker);
+        kills.push(start.elapsed());
+    }
+    assert_eq!(count(), before);
+    for (what, times) in [("spawn", &mut spawns), ("kill", &mut kills)] {
+        times.sort();
+        print!("[{what}: median {:?}, 99 % {:?}] ", times[100], times[198]);
+    }
+}
