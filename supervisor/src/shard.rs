@@ -199,11 +199,7 @@ impl Shard {
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
         listener.set_nonblocking(true)?;
-        poll.registry().register(
-            &mut SourceFd(&listener.as_raw_fd()),
-            LISTENER,
-            Interest::READABLE,
-        )?;
+        poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
         let limits = ShardLimits {

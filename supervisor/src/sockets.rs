@@ -7,8 +7,8 @@ use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsE
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
 use rustix::fs::Mode;
+use rustix::fs::{FlockOperation, flock};
 
 /// A bound socket. Dropping it removes the path; the lock lasts as long.
 #[derive(Debug)]
@@ -33,9 +33,11 @@ impl Bound {
     pub fn bind(path: &Path, mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         if let Some(parent) = path.parent() {
-            DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(|error| {
-                fail(format!("the folder {} cannot be made: {error}", parent.display()))
-            })?;
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(parent)
+                .map_err(|error| fail(format!("the folder {} cannot be made: {error}", parent.display())))?;
         }
         let lock = lock(path).map_err(fail)?;
         clear_stale(path).map_err(fail)?;
@@ -89,7 +91,9 @@ fn clear_stale(path: &Path) -> Result<(), String> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error.to_string()),
         Ok(found) if !found.file_type().is_socket() => {
-            return Err("something that is not a socket is there; remove it, or configure another path".into());
+            return Err(
+                "something that is not a socket is there; remove it, or configure another path".into()
+            );
         }
         Ok(_) => {}
     }

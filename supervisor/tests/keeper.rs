@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,6 +16,11 @@ use rustix::process::{Pid, Signal};
 
 /// Nothing here takes nearly as long, unless it fails.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+// The kernel's numbers, which the C libraries type differently.
+const RLIMIT_CORE: u32 = 4;
+const RLIMIT_NOFILE: u32 = 7;
+const RLIMIT_AS: u32 = 9;
 
 const CASES: [(&str, fn()); 13] = [
     ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
@@ -100,7 +105,7 @@ impl Fixture {
         order.worker = self.workers;
         let (link, theirs) = UnixStream::pair().unwrap();
         let (stdout, writer) = io::pipe().unwrap();
-        let stderr = OwnedFd::from(io::stderr().try_clone_to_owned());
+        let stderr = io::stderr().as_fd().try_clone_to_owned().unwrap();
         self.keeper.spawn(&order, theirs.into(), writer.into(), stderr).unwrap();
         Worker { number: self.workers, link, stdout }
     }
@@ -129,17 +134,6 @@ impl Fixture {
             }
             other => panic!("{other:?}"),
         }
-    }
-}
-
-trait TryCloneToOwned {
-    fn try_clone_to_owned(&self) -> OwnedFd;
-}
-
-impl TryCloneToOwned for io::Stderr {
-    fn try_clone_to_owned(&self) -> OwnedFd {
-        use std::os::fd::AsFd;
-        self.as_fd().try_clone_to_owned().unwrap()
     }
 }
 
@@ -224,7 +218,7 @@ fn failures() {
     assert_eq!(fixture.failure_of(order), ("exec".to_owned(), Some(libc::EACCES)));
     let order = SpawnOrder { directory: "/no/such/folder", ..shell("") };
     assert_eq!(fixture.failure_of(order), ("working directory".to_owned(), Some(libc::ENOENT)));
-    let upside_down = Rlimit { resource: libc::RLIMIT_AS as u32, soft: 2, hard: 1 };
+    let upside_down = Rlimit { resource: RLIMIT_AS, soft: 2, hard: 1 };
     let order = SpawnOrder { rlimits: vec![upside_down], ..shell("") };
     assert_eq!(fixture.failure_of(order), ("rlimit as".to_owned(), Some(libc::EINVAL)));
 
@@ -250,13 +244,18 @@ fn null() -> OwnedFd {
 fn limits() {
     let mut fixture = Fixture::start();
     let rlimits = vec![
-        Rlimit { resource: libc::RLIMIT_NOFILE as u32, soft: 77, hard: 88 },
-        Rlimit { resource: libc::RLIMIT_CORE as u32, soft: 0, hard: 0 },
-        Rlimit { resource: libc::RLIMIT_AS as u32, soft: 1 << 30, hard: u64::MAX },
+        Rlimit { resource: RLIMIT_NOFILE, soft: 77, hard: 88 },
+        Rlimit { resource: RLIMIT_CORE, soft: 0, hard: 0 },
+        Rlimit { resource: RLIMIT_AS, soft: 1 << 30, hard: u64::MAX },
     ];
     let script = "ulimit -Sn; ulimit -Hn; ulimit -c; ulimit -Sv; ulimit -Hv";
     let mut worker = fixture.order(SpawnOrder { rlimits, ..shell(script) });
     assert_eq!(worker.read_all(), "77\n88\n0\n1048576\nunlimited\n");
+}
+
+fn open_in(pid: u32) -> HashSet<String> {
+    let folder = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    folder.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
 fn clean_start() {
@@ -267,19 +266,28 @@ fn clean_start() {
     let mut careless_fixture = Fixture::start();
     for fixture in [&mut fixture, &mut careless_fixture] {
         let (_others, _) = fixture.run("read -r line <&3");
-        let (worker, pid) = fixture.run("read -r line <&3");
-        let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
-        let open: HashSet<_> = open.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        assert_eq!(open, HashSet::from(["0", "1", "2", "3"].map(str::to_owned)));
+        // No shell, which would have descriptors and variables of its own.
+        let sleep = SpawnOrder { program: "/bin/sleep", arguments: vec!["sleep", "1000"], ..shell("") };
+        let worker = fixture.order(sleep);
+        let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+        // The loader of programs opens some, and closes them.
+        let expected = HashSet::from(["0", "1", "2", "3"].map(str::to_owned));
+        wait_until("descriptors 0 to 3 are open, and no other", PATIENCE, || open_in(pid) == expected);
         let stdin = fs::read_link(format!("/proc/{pid}/fd/0")).unwrap();
         assert_eq!(stdin, Path::new("/dev/null"));
-        let environment = fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
-        assert_eq!(environment, "PATH=/usr/bin:/bin\0");
+        // The kernel lets the news of an exec out before it is all in place.
+        wait_until("the environment is what was ordered", PATIENCE, || {
+            fs::read_to_string(format!("/proc/{pid}/environ")).unwrap() == "PATH=/usr/bin:/bin\0"
+        });
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         for field in ["SigBlk:\t0000000000000000", "SigIgn:\t0000000000000000"] {
             assert!(status.contains(field), "{status}");
         }
-        drop(worker);
+        let stat = |pid: u32| fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let nice = |pid: u32| stat(pid).rsplit_once(") ").unwrap().1.split(' ').nth(16).map(str::to_owned);
+        assert_eq!(nice(pid), nice(std::process::id()));
+        fixture.keeper.kill(worker.number).unwrap();
+        fixture.exit_of(&worker);
     }
     let name = fs::read_to_string(format!("/proc/{}/comm", fixture.keeper.pid())).unwrap();
     assert_eq!(name, "bulkhead-keeper\n");
@@ -388,16 +396,21 @@ fn fork_bomb() {
         while :; do sh -c '(setsid sleep 0.2 &) &'; sleep 0.05; done
     }
     bomb 7";
+    let has_grown = |pid: u32| descendants_of(pid).unwrap().len() > 400;
     let (worker, pid) = fixture.run(script);
-    wait_until("it has grown", PATIENCE, || descendants_of(pid).unwrap().len() > 400);
+    wait_until("it has grown", PATIENCE, || has_grown(pid));
+    let start = Instant::now();
     fixture.keeper.kill(worker.number).unwrap();
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
+    print!("[ended after {:?}", start.elapsed());
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), []);
 
     let (worker, pid) = fixture.run(script);
-    wait_until("it has grown", PATIENCE, || descendants_of(pid).unwrap().len() > 400);
+    wait_until("it has grown", PATIENCE, || has_grown(pid));
     drop(worker);
+    let start = Instant::now();
     fixture.keeper.end().unwrap();
+    print!(", with the keeper after {:?}] ", start.elapsed());
     assert_eq!(descendants_of(std::process::id()).unwrap(), []);
 }
 
@@ -422,12 +435,17 @@ fn unread_reports() {
     }
 }
 
+/// What the keeper has open when it is done with all it was ordered.
+fn settled(fixture: &mut Fixture) -> HashSet<String> {
+    let (worker, _) = fixture.run("exit 0");
+    fixture.exit_of(&worker);
+    open_in(fixture.keeper.pid())
+}
+
 fn flat() {
     let mut fixture = Fixture::start();
-    let folder = format!("/proc/{}/fd", fixture.keeper.pid());
-    let count = || fs::read_dir(&folder).unwrap().count();
     let (_stays, _) = fixture.run("read -r line <&3");
-    let before = count();
+    let before = settled(&mut fixture);
     let (mut spawns, mut kills) = (Vec::new(), Vec::new());
     for _ in 0..200 {
         let start = Instant::now();
@@ -438,7 +456,7 @@ fn flat() {
         fixture.exit_of(&worker);
         kills.push(start.elapsed());
     }
-    assert_eq!(count(), before);
+    assert_eq!(settled(&mut fixture), before);
     for (what, times) in [("spawn", &mut spawns), ("kill", &mut kills)] {
         times.sort();
         print!("[{what}: median {:?}, 99 % {:?}] ", times[100], times[198]);

@@ -156,8 +156,11 @@ impl Supervisor {
     fn request(&self, method: &str, path: &str) -> Option<(u16, String)> {
         let mut socket = UnixStream::connect(self.folder.path().join("admin.sock")).ok()?;
         socket.set_read_timeout(Some(PATIENCE)).ok()?;
-        write!(socket, "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-            .ok()?;
+        write!(
+            socket,
+            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        )
+        .ok()?;
         let mut answer = String::new();
         socket.read_to_string(&mut answer).ok()?;
         let (head, body) = answer.split_once("\r\n\r\n")?;

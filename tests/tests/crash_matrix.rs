@@ -6,7 +6,13 @@ use bulkhead_client::{Client, JobError, Reply};
 use bulkhead_tests::{Supervisor, descriptors, is_alive, resident_bytes, threads, wait_for};
 
 fn run<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+    // Conditions are waited for by blocking, so the client needs a thread of its own.
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(future)
 }
 
 fn outcome(result: &Result<Reply, JobError>) -> String {
@@ -70,12 +76,7 @@ fn hanging_and_spinning_end_at_the_deadline() {
             let expected = ["deadline_exceeded/running", "crashed/signal"];
             assert!(expected.contains(&ended.as_str()), "{operation}: {ended}");
             let deadline = Duration::from_secs(20);
-            let again = wait_for("it serves again", || {
-                let rt = tokio::runtime::Handle::current();
-                let _ = &rt;
-                (supervisor.number("b", "available") == 1).then_some(())
-            });
-            let () = again;
+            supervisor.wait_number("b", "available", 1);
             let reply = client.job("b", "x").deadline(deadline).send().await;
             assert_eq!(outcome(&reply), "ok");
         });
@@ -253,7 +254,8 @@ fn answers_that_come_twice_late_or_from_strangers_reach_nobody() {
 
 #[test]
 fn an_answer_given_before_death_counts() {
-    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"reply-and-die\"]\n");
+    let supervisor =
+        Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"reply-and-die\"]\n");
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         for _ in 0..20 {

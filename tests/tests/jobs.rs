@@ -7,7 +7,13 @@ use bulkhead_shared::{Executed, RejectReason, Verdict};
 use bulkhead_tests::{Supervisor, tally, wait_for};
 
 fn run<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+    // Conditions are waited for by blocking, so the client needs a thread of its own.
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(future)
 }
 
 fn outcome(result: Result<bulkhead_client::Reply, JobError>) -> String {
@@ -24,9 +30,8 @@ fn outcome(result: Result<bulkhead_client::Reply, JobError>) -> String {
 
 #[test]
 fn payloads_of_every_size_come_back_unchanged() {
-    let supervisor = Supervisor::start(
-        "[bulkhead.echo]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.cat]\nexec = [\"cat\"]\n",
-    );
+    let supervisor =
+        Supervisor::start("[bulkhead.echo]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.cat]\nexec = [\"cat\"]\n");
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         for size in [0, 1, 64, 65_535, 65_536, 65_537, 300_000, 5_000_000] {
@@ -142,11 +147,21 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
 
 #[test]
 fn a_hanging_tree_is_gone_soon_after_its_deadline() {
-    let supervisor = Supervisor::start(
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("tree.sh");
+    let program = format!("PROGRAM-{}", std::process::id());
+    std::fs::write(
+        &script,
+        format!(
+            "trap '' TERM\n(setsid sh -c 'sleep 1000 # {program}; :' &)\nsh -c 'sleep 1000 # {program}; :'\n"
+        ),
+    )
+    .unwrap();
+    let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"400ms\"\ngrace = \"100ms\"\n\
-         [bulkhead.x]\nexec = [\"sh\", \"-c\", \"trap '' TERM; (setsid sh -c 'sleep 1000 # TREE-exec' &); \
-         sleep 1000 # TREE-exec\"]\ndeadline = \"400ms\"\nenv = { PATH = \"/usr/bin:/bin\" }\n",
-    );
+         [bulkhead.x]\nexec = [\"sh\", {script:?}]\ndeadline = \"400ms\"\n\
+         env = {{ PATH = \"/usr/bin:/bin\" }}\n"
+    ));
     let marker = format!("TREE-{}", supervisor.pid());
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
@@ -161,7 +176,7 @@ fn a_hanging_tree_is_gone_soon_after_its_deadline() {
         let result = client.job("x", "").send().await;
         assert_eq!(outcome(result), "deadline_exceeded/running");
         wait_for("the program's tree is gone", || {
-            bulkhead_tests::processes_with("TREE-exec").is_empty().then_some(())
+            bulkhead_tests::processes_with(&program).is_empty().then_some(())
         });
         supervisor.wait_number("x", "available", 1);
         assert_eq!(supervisor.number("x", "restarts"), 0, "only the job's own tree is killed");
@@ -226,8 +241,7 @@ fn waiting_payloads_stop_at_max_buffered() {
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let blocker = client.clone();
-        let blocker =
-            tokio::spawn(async move { blocker.job("b", "").operation("hang").send().await });
+        let blocker = tokio::spawn(async move { blocker.job("b", "").operation("hang").send().await });
         wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
         let mut jobs = tokio::task::JoinSet::new();
         let mut rejected = 0;

@@ -9,7 +9,13 @@ use bulkhead_tests::{Supervisor, is_alive, kill_pid, processes_with, wait_for};
 use nix::sys::signal::Signal;
 
 fn run<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+    // Conditions are waited for by blocking, so the client needs a thread of its own.
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(future)
 }
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
@@ -93,8 +99,7 @@ fn a_stop_lets_jobs_finish_and_refuses_new_ones() {
 fn a_second_signal_or_the_end_of_patience_stops_at_once() {
     for is_second_signal in [true, false] {
         let timeout = if is_second_signal { "60s" } else { "300ms" };
-        let mut supervisor =
-            Supervisor::start_with(&format!("drain_timeout = \"{timeout}\""), TREE);
+        let mut supervisor = Supervisor::start_with(&format!("drain_timeout = \"{timeout}\""), TREE);
         run(async {
             let client = Client::connect(supervisor.socket()).await.unwrap();
             let job = client.clone();

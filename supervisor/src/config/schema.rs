@@ -191,7 +191,7 @@ const KEYS: &[Key] = &[
     key(BULKHEAD, "max_queue", Kind::Count { min: 0, max: defaults::QUEUE_CEILING }, Preset::Count(defaults::QUEUE_MAX),
         "Jobs that may wait; 0 means none. Needs a `max_in_flight` above 0."),
     key(BULKHEAD, "queue_timeout", Kind::Duration { min: SOME }, Preset::Described("until the deadline"),
-        "The longest wait for a permit. At most `deadline_max`."),
+        "The longest wait for a permit."),
     key(BULKHEAD, "deadline", Kind::Duration { min: SOME }, Preset::Duration(defaults::DEADLINE),
         "From a job's receipt to its answer, the wait included, unless the client asks for another."),
     key(BULKHEAD, "deadline_max", Kind::Duration { min: SOME }, Preset::Described("`deadline`"),

@@ -269,8 +269,7 @@ async fn events(
         .and_then(|value| value.to_str().ok())
         .is_some_and(|accept| accept.contains("text/event-stream"));
     let limit = query.limit.unwrap_or(LIMIT);
-    let (kept, receiver) =
-        control.events.follow(query.since.unwrap_or(0), query.bulkhead.as_deref(), limit);
+    let (kept, receiver) = control.events.follow(query.since.unwrap_or(0), query.bulkhead.as_deref(), limit);
     if !query.follow && !wants_stream {
         let body: String = kept.iter().map(|event| format!("{}\n", event.json)).collect();
         return ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
@@ -284,10 +283,12 @@ async fn events(
         std::future::ready(wanted.then_some(item))
     });
     let sse = stream::iter(kept).map(Ok).chain(coming).map(|item| match item {
-        Ok(event) => {
-            Ok::<_, Infallible>(axum::response::sse::Event::default().id(event.seq.to_string()).data(&event.json))
+        Ok(event) => Ok::<_, Infallible>(
+            axum::response::sse::Event::default().id(event.seq.to_string()).data(&event.json),
+        ),
+        Err(count) => {
+            Ok(axum::response::sse::Event::default().comment(format!("{count} events were missed")))
         }
-        Err(count) => Ok(axum::response::sse::Event::default().comment(format!("{count} events were missed"))),
     });
     let keep_alive = axum::response::sse::KeepAlive::new().interval(KEEP_ALIVE);
     axum::response::Sse::new(sse).keep_alive(keep_alive).into_response()

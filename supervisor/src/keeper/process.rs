@@ -15,7 +15,7 @@ use mio::{Events, Interest, Poll, Token};
 use nix::sys::signal::SigSet;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::fs::{Mode, OFlags};
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::{Pid, PidfdFlags};
 
 use super::socket::{self, Outbox, Received};
 use super::spawn::{Forker, Job, LINK_FD, Prepared, Progress, put_at, read_failure};
@@ -40,6 +40,9 @@ const AUDIT_PAUSE: Duration = Duration::from_secs(1);
 /// How long the keeper tries to kill everything before it gives up and ends.
 const END_PATIENCE: Duration = Duration::from_secs(60);
 
+/// The nice value of the keeper, if it may have that.
+const PRIORITY: i32 = -20;
+
 /// What one turn of the loop takes from the kernel; the rest comes with the next.
 const EVENTS_MAX: usize = 64;
 
@@ -60,8 +63,9 @@ pub fn run_as_keeper() -> ! {
     std::process::exit(i32::from(result.is_err()))
 }
 
-/// Makes the process what it has to be before its second thread starts. Returns the order socket.
-fn prepare() -> io::Result<OwnedFd> {
+/// Makes the process what it has to be before its second thread starts. Returns the order socket, and
+/// the nice value for workers.
+fn prepare() -> io::Result<(OwnedFd, i32)> {
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
@@ -75,7 +79,17 @@ fn prepare() -> io::Result<OwnedFd> {
     // Fails only for the leader of a process group, which a spawned process becomes by request only.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    Ok(socket)
+    let nice = rustix::process::getpriority_process(None)?;
+    take_precedence();
+    Ok((socket, nice))
+}
+
+/// Whoever has to end a fork bomb must not wait for its turn behind a thousand processes. Workers start
+/// with the priority of before. Where privileges are missing, the keeper takes its turn like others.
+fn take_precedence() {
+    let _ = rustix::process::setpriority_process(None, PRIORITY);
+    // With autogroups (a kernel setting) each session has a share, and this is what weighs ours.
+    let _ = std::fs::write("/proc/self/autogroup", PRIORITY.to_string());
 }
 
 /// Nothing but end of file ends the keeper: signals meant for the supervisor's group, or sent by
@@ -175,8 +189,8 @@ struct Process {
 }
 
 impl Process {
-    fn start(socket: OwnedFd) -> io::Result<Self> {
-        let forker = Forker::start()?;
+    fn start((socket, nice): (OwnedFd, i32)) -> io::Result<Self> {
+        let forker = Forker::start(nice)?;
         let always = !wait::tells_orphans_apart(&forker)?;
         let mut blocked = SigSet::empty();
         blocked.add(nix::sys::signal::SIGCHLD);
@@ -212,6 +226,9 @@ impl Process {
                 Err(error) => break Err(error),
             }
         };
+        for &pid in self.children.keys() {
+            wait::kill_group(pid);
+        }
         wait::end_all(END_PATIENCE)?;
         match served {
             // The supervisor went away while we wrote to it: an end like another.
@@ -283,10 +300,10 @@ impl Process {
                 Ok(true)
             }
             Some((Order::Kill { worker }, _)) => {
-                let child = self.children.values().find(|child| child.worker == worker);
-                if let Some(Child { pidfd, .. }) = child {
-                    // It may be dead already; its end is reported either way.
-                    let _ = rustix::process::pidfd_send_signal(pidfd, Signal::KILL);
+                // Whoever is in the table has not been waited for.
+                let child = self.children.iter().find(|(_, child)| child.worker == worker);
+                if let Some((&pid, _)) = child {
+                    wait::kill_group(pid);
                 }
                 Ok(true)
             }
@@ -382,13 +399,16 @@ impl Process {
 
     /// Waits for whatever has ended, worker or orphan.
     fn reap(&mut self, now: Instant) {
-        loop {
-            match wait::wait_any() {
+        while let Some(pid) = wait::peek() {
+            if self.children.contains_key(&pid) {
+                // What it said at the start, it said before it ended.
+                self.look_at_start(pid);
+                wait::kill_group(pid);
+            }
+            match wait::take(pid) {
                 Waited::NoChild | Waited::Nothing => return,
                 Waited::Stopped { pid } => wait::kill_child(pid),
                 Waited::Ended { pid, exit, usage } => {
-                    // What it said at the start, it said before it ended.
-                    self.look_at_start(pid);
                     if let Some(Child { worker, stage: Stage::Running, .. }) = self.children.remove(&pid) {
                         self.leaving.push(Leaving { worker, exit, usage, since: now });
                         self.scans.audit.get_or_insert(now + AUDIT_PAUSE);

@@ -46,6 +46,8 @@ impl Outbox {
                 Ok(()) => drop(self.0.pop_front()),
                 Err(Errno::AGAIN) => return Ok(false),
                 Err(Errno::INTR) => {}
+                // It went away with messages of ours unread.
+                Err(Errno::CONNRESET) => return Err(Errno::PIPE.into()),
                 Err(error) => return Err(error.into()),
             }
         }

@@ -179,12 +179,13 @@ pub(super) struct Forker {
 }
 
 impl Forker {
-    pub(super) fn start() -> io::Result<Self> {
+    /// `nice` is what workers get.
+    pub(super) fn start(nice: i32) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
         std::thread::Builder::new().name("forker".into()).spawn(move || {
             for job in todo {
-                let result = fork(&job);
+                let result = fork(&job, nice);
                 drop(job); // Closes our copies of the child's descriptors before anybody hears of it.
                 if done.send(result).is_err() {
                     return;
@@ -202,13 +203,14 @@ impl Forker {
     }
 }
 
-fn fork(job: &Job) -> io::Result<u32> {
+fn fork(job: &Job, nice: i32) -> io::Result<u32> {
     let plan = match job {
         Job::Worker(prepared) => Some(Plan {
             prepared,
             arguments: pointers(&prepared.arguments),
             environment: pointers(&prepared.environment),
             keeper: rustix::process::getpid(),
+            nice,
         }),
         Job::Child | Job::Grandchild => None,
     };
@@ -245,6 +247,7 @@ struct Plan<'p> {
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
     keeper: Pid,
+    nice: i32,
 }
 
 /// Why a step failed; `detail` is the resource's number for limits.
@@ -262,9 +265,10 @@ impl From<Errno> for Stop {
 type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
 /// The way of a child, in this order. The wrappers of `rustix` used here are bare system calls.
-const STEPS: [(&str, Step); 9] = [
+const STEPS: [(&str, Step); 10] = [
     ("signals", signals),
     ("session", session),
+    ("priority", priority),
     ("stdio", stdio),
     ("child subreaper", child_subreaper),
     (RLIMIT, rlimits),
@@ -309,6 +313,11 @@ fn session(_: &Plan<'_>) -> Result<(), Stop> {
     rustix::process::setsid()?;
     rustix::process::umask(UMASK);
     Ok(())
+}
+
+/// The keeper may have a better one. In a session of its own, the child is out of its autogroup already.
+fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
+    Ok(rustix::process::setpriority_process(None, plan.nice)?)
 }
 
 /// Standard input is the keeper's own, `/dev/null`.

@@ -32,9 +32,22 @@ pub(super) enum Waited {
     Stopped { pid: u32 },
 }
 
-/// Takes the news of any child of this process, without waiting.
-pub(super) fn wait_any() -> Waited {
-    wait(-1, libc::WNOHANG)
+/// A child of this process of which there is news, which stays as it is: dead or not, the number is
+/// still its own.
+pub(super) fn peek() -> Option<u32> {
+    // SAFETY: all zeros is a valid `siginfo_t`, which the call fills at most; if it succeeds, the number
+    // is that of a child, or still zero.
+    let pid = unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
+        if libc::waitid(libc::P_ALL, 0, &mut info, flags) == 0 { info.si_pid() } else { 0 }
+    };
+    (pid != 0).then_some(pid as u32)
+}
+
+/// Takes the news of this child, without waiting.
+pub(super) fn take(pid: u32) -> Waited {
+    wait(pid as i32, libc::WNOHANG)
 }
 
 fn wait(pid: i32, flags: i32) -> Waited {
@@ -102,6 +115,19 @@ pub(super) fn kill_child(pid: u32) {
     }
 }
 
+/// Sends SIGKILL to a worker, which leads a process group, and to that group. The worker may be dead,
+/// but must not have been waited for.
+///
+/// The kernel does this in one go, during which nothing in the group can fork. So most fork bombs are
+/// over before anybody has to look for processes while they have the processors.
+pub(super) fn kill_group(pid: u32) {
+    if let Some(group) = Pid::from_raw(pid as i32) {
+        // It fails if the worker does not lead its group yet: then the group is the worker alone.
+        let _ = rustix::process::kill_process_group(group, Signal::KILL);
+    }
+    kill_child(pid);
+}
+
 /// Kills whatever descends from this process until nothing is left, and reaps it.
 pub(super) fn end_all(patience: Duration) -> io::Result<()> {
     let start = Instant::now();
@@ -109,7 +135,7 @@ pub(super) fn end_all(patience: Duration) -> io::Result<()> {
         let scan = kill_descendants(&HashSet::new());
         let scanned = Instant::now();
         while scanned.elapsed() < RESCAN {
-            match wait_any() {
+            match wait(-1, libc::WNOHANG) {
                 Waited::NoChild => return Ok(()),
                 Waited::Ended { .. } => {}
                 Waited::Stopped { pid } => kill_child(pid),

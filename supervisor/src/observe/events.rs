@@ -65,10 +65,10 @@ impl Events {
         }
         let is_logged = ring.may_log(&event);
         // Nobody may be following.
-        let _ = self.live.send(rendered.clone());
+        let _ = self.live.send(rendered);
         drop(ring);
         if is_logged {
-            log(&event, &rendered.json);
+            log(&event);
         }
     }
 
@@ -127,19 +127,19 @@ fn render(event: &Event, seq: u64) -> String {
     Value::Object(object).to_string()
 }
 
-fn log(event: &Event, json: &str) {
-    let bulkhead = event.bulkhead.as_deref().unwrap_or("");
-    let mut text = String::new();
+fn log(event: &Event) {
+    let bulkhead = event.bulkhead.as_deref();
+    let mut text = event.kind.to_owned();
     for (name, value) in &event.fields {
         if !value.is_null() {
-            text.push_str(&format!("{name}={value} "));
+            // JSON escapes what a terminal must not see.
+            text.push_str(&format!(" {name}={value}"));
         }
     }
-    let fields = text.trim_end();
     match event.severity {
-        Severity::Info => tracing::info!(target: "bulkhead", bulkhead, event = json, "{} {fields}", event.kind),
-        Severity::Warning => tracing::warn!(target: "bulkhead", bulkhead, event = json, "{} {fields}", event.kind),
-        Severity::Critical => tracing::error!(target: "bulkhead", bulkhead, event = json, "{} {fields}", event.kind),
+        Severity::Info => tracing::info!(target: "bulkhead", bulkhead, "{text}"),
+        Severity::Warning => tracing::warn!(target: "bulkhead", bulkhead, "{text}"),
+        Severity::Critical => tracing::error!(target: "bulkhead", bulkhead, "{text}"),
     }
 }
 

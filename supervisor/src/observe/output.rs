@@ -87,7 +87,9 @@ impl Output {
             let source = Source { bulkhead: bulkhead.clone(), pid, stream };
             match Receiver::from_owned_fd(fd) {
                 Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe))),
-                Err(error) => tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}"),
+                Err(error) => {
+                    tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}")
+                }
             }
         }
     }

@@ -11,9 +11,7 @@ use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{
-    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
-};
+use bulkhead_shared::limits::{CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
@@ -108,8 +106,7 @@ impl Shard {
         slot: u32,
         spawn: u64,
     ) -> io::Result<usize> {
-        let (ours, theirs) =
-            socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
@@ -446,7 +443,11 @@ impl Shard {
                     code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
                     message: cut(failed.message, MESSAGE_BYTES_MAX).to_owned(),
                     retryable: failed.retryable != 0,
-                    fault: if failed.fault == Fault::Caller as u8 { Fault::Caller } else { Fault::Dependency },
+                    fault: if failed.fault == Fault::Caller as u8 {
+                        Fault::Caller
+                    } else {
+                        Fault::Dependency
+                    },
                 };
                 self.reply(compartment, worker, number, Reply::Failed(failure), Incoming::None);
             }

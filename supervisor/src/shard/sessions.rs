@@ -62,7 +62,9 @@ pub(super) struct Session {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    AwaitingHello { since: Time },
+    AwaitingHello {
+        since: Time,
+    },
     Open,
     /// Refused: closed as soon as the refusal is sent.
     Closing,
@@ -489,8 +491,18 @@ impl Shard {
         answer: Answer<JobRecord>,
         incoming: &mut Incoming<'_>,
     ) {
-        let Answer { job, cargo, verdict, attempts, queued, ran, worker_pid, retryable, retry_after, deadline } =
-            answer;
+        let Answer {
+            job,
+            cargo,
+            verdict,
+            attempts,
+            queued,
+            ran,
+            worker_pid,
+            retryable,
+            retry_after,
+            deadline,
+        } = answer;
         if let Some(payload) = cargo.payload {
             self.buffered -= payload.len();
             self.pool.give(payload);
@@ -622,7 +634,11 @@ impl Shard {
             } else if over(hello_since, HELLO_WITHIN) {
                 self.refuse_session(index, RejectReason::Invalid, "no hello came in time");
             } else if over(session.mid_frame_since, FRAME_WITHIN) {
-                self.refuse_session(index, RejectReason::Invalid, "a frame was begun and not finished in time");
+                self.refuse_session(
+                    index,
+                    RejectReason::Invalid,
+                    "a frame was begun and not finished in time",
+                );
             }
             if is_watched {
                 self.want_housekeeping();
@@ -630,4 +646,3 @@ impl Shard {
         }
     }
 }
-

@@ -58,7 +58,12 @@ impl Shard {
         if !self.stopping {
             self.stopping = true;
             self.notify(Notice::Stopping);
-            self.event(Severity::Info, "draining", None, vec![("drain_timeout_ms", json!(patience.as_millis()))]);
+            self.event(
+                Severity::Info,
+                "draining",
+                None,
+                vec![("drain_timeout_ms", json!(patience.as_millis()))],
+            );
         }
         let by = self.now + patience;
         for index in 0..self.compartments.len() {

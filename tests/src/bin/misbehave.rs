@@ -71,8 +71,11 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "spin" => loop {
             std::hint::spin_loop();
         },
-        "stop" => kill(Pid::this(), Signal::SIGSTOP).map_err(HandlerError::from)?,
-        "segv" => raise(Signal::SIGSEGV).map_err(HandlerError::from)?,
+        "stop" => kill(Pid::this(), Signal::SIGSTOP)?,
+        // The runtime's own handler takes the first one for a stack overflow, and steps aside.
+        "segv" => loop {
+            raise(Signal::SIGSEGV)?;
+        },
         "abort" => std::process::abort(),
         "exit" => std::process::exit(i32::try_from(number(job)).unwrap_or(1)),
         "panic" => panic!("a handler panicked"),
@@ -86,7 +89,9 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         }
         "die-idle" => {
             let after = Duration::from_millis(number(job));
-            die_later(after, || drop(raise(Signal::SIGKILL)));
+            die_later(after, || {
+                let _ = raise(Signal::SIGKILL);
+            });
         }
         "big" => return Ok(vec![b'x'; usize::try_from(number(job)).unwrap_or(0)]),
         // Dies while its large answer is on the way.
@@ -246,8 +251,13 @@ impl Raw {
         match mode {
             "rubbish" => self.bytes(&[0xa5; 65_536]),
             "huge" => {
-                let header =
-                    Header { length: u32::MAX, kind: kind::RESULT, flags: 0, metadata_length: 8, number: job };
+                let header = Header {
+                    length: u32::MAX,
+                    kind: kind::RESULT,
+                    flags: 0,
+                    metadata_length: 8,
+                    number: job,
+                };
                 self.bytes(&header.encode());
                 self.bytes(&[0; 8]);
                 self.bytes(&[0; 1 << 20]);

@@ -1,0 +1,287 @@
+//! What goes over the admin socket: status, events, logs, and the four verbs.
+
+use std::path::PathBuf;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use http_body_util::{BodyExt, Empty};
+use hyper::body::{Bytes, Incoming};
+use hyper::{Method, Request, Response, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::net::UnixStream;
+
+use crate::args::Args;
+use crate::output::{self, Failure, exit, harmless};
+
+/// Bytes of one line of a stream; a longer one is not ours.
+const LINE_BYTES_MAX: usize = 1 << 20;
+
+/// Events that `status NAME` shows.
+const LAST_EVENTS: usize = 10;
+
+/// Sends a request and returns the answer's head, its body still to be read.
+async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
+    let socket = args.admin();
+    let unreachable = |socket: &PathBuf, error: &dyn std::fmt::Display| {
+        let message = format!(
+            "failed to reach the admin socket {}: {error}; is the supervisor running?",
+            socket.display()
+        );
+        Failure::new(exit::UNREACHABLE, message)
+    };
+    let stream = UnixStream::connect(&socket).await.map_err(|error| {
+        if error.kind() == std::io::ErrorKind::PermissionDenied {
+            return Failure::new(
+                exit::FORBIDDEN,
+                format!("you may not use the admin socket {}", socket.display()),
+            );
+        }
+        unreachable(&socket, &error)
+    })?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(|error| unreachable(&socket, &error))?;
+    tokio::spawn(connection);
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header(header::HOST, "bulkhead")
+        .header(header::ACCEPT, "application/json")
+        .body(Empty::<Bytes>::new())
+        .map_err(|error| Failure::new(exit::USAGE, error.to_string()))?;
+    let response = sender.send_request(request).await.map_err(|error| unreachable(&socket, &error))?;
+    if response.status().is_success() {
+        return Ok(response);
+    }
+    let status = response.status();
+    let body = read(response).await.unwrap_or_default();
+    let detail = serde_json::from_slice::<Value>(&body).ok();
+    let detail = detail.as_ref().and_then(|body| body["detail"].as_str()).unwrap_or(status.as_str());
+    let code = if status == StatusCode::NOT_FOUND { exit::NOT_FOUND } else { exit::FAILED };
+    Err(Failure::new(code, harmless(detail)))
+}
+
+async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
+    let body = response.into_body().collect().await;
+    let fail =
+        |error: hyper::Error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}"));
+    Ok(body.map_err(fail)?.to_bytes().to_vec())
+}
+
+async fn json(args: &Args, path: &str) -> Result<Value, Failure> {
+    let body = read(request(args, Method::GET, path).await?).await?;
+    let fail = |error| Failure::new(exit::FAILED, format!("the supervisor's answer is no JSON: {error}"));
+    serde_json::from_slice(&body).map_err(fail)
+}
+
+/// A name as part of a path.
+fn encoded(name: &str) -> String {
+    let is_plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+    name.bytes().map(|b| if is_plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+}
+
+// status
+
+pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
+    let Some(name) = name else {
+        let all = json(args, "/v1/bulkheads").await?;
+        if args.json {
+            output::line(&all.to_string());
+        } else {
+            let rows = all["bulkheads"].as_array().map(Vec::as_slice).unwrap_or_default();
+            output::line(&bulkhead_table(rows));
+        }
+        return Ok(exit::OK);
+    };
+    let name = encoded(name);
+    let one = json(args, &format!("/v1/bulkheads/{name}")).await?;
+    if args.json {
+        output::line(&one.to_string());
+        return Ok(exit::OK);
+    }
+    output::line(&bulkhead_table(std::slice::from_ref(&one)));
+    if let Some(detail) = one["detail"].as_str() {
+        output::line(&format!("\n{}", harmless(detail)));
+    }
+    output::line(&format!("\n{}", worker_table(&one)));
+    let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}");
+    let events = read(request(args, Method::GET, &path).await?).await?;
+    output::line("");
+    for line in String::from_utf8_lossy(&events).lines() {
+        print_event(args, line);
+    }
+    Ok(exit::OK)
+}
+
+fn table(head: &[&str]) -> Table {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Disabled)
+        .set_header(head);
+    table
+}
+
+fn text(value: &Value) -> String {
+    match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => harmless(text),
+        other => other.to_string(),
+    }
+}
+
+fn millis(value: &Value) -> String {
+    value.as_f64().map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
+}
+
+fn bulkhead_table(rows: &[Value]) -> String {
+    let mut table = table(&[
+        "NAME",
+        "STATE",
+        "WORKERS",
+        "INFLIGHT/LIMIT",
+        "QUEUE",
+        "DONE",
+        "FAILED",
+        "REJECTED",
+        "CRASHED",
+        "RESTARTS",
+        "BREAKER",
+        "P50",
+        "P99",
+    ]);
+    for row in rows {
+        let rejected: u64 =
+            row["rejected"].as_object().map_or(0, |counts| counts.values().filter_map(Value::as_u64).sum());
+        table.add_row([
+            text(&row["name"]),
+            text(&row["state"]),
+            row["workers"].as_array().map_or(0, Vec::len).to_string(),
+            format!("{}/{}", text(&row["in_flight"]), text(&row["limit"])),
+            format!("{}/{}", text(&row["queued"]), text(&row["queue_capacity"])),
+            text(&row["done"]),
+            text(&row["failed"]),
+            rejected.to_string(),
+            text(&row["crashed"]),
+            text(&row["restarts"]),
+            text(&row["breaker"]),
+            millis(&row["latency_ms"]["run"]["p50"]),
+            millis(&row["latency_ms"]["run"]["p99"]),
+        ]);
+    }
+    table.trim_fmt()
+}
+
+fn worker_table(bulkhead: &Value) -> String {
+    let mut table = table(&["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"]);
+    for worker in bulkhead["workers"].as_array().into_iter().flatten() {
+        let uptime = std::time::Duration::from_secs(worker["uptime_ms"].as_u64().unwrap_or(0) / 1000);
+        let rss = worker["rss_bytes"]
+            .as_u64()
+            .map_or_else(|| "-".to_owned(), |b| format!("{:.1}MiB", b as f64 / 1_048_576.0));
+        table.add_row([
+            text(&worker["pid"]),
+            text(&worker["state"]),
+            humantime::format_duration(uptime).to_string(),
+            text(&worker["in_flight"]),
+            text(&worker["served"]),
+            text(&worker["restarts"]),
+            rss,
+            text(&worker["last_exit"]),
+        ]);
+    }
+    table.trim_fmt()
+}
+
+// events and logs
+
+pub(crate) async fn events(args: &Args, follow: bool) -> Result<u8, Failure> {
+    let response = request(args, Method::GET, &format!("/v1/events?follow={follow}")).await?;
+    lines(response, |line| match line.strip_prefix("data:") {
+        Some(data) => print_event(args, data.trim_start()),
+        None if line.starts_with('{') => print_event(args, line),
+        // The other lines of server-sent events: numbers, comments, pauses.
+        None => {}
+    })
+    .await
+}
+
+fn print_event(args: &Args, line: &str) {
+    if args.json {
+        output::line(line);
+        return;
+    }
+    let Ok(Value::Object(event)) = serde_json::from_str::<Value>(line) else { return };
+    let field = |name: &str| event.get(name).map(text).unwrap_or_default();
+    let mut words = vec![field("at"), format!("{:8}", field("severity")), field("kind"), field("bulkhead")];
+    for (name, value) in &event {
+        if !["at", "seq", "severity", "kind", "bulkhead"].contains(&name.as_str()) && !value.is_null() {
+            words.push(format!("{name}={}", harmless(&value.to_string())));
+        }
+    }
+    output::line(&words.join(" "));
+}
+
+pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Failure> {
+    let path = format!("/v1/bulkheads/{}/logs?follow={follow}", encoded(name));
+    let response = request(args, Method::GET, &path).await?;
+    lines(response, |line| {
+        if args.json {
+            output::line(line);
+            return;
+        }
+        let Ok(value) = serde_json::from_str::<Value>(line) else { return };
+        match value["dropped"].as_u64() {
+            Some(count) => output::note(&format!("{count} lines were missed")),
+            None => output::line(&format!(
+                "{} {}| {}",
+                value["pid"],
+                text(&value["stream"]),
+                text(&value["line"])
+            )),
+        }
+    })
+    .await
+}
+
+/// Hands each line of a body on as it comes, until it ends or somebody presses ^C.
+async fn lines(response: Response<Incoming>, mut take: impl FnMut(&str)) -> Result<u8, Failure> {
+    let mut body = response.into_body();
+    let mut partial = Vec::new();
+    loop {
+        let frame = tokio::select! {
+            frame = body.frame() => frame,
+            _ = tokio::signal::ctrl_c() => return Ok(exit::CANCELLED),
+        };
+        let Some(frame) = frame else { return Ok(exit::OK) };
+        let fail = |error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}"));
+        let Ok(data) = frame.map_err(fail)?.into_data() else { continue };
+        partial.extend_from_slice(&data);
+        while let Some(end) = partial.iter().position(|&b| b == b'\n') {
+            let line: Vec<u8> = partial.drain(..=end).collect();
+            take(String::from_utf8_lossy(&line).trim_end());
+        }
+        if partial.len() > LINE_BYTES_MAX {
+            return Err(Failure::new(exit::FAILED, "the supervisor sent a line without an end"));
+        }
+    }
+}
+
+// verbs
+
+pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Failure> {
+    let path = format!("/v1/bulkheads/{}/{verb}", encoded(name));
+    let body = read(request(args, Method::POST, &path).await?).await?;
+    if args.json {
+        output::line(String::from_utf8_lossy(&body).trim_end());
+    } else {
+        let done = match verb {
+            "restart" => "its workers are being replaced one after the other",
+            "drain" => "it takes no more jobs; what runs may finish",
+            "resume" => "it takes jobs again",
+            _ => "its restart history is forgotten, and failed workers start again",
+        };
+        output::line(&format!("{}: {done}", harmless(name)));
+    }
+    Ok(exit::OK)
+}

@@ -1,0 +1,187 @@
+//! The command line of `bulkhead`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bulkhead_client::Priority;
+use clap::{Parser, Subcommand};
+
+/// Submits jobs to a bulkhead-supervisor, and looks after it.
+#[derive(Debug, Parser)]
+#[command(name = "bulkhead", version, arg_required_else_help = true)]
+pub(crate) struct Args {
+    /// The jobs socket of the supervisor
+    #[arg(long, global = true, env = "BULKHEAD_SOCKET", value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// The admin socket of the supervisor; without it, admin.sock beside the jobs socket
+    #[arg(long, global = true, env = "BULKHEAD_ADMIN", value_name = "PATH")]
+    pub(crate) admin: Option<PathBuf>,
+
+    /// Print JSON, for programs
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Submit a job, or many, and print the result
+    Submit(Submit),
+    /// Show the bulkheads, or one of them with its workers and last events
+    Status {
+        /// Which bulkhead
+        name: Option<String>,
+    },
+    /// Show what happened
+    Events {
+        /// Go on with what happens
+        #[arg(long, short)]
+        follow: bool,
+    },
+    /// Show what the workers of a bulkhead wrote to stdout and stderr
+    Logs {
+        /// Which bulkhead
+        name: String,
+        /// Go on with what they write
+        #[arg(long, short)]
+        follow: bool,
+    },
+    /// Replace each worker of a bulkhead, the replacement ready first
+    Restart {
+        /// Which bulkhead
+        name: String,
+    },
+    /// Have a bulkhead take no more jobs
+    Drain {
+        /// Which bulkhead
+        name: String,
+    },
+    /// Have a bulkhead take jobs again
+    Resume {
+        /// Which bulkhead
+        name: String,
+    },
+    /// Forget the restart history of a bulkhead, so that failed workers start again now
+    Reset {
+        /// Which bulkhead
+        name: String,
+    },
+    /// Load a bulkhead and print throughput and latency
+    Bench(Bench),
+    /// Print completions for a shell
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+}
+
+/// What a job asks for.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Request {
+    /// Which bulkhead
+    pub(crate) name: String,
+
+    /// What the handler is to do
+    #[arg(default_value = "")]
+    pub(crate) operation: String,
+
+    /// The payload; - for standard input [default: an empty payload]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) payload_file: Option<PathBuf>,
+
+    /// How long the job may take, such as 500ms [default: the bulkhead's own]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) deadline: Option<Duration>,
+
+    /// critical, normal or best-effort
+    #[arg(long, default_value = "normal")]
+    pub(crate) priority: Priority,
+
+    /// On whose behalf
+    #[arg(long, default_value = "")]
+    pub(crate) tenant: String,
+
+    /// What the job counts against a rate limit
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub(crate) cost: u32,
+
+    /// The job may safely run twice
+    #[arg(long)]
+    pub(crate) idempotent: bool,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Submit {
+    #[command(flatten)]
+    pub(crate) request: Request,
+
+    /// Write the result there instead of to standard output
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// Submit so many jobs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) repeat: Option<u64>,
+
+    /// Keep so many jobs under way at once
+    #[arg(long, default_value_t = 1, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) concurrency: u32,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Bench {
+    #[command(flatten)]
+    pub(crate) request: Request,
+
+    /// Keep so many jobs under way at once
+    #[arg(long, default_value_t = 16, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) concurrency: u32,
+
+    /// For so long
+    #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = duration)]
+    pub(crate) duration: Duration,
+
+    /// With payloads of so many bytes, unless there is a payload file
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    pub(crate) payload_bytes: usize,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(duration) if duration.is_zero() => Err("must be more than nothing".into()),
+        Ok(duration) => Ok(duration),
+        Err(error) => Err(format!("{error}; write it like 500ms, 2s or \"1m 30s\"")),
+    }
+}
+
+impl Args {
+    /// The jobs socket: as given, or where a supervisor of this user has it by default.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.socket.clone().unwrap_or_else(default_socket)
+    }
+
+    /// The admin socket: as given, or beside the jobs socket.
+    pub(crate) fn admin(&self) -> PathBuf {
+        self.admin.clone().unwrap_or_else(|| self.socket().with_file_name("admin.sock"))
+    }
+}
+
+fn default_socket() -> PathBuf {
+    let is_root =
+        std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0);
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|_| !is_root).unwrap_or_else(|| "/run".into());
+    PathBuf::from(folder).join("bulkhead/jobs.sock")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        <Args as clap::CommandFactory>::command().debug_assert();
+    }
+}

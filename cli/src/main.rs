@@ -1,0 +1,51 @@
+//! The `bulkhead` command: submits jobs over the jobs socket, and looks after a supervisor over its admin
+//! socket. Every way to end has its exit code; nothing but results and tables goes to standard output.
+
+mod admin;
+mod args;
+mod bench;
+mod load;
+mod output;
+mod submit;
+
+use std::process::ExitCode;
+
+use args::{Args, Command};
+use clap::Parser;
+use output::{Failure, exit};
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    if let Command::Completions { shell } = args.command {
+        let mut text = Vec::new();
+        clap_complete::generate(shell, &mut <Args as clap::CommandFactory>::command(), "bulkhead", &mut text);
+        output::raw(&text);
+        return ExitCode::SUCCESS;
+    }
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return Failure::new(exit::FAILED, format!("failed to start: {error}")).report(&args),
+    };
+    let result = runtime.block_on(run(&args));
+    // A read of standard input that nobody will finish must not keep us.
+    runtime.shutdown_background();
+    match result {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => failure.report(&args),
+    }
+}
+
+async fn run(args: &Args) -> Result<u8, Failure> {
+    match &args.command {
+        Command::Submit(submit) => submit::run(args, submit).await,
+        Command::Bench(bench) => bench::run(args, bench).await,
+        Command::Status { name } => admin::status(args, name.as_deref()).await,
+        Command::Events { follow } => admin::events(args, *follow).await,
+        Command::Logs { name, follow } => admin::logs(args, name, *follow).await,
+        Command::Restart { name } => admin::steer(args, name, "restart").await,
+        Command::Drain { name } => admin::steer(args, name, "drain").await,
+        Command::Resume { name } => admin::steer(args, name, "resume").await,
+        Command::Reset { name } => admin::steer(args, name, "reset").await,
+        Command::Completions { .. } => Ok(exit::OK),
+    }
+}
