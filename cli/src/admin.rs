@@ -115,10 +115,7 @@ pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failur
 
 fn table(head: &[&str]) -> Table {
     let mut table = Table::new();
-    table
-        .load_style(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Disabled)
-        .set_header(head);
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled).set_header(head);
     table
 }
 

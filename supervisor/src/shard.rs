@@ -66,6 +66,8 @@ pub(crate) struct JobRecord {
     /// Kept only while the job waits.
     payload: Option<Vec<u8>>,
     payload_bytes: usize,
+    /// Kept while a worker has the job, if it is small.
+    spare_copy: Option<Box<[u8]>>,
 }
 
 /// One bulkhead and what belongs to it here.

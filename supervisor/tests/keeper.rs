@@ -389,25 +389,39 @@ fn killed() {
 }
 
 fn fork_bomb() {
-    let mut fixture = Fixture::start();
-    // Half a thousand processes, each of which goes on forking, and half of them in new sessions.
-    let script = "bomb() {
-        if [ $1 -gt 0 ]; then bomb $(($1 - 1)) & bomb $(($1 - 1)) & fi
-        while :; do sh -c '(setsid sleep 0.2 &) &'; sleep 0.05; done
+    // Processes that all go on forking: many in the group of the worker, or some that nothing finds
+    // but a look for them, each in a session of its own (these keep the processors busiest).
+    let bomb = "if [ $1 -gt 0 ]; then
+            $FORK sh -c \"$BOMB\" sh $(($1 - 1)) & $FORK sh -c \"$BOMB\" sh $(($1 - 1)) &
+        fi
+        while :; do sh -c '(setsid sleep 0.2 &) &'; sleep 0.05; done";
+    for (fork, generations, enough) in [("FORK=setsid", "5", 70), ("FORK=", "7", 400)] {
+        explode(bomb, fork, generations, enough);
     }
-    bomb 7";
-    let has_grown = |pid: u32| descendants_of(pid).unwrap().len() > 400;
-    let (worker, pid) = fixture.run(script);
-    wait_until("it has grown", PATIENCE, || has_grown(pid));
+}
+
+fn explode(bomb: &str, fork: &str, generations: &str, enough: usize) {
+    let mut fixture = Fixture::start();
+    let variable = format!("BOMB={bomb}");
+    let order = SpawnOrder {
+        arguments: vec!["sh", "-c", bomb, "sh", generations],
+        environment: vec!["PATH=/usr/bin:/bin", &variable, fork],
+        ..shell("")
+    };
+    let light = |fixture: &mut Fixture| {
+        let worker = fixture.order(order.clone());
+        let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+        wait_until("it has grown", PATIENCE, || descendants_of(pid).unwrap().len() > enough);
+        worker
+    };
+    let worker = light(&mut fixture);
     let start = Instant::now();
     fixture.keeper.kill(worker.number).unwrap();
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
     print!("[ended after {:?}", start.elapsed());
     assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), []);
 
-    let (worker, pid) = fixture.run(script);
-    wait_until("it has grown", PATIENCE, || has_grown(pid));
-    drop(worker);
+    let _worker = light(&mut fixture);
     let start = Instant::now();
     fixture.keeper.end().unwrap();
     print!(", with the keeper after {:?}] ", start.elapsed());

@@ -152,7 +152,7 @@ fn starts_that_fail_stop_the_bulkhead_and_say_why() {
         ("init-hangs", "not ready within"),
         ("raw never-hello", "did not say hello"),
         ("raw wrong-version", "versions 99 to 99"),
-        ("raw rubbish-first", "protocol"),
+        ("raw rubbish-first", "hello"),
     ];
     let bulkheads: String = cases
         .iter()

@@ -244,7 +244,7 @@ fn waiting_payloads_stop_at_max_buffered() {
         let blocker = tokio::spawn(async move { blocker.job("b", "").operation("hang").send().await });
         wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
         let mut jobs = tokio::task::JoinSet::new();
-        let mut rejected = 0;
+        let mut rejected = 0_u64;
         for batch in 0..20 {
             for _ in 0..20 {
                 let client = client.clone();
@@ -262,7 +262,10 @@ fn waiting_payloads_stop_at_max_buffered() {
             assert_eq!(outcome(done.unwrap()), "rejected/overloaded");
             rejected += 1;
         }
-        wait_for("the rest waits", || (supervisor.number("b", "queued") + rejected == 400).then_some(()));
+        wait_for("the rest waits", || {
+            rejected += std::iter::from_fn(|| jobs.try_join_next()).count() as u64;
+            (supervisor.number("b", "queued") + rejected == 400).then_some(())
+        });
         let queued = supervisor.number("b", "queued");
         assert!((56..=64).contains(&queued), "{queued} of 1 MiB wait with 64 MiB allowed");
         let grown = bulkhead_tests::resident_bytes(supervisor.pid()).saturating_sub(before);

@@ -98,7 +98,7 @@ impl<T> Bulkhead<T> {
             Event::Heard { worker } => self.heard(now, worker),
             Event::Broke { worker, message } => self.broke(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
-            Event::Exited { worker, death } => self.exited(now, worker, death, out),
+            Event::Exited { worker, death, left_unread } => self.exited(now, worker, death, left_unread, out),
             Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
             Event::HeldUp => self.held_up(now),
             Event::Restart => self.rolling_restart(now, out),
@@ -126,6 +126,14 @@ impl<T> Bulkhead<T> {
     pub fn cargo_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
         self.jobs.get(index).cargo.as_mut()
+    }
+
+    /// The one job that a worker has, if it has exactly one.
+    pub fn only_job(&self, worker: WorkerId) -> Option<JobId> {
+        match self.worker(worker)?.jobs[..] {
+            [index] => Some(self.jobs.id(index)),
+            _ => None,
+        }
     }
 
     /// Whether this incarnation of a worker has this job.

@@ -138,6 +138,8 @@ pub enum Event<T> {
         worker: WorkerId,
         /// How.
         death: Death,
+        /// Whether it left something unread on its link. If it had one job only, it cannot have begun it.
+        left_unread: bool,
     },
     /// How many bytes a worker holds.
     Memory {

@@ -11,7 +11,9 @@ use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::limits::{
+    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
+};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
@@ -52,6 +54,8 @@ pub(super) struct Link {
     pub(super) status: Option<String>,
     pub(super) is_dirty: bool,
     closed_at: Option<bulkhead_policy::Time>,
+    /// Whether it closed its end with something unread.
+    left_unread: bool,
     /// Replies for jobs it does not have.
     strays: u32,
 }
@@ -140,6 +144,7 @@ impl Shard {
             status: None,
             is_dirty: false,
             closed_at: None,
+            left_unread: false,
             strays: 0,
         });
         Ok(index)
@@ -210,12 +215,28 @@ impl Shard {
         let mut rounds = 0;
         while self.links[index].as_ref().is_some_and(|link| link.closed_at.is_none()) && rounds < 4096 {
             rounds += 1;
-            if !self.read_link_once(index) {
-                break;
-            }
+            self.read_link_once(index);
         }
         let Some(link) = self.take_link(spawn) else { return };
-        self.apply(link.compartment, Event::Exited { worker: link.worker, death }, Incoming::None);
+        let (compartment, worker) = (link.compartment, link.worker);
+        // What never left our own buffer was not read either.
+        let left_unread =
+            (link.left_unread || !link.outbox.is_empty()) && self.restore_payload(compartment, worker);
+        let event = Event::Exited { worker, death, left_unread };
+        self.apply(compartment, event, Incoming::None);
+    }
+
+    /// Puts the payload of a dead worker's only job back to where waiting payloads are. Returns whether it
+    /// is there.
+    fn restore_payload(&mut self, compartment: usize, worker: WorkerId) -> bool {
+        let policy = &mut self.compartments[compartment].policy;
+        let Some(record) = policy.only_job(worker).and_then(|job| policy.cargo_mut(job)) else {
+            return false;
+        };
+        let Some(copy) = record.spare_copy.take() else { return false };
+        self.buffered += copy.len();
+        record.payload = Some(copy.into_vec());
+        true
     }
 
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
@@ -275,12 +296,15 @@ impl Shard {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
-        let payload = match record.payload.take() {
-            Some(kept) => {
-                self.buffered -= kept.len();
-                Payload::Owned(kept)
-            }
-            None => incoming.take(),
+        let waited = record.payload.take();
+        self.buffered -= waited.as_ref().map_or(0, Vec::len);
+        let payload = waited.map_or_else(|| incoming.take(), Payload::Owned);
+        // A worker may die before it reads the job, which is then given to the next one. Large payloads
+        // are not copied for that.
+        record.spare_copy = match &payload {
+            Payload::Copied(bytes) => Some((*bytes).into()),
+            Payload::Owned(bytes) if bytes.len() <= INLINE_PAYLOAD_BYTES_MAX => Some(bytes.as_slice().into()),
+            Payload::Owned(_) => None,
         };
         let message = Job {
             operation: &record.operation,
@@ -368,9 +392,16 @@ impl Shard {
     ) -> Result<Received, String> {
         let Some(link) = self.links[index].as_ref() else { return Ok(Received::Drained) };
         let is_disbelieved = link.stage == Stage::Disbelieved;
-        // A connection reset is a way to be closed.
-        let Ok((received, mut batch)) = inbox.receive(&link.socket, scratch) else {
-            return Ok(Received::Closed);
+        let (received, mut batch) = match inbox.receive(&link.socket, scratch) {
+            Ok(read) => read,
+            Err(error) => {
+                // A reset is the kernel's word for a peer that closed with bytes unread.
+                let is_reset = error.kind() == io::ErrorKind::ConnectionReset;
+                if let Some(link) = self.links[index].as_mut() {
+                    link.left_unread = is_reset;
+                }
+                return Ok(Received::Closed);
+            }
         };
         if is_disbelieved {
             return Ok(received);

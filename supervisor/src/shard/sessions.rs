@@ -390,6 +390,7 @@ impl Shard {
                 traceparent: traceparent.map(Into::into),
                 payload: None,
                 payload_bytes: payload.len(),
+                spare_copy: None,
             },
             deadline: (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us)),
             priority: Priority::from_code(submit.priority).unwrap_or_default(),

@@ -71,7 +71,10 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "spin" => loop {
             std::hint::spin_loop();
         },
-        "stop" => kill(Pid::this(), Signal::SIGSTOP)?,
+        "stop" => {
+            kill(Pid::this(), Signal::SIGSTOP)?;
+            forever();
+        }
         // The runtime's own handler takes the first one for a stack overflow, and steps aside.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;

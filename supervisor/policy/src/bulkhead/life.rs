@@ -15,6 +15,9 @@ use crate::workers::{Phase, Role, SlotState, Worker};
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
+/// A job that so many workers left unread when they died is not given to another.
+const UNREAD_ATTEMPTS_MAX: u32 = 3;
+
 impl<T> Bulkhead<T> {
     pub(super) fn start(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         for slot in 0..self.slots.len() as u32 {
@@ -351,7 +354,14 @@ impl<T> Bulkhead<T> {
 
     /// A worker is gone, with everything that descended from it: its jobs are answered, its slot is
     /// filled again.
-    pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
+    pub(super) fn exited(
+        &mut self,
+        now: Time,
+        id: WorkerId,
+        death: Death,
+        left_unread: bool,
+        out: &mut Vec<Action<T>>,
+    ) {
         let Some(worker) = self.worker_mut(id) else { return };
         let killed = match &worker.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -367,7 +377,7 @@ impl<T> Bulkhead<T> {
             served: worker.served,
             in_flight: worker.jobs.len() as u32,
         };
-        let jobs = std::mem::take(&mut worker.jobs);
+        let mut jobs = std::mem::take(&mut worker.jobs);
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
         // By the worker's own doing, or because it would not start or hangs: not by ours.
@@ -391,10 +401,30 @@ impl<T> Bulkhead<T> {
         }
         self.slots[slot as usize].last_exit = Some(sentence.clone());
         out.push(Action::Note(note));
+        if let &[index] = &jobs[..]
+            && left_unread
+            && self.mode == Mode::Open
+            && self.take_back(index)
+        {
+            jobs.clear();
+        }
         for index in jobs {
             self.crash_job(now, index, death, killed.as_ref(), &sentence, out);
         }
         self.remove_and_replace(now, id, is_unfit, is_clean, out);
+    }
+
+    /// A worker died before it read its only job: the job is as good as never given, and waits for the
+    /// next worker. Returns whether it does; not if its client has been told already, or if it cannot be
+    /// given again.
+    fn take_back(&mut self, index: u32) -> bool {
+        let job = self.jobs.get(index);
+        if job.cargo.is_none() || job.attempts > UNREAD_ATTEMPTS_MAX {
+            return false;
+        }
+        job.place = Place::Entered;
+        self.enqueue(index);
+        true
     }
 
     /// Answers for a job whose worker is gone, if anybody still waits.
