@@ -44,7 +44,9 @@ impl Outbox {
         while let Some((message, descriptors)) = self.0.front() {
             match send(&socket, message, descriptors) {
                 Ok(()) => drop(self.0.pop_front()),
-                Err(Errno::AGAIN) => return Ok(false),
+                // Without privileges, a user may have only so many descriptors under way: those in front
+                // of this one arrive first.
+                Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(false),
                 Err(Errno::INTR) => {}
                 // It went away with messages of ours unread.
                 Err(Errno::CONNRESET) => return Err(Errno::PIPE.into()),

@@ -1,0 +1,31 @@
+//! Compiles the C library of the thumbnail example, and puts it beside the workspace's programs, where
+//! `workers.toml` finds it: `target/PROFILE/libthumbnail.so`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn main() {
+    let folder = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
+    let source = folder.join("thumbnail/thumbnail.c");
+    let include = folder.join("../worker/include");
+    println!("cargo::rerun-if-changed={}", folder.join("thumbnail").display());
+    println!("cargo::rerun-if-changed={}", include.display());
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+    // OUT_DIR is target/PROFILE/build/PACKAGE-HASH/out.
+    let profile = out.ancestors().nth(3).unwrap_or(Path::new("."));
+    let library = profile.join("libthumbnail.so");
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let status = Command::new(&compiler)
+        .args(["-O2", "-w", "-shared", "-fPIC", "-I"])
+        .arg(&include)
+        .arg("-o")
+        .arg(&library)
+        .arg(&source)
+        .arg("-lm")
+        .status();
+    match status {
+        Ok(status) if status.success() => {}
+        Ok(status) => panic!("the C compiler {} ended with {status}", compiler.display()),
+        Err(error) => panic!("a C compiler is needed; {} cannot be run: {error}", compiler.display()),
+    }
+}

@@ -1,0 +1,47 @@
+//! A worker that does what it should not, when it is asked to: the operation says what.
+
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use bulkhead_worker::{Ctx, HandlerError, Job};
+
+fn main() -> ExitCode {
+    bulkhead_worker::serve(misbehave)
+}
+
+fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
+    match ctx.operation() {
+        "echo" | "" => Ok(job.payload().to_vec()),
+        "abort" => std::process::abort(),
+        "exit" => std::process::exit(0),
+        "panic" => panic!("a handler panicked"),
+        "hang" => loop {
+            std::thread::sleep(Duration::from_secs(1000));
+        },
+        "spin" => loop {
+            std::hint::spin_loop();
+        },
+        // Forks a tree that leaves the session and ignores SIGTERM, and hangs.
+        "fork" => {
+            let script =
+                "trap '' TERM; (setsid sleep 1000 &); (setsid sh -c 'sleep 1000 & sleep 1000' &); true";
+            Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status()?;
+            loop {
+                std::thread::sleep(Duration::from_secs(1000));
+            }
+        }
+        "leak" => {
+            let mut kept: Vec<Vec<u8>> = Vec::new();
+            loop {
+                kept.push(vec![1; 1 << 20]);
+            }
+        }
+        "flood" => {
+            for _ in 0..20_000 {
+                eprintln!("{}", "all work and no play makes jack a dull boy ".repeat(10));
+            }
+            Ok(b"flooded".to_vec())
+        }
+        other => Err(HandlerError::new("unknown_operation", other).caller()),
+    }
+}
