@@ -501,7 +501,7 @@ impl<T> Bulkhead<T> {
         let is_stuck = !worker.jobs.is_empty() && (worker.wanted == 0 || worker.overdue > 0);
         if is_stuck && worker.kill_at.is_none() {
             worker.kill_at = Some(now + grace);
-        } else if !is_stuck && !worker.jobs.is_empty() || worker.phase == Phase::Ready && !is_stuck {
+        } else if !is_stuck && (worker.phase == Phase::Ready || !worker.jobs.is_empty()) {
             worker.kill_at = None;
         }
         self.refresh(place);

@@ -1,6 +1,6 @@
 //! The ring of events: numbered, rendered once, kept for those who ask, sent to those who follow.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -33,12 +33,14 @@ pub struct Events {
     live: broadcast::Sender<Arc<Rendered>>,
 }
 
+type LogKey = (&'static str, Option<Arc<str>>);
+
 #[derive(Debug, Default)]
 struct Ring {
     kept: VecDeque<Arc<Rendered>>,
     seq: u64,
     /// For each kind and bulkhead: the second, and the lines logged in it.
-    logged: std::collections::HashMap<(&'static str, Option<Arc<str>>), (u64, u32)>,
+    logged: HashMap<LogKey, (u64, u32)>,
 }
 
 impl Default for Events {

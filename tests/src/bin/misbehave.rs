@@ -119,9 +119,8 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         }
         "threads" => {
             let wanted = number(job);
-            let started = (0..wanted)
-                .map_while(|_| std::thread::Builder::new().spawn(|| std::thread::park()).ok())
-                .count();
+            let started =
+                (0..wanted).map_while(|_| std::thread::Builder::new().spawn(std::thread::park).ok()).count();
             return Ok(started.to_string().into_bytes());
         }
         // A tree that does its best to outlive us; the payload marks its command lines.

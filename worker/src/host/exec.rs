@@ -139,8 +139,7 @@ fn start(plan: &Plan, orphans: &Orphans, ctx: &Ctx) -> io::Result<Child> {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let rlimits: Vec<(Resource, Rlimit)> =
-        plan.rlimits.iter().map(|(resource, limit)| (*resource, limit.clone())).collect();
+    let rlimits = plan.rlimits.clone();
     let host = rustix::process::getpid();
     // SAFETY: what runs between fork and exec makes system calls and touches memory that was made
     // before; it neither allocates nor takes a lock.
@@ -150,7 +149,7 @@ fn start(plan: &Plan, orphans: &Orphans, ctx: &Ctx) -> io::Result<Child> {
             rustix::process::setsid()?;
             rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
             for (resource, limit) in &rlimits {
-                rustix::process::setrlimit(*resource, limit.clone())?;
+                rustix::process::setrlimit(*resource, *limit)?;
             }
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
             // If the host died before that, nobody would send the signal.
