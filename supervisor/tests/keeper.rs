@@ -234,7 +234,7 @@ fn failures() {
     let worker = fixture.order(order);
     assert!(matches!(fixture.next(), Report::Spawned { .. }));
     assert_eq!(fixture.exit_of(&worker), Exit::Code(100_000 % 256));
-    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), []);
+    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 }
 
 fn null() -> OwnedFd {
@@ -385,7 +385,7 @@ fn killed() {
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
     keeper::sweep_after_keeper(fixture.keeper).unwrap();
-    assert_eq!(descendants_of(std::process::id()).unwrap(), []);
+    assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
 fn fork_bomb() {
@@ -419,13 +419,13 @@ fn explode(bomb: &str, fork: &str, generations: &str, enough: usize) {
     fixture.keeper.kill(worker.number).unwrap();
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 9, core_dumped: false });
     print!("[ended after {:?}", start.elapsed());
-    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), []);
+    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
 
     let _worker = light(&mut fixture);
     let start = Instant::now();
     fixture.keeper.end().unwrap();
     print!(", with the keeper after {:?}] ", start.elapsed());
-    assert_eq!(descendants_of(std::process::id()).unwrap(), []);
+    assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
 fn unread_reports() {

@@ -13,7 +13,9 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     match ctx.operation() {
         "echo" | "" => Ok(job.payload().to_vec()),
         "abort" => std::process::abort(),
+        "segfault" => segfault(),
         "exit" => std::process::exit(0),
+        "exit99" => std::process::exit(99),
         "panic" => panic!("a handler panicked"),
         "hang" => loop {
             std::thread::sleep(Duration::from_secs(1000));
@@ -44,4 +46,15 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         }
         other => Err(HandlerError::new("unknown_operation", other).caller()),
     }
+}
+
+/// Writes where nothing is mapped.
+fn segfault() -> ! {
+    let nowhere = std::ptr::without_provenance_mut::<u8>(8);
+    #[expect(unsafe_code, reason = "a memory bug is what this operation is for")]
+    // SAFETY: none. The first page is never mapped, so this ends the process and does nothing else.
+    unsafe {
+        nowhere.write_volatile(1);
+    }
+    std::process::abort()
 }

@@ -1,14 +1,17 @@
 //! A real SQL engine behind a bulkhead: SQLite runs whatever a tenant wrote. Each tenant has a database
 //! of its own, in memory. Nothing here watches the query: a runaway one ends at its deadline, with the
-//! process, and one that eats memory at the process's limit.
+//! process. The operation `polite` does watch, and gives up when nobody waits any more: the process
+//! lives on. A query that eats memory ends at SQLite's own limit.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 
 use bulkhead_worker::{Ctx, HandlerError, Job, Server};
 use rusqlite::types::ValueRef;
 use rusqlite::{Connection, ErrorCode};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Map, Value, json};
 
 const SHOP: &str = include_str!("../../data/shop.sql");
@@ -16,13 +19,43 @@ const SHOP: &str = include_str!("../../data/shop.sql");
 /// Databases that are kept; beyond that the worker starts over.
 const TENANTS_MAX: usize = 64;
 
+/// What SQLite may allocate in one process, in bytes; well below the `as` limit in `workers.toml`.
+const HEAP_BYTES_MAX: u32 = 64 << 20;
+
+/// How many of SQLite's instructions run between two looks at the cancellation.
+const STEPS_PER_LOOK: i32 = 10_000;
+
 type Databases = Mutex<HashMap<String, Connection>>;
 
 fn main() -> ExitCode {
-    Server::new().init(|_| Ok::<_, HandlerError>(Databases::default())).handler(query).serve()
+    Server::new().init(|_| prepare()).operation("polite", polite).operation("", query).serve()
 }
 
+fn prepare() -> rusqlite::Result<Databases> {
+    // Set through any connection, it holds for the process.
+    Connection::open_in_memory()?.pragma_update(None, "hard_heap_limit", HEAP_BYTES_MAX)?;
+    Ok(Databases::default())
+}
+
+/// Runs the query until nobody waits for its rows any more.
+fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
+    let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
+    answer(job, ctx, |database| {
+        database.progress_handler(STEPS_PER_LOOK, Some(move || is_readable(&cancelled)));
+    })
+}
+
+/// Runs the query until it ends.
 fn query(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
+    answer(job, ctx, |database| database.progress_handler(0, None::<fn() -> bool>))
+}
+
+fn is_readable(descriptor: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(descriptor, PollFlags::IN)];
+    matches!(poll(&mut polled, Some(&Timespec::default())), Ok(1))
+}
+
+fn answer(job: &Job, ctx: &Ctx<Databases>, watch: impl FnOnce(&Connection)) -> Result<String, HandlerError> {
     let sql = std::str::from_utf8(job.payload())
         .map_err(|error| HandlerError::new("not_text", error.to_string()).caller())?;
     let mut databases = ctx.state().lock().unwrap_or_else(PoisonError::into_inner);
@@ -34,7 +67,10 @@ fn query(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
         database.execute_batch(SHOP)?;
         databases.insert(ctx.tenant().to_owned(), database);
     }
-    let rows = databases.get(ctx.tenant()).map(|database| rows(database, sql));
+    let rows = databases.get(ctx.tenant()).map(|database| {
+        watch(database);
+        rows(database, sql)
+    });
     rows.transpose().map(|rows| json!(rows.unwrap_or_default()).to_string()).map_err(blame)
 }
 
@@ -63,12 +99,18 @@ fn value(value: ValueRef<'_>) -> Value {
     }
 }
 
-/// Who is to blame: a query that SQLite does not like is its author's, the rest is ours.
+/// Who is to blame: what SQLite does not like about a query is its author's fault, and only trouble with
+/// SQLite itself speaks against the bulkhead.
 fn blame(error: rusqlite::Error) -> HandlerError {
+    use ErrorCode as C;
+    let message = error.to_string();
     match error.sqlite_error_code() {
-        Some(ErrorCode::OutOfMemory) => HandlerError::new("out_of_memory", error.to_string()).caller(),
-        Some(ErrorCode::TooBig) => HandlerError::new("too_big", error.to_string()).caller(),
-        Some(ErrorCode::Unknown) => HandlerError::new("sql", error.to_string()).caller(),
-        _ => HandlerError::new("sqlite", error.to_string()),
+        Some(C::InternalMalfunction | C::SystemIoFailure | C::DatabaseCorrupt | C::CannotOpen) => {
+            HandlerError::new("sqlite", message)
+        }
+        Some(C::OutOfMemory) => HandlerError::new("out_of_memory", message).caller(),
+        Some(C::TooBig) => HandlerError::new("too_big", message).caller(),
+        Some(C::OperationInterrupted) => HandlerError::new("interrupted", message).caller(),
+        _ => HandlerError::new("sql", message).caller(),
     }
 }

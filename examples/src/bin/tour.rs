@@ -6,6 +6,14 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, JobError, Reply};
+use bulkhead_shared::process_tree::descendants_of;
+use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
+
+/// How long the supervisor may take to stop; its own `drain_timeout` is 5 s.
+const STOP_MAX: Duration = Duration::from_secs(20);
+
+/// How long the kernel may take to clear away what was killed.
+const LEFT_MAX: Duration = Duration::from_secs(2);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -43,23 +51,73 @@ fn main() -> ExitCode {
 
 fn tour() -> Result<()> {
     let programs = build()?;
+    // Whatever outlives its parents becomes a child of this process, so that nothing can be overlooked.
+    set_child_subreaper(Some(getpid()))?;
     let folder = tempfile::tempdir()?;
+    let thumbnails = programs.join("tour-thumbnails");
+    std::fs::create_dir_all(&thumbnails)?;
     let (mut supervisor, socket) = start(&programs, folder.path())?;
-    println!("bulkhead-supervisor runs as process {}\n", supervisor.id());
+    println!("bulkhead-supervisor runs as process {}\n", supervisor.0.id());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let result = runtime.block_on(work(&socket, folder.path()));
-    Command::new("kill").args(["-TERM", &supervisor.id().to_string()]).status()?;
-    let status = supervisor.wait()?;
-    result?;
-    if !status.success() {
-        return Err(format!("the supervisor ended with {status}").into());
+    runtime.block_on(work(&socket, &thumbnails))?;
+    println!("the thumbnails are in {}", thumbnails.display());
+    if let Some(status) = supervisor.0.try_wait()? {
+        return Err(format!("the supervisor ended by itself, with {status}").into());
     }
-    let left = workers_left(folder.path())?;
-    if left > 0 {
-        return Err(format!("{left} processes are left").into());
-    }
-    println!("the supervisor has stopped with status 0, and no process of it is left");
+    let ran = processes()?.len();
+    supervisor.stop()?;
+    nothing_left()?;
+    println!("the supervisor has stopped with status 0, and none of its {ran} processes is left");
     Ok(())
+}
+
+/// The supervisor's process; if the tour ends early, so does it.
+struct Supervisor(Child);
+
+impl Supervisor {
+    /// Asks it to stop, and waits until it has.
+    fn stop(&mut self) -> Result<()> {
+        let pid = i32::try_from(self.0.id())?;
+        kill_process(Pid::from_raw(pid).ok_or("the supervisor has no number")?, Signal::TERM)?;
+        let began = Instant::now();
+        loop {
+            match self.0.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => return Err(format!("the supervisor ended with {status}").into()),
+                None if began.elapsed() > STOP_MAX => return Err("the supervisor does not stop".into()),
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        // Its keeper kills everything else.
+        if let Ok(None) = self.0.try_wait() {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// The supervisor, its keeper, the workers, and what they forked.
+fn processes() -> Result<Vec<u32>> {
+    Ok(descendants_of(std::process::id())?)
+}
+
+fn nothing_left() -> Result<()> {
+    let began = Instant::now();
+    loop {
+        let left = processes()?;
+        if left.is_empty() {
+            return Ok(());
+        }
+        if began.elapsed() > LEFT_MAX {
+            return Err(format!("these processes are left: {left:?}").into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// Builds whatever the tour starts, in this program's own profile, and returns where it is.
@@ -75,7 +133,7 @@ fn build() -> Result<PathBuf> {
     if status.success() { Ok(folder) } else { Err("the workspace does not build".into()) }
 }
 
-fn start(programs: &Path, folder: &Path) -> Result<(Child, PathBuf)> {
+fn start(programs: &Path, folder: &Path) -> Result<(Supervisor, PathBuf)> {
     let socket = folder.join("jobs.sock");
     let config = include_str!("../../workers.toml")
         .replace("../target/release", programs.to_str().ok_or("an odd path")?)
@@ -89,6 +147,7 @@ fn start(programs: &Path, folder: &Path) -> Result<(Child, PathBuf)> {
         .stdin(Stdio::null())
         .stderr(log)
         .spawn()?;
+    let supervisor = Supervisor(child);
     let began = Instant::now();
     while !socket.exists() {
         if began.elapsed() > Duration::from_secs(20) {
@@ -96,17 +155,7 @@ fn start(programs: &Path, folder: &Path) -> Result<(Child, PathBuf)> {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    Ok((child, socket))
-}
-
-fn workers_left(folder: &Path) -> Result<usize> {
-    let marker = folder.to_string_lossy().into_owned();
-    let mut left = 0;
-    for entry in std::fs::read_dir("/proc")? {
-        let line = std::fs::read(entry?.path().join("cmdline")).unwrap_or_default();
-        left += usize::from(String::from_utf8_lossy(&line).contains(&marker));
-    }
-    Ok(left)
+    Ok((supervisor, socket))
 }
 
 fn cases() -> Result<Vec<Case>> {
@@ -133,26 +182,36 @@ fn cases() -> Result<Vec<Case>> {
         let case = Case::good("thumbnail", "crash.gif: a real memory bug", crash.clone());
         cases.push(Case { expected: &["crashed/signal"], ..case });
     }
+    let case = Case::good("thumbnail", "crash.pic: CVE-2023-43898", std::fs::read(data.join("crash.pic"))?);
+    cases.push(Case { expected: &["crashed/signal"], ..case });
+    let case = Case::good("thumbnail", "text, not a picture", "hello");
+    cases.push(Case { expected: &["failed/not_an_image"], ..case });
     let runaway = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n";
-    let case = Case::good("sql", "a query that never ends", runaway);
-    cases.push(Case { tenant: "mallory".into(), expected: &["deadline_exceeded/running"], ..case });
-    let hungry = "WITH RECURSIVE n(i, t) AS (SELECT 1, hex(zeroblob(1000000)) UNION ALL SELECT i + 1, hex(zeroblob(1000000)) \
-                  FROM n WHERE i < 100000) SELECT count(*) FROM (SELECT DISTINCT t || i AS u FROM n ORDER BY u)";
-    let case = Case::good("sql", "a query that eats memory", hungry);
-    let ends = &["failed/out_of_memory", "deadline_exceeded/running", "crashed/signal"];
-    cases.push(Case { tenant: "mallory".into(), expected: ends, ..case });
+    let hungry = "SELECT hex(zeroblob(200000000))";
+    // The endless ones last: they keep both workers until their deadline.
+    for (operation, what, sql, expected) in [
+        ("", "a query that eats memory", hungry, &["failed/out_of_memory"]),
+        ("", "a query with a mistake", "SELEKT 1", &["failed/sql"]),
+        ("", "a query that never ends", runaway, &["deadline_exceeded/running"]),
+        ("polite", "the same, watched by its worker", runaway, &["deadline_exceeded/running"]),
+    ] {
+        let case = Case::good("sql", what, sql);
+        cases.push(Case { operation, tenant: "mallory".into(), expected, ..case });
+    }
     cases.push(Case::hostile("abort", &["crashed/signal"]));
+    cases.push(Case::hostile("segfault", &["crashed/signal"]));
     cases.push(Case::hostile("exit", &["crashed/exit"]));
+    cases.push(Case::hostile("exit99", &["crashed/exit"]));
     cases.push(Case::hostile("panic", &["failed/panic"]));
     cases.push(Case::hostile("hang", &["deadline_exceeded/running"]));
     cases.push(Case::hostile("spin", &["deadline_exceeded/running"]));
     cases.push(Case::hostile("fork", &["deadline_exceeded/running"]));
-    cases.push(Case::hostile("leak", &["crashed/signal", "deadline_exceeded/running"]));
+    cases.push(Case::hostile("leak", &["crashed/signal"]));
     cases.push(Case::hostile("flood", &["ok", "deadline_exceeded/running"]));
     Ok(cases)
 }
 
-async fn work(socket: &Path, folder: &Path) -> Result<()> {
+async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let client = Client::connect(socket).await?;
     let (hostile, honest): (Vec<_>, Vec<_>) =
         cases()?.into_iter().partition(|case| case.bulkhead == "hostile");
@@ -196,7 +255,10 @@ async fn work(socket: &Path, folder: &Path) -> Result<()> {
         surprises += usize::from(!mark.is_empty());
         println!("{:<10} {:<9} {what:<32} {name:<28} {ran:>5.0} ms{mark}", case.bulkhead, case.tenant);
         if let (Ok(reply), "thumbnail") = (&result, case.bulkhead) {
-            std::fs::write(folder.join(format!("{}.png", case.what)), reply.payload())?;
+            if !reply.payload().starts_with(b"\x89PNG\r\n\x1a\n") {
+                return Err(format!("the thumbnail of {} is no PNG", case.what).into());
+            }
+            std::fs::write(thumbnails.join(format!("{}.png", case.what)), reply.payload())?;
         }
     }
     println!("\n{answered} jobs, each with its outcome");
