@@ -1,0 +1,187 @@
+//! The bare chain: what the sockets alone cost. No policy, no deadlines, no checks; just enough framing
+//! to find the waiter of an answer.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::rc::Rc;
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Notify, oneshot};
+
+use crate::Result;
+
+/// One read or write moves at most this much.
+const READ_BYTES: usize = 256 * 1024;
+
+/// Bytes before a payload: its length and the number of its request.
+const HEADER_BYTES: usize = 12;
+
+/// Sends back whatever comes on one connection.
+pub(crate) fn echo(socket: Option<&Path>) -> Result<()> {
+    let mut stream = match socket {
+        Some(socket) => std::os::unix::net::UnixListener::bind(socket)?.accept()?.0,
+        None => OwnedFd::from(io::stdin().as_fd().try_clone_to_owned()?).into(),
+    };
+    let mut buffer = vec![0; READ_BYTES];
+    loop {
+        match stream.read(&mut buffer)? {
+            0 => return Ok(()),
+            count => stream.write_all(&buffer[..count])?,
+        }
+    }
+}
+
+/// Passes bytes on between one client and the echo.
+pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (near, _) = UnixListener::bind(socket)?.accept().await?;
+        let far = UnixStream::connect(echo).await?;
+        let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+        tokio::select! {
+            result = pass_on(near_in, far_out) => result,
+            result = pass_on(far_in, near_out) => result,
+        }
+    })?;
+    Ok(())
+}
+
+async fn pass_on(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> {
+    let mut buffer = vec![0; READ_BYTES];
+    loop {
+        from.readable().await?;
+        match from.try_read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => to.write_all(&buffer[..count]).await?,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// The client's end: each request has a waiter, all that wait to be sent leave in one write.
+#[derive(Clone)]
+pub(crate) struct Client(Rc<Shared>);
+
+struct Shared {
+    stream: UnixStream,
+    unsent: RefCell<Vec<u8>>,
+    is_due: Cell<bool>,
+    due: Notify,
+    waiters: RefCell<Waiters>,
+}
+
+#[derive(Default)]
+struct Waiters {
+    slots: Vec<Option<oneshot::Sender<Vec<u8>>>>,
+    free: VecDeque<usize>,
+}
+
+impl Client {
+    /// Connects; must be called within a `LocalSet`.
+    pub(crate) async fn connect(socket: &Path) -> Result<Self> {
+        let client = Self(Rc::new(Shared {
+            stream: UnixStream::connect(socket).await?,
+            unsent: RefCell::default(),
+            is_due: Cell::new(false),
+            due: Notify::new(),
+            waiters: RefCell::default(),
+        }));
+        tokio::task::spawn_local(write(client.0.clone()));
+        tokio::task::spawn_local(read(client.0.clone()));
+        Ok(client)
+    }
+
+    /// One request and its answer.
+    pub(crate) async fn call(&self, payload: &[u8]) -> Result<Vec<u8>> {
+        let (sender, answer) = oneshot::channel();
+        let number = self.0.waiters.borrow_mut().enter(sender);
+        let mut unsent = self.0.unsent.borrow_mut();
+        unsent.extend_from_slice(&u32::try_from(payload.len())?.to_le_bytes());
+        unsent.extend_from_slice(&(number as u64).to_le_bytes());
+        unsent.extend_from_slice(payload);
+        drop(unsent);
+        if !self.0.is_due.replace(true) {
+            self.0.due.notify_one();
+        }
+        Ok(answer.await?)
+    }
+}
+
+impl Waiters {
+    fn enter(&mut self, waiter: oneshot::Sender<Vec<u8>>) -> usize {
+        match self.free.pop_back() {
+            Some(number) => {
+                self.slots[number] = Some(waiter);
+                number
+            }
+            None => {
+                self.slots.push(Some(waiter));
+                self.slots.len() - 1
+            }
+        }
+    }
+
+    fn leave(&mut self, number: usize) -> Option<oneshot::Sender<Vec<u8>>> {
+        let waiter = self.slots.get_mut(number)?.take()?;
+        self.free.push_back(number);
+        Some(waiter)
+    }
+}
+
+async fn write(shared: Rc<Shared>) -> io::Result<()> {
+    let mut sending = Vec::new();
+    loop {
+        shared.due.notified().await;
+        shared.is_due.set(false);
+        std::mem::swap(&mut sending, &mut *shared.unsent.borrow_mut());
+        let mut rest = &sending[..];
+        while !rest.is_empty() {
+            match shared.stream.try_write(rest) {
+                Ok(count) => rest = &rest[count..],
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => shared.stream.writable().await?,
+                Err(error) => return Err(error),
+            }
+        }
+        sending.clear();
+    }
+}
+
+async fn read(shared: Rc<Shared>) -> io::Result<()> {
+    let mut buffer = vec![0; READ_BYTES];
+    let mut held: Vec<u8> = Vec::new();
+    loop {
+        shared.stream.readable().await?;
+        match shared.stream.try_read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => {
+                held.extend_from_slice(&buffer[..count]);
+                let taken = deliver(&held, &mut shared.waiters.borrow_mut());
+                held.drain(..taken);
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Hands out every whole answer; returns how many bytes those were.
+fn deliver(held: &[u8], waiters: &mut Waiters) -> usize {
+    let mut at = 0;
+    while let Some((length, rest)) = held[at..].split_first_chunk::<4>()
+        && let Some((number, rest)) = rest.split_first_chunk::<8>()
+        && let Some(payload) = rest.get(..u32::from_le_bytes(*length) as usize)
+    {
+        if let Some(waiter) = waiters.leave(u64::from_le_bytes(*number) as usize) {
+            // A waiter that is gone does not wait.
+            let _ = waiter.send(payload.to_vec());
+        }
+        at += HEADER_BYTES + payload.len();
+    }
+    at
+}

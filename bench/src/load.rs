@@ -1,0 +1,66 @@
+//! Sending requests, one after the other or many at once, and timing them.
+
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+
+use crate::Result;
+
+/// What one round of a measurement found.
+pub(crate) struct Round {
+    /// How long each request took, in order of length.
+    latencies: Vec<Duration>,
+    took: Duration,
+}
+
+impl Round {
+    /// The latency below which this share of the requests lies, in µs.
+    pub(crate) fn quantile(&self, share: f64) -> f64 {
+        let rank = (self.latencies.len() as f64 * share).ceil() as usize;
+        self.latencies[rank.clamp(1, self.latencies.len()) - 1].as_secs_f64() * 1e6
+    }
+
+    /// Requests per second.
+    pub(crate) fn rate(&self) -> f64 {
+        self.latencies.len() as f64 / self.took.as_secs_f64()
+    }
+
+    pub(crate) fn requests(&self) -> usize {
+        self.latencies.len()
+    }
+}
+
+/// Sends `total` requests, `lanes` at a time.
+pub(crate) async fn run<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
+where
+    F: Fn() -> A + Clone + 'static,
+    A: Future<Output = Result<()>>,
+{
+    let began = Instant::now();
+    let mut running = JoinSet::new();
+    for _ in 0..lanes {
+        let call = call.clone();
+        running.spawn_local(async move {
+            let mut latencies = Vec::with_capacity(total / lanes);
+            for _ in 0..total / lanes {
+                let began = Instant::now();
+                call().await.map_err(|error| error.to_string())?;
+                latencies.push(began.elapsed());
+            }
+            Ok::<_, String>(latencies)
+        });
+    }
+    let mut latencies = Vec::with_capacity(total);
+    while let Some(lane) = running.join_next().await {
+        latencies.extend(lane??);
+    }
+    let took = began.elapsed();
+    latencies.sort_unstable();
+    Ok(Round { latencies, took })
+}
+
+/// The one in the middle.
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}

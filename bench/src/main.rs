@@ -1,0 +1,91 @@
+//! `bulkhead-bench`: what the supervisor costs, as ratios against the bare limit, in one run.
+//!
+//! The bare chain is a client with a waiter for each request, a relay, and an echo: three processes over
+//! Unix sockets that do nothing but pass bytes on, as many at once as there are. The real chain is a
+//! client, the supervisor, and a worker built with the SDK. Both run in turns, round after round, so that
+//! whatever else the machine does hits both; medians of the rounds are compared.
+
+mod bare;
+mod load;
+mod measures;
+mod processes;
+mod real;
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::measures::Plan;
+
+/// Any failure ends a measurement: a figure with a failure in it is worth nothing.
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Measures the supervisor against the bare chain of sockets.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Args {
+    /// Measure just enough to see that everything can be measured; the figures are worth nothing.
+    #[arg(long)]
+    smoke: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Measure only what has this in its name.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// How often each measurement is taken, bare and real in turns.
+    #[arg(long, value_name = "N", default_value_t = 9)]
+    rounds: usize,
+    #[command(subcommand)]
+    role: Option<Role>,
+}
+
+/// The parts of the chains, each a process of its own.
+#[derive(Debug, Subcommand)]
+#[command(hide = true)]
+enum Role {
+    /// Returns every byte.
+    #[command(hide = true)]
+    Echo {
+        /// Where to listen; without it, standard input is the connected socket.
+        socket: Option<PathBuf>,
+    },
+    /// Passes bytes on, both ways.
+    #[command(hide = true)]
+    Relay {
+        /// Where to listen.
+        socket: PathBuf,
+        /// Where to connect.
+        echo: PathBuf,
+    },
+    /// A worker of the real chain.
+    #[command(hide = true)]
+    Worker,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let result = match &args.role {
+        Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
+        Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
+        Some(Role::Worker) => return real::worker(),
+        None => run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("failed to measure: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let plan = if args.smoke { Plan::smoke() } else { Plan::full(args.rounds) };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let figures = runtime.block_on(measures::all(&plan, args.only.as_deref()))?;
+    report::print(&figures, args.json);
+    Ok(())
+}

@@ -1,0 +1,282 @@
+//! What is measured, and against what.
+
+use std::cell::Cell;
+use std::io::{Read, Write};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::task::LocalSet;
+
+use crate::load::{self, Round, median};
+use crate::processes::{self, Process};
+use crate::real::{self, Chain};
+use crate::report::{Figure, Target};
+use crate::{Result, bare};
+
+/// How much of everything.
+pub(crate) struct Plan {
+    rounds: usize,
+    /// Requests of 64 B and 4 KiB, one at a time, in each round.
+    small: usize,
+    /// Requests of 1 MiB in each round.
+    large: usize,
+    /// Requests when many are in flight, in each round.
+    many: usize,
+    /// Deaths and hangs, all told.
+    deaths: usize,
+}
+
+impl Plan {
+    pub(crate) fn full(rounds: usize) -> Self {
+        Self { rounds: rounds.max(1), small: 8_000, large: 300, many: 262_144, deaths: 30 }
+    }
+
+    pub(crate) fn smoke() -> Self {
+        Self { rounds: 1, small: 200, large: 5, many: 4_096, deaths: 2 }
+    }
+}
+
+/// Both chains, up and idle.
+struct Chains {
+    bare: bare::Client,
+    real: Rc<Chain>,
+    _relay: Process,
+    _echo: Process,
+}
+
+impl Chains {
+    async fn start() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let (near, far) = (folder.path().join("near"), folder.path().join("far"));
+        let text = |path: &std::path::Path| path.to_str().map(str::to_owned).ok_or("an odd path");
+        let echo = Process::role(&["echo", &text(&far)?])?;
+        processes::wait_for(&far)?;
+        let relay = Process::role(&["relay", &text(&near)?, &text(&far)?])?;
+        processes::wait_for(&near)?;
+        let bare = bare::Client::connect(&near).await?;
+        let real = Rc::new(Chain::start(&processes::programs()?).await?);
+        Ok(Self { bare, real, _relay: relay, _echo: echo })
+    }
+
+    async fn bare(&self, lanes: usize, total: usize, bytes: usize) -> Result<Round> {
+        let (client, payload) = (self.bare.clone(), Rc::new(vec![b'x'; bytes]));
+        load::run(lanes, total, move || {
+            let (client, payload) = (client.clone(), payload.clone());
+            async move { check(client.call(&payload).await?.len(), payload.len()) }
+        })
+        .await
+    }
+
+    async fn real(&self, bulkhead: &str, lanes: usize, total: usize, bytes: usize) -> Result<Round> {
+        let (chain, payload) = (self.real.clone(), Rc::new(vec![b'x'; bytes]));
+        let bulkhead: Rc<str> = bulkhead.into();
+        load::run(lanes, total, move || {
+            let (chain, payload, bulkhead) = (chain.clone(), payload.clone(), bulkhead.clone());
+            async move { check(chain.call(&bulkhead, &payload).await?.len(), payload.len()) }
+        })
+        .await
+    }
+}
+
+fn check(got: usize, wanted: usize) -> Result<()> {
+    if got == wanted { Ok(()) } else { Err(format!("{got} bytes came back instead of {wanted}").into()) }
+}
+
+/// Takes every measurement whose name holds `only`.
+pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+    LocalSet::new().run_until(measure(plan, only)).await
+}
+
+async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+    let chains = Chains::start().await?;
+    let wanted = |name: &str| only.is_none_or(|only| name.contains(only));
+    let mut figures = Vec::new();
+    if wanted("idle worker") {
+        figures.push(idle_memory(&chains).await?);
+    }
+    for (name, bytes, total) in
+        [("64 B", 64, plan.small), ("4 KiB", 4 << 10, plan.small), ("1 MiB", 1 << 20, plan.large)]
+    {
+        let name = format!("{name}, 1 in flight");
+        if wanted(&name) {
+            figures.extend(latency(&chains, plan, &name, bytes, total).await?);
+        }
+    }
+    for lanes in [64, 1024] {
+        let name = format!("64 B, {lanes} in flight");
+        if wanted(&name) {
+            figures.extend(throughput(&chains, plan, &name, lanes).await?);
+        }
+    }
+    if wanted("worker killed to next answer") {
+        figures.push(recovery(&chains, plan).await?);
+    }
+    if wanted("hang: deadline + grace to next answer") {
+        figures.push(hang(&chains, plan).await?);
+    }
+    if wanted("sibling's p99") {
+        figures.push(sibling(&chains, plan).await?);
+    }
+    Ok(figures)
+}
+
+/// A figure from pairs of rounds, bare and real.
+fn paired(name: String, unit: &'static str, pairs: &[(f64, f64)], target: Target, limit: f64) -> Figure {
+    Figure {
+        name,
+        unit,
+        bare: Some(median(pairs.iter().map(|pair| pair.0).collect())),
+        real: median(pairs.iter().map(|pair| pair.1).collect()),
+        ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
+        target,
+        limit,
+    }
+}
+
+async fn latency(
+    chains: &Chains,
+    plan: &Plan,
+    name: &str,
+    bytes: usize,
+    total: usize,
+) -> Result<Vec<Figure>> {
+    let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..plan.rounds {
+        let bare = chains.bare(1, total, bytes).await?;
+        let real = chains.real(real::ONE, 1, total, bytes).await?;
+        p50.push((bare.quantile(0.5), real.quantile(0.5)));
+        p99.push((bare.quantile(0.99), real.quantile(0.99)));
+        let per_second = |round: &Round| round.rate() * bytes as f64 / f64::from(1 << 20);
+        rate.push((per_second(&bare), per_second(&real)));
+    }
+    let mut figures = vec![
+        paired(format!("{name}: p50"), "µs", &p50, Target::AtMost, 1.4),
+        paired(format!("{name}: p99"), "µs", &p99, Target::AtMost, 1.6),
+    ];
+    if bytes >= 1 << 20 {
+        figures = vec![paired(format!("{name}: throughput"), "MiB/s", &rate, Target::AtLeast, 0.8)];
+    }
+    Ok(figures)
+}
+
+async fn throughput(chains: &Chains, plan: &Plan, name: &str, lanes: usize) -> Result<Vec<Figure>> {
+    let (mut rates, mut cpu) = (Vec::new(), Vec::new());
+    let supervisor = chains.real.supervisor.pid();
+    for _ in 0..plan.rounds {
+        let bare = chains.bare(lanes, plan.many, 64).await?;
+        let before = processes::cpu(supervisor)?;
+        let real = chains.real(&real::wide(lanes), lanes, plan.many, 64).await?;
+        let used = processes::cpu(supervisor)?.saturating_sub(before);
+        rates.push((bare.rate(), real.rate()));
+        cpu.push(used.as_secs_f64() * 1e6 / real.requests() as f64);
+    }
+    Ok(vec![
+        paired(name.to_owned(), "jobs/s", &rates, Target::AtLeast, 0.45),
+        Figure {
+            name: format!("{name}: supervisor CPU"),
+            unit: "µs/job",
+            bare: None,
+            real: median(cpu),
+            ratio: None,
+            target: Target::AtMost,
+            limit: 1.5,
+        },
+    ])
+}
+
+/// From the kill of a worker to the next answer, against an echo that is killed and started again.
+async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
+    let mut pairs = Vec::new();
+    for _ in 0..plan.deaths {
+        let bare = bare_recovery()?;
+        let pid = chains.real.worker(real::ONE).await?;
+        let began = Instant::now();
+        kill(pid)?;
+        // A job that meets the dying worker is a crash; the next one is what counts.
+        while chains.real.call(real::ONE, b"x").await.is_err() {}
+        pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
+    }
+    Ok(paired("worker killed to next answer".into(), "ms", &pairs, Target::AtMost, 2.0))
+}
+
+fn bare_recovery() -> Result<Duration> {
+    let (victim, mut socket) = Process::echo()?;
+    let mut byte = [0];
+    socket.write_all(b"x")?;
+    socket.read_exact(&mut byte)?;
+    let began = Instant::now();
+    kill(victim.pid())?;
+    // The end of the stream, or a reset: either says that it is gone.
+    let _ = socket.read(&mut byte);
+    let (_next, mut socket) = Process::echo()?;
+    socket.write_all(b"x")?;
+    socket.read_exact(&mut byte)?;
+    Ok(began.elapsed())
+}
+
+fn kill(pid: u32) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
+    Ok(kill_process(pid, Signal::KILL)?)
+}
+
+/// How long after deadline and grace a hanging job's permit serves the next one; with a start of a worker.
+async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
+    let mut over = Vec::new();
+    for _ in 0..plan.deaths {
+        let began = Instant::now();
+        let hanging = chains.real.client.job(real::HANGS, "").operation("hang").start().await?;
+        let next = chains.real.client.job(real::HANGS, "").deadline(Duration::from_secs(10)).start().await?;
+        if hanging.await.is_ok() {
+            return Err("a job that hangs has ended well".into());
+        }
+        next.await?;
+        let patience = real::HANG_DEADLINE + real::HANG_GRACE;
+        over.push(began.elapsed().saturating_sub(patience).as_secs_f64() * 1e3);
+    }
+    Ok(Figure {
+        name: "hang: deadline + grace to next answer".into(),
+        unit: "ms",
+        bare: None,
+        real: median(over),
+        ratio: None,
+        target: Target::AtMost,
+        // 10 ms and the start of a worker, which the figure above has.
+        limit: 12.0,
+    })
+}
+
+/// What jobs notice of a neighbour whose worker dies of every job, against the same without it.
+async fn sibling(chains: &Chains, plan: &Plan) -> Result<Figure> {
+    let mut pairs = Vec::new();
+    for _ in 0..plan.rounds {
+        let quiet = chains.real(real::ONE, 1, plan.small, 64).await?;
+        let is_over = Rc::new(Cell::new(false));
+        let (chain, flag) = (chains.real.clone(), is_over.clone());
+        let crashes = tokio::task::spawn_local(async move {
+            while !flag.get() {
+                // Each of them ends as a crash.
+                let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+        let beside = chains.real(real::ONE, 1, plan.small, 64).await?;
+        is_over.set(true);
+        crashes.await?;
+        pairs.push((quiet.quantile(0.99), beside.quantile(0.99)));
+    }
+    Ok(paired("sibling's p99 beside crashes (50/s) and without".into(), "µs", &pairs, Target::AtMost, 1.5))
+}
+
+async fn idle_memory(chains: &Chains) -> Result<Figure> {
+    let pid = chains.real.worker(real::ONE).await?;
+    Ok(Figure {
+        name: "idle worker's memory (PSS)".into(),
+        unit: "KiB",
+        bare: None,
+        real: processes::proportional_bytes(pid)? as f64 / 1024.0,
+        ratio: None,
+        target: Target::AtMost,
+        limit: 600.0,
+    })
+}

@@ -1,0 +1,91 @@
+//! Child processes of the bench, and what the kernel says of them.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Result;
+
+/// How long anything may take that is over at once on a healthy machine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A child that ends with its owner.
+pub(crate) struct Process(Child);
+
+impl Process {
+    pub(crate) fn start(command: &mut Command) -> Result<Self> {
+        Ok(Self(command.spawn()?))
+    }
+
+    /// This program in one of its other roles.
+    pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
+        Self::start(own()?.args(arguments).stdin(Stdio::null()))
+    }
+
+    /// An echo on a socket of its own.
+    pub(crate) fn echo() -> Result<(Self, UnixStream)> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let echo = Self::start(own()?.arg("echo").stdin(Stdio::from(OwnedFd::from(theirs))))?;
+        Ok((echo, ours))
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn own() -> Result<Command> {
+    Ok(Command::new(std::env::current_exe()?))
+}
+
+/// Waits until a file is there.
+pub(crate) fn wait_for(path: &Path) -> Result<()> {
+    let began = Instant::now();
+    while !path.exists() {
+        if began.elapsed() > PATIENCE {
+            return Err(format!("waited {PATIENCE:?} for {}", path.display()).into());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// The folder with the workspace's programs, built in this program's own profile.
+pub(crate) fn programs() -> Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["build", "--quiet", "--package", "bulkhead-supervisor", "--bins"]);
+    if folder.ends_with("release") {
+        cargo.arg("--release");
+    }
+    let status = cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).status()?;
+    if status.success() { Ok(folder) } else { Err("the supervisor does not build".into()) }
+}
+
+/// The processor time that all threads of a process have used.
+pub(crate) fn cpu(pid: u32) -> Result<Duration> {
+    let mut used = 0;
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let line = std::fs::read_to_string(thread?.path().join("schedstat"))?;
+        used += line.split(' ').next().unwrap_or_default().parse::<u64>()?;
+    }
+    Ok(Duration::from_nanos(used))
+}
+
+/// The memory of a process, shared pages counted by share, in bytes.
+pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).ok_or("no Pss")?;
+    Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
+}

@@ -1,0 +1,96 @@
+//! The real chain: the supervisor with a configuration of the bench's own, and a worker built with the SDK.
+
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use bulkhead_worker::{HandlerError, Job};
+use tempfile::TempDir;
+
+use crate::Result;
+use crate::processes::{self, Process};
+
+/// Bulkheads by what they are for.
+pub(crate) const ONE: &str = "one";
+pub(crate) const HANGS: &str = "hangs";
+pub(crate) const CRASHES: &str = "crashes";
+
+/// The bulkhead that takes so many jobs at once.
+pub(crate) fn wide(in_flight: usize) -> String {
+    format!("wide-{in_flight}")
+}
+
+/// Deadline and grace of [`HANGS`].
+pub(crate) const HANG_DEADLINE: Duration = Duration::from_millis(100);
+pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
+
+/// A running supervisor.
+pub(crate) struct Chain {
+    pub(crate) supervisor: Process,
+    pub(crate) client: Client,
+    _folder: TempDir,
+}
+
+impl Chain {
+    pub(crate) async fn start(programs: &Path) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        std::fs::write(folder.path().join("workers.toml"), config(&std::env::current_exe()?)?)?;
+        let supervisor = Process::start(
+            Command::new(programs.join("bulkhead-supervisor"))
+                .args(["--log-level", "error", "--config"])
+                .arg(folder.path().join("workers.toml"))
+                .stdin(Stdio::null()),
+        )?;
+        let socket = folder.path().join("jobs.sock");
+        processes::wait_for(&socket)?;
+        let client = Client::connect(&socket).await?;
+        for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES] {
+            client.job(bulkhead, "ready?").send().await?;
+        }
+        Ok(Self { supervisor, client, _folder: folder })
+    }
+
+    /// One job and its answer.
+    pub(crate) async fn call(&self, bulkhead: &str, payload: &[u8]) -> Result<Vec<u8>> {
+        Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
+    }
+
+    /// The process of a bulkhead's only worker.
+    pub(crate) async fn worker(&self, bulkhead: &str) -> Result<u32> {
+        let reply = self.client.job(bulkhead, "").send().await?;
+        Ok(reply.outcome().worker_pid.ok_or("no worker served the job")?)
+    }
+}
+
+fn config(own: &Path) -> Result<String> {
+    let own = own.to_str().ok_or("this program has an odd path")?;
+    let bulkhead =
+        |name: &str, keys: &str| format!("[bulkhead.{name}]\ncommand = [{own:?}, \"worker\"]\n{keys}\n");
+    let hangs = format!(
+        "deadline = \"{}ms\"\ndeadline_max = \"10s\"\ngrace = \"{}ms\"\nmax_queue = 1",
+        HANG_DEADLINE.as_millis(),
+        HANG_GRACE.as_millis()
+    );
+    Ok([
+        "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned(),
+        bulkhead(ONE, "max_queue = 1"),
+        bulkhead(&wide(64), "max_in_flight = 64"),
+        bulkhead(&wide(1024), "max_in_flight = 1024"),
+        bulkhead(HANGS, &hangs),
+        bulkhead(CRASHES, "max_queue = 8"),
+    ]
+    .concat())
+}
+
+/// The worker's side.
+pub(crate) fn worker() -> ExitCode {
+    bulkhead_worker::serve(|job: &Job, ctx| match ctx.operation() {
+        "" => Ok(job.payload().to_vec()),
+        "hang" => loop {
+            std::thread::park();
+        },
+        "crash" => std::process::abort(),
+        other => Err(HandlerError::new("unknown_operation", other)),
+    })
+}
