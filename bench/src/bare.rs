@@ -41,7 +41,7 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (near, _) = UnixListener::bind(socket)?.accept().await?;
-        let far = UnixStream::connect(echo).await?;
+        let far = connect(echo).await?;
         let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
         tokio::select! {
             result = pass_on(near_in, far_out) => result,
@@ -49,6 +49,17 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// Connects to a listener that is about to be there.
+async fn connect(socket: &Path) -> io::Result<UnixStream> {
+    loop {
+        match UnixStream::connect(socket).await {
+            // Bound, and not listening yet.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => tokio::task::yield_now().await,
+            other => return other,
+        }
+    }
 }
 
 async fn pass_on(from: OwnedReadHalf, mut to: OwnedWriteHalf) -> io::Result<()> {
@@ -86,7 +97,7 @@ impl Client {
     /// Connects; must be called within a `LocalSet`.
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let client = Self(Rc::new(Shared {
-            stream: UnixStream::connect(socket).await?,
+            stream: connect(socket).await?,
             unsent: RefCell::default(),
             is_due: Cell::new(false),
             due: Notify::new(),

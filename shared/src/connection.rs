@@ -24,20 +24,35 @@ const LARGE_START_BYTES: usize = 1024 * 1024;
 /// A coalescing buffer is closed once it holds this many bytes, and the next one opened.
 const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
+/// What a coalescing buffer has room for: the last frame in it may be as large as an inline one can be.
+const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1;
+
 /// Buffers that one write hands to the kernel.
 const WRITE_SEGMENTS_MAX: usize = 16;
 
 /// Bytes of large buffers that a [`BufferPool`] keeps for reuse.
 const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// An empty coalescing buffer up to this many bytes stays with its [`Outbox`].
+/// An empty coalescing buffer up to this many bytes stays with its [`Outbox`]; a larger one comes from a
+/// [`BufferPool`] and goes back there.
 const SPARE_BYTES_MAX: usize = 4 * 1024;
+
+/// Coalescing buffers that a [`BufferPool`] keeps for reuse.
+const POOL_SEGMENTS_MAX: usize = 32;
+
+/// What a small frame may need beside its payload, roughly; one that needs more makes its buffer grow.
+const METADATA_BYTES_USUAL: usize = 512;
+
+/// The send buffer of a socket on which a large payload does not fit, in bytes; the kernel may allow less.
+/// With the usual 208 KiB, sender and receiver of a megabyte would wake each other many times over.
+const SEND_BUFFER_BYTES: usize = 1024 * 1024;
 
 /// Large buffers kept for reuse: a page of fresh memory costs more than the bytes that go into it.
 #[derive(Default)]
 pub struct BufferPool {
     buffers: Vec<Vec<u8>>,
     bytes: usize,
+    segments: Vec<Vec<u8>>,
 }
 
 impl BufferPool {
@@ -65,10 +80,26 @@ impl BufferPool {
             self.buffers.push(buffer);
         }
     }
+
+    /// An empty coalescing buffer.
+    fn take_segment(&mut self) -> Vec<u8> {
+        self.segments.pop().unwrap_or_else(|| Vec::with_capacity(SEGMENT_CAPACITY))
+    }
+
+    fn give_segment(&mut self, mut segment: Vec<u8>) {
+        if self.segments.len() < POOL_SEGMENTS_MAX {
+            segment.clear();
+            self.segments.push(segment);
+        }
+    }
 }
 
-/// The buffer into which all connections of one thread read.
-pub struct Scratch(Vec<u8>);
+/// The buffer into which all connections of one thread read. It has no memory before its first use, so
+/// that to put an empty one in its place for a while costs nothing.
+pub struct Scratch {
+    buffer: Vec<u8>,
+    bytes: usize,
+}
 
 impl Default for Scratch {
     fn default() -> Self {
@@ -80,7 +111,14 @@ impl Scratch {
     /// A buffer for reads of `bytes` each; smaller than the default saves memory where few frames
     /// come at once.
     pub fn with_read_bytes(bytes: usize) -> Self {
-        Self(vec![0; PARTIAL_BYTES_MAX + bytes])
+        Self { buffer: Vec::new(), bytes: PARTIAL_BYTES_MAX + bytes }
+    }
+
+    fn buffer(&mut self) -> &mut [u8] {
+        if self.buffer.is_empty() {
+            self.buffer = vec![0; self.bytes];
+        }
+        &mut self.buffer
     }
 }
 
@@ -181,11 +219,11 @@ impl Inbox {
             return Ok((received, Batch { inbox: self, bytes: &[], at: 0 }));
         }
         let kept = self.partial.len();
-        scratch.0[..kept].copy_from_slice(&self.partial);
-        let buffer = &mut scratch.0[kept..];
-        let (received, count) = receive_some(socket, buffer)?;
+        let buffer = scratch.buffer();
+        buffer[..kept].copy_from_slice(&self.partial);
+        let (received, count) = receive_some(socket, &mut buffer[kept..])?;
         self.partial.clear();
-        let bytes = &scratch.0[..kept + count];
+        let bytes = &buffer[..kept + count];
         Ok((received, Batch { inbox: self, bytes, at: 0 }))
     }
 
@@ -392,6 +430,7 @@ pub struct Outbox {
     tail_is_open: bool,
     bytes: usize,
     spare: Vec<u8>,
+    is_widened: bool,
 }
 
 impl Outbox {
@@ -414,7 +453,33 @@ impl Outbox {
         extensions: &[(u16, &[u8])],
         payload: Payload<'_>,
     ) -> Result<(), CodecError> {
-        let tail = self.open_tail();
+        self.push_within(kind, number, message, extensions, payload, None)
+    }
+
+    /// The same, for those that send many frames at once: buffers come from the pool that they go back to.
+    pub fn push_pooled<M: bincode::Encode>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &M,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+        pool: &mut BufferPool,
+    ) -> Result<(), CodecError> {
+        self.push_within(kind, number, message, extensions, payload, Some(pool))
+    }
+
+    fn push_within<M: bincode::Encode>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &M,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+        pool: Option<&mut BufferPool>,
+    ) -> Result<(), CodecError> {
+        let inline_bytes = if payload.len() <= INLINE_PAYLOAD_BYTES_MAX { payload.len() } else { 0 };
+        let tail = self.open_tail(HEADER_BYTES + METADATA_BYTES_USUAL + inline_bytes, pool);
         let start = tail.len();
         tail.extend_from_slice(&[0; HEADER_BYTES]);
         if let Err(error) = codec::encode(message, extensions, tail) {
@@ -452,9 +517,16 @@ impl Outbox {
         }
     }
 
-    fn open_tail(&mut self) -> &mut Vec<u8> {
-        if !self.tail_is_open || self.segments.is_empty() {
-            self.segments.push_back(std::mem::take(&mut self.spare));
+    /// The buffer to append to. Many small frames share one, and few one that is small itself.
+    fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
+        let may_grow = pool.is_none();
+        let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
+        if !self.tail_is_open || !self.segments.back().is_some_and(has_room) {
+            let fresh = match pool {
+                Some(pool) if !self.segments.is_empty() || more > SPARE_BYTES_MAX => pool.take_segment(),
+                _ => std::mem::take(&mut self.spare),
+            };
+            self.segments.push_back(fresh);
             self.tail_is_open = true;
         }
         let last = self.segments.len() - 1;
@@ -467,12 +539,22 @@ impl Outbox {
         while self.bytes > 0 {
             match self.send_once(&socket) {
                 Ok(count) => self.advance(count, pool),
-                Err(rustix::io::Errno::AGAIN) => return Ok(false),
+                Err(rustix::io::Errno::AGAIN) if !self.widen(&socket) => return Ok(false),
+                Err(rustix::io::Errno::AGAIN) => {}
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(true)
+    }
+
+    /// Has the kernel take more at once, if a large payload waits; returns whether it is worth another try.
+    fn widen(&mut self, socket: &impl AsFd) -> bool {
+        if self.is_widened || self.bytes <= INLINE_PAYLOAD_BYTES_MAX {
+            return false;
+        }
+        self.is_widened = true;
+        rustix::net::sockopt::set_socket_send_buffer_size(socket, SEND_BUFFER_BYTES).is_ok()
     }
 
     fn send_once(&self, socket: &impl AsFd) -> rustix::io::Result<usize> {
@@ -501,6 +583,8 @@ impl Outbox {
             if buffer.capacity() <= SPARE_BYTES_MAX {
                 buffer.clear();
                 self.spare = buffer;
+            } else if buffer.capacity() == SEGMENT_CAPACITY {
+                pool.give_segment(buffer);
             } else {
                 pool.give(buffer);
             }

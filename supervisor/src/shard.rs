@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use bulkhead_policy::{Action, Bulkhead, Event, Time, Timers};
 use bulkhead_shared::JobId;
 use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
+use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
 
@@ -95,7 +96,7 @@ pub struct Shard {
     pulse: Arc<Pulse>,
     keeper: Keeper,
     compartments: Vec<Compartment>,
-    by_name: HashMap<Arc<str>, usize>,
+    by_name: HashMap<Arc<str>, usize, RandomState>,
     timers: Timers,
     sessions: Vec<Option<Session>>,
     free_sessions: Vec<usize>,

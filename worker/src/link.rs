@@ -120,7 +120,8 @@ impl Writer {
     /// Appends a frame; it leaves with the next flush.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
         // What handlers say was cut to size, so that the metadata fits.
-        let _ = self.lock().0.push(kind, number, message, &[], payload);
+        let (outbox, pool) = &mut *self.lock();
+        let _ = outbox.push_pooled(kind, number, message, &[], payload, pool);
     }
 
     /// Sends all that waits, however long the supervisor takes to read it.

@@ -1,32 +1,40 @@
 //! The threads of a worker, and how a job finds one without being handed from thread to thread.
 //!
-//! Waking a thread costs more than most jobs. So every idle handler thread waits for the link itself:
-//! all of them in one epoll instance, of which the kernel wakes one thread for each arrival; that one
-//! reads the job and runs it. The *dispatch thread* waits for the link as well, in an instance of its
-//! own. Both are registered with `EPOLLEXCLUSIVE`, the handlers' first: the kernel wakes the first
-//! instance that has a thread waiting, so that the dispatch thread reads the link only while all
-//! handlers are busy, which is when cancellations have to be seen. It sends the heartbeats, too.
+//! Waking a thread costs more than most jobs, so how jobs find threads depends on how long they take.
 //!
-//! Answers are batched: they are written when no further job is at hand. Before a thread begins a job
-//! with answers unwritten, another thread has been woken for the jobs behind it, and that one writes them:
-//! an answer never waits for a slow handler.
+//! **Slow handlers** (and all of them, until they prove to be quick) run side by side. Every idle handler
+//! thread waits for the link itself: all of them in one epoll instance, of which the kernel wakes one
+//! thread for each arrival; that one reads the jobs, runs the first and calls for help with the rest. The
+//! *dispatch thread* waits for the link as well, in an instance of its own. Both are registered with
+//! `EPOLLEXCLUSIVE`, the handlers' first: the kernel wakes the first instance that has a thread waiting,
+//! so that the dispatch thread reads the link only while all handlers are busy, which is when
+//! cancellations have to be seen. It sends the heartbeats, too.
+//!
+//! **Quick handlers**, of a few microseconds, are done before anybody has woken up, and many threads would
+//! only get in each other's way. So one thread alone waits for the link, runs what it has read one after
+//! the other, and has the answers leave together; the others are parked until the backlog is worth them.
+//! Should one job take long after all, the *watchdog*, a timer of the dispatch thread, sees that nothing
+//! moves, and from then on handlers count as slow.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Item, Payload, Received};
 use bulkhead_shared::frame::{Header, kind};
-use bulkhead_shared::limits::{CODE_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{Empty, Failed, ProgramCrashed, Status};
 use bulkhead_shared::{Fault, worker_protocol};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, StartCtx};
 use crate::link::{Reader, Welcome, Writer};
@@ -35,6 +43,24 @@ use crate::server::{HandlerError, Reply};
 const LINK: u64 = 0;
 const WAKE: u64 = 1;
 const SIGNAL: u64 = 2;
+const WATCHDOG: u64 = 3;
+
+/// Handlers that take longer than this on average are slow, and those that take less than half are quick.
+const SLOW_NS: u64 = 20_000;
+
+/// A backlog of quick jobs that takes longer than this is worth waking another thread, unless a job takes
+/// no longer than the two would spend on getting in each other's way.
+const BACKLOG_NS: u64 = 100_000;
+const TINY_NS: u64 = 3_000;
+
+/// How slow handlers count as long as nothing is known of them, and when one was found stuck.
+const STUCK_NS: u64 = 1_000_000;
+
+/// How often the watchdog looks while quick jobs run.
+const WATCH: Duration = Duration::from_millis(2);
+
+/// An answer waits for the answers behind it no longer than about this.
+const BATCH: Duration = Duration::from_micros(100);
 
 /// What a worker does with its jobs.
 pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
@@ -49,17 +75,53 @@ struct Pending {
     handle: Arc<Handle>,
 }
 
-#[derive(Default)]
+/// How long handlers take, by experience.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// Long enough for a thread each. The dispatch thread waits for the link.
+    Slow,
+    /// Not worth a wake-up. The watchdog looks after them, unless nothing has run for a while.
+    Quick {
+        /// What `begun` was when the watchdog last looked; `None` while it sleeps.
+        watched: Option<u64>,
+    },
+}
+
 struct State {
     pending: VecDeque<Pending>,
     /// Every job that was given and not answered.
-    live: HashMap<u64, Arc<Handle>>,
+    live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
+    /// Counts the jobs that were begun.
+    begun: u64,
+    pace: Pace,
     /// Handler threads that wait.
     idle: usize,
+    /// How many of them wait for the link, and not only for a call.
+    on_link: usize,
     threads: usize,
     /// Whether a handler thread has been woken and has not looked yet.
     is_searching: bool,
     is_draining: bool,
+}
+
+/// Spreads the supervisor's job numbers over a table; nobody chooses them to collide.
+#[derive(Default)]
+struct NumberHasher(u64);
+
+impl Hasher for NumberHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(26);
+    }
 }
 
 pub(crate) struct Pool<S> {
@@ -70,7 +132,11 @@ pub(crate) struct Pool<S> {
     state: Mutex<State>,
     wake: OwnedFd,
     handlers: OwnedFd,
+    parked: OwnedFd,
     dispatch: OwnedFd,
+    watchdog: OwnedFd,
+    /// How long a handler takes, smoothed.
+    typical_ns: AtomicU64,
     handler: Box<Handler<S>>,
     shared: std::sync::OnceLock<Arc<S>>,
 }
@@ -87,23 +153,41 @@ impl<S: Send + Sync + 'static> Pool<S> {
         writer: Arc<Writer>,
         handler: Box<Handler<S>>,
     ) -> std::io::Result<Arc<Self>> {
-        let handlers = epoll::create(CreateFlags::CLOEXEC)?;
-        let dispatch = epoll::create(CreateFlags::CLOEXEC)?;
+        let create = || epoll::create(CreateFlags::CLOEXEC);
+        let (handlers, parked, dispatch) = (create()?, create()?, create()?);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let timer_flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let watchdog = rustix::time::timerfd_create(TimerfdClockId::Monotonic, timer_flags)?;
         // In this order: see above.
         let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
         epoll::add(&handlers, &link, EventData::new_u64(LINK), flags)?;
         epoll::add(&handlers, &wake, EventData::new_u64(WAKE), flags)?;
+        epoll::add(&parked, &wake, EventData::new_u64(WAKE), flags)?;
         epoll::add(&dispatch, &link, EventData::new_u64(LINK), flags)?;
+        epoll::add(&dispatch, &watchdog, EventData::new_u64(WATCHDOG), EventFlags::IN)?;
+        let state = State {
+            pending: VecDeque::new(),
+            live: HashMap::default(),
+            begun: 0,
+            pace: Pace::Slow,
+            idle: 0,
+            on_link: 0,
+            threads: 0,
+            is_searching: false,
+            is_draining: false,
+        };
         Ok(Arc::new(Self {
             link,
             welcome,
             reader: Mutex::new(reader),
             writer,
-            state: Mutex::default(),
+            state: Mutex::new(state),
             wake,
             handlers,
+            parked,
             dispatch,
+            watchdog,
+            typical_ns: AtomicU64::new(STUCK_NS),
             handler,
             shared: std::sync::OnceLock::new(),
         }))
@@ -155,29 +239,107 @@ impl<S: Send + Sync + 'static> Pool<S> {
     // Handler threads.
 
     fn handle_jobs(self: &Arc<Self>) {
+        // When the oldest answer that is still unwritten came to be.
+        let mut unwritten_since = None;
         loop {
-            let Some((job, is_last)) = self.next_job() else {
+            let Some((job, pace)) = self.next_job() else {
                 self.writer.flush();
+                unwritten_since = None;
                 self.end_if_drained();
                 self.wait_for_work();
                 continue;
             };
-            if is_last {
+            let began = Instant::now();
+            // An answer is not to wait for a slow handler, nor for many quick ones.
+            let is_due = pace == Pace::Slow || unwritten_since.is_some_and(|since| began - since > BATCH);
+            if is_due && unwritten_since.take().is_some() {
                 self.writer.flush();
             }
             self.run_job(job);
+            let ended = Instant::now();
+            unwritten_since.get_or_insert(ended);
+            self.learn(ended - began);
         }
     }
 
-    /// The next job, and whether there are none behind it. If there are, somebody is on the way to them.
-    fn next_job(self: &Arc<Self>) -> Option<(Pending, bool)> {
+    /// The next job, and how long jobs take. Somebody is on the way to those behind it, or looks after
+    /// them.
+    fn next_job(self: &Arc<Self>) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         let job = state.pending.pop_front()?;
-        let is_last = state.pending.is_empty();
-        if !is_last {
+        state.begun += 1;
+        self.change_pace(&mut state, self.typical_ns.load(Ordering::Relaxed));
+        let pace = state.pace;
+        if self.is_worth_help(&state) {
             self.call_help(&mut state);
         }
-        Some((job, is_last))
+        if pace == (Pace::Quick { watched: None }) {
+            state.pace = Pace::Quick { watched: Some(state.begun) };
+            self.set_watchdog(WATCH);
+        }
+        Some((job, pace))
+    }
+
+    fn is_worth_help(&self, state: &State) -> bool {
+        let typical_ns = self.typical_ns.load(Ordering::Relaxed);
+        let backlog = state.pending.len() as u64;
+        match state.pace {
+            Pace::Slow => backlog > 0,
+            Pace::Quick { .. } => typical_ns > TINY_NS && typical_ns.saturating_mul(backlog) > BACKLOG_NS,
+        }
+    }
+
+    /// Takes the time of one more job into account.
+    fn learn(&self, took: Duration) {
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).min(100 * STUCK_NS);
+        let typical = self.typical_ns.load(Ordering::Relaxed);
+        // Threads may overwrite each other's: it is an estimate.
+        self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
+    }
+
+    /// Sees to it that somebody reads the link, whoever else is busy.
+    fn change_pace(&self, state: &mut State, typical_ns: u64) {
+        match state.pace {
+            Pace::Slow if typical_ns < SLOW_NS / 2 => {
+                state.pace = Pace::Quick { watched: None };
+                let _ = epoll::delete(&self.dispatch, &self.link);
+            }
+            Pace::Quick { .. } if typical_ns > SLOW_NS => {
+                state.pace = Pace::Slow;
+                let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
+                let _ = epoll::add(&self.dispatch, &self.link, EventData::new_u64(LINK), flags);
+                self.set_watchdog(Duration::ZERO);
+            }
+            _ => {}
+        }
+    }
+
+    fn set_watchdog(&self, interval: Duration) {
+        let interval = Timespec { tv_sec: 0, tv_nsec: interval.subsec_nanos().into() };
+        let timer = Itimerspec { it_interval: interval, it_value: interval };
+        // Fails only for times that are no times.
+        let _ = rustix::time::timerfd_settime(&self.watchdog, TimerfdTimerFlags::empty(), &timer);
+    }
+
+    /// Looks whether a job takes long that was expected to be quick.
+    fn look(self: &Arc<Self>) {
+        let _ = rustix::io::read(&self.watchdog, &mut [0; 8]);
+        let mut state = lock(&self.state);
+        let Pace::Quick { watched: Some(before) } = state.pace else { return };
+        if state.begun != before {
+            state.pace = Pace::Quick { watched: Some(state.begun) };
+        } else if state.live.is_empty() {
+            state.pace = Pace::Quick { watched: None };
+            self.set_watchdog(Duration::ZERO);
+        } else {
+            self.typical_ns.store(STUCK_NS, Ordering::Relaxed);
+            self.change_pace(&mut state, STUCK_NS);
+            if !state.pending.is_empty() {
+                self.call_help(&mut state);
+            }
+            drop(state);
+            self.writer.flush();
+        }
     }
 
     /// Sees to it that a handler thread looks for jobs soon, if there is one to spare.
@@ -198,17 +360,21 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     fn wait_for_work(self: &Arc<Self>) {
-        {
+        let is_on_link = {
             let mut state = lock(&self.state);
             if !state.pending.is_empty() {
                 return;
             }
+            let is_on_link = state.pace == Pace::Slow || state.on_link == 0;
             state.idle += 1;
-        }
-        let token = wait_one(&self.handlers, None);
+            state.on_link += usize::from(is_on_link);
+            is_on_link
+        };
+        let token = wait_one(if is_on_link { &self.handlers } else { &self.parked }, None);
         {
             let mut state = lock(&self.state);
             state.idle -= 1;
+            state.on_link -= usize::from(is_on_link);
             if token == Some(WAKE) {
                 let mut count = [0; 8];
                 let _ = rustix::io::read(&self.wake, &mut count);
@@ -241,7 +407,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
             .unwrap_or_else(|panic| Reply::Failed(HandlerError::new("panic", panic_text(&*panic))));
         lock(&self.state).live.remove(&number);
         self.answer(number, reply);
-        lock(&self.reader).pool.give(job.payload);
+        if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
+            lock(&self.reader).pool.give(job.payload);
+        }
     }
 
     fn answer(&self, number: u64, reply: Reply) {
@@ -354,6 +522,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                     drop(state);
                     self.end_if_drained();
                 }
+                Some(WATCHDOG) => self.look(),
                 Some(_) => {
                     let mut byte = [0; 64];
                     let _ = rustix::io::read(signals, &mut byte);

@@ -314,7 +314,8 @@ impl Shard {
         let trace = record.traceparent.as_deref().map(|text| (tag::TRACEPARENT, text.as_bytes()));
         let Some(link) = self.links[index].as_mut() else { return };
         // The names were checked when the job came in, so that the metadata fits.
-        let pushed = link.outbox.push(kind::JOB, job.0, &message, trace.as_slice(), payload);
+        let pushed =
+            link.outbox.push_pooled(kind::JOB, job.0, &message, trace.as_slice(), payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "a job did not fit");
         self.mark_dirty(Endpoint::Link(index));
     }

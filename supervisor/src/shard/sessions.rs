@@ -16,6 +16,7 @@ use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 use bulkhead_shared::{JobId, Outcome, Priority, RejectReason, Verdict};
+use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
 
@@ -50,7 +51,7 @@ pub(super) struct Session {
     inbox: Inbox,
     outbox: Outbox,
     /// By request number: the job, and whose it is.
-    requests: HashMap<u64, (usize, JobId)>,
+    requests: HashMap<u64, (usize, JobId), RandomState>,
     /// As last added to the totals of the shard.
     counted_held: usize,
     counted_unread: usize,
@@ -111,7 +112,7 @@ impl Shard {
             stage: Stage::AwaitingHello { since: self.now },
             inbox: Inbox::default(),
             outbox: Outbox::default(),
-            requests: HashMap::new(),
+            requests: HashMap::default(),
             counted_held: 0,
             counted_unread: 0,
             mid_frame_since: None,
@@ -545,7 +546,8 @@ impl Shard {
         }
         let message = OutcomeMessage::from_outcome(outcome);
         // Every text in an outcome is bounded where it enters, so that the metadata fits.
-        let pushed = session.outbox.push(kind::OUTCOME, request, &message, &[], payload);
+        let pushed =
+            session.outbox.push_pooled(kind::OUTCOME, request, &message, &[], payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "an outcome did not fit");
         self.mark_dirty(Endpoint::Session(index));
     }
