@@ -1,6 +1,7 @@
 //! What goes over the admin socket: status, events, logs, and the four verbs.
 
-use std::path::PathBuf;
+use std::path::Path;
+use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use http_body_util::{BodyExt, Empty};
@@ -16,31 +17,50 @@ use crate::output::{self, Failure, exit, harmless};
 /// Bytes of one line of a stream; a longer one is not ours.
 const LINE_BYTES_MAX: usize = 1 << 20;
 
+/// How long the supervisor may take to begin its answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+
 /// Events that `status NAME` shows.
 const LAST_EVENTS: usize = 10;
 
 /// Sends a request and returns the answer's head, its body still to be read.
 async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
     let socket = args.admin();
-    let unreachable = |socket: &PathBuf, error: &dyn std::fmt::Display| {
-        let message = format!(
-            "failed to reach the admin socket {}: {error}; is the supervisor running?",
-            socket.display()
-        );
-        Failure::new(exit::UNREACHABLE, message)
+    let answer = tokio::time::timeout(ANSWER_WITHIN, send(&socket, method, path)).await;
+    let response = answer.unwrap_or_else(|_| {
+        Err(unreachable(&socket, &format!("it does not answer within {} s", ANSWER_WITHIN.as_secs())))
+    })?;
+    if response.status().is_success() {
+        return Ok(response);
+    }
+    let status = response.status();
+    let body = read(response).await.unwrap_or_default();
+    let detail = serde_json::from_slice::<Value>(&body).ok();
+    let detail = detail.as_ref().and_then(|body| body["detail"].as_str()).unwrap_or(status.as_str());
+    let code = match status {
+        StatusCode::NOT_FOUND => exit::NOT_FOUND,
+        StatusCode::SERVICE_UNAVAILABLE => exit::UNREACHABLE,
+        _ => exit::FAILED,
     };
-    let stream = UnixStream::connect(&socket).await.map_err(|error| {
-        if error.kind() == std::io::ErrorKind::PermissionDenied {
-            return Failure::new(
-                exit::FORBIDDEN,
-                format!("you may not use the admin socket {}", socket.display()),
-            );
+    Err(Failure::new(code, harmless(detail)))
+}
+
+fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
+    let socket = socket.display();
+    let message = format!("failed to reach the admin socket {socket}: {error}; is the supervisor running?");
+    Failure::new(exit::UNREACHABLE, message)
+}
+
+async fn send(socket: &Path, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
+    let stream = UnixStream::connect(socket).await.map_err(|error| match error.kind() {
+        std::io::ErrorKind::PermissionDenied => {
+            Failure::new(exit::FORBIDDEN, format!("you may not use the admin socket {}", socket.display()))
         }
-        unreachable(&socket, &error)
+        _ => unreachable(socket, &error),
     })?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
-        .map_err(|error| unreachable(&socket, &error))?;
+        .map_err(|error| unreachable(socket, &error))?;
     tokio::spawn(connection);
     let request = Request::builder()
         .method(method)
@@ -49,16 +69,7 @@ async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Inc
         .header(header::ACCEPT, "application/json")
         .body(Empty::<Bytes>::new())
         .map_err(|error| Failure::new(exit::USAGE, error.to_string()))?;
-    let response = sender.send_request(request).await.map_err(|error| unreachable(&socket, &error))?;
-    if response.status().is_success() {
-        return Ok(response);
-    }
-    let status = response.status();
-    let body = read(response).await.unwrap_or_default();
-    let detail = serde_json::from_slice::<Value>(&body).ok();
-    let detail = detail.as_ref().and_then(|body| body["detail"].as_str()).unwrap_or(status.as_str());
-    let code = if status == StatusCode::NOT_FOUND { exit::NOT_FOUND } else { exit::FAILED };
-    Err(Failure::new(code, harmless(detail)))
+    sender.send_request(request).await.map_err(|error| unreachable(socket, &error))
 }
 
 async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
@@ -86,29 +97,29 @@ pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failur
     let Some(name) = name else {
         let all = json(args, "/v1/bulkheads").await?;
         if args.json {
-            output::line(&all.to_string());
+            output::line(&all.to_string())?;
         } else {
             let rows = all["bulkheads"].as_array().map(Vec::as_slice).unwrap_or_default();
-            output::line(&bulkhead_table(rows));
+            output::line(&bulkhead_table(rows))?;
         }
         return Ok(exit::OK);
     };
     let name = encoded(name);
     let one = json(args, &format!("/v1/bulkheads/{name}")).await?;
     if args.json {
-        output::line(&one.to_string());
+        output::line(&one.to_string())?;
         return Ok(exit::OK);
     }
-    output::line(&bulkhead_table(std::slice::from_ref(&one)));
+    output::line(&bulkhead_table(std::slice::from_ref(&one)))?;
     if let Some(detail) = one["detail"].as_str() {
-        output::line(&format!("\n{}", harmless(detail)));
+        output::line(&format!("\n{}", harmless(detail)))?;
     }
-    output::line(&format!("\n{}", worker_table(&one)));
+    output::line(&format!("\n{}", worker_table(&one)))?;
     let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}");
     let events = read(request(args, Method::GET, &path).await?).await?;
-    output::line("");
+    output::line("")?;
     for line in String::from_utf8_lossy(&events).lines() {
-        print_event(args, line);
+        print_event(args, line)?;
     }
     Ok(exit::OK)
 }
@@ -119,10 +130,11 @@ fn table(head: &[&str]) -> Table {
     table
 }
 
+/// A value in one line.
 fn text(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
-        Value::String(text) => harmless(text),
+        Value::String(text) => harmless(text).replace('\n', " "),
         other => other.to_string(),
     }
 }
@@ -179,7 +191,8 @@ fn worker_table(bulkhead: &Value) -> String {
         table.add_row([
             text(&worker["pid"]),
             text(&worker["state"]),
-            humantime::format_duration(uptime).to_string(),
+            // One word, so that the columns can be told apart by programs.
+            humantime::format_duration(uptime).to_string().replace(' ', ""),
             text(&worker["in_flight"]),
             text(&worker["served"]),
             text(&worker["restarts"]),
@@ -197,18 +210,22 @@ pub(crate) async fn events(args: &Args, follow: bool) -> Result<u8, Failure> {
     lines(response, |line| match line.strip_prefix("data:") {
         Some(data) => print_event(args, data.trim_start()),
         None if line.starts_with('{') => print_event(args, line),
-        // The other lines of server-sent events: numbers, comments, pauses.
-        None => {}
+        // The other lines of server-sent events: numbers, pauses, and comments, which say what was missed.
+        None => {
+            if let Some(comment) = line.strip_prefix(": ") {
+                output::note(&harmless(comment));
+            }
+            Ok(())
+        }
     })
     .await
 }
 
-fn print_event(args: &Args, line: &str) {
+fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     if args.json {
-        output::line(line);
-        return;
+        return output::line(line);
     }
-    let Ok(Value::Object(event)) = serde_json::from_str::<Value>(line) else { return };
+    let Ok(Value::Object(event)) = serde_json::from_str::<Value>(line) else { return Ok(()) };
     let field = |name: &str| event.get(name).map(text).unwrap_or_default();
     let mut words = vec![field("at"), format!("{:8}", field("severity")), field("kind"), field("bulkhead")];
     for (name, value) in &event {
@@ -216,7 +233,7 @@ fn print_event(args: &Args, line: &str) {
             words.push(format!("{name}={}", harmless(&value.to_string())));
         }
     }
-    output::line(&words.join(" "));
+    output::line(&words.join(" "))
 }
 
 pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Failure> {
@@ -224,12 +241,14 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
     let response = request(args, Method::GET, &path).await?;
     lines(response, |line| {
         if args.json {
-            output::line(line);
-            return;
+            return output::line(line);
         }
-        let Ok(value) = serde_json::from_str::<Value>(line) else { return };
+        let Ok(value) = serde_json::from_str::<Value>(line) else { return Ok(()) };
         match value["dropped"].as_u64() {
-            Some(count) => output::note(&format!("{count} lines were missed")),
+            Some(count) => {
+                output::note(&format!("{count} lines were missed"));
+                Ok(())
+            }
             None => output::line(&format!(
                 "{} {}| {}",
                 value["pid"],
@@ -242,7 +261,10 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
 }
 
 /// Hands each line of a body on as it comes, until it ends or somebody presses ^C.
-async fn lines(response: Response<Incoming>, mut take: impl FnMut(&str)) -> Result<u8, Failure> {
+async fn lines(
+    response: Response<Incoming>,
+    mut take: impl FnMut(&str) -> Result<(), Failure>,
+) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
     loop {
@@ -256,7 +278,7 @@ async fn lines(response: Response<Incoming>, mut take: impl FnMut(&str)) -> Resu
         partial.extend_from_slice(&data);
         while let Some(end) = partial.iter().position(|&b| b == b'\n') {
             let line: Vec<u8> = partial.drain(..=end).collect();
-            take(String::from_utf8_lossy(&line).trim_end());
+            take(String::from_utf8_lossy(&line).trim_end())?;
         }
         if partial.len() > LINE_BYTES_MAX {
             return Err(Failure::new(exit::FAILED, "the supervisor sent a line without an end"));
@@ -270,7 +292,7 @@ pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Fai
     let path = format!("/v1/bulkheads/{}/{verb}", encoded(name));
     let body = read(request(args, Method::POST, &path).await?).await?;
     if args.json {
-        output::line(String::from_utf8_lossy(&body).trim_end());
+        output::line(String::from_utf8_lossy(&body).trim_end())?;
     } else {
         let done = match verb {
             "restart" => "its workers are being replaced one after the other",
@@ -278,7 +300,7 @@ pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Fai
             "resume" => "it takes jobs again",
             _ => "its restart history is forgotten, and failed workers start again",
         };
-        output::line(&format!("{}: {done}", harmless(name)));
+        output::line(&format!("{}: {done}", harmless(name)))?;
     }
     Ok(exit::OK)
 }

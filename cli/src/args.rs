@@ -76,6 +76,12 @@ pub(crate) enum Command {
         /// Which shell
         shell: clap_complete::Shell,
     },
+    /// Write man pages
+    Man {
+        /// The folder to write to; made if it is missing
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+    },
 }
 
 /// What a job asks for.
@@ -118,11 +124,11 @@ pub(crate) struct Submit {
     #[command(flatten)]
     pub(crate) request: Request,
 
-    /// Write the result there instead of to standard output
+    /// Write the result there instead of to standard output; of many jobs, the last result stays
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 
-    /// Submit so many jobs
+    /// Submit so many jobs; their results come as they are ready
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) repeat: Option<u64>,
 

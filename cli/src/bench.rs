@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use bulkhead_client::Client;
+use bulkhead_client::{Client, Job, JobError};
 use serde_json::json;
 use tokio::task::JoinSet;
 
@@ -11,40 +11,65 @@ use crate::args::{Args, Bench};
 use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
 
-/// Runs the command; returns its exit code, which is that of a success unless no job was `ok`.
+/// Runs the command; returns its exit code: that of a success if any job was `ok`, otherwise that of a job.
 pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     let payload = match &bench.request.payload_file {
         Some(file) => load::payload(Some(file))?,
         None => vec![b'x'; bench.payload_bytes],
     };
     let client = Client::connect(args.socket()).await?;
-    let tally = Arc::new(Mutex::new(Tally::default()));
+    let shared = Arc::new(Mutex::new(Seen::default()));
     let began = Instant::now();
     let until = began + bench.duration;
     let mut lanes = JoinSet::new();
     for _ in 0..bench.concurrency {
         let template = load::job(&client, &bench.request, payload.clone());
-        let tally = tally.clone();
-        lanes.spawn(async move {
-            while Instant::now() < until {
-                let (result, took) = load::timed(template.clone()).await;
-                tally.lock().unwrap_or_else(PoisonError::into_inner).add(&result, took);
-            }
-        });
+        lanes.spawn(lane(template, until, shared.clone()));
     }
-    tokio::select! {
-        () = async { while lanes.join_next().await.is_some() {} } => {}
-        _ = tokio::signal::ctrl_c() => lanes.shutdown().await,
-    }
+    let is_cut_short = tokio::select! {
+        () = async { while lanes.join_next().await.is_some() {} } => false,
+        _ = tokio::signal::ctrl_c() => {
+            lanes.shutdown().await;
+            true
+        }
+    };
     let seconds = began.elapsed().as_secs_f64();
-    let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
-    tally.sort();
-    print(args, bench, &tally, seconds);
-    Ok(if tally.latencies.is_empty() { exit::FAILED } else { exit::OK })
+    let seen = shared.lock().unwrap_or_else(PoisonError::into_inner);
+    print(args, bench, &seen.tally, seconds)?;
+    Ok(match seen.last_bad {
+        _ if is_cut_short => exit::CANCELLED,
+        Some(code) if seen.tally.latencies.is_empty() => code,
+        _ => exit::OK,
+    })
 }
 
-fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) {
-    let quantile = |share| tally.quantile(share).map(|latency| latency.as_secs_f64() * 1e3);
+#[derive(Default)]
+struct Seen {
+    tally: Tally,
+    /// The exit code of the last job that was not `ok`.
+    last_bad: Option<u8>,
+}
+
+async fn lane(template: Job, until: Instant, seen: Arc<Mutex<Seen>>) {
+    while Instant::now() < until {
+        let (result, took) = load::timed(template.clone()).await;
+        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.tally.add(&result, took);
+        if let Err(error) = result {
+            seen.last_bad = Some(error.exit_code());
+            // What was refused for good, such as a name that does not exist, is refused the next time, too.
+            if matches!(error, JobError::Rejected(_))
+                && !error.is_retryable()
+                && error.retry_after().is_none()
+            {
+                return;
+            }
+        }
+    }
+}
+
+fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) -> Result<(), Failure> {
+    let quantile = |share| tally.latencies.quantile(share).map(|latency| latency.as_secs_f64() * 1e3);
     let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)];
     let rate = tally.jobs() as f64 / seconds;
     if args.json {
@@ -54,20 +79,20 @@ fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) {
             "bulkhead": bench.request.name, "concurrency": bench.concurrency, "seconds": seconds,
             "jobs": tally.jobs(), "jobs_per_second": rate, "outcomes": tally.outcomes, "latency_ms": latency,
         });
-        output::line(&object.to_string());
-        return;
+        return output::line(&object.to_string());
     }
     output::line(&format!(
         "{} jobs in {seconds:.2} s with {} at once: {rate:.0} jobs/s",
         tally.jobs(),
         bench.concurrency
-    ));
+    ))?;
     for (name, count) in &tally.outcomes {
-        output::line(&format!("{count:>10}  {}", output::harmless(name)));
+        output::line(&format!("{count:>10}  {}", output::harmless(name)))?;
     }
     for (name, share) in shares {
         if let Some(latency) = quantile(share) {
-            output::line(&format!("{name:>10}  {latency:.3} ms"));
+            output::line(&format!("{name:>10}  {latency:.3} ms"))?;
         }
     }
+    Ok(())
 }

@@ -6,6 +6,7 @@ mod args;
 mod bench;
 mod load;
 mod output;
+mod pages;
 mod submit;
 
 use std::process::ExitCode;
@@ -16,23 +17,23 @@ use output::{Failure, exit};
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    if let Command::Completions { shell } = args.command {
-        let mut text = Vec::new();
-        clap_complete::generate(shell, &mut <Args as clap::CommandFactory>::command(), "bulkhead", &mut text);
-        output::raw(&text);
-        return ExitCode::SUCCESS;
-    }
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return Failure::new(exit::FAILED, format!("failed to start: {error}")).report(&args),
+    let result = match &args.command {
+        Command::Completions { shell } => pages::completions(*shell),
+        Command::Man { folder } => pages::man(&args, folder),
+        _ => on_runtime(&args),
     };
-    let result = runtime.block_on(run(&args));
-    // A read of standard input that nobody will finish must not keep us.
-    runtime.shutdown_background();
     match result {
         Ok(code) => ExitCode::from(code),
-        Err(failure) => failure.report(&args),
+        Err(failure) => failure.report(),
     }
+}
+
+fn on_runtime(args: &Args) -> Result<u8, Failure> {
+    let fail = |error| Failure::new(exit::FAILED, format!("failed to start: {error}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
+    let result = runtime.block_on(run(args));
+    runtime.shutdown_background();
+    result
 }
 
 async fn run(args: &Args) -> Result<u8, Failure> {
@@ -46,6 +47,6 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Drain { name } => admin::steer(args, name, "drain").await,
         Command::Resume { name } => admin::steer(args, name, "resume").await,
         Command::Reset { name } => admin::steer(args, name, "reset").await,
-        Command::Completions { .. } => Ok(exit::OK),
+        Command::Completions { .. } | Command::Man { .. } => Ok(exit::OK),
     }
 }

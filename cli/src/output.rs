@@ -6,8 +6,6 @@ use std::process::ExitCode;
 use bulkhead_client::{ConnectError, CrashReason, JobError, Outcome, RejectReason, Reply, Verdict};
 use serde_json::{Map, Value, json};
 
-use crate::args::{Args, Command};
-
 /// The exit codes that are not an outcome's.
 pub(crate) mod exit {
     pub(crate) const OK: u8 = 0;
@@ -19,25 +17,41 @@ pub(crate) mod exit {
     pub(crate) const CANCELLED: u8 = 130;
 }
 
-/// Why the command could not do what it was to.
+/// Why the command ends before it has done what it was to.
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    message: String,
+    /// `None` if nobody reads what the command prints, which is no reason to complain.
+    message: Option<String>,
 }
 
 impl Failure {
     pub(crate) fn new(code: u8, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self { code, message: Some(message.into()) }
     }
 
-    pub(crate) fn report(self, args: &Args) -> ExitCode {
-        if args.json && matches!(args.command, Command::Submit(_)) {
-            let outcome = if self.code == exit::UNREACHABLE { "unreachable" } else { "error" };
-            line(&json!({"outcome": outcome, "reason": null, "message": self.message}).to_string());
+    pub(crate) fn report(self) -> ExitCode {
+        if let Some(message) = &self.message {
+            note(&format!("bulkhead: {message}"));
         }
-        note(&format!("bulkhead: {}", self.message));
         ExitCode::from(self.code)
+    }
+
+    /// The same for programs, in the place of a job's outcome.
+    pub(crate) fn json(&self, bulkhead: &str) -> Value {
+        let outcome = match self.code {
+            exit::UNREACHABLE => "unreachable",
+            _ => "error",
+        };
+        json!({
+            "outcome": outcome, "reason": null, "bulkhead": bulkhead, "attempts": 0, "message": self.message,
+            "executed": "no", "retryable": self.code == exit::UNREACHABLE,
+        })
+    }
+
+    /// Nobody reads any more: what would have been printed next does not matter, but what it said does.
+    pub(crate) fn or_code(self, code: u8) -> Self {
+        Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
 }
 
@@ -56,15 +70,19 @@ impl From<ConnectError> for Failure {
     }
 }
 
-/// Bytes to standard output. Whoever closed it does not want them.
-pub(crate) fn raw(bytes: &[u8]) {
+/// Bytes to standard output. If whoever read them has gone, the command ends, quietly; if they cannot be
+/// written, it fails: a result that is lost is no success.
+pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
-    let _ = out.write_all(bytes).and_then(|()| out.flush());
+    out.write_all(bytes).and_then(|()| out.flush()).map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },
+        _ => Failure::new(exit::FAILED, format!("failed to write to standard output: {error}")),
+    })
 }
 
 /// A line to standard output.
-pub(crate) fn line(text: &str) {
-    raw(format!("{text}\n").as_bytes());
+pub(crate) fn line(text: &str) -> Result<(), Failure> {
+    raw(format!("{text}\n").as_bytes())
 }
 
 /// A line to standard error.
@@ -90,7 +108,7 @@ pub(crate) fn describe(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(reply) => format!("ok: {}", timing(reply.outcome())),
         Err(error) => match error.outcome() {
-            Some(outcome) => format!("{}; {}", harmless(&outcome.to_string()), timing(outcome)),
+            Some(outcome) => format!("{} ({})", harmless(&error.to_string()), timing(outcome)),
             None => harmless(&error.to_string()),
         },
     }
@@ -106,9 +124,6 @@ fn timing(outcome: &Outcome) -> String {
     if let Some(pid) = outcome.worker_pid {
         text.push_str(&format!(", worker {pid}"));
     }
-    if let Some(wait) = outcome.retry_after {
-        text.push_str(&format!(", retry after {:.0} ms", millis(wait)));
-    }
     text
 }
 
@@ -121,7 +136,7 @@ fn rounded(duration: std::time::Duration) -> Value {
 }
 
 /// A job's end as one JSON object, its fields flat.
-pub(crate) fn outcome_json(result: &Result<Reply, JobError>) -> Value {
+pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> Value {
     let mut object = Map::new();
     let mut put = |name: &str, value: Value| object.insert(name.to_owned(), value);
     let (outcome, bytes) = match result {
@@ -131,6 +146,7 @@ pub(crate) fn outcome_json(result: &Result<Reply, JobError>) -> Value {
             None => {
                 put("outcome", json!("unreachable"));
                 put("reason", Value::Null);
+                put("bulkhead", json!(bulkhead));
                 put("message", json!(error.to_string()));
                 put("executed", json!(error.executed().name()));
                 put("retryable", json!(error.is_retryable()));
@@ -176,4 +192,11 @@ pub(crate) fn outcome_json(result: &Result<Reply, JobError>) -> Value {
         put("result_bytes", json!(bytes));
     }
     Value::Object(object)
+}
+
+/// The same of a job that this command has cancelled: nobody waits for what becomes of it.
+pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
+    json!({
+        "outcome": "cancelled", "reason": null, "bulkhead": bulkhead, "executed": "unknown", "retryable": false,
+    })
 }

@@ -2,8 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::path::Path;
-use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, JobError, Reply};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -12,110 +11,114 @@ use crate::args::{Args, Submit};
 use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
 
-/// Runs the command; returns its exit code.
+/// Runs the command; returns its exit code: that of the first job that was not `ok`.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
-    let payload = load::payload(submit.request.payload_file.as_deref())?;
-    let client = Client::connect(args.socket()).await?;
-    let work = async {
-        match submit.repeat {
-            None => one(args, submit, &client, payload).await,
-            Some(count) => many(args, submit, client.clone(), payload, count).await,
+    let (payload, client) = match prepare(args, submit).await {
+        Ok(prepared) => prepared,
+        Err(failure) => {
+            if args.json {
+                output::line(&failure.json(&submit.request.name).to_string())?;
+            }
+            return Err(failure);
         }
     };
+    let run = Run::new(args, submit);
+    let began = Instant::now();
     tokio::select! {
-        result = work => result,
+        result = run.lanes(&client, &payload) => result?,
         _ = tokio::signal::ctrl_c() => {
-            // Dropping the jobs has cancelled them; their cancellation is written by now.
-            Err(Failure::new(exit::CANCELLED, "cancelled"))
+            // Their futures are gone, and so they are cancelled.
+            run.bar.finish_and_clear();
+            run.print_cancelled()?;
+            return Err(Failure::new(exit::CANCELLED, "cancelled"));
         }
     }
+    run.bar.finish_and_clear();
+    if submit.repeat.is_some() && !args.json {
+        summarise(&run.tally.borrow(), began.elapsed());
+    }
+    Ok(run.first_bad.get().map_or(exit::OK, |(_, code)| code))
 }
 
-async fn one(args: &Args, submit: &Submit, client: &Client, payload: Vec<u8>) -> Result<u8, Failure> {
-    let result = load::job(client, &submit.request, payload).send().await;
-    if let (Ok(reply), Some(path)) = (&result, &submit.output) {
-        save(path, reply)?;
-    }
-    if args.json {
-        output::line(&output::outcome_json(&result).to_string());
-    } else {
-        if let (Ok(reply), None) = (&result, &submit.output) {
-            output::raw(reply.payload());
+async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Failure> {
+    let payload = load::payload(submit.request.payload_file.as_deref())?;
+    Ok((payload, Client::connect(args.socket()).await?))
+}
+
+/// What the lanes share.
+struct Run<'a> {
+    args: &'a Args,
+    submit: &'a Submit,
+    count: u64,
+    /// The index of the next job.
+    next: Cell<u64>,
+    tally: RefCell<Tally>,
+    /// The first job that was not `ok`, and its exit code.
+    first_bad: Cell<Option<(u64, u8)>>,
+    bar: ProgressBar,
+}
+
+impl<'a> Run<'a> {
+    fn new(args: &'a Args, submit: &'a Submit) -> Self {
+        let count = submit.repeat.unwrap_or(1);
+        let is_watched = submit.repeat.is_some() && output::is_watched() && !args.json;
+        let bar = if is_watched { ProgressBar::new(count) } else { ProgressBar::hidden() };
+        if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} {per_sec} {eta}") {
+            bar.set_style(style);
         }
-        output::note(&output::describe(&result));
+        let (next, first_bad) = (Cell::new(0), Cell::new(None));
+        Self { args, submit, count, next, tally: RefCell::default(), first_bad, bar }
     }
-    Ok(exit_code(&result))
+
+    async fn lanes(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
+        let lanes = u64::from(self.submit.concurrency).min(self.count);
+        join_all((0..lanes).map(|_| self.lane(client, payload))).await
+    }
+
+    /// Submits one job after the other as long as there are any.
+    async fn lane(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
+        while self.next.get() < self.count {
+            let index = self.next.replace(self.next.get() + 1);
+            let (result, took) = load::timed(load::job(client, &self.submit.request, payload.to_vec())).await;
+            self.tally.borrow_mut().add(&result, took);
+            self.bar.inc(1);
+            let code = result.as_ref().map_or_else(JobError::exit_code, |_| exit::OK);
+            if code != exit::OK && self.first_bad.get().is_none_or(|(first, _)| index < first) {
+                self.first_bad.set(Some((index, code)));
+            }
+            self.print(&result).map_err(|failure| failure.or_code(code))?;
+        }
+        Ok(())
+    }
+
+    fn print(&self, result: &Result<Reply, JobError>) -> Result<(), Failure> {
+        let json = self.args.json;
+        if json {
+            output::line(&output::outcome_json(&self.submit.request.name, result).to_string())?;
+        } else if self.submit.repeat.is_none() {
+            output::note(&output::describe(result));
+        }
+        match (result, &self.submit.output) {
+            (Ok(reply), Some(path)) => save(path, reply),
+            (Ok(reply), None) if !json => output::raw(reply.payload()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Every job that was begun has its line.
+    fn print_cancelled(&self) -> Result<(), Failure> {
+        if !self.args.json {
+            return Ok(());
+        }
+        let cancelled = output::cancelled_json(&self.submit.request.name).to_string();
+        let under_way = self.next.get() - self.tally.borrow().jobs();
+        (0..under_way).try_for_each(|_| output::line(&cancelled))
+    }
 }
 
 fn save(path: &Path, reply: &Reply) -> Result<(), Failure> {
     let fail = |error| Failure::new(exit::FAILED, format!("failed to write {}: {error}", path.display()));
     std::fs::write(path, reply.payload()).map_err(fail)
-}
-
-fn exit_code(result: &Result<Reply, JobError>) -> u8 {
-    result.as_ref().map_or_else(JobError::exit_code, |_| exit::OK)
-}
-
-struct Run {
-    next: Cell<u64>,
-    tally: RefCell<Tally>,
-    /// The first job that was not `ok`, and how it ended.
-    first_bad: Cell<Option<(u64, u8)>>,
-    bar: ProgressBar,
-}
-
-async fn many(
-    args: &Args,
-    submit: &Submit,
-    client: Client,
-    payload: Vec<u8>,
-    count: u64,
-) -> Result<u8, Failure> {
-    let bar =
-        if output::is_watched() && !args.json { ProgressBar::new(count) } else { ProgressBar::hidden() };
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} {per_sec} {eta}") {
-        bar.set_style(style);
-    }
-    let run = Rc::new(Run { next: Cell::new(0), tally: RefCell::default(), first_bad: Cell::new(None), bar });
-    let began = Instant::now();
-    let lanes = (0..u64::from(submit.concurrency).min(count))
-        .map(|_| lane(args, submit, &client, &payload, count, &run));
-    join_all(lanes).await?;
-    run.bar.finish_and_clear();
-    if !args.json {
-        summarise(&mut run.tally.borrow_mut(), began.elapsed());
-    }
-    Ok(run.first_bad.get().map_or(exit::OK, |(_, code)| code))
-}
-
-/// Submits one job after the other as long as there are any.
-async fn lane(
-    args: &Args,
-    submit: &Submit,
-    client: &Client,
-    payload: &[u8],
-    count: u64,
-    run: &Run,
-) -> Result<(), Failure> {
-    loop {
-        let index = run.next.get();
-        if index >= count {
-            return Ok(());
-        }
-        run.next.set(index + 1);
-        let (result, took) = load::timed(load::job(client, &submit.request, payload.to_vec())).await;
-        run.tally.borrow_mut().add(&result, took);
-        run.bar.inc(1);
-        if let (Ok(reply), Some(path)) = (&result, &submit.output) {
-            save(path, reply)?;
-        }
-        if args.json {
-            output::line(&output::outcome_json(&result).to_string());
-        }
-        if result.is_err() && run.first_bad.get().is_none_or(|(first, _)| index < first) {
-            run.first_bad.set(Some((index, exit_code(&result))));
-        }
-    }
 }
 
 async fn join_all<F: Future<Output = Result<(), Failure>>>(
@@ -136,8 +139,7 @@ async fn join_all<F: Future<Output = Result<(), Failure>>>(
     .await
 }
 
-fn summarise(tally: &mut Tally, took: std::time::Duration) {
-    tally.sort();
+fn summarise(tally: &Tally, took: Duration) {
     let seconds = took.as_secs_f64();
     let rate = tally.jobs() as f64 / seconds;
     output::note(&format!("{} jobs in {seconds:.2} s, {rate:.0} jobs/s", tally.jobs()));
@@ -148,7 +150,7 @@ fn summarise(tally: &mut Tally, took: std::time::Duration) {
     let text: Vec<String> = quantiles
         .iter()
         .filter_map(|(name, share)| {
-            Some(format!("{name} {:.3} ms", tally.quantile(*share)?.as_secs_f64() * 1e3))
+            Some(format!("{name} {:.3} ms", tally.latencies.quantile(*share)?.as_secs_f64() * 1e3))
         })
         .collect();
     if !text.is_empty() {

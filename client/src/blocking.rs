@@ -1,4 +1,5 @@
-//! The client without async: the same jobs and errors, from any number of threads.
+//! The client without async: the same jobs and errors, from any number of threads. Nothing here may be called
+//! from within an async runtime, which panics: use [`crate::Client`] there.
 //!
 //! ```no_run
 //! let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;
@@ -6,6 +7,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,36 +15,59 @@ use std::time::Duration;
 use bulkhead_shared::Priority;
 use tokio::runtime::Runtime;
 
-use crate::{ConnectError, JobError, Reply};
+use crate::{ConnectError, JobError, Progress, Reply};
+
+/// The thread that serves a connection. Its end is not waited for.
+#[derive(Debug)]
+struct Server(Option<Runtime>);
+
+impl Server {
+    fn start() -> io::Result<Self> {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(1).thread_name("bulkhead-client").enable_all();
+        builder.build().map(Some).map(Self)
+    }
+
+    fn wait<F: Future>(&self, future: F) -> F::Output {
+        match &self.0 {
+            Some(runtime) => runtime.block_on(future),
+            None => unreachable!("it is taken only when it is dropped"),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
 
 /// A connection to a supervisor, with a thread of its own that serves it. Clones share both.
 #[derive(Clone, Debug)]
 pub struct Client {
-    runtime: Arc<Runtime>,
+    // Dropped before the thread that serves it.
     client: crate::Client,
+    server: Arc<Server>,
 }
 
 impl Client {
-    /// Connects to the jobs socket of a supervisor. Must not be called within an async runtime.
+    /// Connects to the jobs socket of a supervisor; see [`crate::Client::connect`].
     pub fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let path = path.as_ref();
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("bulkhead-client")
-            .enable_all()
-            .build()
-            .map_err(|source| ConnectError::Unreachable {
-                path: path.to_owned(),
-                hint: "no thread could be started",
-                source,
-            })?;
-        let client = runtime.block_on(crate::Client::connect(path))?;
-        Ok(Self { runtime: Arc::new(runtime), client })
+        let server = Server::start().map_err(|source| ConnectError::Unreachable {
+            path: path.to_owned(),
+            hint: "no thread could be started; see the limits on threads and descriptors",
+            source,
+        })?;
+        let client = server.wait(crate::Client::connect(path))?;
+        Ok(Self { client, server: Arc::new(server) })
     }
 
     /// Begins a job for a bulkhead.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
-        Job { runtime: self.runtime.clone(), job: self.client.job(bulkhead, payload) }
+        Job { job: self.client.job(bulkhead, payload), server: self.server.clone() }
     }
 }
 
@@ -50,13 +75,13 @@ impl Client {
 #[must_use = "a job does nothing before it is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
-    runtime: Arc<Runtime>,
     job: crate::Job,
+    server: Arc<Server>,
 }
 
 impl Job {
     fn map(self, change: impl FnOnce(crate::Job) -> crate::Job) -> Self {
-        Self { runtime: self.runtime, job: change(self.job) }
+        Self { job: change(self.job), server: self.server }
     }
 
     /// What the handler is to do; up to 256 bytes.
@@ -69,7 +94,7 @@ impl Job {
         self.map(|job| job.tenant(name))
     }
 
-    /// How long the job may take, from its receipt to its answer, queue included.
+    /// How long the job may take; see [`crate::Job::deadline`].
     pub fn deadline(self, limit: Duration) -> Self {
         self.map(|job| job.deadline(limit))
     }
@@ -98,6 +123,49 @@ impl Job {
     ///
     /// Errors: every outcome but `ok`, and [`JobError::Disconnected`].
     pub fn send(self) -> Result<Reply, JobError> {
-        self.runtime.block_on(self.job.send())
+        self.server.wait(self.job.send())
+    }
+
+    /// Sends the job and returns as soon as it is on its way, with a handle for its progress and its outcome.
+    /// Dropping the handle cancels the job.
+    ///
+    /// Errors: those that need no answer from the supervisor.
+    ///
+    /// ```no_run
+    /// # let client = bulkhead_client::blocking::Client::connect("/run/bulkhead/jobs.sock")?;
+    /// let mut handle = client.job("thumbnail", b"...".to_vec()).start()?;
+    /// while let Some(progress) = handle.progress() {
+    ///     println!("{:.0} % {}", progress.fraction * 100.0, progress.text);
+    /// }
+    /// let reply = handle.wait()?;
+    /// # drop(reply);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn start(self) -> Result<JobHandle, JobError> {
+        let handle = self.server.wait(self.job.start())?;
+        Ok(JobHandle { handle, server: self.server })
+    }
+}
+
+/// A job that is under way; see [`crate::JobHandle`].
+#[must_use = "dropping it cancels the job"]
+#[derive(Debug)]
+pub struct JobHandle {
+    handle: crate::JobHandle,
+    server: Arc<Server>,
+}
+
+impl JobHandle {
+    /// Waits for the next report of progress; `None` when there will be no more, which is when the outcome is
+    /// there.
+    pub fn progress(&mut self) -> Option<Progress> {
+        self.server.wait(self.handle.progress())
+    }
+
+    /// Waits for the outcome.
+    ///
+    /// Errors: those of [`Job::send`].
+    pub fn wait(self) -> Result<Reply, JobError> {
+        self.server.wait(self.handle)
     }
 }

@@ -2,32 +2,44 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::Executed;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
-use bulkhead_shared::frame::{MAGIC, kind};
+use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
+use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 
 use crate::job::{Job, JobError, JobHandle, Progress};
-use crate::requests::{Requests, SubmitError};
+use crate::requests::{Order, Requests, SubmitError};
 
-/// How long the supervisor may take to say welcome.
+/// How long the supervisor may take to accept the connection and to say welcome.
 const WELCOME_WITHIN: Duration = Duration::from_secs(10);
 
 /// How long a job waits for a connection that is being made anew.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The pause before the second attempt to reconnect; it doubles up to [`BACKOFF_MAX`].
+/// The pause before the second attempt to reconnect; it doubles up to [`BACKOFF_MAX`]. A connection that
+/// lasted that long starts again without a pause.
 const BACKOFF: Duration = Duration::from_millis(10);
 const BACKOFF_MAX: Duration = Duration::from_secs(1);
 
+/// The largest frame that this client takes, in bytes behind the header: it tells the supervisor so, and
+/// ends the connection to one that announces more. No bulkhead can be configured to send as much.
+const FRAME_BYTES_MAX: u32 = PAYLOAD_BYTES_CEILING as u32 + (FRAME_OVERHEAD_BYTES_MAX - HEADER_BYTES) as u32;
+
 /// Reads in a row before the others of the runtime have a turn.
 const READS_PER_TURN: usize = 16;
+
+/// How long the words of a supervisor that does not listen any more may still be under way.
+const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
 
 /// Why there is no connection. Fits after "failed to".
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +75,9 @@ pub enum ConnectError {
 }
 
 /// A connection to a supervisor. Clones share it. Must be used within the tokio runtime that made it.
+///
+/// The connection ends when the last clone, the last [`Job`] and the last [`JobHandle`] are gone: a job
+/// outlives its client.
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
@@ -71,22 +86,28 @@ pub struct Client {
 #[derive(Debug)]
 struct Shared {
     path: PathBuf,
-    /// The connection; `None` while there is none.
-    current: watch::Receiver<Option<Arc<Requests>>>,
+    current: watch::Receiver<Connection>,
+}
+
+#[derive(Debug)]
+enum Connection {
+    Up(Arc<Requests>),
+    /// There is none; why, for people.
+    Down(String),
 }
 
 impl Client {
     /// Connects to the jobs socket of a supervisor.
     ///
-    /// Errors say what to do. Once connected, the client reconnects by itself: jobs wait for that up to
-    /// five seconds.
+    /// Errors say what to do. Once connected, the client reconnects by itself, with pauses of up to a
+    /// second: jobs that are sent meanwhile wait up to five seconds for that, or until their deadline.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let path = path.as_ref().to_owned();
         let requests = open(&path).await?;
-        let (sender, current) = watch::channel(Some(requests.clone()));
-        let shared = Arc::new(Shared { path, current });
-        tokio::spawn(drive(Arc::downgrade(&shared), requests, sender));
-        Ok(Self { shared })
+        let (sender, current) = watch::channel(Connection::Up(requests.clone()));
+        let driver = Driver { path: path.clone(), requests, current: sender };
+        tokio::spawn(driver.drive());
+        Ok(Self { shared: Arc::new(Shared { path, current }) })
     }
 
     /// Begins a job for a bulkhead.
@@ -99,49 +120,109 @@ impl Client {
         job: Job,
         progress: Option<mpsc::Sender<Progress>>,
     ) -> Result<JobHandle, JobError> {
-        let (mut job, mut progress) = (job, progress);
+        let order = Order { job, progress };
+        let Some(requests) = self.shared.connected() else {
+            return Box::pin(self.begin_patiently(order, None)).await;
+        };
+        match requests.submit(order) {
+            Ok(handle) => Ok(handle),
+            Err(SubmitError::Refused(error)) => Err(error),
+            Err(SubmitError::Full(order)) => Box::pin(self.begin_patiently(*order, None)).await,
+            Err(SubmitError::Closed(order)) => Box::pin(self.begin_patiently(*order, Some(requests))).await,
+        }
+    }
+
+    /// Sends a job as soon as there is a connection, other than `broken`, with room for it. What this takes
+    /// is taken from the job's deadline.
+    async fn begin_patiently(
+        &self,
+        mut order: Order,
+        mut broken: Option<Arc<Requests>>,
+    ) -> Result<JobHandle, JobError> {
+        let began = Instant::now();
+        let deadline = order.job.deadline;
+        let remaining = || deadline.map(|limit| limit.saturating_sub(began.elapsed()));
         loop {
-            let requests = self.requests().await?;
-            match requests.submit(job, progress) {
-                Ok((outcome, ticket)) => return Ok(JobHandle { outcome, progress: None, ticket }),
-                Err(SubmitError::Refused(error)) => return Err(error),
-                Err(SubmitError::Closed(back)) => (job, progress) = *back,
+            let patience = remaining().unwrap_or(RECONNECT_PATIENCE).min(RECONNECT_PATIENCE);
+            let requests = self.reconnected(broken.as_ref(), patience).await?;
+            let mut place = requests.queue();
+            let mut turn = pin!(requests.room.notified());
+            // From here on room that is made is not missed.
+            turn.as_mut().enable();
+            loop {
+                order.job.deadline = remaining();
+                if order.job.deadline.is_some_and(|left| left.is_zero()) {
+                    return Err(order.job.expired(deadline.unwrap_or_default()));
+                }
+                match place.submit(order) {
+                    Ok(handle) => return Ok(handle),
+                    Err(SubmitError::Refused(error)) => return Err(error),
+                    Err(SubmitError::Full(back)) => order = *back,
+                    Err(SubmitError::Closed(back)) => {
+                        order = *back;
+                        break;
+                    }
+                }
+                match order.job.deadline {
+                    // Whether the turn came in time is seen above.
+                    Some(left) => drop(tokio::time::timeout(left, turn.as_mut()).await),
+                    None => turn.as_mut().await,
+                }
+                turn.set(requests.room.notified());
+                turn.as_mut().enable();
             }
-            // The driver is about to find out, or has.
-            tokio::task::yield_now().await;
+            broken = Some(requests.clone());
         }
     }
 
-    async fn requests(&self) -> Result<Arc<Requests>, JobError> {
-        if let Some(requests) = self.shared.current.borrow().as_ref() {
-            return Ok(requests.clone());
-        }
+    async fn reconnected(
+        &self,
+        broken: Option<&Arc<Requests>>,
+        patience: Duration,
+    ) -> Result<Arc<Requests>, JobError> {
         let mut current = self.shared.current.clone();
-        let wait = current.wait_for(Option::is_some);
-        match tokio::time::timeout(RECONNECT_PATIENCE, wait).await {
-            Ok(Ok(found)) => match found.as_ref() {
-                Some(requests) => Ok(requests.clone()),
-                None => Err(self.unreachable()),
-            },
-            _ => Err(self.unreachable()),
+        let is_another = |connection: &Connection| match connection {
+            Connection::Up(requests) => broken.is_none_or(|broken| !Arc::ptr_eq(broken, requests)),
+            Connection::Down(_) => false,
+        };
+        // If the driver is gone, waiting fails at once.
+        let _ = tokio::time::timeout(patience, current.wait_for(is_another)).await;
+        let found = current.borrow();
+        match &*found {
+            Connection::Up(requests) if is_another(&found) => Ok(requests.clone()),
+            Connection::Up(_) => Err(self.unreachable("the connection has just broken")),
+            Connection::Down(why) => Err(self.unreachable(why)),
         }
     }
 
-    fn unreachable(&self) -> JobError {
+    fn unreachable(&self, why: &str) -> JobError {
         let path = self.shared.path.display();
-        let message = format!("the supervisor at {path} is not reachable; is it running?");
+        let message = format!(
+            "the supervisor at {path} is not reachable ({why}); the job was not sent: \
+             see that the supervisor runs, then send it again"
+        );
         JobError::Disconnected { executed: Executed::No, message }
+    }
+}
+
+impl Shared {
+    fn connected(&self) -> Option<Arc<Requests>> {
+        match &*self.current.borrow() {
+            Connection::Up(requests) => Some(requests.clone()),
+            Connection::Down(_) => None,
+        }
     }
 }
 
 /// Connects and shakes hands.
 async fn open(path: &Path) -> Result<Arc<Requests>, ConnectError> {
-    let socket = UnixStream::connect(path).await.map_err(|source| {
+    let socket = connect(path).await.map_err(|source| {
         let hint = match source.kind() {
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
             io::ErrorKind::ConnectionRefused => "nobody listens there; is the supervisor running?",
             io::ErrorKind::PermissionDenied => "you may not; see `socket_mode` in workers.toml",
-            _ => "the socket cannot be opened",
+            io::ErrorKind::WouldBlock => "too many others wait to be accepted; try again later",
+            _ => "the socket cannot be opened; see that the path is right",
         };
         ConnectError::Unreachable { path: path.to_owned(), hint, source }
     })?;
@@ -153,6 +234,21 @@ async fn open(path: &Path) -> Result<Arc<Requests>, ConnectError> {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
         }
         Ok(Ok(frame_bytes_max)) => Ok(Arc::new(Requests::new(socket, frame_bytes_max))),
+    }
+}
+
+/// Connects. A Unix socket whose backlog is full says so at once, and wants to be asked again.
+async fn connect(path: &Path) -> io::Result<UnixStream> {
+    let until = Instant::now() + WELCOME_WITHIN;
+    let mut pause = BACKOFF;
+    loop {
+        match UnixStream::connect(path).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < until => {
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(BACKOFF_MAX);
+            }
+            result => return result,
+        }
     }
 }
 
@@ -173,7 +269,7 @@ async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
         version_min: PROTOCOL_VERSION,
         version_max: PROTOCOL_VERSION,
         role: role::CLIENT,
-        frame_bytes_max: u32::MAX,
+        frame_bytes_max: FRAME_BYTES_MAX,
         capabilities: 0,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
@@ -189,8 +285,10 @@ async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
             let (received, mut batch) = inbox.receive(socket, &mut scratch)?;
             let item = batch.next().map_err(io::Error::other)?;
             let answer = match item {
-                Some(Item::Frame { header, metadata, .. }) => Some((header.kind, metadata.to_vec())),
-                _ => None,
+                Some(Item::Frame { header, metadata, .. } | Item::Announced { header, metadata }) => {
+                    Some((header.kind, metadata.to_vec()))
+                }
+                Some(Item::Large { .. }) | None => None,
             };
             match (answer, received) {
                 (None, Received::Drained) => Err(io::ErrorKind::WouldBlock.into()),
@@ -205,6 +303,13 @@ async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
             Some((kind::CLIENT_WELCOME, metadata)) => {
                 let (welcome, _) =
                     codec::decode::<ClientWelcome<'_>>(&metadata, &[]).map_err(|error| text(&error))?;
+                if welcome.version != PROTOCOL_VERSION {
+                    return Err(format!(
+                        "it chose version {} of the protocol, and this client speaks only {PROTOCOL_VERSION}",
+                        welcome.version
+                    )
+                    .into());
+                }
                 return Ok(welcome.frame_bytes_max);
             }
             Some((kind::REFUSED, metadata)) => {
@@ -222,81 +327,125 @@ async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
     }
 }
 
-/// Serves connection after connection, as long as there is a client.
-async fn drive(client: Weak<Shared>, first: Arc<Requests>, current: watch::Sender<Option<Arc<Requests>>>) {
-    let mut requests = first;
-    loop {
-        let message = tokio::select! {
-            message = serve(&requests) => message,
-            () = current.closed() => return,
-        };
-        current.send_replace(None);
-        requests.close(&format!("the connection to the supervisor broke: {message}"));
-        let Some(path) = client.upgrade().map(|shared| shared.path.clone()) else { return };
-        let reconnected = tokio::select! {
-            requests = reconnect(&path) => requests,
-            () = current.closed() => return,
-        };
-        requests = reconnected;
-        current.send_replace(Some(requests.clone()));
+/// Serves connection after connection, as long as anybody wants something of it.
+struct Driver {
+    path: PathBuf,
+    requests: Arc<Requests>,
+    current: watch::Sender<Connection>,
+}
+
+impl Driver {
+    async fn drive(mut self) {
+        let mut pause = Duration::ZERO;
+        loop {
+            let began = Instant::now();
+            let message = tokio::select! {
+                message = serve(&self.requests) => message,
+                () = self.unwanted() => return,
+            };
+            if began.elapsed() >= BACKOFF_MAX {
+                pause = Duration::ZERO;
+            }
+            self.lose(&message);
+            let reconnected = tokio::select! {
+                requests = self.reconnect(&mut pause) => requests,
+                () = self.current.closed() => return,
+            };
+            self.requests = reconnected;
+            self.current.send_replace(Connection::Up(self.requests.clone()));
+        }
+    }
+
+    /// Waits until nobody can send a job any more, and nobody waits for one.
+    async fn unwanted(&self) {
+        self.current.closed().await;
+        self.requests.idle().await;
+    }
+
+    /// First nobody finds the connection any more, then its waiters are told: whoever tries again after that
+    /// does not meet it again.
+    fn lose(&self, message: &str) {
+        self.current.send_replace(Connection::Down(message.to_owned()));
+        self.requests.close(message);
+    }
+
+    async fn reconnect(&self, pause: &mut Duration) -> Arc<Requests> {
+        loop {
+            tokio::time::sleep(*pause).await;
+            *pause = (*pause * 2).clamp(BACKOFF, BACKOFF_MAX);
+            match open(&self.path).await {
+                Ok(requests) => return requests,
+                Err(error) => {
+                    self.current.send_replace(Connection::Down(format!("failed to {error}")));
+                }
+            }
+        }
     }
 }
 
-async fn reconnect(path: &Path) -> Arc<Requests> {
-    let mut pause = BACKOFF;
-    loop {
-        if let Ok(requests) = open(path).await {
-            return requests;
-        }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(BACKOFF_MAX);
+impl Drop for Driver {
+    /// The runtime may end before the waiters do.
+    fn drop(&mut self) {
+        self.lose("the async runtime that served the connection has ended");
     }
 }
 
 /// Reads and writes until the connection ends; returns why.
 async fn serve(requests: &Requests) -> String {
+    tokio::select! {
+        message = read(requests) => message,
+        message = write(requests) => message,
+    }
+}
+
+async fn read(requests: &Requests) -> String {
     let mut inbox = Inbox::default();
     let mut scratch = Scratch::default();
-    let reading = async {
-        loop {
-            if let Err(error) = requests.socket.readable().await {
-                return error.to_string();
-            }
-            for _ in 0..READS_PER_TURN {
-                match read_once(requests, &mut inbox, &mut scratch) {
-                    Ok(Received::More) => {}
-                    Ok(Received::Drained) => break,
-                    Ok(Received::Closed) => return "the supervisor closed it".to_owned(),
-                    Err(message) => return message,
-                }
-            }
-            tokio::task::yield_now().await;
+    loop {
+        if let Err(error) = requests.socket.readable().await {
+            return error.to_string();
         }
-    };
-    let writing = async {
+        for _ in 0..READS_PER_TURN {
+            match read_once(requests, &mut inbox, &mut scratch) {
+                Ok(Received::More) => {}
+                Ok(Received::Drained) => break,
+                Ok(Received::Closed) if inbox.is_mid_frame() => {
+                    return "the supervisor closed it in the middle of a frame".to_owned();
+                }
+                Ok(Received::Closed) => return "the supervisor closed it".to_owned(),
+                Err(message) => return message,
+            }
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+async fn write(requests: &Requests) -> String {
+    loop {
+        requests.flush_due.notified().await;
+        // Whoever else is ready adds to the same write.
+        tokio::task::yield_now().await;
         loop {
-            requests.flush_due.notified().await;
-            // Whoever else is ready adds to the same write.
-            tokio::task::yield_now().await;
-            loop {
-                match requests.flush() {
-                    Ok(true) => break,
-                    Ok(false) => {
-                        let blocked = || -> io::Result<()> { Err(io::ErrorKind::WouldBlock.into()) };
-                        let _ = requests.socket.try_io(tokio::io::Interest::WRITABLE, blocked);
-                        if requests.socket.writable().await.is_err() {
-                            return "it cannot be written to".to_owned();
-                        }
+            // Within `try_io`, so that a socket that is writable again by now is not waited for in vain.
+            let written = requests.socket.try_io(Interest::WRITABLE, || match requests.flush() {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(io::ErrorKind::WouldBlock.into()),
+                Err(error) => Err(error),
+            });
+            match written {
+                Ok(()) => break,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if let Err(error) = requests.socket.writable().await {
+                        return error.to_string();
                     }
-                    // Reading finds out why, and what was said before.
-                    Err(_) => std::future::pending::<()>().await,
+                }
+                Err(error) => {
+                    // As a rule reading finds out more, such as what was said before.
+                    tokio::time::sleep(LAST_WORDS_WITHIN).await;
+                    return error.to_string();
                 }
             }
         }
-    };
-    tokio::select! {
-        message = reading => message,
-        message = writing => message,
     }
 }
 
@@ -313,9 +462,14 @@ fn read_once(requests: &Requests, inbox: &mut Inbox, scratch: &mut Scratch) -> R
                 Ok(Some(Item::Large { header, metadata, payload })) => {
                     requests.frame(header, &metadata, payload)
                 }
-                Ok(Some(Item::Announced { header, .. })) => {
-                    batch.accept(requests.buffer(header.payload_length()));
-                    Ok(())
+                Ok(Some(Item::Announced { header, metadata })) => {
+                    match announced(requests, header, metadata) {
+                        Ok(Some(buffer)) => {
+                            batch.accept(buffer);
+                            Ok(())
+                        }
+                        other => other.map(drop),
+                    }
                 }
                 Err(error) => Err(error.to_string()),
             };
@@ -338,4 +492,20 @@ fn read_once(requests: &Requests, inbox: &mut Inbox, scratch: &mut Scratch) -> R
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Received::Drained),
         Err(error) => Err(error.to_string()),
     }
+}
+
+/// A large frame begins: returns a buffer for it, if its payload is wanted. What is not wanted is thrown away
+/// as it comes.
+fn announced(requests: &Requests, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
+    if header.length > FRAME_BYTES_MAX {
+        let length = header.length;
+        return Err(format!(
+            "the supervisor announced a frame of {length} bytes, and this client takes {FRAME_BYTES_MAX}"
+        ));
+    }
+    if header.kind == kind::OUTCOME {
+        return Ok(requests.buffer_for(header));
+    }
+    requests.frame(header, metadata, Vec::new())?;
+    Ok(None)
 }

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use bulkhead_shared::client_protocol::OutcomeMessage;
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
 use bulkhead_shared::{Executed, Outcome, Priority, RejectReason, Verdict};
@@ -15,6 +16,9 @@ use crate::requests::Ticket;
 
 /// Progress reports that wait for a slow reader; later ones are dropped.
 pub(crate) const PROGRESS_MAX: usize = 16;
+
+/// Bytes of a bulkhead's name and of a traceparent that are sent at all; the supervisor takes fewer.
+const TEXT_BYTES_MAX: usize = 1024;
 
 /// A job that is being put together. Nothing is sent before [`Job::send`] or [`Job::start`].
 #[must_use = "a job does nothing before it is sent"]
@@ -60,8 +64,12 @@ impl Job {
         self
     }
 
-    /// How long the job may take, from its receipt to its answer, queue included. Without it, and at
-    /// most, what the bulkhead allows.
+    /// How long the job may take, from [`Job::send`] to its outcome, queue included. Without it the
+    /// bulkhead's own `deadline` applies; what is more than its `deadline_max` is clamped, see
+    /// [`Outcome::deadline`].
+    ///
+    /// The supervisor keeps the time from the job's receipt on; what the client waited for a connection, or
+    /// for room on it, is subtracted before.
     pub fn deadline(mut self, limit: Duration) -> Self {
         self.deadline = Some(limit);
         self
@@ -94,14 +102,36 @@ impl Job {
     /// Sends the job and waits for its outcome. Dropping the future cancels the job.
     ///
     /// Errors: every outcome but `ok`, and [`JobError::Disconnected`].
+    ///
+    /// ```no_run
+    /// # async fn example(client: bulkhead_client::Client) {
+    /// match client.job("thumbnail", b"...".to_vec()).send().await {
+    ///     Ok(reply) => println!("{} bytes", reply.payload().len()),
+    ///     Err(error) if error.is_retryable() => println!("again in {:?}: {error}", error.retry_after()),
+    ///     Err(error) => println!("{error}"),
+    /// }
+    /// # }
+    /// ```
     pub async fn send(self) -> Result<Reply, JobError> {
         self.start_with(None).await?.await
     }
 
-    /// Sends the job and returns at once, with a handle for its progress and its outcome. Dropping the
-    /// handle cancels the job.
+    /// Sends the job and returns as soon as it is on its way, with a handle for its progress and its outcome.
+    /// Dropping the handle cancels the job.
     ///
     /// Errors: those that need no answer from the supervisor.
+    ///
+    /// ```no_run
+    /// # async fn example(client: bulkhead_client::Client) -> Result<(), bulkhead_client::JobError> {
+    /// let mut handle = client.job("thumbnail", b"...".to_vec()).start().await?;
+    /// while let Some(progress) = handle.progress().await {
+    ///     println!("{:.0} % {}", progress.fraction * 100.0, progress.text);
+    /// }
+    /// let reply = handle.await?;
+    /// # drop(reply);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub async fn start(self) -> Result<JobHandle, JobError> {
         let (sender, progress) = mpsc::channel(PROGRESS_MAX);
         let mut handle = self.start_with(Some(sender)).await?;
@@ -127,24 +157,39 @@ impl Job {
         if self.tenant.len() > TENANT_BYTES_MAX {
             return too_long("tenant", TENANT_BYTES_MAX);
         }
-        if self.bulkhead.len() > 1024 || self.traceparent.as_ref().is_some_and(|text| text.len() > 1024) {
-            return Err(self.refused(RejectReason::Invalid, "a name is longer than 1024 bytes".into()));
+        let traceparent = self.traceparent.as_deref().unwrap_or_default();
+        for (what, text) in [("bulkhead's name", self.bulkhead.as_str()), ("traceparent", traceparent)] {
+            if text.len() > TEXT_BYTES_MAX {
+                let message = format!("the {what} is longer than {TEXT_BYTES_MAX} bytes");
+                return Err(self.refused(RejectReason::Invalid, message));
+            }
         }
         Ok(())
     }
 
     pub(crate) fn refused(&self, reason: RejectReason, message: String) -> JobError {
-        JobError::Rejected(Box::new(Outcome {
-            verdict: Verdict::Rejected { reason, message },
+        JobError::Rejected(Box::new(self.unsent(Verdict::Rejected { reason, message })))
+    }
+
+    /// The whole of the job's deadline went by before there was room to send it.
+    pub(crate) fn expired(&self, deadline: Duration) -> JobError {
+        let outcome = self.unsent(Verdict::DeadlineQueued);
+        JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
+    }
+
+    /// The outcome of a job that the supervisor never saw.
+    fn unsent(&self, verdict: Verdict) -> Outcome {
+        Outcome {
             bulkhead: self.bulkhead.clone(),
             attempts: 0,
             queued: Duration::ZERO,
             ran: Duration::ZERO,
             worker_pid: None,
-            retryable: reason.is_retryable(),
+            retryable: verdict.is_retryable(self.is_idempotent),
             retry_after: None,
             deadline: self.deadline.unwrap_or_default(),
-        }))
+            verdict,
+        }
     }
 
     pub(crate) fn extensions(&self) -> Option<(u16, &[u8])> {
@@ -161,7 +206,8 @@ pub struct Progress {
     pub text: String,
 }
 
-/// A job that is under way. It is a future of its outcome.
+/// A job that is under way. It is a future of its outcome. It needs its [`Client`] no longer.
+#[must_use = "dropping it cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
     pub(crate) outcome: oneshot::Receiver<Result<Reply, JobError>>,
@@ -171,8 +217,8 @@ pub struct JobHandle {
 }
 
 impl JobHandle {
-    /// The next report of progress; `None` when there will be no more. Reports that nobody waits for are
-    /// dropped beyond a few.
+    /// The next report of progress; `None` when there will be no more, which is when the outcome is there.
+    /// Reports that nobody waits for are dropped beyond a few.
     pub async fn progress(&mut self) -> Option<Progress> {
         self.progress.as_mut()?.recv().await
     }
@@ -184,7 +230,8 @@ impl Future for JobHandle {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let result = std::task::ready!(Pin::new(&mut self.outcome).poll(cx));
         self.ticket.disarm();
-        Poll::Ready(result.unwrap_or_else(|_| Err(JobError::disconnected(Executed::Unknown))))
+        // Every way of the connection to end tells its waiters why.
+        Poll::Ready(result.unwrap_or_else(|_| Err(JobError::lost(Executed::Unknown, "nobody serves it"))))
     }
 }
 
@@ -225,7 +272,7 @@ pub enum JobError {
     Crashed(Box<Outcome>),
     /// Somebody cancelled it.
     Cancelled(Box<Outcome>),
-    /// The supervisor went away, or was not there.
+    /// The supervisor went away, or was not there, or said what this client does not know.
     Disconnected {
         /// Whether the job may have run.
         executed: Executed,
@@ -235,8 +282,28 @@ pub enum JobError {
 }
 
 impl JobError {
-    pub(crate) fn disconnected(executed: Executed) -> Self {
-        let message = "the supervisor closed the connection".to_owned();
+    /// The connection ended while the job was under way.
+    pub(crate) fn lost(executed: Executed, why: &str) -> Self {
+        let advice = match executed {
+            Executed::No => "the job was not sent: send it again",
+            _ => "whether the job ran is unknown: send it again only if it may run twice",
+        };
+        let message = format!("the connection to the supervisor was lost ({why}); {advice}");
+        Self::Disconnected { executed, message }
+    }
+
+    /// The supervisor told of an end that this version has no word for.
+    pub(crate) fn unintelligible(message: &OutcomeMessage<'_>) -> Self {
+        let executed = match message.executed {
+            0 => Executed::No,
+            1 => Executed::Yes,
+            _ => Executed::Unknown,
+        };
+        let OutcomeMessage { outcome, reason, message: said, .. } = message;
+        let message = format!(
+            "the supervisor told of an outcome that this client does not know \
+             (outcome {outcome}, reason {reason}: {said}); update this program"
+        );
         Self::Disconnected { executed, message }
     }
 
@@ -294,10 +361,25 @@ impl JobError {
 }
 
 impl fmt::Display for JobError {
+    /// One line for people: what happened, and what to do.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Disconnected { message, .. } => f.write_str(message),
-            _ => self.outcome().map_or(Ok(()), |outcome| outcome.fmt(f)),
+            Self::Failed(outcome) | Self::Cancelled(outcome) => outcome.fmt(f),
+            Self::Rejected(outcome) => match outcome.retry_after {
+                Some(wait) if outcome.retryable => {
+                    write!(f, "{outcome}; try again after {} ms", wait.as_micros().div_ceil(1000))
+                }
+                _ => outcome.fmt(f),
+            },
+            Self::DeadlineExceeded(outcome) => {
+                let limit_ms = outcome.deadline.as_millis();
+                write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
+            }
+            Self::Crashed(outcome) if outcome.retryable => write!(f, "{outcome}; it may be sent again"),
+            Self::Crashed(outcome) => {
+                write!(f, "{outcome}; whether the job ran is unknown: send it again only if it may run twice")
+            }
         }
     }
 }

@@ -1,11 +1,11 @@
 //! The jobs under way on one connection: a table of waiters, in which a request's number finds its waiter
-//! without a search, and what waits to be written.
+//! without a search, and what waits to be written, within a bound.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bulkhead_shared::client_protocol::{OutcomeMessage, Progress as ProgressMessage, Submit};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Progress as ProgressMessage, Refused, Submit};
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{Header, kind};
@@ -14,11 +14,36 @@ use bulkhead_shared::{Executed, RejectReason};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 
-use crate::job::{Job, JobError, Progress, Reply};
+use crate::job::{Job, JobError, JobHandle, Progress, Reply};
+
+/// Bytes that wait to be written before further jobs wait for their turn. A job that fits is taken whole, so
+/// that there can be one payload more.
+const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
+
+/// Bytes of a job's frame that are not its payload: names are checked before.
+const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
+
+/// A job to be sent, and where its progress goes.
+pub(crate) struct Order {
+    pub(crate) job: Job,
+    pub(crate) progress: Option<mpsc::Sender<Progress>>,
+}
+
+/// Why a job was not sent.
+pub(crate) enum SubmitError {
+    /// It cannot be.
+    Refused(JobError),
+    /// It has to wait for room; here it is again.
+    Full(Box<Order>),
+    /// The connection is of no more use; here it is again.
+    Closed(Box<Order>),
+}
 
 struct Waiter {
     outcome: oneshot::Sender<Result<Reply, JobError>>,
     progress: Option<mpsc::Sender<Progress>>,
+    /// Where the job's frame ends, in bytes ever put into the outbox.
+    frame_end: u64,
 }
 
 struct Slot {
@@ -27,16 +52,32 @@ struct Slot {
     waiter: Option<Waiter>,
 }
 
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Stage {
+    #[default]
+    Open,
+    /// Nobody submits any more: whoever ends the last job tells the driver.
+    Ending,
+    /// A write has failed. The driver is about to find out why.
+    Broken,
+    /// Every waiter has been told.
+    Closed,
+}
+
 #[derive(Default)]
 struct State {
+    stage: Stage,
     slots: Vec<Slot>,
     free: Vec<u32>,
     waiting: usize,
     outbox: Outbox,
+    /// Bytes ever put into the outbox.
+    pushed_bytes: u64,
     pool: BufferPool,
-    is_closed: bool,
     /// Whether the driver has been told that there is something to write.
     is_flush_due: bool,
+    /// How many wait for room in the outbox.
+    queued: usize,
 }
 
 /// One connection's requests.
@@ -44,6 +85,9 @@ pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) socket: UnixStream,
     pub(crate) flush_due: Notify,
+    /// Wakes the first who waits for room in the outbox, or, when the connection ends, all.
+    pub(crate) room: Notify,
+    idle: Notify,
     frame_bytes_max: u32,
 }
 
@@ -55,54 +99,64 @@ impl std::fmt::Debug for Requests {
 
 impl Requests {
     pub(crate) fn new(socket: UnixStream, frame_bytes_max: u32) -> Self {
-        Self { state: Mutex::default(), socket, flush_due: Notify::new(), frame_bytes_max }
+        Self {
+            state: Mutex::default(),
+            socket,
+            flush_due: Notify::new(),
+            room: Notify::new(),
+            idle: Notify::new(),
+            frame_bytes_max,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a job. The first one on an idle connection is written at once; the others wait for the
-    /// driver's turn, so that many leave in one write. An error gives the job back if another connection
-    /// may take it.
-    pub(crate) fn submit(
-        self: &Arc<Self>,
-        mut job: Job,
-        progress: Option<mpsc::Sender<Progress>>,
-    ) -> Result<(oneshot::Receiver<Result<Reply, JobError>>, Ticket), SubmitError> {
-        let size = job.payload.len() as u64 + 4096;
-        if size > u64::from(self.frame_bytes_max) {
-            let message =
-                format!("{} bytes of payload are more than the supervisor takes", job.payload.len());
-            return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
+    // Jobs out.
+
+    /// Sends a job, unless others wait for room already.
+    pub(crate) fn submit(self: &Arc<Self>, order: Order) -> Result<JobHandle, SubmitError> {
+        self.submit_after(0, order)
+    }
+
+    /// Takes a place among those that wait for room.
+    pub(crate) fn queue(self: &Arc<Self>) -> Place<'_> {
+        self.lock().queued += 1;
+        Place { requests: self, goes_before: 1 }
+    }
+
+    /// Sends a job if no more than `queued_max` wait for room. The first job on an idle connection is written
+    /// at once; the others wait for the driver's turn, so that many leave in one write. An error gives the
+    /// job back if it may be sent otherwise.
+    fn submit_after(self: &Arc<Self>, queued_max: usize, order: Order) -> Result<JobHandle, SubmitError> {
+        let payload_bytes = order.job.payload.len();
+        if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
+            let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
+            return Err(SubmitError::Refused(order.job.refused(RejectReason::TooLarge, message)));
         }
         let (sender, outcome) = oneshot::channel();
         let mut state = self.lock();
-        if state.is_closed {
-            return Err(SubmitError::Closed(Box::new((job, progress))));
+        match state.stage {
+            Stage::Open => {}
+            Stage::Ending | Stage::Broken | Stage::Closed => {
+                return Err(SubmitError::Closed(Box::new(order)));
+            }
         }
-        let number = state.enter(Waiter { outcome: sender, progress });
+        if state.queued > queued_max || !state.has_room() {
+            return Err(SubmitError::Full(Box::new(order)));
+        }
+        let Order { mut job, progress } = order;
+        let number = state.enter(Waiter { outcome: sender, progress, frame_end: 0 });
         // Large ones are handed over, not copied.
         let payload = Payload::Owned(std::mem::take(&mut job.payload));
-        let submit = Submit {
-            bulkhead: &job.bulkhead,
-            operation: &job.operation,
-            tenant: &job.tenant,
-            deadline_us: job.deadline.map_or(0, |limit| micros(limit).max(1)),
-            priority: job.priority.code(),
-            idempotent: job.is_idempotent.into(),
-            cost: job.cost,
-        };
-        let extension = job.extensions();
-        let pushed = state.outbox.push(kind::SUBMIT, number, &submit, extension.as_slice(), payload);
-        if pushed.is_err() {
+        if state.push_job(number, &job, payload).is_err() {
             state.leave(number);
-            return Err(SubmitError::Refused(
-                job.refused(RejectReason::TooLarge, "the job does not fit in a frame".into()),
-            ));
+            let message = "the job does not fit in a frame".into();
+            return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
         }
         self.schedule_flush(&mut state);
-        Ok((outcome, Ticket { requests: Some(self.clone()), number }))
+        Ok(JobHandle { outcome, progress: None, ticket: Ticket { requests: Some(self.clone()), number } })
     }
 
     fn schedule_flush(&self, state: &mut State) {
@@ -114,9 +168,17 @@ impl Requests {
         }
     }
 
+    /// Writes what the socket takes; returns whether that is all.
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
         let State { outbox, pool, .. } = state;
-        outbox.flush(&self.socket, pool)
+        let result = outbox.flush(&self.socket, pool);
+        if result.is_err() && state.stage != Stage::Closed {
+            state.stage = Stage::Broken;
+        }
+        if state.queued > 0 && state.has_room() {
+            self.room.notify_one();
+        }
+        result
     }
 
     /// Writes what waits; returns whether all is written. For the driver.
@@ -128,65 +190,170 @@ impl Requests {
 
     fn cancel(&self, number: u64) {
         let mut state = self.lock();
-        if state.leave(number).is_some() && !state.is_closed {
-            let _ = state.outbox.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
+        if self.release(&mut state, number).is_some() && state.stage != Stage::Closed {
+            // An empty message always fits.
+            let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
+            // At once: a program that cancels as a rule ends soon, and its driver with it.
             let _ = self.try_flush(&mut state);
             self.schedule_flush(&mut state);
         }
     }
 
-    pub(crate) fn buffer(&self, bytes: usize) -> Vec<u8> {
-        self.lock().pool.take(bytes)
+    // Frames in.
+
+    /// A buffer for the payload of an outcome that begins; `None` if nobody waits for it any more.
+    pub(crate) fn buffer_for(&self, header: Header) -> Option<Vec<u8>> {
+        let mut state = self.lock();
+        state.slot(header.number)?.waiter.as_ref()?;
+        Some(state.pool.take(header.payload_length()))
     }
 
     /// A frame has come. An error ends the connection.
     pub(crate) fn frame(&self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         match header.kind {
             kind::OUTCOME => {
-                let (message, _) =
-                    codec::decode::<OutcomeMessage<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
-                let Some(waiter) = self.lock().leave(header.number) else { return Ok(()) };
-                let outcome = message
-                    .to_outcome()
-                    .ok_or_else(|| format!("an outcome of an unknown kind ({})", message.outcome))?;
-                // Whoever does not wait any more has cancelled.
-                let _ = waiter.outcome.send(JobError::from_outcome(outcome, payload));
+                let message = decode::<OutcomeMessage<'_>>(metadata)?;
+                // Who does not wait any more has cancelled.
+                let Some(waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
+                let result = match message.to_outcome() {
+                    Some(outcome) => JobError::from_outcome(outcome, payload),
+                    None => Err(JobError::unintelligible(&message)),
+                };
+                let _ = waiter.outcome.send(result);
                 Ok(())
             }
             kind::PROGRESS => {
-                let (message, _) =
-                    codec::decode::<ProgressMessage<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
-                let progress = Progress { fraction: message.fraction, text: message.text.to_owned() };
-                self.lock().progress(header.number, progress);
+                let message = decode::<ProgressMessage<'_>>(metadata)?;
+                // Whatever a handler says.
+                let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
+                self.lock().progress(header.number, Progress { fraction, text: message.text.to_owned() });
                 Ok(())
             }
-            unknown if header.is_critical() => Err(format!("a frame of the unknown kind {unknown}")),
+            kind::REFUSED => {
+                let message = decode::<Refused<'_>>(metadata)?.message;
+                Err(format!("the supervisor ended it: {message}"))
+            }
+            unknown if header.is_critical() => Err(format!(
+                "the supervisor sent a frame of the unknown kind {unknown}, which must be understood: \
+                 update this program"
+            )),
             _ => Ok(()),
         }
     }
 
+    // The end.
+
+    fn release(&self, state: &mut State, number: u64) -> Option<Waiter> {
+        let waiter = state.leave(number);
+        if state.stage == Stage::Ending && state.waiting == 0 {
+            self.idle.notify_one();
+        }
+        waiter
+    }
+
+    /// Waits until nobody waits. Call it when nobody will submit a job any more.
+    pub(crate) async fn idle(&self) {
+        loop {
+            {
+                let mut state = self.lock();
+                if state.stage == Stage::Open {
+                    state.stage = Stage::Ending;
+                }
+                if state.waiting == 0 {
+                    return;
+                }
+            }
+            self.idle.notified().await;
+        }
+    }
+
     /// The connection is gone: every waiter is told.
-    pub(crate) fn close(&self, message: &str) {
+    pub(crate) fn close(&self, why: &str) {
         let mut state = self.lock();
-        state.is_closed = true;
+        state.stage = Stage::Closed;
+        state.waiting = 0;
+        let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         let slots = std::mem::take(&mut state.slots);
         drop(state);
+        // Not left to the last who holds it: the supervisor is to know now. It may be gone itself.
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        self.room.notify_waiters();
         for waiter in slots.into_iter().filter_map(|slot| slot.waiter) {
-            let error = JobError::Disconnected { executed: Executed::Unknown, message: message.to_owned() };
-            let _ = waiter.outcome.send(Err(error));
+            // The supervisor begins nothing before it has the whole frame.
+            let executed = if waiter.frame_end > sent_bytes { Executed::No } else { Executed::Unknown };
+            let _ = waiter.outcome.send(Err(JobError::lost(executed, why)));
         }
     }
 }
 
-/// Why a job was not sent.
-pub(crate) enum SubmitError {
-    /// It cannot be.
-    Refused(JobError),
-    /// The connection is closed; here it is again.
-    Closed(Box<(Job, Option<mpsc::Sender<Progress>>)>),
+fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {
+    let malformed = |error| format!("the supervisor sent what cannot be read: {error}");
+    codec::decode::<M>(metadata, &[]).map(|(message, _)| message).map_err(malformed)
+}
+
+/// A place among those that wait for room in the outbox. Whoever leaves it lets the next one try.
+pub(crate) struct Place<'r> {
+    requests: &'r Arc<Requests>,
+    /// How many may wait, this one included, without being asked first.
+    goes_before: usize,
+}
+
+impl Place<'_> {
+    /// Tries to send a job: the first time only if nobody else waits, and from then on, as it is called again
+    /// when it is this one's turn, whoever waits.
+    pub(crate) fn submit(&mut self, order: Order) -> Result<JobHandle, SubmitError> {
+        self.requests.submit_after(std::mem::replace(&mut self.goes_before, usize::MAX), order)
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut state = self.requests.lock();
+        state.queued -= 1;
+        if state.queued > 0 && state.has_room() {
+            self.requests.room.notify_one();
+        }
+    }
 }
 
 impl State {
+    fn has_room(&self) -> bool {
+        self.outbox.waiting_bytes() < OUTBOX_BYTES_MAX
+    }
+
+    /// Appends a frame and counts its bytes.
+    fn push<'m>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &impl codec::Message<'m>,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+    ) -> Result<(), codec::CodecError> {
+        let before = self.outbox.waiting_bytes();
+        self.outbox.push_pooled(kind, number, message, extensions, payload, &mut self.pool)?;
+        self.pushed_bytes += (self.outbox.waiting_bytes() - before) as u64;
+        Ok(())
+    }
+
+    fn push_job(&mut self, number: u64, job: &Job, payload: Payload<'_>) -> Result<(), codec::CodecError> {
+        let submit = Submit {
+            bulkhead: &job.bulkhead,
+            operation: &job.operation,
+            tenant: &job.tenant,
+            deadline_us: job.deadline.map_or(0, |limit| micros(limit).max(1)),
+            priority: job.priority.code(),
+            idempotent: job.is_idempotent.into(),
+            cost: job.cost,
+        };
+        self.push(kind::SUBMIT, number, &submit, job.extensions().as_slice(), payload)?;
+        let frame_end = self.pushed_bytes;
+        if let Some(waiter) = self.slot(number).and_then(|slot| slot.waiter.as_mut()) {
+            waiter.frame_end = frame_end;
+        }
+        Ok(())
+    }
+
     fn enter(&mut self, waiter: Waiter) -> u64 {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot { generation: 0, waiter: None });

@@ -1,0 +1,728 @@
+//! The client library: against a real supervisor where the point is what it does to one, and against a
+//! supervisor that lies where the point is what a client survives.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use bulkhead_client::{Client, ConnectError, Executed, JobError, Reply, Verdict, blocking};
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused};
+use bulkhead_shared::codec;
+use bulkhead_shared::frame::{FLAG_CRITICAL, HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::{Outcome, RejectReason};
+use bulkhead_tests::{PATIENCE, Supervisor, descriptors, resident_bytes, wait_for};
+use tempfile::TempDir;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    // Conditions are waited for by blocking, so the client needs a thread of its own.
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, future).await.expect("nothing hangs") })
+}
+
+/// The error of a job that has no outcome: whether it ran, and the text.
+fn lost(result: Result<Reply, JobError>) -> (Executed, String) {
+    let error = result.expect_err("the job cannot have succeeded");
+    assert!(error.outcome().is_none(), "{error}");
+    assert_eq!(error.exit_code(), 69);
+    (error.executed(), error.to_string())
+}
+
+// A real supervisor.
+
+const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20ms\"\ndeadline = \"60s\"\n";
+
+#[test]
+fn a_client_reconnects_when_its_supervisor_is_started_again() {
+    let mut supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        client.job("b", "x").send().await.unwrap();
+        let running = client.job("b", "").operation("hang").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        supervisor.child.kill().unwrap();
+        supervisor.wait();
+
+        let error = running.await.unwrap_err();
+        assert_eq!(error.executed(), Executed::Unknown, "it was running");
+        assert!(!error.is_retryable(), "{error}");
+        assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
+
+        // Nobody is there: a job with little time does not wait for the whole patience of the client.
+        let began = Instant::now();
+        let limit = Duration::from_millis(50);
+        let hasty = client.job("b", "x").deadline(limit).send().await.unwrap_err();
+        assert_eq!(hasty.executed(), Executed::No);
+        assert!(hasty.is_retryable(), "{hasty}");
+        assert!(hasty.to_string().contains("jobs.sock is not reachable"), "{hasty}");
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+
+        let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+        supervisor = Supervisor::launch(folder, "", ONE);
+        let began = Instant::now();
+        loop {
+            match client.job("b", "again").send().await {
+                Ok(reply) => break assert_eq!(reply.payload(), b"again"),
+                Err(error) => assert_eq!(error.executed(), Executed::No, "{error}"),
+            }
+            assert!(began.elapsed() < PATIENCE, "it never reconnected");
+        }
+    });
+}
+
+#[test]
+fn a_job_outlives_the_client_that_sent_it() {
+    let supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let handle = client.job("b", "200").operation("sleep").start().await.unwrap();
+        drop(client);
+        assert_eq!(handle.await.unwrap().payload(), b"done");
+
+        // Cancelling does not need it either.
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let handle = client.job("b", "").operation("yield").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        drop(client);
+        drop(handle);
+        supervisor.wait_number("b", "cancelled", 1);
+        supervisor.wait_number("b", "available", 1);
+    });
+    assert_eq!(supervisor.number("b", "restarts"), 0, "the handler saw that it was cancelled");
+}
+
+#[test]
+fn a_job_that_is_no_longer_awaited_is_cancelled() {
+    let supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let handle = client.job("b", "").operation("yield").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        drop(handle);
+        // The handler yields only when it is told to, and its worker lives on.
+        supervisor.wait_number("b", "available", 1);
+        assert_eq!(supervisor.number("b", "cancelled"), 1);
+        assert_eq!(supervisor.number("b", "restarts"), 0);
+
+        // One that has ended cannot be cancelled any more, and its number goes to the next one.
+        let handle = client.job("b", "x").start().await.unwrap();
+        supervisor.wait_number("b", "done", 1);
+        drop(handle);
+        assert_eq!(client.job("b", "next").send().await.unwrap().payload(), b"next");
+        assert_eq!(supervisor.number("b", "cancelled"), 1);
+    });
+}
+
+#[test]
+fn many_jobs_share_one_connection() {
+    const JOBS: u64 = 2000;
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 8\nmax_queue = 4000\ndeadline = \"60s\"\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        client.job("b", "").send().await.unwrap();
+        let before = descriptors(supervisor.pid());
+        let mut blockers = Vec::new();
+        for _ in 0..8 {
+            blockers.push(client.job("b", "").operation("yield").start().await.unwrap());
+        }
+        let mut handles = Vec::new();
+        for number in 0..JOBS {
+            let client = client.clone();
+            handles.push(client.job("b", number.to_string()).start().await.unwrap());
+        }
+        supervisor.wait_number("b", "queued", JOBS);
+        assert!(descriptors(supervisor.pid()) <= before + 1, "clones open no connections");
+        drop(blockers);
+        for (number, handle) in handles.into_iter().enumerate().rev() {
+            assert_eq!(handle.await.unwrap().payload(), number.to_string().as_bytes());
+        }
+    });
+}
+
+#[test]
+fn progress_comes_in_order_and_ends_with_the_job() {
+    let supervisor = Supervisor::start(ONE);
+    let expected: Vec<(f32, String)> = (1..=4).map(|i| (i as f32 / 4.0, format!("step {i}"))).collect();
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let mut handle = client.job("b", "").operation("progress").start().await.unwrap();
+        let mut seen = Vec::new();
+        while let Some(progress) = handle.progress().await {
+            seen.push((progress.fraction, progress.text));
+        }
+        assert_eq!(seen, expected);
+        assert_eq!(handle.await.unwrap().payload(), b"done");
+    });
+    let client = blocking::Client::connect(supervisor.socket()).unwrap();
+    let mut handle = client.job("b", "").operation("progress").start().unwrap();
+    let mut seen = Vec::new();
+    while let Some(progress) = handle.progress() {
+        seen.push((progress.fraction, progress.text));
+    }
+    assert_eq!(seen, expected);
+    assert_eq!(handle.wait().unwrap().payload(), b"done");
+}
+
+#[test]
+fn the_blocking_twin_does_the_same() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"60s\"\n",
+    );
+    let client = blocking::Client::connect(supervisor.socket()).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let client = client.clone();
+            scope.spawn(move || {
+                for number in 0..50 {
+                    let text = format!("{thread}/{number}");
+                    assert_eq!(client.job("b", text.clone()).send().unwrap().payload(), text.as_bytes());
+                }
+            });
+        }
+    });
+    let failed = client.job("b", "").operation("fail").send().unwrap_err();
+    assert_eq!(failed.exit_code(), 1);
+    let limit = Duration::from_millis(30);
+    let late = client.job("b", "10000").operation("sleep").deadline(limit).send().unwrap_err();
+    assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late}");
+    assert!(late.to_string().contains("not within 30 ms"), "{late}");
+
+    let handle = client.job("b", "").operation("yield").start().unwrap();
+    drop(client);
+    supervisor.wait_number("b", "cancelled", 0);
+    drop(handle);
+    supervisor.wait_number("b", "cancelled", 1);
+    let other = blocking::Client::connect(supervisor.socket()).unwrap();
+    let handle = other.job("b", "x").start().unwrap();
+    drop(other);
+    assert_eq!(handle.wait().unwrap().payload(), b"x");
+    assert!(blocking::Client::connect("/nonexistent/jobs.sock").is_err());
+}
+
+#[test]
+fn what_to_do_is_said_when_nobody_is_there() {
+    let text = |path: &Path| run(Client::connect(path)).expect_err("nobody is there").to_string();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("jobs.sock");
+    let missing = text(&path);
+    assert!(missing.starts_with(&format!("connect to {}", path.display())), "{missing}");
+    assert!(missing.contains("there is no such socket; is the supervisor running?"), "{missing}");
+
+    drop(UnixListener::bind(&path).unwrap());
+    let stale = text(&path);
+    assert!(stale.contains("nobody listens there; is the supervisor running?"), "{stale}");
+
+    let too_long = text(&folder.path().join("x".repeat(200)));
+    assert!(too_long.contains("see that the path is right"), "{too_long}");
+}
+
+#[test]
+fn a_job_error_says_what_to_do() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\nrestart = { max = 100 }\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let crashed = client.job("b", "").operation("abort").send().await.unwrap_err().to_string();
+        assert!(crashed.starts_with("crashed (signal)"), "{crashed}");
+        assert!(crashed.contains("send it again only if it may run twice"), "{crashed}");
+        let again = client.job("b", "").operation("abort").idempotent(true).send().await.unwrap_err();
+        assert!(again.to_string().ends_with("; it may be sent again"), "{again}");
+
+        let _blocker = client.job("b", "").operation("yield").start().await.unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        let full = client.job("b", "").send().await.unwrap_err();
+        let wait = full.retry_after().unwrap().as_micros().div_ceil(1000);
+        assert!(full.to_string().ends_with(&format!("; try again after {wait} ms")), "{full}");
+        let long = client.job("b", "").tenant("x".repeat(257)).send().await.unwrap_err().to_string();
+        assert_eq!(long, "rejected (invalid): the tenant's name is longer than 256 bytes");
+    });
+}
+
+#[test]
+fn the_end_of_the_runtime_ends_its_jobs() {
+    let supervisor = Supervisor::start(ONE);
+    let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let client = server.block_on(Client::connect(supervisor.socket())).unwrap();
+    let handle = server.block_on(client.job("b", "").operation("yield").start()).unwrap();
+    server.shutdown_background();
+    run(async {
+        let (executed, text) = lost(handle.await);
+        assert_eq!(executed, Executed::Unknown);
+        assert!(text.contains("the async runtime that served the connection has ended"), "{text}");
+        let (executed, text) = lost(client.job("b", "").send().await);
+        assert_eq!(executed, Executed::No, "{text}");
+    });
+}
+
+// A supervisor that lies.
+
+/// A listener on a socket, and nothing else of a supervisor.
+struct Fake {
+    listener: UnixListener,
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+/// One connection, seen from the supervisor.
+struct Peer(UnixStream);
+
+fn frame(kind: u8, flags: u8, number: u64, metadata: &[u8], payload: &[u8]) -> Vec<u8> {
+    let length = (metadata.len() + payload.len()) as u32;
+    let header = Header { length, kind, flags, metadata_length: metadata.len() as u16, number };
+    [&header.encode()[..], metadata, payload].concat()
+}
+
+fn metadata<'m>(message: &impl codec::Message<'m>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    codec::encode(message, &[], &mut bytes).unwrap();
+    bytes
+}
+
+fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
+    let verdict = Verdict::Cancelled { executed: Executed::Yes };
+    let told = Outcome {
+        verdict,
+        bulkhead: "b".into(),
+        attempts: 1,
+        queued: Duration::ZERO,
+        ran: Duration::ZERO,
+        worker_pid: None,
+        retryable: false,
+        retry_after: None,
+        deadline: Duration::from_secs(1),
+    };
+    metadata(&OutcomeMessage { outcome, reason, ..OutcomeMessage::from_outcome(&told) })
+}
+
+fn outcome(number: u64, payload: &[u8]) -> Vec<u8> {
+    frame(kind::OUTCOME, 0, number, &outcome_metadata(0, 0), payload)
+}
+
+fn welcome(version: u16) -> Vec<u8> {
+    let welcome =
+        ClientWelcome { version, frame_bytes_max: 1 << 30, capabilities: 0, server_version: "fake" };
+    frame(kind::CLIENT_WELCOME, 0, MAGIC, &metadata(&welcome), b"")
+}
+
+fn refused(message: &str) -> Vec<u8> {
+    let reason = RejectReason::Overloaded.code();
+    frame(kind::REFUSED, 0, 0, &metadata(&Refused { reason, message }), b"")
+}
+
+impl Fake {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        // So that a client that does not come fails the test.
+        listener.set_nonblocking(true).unwrap();
+        Self { listener, path, _folder: folder }
+    }
+
+    /// Accepts a client and takes its hello.
+    fn accept(&self) -> Peer {
+        let mut peer = Peer(wait_for("a client comes", || self.listener.accept().ok()).0);
+        peer.0.set_nonblocking(false).unwrap();
+        peer.0.set_read_timeout(Some(PATIENCE)).unwrap();
+        let (header, metadata, _) = peer.next().expect("a hello");
+        assert_eq!((header.kind, header.number), (kind::HELLO, MAGIC));
+        let (hello, _) = codec::decode::<Hello<'_>>(&metadata, &[]).unwrap();
+        assert!(hello.frame_bytes_max < u32::MAX, "the client has a bound, and says so");
+        peer
+    }
+
+    fn welcome(&self) -> Peer {
+        let mut peer = self.accept();
+        peer.send(&welcome(1));
+        peer
+    }
+}
+
+impl Peer {
+    fn send(&mut self, bytes: &[u8]) {
+        // The client may have had enough.
+        let _ = self.0.write_all(bytes);
+    }
+
+    /// The next frame: header, metadata, payload. `None` when the client is gone.
+    fn next(&mut self) -> Option<(Header, Vec<u8>, Vec<u8>)> {
+        let mut header = [0; HEADER_BYTES];
+        self.0.read_exact(&mut header).ok()?;
+        let header = Header::decode(&header);
+        let mut rest = vec![0; header.length as usize];
+        self.0.read_exact(&mut rest).ok()?;
+        let payload = rest.split_off(usize::from(header.metadata_length));
+        Some((header, rest, payload))
+    }
+
+    /// The number of the next job.
+    fn job(&mut self) -> u64 {
+        let (header, ..) = self.next().expect("a job");
+        assert_eq!(header.kind, kind::SUBMIT);
+        header.number
+    }
+
+    /// Waits until the client is gone.
+    fn end(mut self) {
+        while self.next().is_some() {}
+        assert!(matches!(self.0.read(&mut [0]), Ok(0) | Err(_)), "the client is still there");
+    }
+}
+
+/// Runs `script` as the supervisor of a client that does `work`.
+fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf) -> T) -> T {
+    let fake = Fake::new();
+    let path = fake.path.clone();
+    std::thread::scope(|scope| {
+        // In the thread, so that a script that ends is no supervisor any more.
+        scope.spawn(move || script(&fake));
+        run(work(path))
+    })
+}
+
+#[test]
+fn whoever_does_not_welcome_is_not_believed() {
+    let no_welcome: &[(&str, Vec<u8>)] = &[
+        ("closed before a welcome", Vec::new()),
+        ("failed to be served", refused("too many clients; try later")),
+        ("instead of a welcome", outcome(1, b"")),
+        ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"", &[0; 1 << 17])),
+        ("the metadata is malformed", frame(kind::CLIENT_WELCOME, 0, MAGIC, b"abc", b"")),
+        ("metadata within", [0xff, 0, 0, 0, 2, 0, 0xff, 0xff].repeat(8)),
+        ("version 9 of the protocol", welcome(9)),
+    ];
+    for (expected, answer) in no_welcome {
+        against(
+            |fake| fake.accept().send(answer),
+            async |path| {
+                let error = Client::connect(path).await.expect_err("that was no welcome");
+                assert!(format!("failed to {error}").contains(expected), "{expected}: {error}");
+                let is_refusal = matches!(&error, ConnectError::Refused { message, .. }
+                    if message == "too many clients; try later");
+                assert_eq!(is_refusal, expected.contains("served"), "{error:?}");
+            },
+        );
+    }
+}
+
+#[test]
+fn lies_about_a_job_end_the_connection_with_a_clear_error() {
+    let header = |kind, length, metadata_length| {
+        Header { length, kind, flags: 0, metadata_length, number: 1 << 32 }.encode().to_vec()
+    };
+    let critical = frame(200, FLAG_CRITICAL, 0, b"", b"");
+    let large = [frame(200, FLAG_CRITICAL, 0, b"", &[0; 1 << 20]), vec![0; 100]].concat();
+    let cases: &[(&str, Vec<u8>)] = &[
+        ("announced a frame of 4294967295 bytes", [header(kind::OUTCOME, u32::MAX, 8), vec![0; 8]].concat()),
+        ("announced a frame of 4294967295 bytes", [header(77, u32::MAX, 8), vec![0; 8]].concat()),
+        ("metadata within", header(kind::OUTCOME, 4, 100)),
+        ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0; 20], b"")),
+        ("cannot be read", frame(kind::OUTCOME, 0, 1 << 32, &[0xff; 200], b"")),
+        ("cannot be read", frame(kind::PROGRESS, 0, 1 << 32, &[0xff; 20], b"")),
+        ("the unknown kind 200", critical),
+        ("the unknown kind 200", large),
+        ("your frames are odd", refused("your frames are odd")),
+        ("in the middle of a frame", outcome(1 << 32, b"result")[..60].to_vec()),
+        ("in the middle of a frame", outcome(1 << 32, &vec![7; 1 << 20])[..100_000].to_vec()),
+        ("the supervisor closed it", Vec::new()),
+    ];
+    for (expected, answer) in cases {
+        against(
+            |fake| {
+                let mut peer = fake.welcome();
+                assert_eq!(peer.job(), 1 << 32, "the cases above are about this number");
+                peer.send(answer);
+                peer.0.shutdown(std::net::Shutdown::Write).unwrap();
+                // What the client does next is its second connection.
+                drop(peer);
+                let mut peer = fake.welcome();
+                let number = peer.job();
+                peer.send(&outcome(number, b"sound"));
+                peer.end();
+            },
+            async |path| {
+                let client = Client::connect(path).await.unwrap();
+                let (executed, text) = lost(client.job("b", "x").send().await);
+                assert!(text.contains(expected), "{expected}: {text}");
+                assert_eq!(executed, Executed::Unknown);
+                assert_eq!(client.job("b", "x").send().await.unwrap().payload(), b"sound");
+            },
+        );
+    }
+}
+
+#[test]
+fn what_a_client_does_not_know_does_no_harm() {
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            peer.send(&frame(200, 0, number, b"?", b"a kind of the future"));
+            peer.send(&frame(200, 0, number, b"?", &[1; 1 << 20]));
+            for stranger in [0, number + 1, number + (1 << 32), u64::MAX] {
+                peer.send(&outcome(stranger, b"not yours"));
+                peer.send(&outcome(stranger, &[1; 1 << 20]));
+                peer.send(&frame(
+                    kind::PROGRESS,
+                    0,
+                    stranger,
+                    &metadata(&Progress { fraction: 0.5, text: "" }),
+                    b"",
+                ));
+            }
+            for fraction in [f32::NAN, f32::INFINITY, -3.0] {
+                let progress = Progress { fraction, text: "odd" };
+                peer.send(&frame(kind::PROGRESS, 0, number, &metadata(&progress), b""));
+            }
+            peer.send(&outcome(number, b"yours"));
+            peer.send(&outcome(number, b"yours again"));
+            // An outcome of a kind, and a rejection for a reason, that nobody knows yet.
+            for (code, reason) in [(99, 0), (2, 200)] {
+                let number = peer.job();
+                peer.send(&frame(kind::OUTCOME, 0, number, &outcome_metadata(code, reason), b""));
+            }
+            let number = peer.job();
+            peer.send(&outcome(number, b"still the same connection"));
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let mut handle = client.job("b", "x").start().await.unwrap();
+            let mut fractions = Vec::new();
+            while let Some(progress) = handle.progress().await {
+                fractions.push(progress.fraction);
+            }
+            assert_eq!(fractions, [0.0, 1.0, 0.0]);
+            assert_eq!(handle.await.unwrap().payload(), b"yours");
+            for expected in ["outcome 99, reason 0", "outcome 2, reason 200"] {
+                let (executed, text) = lost(client.job("b", "x").send().await);
+                assert_eq!(executed, Executed::Yes, "as the supervisor said");
+                assert!(text.contains(expected), "{text}");
+            }
+            let last = client.job("b", "x").send().await.unwrap();
+            assert_eq!(last.payload(), b"still the same connection");
+        },
+    );
+}
+
+#[test]
+fn announced_bytes_cost_no_memory_before_they_come() {
+    let before = resident_bytes(std::process::id());
+    against(
+        |fake| {
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            let metadata = outcome_metadata(0, 0);
+            let metadata_length = metadata.len() as u16;
+            let header = Header { length: 1 << 30, kind: kind::OUTCOME, flags: 0, metadata_length, number };
+            peer.send(&[&header.encode()[..], &metadata, &[0; 100_000]].concat());
+            peer.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            // Nothing tells from outside that the bytes have been read: give them the time.
+            assert!(tokio::time::timeout(Duration::from_millis(200), handle).await.is_err());
+            let grown = resident_bytes(std::process::id()).saturating_sub(before);
+            // The other tests of this process need some, too.
+            assert!(grown < 512 << 20, "{} MiB more", grown >> 20);
+        },
+    );
+}
+
+#[test]
+fn jobs_wait_for_a_supervisor_that_does_not_read() {
+    const JOBS: usize = 40;
+    let (read_on, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            told.recv().unwrap();
+            // The client drops those in the end whose deadline was short.
+            while let Some((header, _, payload)) = peer.next() {
+                if header.kind == kind::SUBMIT {
+                    peer.send(&outcome(header.number, &payload[..4]));
+                }
+            }
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let (started, mut starts) = tokio::sync::mpsc::unbounded_channel();
+            let mut jobs = tokio::task::JoinSet::new();
+            for index in 0..JOBS {
+                let job = client.job("b", [&(index as u32).to_le_bytes()[..], &[0; 1 << 20]].concat());
+                let started = started.clone();
+                jobs.spawn(async move {
+                    let handle = job.start().await?;
+                    started.send(()).unwrap();
+                    handle.await
+                });
+            }
+            let mut count = 0;
+            while count < 8 {
+                starts.recv().await.unwrap();
+                count += 1;
+            }
+            // With the bound reached, a job's deadline passes before it is sent.
+            let limit = Duration::from_millis(100);
+            let late = client.job("b", vec![0; 1 << 20]).deadline(limit).send().await.unwrap_err();
+            let outcome = late.outcome().expect("an outcome of the client's own");
+            assert_eq!(outcome.verdict, Verdict::DeadlineQueued);
+            assert_eq!((outcome.deadline, late.executed()), (limit, Executed::No));
+            while starts.try_recv().is_ok() {
+                count += 1;
+            }
+            assert!(count <= 12, "{count} jobs of 1 MiB went into a bound of 8 MiB");
+
+            read_on.send(()).unwrap();
+            let mut seen = [false; JOBS];
+            while let Some(done) = jobs.join_next().await {
+                let reply = done.unwrap().unwrap();
+                let index = u32::from_le_bytes(reply.payload().try_into().unwrap());
+                assert!(!std::mem::replace(&mut seen[index as usize], true), "{index} came twice");
+            }
+            assert_eq!(seen, [true; JOBS]);
+        },
+    );
+}
+
+#[test]
+fn a_lost_connection_tells_what_was_sent_from_what_was_not() {
+    let (end, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            peer.job();
+            told.recv().unwrap();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let sent = client.job("b", "small").start().await.unwrap();
+            let mut others = Vec::new();
+            for _ in 0..4 {
+                // More than the socket's buffer takes: none of them is whole on its way.
+                others.push(client.job("b", vec![0; 3 << 20]).start().await);
+            }
+            // And one for which there is no room.
+            let waiting = client.job("b", vec![0; 3 << 20]).send();
+            let (waiting, ()) = tokio::join!(waiting, async { end.send(()).unwrap() });
+            let (executed, text) = lost(sent.await);
+            assert_eq!(executed, Executed::Unknown);
+            assert!(text.contains("send it again only if it may run twice"), "{text}");
+            for handle in others {
+                let (executed, text) = lost(handle.unwrap().await);
+                assert_eq!(executed, Executed::No);
+                assert!(text.contains("the job was not sent: send it again"), "{text}");
+            }
+            assert_eq!(lost(waiting).0, Executed::No);
+        },
+    );
+}
+
+#[test]
+fn a_supervisor_that_welcomes_and_hangs_up_is_not_asked_without_pause() {
+    let fake = Fake::new();
+    run(async {
+        let path = fake.path.clone();
+        let (client, ()) = tokio::join!(tokio::spawn(Client::connect(path)), async {
+            drop(fake.welcome());
+        });
+        let _client = client.unwrap().unwrap();
+        let (began, mut count) = (Instant::now(), 0);
+        while began.elapsed() < Duration::from_millis(500) {
+            drop(fake.welcome());
+            count += 1;
+        }
+        // Without pauses there would be thousands; with them the eighth comes after more than a second.
+        assert!(count <= 8, "{count} connections in half a second");
+    });
+}
+
+#[test]
+fn a_connection_ends_with_the_last_who_needs_it() {
+    let (client_gone, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            let mut peer = fake.welcome();
+            let number = peer.job();
+            told.recv().unwrap();
+            peer.send(&outcome(number, b"late"));
+            peer.end();
+            // A connection that breaks with nobody left is not made anew.
+            let mut peer = fake.welcome();
+            peer.job();
+            drop(peer);
+        },
+        async |path| {
+            let client = Client::connect(&path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            drop(client);
+            client_gone.send(()).unwrap();
+            assert_eq!(handle.await.unwrap().payload(), b"late");
+
+            let client = Client::connect(&path).await.unwrap();
+            let handle = client.job("b", "x").start().await.unwrap();
+            drop(client);
+            assert!(lost(handle.await).1.contains("the supervisor closed it"));
+        },
+    );
+}
+
+#[test]
+fn a_job_waits_for_a_connection_that_is_being_made() {
+    let (go_on, told) = mpsc::channel::<()>();
+    against(
+        move |fake| {
+            drop(fake.welcome());
+            let mut second = fake.accept();
+            told.recv().unwrap();
+            second.send(&welcome(1));
+            let number = second.job();
+            second.send(&outcome(number, b"waited"));
+            second.end();
+        },
+        async |path| {
+            let client = Client::connect(path).await.unwrap();
+            let job = client.job("b", "x").deadline(Duration::from_secs(20));
+            let (reply, ()) = tokio::join!(job.send(), async {
+                tokio::task::yield_now().await;
+                go_on.send(()).unwrap();
+            });
+            // If it was sent before the client knew of the loss, it was told so.
+            match reply {
+                Ok(reply) => assert_eq!(reply.payload(), b"waited"),
+                Err(error) => {
+                    assert!(error.to_string().contains("lost"), "{error}");
+                    assert_eq!(client.job("b", "x").send().await.unwrap().payload(), b"waited");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn every_outcome_has_its_error() {
+    let supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
+        let failed = client.job("b", "").operation("fail").send().await.unwrap_err();
+        assert!(matches!(failed, JobError::Failed(_)), "{failed:?}");
+        let rejected = client.job("nobody", "").send().await.unwrap_err();
+        assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
+        let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
+        assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
+        let limit = Duration::from_millis(20);
+        let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();
+        assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late:?}");
+        let codes = [&failed, &rejected, &crashed, &late].map(|error| error.exit_code());
+        assert_eq!(codes, [1, 66, 70, 124]);
+        let executed = [&failed, &rejected, &crashed, &late].map(|error| error.executed());
+        assert_eq!(executed, [Executed::Yes, Executed::No, Executed::Unknown, Executed::Yes]);
+    });
+}
