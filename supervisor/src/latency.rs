@@ -9,7 +9,7 @@ use bulkhead_policy::Time;
 use crate::snapshot::{Latencies, Percentiles};
 
 const PER_OCTAVE_BITS: u32 = 4;
-const BUCKETS: usize = (64 - PER_OCTAVE_BITS as usize) << PER_OCTAVE_BITS;
+const BUCKETS: usize = (65 - PER_OCTAVE_BITS as usize) << PER_OCTAVE_BITS;
 const WINDOW: Duration = Duration::from_secs(60);
 
 /// How long the jobs of a bulkhead ran and queued lately.
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn every_value_lies_within_a_sixteenth_below_its_buckets_bound() {
         let mut value = 1_u64;
-        while value < u64::MAX / 3 {
+        while value < u64::MAX / 17 {
             let bound = upper_bound(bucket_of(value));
             assert!(bound >= value && bound - value <= value / 16 + 1, "{value}: {bound}");
             value = value * 17 / 16 + 1;

@@ -93,6 +93,7 @@ impl<T> Bulkhead<T> {
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
             Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
             Event::Hello { worker, has_dispatch_thread } => self.hello(now, worker, has_dispatch_thread),
+            Event::Said { worker, text } => self.said(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
             Event::Ready { worker } => self.worker_ready(now, worker, out),
             Event::Heard { worker } => self.heard(now, worker),

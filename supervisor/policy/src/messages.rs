@@ -101,6 +101,13 @@ pub enum Event<T> {
         /// How much from now.
         more: Duration,
     },
+    /// A worker says what it is doing. What it said last before it failed to start is told with the failure.
+    Said {
+        /// Which.
+        worker: WorkerId,
+        /// Its words.
+        text: String,
+    },
     /// A worker can take jobs.
     Ready {
         /// Which.

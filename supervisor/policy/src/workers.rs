@@ -33,6 +33,8 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
+    /// What it said last before it was ready.
+    pub(crate) last_words: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +81,7 @@ impl Worker {
             succession_after: Time::ZERO,
             listed: None,
             counted: false,
+            last_words: None,
         }
     }
 

@@ -508,8 +508,9 @@ impl Shard {
             }
             kind::STATUS => {
                 let status = decode::<Status<'_>>(metadata)?;
-                link.status = Some(cut(status.text, STATUS_BYTES_MAX).to_owned());
-                Event::Heard { worker }
+                let text = cut(status.text, STATUS_BYTES_MAX).to_owned();
+                link.status = Some(text.clone());
+                Event::Said { worker, text }
             }
             kind::PROGRESSED => {
                 let progress = decode::<Progressed<'_>>(metadata)?;

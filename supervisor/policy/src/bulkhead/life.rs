@@ -109,6 +109,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
+    pub(super) fn said(&mut self, now: Time, id: WorkerId, text: String) {
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.last_heard = now;
+        if worker.ready_at.is_none() {
+            worker.last_words = Some(text);
+        }
+    }
+
     pub(super) fn worker_ready(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
         worker.last_heard = now;
@@ -117,6 +125,7 @@ impl<T> Bulkhead<T> {
         }
         worker.phase = Phase::Ready;
         worker.ready_at = Some(now);
+        worker.last_words = None;
         let (slot, role) = (worker.slot, worker.role);
         let (pid, after) = (worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         out.push(Action::Note(Note::WorkerReady { worker: id, pid, after }));
@@ -378,6 +387,7 @@ impl<T> Bulkhead<T> {
             in_flight: worker.jobs.len() as u32,
         };
         let mut jobs = std::mem::take(&mut worker.jobs);
+        let last_words = worker.last_words.take();
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
         // By the worker's own doing, or because it would not start or hangs: not by ours.
@@ -391,9 +401,10 @@ impl<T> Bulkhead<T> {
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let sentence = describe(death, killed.as_ref());
         if is_unfit {
-            self.last_trouble = match was_ready {
-                true => format!("the worker ended without having done a job: {sentence}"),
-                false => format!("the worker did not start: {sentence}"),
+            self.last_trouble = match (was_ready, last_words) {
+                (true, _) => format!("the worker ended without having done a job: {sentence}"),
+                (false, None) => format!("the worker did not start: {sentence}"),
+                (false, Some(words)) => format!("the worker did not start: {sentence}; it said: {words}"),
             };
         }
         if is_proven {
