@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
 use crate::job::{Job, JobError, JobHandle, Progress};
-use crate::requests::{Order, Requests, SubmitError};
+use crate::requests::{Requests, SubmitError};
 
 /// How long the supervisor may take to accept the connection and to say welcome.
 const WELCOME_WITHIN: Duration = Duration::from_secs(10);
@@ -115,32 +115,35 @@ impl Client {
         Job::new(self.clone(), bulkhead.into(), payload.into())
     }
 
+    /// Sends a job. Its progress is reported to the sender that is there.
     pub(crate) async fn begin(
-        &self,
-        job: Job,
-        progress: Option<mpsc::Sender<Progress>>,
+        job: &mut Job,
+        progress: &mut Option<mpsc::Sender<Progress>>,
     ) -> Result<JobHandle, JobError> {
-        let order = Order { job, progress };
-        let Some(requests) = self.shared.connected() else {
-            return Box::pin(self.begin_patiently(order, None)).await;
-        };
-        match requests.submit(order) {
-            Ok(handle) => Ok(handle),
-            Err(SubmitError::Refused(error)) => Err(error),
-            Err(SubmitError::Full(order)) => Box::pin(self.begin_patiently(*order, None)).await,
-            Err(SubmitError::Closed(order)) => Box::pin(self.begin_patiently(*order, Some(requests))).await,
+        let mut broken = None;
+        if let Some(requests) = job.client.shared.connected() {
+            match requests.submit(job, progress) {
+                Ok(handle) => return Ok(handle),
+                Err(SubmitError::Refused(error)) => return Err(error),
+                Err(SubmitError::Full) => {}
+                Err(SubmitError::Closed) => broken = Some(requests),
+            }
         }
+        // Rare, and not to make every future that sends a job larger.
+        let client = job.client.clone();
+        Box::pin(client.begin_patiently(job, progress, broken)).await
     }
 
     /// Sends a job as soon as there is a connection, other than `broken`, with room for it. What this takes
     /// is taken from the job's deadline.
     async fn begin_patiently(
         &self,
-        mut order: Order,
+        job: &mut Job,
+        progress: &mut Option<mpsc::Sender<Progress>>,
         mut broken: Option<Arc<Requests>>,
     ) -> Result<JobHandle, JobError> {
         let began = Instant::now();
-        let deadline = order.job.deadline;
+        let deadline = job.deadline;
         let remaining = || deadline.map(|limit| limit.saturating_sub(began.elapsed()));
         loop {
             let patience = remaining().unwrap_or(RECONNECT_PATIENCE).min(RECONNECT_PATIENCE);
@@ -150,20 +153,17 @@ impl Client {
             // From here on room that is made is not missed.
             turn.as_mut().enable();
             loop {
-                order.job.deadline = remaining();
-                if order.job.deadline.is_some_and(|left| left.is_zero()) {
-                    return Err(order.job.expired(deadline.unwrap_or_default()));
+                job.deadline = remaining();
+                if job.deadline.is_some_and(|left| left.is_zero()) {
+                    return Err(job.expired(deadline.unwrap_or_default()));
                 }
-                match place.submit(order) {
+                match place.submit(job, progress) {
                     Ok(handle) => return Ok(handle),
                     Err(SubmitError::Refused(error)) => return Err(error),
-                    Err(SubmitError::Full(back)) => order = *back,
-                    Err(SubmitError::Closed(back)) => {
-                        order = *back;
-                        break;
-                    }
+                    Err(SubmitError::Full) => {}
+                    Err(SubmitError::Closed) => break,
                 }
-                match order.job.deadline {
+                match job.deadline {
                     // Whether the turn came in time is seen above.
                     Some(left) => drop(tokio::time::timeout(left, turn.as_mut()).await),
                     None => turn.as_mut().await,

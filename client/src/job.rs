@@ -24,7 +24,7 @@ const TEXT_BYTES_MAX: usize = 1024;
 #[must_use = "a job does nothing before it is sent"]
 #[derive(Clone, Debug)]
 pub struct Job {
-    client: Client,
+    pub(crate) client: Client,
     pub(crate) bulkhead: String,
     pub(crate) payload: Vec<u8>,
     pub(crate) operation: String,
@@ -112,8 +112,9 @@ impl Job {
     /// }
     /// # }
     /// ```
-    pub async fn send(self) -> Result<Reply, JobError> {
-        self.start_with(None).await?.await
+    pub async fn send(mut self) -> Result<Reply, JobError> {
+        self.check()?;
+        Client::begin(&mut self, &mut None).await?.await
     }
 
     /// Sends the job and returns as soon as it is on its way, with a handle for its progress and its outcome.
@@ -132,17 +133,12 @@ impl Job {
     /// # Ok(())
     /// # }
     /// ```
-    pub async fn start(self) -> Result<JobHandle, JobError> {
+    pub async fn start(mut self) -> Result<JobHandle, JobError> {
+        self.check()?;
         let (sender, progress) = mpsc::channel(PROGRESS_MAX);
-        let mut handle = self.start_with(Some(sender)).await?;
+        let mut handle = Client::begin(&mut self, &mut Some(sender)).await?;
         handle.progress = Some(progress);
         Ok(handle)
-    }
-
-    async fn start_with(self, progress: Option<mpsc::Sender<Progress>>) -> Result<JobHandle, JobError> {
-        self.check()?;
-        let client = self.client.clone();
-        client.begin(self, progress).await
     }
 
     /// What the supervisor would refuse anyway.

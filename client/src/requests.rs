@@ -23,20 +23,21 @@ const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 /// Bytes of a job's frame that are not its payload: names are checked before.
 const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 
-/// A job to be sent, and where its progress goes.
-pub(crate) struct Order {
-    pub(crate) job: Job,
-    pub(crate) progress: Option<mpsc::Sender<Progress>>,
-}
+/// What is in flight is written in about so many parts, of so many frames, so that the supervisor and the
+/// workers have some to do while others are on their way. One write for all would have each wait for the
+/// others.
+const BATCHES: usize = 6;
+const BATCH_MIN: usize = 8;
+const BATCH_MAX: usize = 64;
 
 /// Why a job was not sent.
 pub(crate) enum SubmitError {
     /// It cannot be.
     Refused(JobError),
-    /// It has to wait for room; here it is again.
-    Full(Box<Order>),
-    /// The connection is of no more use; here it is again.
-    Closed(Box<Order>),
+    /// It has to wait for room.
+    Full,
+    /// The connection is of no more use.
+    Closed,
 }
 
 struct Waiter {
@@ -78,6 +79,8 @@ struct State {
     is_flush_due: bool,
     /// How many wait for room in the outbox.
     queued: usize,
+    /// Frames since the last write.
+    unflushed: usize,
 }
 
 /// One connection's requests.
@@ -115,9 +118,14 @@ impl Requests {
 
     // Jobs out.
 
-    /// Sends a job, unless others wait for room already.
-    pub(crate) fn submit(self: &Arc<Self>, order: Order) -> Result<JobHandle, SubmitError> {
-        self.submit_after(0, order)
+    /// Sends a job, unless others wait for room already. If it is sent, its payload has been taken out of
+    /// it, and the reports of its progress go to the sender that was there.
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        job: &mut Job,
+        progress: &mut Option<mpsc::Sender<Progress>>,
+    ) -> Result<JobHandle, SubmitError> {
+        self.submit_after(0, job, progress)
     }
 
     /// Takes a place among those that wait for room.
@@ -127,40 +135,45 @@ impl Requests {
     }
 
     /// Sends a job if no more than `queued_max` wait for room. The first job on an idle connection is written
-    /// at once; the others wait for the driver's turn, so that many leave in one write. An error gives the
-    /// job back if it may be sent otherwise.
-    fn submit_after(self: &Arc<Self>, queued_max: usize, order: Order) -> Result<JobHandle, SubmitError> {
-        let payload_bytes = order.job.payload.len();
+    /// at once; the others wait for a few more, or for the driver's turn.
+    fn submit_after(
+        self: &Arc<Self>,
+        queued_max: usize,
+        job: &mut Job,
+        progress: &mut Option<mpsc::Sender<Progress>>,
+    ) -> Result<JobHandle, SubmitError> {
+        let payload_bytes = job.payload.len();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
             let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
-            return Err(SubmitError::Refused(order.job.refused(RejectReason::TooLarge, message)));
+            return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
         }
-        let (sender, outcome) = oneshot::channel();
         let mut state = self.lock();
         match state.stage {
             Stage::Open => {}
-            Stage::Ending | Stage::Broken | Stage::Closed => {
-                return Err(SubmitError::Closed(Box::new(order)));
-            }
+            Stage::Ending | Stage::Broken | Stage::Closed => return Err(SubmitError::Closed),
         }
         if state.queued > queued_max || !state.has_room() {
-            return Err(SubmitError::Full(Box::new(order)));
+            return Err(SubmitError::Full);
         }
-        let Order { mut job, progress } = order;
-        let number = state.enter(Waiter { outcome: sender, progress, frame_end: 0 });
+        let (sender, outcome) = oneshot::channel();
+        let number = state.enter(Waiter { outcome: sender, progress: progress.take(), frame_end: 0 });
         // Large ones are handed over, not copied.
         let payload = Payload::Owned(std::mem::take(&mut job.payload));
-        if state.push_job(number, &job, payload).is_err() {
+        if state.push_job(number, job, payload).is_err() {
             state.leave(number);
             let message = "the job does not fit in a frame".into();
             return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
         }
         self.schedule_flush(&mut state);
+        drop(state);
         Ok(JobHandle { outcome, progress: None, ticket: Ticket { requests: Some(self.clone()), number } })
     }
 
     fn schedule_flush(&self, state: &mut State) {
-        if state.waiting <= 1 {
+        state.unflushed += 1;
+        if state.waiting <= 1
+            || state.unflushed >= state.waiting.div_ceil(BATCHES).clamp(BATCH_MIN, BATCH_MAX)
+        {
             let _ = self.try_flush(state);
         }
         if !state.outbox.is_empty() && !std::mem::replace(&mut state.is_flush_due, true) {
@@ -170,6 +183,7 @@ impl Requests {
 
     /// Writes what the socket takes; returns whether that is all.
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
+        state.unflushed = 0;
         let State { outbox, pool, .. } = state;
         let result = outbox.flush(&self.socket, pool);
         if result.is_err() && state.stage != Stage::Closed {
@@ -301,8 +315,13 @@ pub(crate) struct Place<'r> {
 impl Place<'_> {
     /// Tries to send a job: the first time only if nobody else waits, and from then on, as it is called again
     /// when it is this one's turn, whoever waits.
-    pub(crate) fn submit(&mut self, order: Order) -> Result<JobHandle, SubmitError> {
-        self.requests.submit_after(std::mem::replace(&mut self.goes_before, usize::MAX), order)
+    pub(crate) fn submit(
+        &mut self,
+        job: &mut Job,
+        progress: &mut Option<mpsc::Sender<Progress>>,
+    ) -> Result<JobHandle, SubmitError> {
+        let queued_max = std::mem::replace(&mut self.goes_before, usize::MAX);
+        self.requests.submit_after(queued_max, job, progress)
     }
 }
 

@@ -83,6 +83,8 @@ struct Compartment {
     links: Vec<Option<usize>>,
     latency: Latency,
     has_settled: bool,
+    /// Whether something has happened since its timer was set.
+    is_touched: bool,
 }
 
 /// The data plane.
@@ -98,6 +100,8 @@ pub struct Shard {
     compartments: Vec<Compartment>,
     by_name: HashMap<Arc<str>, usize, RandomState>,
     timers: Timers,
+    /// Compartments whose timers may not be right any more.
+    touched: Vec<usize>,
     sessions: Vec<Option<Session>>,
     free_sessions: Vec<usize>,
     session_epochs: u64,
@@ -227,6 +231,7 @@ impl Shard {
                 links: Vec::new(),
                 latency: Latency::default(),
                 has_settled: false,
+                is_touched: false,
             })
             .collect();
         let by_name = compartments.iter().enumerate().map(|(i, c)| (c.name.clone(), i)).collect();
@@ -242,6 +247,7 @@ impl Shard {
             compartments,
             by_name,
             timers: Timers::default(),
+            touched: Vec::new(),
             sessions: Vec::new(),
             free_sessions: Vec::new(),
             session_epochs: 0,
@@ -276,6 +282,7 @@ impl Shard {
         while !self.is_over() {
             self.report_failed_spawns();
             self.flush_dirty();
+            self.set_timers();
             let due = self.next_due();
             match self.poll.poll(&mut events, self.patience(due)) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -353,7 +360,20 @@ impl Shard {
         }
     }
 
+    /// Once for all that happened in a turn.
+    fn set_timers(&mut self) {
+        for index in self.touched.drain(..) {
+            let compartment = &mut self.compartments[index];
+            compartment.is_touched = false;
+            match compartment.policy.next_deadline() {
+                Some(at) => self.timers.set(index as u32, at),
+                None => self.timers.clear(index as u32),
+            }
+        }
+    }
+
     fn tick(&mut self) {
+        self.set_timers();
         while let Some(index) = self.timers.pop_due(self.now) {
             self.apply(index as usize, Event::Tick, Incoming::None);
         }
@@ -381,9 +401,8 @@ impl Shard {
             self.perform(index, action, &mut incoming);
         }
         self.actions = actions;
-        match self.compartments[index].policy.next_deadline() {
-            Some(at) => self.timers.set(index as u32, at),
-            None => self.timers.clear(index as u32),
+        if !std::mem::replace(&mut self.compartments[index].is_touched, true) {
+            self.touched.push(index);
         }
         if let Some(job) = job {
             self.keep_payload(index, job, incoming);

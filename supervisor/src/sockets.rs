@@ -1,10 +1,10 @@
-//! The supervisor's listening sockets: made with the right mode from the first moment, never taken from
-//! a supervisor that lives, cleared of one that died.
+//! The supervisor's listening sockets: made with the right mode from the first moment, listening from the
+//! first moment, never taken from a supervisor that lives, cleared of one that died.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
@@ -41,12 +41,7 @@ impl Bound {
         }
         let lock = lock(path).map_err(fail)?;
         clear_stale(path).map_err(fail)?;
-        let before = rustix::process::umask(Mode::from_raw_mode(0o777));
-        let bound = UnixListener::bind(path);
-        rustix::process::umask(before);
-        let listener = bound.map_err(|error| fail(error.to_string()))?;
-        std::fs::set_permissions(path, Permissions::from_mode(mode))
-            .map_err(|error| fail(format!("its mode cannot be set: {error}")))?;
+        let listener = appear(path, mode).map_err(fail)?;
         Ok(Self { path: path.to_owned(), listener: Some(listener), _lock: lock })
     }
 
@@ -63,12 +58,39 @@ impl Drop for Bound {
     }
 }
 
+/// Binds a socket and lets it appear at `path` only once it listens and has its mode: between `bind(2)` and
+/// `listen(2)` whoever finds a socket is refused.
+fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
+    let aside = with_suffix(path, ".new");
+    // Where that is too long for an address, the moment cannot be helped.
+    let is_short = SocketAddr::from_pathname(&aside).is_ok();
+    let first = if is_short { &aside } else { path };
+    if is_short {
+        // What a supervisor that was killed just then has left.
+        let _ = std::fs::remove_file(first);
+    }
+    let before = rustix::process::umask(Mode::from_raw_mode(0o777));
+    let bound = UnixListener::bind(first);
+    rustix::process::umask(before);
+    let listener = bound.map_err(|error| error.to_string())?;
+    std::fs::set_permissions(first, Permissions::from_mode(mode))
+        .map_err(|error| format!("its mode cannot be set: {error}"))?;
+    if is_short {
+        std::fs::rename(first, path).map_err(|error| format!("it cannot be put in its place: {error}"))?;
+    }
+    Ok(listener)
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
 /// Whoever holds the lock beside the socket owns the path. It is never removed: a lock on a removed file
 /// and one on its successor would both be held.
 fn lock(path: &Path) -> Result<File, String> {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".lock");
-    let name = PathBuf::from(name);
+    let name = with_suffix(path, ".lock");
     let file = OpenOptions::new()
         .create(true)
         .truncate(false)

@@ -57,15 +57,21 @@ impl Handle {
     }
 }
 
-/// The surroundings of a job: who asks for what, until when, and what [`crate::Server::init`] made.
-pub struct Ctx<S = ()> {
+/// What was said of a job beside its payload.
+pub(crate) struct Order {
     pub(crate) number: u64,
     pub(crate) operation: Box<str>,
     pub(crate) tenant: Box<str>,
     pub(crate) traceparent: Option<Box<str>>,
     pub(crate) deadline: Instant,
-    pub(crate) result_bytes_max: u64,
     pub(crate) handle: Arc<Handle>,
+}
+
+/// The surroundings of a job: who asks for what, until when, and what [`crate::Server::init`] made.
+pub struct Ctx<S = ()> {
+    // Changes from job to job; a thread keeps the rest.
+    pub(crate) order: Order,
+    pub(crate) result_bytes_max: u64,
     pub(crate) writer: Arc<Writer>,
     pub(crate) state: Arc<S>,
 }
@@ -73,32 +79,32 @@ pub struct Ctx<S = ()> {
 impl<S> Ctx<S> {
     /// What the client wants done; empty if it did not say.
     pub fn operation(&self) -> &str {
-        &self.operation
+        &self.order.operation
     }
 
     /// On whose behalf; empty if the client did not say.
     pub fn tenant(&self) -> &str {
-        &self.tenant
+        &self.order.tenant
     }
 
     /// The W3C `traceparent` that the client sent along, if it did.
     pub fn traceparent(&self) -> Option<&str> {
-        self.traceparent.as_deref()
+        self.order.traceparent.as_deref()
     }
 
     /// The number under which the supervisor's logs and events know the job.
     pub fn number(&self) -> u64 {
-        self.number
+        self.order.number
     }
 
     /// When the client is told that it took too long.
     pub fn deadline(&self) -> Instant {
-        self.deadline
+        self.order.deadline
     }
 
     /// The time until then; zero when it has passed.
     pub fn remaining(&self) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now())
+        self.order.deadline.saturating_duration_since(Instant::now())
     }
 
     /// The largest result that will be taken, in bytes.
@@ -109,20 +115,20 @@ impl<S> Ctx<S> {
     /// Whether nobody waits for the result any more. A handler that looks now and then, and returns, is
     /// spared from being killed.
     pub fn is_cancelled(&self) -> bool {
-        self.handle.is_cancelled()
+        self.order.handle.is_cancelled()
     }
 
     /// A descriptor that becomes readable when the job is cancelled, for handlers that wait in `poll(2)`.
     /// Errors are those of `eventfd(2)`.
     pub fn cancellation(&self) -> std::io::Result<BorrowedFd<'_>> {
-        if self.handle.event.get().is_none() {
+        if self.order.handle.event.get().is_none() {
             let fresh = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-            let _ = self.handle.event.set(fresh);
+            let _ = self.order.handle.event.set(fresh);
             if self.is_cancelled() {
-                self.handle.ring();
+                self.order.handle.ring();
             }
         }
-        let event = self.handle.event.get().ok_or_else(|| std::io::Error::other("no event"))?;
+        let event = self.order.handle.event.get().ok_or_else(|| std::io::Error::other("no event"))?;
         Ok(event.as_fd())
     }
 
@@ -134,7 +140,7 @@ impl<S> Ctx<S> {
     /// Tells the client how far the job is: `fraction` from 0 to 1, and a few words.
     pub fn progress(&self, fraction: f32, text: &str) {
         let message = Progressed { fraction, text: cut(text, MESSAGE_BYTES_MAX) };
-        self.writer.send(kind::PROGRESSED, self.number, &message);
+        self.writer.send(kind::PROGRESSED, self.order.number, &message);
     }
 }
 

@@ -36,7 +36,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
-use crate::context::{Ctx, Handle, Job, StartCtx};
+use crate::context::{Ctx, Handle, Job, Order, StartCtx};
 use crate::link::{Reader, Welcome, Writer};
 use crate::server::{HandlerError, Reply};
 
@@ -62,17 +62,15 @@ const WATCH: Duration = Duration::from_millis(2);
 /// An answer waits for the answers behind it no longer than about this.
 const BATCH: Duration = Duration::from_micros(100);
 
+/// No deadline is later than that; no addition of times overflows.
+const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
+
 /// What a worker does with its jobs.
 pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
 
 struct Pending {
-    number: u64,
-    operation: Box<str>,
-    tenant: Box<str>,
-    traceparent: Option<Box<str>>,
-    deadline: Instant,
+    order: Order,
     payload: Vec<u8>,
-    handle: Arc<Handle>,
 }
 
 /// How long handlers take, by experience.
@@ -239,33 +237,43 @@ impl<S: Send + Sync + 'static> Pool<S> {
     // Handler threads.
 
     fn handle_jobs(self: &Arc<Self>) {
+        let mut ctx = None;
+        let mut done = None;
+        // When the job before this one ended, if this one follows at once.
+        let mut ended = None;
         // When the oldest answer that is still unwritten came to be.
         let mut unwritten_since = None;
         loop {
-            let Some((job, pace)) = self.next_job() else {
+            let Some((job, pace)) = self.next_job(done.take()) else {
                 self.writer.flush();
-                unwritten_since = None;
+                (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
                 self.wait_for_work();
                 continue;
             };
-            let began = Instant::now();
+            let mut began = ended.unwrap_or_else(Instant::now);
             // An answer is not to wait for a slow handler, nor for many quick ones.
             let is_due = pace == Pace::Slow || unwritten_since.is_some_and(|since| began - since > BATCH);
             if is_due && unwritten_since.take().is_some() {
                 self.writer.flush();
+                began = Instant::now();
             }
-            self.run_job(job);
-            let ended = Instant::now();
-            unwritten_since.get_or_insert(ended);
-            self.learn(ended - began);
+            done = Some(job.order.number);
+            self.run_job(job, &mut ctx);
+            let now = Instant::now();
+            ended = Some(now);
+            unwritten_since.get_or_insert(now);
+            self.learn(now - began);
         }
     }
 
-    /// The next job, and how long jobs take. Somebody is on the way to those behind it, or looks after
-    /// them.
-    fn next_job(self: &Arc<Self>) -> Option<(Pending, Pace)> {
+    /// The next job after one that is done, and how long jobs take. Somebody is on the way to those behind
+    /// it, or looks after them.
+    fn next_job(self: &Arc<Self>, done: Option<u64>) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
+        if let Some(number) = done {
+            state.live.remove(&number);
+        }
         let job = state.pending.pop_front()?;
         state.begun += 1;
         self.change_pace(&mut state, self.typical_ns.load(Ordering::Relaxed));
@@ -388,24 +396,23 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    fn run_job(&self, pending: Pending) {
-        let Pending { number, operation, tenant, traceparent, deadline, payload, handle } = pending;
-        let Some(state) = self.shared.get().cloned() else { return };
-        let job = Job { payload };
-        let ctx = Ctx {
-            number,
-            operation,
-            tenant,
-            traceparent,
-            deadline,
-            result_bytes_max: self.welcome.result_bytes_max,
-            handle,
-            writer: self.writer.clone(),
-            state,
+    /// Runs a job in the surroundings that the thread keeps.
+    fn run_job(&self, pending: Pending, kept: &mut Option<Ctx<S>>) {
+        let Pending { order, payload } = pending;
+        let (number, job) = (order.number, Job { payload });
+        let ctx = match kept {
+            Some(ctx) => {
+                ctx.order = order;
+                ctx
+            }
+            None => {
+                let Some(state) = self.shared.get().cloned() else { return };
+                let (writer, result_bytes_max) = (self.writer.clone(), self.welcome.result_bytes_max);
+                kept.insert(Ctx { order, result_bytes_max, writer, state })
+            }
         };
-        let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, &ctx)))
+        let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, ctx)))
             .unwrap_or_else(|panic| Reply::Failed(HandlerError::new("panic", panic_text(&*panic))));
-        lock(&self.state).live.remove(&number);
         self.answer(number, reply);
         if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
             lock(&self.reader).pool.give(job.payload);
@@ -449,13 +456,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let Reader { inbox, scratch, pool } = &mut *reader;
         loop {
             let Ok((received, mut batch)) = inbox.receive(&self.link, scratch) else { end_at_once() };
+            let now = Instant::now();
+            let mut state = lock(&self.state);
             loop {
                 match batch.next() {
                     Ok(Some(Item::Frame { header, metadata, payload })) => {
-                        self.frame(header, metadata, || payload.to_vec());
+                        state.take_in(header, metadata, || payload.to_vec(), now);
                     }
                     Ok(Some(Item::Large { header, metadata, payload })) => {
-                        self.frame(header, &metadata, || payload);
+                        state.take_in(header, &metadata, || payload, now);
                     }
                     Ok(Some(Item::Announced { header, .. })) => {
                         batch.accept(pool.take(header.payload_length()));
@@ -469,39 +478,6 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 Received::Drained => return,
                 Received::Closed => end_at_once(),
             }
-        }
-    }
-
-    fn frame(&self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>) {
-        match header.kind {
-            kind::JOB => {
-                let Ok((job, extensions)) = codec::decode::<worker_protocol::Job<'_>>(metadata, &[]) else {
-                    eprintln!("the supervisor sent a job that cannot be read");
-                    end_at_once();
-                };
-                let text = |bytes| std::str::from_utf8(bytes).ok().map(Box::from);
-                let pending = Pending {
-                    number: header.number,
-                    operation: job.operation.into(),
-                    tenant: job.tenant.into(),
-                    traceparent: extensions.get(tag::TRACEPARENT).and_then(text),
-                    deadline: Instant::now()
-                        + Duration::from_micros(job.remaining_us).min(Duration::from_secs(86_400 * 365)),
-                    payload: payload(),
-                    handle: Arc::default(),
-                };
-                let mut state = lock(&self.state);
-                state.live.insert(pending.number, pending.handle.clone());
-                state.pending.push_back(pending);
-            }
-            kind::CANCEL_JOB => {
-                let handle = lock(&self.state).live.get(&header.number).cloned();
-                if let Some(handle) = handle {
-                    handle.cancel();
-                }
-            }
-            kind::DRAIN => lock(&self.state).is_draining = true,
-            _ => {}
         }
     }
 
@@ -545,6 +521,38 @@ impl<S: Send + Sync + 'static> Pool<S> {
             drop(state);
             self.writer.flush();
             std::process::exit(0);
+        }
+    }
+}
+
+impl State {
+    /// A frame that came at this moment.
+    fn take_in(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
+        match header.kind {
+            kind::JOB => {
+                let Ok((job, extensions)) = codec::decode::<worker_protocol::Job<'_>>(metadata, &[]) else {
+                    eprintln!("the supervisor sent a job that cannot be read");
+                    end_at_once();
+                };
+                let text = |bytes| std::str::from_utf8(bytes).ok().map(Box::from);
+                let order = Order {
+                    number: header.number,
+                    operation: job.operation.into(),
+                    tenant: job.tenant.into(),
+                    traceparent: extensions.get(tag::TRACEPARENT).and_then(text),
+                    deadline: now + Duration::from_micros(job.remaining_us).min(REMAINING_MAX),
+                    handle: Arc::default(),
+                };
+                self.live.insert(order.number, order.handle.clone());
+                self.pending.push_back(Pending { order, payload: payload() });
+            }
+            kind::CANCEL_JOB => {
+                if let Some(handle) = self.live.get(&header.number) {
+                    handle.cancel();
+                }
+            }
+            kind::DRAIN => self.is_draining = true,
+            _ => {}
         }
     }
 }
