@@ -146,6 +146,28 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
 }
 
 #[test]
+fn async_handlers_run_side_by_side_and_yield_when_they_are_cancelled() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 50\ngrace = \"5s\"\ndeadline = \"60s\"\n",
+    );
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let pid = client.job("b", "").operation("pid").send().await.unwrap().payload().to_vec();
+        let sleeping: Vec<_> =
+            (0..49).map(|_| tokio::spawn(client.job("b", "50000").operation("async-sleep").send())).collect();
+        wait_for("all run", || (supervisor.number("b", "in_flight") == 49).then_some(()));
+        let brief = client.job("b", "1").operation("async-sleep").send().await;
+        assert_eq!(brief.unwrap().payload(), b"slept");
+        sleeping.iter().for_each(tokio::task::JoinHandle::abort);
+        wait_for("all have yielded", || (supervisor.number("b", "in_flight") == 0).then_some(()));
+        let late = client.job("b", "50000").operation("async-sleep").deadline(Duration::from_millis(20));
+        assert_eq!(outcome(late.send().await), "deadline_exceeded/running");
+        let again = client.job("b", "").operation("pid").send().await.unwrap();
+        assert_eq!(again.payload(), pid, "the worker is still the same");
+    });
+}
+
+#[test]
 fn a_hanging_tree_is_gone_soon_after_its_deadline() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("tree.sh");

@@ -37,12 +37,25 @@ pub(crate) struct Handle {
     cancelled: AtomicBool,
     /// Made only for those who want to wait for the cancellation.
     event: OnceLock<OwnedFd>,
+    #[cfg(feature = "tokio")]
+    notify: tokio::sync::Notify,
 }
 
 impl Handle {
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
         self.ring();
+        #[cfg(feature = "tokio")]
+        self.notify.notify_waiters();
+    }
+
+    #[cfg(feature = "tokio")]
+    pub(crate) async fn cancelled(&self) {
+        // Whoever has asked for a notification before it is sent gets it.
+        let notified = self.notify.notified();
+        if !self.is_cancelled() {
+            notified.await;
+        }
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {

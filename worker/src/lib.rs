@@ -9,17 +9,21 @@
 //! A worker is started by `bulkhead-supervisor`, which gives it at most `max_in_flight` jobs at a time,
 //! and kills it when a job in it does not end. So a handler may block, compute, crash and leak: it costs
 //! this process and the jobs in it. [`Server`] has more to offer: several operations, and something to
-//! prepare once for all jobs.
+//! prepare once for all jobs. With feature `tokio`, handlers may be async functions.
 
 mod context;
 mod link;
 mod pool;
 mod server;
 
+#[cfg(feature = "tokio")]
+mod asynchronous;
 #[cfg(feature = "host")]
 #[doc(hidden)]
 pub mod host;
 
+#[cfg(feature = "tokio")]
+pub use asynchronous::serve_async;
 pub use bulkhead_shared::Fault;
 pub use context::{Ctx, Job, StartCtx};
 pub use server::{HandlerError, Reply, Server, serve};

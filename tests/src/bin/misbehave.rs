@@ -18,7 +18,13 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments[..] {
-        [] => Server::new().handler(misbehave).serve(),
+        [] => Server::new()
+            .handler(misbehave)
+            .async_operation("async-sleep", async |job, _| {
+                tokio::time::sleep(Duration::from_millis(number(job))).await;
+                Ok("slept")
+            })
+            .serve(),
         ["exit-at-start"] => ExitCode::from(3),
         ["hang-at-start"] => forever(),
         ["init-fails"] => Server::new()
