@@ -114,6 +114,12 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
                 eprint!("{line}");
             }
         }
+        // Keeps so many MiB for good.
+        "hoard" => {
+            let bytes = usize::try_from(number(job)).unwrap_or(0) << 20;
+            std::mem::forget(vec![1_u8; bytes]);
+            std::thread::sleep(Duration::from_millis(20));
+        }
         "leak" => {
             let mut kept = Vec::new();
             loop {

@@ -1,0 +1,92 @@
+//! Workers that have served long enough are replaced, and no job notices.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
+
+/// Sends one job after the other from a few threads until `enough`; every job has to end well. Returns the
+/// workers that served them.
+fn serve_until(
+    supervisor: &Supervisor,
+    operation: &str,
+    payload: &str,
+    enough: impl Fn() -> bool,
+) -> BTreeSet<u32> {
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let is_enough = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let lanes: Vec<_> = (0..4)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut pids = BTreeSet::new();
+                    while !is_enough.load(Ordering::Relaxed) {
+                        let reply = client.job("b", payload).operation(operation).send();
+                        pids.extend(reply.unwrap().outcome().worker_pid);
+                    }
+                    pids
+                })
+            })
+            .collect();
+        let began = Instant::now();
+        while !enough() && began.elapsed() < PATIENCE && lanes.iter().all(|lane| !lane.is_finished()) {
+            std::thread::park_timeout(Duration::from_millis(20));
+        }
+        is_enough.store(true, Ordering::Relaxed);
+        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain");
+        lanes.into_iter().flat_map(|lane| lane.join().unwrap()).collect()
+    })
+}
+
+/// How many workers were recycled for this reason, by the events.
+fn recycled(supervisor: &Supervisor, reason: &str) -> usize {
+    let output = supervisor.command().args(["--json", "events"]).output().unwrap();
+    let events = String::from_utf8(output.stdout).unwrap();
+    let is_one = |event: &serde_json::Value| event["kind"] == "worker_recycled" && event["reason"] == reason;
+    events.lines().filter(|line| serde_json::from_str(line).is_ok_and(|event| is_one(&event))).count()
+}
+
+fn supervisor(recycle: &str) -> Supervisor {
+    Supervisor::start(&format!(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_in_flight = 2\nmax_queue = 10\n\
+         recycle = {{ {recycle} }}\n"
+    ))
+}
+
+/// Each is gone in the end, and what is there is what was asked for.
+fn assert_settled(supervisor: &Supervisor, served: &BTreeSet<u32>) {
+    let now: BTreeSet<u32> = wait_for("two workers are left", || {
+        let pids = supervisor.worker_pids("b");
+        (pids.len() == 2).then(|| pids.into_iter().collect())
+    });
+    let left: Vec<_> = served.difference(&now).filter(|&&pid| bulkhead_tests::is_alive(pid)).collect();
+    assert!(left.is_empty(), "{left:?} are still there");
+    assert_eq!(supervisor.number("b", "crashed"), 0);
+    assert_eq!(supervisor.number("b", "failed"), 0);
+}
+
+#[test]
+fn after_so_many_jobs() {
+    let supervisor = supervisor("jobs = 10");
+    let pids = serve_until(&supervisor, "echo", "x", || recycled(&supervisor, "jobs") >= 6);
+    assert!(pids.len() >= 6, "{pids:?}");
+    assert_settled(&supervisor, &pids);
+}
+
+#[test]
+fn after_so_long() {
+    let supervisor = supervisor("age = \"100ms\"");
+    let pids = serve_until(&supervisor, "echo", "x", || recycled(&supervisor, "age") >= 6);
+    assert!(pids.len() >= 6, "{pids:?}");
+    drop(supervisor);
+}
+
+#[test]
+fn beyond_so_much_memory() {
+    let supervisor = supervisor("rss = \"48MiB\"");
+    let pids = serve_until(&supervisor, "hoard", "4", || recycled(&supervisor, "rss") >= 3);
+    assert!(pids.len() >= 3, "{pids:?}");
+    assert_settled(&supervisor, &pids);
+}
