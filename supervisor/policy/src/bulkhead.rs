@@ -282,6 +282,16 @@ impl<T> Bulkhead<T> {
 
     fn enqueue(&mut self, index: u32) {
         self.jobs.enqueue(index);
+        self.await_turn(index);
+    }
+
+    /// Puts a job that had its turn, for nothing, before all others.
+    fn enqueue_first(&mut self, index: u32) {
+        self.jobs.enqueue_first(index);
+        self.await_turn(index);
+    }
+
+    fn await_turn(&mut self, index: u32) {
         let job = self.jobs.get(index);
         let patience = self.limits.queue_timeout.map(|timeout| job.received + timeout);
         let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));

@@ -150,6 +150,18 @@ impl<T> Jobs<T> {
         self.queued += 1;
     }
 
+    /// Puts a job before all others: it has waited already.
+    pub(crate) fn enqueue_first(&mut self, index: u32) {
+        let after = self.first;
+        self.get(index).place = Place::Queued { before: NONE, after };
+        self.link(after, None, Some(index));
+        self.first = index;
+        if after == NONE {
+            self.last = index;
+        }
+        self.queued += 1;
+    }
+
     pub(crate) fn dequeue(&mut self, index: u32) {
         let Place::Queued { before, after } = self.get(index).place else { return };
         self.get(index).place = Place::Entered;
@@ -194,8 +206,11 @@ mod tests {
         let again = jobs.insert(9, false, Time::ZERO, second, second);
         assert_eq!(again, all[2]);
         assert_eq!(jobs.find(old), None);
-        jobs.dequeue(all[1]);
-        jobs.dequeue(all[3]);
+        jobs.enqueue_first(again);
+        assert_eq!(jobs.first_queued(), Some(again));
+        for index in [all[1], again, all[3]] {
+            jobs.dequeue(index);
+        }
         assert_eq!((jobs.queued(), jobs.first_queued()), (0, None));
     }
 }

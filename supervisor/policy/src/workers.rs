@@ -113,6 +113,8 @@ impl Worker {
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
     pub(crate) successor: Option<u32>,
+    /// How many workers it has replaced that are not gone yet.
+    pub(crate) retired: u32,
     pub(crate) history: History,
     pub(crate) spawns: u64,
     /// Whether its first start has ended, well or not.

@@ -15,6 +15,9 @@ use crate::workers::{Phase, Role, SlotState, Worker};
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
+/// How soon a worker that should be replaced and could not be is looked at again.
+const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
+
 /// A job that so many workers left unread when they died is not given to another.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
 
@@ -153,6 +156,7 @@ impl<T> Bulkhead<T> {
         let Some(old) = old else { return };
         if let Some(worker) = self.workers[old as usize].as_mut() {
             worker.role = Role::Retired;
+            self.slots[slot as usize].retired += 1;
             out.push(Action::Note(Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason }));
         }
         self.drain_worker(now, old, out);
@@ -216,11 +220,12 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Starts a successor for the worker of a slot, unless one is on its way or has failed just now.
+    /// Starts a successor for the worker of a slot, unless one is on its way or has failed just now, or
+    /// the one before is not gone yet: a slot has two workers at most.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
         let entry = &self.slots[slot as usize];
         let SlotState::Occupied(place) = entry.state else { return };
-        if entry.successor.is_some() {
+        if entry.successor.is_some() || entry.retired > 0 {
             return;
         }
         let is_due = self.workers[place as usize]
@@ -239,10 +244,14 @@ impl<T> Bulkhead<T> {
         self.roll_on(now, out);
     }
 
-    /// Goes on with the rolling restart once no successor is on its way.
+    /// Goes on with the rolling restart once no successor is on its way, and the next slot has room for
+    /// one.
     fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        while !self.rolling.is_empty() && self.slots.iter().all(|slot| slot.successor.is_none()) {
-            let Some(slot) = self.rolling.pop_front() else { return };
+        while let Some(&slot) = self.rolling.front()
+            && self.slots[slot as usize].retired == 0
+            && self.slots.iter().all(|slot| slot.successor.is_none())
+        {
+            self.rolling.pop_front();
             match self.slots[slot as usize].state {
                 SlotState::Occupied(_) => self.recycle(now, slot, RecycleReason::Restart, out),
                 SlotState::Backoff { .. } | SlotState::Stopped { .. } | SlotState::Empty => {
@@ -354,8 +363,12 @@ impl<T> Bulkhead<T> {
         }
         let slot = worker.slot;
         self.recycle(now, slot, RecycleReason::Age, out);
-        // Not asked again before this attempt has ended one way or the other.
-        let again = now + self.limits.start.handshake + self.limits.start.ready;
+        // Not asked again before this attempt has ended one way or the other. If none could be made, the
+        // worker before this one is about to go.
+        let again = match self.slots[slot as usize].successor {
+            Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
+            None => now + RECYCLE_PAUSE,
+        };
         if let Some(worker) = self.workers[place as usize].as_mut() {
             worker.succession_after = again;
         }
@@ -391,12 +404,13 @@ impl<T> Bulkhead<T> {
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
         // By the worker's own doing, or because it would not start or hangs: not by ours.
-        let is_own_doing = matches!(
-            killed,
-            None | Some(
-                KillReason::Hung | KillReason::Protocol(_) | KillReason::NoHello | KillReason::NotReady
-            )
-        );
+        let is_own_doing = worker.role != Role::Retired
+            && matches!(
+                killed,
+                None | Some(
+                    KillReason::Hung | KillReason::Protocol(_) | KillReason::NoHello | KillReason::NotReady
+                )
+            );
         let is_unfit = is_own_doing && (!was_ready || jobs.is_empty() && worker.served == 0);
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let sentence = describe(death, killed.as_ref());
@@ -415,6 +429,7 @@ impl<T> Bulkhead<T> {
         if let &[index] = &jobs[..]
             && left_unread
             && self.mode == Mode::Open
+            && self.live_slots > 0
             && self.take_back(index)
         {
             jobs.clear();
@@ -425,7 +440,7 @@ impl<T> Bulkhead<T> {
         self.remove_and_replace(now, id, is_unfit, is_clean, out);
     }
 
-    /// A worker died before it read its only job: the job is as good as never given, and waits for the
+    /// A worker died before it read its only job: the job is as good as never given, and goes to the
     /// next worker. Returns whether it does; not if its client has been told already, or if it cannot be
     /// given again.
     fn take_back(&mut self, index: u32) -> bool {
@@ -434,7 +449,7 @@ impl<T> Bulkhead<T> {
             return false;
         }
         job.place = Place::Entered;
-        self.enqueue(index);
+        self.enqueue_first(index);
         true
     }
 
@@ -485,7 +500,10 @@ impl<T> Bulkhead<T> {
             self.slots[slot as usize].has_settled = true;
         }
         match worker.role {
-            Role::Retired => {}
+            Role::Retired => {
+                self.slots[slot as usize].retired -= 1;
+                self.roll_on(now, out);
+            }
             Role::Successor(_) => self.successor_gone(now, slot, out),
             Role::Current => self.refill(now, slot, is_unfit, is_clean, out),
         }

@@ -1,0 +1,569 @@
+//! Rules with a name: what other systems learned the hard way, and what the design promises. The source
+//! of each stands above it.
+
+#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+
+use std::time::Duration;
+
+use bulkhead_policy::{
+    Action, Answer, Bulkhead, BulkheadState, Death, Event, KillReason, Limits, Note, RecycleReason, Reply,
+    RestartPolicy, Submission, Time, WorkerId,
+};
+use bulkhead_shared::{CrashReason, Executed, JobId, RejectReason, Verdict};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// A bulkhead, its clock, and everything it has asked for so far.
+struct Stage {
+    bulkhead: Bulkhead<u32>,
+    now: Time,
+    submitted: u32,
+    spawned: Vec<WorkerId>,
+    dispatched: Vec<(WorkerId, JobId)>,
+    cancelled: Vec<JobId>,
+    drained: Vec<WorkerId>,
+    killed: Vec<(WorkerId, KillReason)>,
+    answers: Vec<Answer<u32>>,
+    notes: Vec<Note>,
+}
+
+impl Stage {
+    fn starting(limits: Limits) -> Self {
+        let mut stage = Self {
+            bulkhead: Bulkhead::new(limits, 1),
+            now: Time::ZERO,
+            submitted: 0,
+            spawned: Vec::new(),
+            dispatched: Vec::new(),
+            cancelled: Vec::new(),
+            drained: Vec::new(),
+            killed: Vec::new(),
+            answers: Vec::new(),
+            notes: Vec::new(),
+        };
+        stage.apply(Event::Start);
+        stage
+    }
+
+    fn ready(limits: Limits) -> Self {
+        let mut stage = Self::starting(limits);
+        for worker in stage.spawned.clone() {
+            stage.bring_up(worker);
+        }
+        stage
+    }
+
+    fn apply(&mut self, event: Event<u32>) -> Option<JobId> {
+        let mut actions = Vec::new();
+        let job = self.bulkhead.apply(self.now, event, &mut actions);
+        for action in actions {
+            match action {
+                Action::Spawn { worker, .. } => self.spawned.push(worker),
+                Action::Dispatch { worker, job, .. } => self.dispatched.push((worker, job)),
+                Action::Cancel { job, .. } => self.cancelled.push(job),
+                Action::Drain { worker } => self.drained.push(worker),
+                Action::Kill { worker, reason } => self.killed.push((worker, reason)),
+                Action::Answer(answer) => self.answers.push(answer),
+                Action::Note(note) => self.notes.push(note),
+            }
+        }
+        job
+    }
+
+    fn bring_up(&mut self, worker: WorkerId) {
+        self.apply(Event::Spawned { worker, pid: 100 + worker.generation });
+        self.apply(Event::Hello { worker, has_dispatch_thread: false });
+        self.apply(Event::Ready { worker });
+    }
+
+    /// Time passes; workers that owe heartbeats send them.
+    fn wait(&mut self, duration: Duration) {
+        let end = self.now + duration;
+        while let Some(at) = self.bulkhead.next_deadline().filter(|&at| at <= end) {
+            self.now = self.now.max(at);
+            for view in self.bulkhead.workers(self.now) {
+                self.apply(Event::Heard { worker: view.id });
+            }
+            self.apply(Event::Tick);
+        }
+        self.now = end;
+    }
+
+    fn submit(&mut self) -> Option<JobId> {
+        self.submit_with(None)
+    }
+
+    fn submit_with(&mut self, deadline: Option<Duration>) -> Option<JobId> {
+        self.submitted += 1;
+        let mut submission = Submission::new(self.submitted);
+        submission.deadline = deadline;
+        self.apply(Event::Submit(submission))
+    }
+
+    /// A job that is taken.
+    fn job(&mut self) -> JobId {
+        self.job_with(None)
+    }
+
+    fn job_with(&mut self, deadline: Option<Duration>) -> JobId {
+        self.submit_with(deadline).unwrap_or_else(|| panic!("refused: {:?}", self.answers.last()))
+    }
+
+    fn holder(&self, job: JobId) -> WorkerId {
+        let given = self.dispatched.iter().rev().find(|(_, j)| *j == job);
+        given.map_or_else(|| panic!("{job:?} was given to nobody"), |(worker, _)| *worker)
+    }
+
+    fn was_given_out(&self, job: JobId) -> bool {
+        self.dispatched.iter().any(|(_, j)| *j == job)
+    }
+
+    fn reply(&mut self, job: JobId) {
+        let worker = self.holder(job);
+        self.apply(Event::Replied { worker, job, reply: Reply::Ok });
+    }
+
+    fn die(&mut self, worker: WorkerId, death: Death) {
+        self.apply(Event::Exited { worker, death, left_unread: false });
+    }
+
+    fn newest_worker(&self) -> WorkerId {
+        *self.spawned.last().unwrap_or_else(|| panic!("no worker was started"))
+    }
+
+    fn verdicts(&self, job: JobId) -> Vec<&Verdict> {
+        self.answers.iter().filter(|a| a.job == Some(job)).map(|a| &a.verdict).collect()
+    }
+
+    fn rejected(&self, reason: RejectReason) -> u64 {
+        self.bulkhead.counters().rejected[reason.code() as usize]
+    }
+
+    #[track_caller]
+    fn expect(&self, job: JobId, name: &str, reason: Option<&str>) {
+        let got: Vec<_> = self.verdicts(job).iter().map(|v| (v.name(), v.reason())).collect();
+        assert_eq!(got, [(name, reason)]);
+    }
+}
+
+fn limits(processes: u32, max_in_flight: u32, max_queue: u32) -> Limits {
+    Limits { processes, max_in_flight, max_queue, ..Limits::default() }
+}
+
+// Permits.
+
+/// Polly, `BulkheadScenarios`: of L calls on N permits and Q places min(L, N) execute and
+/// max(0, L - N - Q) are rejected; all permits are back in the end.
+#[test]
+fn so_many_run_so_many_wait_and_the_rest_is_rejected() {
+    for (processes, max_in_flight, queue) in [(1, 1, 0), (1, 4, 2), (4, 1, 2), (2, 3, 0), (3, 2, 7)] {
+        for load in 0..20 {
+            let mut stage = Stage::ready(limits(processes, max_in_flight, queue));
+            for _ in 0..load {
+                stage.submit();
+            }
+            let permits = processes * max_in_flight;
+            assert_eq!(stage.bulkhead.in_flight(), u64::from(load.min(permits)));
+            assert_eq!(stage.bulkhead.queued() as u32, load.saturating_sub(permits).min(queue));
+            let rejected = u64::from(load.saturating_sub(permits + queue));
+            assert_eq!(stage.rejected(RejectReason::QueueFull), rejected);
+            let mut done = 0;
+            while let Some(&(_, job)) = stage.dispatched.get(done) {
+                stage.reply(job);
+                done += 1;
+            }
+            assert_eq!(stage.bulkhead.counters().ok, u64::from(load.min(permits + queue)));
+            assert_eq!(stage.bulkhead.available(), u64::from(permits));
+        }
+    }
+}
+
+/// Failsafe #393: waiters that time out must not take a permit with them.
+#[test]
+fn eight_waiters_that_timed_out_leave_full_capacity() {
+    let mut stage = Stage::ready(Limits { queue_timeout: Some(SECOND), ..limits(8, 1, 8) });
+    let running: Vec<_> = (0..8).map(|_| stage.job()).collect();
+    let waiting: Vec<_> = (0..8).map(|_| stage.job()).collect();
+    stage.wait(SECOND);
+    waiting.iter().for_each(|&job| stage.expect(job, "rejected", Some("queue_timeout")));
+    running.iter().for_each(|&job| stage.reply(job));
+    assert_eq!(stage.bulkhead.available(), 8);
+    let next: Vec<_> = (0..8).map(|_| stage.job()).collect();
+    assert!(next.iter().all(|&job| stage.was_given_out(job)));
+}
+
+/// Netflix concurrency-limits: a permit that is granted in the moment in which the waiter gives up
+/// belongs to one of the two, never to nobody.
+#[test]
+fn a_grant_that_races_a_timeout_is_not_lost() {
+    for reply_comes_first in [true, false] {
+        let mut stage = Stage::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 1) });
+        let (first, second) = (stage.job(), stage.job());
+        stage.now = Time::ZERO + SECOND;
+        if reply_comes_first {
+            stage.reply(first);
+            stage.apply(Event::Tick);
+            stage.reply(second);
+            stage.expect(second, "ok", None);
+        } else {
+            stage.apply(Event::Tick);
+            stage.reply(first);
+            stage.expect(second, "rejected", Some("queue_timeout"));
+        }
+        assert_eq!(stage.bulkhead.available(), 1);
+    }
+}
+
+/// Semian: the permit of a holder that is killed by SIGKILL returns; here with the next process.
+#[test]
+fn the_permit_of_a_killed_holder_returns() {
+    let mut stage = Stage::ready(limits(1, 1, 1));
+    let (first, second) = (stage.job(), stage.job());
+    stage.die(stage.holder(first), Death::Signal(9));
+    stage.expect(first, "crashed", Some("signal"));
+    assert!(!stage.was_given_out(second), "there is nobody yet to give it to");
+    stage.bring_up(stage.newest_worker());
+    stage.reply(second);
+    stage.expect(second, "ok", None);
+    assert_eq!(stage.bulkhead.available(), 1);
+}
+
+/// tower: a future that is dropped gives its permit back. Here the client goes away, and the permit
+/// returns when the worker replies or is gone, and not before: what runs on is not forgotten.
+#[test]
+fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
+    for obeys in [true, false] {
+        let mut stage = Stage::ready(limits(1, 1, 0));
+        let (worker, job) = (stage.newest_worker(), stage.job());
+        stage.apply(Event::Cancel { job });
+        assert_eq!((&stage.cancelled[..], stage.bulkhead.available()), (&[job][..], 0));
+        if obeys {
+            stage.reply(job);
+        } else {
+            stage.wait(100 * MS);
+            assert_eq!(stage.killed, [(worker, KillReason::Deadline)]);
+            assert_eq!(stage.bulkhead.available(), 0, "killed is not gone");
+            stage.die(worker, Death::Signal(9));
+            stage.bring_up(stage.newest_worker());
+        }
+        assert_eq!(stage.verdicts(job), [&Verdict::Cancelled { executed: Executed::Yes }]);
+        assert_eq!(stage.bulkhead.available(), 1);
+    }
+}
+
+/// Architecture, 4: a reply from an earlier generation is dropped and counted.
+#[test]
+fn a_reply_from_an_earlier_generation_reaches_nobody() {
+    let mut stage = Stage::ready(limits(1, 1, 1));
+    let (old, first, second) = (stage.newest_worker(), stage.job(), stage.job());
+    stage.die(old, Death::Signal(11));
+    stage.bring_up(stage.newest_worker());
+    assert_eq!(stage.holder(second).place, old.place);
+    for job in [first, second] {
+        stage.apply(Event::Replied { worker: old, job, reply: Reply::Ok });
+    }
+    assert_eq!((stage.verdicts(second), stage.bulkhead.counters().late_replies), (vec![], 2));
+}
+
+// The queue.
+
+/// Hystrix: a job that is cancelled while it waits never runs.
+#[test]
+fn a_job_cancelled_in_the_queue_never_runs() {
+    let mut stage = Stage::ready(limits(1, 1, 3));
+    let jobs: Vec<_> = (0..4).map(|_| stage.job()).collect();
+    stage.apply(Event::Cancel { job: jobs[1] });
+    assert_eq!(stage.verdicts(jobs[1]), [&Verdict::Cancelled { executed: Executed::No }]);
+    for job in [jobs[0], jobs[2], jobs[3]] {
+        stage.reply(job);
+    }
+    assert!(!stage.was_given_out(jobs[1]));
+    assert_eq!(stage.bulkhead.counters().ok, 3);
+}
+
+/// Semantics 1: what is the first to pass, the queue's timeout or the deadline, names the outcome.
+#[test]
+fn the_queue_timeout_and_the_deadline_each_have_their_own_name() {
+    let mut stage = Stage::ready(Limits { queue_timeout: Some(SECOND), ..limits(1, 1, 5) });
+    let running = stage.job();
+    let (patient, hasty) = (stage.job(), stage.job_with(Some(500 * MS)));
+    stage.wait(500 * MS);
+    stage.expect(hasty, "deadline_exceeded", Some("queued"));
+    assert_eq!(stage.verdicts(patient).len(), 0);
+    stage.wait(500 * MS);
+    stage.expect(patient, "rejected", Some("queue_timeout"));
+    stage.wait(29 * SECOND);
+    stage.expect(running, "deadline_exceeded", Some("running"));
+}
+
+/// Semantics 1, step 9: a job that cannot be answered in time never runs, also when the clock was not
+/// looked at in between.
+#[test]
+fn an_expired_job_never_runs() {
+    let mut stage = Stage::ready(limits(1, 1, 2));
+    let (running, hasty, patient) = (stage.job(), stage.job_with(Some(SECOND)), stage.job());
+    stage.now = Time::ZERO + 2 * SECOND;
+    stage.reply(running);
+    stage.expect(hasty, "deadline_exceeded", Some("queued"));
+    assert!(!stage.was_given_out(hasty) && stage.was_given_out(patient));
+    let too_late = stage.submit_with(Some(Duration::ZERO));
+    assert_eq!((too_late, stage.answers.last().map(|a| &a.verdict)), (None, Some(&Verdict::DeadlineQueued)));
+}
+
+/// Semantics 1: while workers start, as many jobs as they will take may wait, even without a queue.
+#[test]
+fn jobs_wait_for_workers_that_start() {
+    let mut stage = Stage::starting(limits(2, 3, 0));
+    let jobs: Vec<_> = (0..6).map(|_| stage.job()).collect();
+    assert_eq!(stage.submit(), None);
+    assert_eq!(stage.rejected(RejectReason::QueueFull), 1);
+    for worker in stage.spawned.clone() {
+        stage.bring_up(worker);
+    }
+    assert!(jobs.iter().all(|&job| stage.was_given_out(job)));
+    assert_eq!((stage.submit(), stage.bulkhead.queue_capacity()), (None, 0));
+}
+
+/// A worker that dies before it read its job has not begun it: the job is the next one's first.
+#[test]
+fn a_job_left_unread_goes_to_the_next_worker_before_all_others() {
+    let mut stage = Stage::ready(limits(1, 1, 5));
+    let (unread, later) = (stage.job(), stage.job());
+    let worker = stage.newest_worker();
+    stage.apply(Event::Exited { worker, death: Death::Exit(0), left_unread: true });
+    assert_eq!(stage.verdicts(unread).len(), 0);
+    stage.bring_up(stage.newest_worker());
+    assert_eq!(stage.holder(unread), stage.newest_worker());
+    stage.reply(unread);
+    assert_eq!(stage.holder(later), stage.newest_worker());
+}
+
+/// If there is no next worker, and none will come, the client is told so at once.
+#[test]
+fn a_job_left_unread_does_not_wait_for_nobody() {
+    let mut limits = limits(1, 1, 5);
+    limits.restart.policy = RestartPolicy::Never;
+    let mut stage = Stage::ready(limits);
+    let (old, job) = (stage.newest_worker(), stage.job());
+    stage.apply(Event::Restart);
+    stage.bring_up(stage.newest_worker());
+    stage.die(stage.newest_worker(), Death::Exit(1));
+    stage.apply(Event::Exited { worker: old, death: Death::Signal(9), left_unread: true });
+    stage.expect(job, "crashed", Some("signal"));
+}
+
+// Deadlines.
+
+/// Semantics 3: whoever asks for a short deadline ends its own job, never its neighbours'.
+#[test]
+fn the_short_deadline_of_one_does_not_end_its_neighbour() {
+    let mut stage = Stage::ready(limits(1, 2, 0));
+    let (hasty, patient) = (stage.job_with(Some(SECOND)), stage.job());
+    stage.wait(2 * SECOND);
+    stage.expect(hasty, "deadline_exceeded", Some("running"));
+    assert_eq!(stage.cancelled, [hasty]);
+    stage.wait(20 * SECOND);
+    assert_eq!((&stage.killed[..], stage.bulkhead.available()), (&[][..], 0));
+    stage.reply(patient);
+    stage.expect(patient, "ok", None);
+    stage.wait(100 * MS);
+    assert_eq!(stage.killed.len(), 1, "nobody is left in there whom it could harm");
+}
+
+/// Semantics 3: at the bulkhead's own deadline the worker goes, and takes its other jobs along.
+#[test]
+fn the_deadline_of_the_bulkhead_ends_the_worker_and_the_neighbours() {
+    let limits = Limits { deadline: 5 * SECOND, deadline_max: 60 * SECOND, ..limits(1, 2, 0) };
+    let mut stage = Stage::ready(limits);
+    let (stuck, innocent) = (stage.job(), stage.job_with(Some(60 * SECOND)));
+    stage.wait(5 * SECOND + 99 * MS);
+    assert_eq!((stage.verdicts(stuck).len(), stage.killed.len()), (1, 0));
+    stage.wait(MS);
+    assert_eq!(stage.killed, [(stage.holder(stuck), KillReason::Deadline)]);
+    stage.die(stage.holder(stuck), Death::Signal(9));
+    stage.expect(stuck, "deadline_exceeded", Some("running"));
+    stage.expect(innocent, "crashed", Some("collateral"));
+}
+
+/// Semantics 3: within `grace` the worker can still save itself; until then it gets no other job.
+#[test]
+fn a_worker_that_comes_round_within_grace_lives() {
+    let mut stage = Stage::ready(Limits { deadline: SECOND, ..limits(1, 1, 1) });
+    let job = stage.job();
+    stage.wait(SECOND + 99 * MS);
+    stage.expect(job, "deadline_exceeded", Some("running"));
+    let next = stage.job();
+    assert!(!stage.was_given_out(next));
+    stage.reply(job);
+    assert!(stage.was_given_out(next));
+    stage.wait(500 * MS);
+    assert_eq!((stage.killed.len(), stage.verdicts(job).len()), (0, 1));
+}
+
+// Restarts.
+
+/// Semantics 4: the first at once, then up to `backoff` doubling; past `max` the slot has failed and is
+/// probed after `backoff_max`; a reset clears that.
+#[test]
+fn a_worker_that_does_not_start_is_tried_less_and_less_often() {
+    let mut stage = Stage::starting(limits(1, 1, 0));
+    for ceiling_ms in [0, 100, 200, 400, 800] {
+        let died_at = stage.now;
+        stage.die(stage.newest_worker(), Death::Exit(1));
+        let delay = stage.bulkhead.next_deadline().map_or(Duration::ZERO, |at| at.since(died_at));
+        let count = stage.spawned.len();
+        if ceiling_ms > 0 {
+            assert!(delay <= ceiling_ms * MS, "{delay:?} of {ceiling_ms} ms");
+            stage.wait(delay);
+        }
+        assert_eq!(stage.spawned.len(), count + usize::from(ceiling_ms > 0));
+    }
+    stage.die(stage.newest_worker(), Death::Exit(1));
+    assert_eq!((stage.bulkhead.state(), stage.submit()), (BulkheadState::Failed, None));
+    assert_eq!(stage.rejected(RejectReason::Unavailable), 1);
+    let count = stage.spawned.len();
+    stage.wait(30 * SECOND - MS);
+    assert_eq!(stage.spawned.len(), count);
+    stage.wait(MS);
+    assert_eq!(stage.spawned.len(), count + 1);
+    stage.die(stage.newest_worker(), Death::Exit(1));
+    stage.apply(Event::Reset);
+    stage.bring_up(stage.newest_worker());
+    assert_eq!(stage.bulkhead.state(), BulkheadState::Ready);
+}
+
+/// Semantics 4: crashes under jobs and kills for a deadline never count, so that bad payloads cannot
+/// close a bulkhead to everyone.
+#[test]
+fn deaths_under_jobs_do_not_count_as_failed_starts() {
+    let mut stage = Stage::ready(Limits { deadline: SECOND, ..limits(1, 1, 0) });
+    for round in 0..40 {
+        let (worker, job) = (stage.newest_worker(), stage.job());
+        if round % 2 == 0 {
+            stage.wait(2 * SECOND);
+            assert_eq!(stage.killed.last(), Some(&(worker, KillReason::Deadline)));
+        }
+        stage.die(worker, Death::Signal(11));
+        assert_eq!(stage.verdicts(job).len(), 1);
+        assert_ne!(stage.newest_worker(), worker, "the next one comes at once");
+        stage.bring_up(stage.newest_worker());
+    }
+    assert_eq!(stage.bulkhead.state(), BulkheadState::Ready);
+}
+
+/// Semantics 4: exit status 0 with a job in flight is a crash (pebble and loky take it for success).
+#[test]
+fn a_clean_exit_with_a_job_in_flight_is_a_crash() {
+    let mut stage = Stage::ready(limits(1, 1, 0));
+    let job = stage.job();
+    stage.die(stage.newest_worker(), Death::Exit(0));
+    let message = "exited with status 0".to_owned();
+    assert_eq!(
+        stage.verdicts(job),
+        [&Verdict::Crashed { reason: CrashReason::Exit, status: Some(0), message }]
+    );
+}
+
+// Recycling.
+
+/// Semantics 4: the replacement is ready first, so capacity does not dip.
+#[test]
+fn a_recycled_worker_goes_on_until_its_replacement_is_ready() {
+    let mut limits = limits(1, 1, 0);
+    limits.recycle.jobs = Some(1);
+    let mut stage = Stage::ready(limits);
+    let (old, job) = (stage.newest_worker(), stage.job());
+    stage.reply(job);
+    let new = stage.newest_worker();
+    assert_ne!(new, old);
+    let between = stage.job();
+    assert_eq!((stage.holder(between), &stage.drained[..]), (old, &[][..]));
+    stage.bring_up(new);
+    assert_eq!((&stage.drained[..], stage.bulkhead.available()), (&[old][..], 1));
+    stage.reply(between);
+    stage.die(old, Death::Exit(0));
+    stage.expect(between, "ok", None);
+    assert_eq!(stage.spawned.len(), 2, "the last job of the old one recycles nobody else");
+    assert_eq!((stage.bulkhead.last_trouble(), stage.bulkhead.limit()), ("", 1));
+}
+
+/// Architecture, 6: everything has a bound. Jobs that hang in workers that have been replaced do not
+/// make these pile up.
+#[test]
+fn a_slot_has_two_workers_at_most() {
+    let mut limits = limits(1, 2, 0);
+    limits.recycle.jobs = Some(1);
+    let mut stage = Stage::ready(limits);
+    let _hangs = stage.job();
+    for _ in 0..10 {
+        let job = stage.job();
+        stage.reply(job);
+        if stage.spawned.len() == 2 && stage.drained.is_empty() {
+            stage.bring_up(stage.newest_worker());
+        }
+    }
+    assert_eq!(stage.bulkhead.workers(stage.now).len(), 2);
+    stage.die(stage.drained[0], Death::Signal(11));
+    let job = stage.job();
+    stage.reply(job);
+    assert_eq!(stage.spawned.len(), 3, "now there is room for the next replacement");
+}
+
+/// A rolling restart replaces one worker after the other, and says nothing of trouble.
+#[test]
+fn a_rolling_restart_goes_from_slot_to_slot() {
+    let mut stage = Stage::ready(limits(3, 1, 0));
+    let old = stage.spawned.clone();
+    stage.apply(Event::Restart);
+    for (done, &worker) in old.iter().enumerate() {
+        assert_eq!((stage.spawned.len(), stage.drained.len()), (4 + done, done));
+        stage.bring_up(stage.newest_worker());
+        assert_eq!((stage.drained.last(), stage.bulkhead.limit()), (Some(&worker), 3));
+        stage.die(worker, Death::Exit(0));
+    }
+    assert_eq!((stage.spawned.len(), stage.bulkhead.last_trouble()), (6, ""));
+    let recycled = |note: &&Note| matches!(note, Note::WorkerRecycled { reason: RecycleReason::Restart, .. });
+    assert_eq!(stage.notes.iter().filter(recycled).count(), 3);
+}
+
+// The operator.
+
+/// Semantics 6: new jobs and queued ones are told at once, what is in flight is finished.
+#[test]
+fn draining_ends_the_queue_and_not_the_work() {
+    let mut stage = Stage::ready(limits(1, 1, 1));
+    let (running, waiting) = (stage.job(), stage.job());
+    stage.apply(Event::Drain);
+    stage.expect(waiting, "rejected", Some("draining"));
+    assert_eq!((stage.submit(), stage.rejected(RejectReason::Draining)), (None, 2));
+    stage.reply(running);
+    stage.expect(running, "ok", None);
+    stage.apply(Event::Resume);
+    let next = stage.job();
+    assert!(stage.was_given_out(next));
+}
+
+/// Semantics 6: what is in flight may go on until patience ends; then it is `crashed/stopped`.
+#[test]
+fn a_stop_waits_for_work_as_long_as_it_was_told_to() {
+    for finishes in [true, false] {
+        let mut stage = Stage::ready(limits(1, 1, 1));
+        let (worker, running, waiting) = (stage.newest_worker(), stage.job(), stage.job());
+        stage.apply(Event::Stop { by: stage.now + 5 * SECOND });
+        stage.expect(waiting, "rejected", Some("draining"));
+        assert_eq!(stage.drained, [worker]);
+        if finishes {
+            stage.reply(running);
+            stage.die(worker, Death::Exit(0));
+            stage.expect(running, "ok", None);
+        } else {
+            stage.wait(5 * SECOND);
+            assert_eq!(stage.killed, [(worker, KillReason::Overdue)]);
+            stage.die(worker, Death::Signal(9));
+            stage.expect(running, "crashed", Some("stopped"));
+        }
+        assert!(stage.bulkhead.is_stopped());
+        assert_eq!((stage.spawned.len(), stage.bulkhead.next_deadline()), (1, None));
+    }
+}

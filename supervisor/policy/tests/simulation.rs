@@ -1,0 +1,236 @@
+//! Random histories under a virtual clock, every step judged by a model of the rules.
+//!
+//! `BULKHEAD_SIM_SEED` replays one history; `BULKHEAD_SIM_STEPS` makes it as many steps as wanted.
+
+#![expect(clippy::expect_used, clippy::panic, reason = "a test says what is wrong by panicking")]
+
+mod support;
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use bulkhead_policy::{Action, Bulkhead, Event, Time};
+
+use support::Tag;
+use support::coverage::Coverage;
+use support::model::Model;
+use support::random::Random;
+use support::settings;
+use support::world::World;
+
+const STEPS: u64 = 400_000;
+const STEPS_PER_HISTORY_MAX: u64 = 2000;
+
+/// The longest that anything outside takes after a stop: a kill, or the supervisor itself.
+const STOP_MARGIN: Duration = Duration::from_secs(20);
+
+const TRACE_LINES: usize = 60;
+
+#[test]
+fn random_histories_keep_the_rules() {
+    let mut coverage = Coverage::default();
+    if let Some(seed) = variable("BULKHEAD_SIM_SEED") {
+        replay(seed, &mut coverage);
+        return coverage.print();
+    }
+    let steps = variable("BULKHEAD_SIM_STEPS").unwrap_or(STEPS);
+    let (mut done, mut seed) = (0, 0);
+    while done < steps {
+        seed += 1;
+        done += replay(seed, &mut coverage);
+    }
+    println!("{done} steps in {seed} histories");
+    coverage.print();
+    if steps >= STEPS {
+        coverage.demand(&DEMANDED);
+    }
+}
+
+/// What every long enough simulation comes across.
+const DEMANDED: [&str; 51] = [
+    "ok",
+    "failed",
+    "cancelled",
+    "deadline_exceeded queued",
+    "deadline_exceeded running",
+    "crashed exit",
+    "crashed signal",
+    "crashed hung",
+    "crashed protocol",
+    "crashed stopped",
+    "crashed collateral",
+    "rejected draining",
+    "rejected queue_full",
+    "rejected queue_timeout",
+    "rejected unavailable",
+    "kill deadline",
+    "kill hung",
+    "kill protocol",
+    "kill no hello",
+    "kill not ready",
+    "kill overdue",
+    "recycled jobs",
+    "recycled age",
+    "recycled rss",
+    "recycled restart",
+    "successor gone",
+    "exited beside another",
+    "backoff",
+    "probe",
+    "proven",
+    "bulkhead failed",
+    "bulkhead failed by policy",
+    "spawn failed",
+    "start extended",
+    "taken back unread",
+    "reply for nothing",
+    "late reply",
+    "ghost",
+    "drain",
+    "resume",
+    "state starting",
+    "state ready",
+    "state degraded",
+    "state failed",
+    "state draining",
+    "event HeldUp",
+    "event Reset",
+    "event Restart",
+    "event Stopping",
+    "event Cancel",
+    "event Stop",
+];
+
+fn variable(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} wants a number, not {value:?}")))
+}
+
+/// Runs the history of a seed and returns its steps. One that breaks a rule is run once more, for the
+/// record of how it came to that.
+fn replay(seed: u64, coverage: &mut Coverage) -> u64 {
+    let quiet = catch_unwind(AssertUnwindSafe(|| History::new(seed, Trace::Off).run()));
+    let history = quiet.unwrap_or_else(|_| {
+        let trace = Trace::On { seed, lines: VecDeque::new() };
+        History::new(seed, trace).run()
+    });
+    coverage.add(&history.model.coverage);
+    history.steps
+}
+
+struct History {
+    now: Time,
+    bulkhead: Bulkhead<Tag>,
+    world: World,
+    model: Model,
+    actions: Vec<Action<Tag>>,
+    steps: u64,
+    steps_max: u64,
+    trace: Trace,
+}
+
+impl History {
+    fn new(seed: u64, trace: Trace) -> Self {
+        let mut random = Random::new(seed);
+        let limits = settings::limits(&mut random);
+        let steps_max = random.range(10, STEPS_PER_HISTORY_MAX);
+        Self {
+            now: Time::ZERO,
+            bulkhead: Bulkhead::new(limits.clone(), random.draw()),
+            model: Model::new(limits.clone()),
+            world: World::new(random, limits),
+            actions: Vec::new(),
+            steps: 0,
+            steps_max,
+            trace,
+        }
+    }
+
+    fn run(mut self) -> Self {
+        self.apply(Event::Start);
+        while self.steps < self.steps_max {
+            self.step();
+        }
+        let by = self.now + self.world.millis(0, 5000);
+        self.apply(Event::Stop { by });
+        let is_urgent = self.world.chance(20);
+        while !self.bulkhead.is_stopped() {
+            self.step();
+            if is_urgent && self.world.chance(20) {
+                self.apply(Event::Stop { by: self.now });
+            }
+            assert!(self.now <= by + STOP_MARGIN, "it does not stop");
+        }
+        self.model.judge_end(&self.bulkhead);
+        self
+    }
+
+    /// Goes on to the next moment at which there is something to do, and does one thing.
+    fn step(&mut self) {
+        let tick_at = self.bulkhead.next_deadline();
+        let next = tick_at.into_iter().chain(self.world.due()).min().expect("there is always a next arrival");
+        self.now = self.now.max(next);
+        if let Some(held_up_for) = self.world.jump() {
+            self.now = self.now + held_up_for;
+        }
+        let tick_is_due = tick_at.is_some_and(|at| at <= self.now);
+        let world_is_due = self.world.due().is_some_and(|at| at <= self.now);
+        if tick_is_due && (!world_is_due || self.world.chance(50)) {
+            self.apply(Event::Tick);
+        } else if let Some(event) = self.world.take(self.now) {
+            self.apply(event);
+        }
+    }
+
+    fn apply(&mut self, event: Event<Tag>) {
+        self.steps += 1;
+        self.trace.event(self.now, &event);
+        self.model.happened(self.now, &event);
+        let taken = self.bulkhead.apply(self.now, event, &mut self.actions);
+        self.trace.actions(&self.actions);
+        self.model.judge(taken, &self.actions, &mut self.bulkhead);
+        for action in self.actions.drain(..) {
+            self.world.perform(self.now, &action);
+        }
+        if let Some(job) = taken {
+            self.world.taken(self.now, job);
+        }
+    }
+}
+
+/// The last events, for a history that went wrong. It is written as it is dropped.
+enum Trace {
+    Off,
+    On { seed: u64, lines: VecDeque<String> },
+}
+
+impl Trace {
+    fn event(&mut self, now: Time, event: &Event<Tag>) {
+        self.line(|| format!("{:>12.6} {event:?}", now.since(Time::ZERO).as_secs_f64()));
+    }
+
+    fn actions(&mut self, actions: &[Action<Tag>]) {
+        for action in actions {
+            self.line(|| format!("             -> {action:?}"));
+        }
+    }
+
+    fn line(&mut self, write: impl FnOnce() -> String) {
+        if let Self::On { lines, .. } = self {
+            lines.push_back(write());
+            if lines.len() > TRACE_LINES {
+                lines.pop_front();
+            }
+        }
+    }
+}
+
+impl Drop for Trace {
+    fn drop(&mut self) {
+        if let Self::On { seed, lines } = self {
+            lines.iter().for_each(|line| println!("{line}"));
+            println!("to replay: BULKHEAD_SIM_SEED={seed}");
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Whether an action is allowed, and what follows from it.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Action, Answer, KillReason, Note, StopReason, Time, WorkerId};
+use bulkhead_shared::{JobId, Verdict};
+
+use super::slots::SlotState;
+use super::{Cause, Mode, Model, Phase, Worker, is_same};
+use crate::support::Tag;
+
+/// How long a worker may take to exit once it has nothing left to do.
+const EXIT_PATIENCE: Duration = Duration::from_secs(2);
+
+impl Worker {
+    pub(super) fn new(id: WorkerId, slot: u32, now: Time) -> Self {
+        Self {
+            id,
+            slot,
+            phase: Phase::Spawned,
+            spawned_at: now,
+            ready_at: None,
+            heard_at: now,
+            has_dispatch_thread: false,
+            jobs: Vec::new(),
+            served: 0,
+            killed: None,
+            stuck_since: None,
+            no_successor_before: Time::ZERO,
+        }
+    }
+}
+
+impl Model {
+    pub(super) fn action(&mut self, action: &Action<Tag>) {
+        match action {
+            Action::Spawn { worker, slot } => self.spawn(*worker, *slot),
+            Action::Dispatch { worker, job, remaining } => self.dispatch(*worker, *job, *remaining),
+            Action::Cancel { worker, job } => {
+                assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
+            }
+            Action::Drain { worker } => self.drain_worker(*worker),
+            Action::Kill { worker, reason } => self.kill(*worker, reason),
+            Action::Answer(answer) => self.answer(answer),
+            Action::Note(note) => self.note(note),
+        }
+    }
+
+    fn dispatch(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
+        assert!(self.mode == Mode::Open, "a job is given out while draining");
+        assert_eq!(self.least_loaded(), Some(id), "the wrong worker was given a job");
+        assert_eq!(self.queue.pop_front(), Some(job_id), "the wrong job was given out");
+        let job = self.jobs.get_mut(&job_id).expect("a job that waits is known");
+        assert!(!job.is_answered, "{job_id:?} is given out after its answer");
+        assert!(job.deadline_at > self.now, "{job_id:?} is given out after its deadline");
+        assert_eq!(remaining, job.deadline_at.since(self.now));
+        job.attempts += 1;
+        job.worker = Some(id.place);
+        self.workers.entry(id.place).and_modify(|worker| worker.jobs.push(job_id));
+        self.step.dispatched.push((id, job_id));
+    }
+
+    fn drain_worker(&mut self, id: WorkerId) {
+        let now = self.now;
+        let is_due = self.live(id).is_some_and(|worker| {
+            let says_so = self.step.cause == Cause::Stopping(id);
+            self.is_stopping() || says_so || !self.is_current(worker)
+        });
+        assert!(is_due, "{id:?} is drained for no reason");
+        let worker = self.live_mut(id).expect("it is live");
+        assert!(worker.phase == Phase::Ready && worker.killed.is_none(), "{id:?} is drained twice");
+        worker.phase = Phase::Draining { idle_since: worker.jobs.is_empty().then_some(now) };
+    }
+
+    // Kills.
+
+    fn kill(&mut self, id: WorkerId, reason: &KillReason) {
+        self.coverage.see(&format!("kill {}", kill_name(reason)));
+        let worker = self.live(id).expect("only what lives is killed");
+        assert_eq!(worker.killed, None, "{id:?} is killed twice");
+        assert!(self.may_kill(worker, reason), "{id:?} is killed against the rules: {reason:?}");
+        self.live_mut(id).expect("it is live").killed = Some(reason.clone());
+    }
+
+    fn may_kill(&self, worker: &Worker, reason: &KillReason) -> bool {
+        let now = self.now;
+        match reason {
+            KillReason::Protocol(_) => self.step.cause == Cause::Broke(worker.id),
+            KillReason::NoHello => {
+                worker.phase == Phase::Spawned && worker.spawned_at + self.limits.start.handshake <= now
+            }
+            KillReason::NotReady => {
+                matches!(worker.phase, Phase::Initializing { until } if until <= now)
+            }
+            KillReason::Deadline => {
+                self.is_stuck(worker) && worker.stuck_since.unwrap_or(now) + self.limits.grace <= now
+            }
+            KillReason::Hung => self.is_hung(worker),
+            KillReason::Overdue => self.is_overdue(worker),
+        }
+    }
+
+    fn is_hung(&self, worker: &Worker) -> bool {
+        let health = &self.limits.health;
+        let is_silent = worker.heard_at + health.heartbeat * (health.missed + 1) <= self.now;
+        match worker.phase {
+            Phase::Spawned => false,
+            Phase::Initializing { .. } => is_silent && worker.has_dispatch_thread,
+            _ => is_silent && (worker.has_dispatch_thread || worker.jobs.is_empty()),
+        }
+    }
+
+    fn is_overdue(&self, worker: &Worker) -> bool {
+        let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
+        match (self.mode, worker.phase) {
+            (Mode::Stopping { by }, _) if by <= self.now || has_not_begun => true,
+            (_, Phase::Draining { idle_since: Some(since) }) => since + EXIT_PATIENCE <= self.now,
+            _ => false,
+        }
+    }
+
+    /// Whoever was to be killed or drained by now has been.
+    pub(super) fn settle_workers(&mut self) {
+        let now = self.now;
+        let stuck: Vec<_> = self.workers.iter().map(|(&place, w)| (place, self.is_stuck(w))).collect();
+        for (place, is_stuck) in stuck {
+            let worker = self.workers.get_mut(&place).expect("it is live");
+            worker.stuck_since = is_stuck.then(|| worker.stuck_since.unwrap_or(now));
+        }
+        for worker in self.workers.values().filter(|worker| worker.killed.is_none()) {
+            assert!(self.step.cause != Cause::Broke(worker.id), "{:?} broke and lives", worker.id);
+            if self.step.cause == Cause::Tick {
+                self.check_patience(worker);
+            }
+            let is_ready = worker.phase == Phase::Ready;
+            assert!(!is_ready || !self.is_stopping(), "{:?} was not told to stop", worker.id);
+            assert!(!is_ready || self.is_current(worker), "{:?} was replaced and goes on", worker.id);
+        }
+    }
+
+    fn check_patience(&self, worker: &Worker) {
+        use KillReason::{Deadline, Hung, NoHello, NotReady, Overdue};
+        for reason in [Deadline, Hung, NoHello, NotReady, Overdue] {
+            assert!(!self.may_kill(worker, &reason), "{:?} lives on in spite of {reason:?}", worker.id);
+        }
+    }
+
+    // Answers.
+
+    fn answer(&mut self, answer: &Answer<Tag>) {
+        self.count(&answer.verdict);
+        let Some(id) = answer.job else { return self.refused(answer) };
+        let job = self.jobs.get_mut(&id).expect("an answer for an unknown job");
+        assert!(!job.is_answered, "{id:?} is answered twice");
+        assert_eq!(answer.cargo.0, job.tag, "the answer for another job");
+        let is_expired_at_the_head = self.queue.front() == Some(&id) && job.deadline_at <= self.now;
+        match self.step.owed.remove(&id) {
+            Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
+            None if is_expired_at_the_head && answer.verdict == Verdict::DeadlineQueued => {}
+            None => panic!("{id:?} got {answer:?} before it was due"),
+        }
+        assert_eq!(answer.attempts, job.attempts);
+        assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
+        assert_eq!(answer.deadline, job.deadline_at.since(job.received));
+        job.is_answered = true;
+        self.leave(id, &answer.verdict);
+    }
+
+    /// An answered job leaves the queue; if a worker has it, that is asked to stop, and keeps it.
+    fn leave(&mut self, id: JobId, verdict: &Verdict) {
+        let place = self.jobs[&id].worker;
+        let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
+        match place.and_then(|place| self.workers.get(&place)) {
+            Some(worker) if is_abandoned => {
+                assert!(worker.jobs.contains(&id));
+                self.step.to_cancel.insert((worker.id, id));
+            }
+            _ => {
+                self.queue.retain(|&waiting| waiting != id);
+                self.jobs.remove(&id);
+            }
+        }
+    }
+
+    fn refused(&mut self, answer: &Answer<Tag>) {
+        let submission = self.step.submission.take().expect("a refusal of nothing");
+        assert_eq!(answer.cargo.0, submission.tag);
+        let expected = submission.refusal.unwrap_or_else(|| panic!("refused for no reason: {answer:?}"));
+        assert!(is_same(&expected, &answer.verdict), "refused with {answer:?}, not {expected:?}");
+        assert_eq!(answer.deadline, submission.limit);
+    }
+
+    fn count(&mut self, verdict: &Verdict) {
+        let name = verdict.name();
+        match (verdict, verdict.reason()) {
+            (Verdict::Failed(_), _) | (_, None) => self.coverage.see(name),
+            (_, Some(reason)) => self.coverage.see(&format!("{name} {reason}")),
+        }
+        let counters = &mut self.counters;
+        match verdict {
+            Verdict::Ok => counters.ok += 1,
+            Verdict::Failed(_) => counters.failed += 1,
+            Verdict::Rejected { reason, .. } => counters.rejected[reason.code() as usize] += 1,
+            Verdict::DeadlineQueued | Verdict::DeadlineRunning => counters.deadline_exceeded += 1,
+            Verdict::Crashed { .. } => counters.crashed += 1,
+            Verdict::Cancelled { .. } => counters.cancelled += 1,
+        }
+    }
+
+    // Notes.
+
+    fn note(&mut self, note: &Note) {
+        match note {
+            Note::RestartBackoff { slot, delay } => {
+                self.coverage.see("backoff");
+                self.backoff(*slot, *delay);
+            }
+            Note::WorkerRecycled { reason, .. } => {
+                self.coverage.see(&format!("recycled {}", reason.name()));
+            }
+            Note::BulkheadFailed { reason, .. } => {
+                assert_eq!(self.live_slots(), 0, "it is said to have failed, and a slot lives");
+                self.coverage.see(match reason {
+                    StopReason::Failed => "bulkhead failed",
+                    StopReason::Policy => "bulkhead failed by policy",
+                });
+            }
+            Note::WorkerExited { slot, .. } => {
+                if matches!(self.slots[*slot as usize].state, SlotState::Held { .. }) {
+                    self.coverage.see("exited beside another");
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+fn kill_name(reason: &KillReason) -> &'static str {
+    match reason {
+        KillReason::Deadline => "deadline",
+        KillReason::Hung => "hung",
+        KillReason::Protocol(_) => "protocol",
+        KillReason::NoHello => "no hello",
+        KillReason::NotReady => "not ready",
+        KillReason::Overdue => "overdue",
+    }
+}

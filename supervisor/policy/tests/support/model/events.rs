@@ -1,0 +1,341 @@
+//! What an event means, by the rules.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Death, Event, KillReason, Reply, Submission, Time, WorkerId};
+use bulkhead_shared::{CrashReason, Executed, JobId, RejectReason, Verdict};
+
+use super::slots::SlotState;
+use super::{Cause, Job, Mode, Model, Phase, Step, Submitted};
+use crate::support::Tag;
+
+/// A job that so many workers left unread is not given to another.
+const UNREAD_ATTEMPTS_MAX: u32 = 3;
+
+impl Model {
+    /// Notes an event, before the policy is told of it.
+    pub(crate) fn happened(&mut self, now: Time, event: &Event<Tag>) {
+        self.now = now;
+        self.step = Step { cause: cause(event), ..Step::default() };
+        self.coverage.see(event_name(event));
+        match event {
+            Event::Start | Event::Reset | Event::Spawned { .. } | Event::Heard { .. } => {}
+            Event::Memory { .. } | Event::Stopping { .. } | Event::Broke { .. } | Event::Said { .. } => {}
+            Event::Tick => self.tick(),
+            Event::Submit(submission) => self.submit(submission),
+            Event::Cancel { job } => self.cancel(*job),
+            Event::SpawnFailed { worker, .. } => {
+                self.coverage.see("spawn failed");
+                self.worker_gone(*worker, true, false);
+            }
+            Event::Hello { worker, has_dispatch_thread } => self.hello(*worker, *has_dispatch_thread),
+            Event::ExtendStart { worker, more } => self.extend_start(*worker, *more),
+            Event::Ready { worker } => self.ready(*worker),
+            Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
+            Event::Exited { worker, death, left_unread } => self.exited(*worker, *death, *left_unread),
+            Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.heard_at = now),
+            Event::Restart => self.restart(),
+            Event::Drain => self.drain(),
+            Event::Resume => self.resume(),
+            Event::Stop { by } => self.stop(*by),
+        }
+        self.hear(event);
+        if matches!(event, Event::Reset) {
+            self.reset();
+        }
+    }
+
+    /// Whoever says anything is alive.
+    fn hear(&mut self, event: &Event<Tag>) {
+        let (Event::Spawned { worker, .. }
+        | Event::Hello { worker, .. }
+        | Event::ExtendStart { worker, .. }
+        | Event::Ready { worker }
+        | Event::Heard { worker }
+        | Event::Said { worker, .. }
+        | Event::Replied { worker, .. }
+        | Event::Broke { worker, .. }
+        | Event::Stopping { worker }) = event
+        else {
+            return;
+        };
+        let now = self.now;
+        match self.live_mut(*worker) {
+            Some(worker) => worker.heard_at = now,
+            None => self.coverage.see("ghost"),
+        }
+    }
+
+    // Clients.
+
+    fn submit(&mut self, submission: &Submission<Tag>) {
+        self.counters.submitted += 1;
+        let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
+        let limit = asked.unwrap_or(self.limits.deadline);
+        let refusal = self.refusal(limit);
+        self.step.submission = Some(Submitted { tag: submission.cargo.0, limit, refusal });
+    }
+
+    /// Why a job that comes now is not taken.
+    fn refusal(&self, limit: Duration) -> Option<Verdict> {
+        let reject = |reason| Some(Verdict::rejected(reason));
+        if self.mode != Mode::Open {
+            reject(RejectReason::Draining)
+        } else if limit.is_zero() {
+            Some(Verdict::DeadlineQueued)
+        } else if self.live_slots() == 0 {
+            reject(RejectReason::Unavailable)
+        } else if self.queue.is_empty() && self.least_loaded().is_some() {
+            None
+        } else if self.queue.len() >= self.queue_capacity() {
+            reject(RejectReason::QueueFull)
+        } else if self.next_start() > Some(self.now + limit) {
+            reject(RejectReason::Unavailable)
+        } else {
+            None
+        }
+    }
+
+    /// When there may be a worker at the earliest: now, if there is one in whatever state.
+    fn next_start(&self) -> Option<Time> {
+        let starts = self.slots.iter().filter_map(|slot| match slot.state {
+            SlotState::Held { .. } => Some(self.now),
+            SlotState::Waiting { until } => Some(until),
+            _ => None,
+        });
+        starts.min()
+    }
+
+    /// What became of the submission, if this was one.
+    pub(super) fn submitted(&mut self, taken: Option<JobId>) {
+        let Some(id) = taken else { return };
+        let submission = self.step.submission.take().expect("a job came from nowhere");
+        assert_eq!(submission.refusal, None, "taken, though it should have been refused");
+        assert!(id > self.newest_job, "a job's number was used twice");
+        self.newest_job = id;
+        let job = Job {
+            tag: submission.tag,
+            received: self.now,
+            deadline_at: self.now + submission.limit,
+            hard_deadline_at: self.now + submission.limit.max(self.limits.deadline),
+            attempts: 0,
+            is_answered: false,
+            is_overdue: false,
+            worker: None,
+        };
+        self.jobs.insert(id, job);
+        self.queue.push_back(id);
+    }
+
+    fn cancel(&mut self, id: JobId) {
+        let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
+        let executed = if job.worker.is_some() { Executed::Yes } else { Executed::No };
+        self.step.owed.insert(id, Verdict::Cancelled { executed });
+    }
+
+    // Time.
+
+    fn tick(&mut self) {
+        let now = self.now;
+        let patience = self.limits.queue_timeout;
+        for (id, job) in &mut self.jobs {
+            job.is_overdue = job.worker.is_some() && job.hard_deadline_at <= now;
+            if job.is_answered {
+                continue;
+            }
+            let is_waiting = job.worker.is_none();
+            let verdict = if job.deadline_at <= now {
+                if is_waiting { Verdict::DeadlineQueued } else { Verdict::DeadlineRunning }
+            } else if is_waiting && patience.is_some_and(|patience| job.received + patience <= now) {
+                Verdict::rejected(RejectReason::QueueTimeout)
+            } else {
+                continue;
+            };
+            self.step.owed.insert(*id, verdict);
+        }
+    }
+
+    // Workers.
+
+    fn hello(&mut self, id: WorkerId, has_dispatch_thread: bool) {
+        let until = self.now + self.limits.start.ready;
+        if let Some(worker) = self.live_mut(id)
+            && worker.phase == Phase::Spawned
+            && worker.killed.is_none()
+        {
+            worker.phase = Phase::Initializing { until };
+            worker.has_dispatch_thread = has_dispatch_thread;
+        }
+    }
+
+    fn extend_start(&mut self, id: WorkerId, more: Duration) {
+        let extended = self.now + more.min(self.limits.start.ready);
+        if let Some(worker) = self.live_mut(id)
+            && let Phase::Initializing { until } = &mut worker.phase
+            && extended > *until
+        {
+            *until = extended;
+            self.coverage.see("start extended");
+        }
+    }
+
+    fn ready(&mut self, id: WorkerId) {
+        let now = self.now;
+        let Some(worker) = self.live_mut(id) else { return };
+        if worker.killed.is_some() || !matches!(worker.phase, Phase::Initializing { .. }) {
+            return;
+        }
+        worker.phase = Phase::Ready;
+        worker.ready_at = Some(now);
+        let slot = worker.slot;
+        if let SlotState::Held { current, successor } = &mut self.slots[slot as usize].state
+            && *successor == Some(id.place)
+        {
+            (*current, *successor) = (id.place, None);
+        }
+    }
+
+    fn replied(&mut self, id: WorkerId, job: JobId, reply: &Reply) {
+        let held = self.live(id).and_then(|worker| worker.jobs.iter().position(|&j| j == job));
+        let Some(at) = held else {
+            self.coverage.see("reply for nothing");
+            self.counters.late_replies += 1;
+            return;
+        };
+        let now = self.now;
+        if let Some(worker) = self.live_mut(id) {
+            worker.jobs.swap_remove(at);
+            worker.served += 1;
+            if let Phase::Draining { idle_since } = &mut worker.phase
+                && worker.jobs.is_empty()
+            {
+                *idle_since = Some(now);
+            }
+        }
+        if self.jobs[&job].is_answered {
+            self.coverage.see("late reply");
+            self.counters.late_replies += 1;
+            self.jobs.remove(&job);
+            return;
+        }
+        let verdict = match reply {
+            Reply::Ok => Verdict::Ok,
+            Reply::Failed(failure) => Verdict::Failed(failure.clone()),
+            Reply::ProgramCrashed { signal, .. } => crashed(CrashReason::Signal, Some(*signal)),
+        };
+        self.step.owed.insert(job, verdict);
+    }
+
+    fn exited(&mut self, id: WorkerId, death: Death, left_unread: bool) {
+        let Some(worker) = self.live(id) else { return };
+        let (jobs, killed) = (worker.jobs.clone(), worker.killed.clone());
+        let was_ready = worker.ready_at.is_some();
+        let is_ours = matches!(killed, Some(KillReason::Deadline | KillReason::Overdue));
+        let is_unfit = !is_ours && (!was_ready || (jobs.is_empty() && worker.served == 0));
+        let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
+        let verdict = verdict_of(death, killed.as_ref());
+        let is_taken_back = left_unread && jobs.len() == 1 && self.may_be_given_again(jobs[0]);
+        for job in jobs {
+            if is_taken_back {
+                self.coverage.see("taken back unread");
+                self.queue.push_front(job);
+                self.jobs.entry(job).and_modify(|job| job.worker = None);
+            } else if self.jobs[&job].is_answered {
+                self.jobs.remove(&job);
+            } else {
+                self.step.owed.insert(job, verdict.clone());
+            }
+        }
+        self.worker_gone(id, is_unfit, is_clean);
+    }
+
+    fn may_be_given_again(&self, job: JobId) -> bool {
+        let job = &self.jobs[&job];
+        let may_wait = self.mode == Mode::Open && self.live_slots() > 0;
+        may_wait && !job.is_answered && job.attempts <= UNREAD_ATTEMPTS_MAX
+    }
+
+    // The operator.
+
+    fn restart(&mut self) {
+        self.rolling = (0..self.limits.processes).collect();
+        let now = self.now;
+        self.workers.values_mut().for_each(|worker| worker.no_successor_before = now);
+    }
+
+    fn drain(&mut self) {
+        if self.mode == Mode::Open {
+            self.coverage.see("drain");
+            self.mode = Mode::Draining;
+            self.owe_the_queue(RejectReason::Draining);
+        }
+    }
+
+    fn resume(&mut self) {
+        if self.mode == Mode::Draining {
+            self.coverage.see("resume");
+            self.mode = Mode::Open;
+        }
+    }
+
+    fn stop(&mut self, by: Time) {
+        self.mode = Mode::Stopping { by };
+        self.rolling.clear();
+        self.owe_the_queue(RejectReason::Draining);
+        for slot in &mut self.slots {
+            if !matches!(slot.state, SlotState::Held { .. }) {
+                slot.state = SlotState::Empty;
+            }
+        }
+    }
+
+    pub(super) fn owe_the_queue(&mut self, reason: RejectReason) {
+        for &job in &self.queue {
+            self.step.owed.insert(job, Verdict::rejected(reason));
+        }
+    }
+}
+
+fn cause(event: &Event<Tag>) -> Cause {
+    match event {
+        Event::Start => Cause::Start,
+        Event::Tick => Cause::Tick,
+        Event::Replied { worker, .. } => Cause::Replied(*worker),
+        Event::Memory { worker, rss_bytes } if *rss_bytes > crate::support::settings::RSS_LIMIT_BYTES => {
+            Cause::Memory(*worker)
+        }
+        Event::Broke { worker, .. } => Cause::Broke(*worker),
+        Event::Stopping { worker } => Cause::Stopping(*worker),
+        Event::Reset => Cause::Reset,
+        Event::Stop { .. } => Cause::Stop,
+        _ => Cause::Other,
+    }
+}
+
+fn event_name(event: &Event<Tag>) -> &'static str {
+    match event {
+        Event::HeldUp => "event HeldUp",
+        Event::Reset => "event Reset",
+        Event::Restart => "event Restart",
+        Event::Stopping { .. } => "event Stopping",
+        Event::Cancel { .. } => "event Cancel",
+        Event::Stop { .. } => "event Stop",
+        _ => "event",
+    }
+}
+
+/// What a job gets whose worker ended like this.
+fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
+    match (killed, death) {
+        (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),
+        (None, Death::Signal(signal)) => crashed(CrashReason::Signal, Some(signal)),
+        (Some(KillReason::Hung), _) => crashed(CrashReason::Hung, None),
+        (Some(KillReason::Protocol(_)), _) => crashed(CrashReason::Protocol, None),
+        (Some(KillReason::Overdue), _) => crashed(CrashReason::Stopped, None),
+        (Some(_), _) => crashed(CrashReason::Collateral, None),
+    }
+}
+
+fn crashed(reason: CrashReason, status: Option<i32>) -> Verdict {
+    Verdict::Crashed { reason, status, message: String::new() }
+}

@@ -1,0 +1,221 @@
+//! Slots: who fills them, who follows, and when.
+
+use std::time::Duration;
+
+use bulkhead_policy::{RestartPolicy, Time, WorkerId};
+use bulkhead_shared::RejectReason;
+
+use super::{Cause, Model, Phase, Worker};
+
+/// A worker that was up for so long and did a job has proved itself.
+const PROVEN_AFTER: Duration = Duration::from_secs(60);
+
+/// A slot that has failed is not probed more often than this.
+const PROBE_PAUSE_MIN: Duration = Duration::from_millis(100);
+
+/// A successor that did not make it is not followed by another before this.
+const SUCCESSION_PAUSE_MIN: Duration = Duration::from_secs(1);
+
+#[derive(Default)]
+pub(super) struct Slot {
+    pub(super) state: SlotState,
+    failures: Vec<Time>,
+    streak: u32,
+    is_probing: bool,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(super) enum SlotState {
+    #[default]
+    Empty,
+    Held {
+        current: u32,
+        successor: Option<u32>,
+    },
+    Waiting {
+        until: Time,
+    },
+    Stopped {
+        probe_at: Option<Time>,
+    },
+    /// Its worker is gone in this very step, and this is to follow.
+    Vacated(Next),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Next {
+    Now,
+    Within(Duration),
+    Failed,
+    Never,
+}
+
+impl Slot {
+    fn is_live(&self) -> bool {
+        match self.state {
+            SlotState::Held { .. } | SlotState::Waiting { .. } => true,
+            SlotState::Vacated(next) => !matches!(next, Next::Failed | Next::Never),
+            SlotState::Empty | SlotState::Stopped { .. } => false,
+        }
+    }
+
+    fn forget(&mut self) {
+        *self = Self { state: self.state, ..Self::default() };
+    }
+}
+
+impl Model {
+    /// How many slots have a worker, or will have one in the ordinary way.
+    pub(super) fn live_slots(&self) -> usize {
+        self.slots.iter().filter(|slot| slot.is_live()).count()
+    }
+
+    pub(super) fn spawn(&mut self, id: WorkerId, slot: u32) {
+        assert!(!self.is_stopping(), "a worker is started while all are being stopped");
+        assert!(id.generation > self.newest_generation, "a generation was used twice");
+        assert!(!self.workers.contains_key(&id.place), "two workers in one place");
+        self.newest_generation = id.generation;
+        let state = self.slots[slot as usize].state;
+        let successor_to = match state {
+            SlotState::Held { current, successor: None } => Some(current),
+            SlotState::Held { .. } => panic!("slot {slot} has a successor already"),
+            SlotState::Vacated(Next::Now | Next::Within(_)) => None,
+            SlotState::Waiting { until } if until <= self.now => None,
+            SlotState::Stopped { probe_at } if probe_at.is_some_and(|at| at <= self.now) => {
+                self.coverage.see("probe");
+                None
+            }
+            SlotState::Vacated(_) => panic!("slot {slot} is to have no worker: {state:?}"),
+            _ if matches!(self.step.cause, Cause::Start | Cause::Reset) => None,
+            _ if self.rolling.remove(&slot) => None,
+            _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
+        };
+        if let Some(current) = successor_to {
+            self.check_succession(slot, current);
+        }
+        self.slots[slot as usize].state = match successor_to {
+            Some(current) => SlotState::Held { current, successor: Some(id.place) },
+            None => SlotState::Held { current: id.place, successor: None },
+        };
+        self.workers.insert(id.place, Worker::new(id, slot, self.now));
+        // One slot has its worker, and either one that follows it or one that leaves.
+        let of_slot = self.workers.values().filter(|worker| worker.slot == slot).count();
+        assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
+    }
+
+    /// Whether there is a reason to replace a worker that works.
+    fn check_succession(&mut self, slot: u32, current: u32) {
+        let worker = &self.workers[&current];
+        assert!(worker.phase == Phase::Ready && worker.killed.is_none(), "it is on its way out already");
+        let recycle = &self.limits.recycle;
+        let is_due = match self.step.cause {
+            Cause::Replied(id) => id == worker.id && recycle.jobs.is_some_and(|jobs| worker.served >= jobs),
+            Cause::Memory(id) => id == worker.id && recycle.rss.is_some(),
+            Cause::Tick => recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now),
+            _ => false,
+        };
+        if is_due {
+            assert!(worker.no_successor_before <= self.now, "the next successor comes too soon");
+            return;
+        }
+        assert!(self.rolling.remove(&slot), "slot {slot} is recycled for no reason");
+        let others =
+            self.slots.iter().filter(|s| matches!(s.state, SlotState::Held { successor: Some(_), .. }));
+        assert_eq!(others.count(), 0, "a rolling restart replaces one after the other");
+    }
+
+    /// A worker is gone: decides what is to become of its slot.
+    pub(super) fn worker_gone(&mut self, id: WorkerId, is_unfit: bool, is_clean: bool) {
+        if self.live(id).is_none() {
+            return;
+        }
+        let worker = self.workers.remove(&id.place).expect("it is live");
+        let slot = worker.slot as usize;
+        let is_proven = worker.ready_at.is_some_and(|at| self.now.since(at) >= PROVEN_AFTER);
+        if is_proven && worker.served > 0 {
+            self.coverage.see("proven");
+            self.slots[slot].forget();
+        }
+        let SlotState::Held { current, successor } = self.slots[slot].state else { return };
+        if successor == Some(id.place) {
+            self.coverage.see("successor gone");
+            self.slots[slot].state = SlotState::Held { current, successor: None };
+            let pause = self.limits.restart.backoff_max.max(SUCCESSION_PAUSE_MIN);
+            let after = self.now + pause;
+            self.workers.entry(current).and_modify(|worker| worker.no_successor_before = after);
+            self.rolling.clear();
+        } else if current == id.place {
+            self.slots[slot].state = match successor {
+                _ if self.is_stopping() => SlotState::Empty,
+                Some(current) => SlotState::Held { current, successor: None },
+                None => SlotState::Vacated(self.next(slot, is_unfit, is_clean)),
+            };
+            self.owe_if_none_is_left(slot);
+        }
+    }
+
+    fn owe_if_none_is_left(&mut self, slot: usize) {
+        let has_ended = matches!(self.slots[slot].state, SlotState::Vacated(Next::Failed | Next::Never));
+        if has_ended && self.live_slots() == 0 {
+            self.owe_the_queue(RejectReason::Unavailable);
+        }
+    }
+
+    /// The restart rules: at once after a worker that was fit; else the first at once, the next within a
+    /// time that doubles, and past `max` failures within `within` not before `backoff_max`.
+    fn next(&mut self, slot: usize, is_unfit: bool, is_clean: bool) -> Next {
+        let (now, limits) = (self.now, &self.limits.restart);
+        match limits.policy {
+            RestartPolicy::Never => return Next::Never,
+            RestartPolicy::OnFailure if is_clean => return Next::Never,
+            _ if !is_unfit => return Next::Now,
+            _ => {}
+        }
+        let slot = &mut self.slots[slot];
+        slot.streak += 1;
+        slot.failures.push(now);
+        let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
+        if slot.is_probing || recent > limits.max as usize {
+            slot.is_probing = true;
+            return Next::Failed;
+        }
+        match slot.streak {
+            1 => Next::Now,
+            streak => {
+                let ceiling = limits.backoff.saturating_mul(1 << (streak - 2).min(30));
+                Next::Within(ceiling.min(limits.backoff_max))
+            }
+        }
+    }
+
+    pub(super) fn backoff(&mut self, slot: u32, delay: Duration) {
+        let SlotState::Vacated(Next::Within(ceiling)) = self.slots[slot as usize].state else {
+            panic!("slot {slot} waits {delay:?} for no reason");
+        };
+        assert!(delay <= ceiling, "slot {slot} waits {delay:?}, at most {ceiling:?} would be right");
+        self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
+    }
+
+    pub(super) fn reset(&mut self) {
+        self.slots.iter_mut().for_each(Slot::forget);
+    }
+
+    pub(super) fn settle_slots(&mut self) {
+        let (now, cause, is_stopping) = (self.now, self.step.cause, self.is_stopping());
+        let probe_at = now + self.limits.restart.backoff_max.max(PROBE_PAUSE_MIN);
+        for slot in &mut self.slots {
+            slot.state = match slot.state {
+                SlotState::Vacated(Next::Failed) => SlotState::Stopped { probe_at: Some(probe_at) },
+                SlotState::Vacated(Next::Never) => SlotState::Stopped { probe_at: None },
+                SlotState::Vacated(next) => panic!("{next:?} was to follow, and nothing did"),
+                state => state,
+            };
+            let (SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) }) = slot.state
+            else {
+                continue;
+            };
+            assert!(cause != Cause::Tick || at > now, "a slot should have a worker since {at:?}");
+            assert!(cause != Cause::Reset || is_stopping, "a reset leaves no slot empty");
+        }
+    }
+}

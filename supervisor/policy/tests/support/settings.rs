@@ -1,0 +1,124 @@
+//! Random limits, and random tempers for the workers and clients that live under them. Extremes are as
+//! likely as the middle: a simulation in which everything is mediocre finds nothing.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Health, Limits, Recycle, Restart, RestartPolicy, Start};
+
+use super::random::Random;
+
+pub(crate) fn limits(random: &mut Random) -> Limits {
+    let deadline = random.millis(5, 3000);
+    Limits {
+        processes: random.pick(&[1, 1, 2, 2, 3, 5]),
+        max_in_flight: random.pick(&[1, 1, 1, 2, 3, 4, 8]),
+        max_queue: random.pick(&[0, 0, 1, 2, 5, 20]),
+        queue_timeout: random.percent(50).then(|| random.millis(1, 1000)),
+        deadline,
+        deadline_max: if random.percent(50) { deadline } else { deadline + random.millis(0, 5000) },
+        grace: if random.percent(20) { Duration::ZERO } else { random.millis(0, 300) },
+        restart: restart(random),
+        start: Start { handshake: random.millis(20, 2000), ready: random.millis(20, 2000) },
+        health: health(random),
+        recycle: recycle(random),
+    }
+}
+
+/// Slow hearts leave more of the steps for other things, and let more time pass.
+fn health(random: &mut Random) -> Health {
+    let (low, high) = if random.percent(70) { (50, 1000) } else { (5000, 30_000) };
+    Health { heartbeat: random.millis(low, high), missed: random.pick(&[0, 1, 3, 5]) }
+}
+
+fn restart(random: &mut Random) -> Restart {
+    let backoff = random.pick(&[0, 1, 20, 100, 500]);
+    Restart {
+        policy: random.pick(&[
+            RestartPolicy::Always,
+            RestartPolicy::Always,
+            RestartPolicy::Always,
+            RestartPolicy::OnFailure,
+            RestartPolicy::Never,
+        ]),
+        backoff: Duration::from_millis(backoff),
+        backoff_max: Duration::from_millis(backoff) + random.millis(0, 3000),
+        max: random.pick(&[0, 1, 2, 5, 5]),
+        within: random.millis(10, 30_000),
+    }
+}
+
+fn recycle(random: &mut Random) -> Recycle {
+    Recycle {
+        jobs: random.percent(40).then(|| random.range(1, 20)),
+        rss: random.percent(40).then_some(RSS_LIMIT_BYTES),
+        age: random.percent(30).then(|| random.millis(100, 20_000)),
+    }
+}
+
+/// `recycle.rss`, where it is set.
+pub(crate) const RSS_LIMIT_BYTES: u64 = 1 << 20;
+
+/// How the workers and the clients of one history behave. Chances are percentages.
+#[derive(Debug)]
+pub(crate) struct Temper {
+    pub(crate) spawn_fails: u64,
+    pub(crate) never_says_hello: u64,
+    pub(crate) never_ready: u64,
+    pub(crate) extends_start: u64,
+    pub(crate) dies_at_start: u64,
+    pub(crate) has_dispatch_thread: u64,
+    pub(crate) falls_silent: u64,
+    pub(crate) job_hangs: u64,
+    pub(crate) job_crashes: u64,
+    pub(crate) job_breaks_protocol: u64,
+    pub(crate) leaves_after_job: u64,
+    pub(crate) dies_idle: u64,
+    pub(crate) reads_nothing: u64,
+    pub(crate) ignores_cancel: u64,
+    pub(crate) ignores_drain: u64,
+    pub(crate) reports_memory: u64,
+    pub(crate) start_ms: u64,
+    pub(crate) job_ms: u64,
+    pub(crate) arrival_ms: u64,
+    pub(crate) burst: u64,
+    pub(crate) own_deadline: u64,
+    pub(crate) cancels: u64,
+    pub(crate) operator_ms: u64,
+    pub(crate) jump: u64,
+}
+
+impl Temper {
+    pub(crate) fn draw(random: &mut Random) -> Self {
+        // In most histories something goes wrong, in few everything does: where no worker ever comes up
+        // there is little to see.
+        let (starts_well, works_well) = (random.percent(70), random.percent(30));
+        let start = |random: &mut Random, chances: &[u64]| if starts_well { 0 } else { random.pick(chances) };
+        let work = |random: &mut Random, chances: &[u64]| if works_well { 0 } else { random.pick(chances) };
+        Self {
+            spawn_fails: start(random, &[0, 0, 5, 40, 100]),
+            never_says_hello: start(random, &[0, 0, 0, 5, 40]),
+            never_ready: start(random, &[0, 0, 0, 5, 40]),
+            extends_start: random.pick(&[0, 20, 80]),
+            dies_at_start: start(random, &[0, 0, 0, 10, 60, 100]),
+            has_dispatch_thread: random.pick(&[0, 50, 100]),
+            falls_silent: work(random, &[0, 0, 5, 50]),
+            job_hangs: work(random, &[0, 2, 10, 40]),
+            job_crashes: work(random, &[0, 0, 5, 30, 80]),
+            job_breaks_protocol: work(random, &[0, 0, 5]),
+            leaves_after_job: work(random, &[0, 0, 5, 50]),
+            dies_idle: work(random, &[0, 0, 10, 60]),
+            reads_nothing: work(random, &[0, 5, 30]),
+            ignores_cancel: random.pick(&[0, 20, 100]),
+            ignores_drain: work(random, &[0, 0, 10, 60]),
+            reports_memory: random.pick(&[0, 20]),
+            start_ms: random.pick(&[1, 50, 500]),
+            job_ms: random.pick(&[1, 10, 100, 1000]),
+            arrival_ms: random.pick(&[1, 10, 50, 200, 2000, 20_000]),
+            burst: random.pick(&[0, 30, 80]),
+            own_deadline: random.pick(&[0, 50, 100]),
+            cancels: random.pick(&[0, 5, 40]),
+            operator_ms: random.pick(&[500, 5000, 100_000]),
+            jump: random.pick(&[0, 0, 1]),
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! What is outside of the policy: a shell that performs actions, workers that come up, work, disobey and
+//! die, clients that submit and lose interest, and an operator. It is realistic where that matters: a
+//! killed process is gone only some time later, what is said by the living is in order, and only the
+//! ghosts (messages from workers that are gone) come without rhyme or reason.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use bulkhead_policy::{Action, Death, Event, Limits, Reply, Submission, Time, WorkerId};
+use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
+
+use super::Tag;
+use super::random::Random;
+use super::settings::{RSS_LIMIT_BYTES, Temper};
+
+/// Something that will happen, unless the process that it is about is gone by then.
+#[derive(Debug)]
+enum Happening {
+    Arrival,
+    Cancel(JobId),
+    Operator,
+    Resume,
+    Ghost,
+    Process(WorkerId, Sign),
+}
+
+#[derive(Debug)]
+enum Sign {
+    Spawned,
+    SpawnFailed,
+    Hello,
+    Extend,
+    Said,
+    Ready,
+    Beat,
+    Reply(JobId),
+    Stopping,
+    Broke,
+    Memory,
+    Exited(Death),
+}
+
+struct Process {
+    has_dispatch_thread: bool,
+    is_ready: bool,
+    is_silent: bool,
+    is_draining: bool,
+    /// It is on its way out, and reads nothing any more.
+    is_leaving: bool,
+    /// What was handed to it and not answered.
+    jobs: Vec<JobId>,
+    /// Those of them that it never read.
+    unread: usize,
+}
+
+pub(crate) struct World {
+    random: Random,
+    temper: Temper,
+    limits: Limits,
+    agenda: BTreeMap<(Time, u64), Happening>,
+    sequence: u64,
+    processes: HashMap<WorkerId, Process>,
+    /// The newest workers that are gone, for ghosts.
+    gone: Vec<WorkerId>,
+    /// Jobs that were handed out lately, whatever became of them.
+    handed_out: Vec<JobId>,
+    next_tag: u64,
+    next_pid: u32,
+}
+
+impl World {
+    pub(crate) fn new(mut random: Random, limits: Limits) -> Self {
+        let temper = Temper::draw(&mut random);
+        let mut world = Self {
+            random,
+            temper,
+            limits,
+            agenda: BTreeMap::new(),
+            sequence: 0,
+            processes: HashMap::new(),
+            gone: Vec::new(),
+            handed_out: Vec::new(),
+            next_tag: 0,
+            next_pid: 100,
+        };
+        world.plan(Time::ZERO, Happening::Arrival);
+        world.plan(Time::ZERO + Duration::from_millis(3), Happening::Ghost);
+        let first_operator = world.random.millis(1, world.temper.operator_ms);
+        world.plan(Time::ZERO + first_operator, Happening::Operator);
+        world
+    }
+
+    fn plan(&mut self, at: Time, happening: Happening) {
+        self.sequence += 1;
+        self.agenda.insert((at, self.sequence), happening);
+    }
+
+    fn plan_sign(&mut self, at: Time, worker: WorkerId, sign: Sign) {
+        self.plan(at, Happening::Process(worker, sign));
+    }
+
+    /// When the next thing happens.
+    pub(crate) fn due(&self) -> Option<Time> {
+        self.agenda.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    /// How much later than it could the supervisor looks at the world: mostly not at all.
+    pub(crate) fn jump(&mut self) -> Option<Duration> {
+        self.random.percent(self.temper.jump).then(|| self.random.millis(1, 5000))
+    }
+
+    pub(crate) fn chance(&mut self, percent: u64) -> bool {
+        self.random.percent(percent)
+    }
+
+    pub(crate) fn millis(&mut self, low: u64, high: u64) -> Duration {
+        self.random.millis(low, high)
+    }
+
+    /// The next thing that has happened by now, as the shell would report it. `None` for what came to
+    /// nothing, because the process that it was about is gone.
+    pub(crate) fn take(&mut self, now: Time) -> Option<Event<Tag>> {
+        let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
+        match entry.remove() {
+            Happening::Arrival => Some(self.arrival(now)),
+            Happening::Cancel(job) => Some(Event::Cancel { job }),
+            Happening::Operator => Some(self.operator(now)),
+            Happening::Resume => Some(Event::Resume),
+            Happening::Ghost => self.ghost(now),
+            Happening::Process(worker, sign) => self.sign(now, worker, sign),
+        }
+    }
+
+    // Clients and the operator.
+
+    fn arrival(&mut self, now: Time) -> Event<Tag> {
+        let pause = match self.random.percent(self.temper.burst) {
+            true => Duration::ZERO,
+            false => self.random.millis(0, 2 * self.temper.arrival_ms),
+        };
+        self.plan(now + pause, Happening::Arrival);
+        self.next_tag += 1;
+        let most = 2 * u64::try_from(self.limits.deadline.as_millis()).unwrap_or(u64::MAX) + 2;
+        let deadline = self
+            .random
+            .percent(self.temper.own_deadline)
+            .then(|| if self.random.percent(3) { Duration::ZERO } else { self.random.millis(1, most) });
+        let priority = self.random.pick(&[Priority::Critical, Priority::Normal, Priority::BestEffort]);
+        let idempotent = self.random.percent(50);
+        Event::Submit(Submission { cargo: Tag(self.next_tag), deadline, priority, idempotent })
+    }
+
+    /// A job was taken: its client may lose interest.
+    pub(crate) fn taken(&mut self, now: Time, job: JobId) {
+        if self.random.percent(self.temper.cancels) {
+            let after = self.random.millis(0, 2 * self.temper.job_ms + 20);
+            self.plan(now + after, Happening::Cancel(job));
+        }
+    }
+
+    fn operator(&mut self, now: Time) -> Event<Tag> {
+        let pause = self.random.millis(1, 2 * self.temper.operator_ms);
+        self.plan(now + pause, Happening::Operator);
+        match self.random.range(0, 5) {
+            0 => {
+                let until = now + self.random.millis(0, 2000);
+                self.plan(until, Happening::Resume);
+                Event::Drain
+            }
+            1 => Event::Resume,
+            2 => Event::Reset,
+            3 => Event::HeldUp,
+            _ => Event::Restart,
+        }
+    }
+
+    /// A message from a worker that is gone or never was, or for a job that is not where it is said to be.
+    fn ghost(&mut self, now: Time) -> Option<Event<Tag>> {
+        let pause = self.random.millis(1, 100 * self.temper.arrival_ms);
+        self.plan(now + pause, Happening::Ghost);
+        let job = match self.handed_out.len() as u64 {
+            0 => JobId(self.random.draw()),
+            count => self.handed_out[self.random.range(0, count - 1) as usize],
+        };
+        if self.random.percent(20) {
+            return Some(Event::Cancel { job });
+        }
+        let count = self.gone.len() as u64;
+        if count == 0 {
+            return None;
+        }
+        let mut worker = self.gone[self.random.range(0, count - 1) as usize];
+        if self.random.percent(10) {
+            worker = WorkerId { place: worker.place + 1000, generation: 7 };
+        }
+        let message = "a ghost".to_owned();
+        Some(match self.random.range(0, 11) {
+            0 => Event::Spawned { worker, pid: 1 },
+            1 => Event::SpawnFailed { worker, message },
+            2 => Event::Hello { worker, has_dispatch_thread: true },
+            3 => Event::Ready { worker },
+            4 => Event::Heard { worker },
+            5 => Event::Broke { worker, message },
+            6 => Event::Stopping { worker },
+            7 => Event::Exited { worker, death: Death::Exit(0), left_unread: true },
+            8 => Event::Memory { worker, rss_bytes: u64::MAX },
+            9 => Event::ExtendStart { worker, more: Duration::from_secs(9) },
+            10 => Event::Said { worker, text: message },
+            _ => Event::Replied { worker, job, reply: Reply::Ok },
+        })
+    }
+
+    // Processes.
+
+    fn sign(&mut self, now: Time, worker: WorkerId, sign: Sign) -> Option<Event<Tag>> {
+        let process = self.processes.get_mut(&worker)?;
+        let event = match sign {
+            Sign::Spawned => {
+                self.next_pid += 1;
+                Event::Spawned { worker, pid: self.next_pid }
+            }
+            Sign::SpawnFailed => {
+                self.bury(worker);
+                Event::SpawnFailed { worker, message: "no such program".into() }
+            }
+            Sign::Exited(death) => {
+                let left_unread = process.unread > 0;
+                self.bury(worker);
+                Event::Exited { worker, death, left_unread }
+            }
+            _ if process.is_leaving => return None,
+            Sign::Hello => {
+                let has_dispatch_thread = process.has_dispatch_thread;
+                self.plan_sign(now + self.limits.health.heartbeat / 2, worker, Sign::Beat);
+                Event::Hello { worker, has_dispatch_thread }
+            }
+            Sign::Extend => Event::ExtendStart { worker, more: self.random.millis(0, 3000) },
+            Sign::Said => Event::Said { worker, text: "half way".into() },
+            Sign::Ready => {
+                process.is_ready = true;
+                if self.random.percent(self.temper.dies_idle) {
+                    self.leave_idle(now, worker);
+                }
+                Event::Ready { worker }
+            }
+            Sign::Beat => return self.beat(now, worker),
+            Sign::Reply(job) => return self.reply(now, worker, job),
+            Sign::Stopping => {
+                self.go(now, worker);
+                Event::Stopping { worker }
+            }
+            Sign::Broke => Event::Broke { worker, message: "nonsense".into() },
+            Sign::Memory => {
+                let rss_bytes = self.random.range(0, 2 * RSS_LIMIT_BYTES);
+                Event::Memory { worker, rss_bytes }
+            }
+        };
+        Some(event)
+    }
+
+    fn bury(&mut self, worker: WorkerId) {
+        self.processes.remove(&worker);
+        self.gone.push(worker);
+        if self.gone.len() > 20 {
+            self.gone.remove(0);
+        }
+    }
+
+    fn beat(&mut self, now: Time, worker: WorkerId) -> Option<Event<Tag>> {
+        let process = self.processes.get_mut(&worker)?;
+        if process.is_silent {
+            return None;
+        }
+        if self.random.percent(self.temper.falls_silent) && self.random.percent(10) {
+            process.is_silent = true;
+        }
+        let is_deaf = !process.has_dispatch_thread && !process.jobs.is_empty();
+        let wait = self.limits.health.heartbeat.mul_f64(self.random.range(50, 95) as f64 / 100.0);
+        self.plan_sign(now + wait, worker, Sign::Beat);
+        if self.random.percent(self.temper.reports_memory) {
+            self.plan_sign(now, worker, Sign::Memory);
+        }
+        (!is_deaf).then_some(Event::Heard { worker })
+    }
+
+    fn reply(&mut self, now: Time, worker: WorkerId, job: JobId) -> Option<Event<Tag>> {
+        let process = self.processes.get_mut(&worker)?;
+        // One that was cancelled is answered once, by whichever came first; a few stammer.
+        let known = process.jobs.iter().position(|&j| j == job);
+        if known.is_none() && !self.random.percent(20) {
+            return None;
+        }
+        if let Some(at) = known {
+            process.jobs.swap_remove(at);
+        }
+        if process.is_draining && process.jobs.is_empty() {
+            self.go(now, worker);
+        } else if self.random.percent(self.temper.leaves_after_job) {
+            self.leave_after_job(now, worker);
+        }
+        let reply = match self.random.range(0, 9) {
+            0..7 => Reply::Ok,
+            7 => Reply::ProgramCrashed { signal: 11, message: "segmentation fault".into() },
+            _ => Reply::Failed(HandlerFailure {
+                code: "no".into(),
+                message: "it cannot".into(),
+                retryable: self.random.percent(50),
+                fault: Fault::Dependency,
+            }),
+        };
+        Some(Event::Replied { worker, job, reply })
+    }
+
+    fn leave_idle(&mut self, now: Time, worker: WorkerId) {
+        if self.random.percent(30) {
+            let after = self.random.millis(0, 1000);
+            self.plan_sign(now + after, worker, Sign::Stopping);
+        } else {
+            self.plan_death(now, worker, 1000);
+        }
+    }
+
+    /// Some say so before they go, others just go.
+    fn leave_after_job(&mut self, now: Time, worker: WorkerId) {
+        if self.random.percent(50) {
+            self.plan_sign(now, worker, Sign::Stopping);
+        } else if let Some(process) = self.processes.get_mut(&worker)
+            && process.jobs.is_empty()
+        {
+            process.is_leaving = true;
+            let after = self.random.millis(0, 20);
+            self.plan_sign(now + after, worker, Sign::Exited(Death::Exit(0)));
+        }
+    }
+
+    /// The process wants to go, and does once it has nothing left to do.
+    fn go(&mut self, now: Time, worker: WorkerId) {
+        let disobeys = self.random.percent(self.temper.ignores_drain);
+        let after = self.random.millis(0, 50);
+        let Some(process) = self.processes.get_mut(&worker) else { return };
+        process.is_draining = true;
+        if process.jobs.is_empty() && !disobeys {
+            process.is_leaving = true;
+            self.plan_sign(now + after, worker, Sign::Exited(Death::Exit(0)));
+        }
+    }
+
+    fn plan_death(&mut self, now: Time, worker: WorkerId, within_ms: u64) {
+        let after = self.random.millis(0, within_ms);
+        let death = self.random.pick(&[Death::Exit(0), Death::Exit(1), Death::Signal(9), Death::Signal(11)]);
+        self.plan_sign(now + after, worker, Sign::Exited(death));
+    }
+
+    // Actions.
+
+    pub(crate) fn perform(&mut self, now: Time, action: &Action<Tag>) {
+        match action {
+            Action::Spawn { worker, .. } => self.spawn(now, *worker),
+            Action::Dispatch { worker, job, .. } => self.dispatch(now, *worker, *job),
+            Action::Cancel { worker, job } => {
+                if !self.random.percent(self.temper.ignores_cancel) {
+                    let after = self.random.millis(0, 400);
+                    self.plan_sign(now + after, *worker, Sign::Reply(*job));
+                }
+            }
+            Action::Drain { worker } => self.go(now, *worker),
+            Action::Kill { worker, .. } => self.kill(now, *worker),
+            Action::Answer(_) | Action::Note(_) => {}
+        }
+    }
+
+    fn spawn(&mut self, now: Time, worker: WorkerId) {
+        let process = Process {
+            has_dispatch_thread: self.random.percent(self.temper.has_dispatch_thread),
+            is_ready: false,
+            is_silent: false,
+            is_draining: false,
+            is_leaving: false,
+            jobs: Vec::new(),
+            unread: 0,
+        };
+        self.processes.insert(worker, process);
+        let born = now + self.random.millis(0, self.temper.start_ms);
+        if self.random.percent(self.temper.spawn_fails) {
+            self.plan_sign(born, worker, Sign::SpawnFailed);
+            return;
+        }
+        self.plan_sign(born, worker, Sign::Spawned);
+        if self.random.percent(self.temper.dies_at_start) {
+            self.plan_death(born, worker, self.temper.start_ms);
+        }
+        if self.random.percent(self.temper.never_says_hello) {
+            return;
+        }
+        let hello = born + self.random.millis(0, self.temper.start_ms);
+        self.plan_sign(hello, worker, Sign::Hello);
+        if self.random.percent(self.temper.extends_start) {
+            let after = self.random.millis(0, self.temper.start_ms);
+            self.plan_sign(hello + after, worker, Sign::Extend);
+            self.plan_sign(hello + after, worker, Sign::Said);
+        }
+        if !self.random.percent(self.temper.never_ready) {
+            let ready = hello + self.random.millis(0, 2 * self.temper.start_ms);
+            self.plan_sign(ready, worker, Sign::Ready);
+        }
+    }
+
+    fn dispatch(&mut self, now: Time, worker: WorkerId, job: JobId) {
+        self.handed_out.push(job);
+        if self.handed_out.len() > 20 {
+            self.handed_out.remove(0);
+        }
+        let after = self.random.millis(0, 2 * self.temper.job_ms);
+        let roll = self.random.range(0, 99);
+        let reads_nothing = self.random.percent(self.temper.reads_nothing);
+        let Some(process) = self.processes.get_mut(&worker) else { return };
+        assert!(process.is_ready, "a job for a process that never said it was ready");
+        process.jobs.push(job);
+        if process.is_leaving || reads_nothing {
+            process.unread += 1;
+        }
+        let crashes = self.temper.job_crashes;
+        let breaks = crashes + self.temper.job_breaks_protocol;
+        let hangs = breaks + self.temper.job_hangs;
+        let at = now + after;
+        if process.is_leaving {
+            // Its exit is planned already.
+        } else if roll < crashes || reads_nothing {
+            self.plan_death(at, worker, 5);
+        } else if roll < breaks {
+            self.plan_sign(at, worker, Sign::Broke);
+        } else if roll >= hangs {
+            self.plan_sign(at, worker, Sign::Reply(job));
+        }
+    }
+
+    /// It is gone some time later, and may have died of something else before it comes to that.
+    fn kill(&mut self, now: Time, worker: WorkerId) {
+        let after =
+            if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };
+        self.plan_sign(now + after, worker, Sign::Exited(Death::Signal(9)));
+    }
+}
