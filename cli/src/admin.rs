@@ -1,6 +1,7 @@
 //! What goes over the admin socket: status, events, logs, and the four verbs.
 
 use std::path::Path;
+use std::pin::pin;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
@@ -38,7 +39,10 @@ async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Inc
     let detail = serde_json::from_slice::<Value>(&body).ok();
     let detail = detail.as_ref().and_then(|body| body["detail"].as_str()).unwrap_or(status.as_str());
     let code = match status {
+        StatusCode::BAD_REQUEST => exit::INVALID,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::FORBIDDEN,
         StatusCode::NOT_FOUND => exit::NOT_FOUND,
+        StatusCode::CONFLICT | StatusCode::TOO_MANY_REQUESTS => exit::TRY_LATER,
         StatusCode::SERVICE_UNAVAILABLE => exit::UNREACHABLE,
         _ => exit::FAILED,
     };
@@ -105,8 +109,12 @@ pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failur
         return Ok(exit::OK);
     };
     let name = encoded(name);
-    let one = json(args, &format!("/v1/bulkheads/{name}")).await?;
+    let mut one = json(args, &format!("/v1/bulkheads/{name}")).await?;
+    let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}&follow=false");
+    let events = read(request(args, Method::GET, &path).await?).await?;
+    let events = String::from_utf8_lossy(&events);
     if args.json {
+        one["events"] = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).collect();
         output::line(&one.to_string())?;
         return Ok(exit::OK);
     }
@@ -115,10 +123,8 @@ pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failur
         output::line(&format!("\n{}", harmless(detail)))?;
     }
     output::line(&format!("\n{}", worker_table(&one)))?;
-    let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}");
-    let events = read(request(args, Method::GET, &path).await?).await?;
     output::line("")?;
-    for line in String::from_utf8_lossy(&events).lines() {
+    for line in events.lines() {
         print_event(args, line)?;
     }
     Ok(exit::OK)
@@ -267,10 +273,13 @@ async fn lines(
 ) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
+    // One for all turns: between two, nobody would hear of it.
+    let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let frame = tokio::select! {
+            biased;
+            _ = &mut interrupt => return Ok(exit::CANCELLED),
             frame = body.frame() => frame,
-            _ = tokio::signal::ctrl_c() => return Ok(exit::CANCELLED),
         };
         let Some(frame) = frame else { return Ok(exit::OK) };
         let fail = |error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}"));

@@ -11,8 +11,10 @@ pub(crate) mod exit {
     pub(crate) const OK: u8 = 0;
     pub(crate) const FAILED: u8 = 1;
     pub(crate) const USAGE: u8 = 2;
+    pub(crate) const INVALID: u8 = 65;
     pub(crate) const NOT_FOUND: u8 = 66;
     pub(crate) const UNREACHABLE: u8 = 69;
+    pub(crate) const TRY_LATER: u8 = 75;
     pub(crate) const FORBIDDEN: u8 = 77;
     pub(crate) const CANCELLED: u8 = 130;
 }
@@ -23,11 +25,13 @@ pub(crate) struct Failure {
     code: u8,
     /// `None` if nobody reads what the command prints, which is no reason to complain.
     message: Option<String>,
+    /// Set if the supervisor would not take the job.
+    reason: Option<RejectReason>,
 }
 
 impl Failure {
     pub(crate) fn new(code: u8, message: impl Into<String>) -> Self {
-        Self { code, message: Some(message.into()) }
+        Self { code, message: Some(message.into()), reason: None }
     }
 
     pub(crate) fn report(self) -> ExitCode {
@@ -39,13 +43,15 @@ impl Failure {
 
     /// The same for programs, in the place of a job's outcome.
     pub(crate) fn json(&self, bulkhead: &str) -> Value {
-        let outcome = match self.code {
-            exit::UNREACHABLE => "unreachable",
-            _ => "error",
+        let (outcome, retryable) = match (self.reason, self.code) {
+            (Some(reason), _) => ("rejected", reason.is_retryable()),
+            (None, exit::UNREACHABLE) => ("unreachable", true),
+            (None, _) => ("error", false),
         };
         json!({
-            "outcome": outcome, "reason": null, "bulkhead": bulkhead, "attempts": 0, "message": self.message,
-            "executed": "no", "retryable": self.code == exit::UNREACHABLE,
+            "outcome": outcome, "reason": self.reason.map(RejectReason::name), "bulkhead": bulkhead,
+            "attempts": 0, "queued_ms": 0.0, "ran_ms": 0.0, "message": self.message, "executed": "no",
+            "retryable": retryable,
         })
     }
 
@@ -57,16 +63,15 @@ impl Failure {
 
 impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
-        let code = match &error {
-            ConnectError::Refused { reason, .. } => {
-                RejectReason::from_code(*reason).map_or(exit::UNREACHABLE, RejectReason::exit_code)
-            }
+        let reason = match &error {
+            ConnectError::Refused { reason, .. } => RejectReason::from_code(*reason),
             ConnectError::Unreachable { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
-                exit::FORBIDDEN
+                Some(RejectReason::Forbidden)
             }
-            _ => exit::UNREACHABLE,
+            _ => None,
         };
-        Self::new(code, format!("failed to {error}"))
+        let code = reason.map_or(exit::UNREACHABLE, RejectReason::exit_code);
+        Self { reason, ..Self::new(code, format!("failed to {error}")) }
     }
 }
 
@@ -75,7 +80,7 @@ impl From<ConnectError> for Failure {
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     out.write_all(bytes).and_then(|()| out.flush()).map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None },
+        io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
         _ => Failure::new(exit::FAILED, format!("failed to write to standard output: {error}")),
     })
 }

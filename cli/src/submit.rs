@@ -25,13 +25,15 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     let run = Run::new(args, submit);
     let began = Instant::now();
     tokio::select! {
-        result = run.lanes(&client, &payload) => result?,
+        // First of all, so that no job is under way that ^C would not cancel.
+        biased;
         _ = tokio::signal::ctrl_c() => {
             // Their futures are gone, and so they are cancelled.
             run.bar.finish_and_clear();
             run.print_cancelled()?;
             return Err(Failure::new(exit::CANCELLED, "cancelled"));
         }
+        result = run.lanes(&client, &payload) => result?,
     }
     run.bar.finish_and_clear();
     if submit.repeat.is_some() && !args.json {
@@ -86,7 +88,8 @@ impl<'a> Run<'a> {
             if code != exit::OK && self.first_bad.get().is_none_or(|(first, _)| index < first) {
                 self.first_bad.set(Some((index, code)));
             }
-            self.print(&result).map_err(|failure| failure.or_code(code))?;
+            let so_far = self.first_bad.get().map_or(exit::OK, |(_, code)| code);
+            self.print(&result).map_err(|failure| failure.or_code(so_far))?;
         }
         Ok(())
     }

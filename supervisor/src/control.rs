@@ -8,7 +8,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::command::{Command, Commander, Notice};
+use crate::command::{Command, Commander, Event, Notice, Severity};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process;
@@ -32,6 +32,10 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 /// How long open streams get to end.
 const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+
+/// Turns of the runtime in which the last words of a worker that has ended are read. Somebody else may
+/// hold the pipe open, so that its end does not come.
+const LAST_WORDS_TURNS: u32 = 64;
 
 /// What the control plane needs.
 pub struct Options {
@@ -102,6 +106,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
                 tokio::spawn(watch_memory(control.clone(), recycle_rss));
             }
             take_notices(&control, notices, &pulse).await;
+            control.announce_end();
             control.end.send_replace(true);
             let _ = tokio::time::timeout(CLOSE_WITHIN, server).await;
         });
@@ -135,9 +140,7 @@ async fn take_notices(control: &Control, mut notices: mpsc::Receiver<Notice>, pu
             }
             Notice::Event(mut event) => {
                 if event.kind == "worker_exited" {
-                    // Its last words may still be in the pipe.
-                    tokio::task::yield_now().await;
-                    control.add_tail(&mut event.fields);
+                    control.add_tail(&mut event.fields).await;
                 }
                 control.events.add(event);
             }
@@ -162,10 +165,21 @@ impl Control {
         notify_systemd(&[NotifyState::Ready]);
     }
 
-    fn add_tail(&self, fields: &mut Vec<(&'static str, Value)>) {
+    fn announce_end(&self) {
+        let (at, severity, kind) = (SystemTime::now(), Severity::Info, "stopped");
+        self.events.add(Event { at, severity, kind, bulkhead: None, fields: Vec::new() });
+    }
+
+    async fn add_tail(&self, fields: &mut Vec<(&'static str, Value)>) {
         let pid = fields.iter().find(|(name, _)| *name == "pid").and_then(|(_, pid)| pid.as_u64());
-        let tail = pid.and_then(|pid| self.output.tail(u32::try_from(pid).ok()?));
-        if let Some(tail) = tail {
+        let Some(pid) = pid.and_then(|pid| u32::try_from(pid).ok()) else { return };
+        for _ in 0..LAST_WORDS_TURNS {
+            if !self.output.is_read_from(pid) {
+                break;
+            }
+            tokio::task::yield_now().await;
+        }
+        if let Some(tail) = self.output.tail(pid) {
             fields.push(("stderr_tail", json!(tail)));
         }
     }

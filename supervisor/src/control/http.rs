@@ -8,11 +8,12 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, Path, Query, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::map_response;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::stream::{self, Stream, StreamExt};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
@@ -54,13 +55,17 @@ fn router(control: Shared) -> Router {
         .route("/v1/bulkheads", get(bulkheads))
         .route("/v1/bulkheads/{name}", get(bulkhead))
         .route("/v1/bulkheads/{name}/logs", get(logs))
-        .route("/v1/bulkheads/{name}/{verb}", post(steer))
+        .route("/v1/bulkheads/{name}/restart", post(restart))
+        .route("/v1/bulkheads/{name}/drain", post(drain))
+        .route("/v1/bulkheads/{name}/resume", post(resume))
+        .route("/v1/bulkheads/{name}/reset", post(reset))
         .route("/v1/events", get(events))
         .fallback(async || problem(StatusCode::NOT_FOUND, "there is nothing at this path"))
         .method_not_allowed_fallback(async || {
             problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
         })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(map_response(complete))
         .with_state(control)
 }
 
@@ -140,6 +145,9 @@ impl tokio::io::AsyncWrite for Placed {
 
 // Answers.
 
+const PROBLEM: &str = "application/problem+json";
+const JSON: &str = "application/json";
+
 /// A problem document (RFC 9457).
 fn problem(status: StatusCode, detail: &str) -> Response {
     let body = json!({
@@ -148,7 +156,23 @@ fn problem(status: StatusCode, detail: &str) -> Response {
         "status": status.as_u16(),
         "detail": detail,
     });
-    (status, [(header::CONTENT_TYPE, "application/problem+json")], body.to_string()).into_response()
+    (status, [(header::CONTENT_TYPE, PROBLEM)], body.to_string()).into_response()
+}
+
+/// What the router's own parts refuse, such as a query that makes no sense, is told like everything else;
+/// and whoever is put off hears until when.
+async fn complete(mut response: Response) -> Response {
+    let status = response.status();
+    let is_plain =
+        response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != PROBLEM && kind != JSON);
+    if is_plain && (status.is_client_error() || status.is_server_error()) {
+        let said = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();
+        response = problem(status, &String::from_utf8_lossy(&said));
+    }
+    if status == StatusCode::SERVICE_UNAVAILABLE {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    response
 }
 
 fn stuck() -> Response {
@@ -209,20 +233,29 @@ async fn bulkhead(State(control): State<Shared>, Path(name): Path<String>) -> Re
     }
 }
 
-async fn steer(State(control): State<Shared>, Path((name, verb)): Path<(String, String)>) -> Response {
-    let wanted = match verb.as_str() {
-        "restart" => Verb::Restart,
-        "drain" => Verb::Drain,
-        "resume" => Verb::Resume,
-        "reset" => Verb::Reset,
-        _ => return problem(StatusCode::NOT_FOUND, "a bulkhead takes restart, drain, resume and reset"),
-    };
+async fn restart(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Restart, "restart").await
+}
+
+async fn drain(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Drain, "drain").await
+}
+
+async fn resume(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Resume, "resume").await
+}
+
+async fn reset(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Reset, "reset").await
+}
+
+async fn steer(control: &Control, name: String, verb: Verb, done: &str) -> Response {
     let (reply, answer) = oneshot::channel();
-    if control.commander.send(Command::Steer { bulkhead: name.clone(), verb: wanted, reply }).is_err() {
+    if control.commander.send(Command::Steer { bulkhead: name.clone(), verb, reply }).is_err() {
         return stuck();
     }
     match tokio::time::timeout(super::ANSWER_WITHIN, answer).await {
-        Ok(Ok(Ok(()))) => axum::Json(json!({"bulkhead": name, "done": verb})).into_response(),
+        Ok(Ok(Ok(()))) => axum::Json(json!({"bulkhead": name, "done": done})).into_response(),
         Ok(Ok(Err(SteerError::NotFound))) => not_found(&name),
         Ok(Ok(Err(error @ SteerError::Stopping))) => problem(StatusCode::CONFLICT, &error.to_string()),
         Ok(Err(_)) | Err(_) => stuck(),
@@ -236,8 +269,17 @@ struct StreamQuery {
     since: Option<u64>,
     bulkhead: Option<String>,
     limit: Option<usize>,
-    #[serde(default)]
-    follow: bool,
+    #[serde(default, deserialize_with = "switch")]
+    follow: Option<bool>,
+}
+
+/// `?follow`, `?follow=true` and `?follow=1` are the same.
+fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
+    match String::deserialize(value)?.as_str() {
+        "" | "1" | "true" => Ok(Some(true)),
+        "0" | "false" => Ok(Some(false)),
+        _ => Err(serde::de::Error::custom("must be true or false")),
+    }
 }
 
 /// What comes on a live channel, until the control plane ends. A reader that is too slow hears of it.
@@ -248,6 +290,8 @@ fn live<T: Clone + Send + 'static>(
     let end = control.end.subscribe();
     stream::unfold((receiver, end), async |(mut receiver, mut end)| {
         let next = tokio::select! {
+            // What was sent before the end comes before it.
+            biased;
             next = receiver.recv() => next,
             _ = end.wait_for(|is_over| *is_over) => return None,
         };
@@ -259,18 +303,24 @@ fn live<T: Clone + Send + 'static>(
     })
 }
 
+/// Events are server-sent events, unless whoever asks takes only something else.
+fn takes_stream(accept: &str) -> bool {
+    ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
+}
+
 async fn events(
     State(control): State<Shared>,
     headers: HeaderMap,
     Query(query): Query<StreamQuery>,
 ) -> Response {
-    let wants_stream = headers
-        .get(header::ACCEPT)
-        .and_then(|value| value.to_str().ok())
-        .is_some_and(|accept| accept.contains("text/event-stream"));
+    let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let is_stream = query.follow.unwrap_or_else(|| header(header::ACCEPT).is_some_and(takes_stream));
+    // A reader of server-sent events that was cut off says where it was.
+    let last = header(header::HeaderName::from_static("last-event-id")).and_then(|seq| seq.parse().ok());
+    let since = query.since.or(last).unwrap_or(0);
     let limit = query.limit.unwrap_or(LIMIT);
-    let (kept, receiver) = control.events.follow(query.since.unwrap_or(0), query.bulkhead.as_deref(), limit);
-    if !query.follow && !wants_stream {
+    let (kept, receiver) = control.events.follow(since, query.bulkhead.as_deref(), limit);
+    if !is_stream {
         let body: String = kept.iter().map(|event| format!("{}\n", event.json)).collect();
         return ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
     }
@@ -304,7 +354,7 @@ async fn logs(
     }
     let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT));
     let kept = stream::iter(kept).map(|line| Ok::<_, Infallible>(Bytes::from(format!("{line}\n"))));
-    let body = if query.follow {
+    let body = if query.follow == Some(true) {
         let coming = live(&control, receiver).map(|item| match item {
             Ok(line) => Ok(Bytes::from(format!("{line}\n"))),
             Err(count) => Ok(Bytes::from(format!("{}\n", json!({"dropped": count})))),

@@ -126,7 +126,21 @@ fn render(event: &Event, seq: u64) -> String {
     for (name, value) in &event.fields {
         object.insert((*name).into(), value.clone());
     }
-    Value::Object(object).to_string()
+    line(&Value::Object(object))
+}
+
+/// JSON in one line that no terminal obeys: JSON itself escapes only the first half of the control
+/// characters.
+pub fn line(value: &Value) -> String {
+    let mut line = String::new();
+    for c in value.to_string().chars() {
+        match c.is_control() {
+            // Never outside of a string.
+            true => line.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => line.push(c),
+        }
+    }
+    line
 }
 
 fn log(event: &Event) {
@@ -134,8 +148,7 @@ fn log(event: &Event) {
     let mut text = event.kind.to_owned();
     for (name, value) in &event.fields {
         if !value.is_null() {
-            // JSON escapes what a terminal must not see.
-            text.push_str(&format!(" {name}={value}"));
+            text.push_str(&format!(" {name}={}", line(value)));
         }
     }
     match event.severity {
@@ -170,9 +183,11 @@ mod tests {
         assert_eq!(all[0].seq, 11);
         let (some, mut live) = events.follow(EVENTS_MAX as u64, Some("a"), usize::MAX);
         assert_eq!(some.len(), 5);
-        events.add(event("a", "\u{1b}[31m<script>"));
+        let hostile = "\u{1b}[31m\u{9b}31m\u{7f}<script>";
+        events.add(event("a", hostile));
         let next = live.try_recv().unwrap();
         assert_eq!(next.seq, EVENTS_MAX as u64 + 11);
-        assert!(!next.json.contains('\u{1b}'), "{}", next.json);
+        assert!(!next.json.contains(char::is_control), "{}", next.json);
+        assert_eq!(serde_json::from_str::<Value>(&next.json).unwrap()["text"], hostile);
     }
 }

@@ -2,17 +2,25 @@
 //! standard error that nobody reads costs log lines, never time.
 
 use std::io::{self, IsTerminal, Write};
+use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
 /// Lines that wait to be written; what comes beyond is dropped and counted.
 const LINES_MAX: usize = 4096;
 
+/// How long the end waits for the last lines to be written.
+const SETTLE_WITHIN: Duration = Duration::from_secs(1);
+
 static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+/// Lines that are not written yet.
+static WAITING: AtomicU64 = AtomicU64::new(0);
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,9 +33,7 @@ pub enum LogFormat {
 
 /// Sends what is logged from now on to standard error. An error is a sentence about `level`.
 pub fn init(format: LogFormat, level: &str) -> Result<(), String> {
-    let filter = EnvFilter::try_new(level).map_err(|error| {
-        format!("'{level}' is no log level: write error, warn, info, debug or trace ({error})")
-    })?;
+    let filter = filter(level)?;
     let (lines, received) = sync_channel(LINES_MAX);
     std::thread::Builder::new()
         .name("log".into())
@@ -41,11 +47,23 @@ pub fn init(format: LogFormat, level: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Waits until the lines logged so far are written, for a moment at most.
+/// Waits until the lines logged so far are written, or until it is plain that nobody reads them.
 pub fn settle() {
-    // The writing thread has no way to say that it is done with what is in the channel but to be given
-    // the time for it.
-    std::thread::sleep(Duration::from_millis(20));
+    let began = Instant::now();
+    while WAITING.load(Ordering::Acquire) > 0 && began.elapsed() < SETTLE_WITHIN {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A word alone is a level: as a filter, a misspelt one would name a target that nobody logs to.
+fn filter(level: &str) -> Result<EnvFilter, String> {
+    let fail =
+        |error| format!("'{level}' is no log level: write error, warn, info, debug or trace ({error})");
+    if level.contains(['=', ',']) {
+        return EnvFilter::try_new(level).map_err(|error| fail(error.to_string()));
+    }
+    let level = LevelFilter::from_str(level).map_err(|error| fail(error.to_string()))?;
+    Ok(EnvFilter::default().add_directive(level.into()))
 }
 
 fn write_lines(received: &Receiver<Vec<u8>>) {
@@ -57,6 +75,7 @@ fn write_lines(received: &Receiver<Vec<u8>>) {
         }
         // A closed standard error leaves nobody to tell.
         let _ = out.write_all(&line);
+        WAITING.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -88,7 +107,9 @@ impl Write for Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
+        WAITING.fetch_add(1, Ordering::Relaxed);
         if self.lines.try_send(std::mem::take(&mut self.bytes)).is_err() {
+            WAITING.fetch_sub(1, Ordering::Relaxed);
             DROPPED.fetch_add(1, Ordering::Relaxed);
         }
     }

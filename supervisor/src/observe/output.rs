@@ -1,7 +1,7 @@
 //! What workers write to their standard output and error: read without end, so that a full pipe never
 //! stops a worker; kept and logged within bounds.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
@@ -10,7 +10,7 @@ use serde_json::json;
 use tokio::net::unix::pipe::Receiver;
 use tokio::sync::broadcast;
 
-use super::events::rfc3339;
+use super::events::{line, rfc3339};
 
 /// Bytes of one line; what is longer is cut.
 const LINE_BYTES_MAX: usize = 8 * 1024;
@@ -41,6 +41,8 @@ struct Inner {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
+    /// Processes whose standard error has not ended.
+    speaking: HashSet<u32>,
 }
 
 #[derive(Debug)]
@@ -83,12 +85,14 @@ impl Output {
 
     /// Begins to read a worker's two pipes.
     pub fn read(self: &Arc<Self>, bulkhead: Arc<str>, pid: u32, stdout: OwnedFd, stderr: OwnedFd) {
+        self.lock().begin(pid);
         for (stream, fd) in [("stdout", stdout), ("stderr", stderr)] {
             let source = Source { bulkhead: bulkhead.clone(), pid, stream };
             match Receiver::from_owned_fd(fd) {
                 Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe))),
                 Err(error) => {
-                    tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}")
+                    tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}");
+                    self.end(&source);
                 }
             }
         }
@@ -111,6 +115,18 @@ impl Output {
         if !partial.is_empty() {
             self.line(&source, &partial);
         }
+        self.end(&source);
+    }
+
+    fn end(&self, source: &Source) {
+        if source.stream == "stderr" {
+            self.lock().speaking.remove(&source.pid);
+        }
+    }
+
+    /// Whether there may be more to come of what a process wrote to its standard error.
+    pub fn is_read_from(&self, pid: u32) -> bool {
+        self.lock().speaking.contains(&pid)
     }
 
     fn take(&self, source: &Source, bytes: &[u8], partial: &mut Vec<u8>) {
@@ -148,7 +164,7 @@ impl Output {
             "at": rfc3339(SystemTime::now()), "bulkhead": &*source.bulkhead, "pid": source.pid,
             "stream": source.stream, "line": text,
         });
-        lines.keep(object.to_string().into());
+        lines.keep(line(&object).into());
         drop(inner);
         let Source { bulkhead, pid, stream } = source;
         if dropped > 0 {
@@ -174,6 +190,14 @@ impl Output {
 }
 
 impl Inner {
+    /// What an earlier process of this number said is not this one's.
+    fn begin(&mut self, pid: u32) {
+        self.speaking.insert(pid);
+        if let Some(tail) = self.tails.get_mut(&pid) {
+            tail.clear();
+        }
+    }
+
     fn keep_tail(&mut self, pid: u32, bytes: &[u8]) {
         if !self.tails.contains_key(&pid) {
             self.tails_order.push_back(pid);
