@@ -199,7 +199,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     Value::Object(object)
 }
 
-/// The same of a job that this command has cancelled: nobody waits for what becomes of it.
+/// The same of a job that this command has cancelled, if the supervisor did not say what became of it.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!({
         "outcome": "cancelled", "reason": null, "bulkhead": bulkhead, "executed": "unknown", "retryable": false,

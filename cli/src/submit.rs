@@ -2,14 +2,19 @@
 
 use std::cell::{Cell, RefCell};
 use std::path::Path;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
-use bulkhead_client::{Client, JobError, Reply};
+use bulkhead_client::{Client, Job, JobError, Reply};
 use indicatif::{ProgressBar, ProgressStyle};
+use tokio::sync::watch;
 
 use crate::args::{Args, Submit};
 use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
+
+/// How long the supervisor may take to say what became of the jobs that ^C cancelled.
+const CANCELLED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Runs the command; returns its exit code: that of the first job that was not `ok`.
 pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
@@ -24,17 +29,25 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     };
     let run = Run::new(args, submit);
     let began = Instant::now();
-    tokio::select! {
+    let mut lanes = pin!(run.lanes(&client, &payload));
+    let result = tokio::select! {
         // First of all, so that no job is under way that ^C would not cancel.
         biased;
-        _ = tokio::signal::ctrl_c() => {
-            // Their futures are gone, and so they are cancelled.
-            run.bar.finish_and_clear();
-            run.print_cancelled()?;
-            return Err(Failure::new(exit::CANCELLED, "cancelled"));
+        _ = tokio::signal::ctrl_c() => None,
+        result = &mut lanes => Some(result),
+    };
+    let Some(result) = result else {
+        run.interrupted.send_replace(true);
+        // Whoever asks twice does not want to wait.
+        tokio::select! {
+            _ = tokio::time::timeout(CANCELLED_WITHIN, lanes) => {}
+            _ = tokio::signal::ctrl_c() => {}
         }
-        result = run.lanes(&client, &payload) => result?,
-    }
+        run.bar.finish_and_clear();
+        run.print_cancelled()?;
+        return Err(Failure::new(exit::CANCELLED, "cancelled"));
+    };
+    result?;
     run.bar.finish_and_clear();
     if submit.repeat.is_some() && !args.json {
         summarise(&run.tally.borrow(), began.elapsed());
@@ -58,6 +71,7 @@ struct Run<'a> {
     /// The first job that was not `ok`, and its exit code.
     first_bad: Cell<Option<(u64, u8)>>,
     bar: ProgressBar,
+    interrupted: watch::Sender<bool>,
 }
 
 impl<'a> Run<'a> {
@@ -69,7 +83,8 @@ impl<'a> Run<'a> {
             bar.set_style(style);
         }
         let (next, first_bad) = (Cell::new(0), Cell::new(None));
-        Self { args, submit, count, next, tally: RefCell::default(), first_bad, bar }
+        let interrupted = watch::Sender::new(false);
+        Self { args, submit, count, next, tally: RefCell::default(), first_bad, bar, interrupted }
     }
 
     async fn lanes(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
@@ -79,9 +94,11 @@ impl<'a> Run<'a> {
 
     /// Submits one job after the other as long as there are any.
     async fn lane(&self, client: &Client, payload: &[u8]) -> Result<(), Failure> {
-        while self.next.get() < self.count {
+        while self.next.get() < self.count && !*self.interrupted.borrow() {
             let index = self.next.replace(self.next.get() + 1);
-            let (result, took) = load::timed(load::job(client, &self.submit.request, payload.to_vec())).await;
+            let began = Instant::now();
+            let result = self.outcome(load::job(client, &self.submit.request, payload.to_vec())).await;
+            let took = began.elapsed();
             self.tally.borrow_mut().add(&result, took);
             self.bar.inc(1);
             let code = result.as_ref().map_or_else(JobError::exit_code, |_| exit::OK);
@@ -92,6 +109,17 @@ impl<'a> Run<'a> {
             self.print(&result).map_err(|failure| failure.or_code(so_far))?;
         }
         Ok(())
+    }
+
+    /// What becomes of a job: when it is to be cancelled, the supervisor says whether it ran.
+    async fn outcome(&self, job: Job) -> Result<Reply, JobError> {
+        let mut handle = job.start().await?;
+        let mut interrupted = self.interrupted.subscribe();
+        tokio::select! {
+            result = &mut handle => return result,
+            _ = interrupted.wait_for(|is_interrupted| *is_interrupted) => handle.cancel(),
+        }
+        handle.await
     }
 
     fn print(&self, result: &Result<Reply, JobError>) -> Result<(), Failure> {
@@ -108,7 +136,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Every job that was begun has its line.
+    /// Every job that was begun has its line, also if the supervisor does not say what became of it.
     fn print_cancelled(&self) -> Result<(), Failure> {
         if !self.args.json {
             return Ok(());

@@ -162,6 +162,11 @@ impl JobHandle {
         self.server.wait(self.handle.progress())
     }
 
+    /// Asks the supervisor to cancel the job; see [`crate::JobHandle::cancel`].
+    pub fn cancel(&self) {
+        self.handle.cancel();
+    }
+
     /// Waits for the outcome.
     ///
     /// Errors: those of [`Job::send`].

@@ -218,6 +218,12 @@ impl JobHandle {
     pub async fn progress(&mut self) -> Option<Progress> {
         self.progress.as_mut()?.recv().await
     }
+
+    /// Asks the supervisor to cancel the job. Its outcome still comes: `cancelled`, or what it was if it had
+    /// ended before. Whoever does not want to know drops the handle instead.
+    pub fn cancel(&self) {
+        self.ticket.cancel();
+    }
 }
 
 impl Future for JobHandle {

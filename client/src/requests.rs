@@ -202,15 +202,31 @@ impl Requests {
         self.try_flush(&mut state)
     }
 
+    /// Cancels a job whose outcome nobody waits for any more.
+    fn abandon(&self, number: u64) {
+        let mut state = self.lock();
+        if self.release(&mut state, number).is_some() {
+            self.send_cancel(&mut state, number);
+        }
+    }
+
+    /// Cancels a job and goes on waiting for its outcome.
     fn cancel(&self, number: u64) {
         let mut state = self.lock();
-        if self.release(&mut state, number).is_some() && state.stage != Stage::Closed {
-            // An empty message always fits.
-            let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
-            // At once: a program that cancels as a rule ends soon, and its driver with it.
-            let _ = self.try_flush(&mut state);
-            self.schedule_flush(&mut state);
+        if state.slot(number).is_some_and(|slot| slot.waiter.is_some()) {
+            self.send_cancel(&mut state, number);
         }
+    }
+
+    fn send_cancel(&self, state: &mut State, number: u64) {
+        if state.stage == Stage::Closed {
+            return;
+        }
+        // An empty message always fits.
+        let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
+        // At once: a program that cancels as a rule ends soon, and its driver with it.
+        let _ = self.try_flush(state);
+        self.schedule_flush(state);
     }
 
     // Frames in.
@@ -413,6 +429,12 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
+    pub(crate) fn cancel(&self) {
+        if let Some(requests) = &self.requests {
+            requests.cancel(self.number);
+        }
+    }
+
     pub(crate) fn disarm(&mut self) {
         self.requests = None;
     }
@@ -421,7 +443,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         if let Some(requests) = self.requests.take() {
-            requests.cancel(self.number);
+            requests.abandon(self.number);
         }
     }
 }

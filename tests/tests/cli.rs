@@ -319,7 +319,9 @@ fn an_interrupted_job_is_cancelled() {
     kill_pid(two.child.id(), Signal::SIGINT);
     let objects = two.end().expect(130).objects();
     assert_eq!(objects.len(), 2, "one for each job that was under way: {objects:?}");
-    assert!(objects.iter().all(|o| o["outcome"] == "cancelled" && o["bulkhead"] == "two"), "{objects:?}");
+    objects.iter().for_each(check_shape);
+    let is_told = |o: &Value| o["outcome"] == "cancelled" && o["bulkhead"] == "two" && o["executed"] == "yes";
+    assert!(objects.iter().all(is_told), "{objects:?}");
     supervisor.wait_number("one", "cancelled", 1);
     supervisor.wait_number("two", "cancelled", 2);
     supervisor.wait_number("two", "available", 2);

@@ -158,7 +158,7 @@ fn the_job_is_named_as_in_the_events() {
     };
     let (_, named) = message.split_once("job=").unwrap_or_else(|| panic!("{message}"));
     let event = wait_for("the event is there", || {
-        let events = supervisor.try_get("/v1/events?bulkhead=x")?.1;
+        let events = supervisor.try_get("/v1/events?bulkhead=x&follow=false")?.1;
         events.lines().find(|line| line.contains("\"job_crashed\"")).map(str::to_owned)
     });
     let event: serde_json::Value = serde_json::from_str(&event).unwrap();
@@ -722,7 +722,7 @@ fn why_a_library_failed_to_start_is_told_to_whoever_asks_for_the_bulkhead() {
         start(&format!("[bulkhead.x]\nlibrary = {path:?}\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"));
     wait_failed(&supervisor, "x");
     let event = wait_for("the event is there", || {
-        let events = supervisor.try_get("/v1/events?bulkhead=x")?.1;
+        let events = supervisor.try_get("/v1/events?bulkhead=x&follow=false")?.1;
         events.lines().find(|line| line.contains("bulkhead_failed")).map(str::to_owned)
     });
     assert!(event.contains("the licence has expired"), "{event}");

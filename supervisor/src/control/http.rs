@@ -314,7 +314,7 @@ async fn events(
     Query(query): Query<StreamQuery>,
 ) -> Response {
     let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let is_stream = query.follow.unwrap_or_else(|| header(header::ACCEPT).is_some_and(takes_stream));
+    let is_stream = query.follow.unwrap_or_else(|| header(header::ACCEPT).is_none_or(takes_stream));
     // A reader of server-sent events that was cut off says where it was.
     let last = header(header::HeaderName::from_static("last-event-id")).and_then(|seq| seq.parse().ok());
     let since = query.since.or(last).unwrap_or(0);

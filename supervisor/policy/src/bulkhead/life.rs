@@ -414,9 +414,11 @@ impl<T> Bulkhead<T> {
         let is_unfit = is_own_doing && (!was_ready || jobs.is_empty() && worker.served == 0);
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let sentence = describe(death, killed.as_ref());
-        if is_unfit {
+        // Under other policies a good end can be the last as well.
+        if is_unfit || self.limits.restart.policy != RestartPolicy::Always {
             self.last_trouble = match (was_ready, last_words) {
-                (true, _) => format!("the worker ended without having done a job: {sentence}"),
+                (true, _) if is_unfit => format!("the worker ended without having done a job: {sentence}"),
+                (true, _) => format!("the worker ended: {sentence}"),
                 (false, None) => format!("the worker did not start: {sentence}"),
                 (false, Some(words)) => format!("the worker did not start: {sentence}; it said: {words}"),
             };
@@ -575,8 +577,8 @@ impl<T> Bulkhead<T> {
         if self.live_slots > 0 {
             return;
         }
-        if self.last_trouble.is_empty() || reason == StopReason::Policy {
-            self.last_trouble = "the worker has ended and restart.policy does not start it again".into();
+        if reason == StopReason::Policy {
+            self.last_trouble.push_str("; restart.policy does not start it again");
         }
         let message = self.last_trouble.clone();
         self.reject_queue(now, RejectReason::Unavailable, &format!("no worker runs: {message}"), out);
