@@ -4,7 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -25,7 +25,7 @@ const HEADER_BYTES: usize = 12;
 pub(crate) fn echo(socket: Option<&Path>) -> Result<()> {
     let mut stream = match socket {
         Some(socket) => std::os::unix::net::UnixListener::bind(socket)?.accept()?.0,
-        None => OwnedFd::from(io::stdin().as_fd().try_clone_to_owned()?).into(),
+        None => io::stdin().as_fd().try_clone_to_owned()?.into(),
     };
     let mut buffer = vec![0; READ_BYTES];
     loop {
@@ -112,11 +112,13 @@ impl Client {
     pub(crate) async fn call(&self, payload: &[u8]) -> Result<Vec<u8>> {
         let (sender, answer) = oneshot::channel();
         let number = self.0.waiters.borrow_mut().enter(sender);
-        let mut unsent = self.0.unsent.borrow_mut();
-        unsent.extend_from_slice(&u32::try_from(payload.len())?.to_le_bytes());
-        unsent.extend_from_slice(&(number as u64).to_le_bytes());
-        unsent.extend_from_slice(payload);
-        drop(unsent);
+        let length = u32::try_from(payload.len())?;
+        {
+            let mut unsent = self.0.unsent.borrow_mut();
+            unsent.extend_from_slice(&length.to_le_bytes());
+            unsent.extend_from_slice(&(number as u64).to_le_bytes());
+            unsent.extend_from_slice(payload);
+        }
         if !self.0.is_due.replace(true) {
             self.0.due.notify_one();
         }

@@ -204,6 +204,7 @@ impl Large {
 pub struct Inbox {
     partial: Vec<u8>,
     stage: Stage,
+    begun: u64,
 }
 
 impl Inbox {
@@ -235,10 +236,21 @@ impl Inbox {
     /// Bytes held for a half-received frame.
     pub fn held_bytes(&self) -> usize {
         let large = match &self.stage {
-            Stage::Storing(large) => large.filled,
+            // All of the buffer is memory, whether the peer has filled it or not.
+            Stage::Storing(large) => large.buffer.len(),
             _ => 0,
         };
         self.partial.len() + large
+    }
+
+    /// Frames whose header was handled. It stays the same as long as a frame that has begun does not end.
+    pub fn frames_begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// The header of a frame that has begun and of which nothing else was handled yet.
+    pub fn pending_header(&self) -> Option<Header> {
+        self.partial.first_chunk::<HEADER_BYTES>().map(Header::decode)
     }
 
     /// Gives up the large frame that is being stored, if one is: its memory goes at once, the rest of
@@ -367,6 +379,7 @@ impl<'b> Batch<'b> {
             return Ok(None);
         }
         self.at += end;
+        self.inbox.begun += 1;
         let metadata = &rest[HEADER_BYTES..metadata_end];
         if is_large {
             self.inbox.stage = Stage::Announced { header, metadata: metadata.to_vec() };

@@ -104,10 +104,13 @@ pub struct Shard {
     touched: Vec<usize>,
     sessions: Vec<Option<Session>>,
     free_sessions: Vec<usize>,
+    /// Free when the turn is over: events for who was there may still be in hand.
+    freed_sessions: Vec<usize>,
     session_epochs: u64,
     clients: usize,
     links: Vec<Option<Link>>,
     free_links: Vec<usize>,
+    freed_links: Vec<usize>,
     spawns: u64,
     links_by_spawn: HashMap<u64, usize>,
     scratch: Scratch,
@@ -250,10 +253,12 @@ impl Shard {
             touched: Vec::new(),
             sessions: Vec::new(),
             free_sessions: Vec::new(),
+            freed_sessions: Vec::new(),
             session_epochs: 0,
             clients: 0,
             links: Vec::new(),
             free_links: Vec::new(),
+            freed_links: Vec::new(),
             spawns: 0,
             links_by_spawn: HashMap::new(),
             scratch: Scratch::default(),
@@ -283,6 +288,8 @@ impl Shard {
             self.report_failed_spawns();
             self.flush_dirty();
             self.set_timers();
+            self.free_sessions.append(&mut self.freed_sessions);
+            self.free_links.append(&mut self.freed_links);
             let due = self.next_due();
             match self.poll.poll(&mut events, self.patience(due)) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -312,6 +319,9 @@ impl Shard {
                     if event.is_writable() {
                         self.mark_dirty(endpoint);
                     }
+                    if event.is_read_closed() {
+                        self.peer_closed(endpoint);
+                    }
                     if event.is_readable() || event.is_read_closed() || event.is_error() {
                         self.readable(endpoint);
                     }
@@ -323,6 +333,23 @@ impl Shard {
         }
         self.tick();
         Ok(())
+    }
+
+    /// The peer has closed its side. Its end may stand behind bytes that came together with it, and is not
+    /// announced again: whoever reads such a connection reads to the end.
+    fn peer_closed(&mut self, endpoint: Endpoint) {
+        match endpoint {
+            Endpoint::Session(index) => {
+                if let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) {
+                    session.is_read_closed = true;
+                }
+            }
+            Endpoint::Link(index) => {
+                if let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) {
+                    link.is_read_closed = true;
+                }
+            }
+        }
     }
 
     fn readable(&mut self, endpoint: Endpoint) {
@@ -451,15 +478,18 @@ impl Shard {
 
     /// Writes what this turn has produced: one write for each connection.
     fn flush_dirty(&mut self) {
-        let mut dirty = std::mem::take(&mut self.dirty);
-        for endpoint in dirty.drain(..) {
-            match endpoint {
-                Endpoint::Session(index) => self.flush_session(index),
-                Endpoint::Link(index) => self.flush_link(index),
+        // A client that is dropped for what it did not read leaves jobs to be cancelled, and so more to send.
+        while !self.dirty.is_empty() {
+            let mut dirty = std::mem::take(&mut self.dirty);
+            for endpoint in dirty.drain(..) {
+                match endpoint {
+                    Endpoint::Session(index) => self.flush_session(index),
+                    Endpoint::Link(index) => self.flush_link(index),
+                }
             }
-        }
-        if self.dirty.is_empty() {
-            self.dirty = dirty;
+            if self.dirty.is_empty() {
+                self.dirty = dirty;
+            }
         }
     }
 

@@ -31,7 +31,7 @@ pub enum RunError {
 /// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Call it before any other thread has been started.
-pub fn run(config: Config) -> Result<(), RunError> {
+pub fn run(mut config: Config) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     let host = program::find_host();
     if host.is_none()
@@ -42,7 +42,8 @@ pub fn run(config: Config) -> Result<(), RunError> {
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    raise_descriptor_limit();
+    let descriptors = raise_descriptor_limit();
+    leave_descriptors(&mut config, descriptors);
     let mut jobs = Bound::bind(&config.supervisor.socket, config.supervisor.socket_mode)?;
     let mut admin = Bound::bind(&config.supervisor.admin, 0o600)?;
 
@@ -76,11 +77,32 @@ pub fn run(config: Config) -> Result<(), RunError> {
     ran.map_err(system("run the event loop"))
 }
 
+/// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
+const DESCRIPTORS_OWN: u64 = 48;
+
+/// Descriptors of a worker: link, pidfd, two pipes; twice, for the one that replaces it.
+const DESCRIPTORS_PER_WORKER: u64 = 8;
+
+/// Takes no more clients than leave descriptors for workers and operators.
+fn leave_descriptors(config: &mut Config, descriptors: u64) {
+    let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
+    let kept = DESCRIPTORS_OWN + workers * DESCRIPTORS_PER_WORKER;
+    let room = usize::try_from(descriptors.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
+    if room < config.supervisor.max_clients {
+        tracing::warn!(
+            "the limit of {descriptors} open files leaves room for {room} clients, not for max_clients = {}",
+            config.supervisor.max_clients
+        );
+        config.supervisor.max_clients = room;
+    }
+}
+
 /// Each worker takes a handful of descriptors. Workers themselves keep the limit that the keeper was
-/// started with.
-fn raise_descriptor_limit() {
+/// started with. Returns the limit in force.
+fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     // Whoever cannot raise it runs with what there is, and hears when it is used up.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }

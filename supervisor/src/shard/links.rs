@@ -58,6 +58,8 @@ pub(super) struct Link {
     left_unread: bool,
     /// Replies for jobs it does not have.
     strays: u32,
+    /// Nothing more comes than what waits in the socket.
+    pub(super) is_read_closed: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -146,6 +148,7 @@ impl Shard {
             closed_at: None,
             left_unread: false,
             strays: 0,
+            is_read_closed: false,
         });
         Ok(index)
     }
@@ -242,7 +245,7 @@ impl Shard {
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let index = self.links_by_spawn.remove(&spawn)?;
         let link = self.links[index].take()?;
-        self.free_links.push(index);
+        self.freed_links.push(index);
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
@@ -371,7 +374,7 @@ impl Shard {
         link.inbox = inbox;
         match result {
             Ok(Received::More) => true,
-            Ok(Received::Drained) => false,
+            Ok(Received::Drained) => link.is_read_closed,
             Ok(Received::Closed) => {
                 link.closed_at = Some(self.now);
                 self.want_housekeeping();
@@ -460,6 +463,7 @@ impl Shard {
         let number = header.number;
         match header.kind {
             kind::RESULT => {
+                check_empty(metadata)?;
                 let most = self.compartments[compartment].max_result;
                 let size = payload.len() as u64;
                 if size > most {
@@ -499,9 +503,14 @@ impl Shard {
         let Some(link) = self.links[index].as_mut() else { return Ok(()) };
         let (compartment, worker) = (link.compartment, link.worker);
         let event = match header.kind {
-            kind::READY => Event::Ready { worker },
-            kind::HEARTBEAT | kind::STARTED => Event::Heard { worker },
-            kind::STOPPING => Event::Stopping { worker },
+            kind::READY | kind::HEARTBEAT | kind::STARTED | kind::STOPPING => {
+                check_empty(metadata)?;
+                match header.kind {
+                    kind::READY => Event::Ready { worker },
+                    kind::STOPPING => Event::Stopping { worker },
+                    _ => Event::Heard { worker },
+                }
+            }
             kind::EXTEND_START => {
                 let extend = decode::<Extend>(metadata)?;
                 Event::ExtendStart { worker, more: Duration::from_millis(extend.more_ms.into()) }
@@ -580,9 +589,10 @@ impl Shard {
         reply: Reply,
         payload: Incoming<'_>,
     ) {
-        let before = self.compartments[compartment].policy.counters().late_replies;
+        // The answer to a job that was cancelled is late and yet owed.
+        let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
         self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
-        if self.compartments[compartment].policy.counters().late_replies > before
+        if !is_owed
             && let Some(index) = self.link_of(compartment, worker)
             && let Some(link) = self.links[index].as_mut()
         {
@@ -630,6 +640,11 @@ impl Shard {
 
 fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M, String> {
     codec::decode(metadata, &[]).map(|(message, _)| message).map_err(|error| error.to_string())
+}
+
+/// Metadata without a structure can still have extensions, and among them one that must be understood.
+fn check_empty(metadata: &[u8]) -> Result<(), String> {
+    if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
 
 fn too_large(size: u64, most: u64) -> HandlerFailure {

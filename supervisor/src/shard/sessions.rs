@@ -15,6 +15,7 @@ use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, Outcome, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
 use mio::Interest;
@@ -56,9 +57,13 @@ pub(super) struct Session {
     counted_held: usize,
     counted_unread: usize,
     mid_frame_since: Option<Time>,
+    /// As of the last read, see [`Inbox::frames_begun`].
+    frames_begun: u64,
     unread_since: Option<Time>,
     pub(super) is_dirty: bool,
     is_paused: bool,
+    /// Nothing more comes than what waits in the socket.
+    pub(super) is_read_closed: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -73,6 +78,16 @@ enum Stage {
 
 /// Why a client is cut off, and what it is told.
 struct Breach(RejectReason, String);
+
+fn is_hello(header: Header) -> bool {
+    header.kind == kind::HELLO && header.number == MAGIC
+}
+
+fn no_hello() -> Breach {
+    let message = "this socket speaks the Bulkhead protocol and expects a hello first; \
+                   HTTP is spoken on the admin socket";
+    Breach(RejectReason::Invalid, message.into())
+}
 
 impl Shard {
     // Coming and going.
@@ -116,9 +131,11 @@ impl Shard {
             counted_held: 0,
             counted_unread: 0,
             mid_frame_since: None,
+            frames_begun: 0,
             unread_since: None,
             is_dirty: false,
             is_paused: false,
+            is_read_closed: false,
         });
         self.clients += 1;
         self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
@@ -128,6 +145,8 @@ impl Shard {
             self.drop_session(index);
         } else if let Some(Breach(reason, message)) = refusal {
             self.refuse_session(index, reason, &message);
+            // At once: a crowd that is turned away must not take the descriptors of those who are in.
+            self.flush_session(index);
         }
     }
 
@@ -177,7 +196,7 @@ impl Shard {
         self.undelivered -= session.counted_unread;
         self.clients -= 1;
         self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
-        self.free_sessions.push(index);
+        self.freed_sessions.push(index);
     }
 
     fn cancel_requests(&mut self, index: usize) {
@@ -239,6 +258,12 @@ impl Shard {
                 }
             }
         }
+        let is_awaited = self.sessions[index]
+            .as_ref()
+            .is_some_and(|session| matches!(session.stage, Stage::AwaitingHello { .. }));
+        if is_awaited && inbox.pending_header().is_some_and(|header| !is_hello(header)) {
+            return Err(Some(no_hello()));
+        }
         Ok(received)
     }
 
@@ -249,11 +274,15 @@ impl Shard {
         let held = session.inbox.held_bytes();
         self.buffered = self.buffered - session.counted_held + held;
         session.counted_held = held;
+        let is_another = session.inbox.frames_begun() != session.frames_begun;
+        session.frames_begun = session.inbox.frames_begun();
         session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
-            (true, since) => since.or(Some(now)),
+            (true, Some(since)) if !is_another => Some(since),
+            (true, _) => Some(now),
             (false, _) => None,
         };
         let is_mid_frame = session.mid_frame_since.is_some();
+        let is_read_closed = session.is_read_closed;
         if is_over_budget
             && held > 0
             && let Some((header, metadata)) = session.inbox.abandon_large()
@@ -267,6 +296,7 @@ impl Shard {
         }
         match received {
             Received::More => self.again.push(Endpoint::Session(index)),
+            Received::Drained if is_read_closed => self.again.push(Endpoint::Session(index)),
             Received::Drained => {}
             Received::Closed => self.drop_session(index),
         }
@@ -284,6 +314,8 @@ impl Shard {
             (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
             (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
             (Stage::Open, kind::CANCEL) => {
+                codec::decode::<Empty>(metadata, &[])
+                    .map_err(|error| Some(Breach(RejectReason::Invalid, error.to_string())))?;
                 self.cancel_request(index, header.number);
                 Ok(())
             }
@@ -297,12 +329,8 @@ impl Shard {
 
     fn client_hello(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), Breach> {
         let invalid = |message: String| Breach(RejectReason::Invalid, message);
-        if header.kind != kind::HELLO || header.number != MAGIC {
-            return Err(invalid(
-                "this socket speaks the Bulkhead protocol and expects a hello first; \
-                 HTTP is spoken on the admin socket"
-                    .into(),
-            ));
+        if !is_hello(header) {
+            return Err(no_hello());
         }
         let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
         if hello.role != role::CLIENT {
@@ -345,6 +373,7 @@ impl Shard {
             self.client_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
+        self.check_number(index, header.number).map_err(Some)?;
         match self.check_submit(header, metadata) {
             Ok(_) => Ok(true),
             Err((reason, message)) => {
@@ -363,11 +392,8 @@ impl Shard {
         metadata: &[u8],
         payload: Incoming<'_>,
     ) -> Result<(), Breach> {
+        self.check_number(index, header.number)?;
         let Some(session) = self.sessions[index].as_ref() else { return Ok(()) };
-        if session.requests.contains_key(&header.number) {
-            let message = format!("the request number {} is in use already", header.number);
-            return Err(Breach(RejectReason::Invalid, message));
-        }
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
         let (compartment, submit, traceparent) = match self.check_submit(header, metadata) {
@@ -404,6 +430,17 @@ impl Shard {
             session.requests.insert(header.number, (compartment, job));
         }
         Ok(())
+    }
+
+    /// A number that is in use would have two outcomes.
+    fn check_number(&self, index: usize, number: u64) -> Result<(), Breach> {
+        match self.sessions[index].as_ref() {
+            Some(session) if session.requests.contains_key(&number) => {
+                let message = format!("the request number {number} is in use already");
+                Err(Breach(RejectReason::Invalid, message))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The checks of shape, before policy hears of the job.
@@ -636,7 +673,7 @@ impl Shard {
                 self.drop_session(index);
             } else if over(hello_since, HELLO_WITHIN) {
                 self.refuse_session(index, RejectReason::Invalid, "no hello came in time");
-            } else if over(session.mid_frame_since, FRAME_WITHIN) {
+            } else if !session.is_paused && over(session.mid_frame_since, FRAME_WITHIN) {
                 self.refuse_session(
                     index,
                     RejectReason::Invalid,
