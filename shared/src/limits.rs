@@ -23,7 +23,7 @@ pub const MESSAGE_BYTES_MAX: usize = 8 * 1024;
 pub const INLINE_PAYLOAD_BYTES_MAX: usize = 64 * 1024;
 
 /// Bytes that one read takes at most, and so the size of the buffer that all connections share.
-pub const READ_BYTES_MAX: usize = 256 * 1024;
+pub const READ_BYTES_MAX: usize = 128 * 1024;
 
 /// The largest `max_payload` and `max_result` that can be configured: a frame's length has 32 bits,
 /// and a single job beyond this wants a file, not a message.
