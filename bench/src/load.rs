@@ -36,6 +36,19 @@ where
     F: Fn() -> A + Clone + 'static,
     A: Future<Output = Result<()>>,
 {
+    run_counting(lanes, total, move || {
+        let call = call();
+        async move { call.await.map(|()| true) }
+    })
+    .await
+}
+
+/// The same; only those requests count that say so.
+pub(crate) async fn run_counting<F, A>(lanes: usize, total: usize, call: F) -> Result<Round>
+where
+    F: Fn() -> A + Clone + 'static,
+    A: Future<Output = Result<bool>>,
+{
     let began = Instant::now();
     let mut running = JoinSet::new();
     for _ in 0..lanes {
@@ -44,8 +57,10 @@ where
             let mut latencies = Vec::with_capacity(total / lanes);
             for _ in 0..total / lanes {
                 let began = Instant::now();
-                call().await.map_err(|error| error.to_string())?;
-                latencies.push(began.elapsed());
+                let counts = call().await.map_err(|error| error.to_string())?;
+                if counts {
+                    latencies.push(began.elapsed());
+                }
             }
             Ok::<_, String>(latencies)
         });

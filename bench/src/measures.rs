@@ -25,15 +25,17 @@ pub(crate) struct Plan {
     many: usize,
     /// Deaths and hangs, all told.
     deaths: usize,
+    /// Jobs over four bulkheads in each round.
+    crowd: usize,
 }
 
 impl Plan {
     pub(crate) fn full(rounds: usize) -> Self {
-        Self { rounds: rounds.max(1), small: 8_000, large: 300, many: 262_144, deaths: 30 }
+        Self { rounds: rounds.max(1), small: 8_000, large: 300, many: 262_144, deaths: 30, crowd: 10_000 }
     }
 
     pub(crate) fn smoke() -> Self {
-        Self { rounds: 1, small: 200, large: 5, many: 4_096, deaths: 2 }
+        Self { rounds: 1, small: 200, large: 5, many: 4_096, deaths: 2, crowd: 200 }
     }
 }
 
@@ -117,6 +119,9 @@ async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
     }
     if wanted("sibling's p99") {
         figures.push(sibling(&chains, plan).await?);
+    }
+    if wanted("siblings' p99 in a crowd") {
+        figures.push(crowd(&chains, plan).await?);
     }
     Ok(figures)
 }
@@ -266,6 +271,38 @@ async fn sibling(chains: &Chains, plan: &Plan) -> Result<Figure> {
         pairs.push((quiet.quantile(0.99), beside.quantile(0.99)));
     }
     Ok(paired("sibling's p99 beside crashes (50/s) and without".into(), "µs", &pairs, Target::AtMost, 1.5))
+}
+
+/// Jobs over four bulkheads, 64 at a time: with one that crashes its worker on every job, and with that one
+/// honest too.
+async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
+    let mut pairs = Vec::new();
+    for _ in 0..plan.rounds {
+        let honest = crowd_round(chains, plan.crowd, "").await?;
+        let beside = crowd_round(chains, plan.crowd, "crash").await?;
+        pairs.push((honest.quantile(0.99), beside.quantile(0.99)));
+    }
+    let name = "siblings' p99 in a crowd, a quarter of which crashes its worker";
+    Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
+}
+
+/// What the jobs of the three honest bulkheads took.
+async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> Result<Round> {
+    let next = Rc::new(Cell::new(0));
+    let chain = chains.real.clone();
+    let call = move || {
+        let (chain, index) = (chain.clone(), next.replace(next.get() + 1) % 4);
+        async move {
+            if index < 3 {
+                chain.call(real::CROWD[index], b"x").await?;
+                return Ok(true);
+            }
+            // Crashed or not, it has its outcome; that none is lost is for the tests.
+            let _ = chain.client.job(real::CROWD[index], "x").operation(operation).send().await;
+            Ok(false)
+        }
+    };
+    load::run_counting(64, total, call).await
 }
 
 async fn idle_memory(chains: &Chains) -> Result<Figure> {

@@ -16,6 +16,9 @@ pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
+/// Three bulkheads that are honest, and one that need not be.
+pub(crate) const CROWD: [&str; 4] = ["crowd-a", "crowd-b", "crowd-c", "crowd-d"];
+
 /// The bulkhead that takes so many jobs at once.
 pub(crate) fn wide(in_flight: usize) -> String {
     format!("wide-{in_flight}")
@@ -79,6 +82,8 @@ fn config(own: &Path) -> Result<String> {
         bulkhead(&wide(1024), "max_in_flight = 1024"),
         bulkhead(HANGS, &hangs),
         bulkhead(CRASHES, "max_queue = 8"),
+        CROWD[..3].iter().map(|name| bulkhead(name, "max_in_flight = 8\nmax_queue = 1000")).collect(),
+        bulkhead(CROWD[3], "processes = 2\nmax_queue = 1000\nmax_in_flight = 1"),
     ]
     .concat())
 }
