@@ -195,9 +195,9 @@ fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
     ));
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        let hanging = client.clone();
-        let hanging = tokio::spawn(async move { hanging.job("b", "").operation("hang").send().await });
-        wait_for("it runs", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+        let mut hanging = client.job("b", "").operation("hang").start().await.unwrap();
+        // From here on it has begun: a job that a dead worker never read would wait with the others.
+        assert!(hanging.progress().await.is_some());
         let waiting: Vec<_> = (0..5)
             .map(|_| {
                 let client = client.clone();
@@ -208,7 +208,7 @@ fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
         wait_for("five wait", || (supervisor.number("b", "queued") == 5).then_some(()));
         std::fs::remove_file(&program).unwrap();
         bulkhead_tests::kill_pid(supervisor.worker_pids("b")[0], nix::sys::signal::Signal::SIGKILL);
-        assert_eq!(outcome(&hanging.await.unwrap()), "crashed/signal");
+        assert_eq!(outcome(&hanging.await), "crashed/signal");
         for job in waiting {
             assert_eq!(outcome(&job.await.unwrap()), "rejected/unavailable");
         }

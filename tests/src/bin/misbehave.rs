@@ -73,7 +73,10 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
             }
             return Err(HandlerError::new("cancelled", "told to stop"));
         }
-        "hang" => forever(),
+        "hang" => {
+            ctx.progress(0.0, "about to hang");
+            forever();
+        }
         "spin" => loop {
             std::hint::spin_loop();
         },
