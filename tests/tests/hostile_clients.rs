@@ -109,9 +109,9 @@ fn next(mut socket: &UnixStream) -> Option<(Header, Vec<u8>, Vec<u8>)> {
 
 /// The next outcome: its number, what it says, and the result. Progress before it is passed over.
 fn outcome(socket: &UnixStream) -> (u64, Outcome, Vec<u8>) {
-    let frames = std::iter::from_fn(|| next(socket));
+    let mut frames = std::iter::from_fn(|| next(socket));
     let (header, metadata, payload) =
-        frames.skip_while(|(header, ..)| header.kind == kind::PROGRESS).next().expect("it goes on");
+        frames.find(|(header, ..)| header.kind != kind::PROGRESS).expect("the connection goes on");
     assert_eq!(header.kind, kind::OUTCOME);
     let (message, _) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).unwrap();
     (header.number, message.to_outcome().unwrap(), payload)
