@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use bulkhead_policy::{Health, Limits, Recycle, Restart, RestartPolicy, Start};
+use bulkhead_policy::{
+    BreakerLimits, Health, Limits, Overflow, Pressure, RateLimit, RatePer, Recycle, Restart, RestartPolicy,
+    Start, TenantLimits,
+};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::config::{self, BulkheadConfig, Resource};
@@ -127,6 +130,26 @@ pub(crate) fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
+fn rate_limit(limit: &config::RateLimitConfig) -> RateLimit {
+    let per = match limit.per {
+        config::RatePer::Bulkhead => RatePer::Bulkhead,
+        config::RatePer::Tenant => RatePer::Tenant,
+    };
+    RateLimit { per_second: limit.per_second, burst: limit.burst, per }
+}
+
+fn breaker(breaker: &config::BreakerConfig) -> BreakerLimits {
+    BreakerLimits {
+        window: breaker.window,
+        min_calls: breaker.min_calls,
+        failure_rate: breaker.failure_rate,
+        slow_call: breaker.slow_call,
+        slow_rate: breaker.slow_rate,
+        open_for: breaker.open_for,
+        probes: breaker.probes,
+    }
+}
+
 /// The numbers that policy decides by.
 pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
     Limits {
@@ -155,5 +178,17 @@ pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
             rss: bulkhead.recycle.rss,
             age: bulkhead.recycle.age,
         },
+        critical_reserve: bulkhead.priority.as_ref().map_or(0.0, |priority| priority.critical_reserve),
+        pressure: Pressure { warn: bulkhead.pressure.warn, reject: bulkhead.pressure.reject },
+        overflow: match bulkhead.overflow {
+            config::Overflow::Reject => Overflow::Reject,
+            config::Overflow::EvictOldest => Overflow::EvictOldest,
+        },
+        rate_limit: bulkhead.rate_limit.as_ref().map(rate_limit),
+        breaker: bulkhead.breaker.as_ref().map(breaker),
+        tenants: bulkhead.tenants.as_ref().map_or(TenantLimits::default(), |tenants| TenantLimits {
+            max_in_flight: tenants.max_in_flight,
+            max_queue: tenants.max_queue,
+        }),
     }
 }

@@ -28,12 +28,25 @@ pub struct Snapshot {
     pub deadline_exceeded: u64,
     pub cancelled: u64,
     pub rejected: BTreeMap<&'static str, u64>,
-    /// Always `closed` until breakers exist.
+    /// `closed`, `open`, `half_open` or `forced_open`.
     pub breaker: &'static str,
     pub restarts: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
+    /// The busiest.
+    pub tenants: Vec<TenantSnapshot>,
     pub workers: Vec<WorkerSnapshot>,
+}
+
+/// One tenant's share of a bulkhead.
+#[derive(Clone, Debug, Serialize)]
+#[expect(missing_docs, reason = "the names say what they hold")]
+pub struct TenantSnapshot {
+    pub name: String,
+    pub in_flight: u32,
+    pub queued: u64,
+    pub submitted: u64,
+    pub rejected: u64,
 }
 
 /// How long jobs ran and how long they queued.

@@ -1,26 +1,30 @@
-//! The state machine of one bulkhead: admission, the queue, dispatch, deadlines and cancellation. The
-//! life of its workers is in [`life`].
+//! The state machine of one bulkhead: dispatch, deadlines and cancellation. Who gets in and who waits is in
+//! [`admission`], the life of its workers in [`life`].
 
+mod admission;
 mod life;
 mod view;
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use bulkhead_shared::{CrashReason, Executed, JobId, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, Executed, Fault, JobId, RejectReason, Verdict};
 
+use crate::breaker::{Breaker, CallResult, Transition};
+use crate::drops::Drops;
 use crate::jobs::{Jobs, Place};
 use crate::limits::Limits;
 use crate::load::Load;
-use crate::messages::{Action, Answer, Event, Reply, Submission, WorkerId, rejection};
+use crate::messages::{Action, Answer, Event, Note, Reply, WorkerId, rejection};
+use crate::queue::Queue;
+use crate::tenants::Tenants;
 use crate::time::Time;
 use crate::timers::Timers;
-use crate::workers::{Phase, Slot, SlotState, Worker};
+use crate::workers::{Phase, Slot, Worker};
 
-pub use view::{BulkheadState, Counters, WorkerView};
+use admission::Evictions;
 
-/// How long a rejected caller is told to wait at least, when load is the cause.
-const RETRY_AFTER_MIN: Duration = Duration::from_secs(1);
+pub use view::{BulkheadState, Counters, TenantView, WorkerView};
 
 /// One bulkhead. `T` is the caller's own record of a job.
 pub struct Bulkhead<T> {
@@ -33,9 +37,14 @@ pub struct Bulkhead<T> {
     worker_timers: Timers,
     slots: Vec<Slot>,
     slot_timers: Timers,
+    queue: Queue,
+    tenants: Tenants,
+    breaker: Breaker,
     load: Load,
     /// Workers that count towards the limit.
     ready: u32,
+    /// Permits of those workers that are taken.
+    in_use: u32,
     /// Slots that have, or will have, a worker.
     live_slots: u32,
     generations: u32,
@@ -45,6 +54,11 @@ pub struct Bulkhead<T> {
     /// Smoothed time that a worker has a job, in nanoseconds.
     service_ns: u64,
     counters: Counters,
+    /// By the code of a priority: how long those that are turned away are asked to stay away.
+    drops: [Drops; 3],
+    /// Whether the pressure on the queue has been told.
+    is_pressed: bool,
+    evictions: Evictions,
     last_trouble: String,
 }
 
@@ -59,6 +73,7 @@ impl<T> Bulkhead<T> {
     /// A bulkhead that has not started. Equal seeds and equal histories give equal decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let slots = if limits.max_in_flight == 0 { 0 } else { limits.processes };
+        let breaker = Breaker::new(limits.breaker.clone());
         Self {
             limits,
             mode: Mode::Open,
@@ -69,14 +84,21 @@ impl<T> Bulkhead<T> {
             worker_timers: Timers::default(),
             slots: (0..slots).map(|_| Slot::default()).collect(),
             slot_timers: Timers::default(),
+            queue: Queue::default(),
+            tenants: Tenants::default(),
             load: Load::default(),
             ready: 0,
+            in_use: 0,
             live_slots: 0,
             generations: 0,
             rolling: VecDeque::new(),
             random: seed,
+            breaker,
             service_ns: 0,
             counters: Counters::default(),
+            drops: Default::default(),
+            is_pressed: false,
+            evictions: Evictions::default(),
             last_trouble: String::new(),
         }
     }
@@ -106,8 +128,13 @@ impl<T> Bulkhead<T> {
             Event::Drain => self.drain(now, out),
             Event::Resume => self.resume(out),
             Event::Reset => self.reset(now, out),
+            Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }
+        let transition = self.breaker.advance(now, self.ready > 0);
+        self.note_transition(transition, out);
+        // Whatever happened may have freed a permit, or made one less reserved.
+        self.pump(now, out);
         None
     }
 
@@ -117,7 +144,8 @@ impl<T> Bulkhead<T> {
             Mode::Stopping { by } if !self.is_stopped() => Some(by),
             _ => None,
         };
-        [self.job_timers.next(), self.worker_timers.next(), self.slot_timers.next(), stop]
+        let breaker = self.breaker.next_deadline(self.ready > 0);
+        [self.job_timers.next(), self.worker_timers.next(), self.slot_timers.next(), breaker, stop]
             .into_iter()
             .flatten()
             .min()
@@ -157,118 +185,6 @@ impl<T> Bulkhead<T> {
         self.counters.rejected[reason.code() as usize] += 1;
     }
 
-    // Admission.
-
-    fn submit(&mut self, now: Time, submission: Submission<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
-        let Submission { cargo, deadline, priority: _, idempotent } = submission;
-        self.counters.submitted += 1;
-        let limit = deadline.map_or(self.limits.deadline, |asked| asked.min(self.limits.deadline_max));
-        if let Some(verdict) = self.refusal(now, limit) {
-            self.refuse(cargo, verdict, limit, idempotent, out);
-            return None;
-        }
-        let hard_limit = limit.max(self.limits.deadline);
-        let index = self.jobs.insert(cargo, idempotent, now, limit, hard_limit);
-        let id = self.jobs.id(index);
-        match self.load.least() {
-            Some(worker) if self.jobs.queued() == 0 => self.dispatch(now, index, worker, out),
-            _ => self.enqueue(index),
-        }
-        Some(id)
-    }
-
-    /// Why a job that arrives now is not taken.
-    fn refusal(&self, now: Time, limit: Duration) -> Option<Verdict> {
-        if self.mode != Mode::Open {
-            return Some(rejection(RejectReason::Draining));
-        }
-        if limit.is_zero() {
-            return Some(Verdict::DeadlineQueued);
-        }
-        if self.limits.max_in_flight == 0 {
-            return Some(rejection(RejectReason::QueueFull));
-        }
-        if self.live_slots == 0 {
-            let message = format!("no worker runs: {}", self.last_trouble);
-            return Some(Verdict::Rejected { reason: RejectReason::Unavailable, message });
-        }
-        let has_permit = self.jobs.queued() == 0 && self.load.least().is_some();
-        if has_permit {
-            return None;
-        }
-        if self.jobs.is_full() {
-            return Some(rejection(RejectReason::Overloaded));
-        }
-        if self.jobs.queued() >= self.waiting_max() {
-            return Some(rejection(RejectReason::QueueFull));
-        }
-        let next_start = if self.ready == 0 { self.next_start() } else { None };
-        if next_start.is_some_and(|at| at > now + limit) {
-            let message = "no worker runs, and the next start comes after the deadline".to_owned();
-            return Some(Verdict::Rejected { reason: RejectReason::Unavailable, message });
-        }
-        None
-    }
-
-    /// How many jobs may wait: the queue, and as many as the workers that are on their way will take.
-    fn waiting_max(&self) -> usize {
-        let coming = self.live_slots.saturating_sub(self.ready);
-        self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
-    }
-
-    /// When the next worker starts, if every slot waits for its backoff to end.
-    fn next_start(&self) -> Option<Time> {
-        let mut next = None;
-        for slot in &self.slots {
-            match slot.state {
-                SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
-                SlotState::Occupied(_) => return None,
-                SlotState::Empty | SlotState::Stopped { .. } => {}
-            }
-        }
-        next
-    }
-
-    fn refuse(
-        &mut self,
-        cargo: T,
-        verdict: Verdict,
-        limit: Duration,
-        idempotent: bool,
-        out: &mut Vec<Action<T>>,
-    ) {
-        self.counters.count(&verdict);
-        let retry_after = self.retry_after(&verdict);
-        out.push(Action::Answer(Answer {
-            job: None,
-            cargo,
-            retryable: verdict.is_retryable(idempotent) && retry_after.is_none_or(|wait| wait <= limit),
-            verdict,
-            attempts: 0,
-            queued: Duration::ZERO,
-            ran: Duration::ZERO,
-            worker_pid: None,
-            retry_after,
-            deadline: limit,
-        }));
-    }
-
-    /// How long a rejected caller should wait: until the queue before it is worked off, as far as one
-    /// can tell, and never less than a second, with up to a fifth more so that callers do not come back
-    /// together.
-    fn retry_after(&mut self, verdict: &Verdict) -> Option<Duration> {
-        let Verdict::Rejected { reason, .. } = verdict else { return None };
-        if !reason.is_retryable() {
-            return None;
-        }
-        let limit = u64::from(self.ready.max(1)) * u64::from(self.limits.max_in_flight.max(1));
-        let ahead = self.jobs.queued() as u64 + 1;
-        let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
-        let base = estimate.max(RETRY_AFTER_MIN);
-        let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
-        Some(base + base.mul_f64(jitter / 5.0))
-    }
-
     /// The next number of the seeded sequence (SplitMix64, Steele et al. 2014).
     fn draw(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -278,50 +194,30 @@ impl<T> Bulkhead<T> {
         z ^ (z >> 31)
     }
 
-    // The queue.
+    // Dispatch.
 
-    fn enqueue(&mut self, index: u32) {
-        self.jobs.enqueue(index);
-        self.await_turn(index);
-    }
-
-    /// Puts a job that had its turn, for nothing, before all others.
-    fn enqueue_first(&mut self, index: u32) {
-        self.jobs.enqueue_first(index);
-        self.await_turn(index);
-    }
-
-    fn await_turn(&mut self, index: u32) {
-        let job = self.jobs.get(index);
-        let patience = self.limits.queue_timeout.map(|timeout| job.received + timeout);
-        let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
-        self.job_timers.set(index, due);
-    }
-
-    /// Gives waiting jobs to workers as long as there are both.
-    fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        while let Some(index) = self.jobs.first_queued()
-            && let Some(worker) = self.load.least()
-        {
-            self.jobs.dequeue(index);
-            if self.jobs.get(index).deadline_at <= now {
-                self.job_timers.clear(index);
-                self.answer(now, index, Verdict::DeadlineQueued, out);
-                self.jobs.remove(index);
-                continue;
+    /// Gives a job to a worker, if the breaker lets it pass.
+    fn give(&mut self, now: Time, index: u32, worker: u32, out: &mut Vec<Action<T>>) {
+        match self.breaker.claim(now, self.ready > 0) {
+            Some((claim, transition)) => {
+                self.jobs.get(index).claim = Some(claim);
+                self.note_transition(transition, out);
+                self.dispatch(now, index, worker, out);
             }
-            self.dispatch(now, index, worker, out);
+            None => {
+                self.answer(now, index, rejection(RejectReason::CircuitOpen), out);
+                self.forget(index);
+            }
         }
     }
 
-    fn reject_queue(&mut self, now: Time, reason: RejectReason, message: &str, out: &mut Vec<Action<T>>) {
-        while let Some(index) = self.jobs.first_queued() {
-            self.jobs.dequeue(index);
-            self.job_timers.clear(index);
-            let verdict = Verdict::Rejected { reason, message: message.to_owned() };
-            self.answer(now, index, verdict, out);
-            self.jobs.remove(index);
-        }
+    fn force_breaker(&mut self, now: Time, open: bool, out: &mut Vec<Action<T>>) {
+        let transition = if open { self.breaker.force_open(now) } else { self.breaker.release(now) };
+        self.note_transition(transition, out);
+    }
+
+    fn note_transition(&mut self, transition: Option<Transition>, out: &mut Vec<Action<T>>) {
+        out.extend(transition.map(|transition| Action::Note(Note::Breaker(transition))));
     }
 
     fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
@@ -333,7 +229,8 @@ impl<T> Bulkhead<T> {
             Place::InFlight { worker: place, index: worker.jobs.len() as u32, since: now, is_overdue: false };
         worker.jobs.push(index);
         worker.wanted += 1;
-        let deadline_at = job.deadline_at;
+        let (deadline_at, tenant) = (job.deadline_at, job.tenant);
+        self.count_in_flight(tenant, true);
         self.job_timers.set(index, deadline_at);
         self.refresh(place);
         let remaining = deadline_at.since(now);
@@ -346,14 +243,16 @@ impl<T> Bulkhead<T> {
     fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         let Some(cargo) = self.jobs.get(index).cargo.take() else { return };
         self.counters.count(&verdict);
-        let retry_after = self.retry_after(&verdict);
+        self.tell_breaker(now, index, &verdict, out);
+        let priority = self.jobs.get(index).priority;
+        let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
         let (queued, ran, worker) = match job.place {
             Place::InFlight { worker, since, .. } => {
                 (since.since(job.received), now.since(since), Some(worker))
             }
-            Place::Entered | Place::Queued { .. } => (now.since(job.received), Duration::ZERO, None),
+            Place::Entered | Place::Queued => (now.since(job.received), Duration::ZERO, None),
         };
         let left = job.deadline_at.since(now);
         let answer = Answer {
@@ -369,6 +268,15 @@ impl<T> Bulkhead<T> {
             deadline: job.limit(),
         };
         out.push(Action::Answer(answer));
+    }
+
+    /// Counts a call that a worker had. A job that is answered from the queue has no claim.
+    fn tell_breaker(&mut self, now: Time, index: u32, verdict: &Verdict, out: &mut Vec<Action<T>>) {
+        let job = self.jobs.get(index);
+        let Some(claim) = job.claim.take() else { return };
+        let Place::InFlight { since, .. } = job.place else { return self.breaker.give_back(claim) };
+        let transition = self.breaker.record(now, claim, judge(verdict), now.since(since));
+        self.note_transition(transition, out);
     }
 
     fn replied(&mut self, now: Time, worker: WorkerId, job: JobId, reply: Reply, out: &mut Vec<Action<T>>) {
@@ -405,7 +313,6 @@ impl<T> Bulkhead<T> {
         }
         self.review(now, worker.place);
         self.after_job(now, worker.place, out);
-        self.pump(now, out);
     }
 
     /// Takes a job that is in flight out of its worker's hands and out of the table.
@@ -413,7 +320,8 @@ impl<T> Bulkhead<T> {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
         debug_assert!(job.cargo.is_none(), "released without an answer");
-        if let Place::InFlight { worker: place, index: at, is_overdue, .. } = job.place
+        let (held, tenant) = (job.place, job.tenant);
+        if let Place::InFlight { worker: place, index: at, is_overdue, .. } = held
             && let Some(worker) = self.workers[place as usize].as_mut()
         {
             worker.jobs.swap_remove(at as usize);
@@ -424,8 +332,9 @@ impl<T> Bulkhead<T> {
                 *index = at;
             }
         }
+        self.count_in_flight(tenant, false);
         self.jobs.get(index).place = Place::Entered;
-        self.jobs.remove(index);
+        self.forget(index);
     }
 
     // Deadlines and cancellation.
@@ -434,12 +343,7 @@ impl<T> Bulkhead<T> {
         let Some(index) = self.jobs.find(id) else { return };
         let place = self.jobs.get(index).place;
         match place {
-            Place::Queued { .. } => {
-                self.jobs.dequeue(index);
-                self.job_timers.clear(index);
-                self.answer(now, index, Verdict::Cancelled { executed: Executed::No }, out);
-                self.jobs.remove(index);
-            }
+            Place::Queued => self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out),
             Place::InFlight { .. } if self.jobs.get(index).cargo.is_some() => {
                 let hard_deadline_at = self.jobs.get(index).hard_deadline_at;
                 self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
@@ -465,15 +369,13 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (deadline_at, hard_deadline_at) = (job.deadline_at, job.hard_deadline_at);
         match job.place {
-            Place::Queued { .. } => {
-                self.jobs.dequeue(index);
+            Place::Queued => {
                 let verdict = if deadline_at <= now {
                     Verdict::DeadlineQueued
                 } else {
                     rejection(RejectReason::QueueTimeout)
                 };
-                self.answer(now, index, verdict, out);
-                self.jobs.remove(index);
+                self.leave_queue(now, index, verdict, out);
             }
             Place::InFlight { worker, .. } => {
                 if self.jobs.get(index).cargo.is_some() {
@@ -534,7 +436,6 @@ impl<T> Bulkhead<T> {
         {
             self.stop_all(now, out);
         }
-        self.pump(now, out);
     }
 
     // Tables.
@@ -561,9 +462,29 @@ impl<T> Bulkhead<T> {
                 self.load.insert(place, level);
             }
         }
+        let in_use = if is_available { level } else { 0 };
+        self.in_use = self.in_use + in_use - std::mem::replace(&mut worker.in_use, in_use);
         if worker.counted != is_available {
             worker.counted = is_available;
             self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
         }
+    }
+}
+
+/// What a call says of the health of what the workers depend on.
+fn judge(verdict: &Verdict) -> CallResult {
+    match verdict {
+        Verdict::Ok => CallResult::Success,
+        Verdict::Failed(failure) if failure.fault == Fault::Dependency => CallResult::Failure,
+        Verdict::DeadlineRunning => CallResult::Failure,
+        // Others brought the worker down, or we did.
+        Verdict::Crashed { reason: CrashReason::Collateral | CrashReason::Stopped, .. } => {
+            CallResult::Ignored
+        }
+        Verdict::Crashed { .. } => CallResult::Failure,
+        Verdict::Failed(_)
+        | Verdict::Cancelled { .. }
+        | Verdict::DeadlineQueued
+        | Verdict::Rejected { .. } => CallResult::Ignored,
     }
 }

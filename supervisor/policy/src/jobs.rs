@@ -1,16 +1,15 @@
-//! The jobs of a bulkhead and the order in which they wait. Every operation is O(1): the queue is a
-//! linked list through the table, so that a job leaves its middle without a search.
+//! The jobs of a bulkhead, by small numbers. In which order they wait is the queue's business.
 
 use std::time::Duration;
 
-use bulkhead_shared::JobId;
+use bulkhead_shared::{JobId, Priority};
 
+use crate::breaker::Claim;
+use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// Bits of a [`JobId`] that are the place in the table; also bounds how many jobs there can be.
 const INDEX_BITS: u32 = 24;
-
-const NONE: u32 = u32::MAX;
 
 /// Jobs that a bulkhead can hold at once.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
@@ -25,8 +24,27 @@ pub(crate) struct Job<T> {
     /// When the worker is ended for it, whatever else runs there.
     pub(crate) hard_deadline_at: Time,
     pub(crate) idempotent: bool,
+    pub(crate) priority: Priority,
+    pub(crate) tenant: TenantId,
+    pub(crate) cost: u32,
     pub(crate) attempts: u32,
+    /// Its word to the breaker, while a worker has it and its client waits.
+    pub(crate) claim: Option<Claim>,
     pub(crate) place: Place,
+}
+
+/// What is known of a job when it is entered.
+pub(crate) struct Entry<T> {
+    pub(crate) cargo: T,
+    pub(crate) idempotent: bool,
+    pub(crate) priority: Priority,
+    pub(crate) tenant: TenantId,
+    pub(crate) cost: u32,
+    pub(crate) received: Time,
+    /// From its receipt until its client is answered.
+    pub(crate) limit: Duration,
+    /// From its receipt until its worker is ended for it.
+    pub(crate) hard_limit: Duration,
 }
 
 impl<T> Job<T> {
@@ -40,10 +58,7 @@ impl<T> Job<T> {
 #[derive(Clone, Copy)]
 pub(crate) enum Place {
     Entered,
-    Queued {
-        before: u32,
-        after: u32,
-    },
+    Queued,
     InFlight {
         worker: u32,
         /// Where in the worker's list.
@@ -58,14 +73,11 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
-    first: u32,
-    last: u32,
-    queued: usize,
 }
 
 impl<T> Default for Jobs<T> {
     fn default() -> Self {
-        Self { table: Vec::new(), free: Vec::new(), sequence: 0, first: NONE, last: NONE, queued: 0 }
+        Self { table: Vec::new(), free: Vec::new(), sequence: 0 }
     }
 }
 
@@ -76,20 +88,14 @@ impl<T> Jobs<T> {
     }
 
     /// Enters a job and returns its index. The table must not be full.
-    pub(crate) fn insert(
-        &mut self,
-        cargo: T,
-        idempotent: bool,
-        received: Time,
-        limit: Duration,
-        hard_limit: Duration,
-    ) -> u32 {
+    pub(crate) fn insert(&mut self, entry: Entry<T>) -> u32 {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
             self.table.push(None);
             self.table.len() as u32 - 1
         });
         self.sequence += 1;
+        let Entry { cargo, idempotent, priority, tenant, cost, received, limit, hard_limit } = entry;
         self.table[index as usize] = Some(Job {
             id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
             cargo: Some(cargo),
@@ -97,7 +103,11 @@ impl<T> Jobs<T> {
             deadline_at: received + limit,
             hard_deadline_at: received + hard_limit,
             idempotent,
+            priority,
+            tenant,
+            cost,
             attempts: 0,
+            claim: None,
             place: Place::Entered,
         });
         index
@@ -122,7 +132,7 @@ impl<T> Jobs<T> {
 
     /// Removes a job that is not queued.
     pub(crate) fn remove(&mut self, index: u32) {
-        debug_assert!(!matches!(self.get(index).place, Place::Queued { .. }));
+        debug_assert!(!matches!(self.get(index).place, Place::Queued));
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > 1024 {
@@ -131,59 +141,12 @@ impl<T> Jobs<T> {
         }
     }
 
-    pub(crate) fn queued(&self) -> usize {
-        self.queued
-    }
-
-    pub(crate) fn first_queued(&self) -> Option<u32> {
-        (self.first != NONE).then_some(self.first)
-    }
-
-    pub(crate) fn enqueue(&mut self, index: u32) {
-        let before = self.last;
-        self.get(index).place = Place::Queued { before, after: NONE };
-        self.link(before, Some(index), None);
-        self.last = index;
-        if before == NONE {
-            self.first = index;
-        }
-        self.queued += 1;
-    }
-
-    /// Puts a job before all others: it has waited already.
-    pub(crate) fn enqueue_first(&mut self, index: u32) {
-        let after = self.first;
-        self.get(index).place = Place::Queued { before: NONE, after };
-        self.link(after, None, Some(index));
-        self.first = index;
-        if after == NONE {
-            self.last = index;
-        }
-        self.queued += 1;
-    }
-
-    pub(crate) fn dequeue(&mut self, index: u32) {
-        let Place::Queued { before, after } = self.get(index).place else { return };
-        self.get(index).place = Place::Entered;
-        self.link(before, Some(after), None);
-        self.link(after, None, Some(before));
-        if self.first == index {
-            self.first = after;
-        }
-        if self.last == index {
-            self.last = before;
-        }
-        self.queued -= 1;
-    }
-
-    fn link(&mut self, index: u32, new_after: Option<u32>, new_before: Option<u32>) {
-        if index == NONE {
-            return;
-        }
-        if let Place::Queued { before, after } = &mut self.get(index).place {
-            *before = new_before.unwrap_or(*before);
-            *after = new_after.unwrap_or(*after);
-        }
+    /// The jobs that wait, in no order.
+    pub(crate) fn queued(&self) -> Vec<u32> {
+        let is_queued = |job: &Job<T>| matches!(job.place, Place::Queued);
+        (0..self.table.len() as u32)
+            .filter(|&index| self.table[index as usize].as_ref().is_some_and(is_queued))
+            .collect()
     }
 }
 
@@ -191,26 +154,29 @@ impl<T> Jobs<T> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn jobs_leave_the_middle_of_the_queue_and_numbers_are_never_used_twice() {
-        let mut jobs = Jobs::default();
-        let second = Duration::from_secs(1);
-        let all: Vec<u32> = (0..5).map(|i| jobs.insert(i, false, Time::ZERO, second, second)).collect();
-        all.iter().for_each(|&i| jobs.enqueue(i));
-        for &i in &[all[2], all[0], all[4]] {
-            jobs.dequeue(i);
+    fn entry(cargo: u32) -> Entry<u32> {
+        Entry {
+            cargo,
+            idempotent: false,
+            priority: Priority::Normal,
+            tenant: TenantId::NOBODY,
+            cost: 1,
+            received: Time::ZERO,
+            limit: Duration::from_secs(1),
+            hard_limit: Duration::from_secs(1),
         }
-        assert_eq!((jobs.queued(), jobs.first_queued()), (2, Some(all[1])));
+    }
+
+    #[test]
+    fn a_place_that_is_used_again_has_another_number() {
+        let mut jobs = Jobs::default();
+        let all: Vec<u32> = (0..5).map(|n| jobs.insert(entry(n))).collect();
         let old = jobs.id(all[2]);
         jobs.remove(all[2]);
-        let again = jobs.insert(9, false, Time::ZERO, second, second);
+        let again = jobs.insert(entry(9));
         assert_eq!(again, all[2]);
-        assert_eq!(jobs.find(old), None);
-        jobs.enqueue_first(again);
-        assert_eq!(jobs.first_queued(), Some(again));
-        for index in [all[1], again, all[3]] {
-            jobs.dequeue(index);
-        }
-        assert_eq!((jobs.queued(), jobs.first_queued()), (0, None));
+        assert_eq!((jobs.find(old), jobs.find(jobs.id(again))), (None, Some(again)));
+        jobs.get(all[1]).place = Place::Queued;
+        assert_eq!(jobs.queued(), [all[1]]);
     }
 }

@@ -20,20 +20,28 @@
 //! assert!(matches!(actions[..], [Action::Dispatch { .. }]));
 //! ```
 
+mod breaker;
 mod bulkhead;
+mod drops;
 mod jobs;
 mod limits;
 mod load;
 mod messages;
+mod queue;
+mod rate;
 mod restart;
+mod tenants;
 mod time;
 mod timers;
 mod workers;
 
-pub use bulkhead::{Bulkhead, BulkheadState, Counters, WorkerView};
-pub use limits::{Health, Limits, Recycle, Restart, RestartPolicy, Start};
+pub use breaker::{BreakerLimits, BreakerState, Transition};
+pub use bulkhead::{Bulkhead, BulkheadState, Counters, TenantView, WorkerView};
+pub use limits::{Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits};
 pub use messages::{
     Action, Answer, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission, WorkerId,
 };
+pub use rate::{RateLimit, RatePer};
+pub use tenants::TenantId;
 pub use time::Time;
 pub use timers::Timers;

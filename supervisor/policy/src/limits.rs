@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use crate::breaker::BreakerLimits;
+use crate::rate::RateLimit;
+
 /// The numbers of one bulkhead. Their meaning is that of the configuration's keys of the same names.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "each is the configuration's key of the same name")]
@@ -17,6 +20,39 @@ pub struct Limits {
     pub start: Start,
     pub health: Health,
     pub recycle: Recycle,
+    /// The share of the permits that only critical jobs get; below 1.
+    pub critical_reserve: f64,
+    pub pressure: Pressure,
+    pub overflow: Overflow,
+    pub rate_limit: Option<RateLimit>,
+    pub breaker: Option<BreakerLimits>,
+    pub tenants: TenantLimits,
+}
+
+/// When a filling queue is told, and when it is closed to all but critical jobs: shares of its capacity.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+pub struct Pressure {
+    pub warn: f64,
+    pub reject: f64,
+}
+
+/// What a full queue does with the next job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Overflow {
+    /// Turns it away, unless a job of a lower class waits, which then leaves.
+    Reject,
+    /// The same, but the oldest job of the tenant that holds most of the queue leaves.
+    EvictOldest,
+}
+
+/// A tenant's share of common workers.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct TenantLimits {
+    /// Over it a job waits.
+    pub max_in_flight: Option<u32>,
+    /// Over it a job is turned away.
+    pub max_queue: Option<u32>,
 }
 
 /// When and how fast a dead worker is replaced.
@@ -92,6 +128,12 @@ impl Default for Limits {
             start: Start { handshake: seconds(5), ready: seconds(60) },
             health: Health { heartbeat: seconds(1), missed: 5 },
             recycle: Recycle::default(),
+            critical_reserve: 0.0,
+            pressure: Pressure { warn: 0.8, reject: 1.0 },
+            overflow: Overflow::Reject,
+            rate_limit: None,
+            breaker: None,
+            tenants: TenantLimits::default(),
         }
     }
 }

@@ -1,9 +1,14 @@
 //! What a bulkhead is told and what it answers. `T` is the caller's own record of a job; it is carried
 //! along, and comes back with the job's answer.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
+
+use crate::breaker::Transition;
+use crate::tenants::TenantId;
+use crate::time::Time;
 
 /// One incarnation of a worker. A message from an earlier one does not match it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -25,12 +30,23 @@ pub struct Submission<T> {
     pub priority: Priority,
     /// Whether it may safely run twice.
     pub idempotent: bool,
+    /// On whose behalf: what [`crate::Bulkhead::tenant`] said just before.
+    pub tenant: TenantId,
+    /// What it counts against the rate limit and its tenant's share of the turns.
+    pub cost: u32,
 }
 
 impl<T> Submission<T> {
     /// A job that asks for nothing special.
     pub fn new(cargo: T) -> Self {
-        Self { cargo, deadline: None, priority: Priority::Normal, idempotent: false }
+        Self {
+            cargo,
+            deadline: None,
+            priority: Priority::Normal,
+            idempotent: false,
+            tenant: TenantId::NOBODY,
+            cost: 1,
+        }
     }
 }
 
@@ -163,16 +179,19 @@ pub enum Event<T> {
     Drain,
     /// Take jobs again.
     Resume,
-    /// Forget the restart history; failed slots try again now.
+    /// Forget the restart history; failed slots try again now; the breaker closes.
     Reset,
+    /// Open the breaker by hand, or leave it to itself again.
+    ForceBreaker {
+        /// Whether it is to be open.
+        open: bool,
+    },
     /// Stop: in-flight jobs may go on until `by`.
     Stop {
         /// When patience ends.
         by: Time,
     },
 }
-
-use crate::time::Time;
 
 /// What is to be done.
 #[derive(Debug)]
@@ -311,7 +330,7 @@ pub enum StopReason {
 }
 
 /// What an operator may want to know.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Note {
     /// A process runs.
     WorkerStarted {
@@ -384,6 +403,29 @@ pub enum Note {
         reason: StopReason,
         /// What went wrong last, for people.
         message: String,
+    },
+    /// The breaker has opened, closed, or begun to probe.
+    Breaker(Transition),
+    /// The queue fills.
+    QueuePressure {
+        /// Jobs that wait.
+        queued: usize,
+        /// Jobs that may.
+        capacity: usize,
+    },
+    /// A tenant's jobs are turned away for their rate.
+    TenantThrottled {
+        /// Which; empty if the job named none.
+        tenant: Arc<str>,
+        /// When the next one would pass.
+        retry_after: Duration,
+    },
+    /// A tenant has more than half of the recent evictions.
+    TenantEvictions {
+        /// Which.
+        tenant: Arc<str>,
+        /// Its share, from 0 to 1.
+        share: f64,
     },
     /// It takes no more jobs.
     Draining,

@@ -33,6 +33,8 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
+    /// Permits it has taken of the limit.
+    pub(crate) in_use: u32,
     /// What it said last before it was ready.
     pub(crate) last_words: Option<String>,
 }
@@ -81,6 +83,7 @@ impl Worker {
             succession_after: Time::ZERO,
             listed: None,
             counted: false,
+            in_use: 0,
             last_words: None,
         }
     }

@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 51] = [
+const DEMANDED: [&str; 60] = [
     "ok",
     "failed",
     "cancelled",
@@ -62,6 +62,15 @@ const DEMANDED: [&str; 51] = [
     "crashed collateral",
     "rejected draining",
     "rejected queue_full",
+    "rejected backpressure",
+    "rejected shed",
+    "rejected circuit_open",
+    "breaker closed",
+    "breaker open",
+    "breaker half_open",
+    "breaker forced_open",
+    "rejected evicted",
+    "rejected tenant_quota",
     "rejected queue_timeout",
     "rejected unavailable",
     "kill deadline",
@@ -127,14 +136,19 @@ struct History {
     actions: Vec<Action<Tag>>,
     steps: u64,
     steps_max: u64,
+    /// How many of [`TENANTS`] there are.
+    tenants: usize,
     trace: Trace,
 }
+
+const TENANTS: [&str; 5] = ["", "acme", "globex", "initech", "umbrella"];
 
 impl History {
     fn new(seed: u64, trace: Trace) -> Self {
         let mut random = Random::new(seed);
         let limits = settings::limits(&mut random);
         let steps_max = random.range(10, STEPS_PER_HISTORY_MAX);
+        let tenants = random.pick(&[1, 2, 5]);
         Self {
             now: Time::ZERO,
             bulkhead: Bulkhead::new(limits.clone(), random.draw()),
@@ -143,6 +157,7 @@ impl History {
             actions: Vec::new(),
             steps: 0,
             steps_max,
+            tenants,
             trace,
         }
     }
@@ -183,8 +198,12 @@ impl History {
         }
     }
 
-    fn apply(&mut self, event: Event<Tag>) {
+    fn apply(&mut self, mut event: Event<Tag>) {
         self.steps += 1;
+        if let Event::Submit(submission) = &mut event {
+            let turn = submission.cargo.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            submission.tenant = self.bulkhead.tenant(TENANTS[turn as usize % self.tenants]);
+        }
         self.trace.event(self.now, &event);
         self.model.happened(self.now, &event);
         let taken = self.bulkhead.apply(self.now, event, &mut self.actions);

@@ -1,6 +1,8 @@
 //! What the rest of the supervisor works with: plain values, resolved and verified. Nothing here knows
 //! TOML, and nothing here can be impossible: whoever holds a [`Config`] checks nothing again.
 
+mod admission;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -8,6 +10,9 @@ use serde::Serialize;
 
 pub use super::rlimits::{Resource, Rlimit};
 use super::units;
+pub use admission::{
+    BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig, RatePer, TenantsConfig,
+};
 
 /// A whole configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -73,6 +78,18 @@ pub struct BulkheadConfig {
     pub max_payload: u64,
     /// Bytes of one result, at most the supervisor's `max_payload`.
     pub max_result: u64,
+    /// What a full queue does; [`Overflow::Reject`] when `max_queue` is 0.
+    pub overflow: Overflow,
+    /// What is kept for critical jobs; `None`: nothing.
+    pub priority: Option<PriorityConfig>,
+    /// What a filling queue does. It rests when `max_queue` is 0.
+    pub pressure: PressureConfig,
+    /// How fast jobs may come; `None`: as fast as they like.
+    pub rate_limit: Option<RateLimitConfig>,
+    /// How much of the bulkhead one tenant may have; `None`: all of it.
+    pub tenants: Option<TenantsConfig>,
+    /// When jobs are turned away because those before them failed; `None`: never.
+    pub breaker: Option<BreakerConfig>,
     /// When a dead worker is started again.
     pub restart: Restart,
     /// How long a start may take.

@@ -35,6 +35,28 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 /// Between asking a late worker to stop and killing it.
 pub const GRACE: Duration = Duration::from_millis(100);
 
+/// Share of `max_queue` from which a queue is told to be under pressure.
+pub const PRESSURE_WARN: f64 = 0.8;
+/// Share of `max_queue` above which only critical jobs are taken.
+pub const PRESSURE_REJECT: f64 = 1.0;
+/// What a full queue does with the next job.
+pub const OVERFLOW: &str = "reject";
+/// Who shares a rate limit.
+pub const RATE_PER: &str = "bulkhead";
+
+/// How far back a breaker looks.
+pub const BREAKER_WINDOW: Duration = Duration::from_secs(10);
+/// Jobs in the window before a breaker judges.
+pub const BREAKER_MIN_CALLS: u64 = 20;
+/// Share of failed jobs that opens a breaker.
+pub const BREAKER_FAILURE_RATE: f64 = 0.5;
+/// Share of slow jobs that opens a breaker.
+pub const BREAKER_SLOW_RATE: f64 = 1.0;
+/// How long a breaker stays open the first time.
+pub const BREAKER_OPEN_FOR: Duration = Duration::from_secs(5);
+/// Jobs that a half-open breaker lets through.
+pub const BREAKER_PROBES: u64 = 1;
+
 /// Which deaths are followed by a restart.
 pub const RESTART_POLICY: &str = "always";
 /// The pause before the second restart in a row.
@@ -76,6 +98,14 @@ pub const IN_FLIGHT_CEILING: u64 = 4096;
 pub const QUEUE_CEILING: u64 = 1_000_000;
 /// The most permits of one bulkhead: processes × jobs in flight.
 pub const PERMITS_CEILING: u64 = 1_000_000;
+/// The most jobs a second that a rate limit can say, and the largest burst.
+pub const RATE_CEILING: u64 = 1_000_000_000;
+/// The shortest window of a breaker: below it the clock is all it would measure.
+pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
+/// The most jobs a breaker may want to see before it judges.
+pub const BREAKER_CALLS_CEILING: u64 = 1_000_000;
+/// The most jobs that a half-open breaker may let through.
+pub const BREAKER_PROBES_CEILING: u64 = 1000;
 /// The most deaths that a restart history remembers.
 pub const RESTART_CEILING: u64 = 1000;
 /// The most heartbeats that may be missed.

@@ -28,8 +28,9 @@ use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 pub use checked::{
-    BulkheadConfig, Config, Health, Program, Recycle, Resource, Restart, RestartPolicy, Rlimit, Start,
-    SupervisorConfig,
+    BreakerConfig, BulkheadConfig, Config, Health, Overflow, PressureConfig, PriorityConfig, Program,
+    RateLimitConfig, RatePer, Recycle, Resource, Restart, RestartPolicy, Rlimit, Start, SupervisorConfig,
+    TenantsConfig,
 };
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};

@@ -1,10 +1,13 @@
 //! What the file says, key by key, with places: each value in range by itself, none yet judged against
 //! another, nothing looked up on the disk. `[defaults]` and a bulkhead have the same shape.
 
+mod admission;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
+pub(super) use admission::{RawAdmission, RawBreaker, RawPressure, RawPriority, RawRateLimit, RawTenants};
 use bulkhead_shared::limits::is_bulkhead_name;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -52,6 +55,7 @@ pub(super) struct RawBulkhead {
     pub(super) grace: Field<Duration>,
     pub(super) max_payload: Field<u64>,
     pub(super) max_result: Field<u64>,
+    pub(super) admission: RawAdmission,
     pub(super) restart: RawRestart,
     pub(super) handshake: Field<Duration>,
     pub(super) ready: Field<Duration>,
@@ -184,10 +188,10 @@ fn read_supervisor(heading: Range<usize>, table: &mut TableReader<'_, '_>) -> Ra
 
 fn read_bulkhead(name: String, heading: Range<usize>, table: &mut TableReader<'_, '_>) -> RawBulkhead {
     // What later versions can do otherwise is checked, and has nothing to say yet.
-    table.word("overflow");
     if let Some(mut sandbox) = table.table("sandbox", schema::SANDBOX) {
         sandbox.word("profile");
     }
+    let admission = RawAdmission::read(table);
     let restart = read_restart(table);
     let (handshake, ready) = match table.table("start", schema::START) {
         Some(mut start) => {
@@ -227,6 +231,7 @@ fn read_bulkhead(name: String, heading: Range<usize>, table: &mut TableReader<'_
         grace: table.duration("grace"),
         max_payload: table.size("max_payload"),
         max_result: table.size("max_result"),
+        admission,
         restart,
         handshake,
         ready,
@@ -285,6 +290,7 @@ impl RawBulkhead {
             grace: self.grace.or(&defaults.grace),
             max_payload: self.max_payload.or(&defaults.max_payload),
             max_result: self.max_result.or(&defaults.max_result),
+            admission: self.admission.over(&defaults.admission),
             restart: self.restart.over(&defaults.restart),
             handshake: self.handshake.or(&defaults.handshake),
             ready: self.ready.or(&defaults.ready),

@@ -31,8 +31,9 @@ pub(super) struct Given<T> {
 }
 
 /// What a table has under a key.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(super) enum Field<T> {
+    #[default]
     Absent,
     /// There, but wrong and already reported: relations with it are not judged.
     Refused,
@@ -125,8 +126,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
         let here: Vec<&str> =
             schema::all().filter(|key| key.table == self.schema).map(|key| key.name).collect();
-        if let Some(key) = schema::all().find(|key| key.name == name && key.table != schema::TOP) {
-            return format!("`{name}` belongs in [{}]", key.table);
+        let elsewhere: Vec<String> = schema::all()
+            .filter(|key| key.name == name && key.table != schema::TOP)
+            .map(|key| format!("[{}]", key.table))
+            .collect();
+        if !elsewhere.is_empty() {
+            return format!("`{name}` belongs in {}", elsewhere.join(" or "));
         }
         let later = schema::LATER.iter().filter(|(table, _)| *table == self.schema).map(|(_, name)| *name);
         if let Some(key) = nearest(name, here.iter().copied().chain(later)) {
@@ -170,6 +175,14 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.take(name, values::count)
     }
 
+    pub(super) fn share(&mut self, name: &str) -> Field<f64> {
+        self.take(name, values::share)
+    }
+
+    pub(super) fn number(&mut self, name: &str) -> Field<f64> {
+        self.take(name, values::number)
+    }
+
     pub(super) fn mode(&mut self, name: &str) -> Field<u32> {
         self.take(name, values::mode)
     }
@@ -194,6 +207,22 @@ impl<'t, 'p> TableReader<'t, 'p> {
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
         Some(TableReader::open(schema, self.title_of(name), self.origin, table, self.problems))
+    }
+
+    /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
+    /// read: nobody knows what that was meant to say.
+    pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
+        match self.table.get_key_value(name) {
+            None => Field::Absent,
+            Some((name, value)) => match value.get_ref() {
+                DeValue::Table(table)
+                    if table.keys().all(|key| schema::find(schema, key.get_ref()).is_some()) =>
+                {
+                    Field::Given(Given { value: (), span: name.span(), origin: self.origin })
+                }
+                _ => Field::Refused,
+            },
+        }
     }
 
     /// A table inside this one whose keys are not from the schema.

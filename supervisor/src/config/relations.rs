@@ -2,7 +2,8 @@
 //! keys judged once. A relation that fails is shown at the value nearest to the writer: a bulkhead's own
 //! before one of `[defaults]`, and either before one that was not written at all.
 
-use std::cmp::Ordering;
+mod admission;
+
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -122,7 +123,8 @@ impl Checker<'_> {
         let deadline = raw.deadline.settle(defaults::DEADLINE);
         let deadline_max = raw.deadline_max.settle(deadline.value);
         self.check_deadlines(&raw, &deadline, &deadline_max);
-        self.check_permits(&raw);
+        let queue = raw.max_queue.settle(defaults::QUEUE_MAX);
+        self.check_permits(&raw, &queue);
         let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
         BulkheadConfig {
@@ -132,13 +134,19 @@ impl Checker<'_> {
             env: raw.env.into_iter().collect(),
             processes: raw.processes.value_or(defaults::PROCESSES) as u32,
             max_in_flight: raw.max_in_flight.value_or(defaults::IN_FLIGHT_MAX) as u32,
-            max_queue: raw.max_queue.value_or(defaults::QUEUE_MAX) as u32,
+            max_queue: queue.value as u32,
             queue_timeout: raw.queue_timeout.optional(),
             deadline: deadline.value,
             deadline_max: deadline_max.value,
             grace: raw.grace.value_or(defaults::GRACE),
             max_payload,
             max_result,
+            overflow: self.overflow(&raw.admission.overflow, &queue),
+            priority: self.priority(&raw.admission.priority),
+            pressure: self.pressure(&raw.admission.pressure, &queue),
+            rate_limit: self.rate_limit(&raw.admission.rate_limit),
+            tenants: self.tenants(&raw.admission.tenants),
+            breaker: self.breaker(&raw.admission.breaker),
             restart: self.restart(&raw.restart),
             start: Start {
                 handshake: raw.handshake.value_or(defaults::START_HANDSHAKE),
@@ -268,41 +276,41 @@ impl Checker<'_> {
 
     fn check_deadlines(&mut self, raw: &RawBulkhead, deadline: &Settled<Duration>, max: &Settled<Duration>) {
         if raw.deadline_max.given().is_some() {
-            self.ordered(("deadline", deadline), ("deadline_max", max));
+            self.ordered(("deadline", deadline), ("deadline_max", max), units::duration_literal);
         }
     }
 
-    /// Reports if the lower of two durations is above the upper.
-    fn ordered(&mut self, lower: (&str, &Settled<Duration>), upper: (&str, &Settled<Duration>)) {
-        if lower.1.value.cmp(&upper.1.value) != Ordering::Greater {
+    /// Reports if the lower of two values is above the upper. `literal` is how TOML has such a value.
+    fn ordered<T: PartialOrd>(
+        &mut self,
+        lower: (&str, &Settled<T>),
+        upper: (&str, &Settled<T>),
+        literal: impl Fn(&T) -> String,
+    ) {
+        if lower.1.value <= upper.1.value {
             return;
         }
         let Some(place) = blame(lower.1, upper.1) else { return };
-        let (low, high) = (units::format_duration(lower.1.value), units::format_duration(upper.1.value));
+        let (low, high) = (literal(&lower.1.value), literal(&upper.1.value));
         self.problems.report(
             place,
             format!(
                 "`{}` ({}) is above `{}` ({})",
                 lower.0,
-                lower.1.told(&low),
+                lower.1.told(low.trim_matches('"')),
                 upper.0,
-                upper.1.told(&high)
+                upper.1.told(high.trim_matches('"'))
             ),
-            format!(
-                "write `{} = \"{low}\"` or more, or `{} = \"{high}\"` or less",
-                leaf(upper.0),
-                leaf(lower.0)
-            ),
+            format!("write `{} = {low}` or more, or `{} = {high}` or less", leaf(upper.0), leaf(lower.0)),
         );
     }
 
-    fn check_permits(&mut self, raw: &RawBulkhead) {
+    fn check_permits(&mut self, raw: &RawBulkhead, queue: &Settled<u64>) {
         let in_flight = raw.max_in_flight.settle(defaults::IN_FLIGHT_MAX);
-        let queue = raw.max_queue.settle(defaults::QUEUE_MAX);
         let processes = raw.processes.settle(defaults::PROCESSES);
         if in_flight.value == 0
             && queue.value > 0
-            && let Some(place) = blame(&in_flight, &queue)
+            && let Some(place) = blame(&in_flight, queue)
         {
             self.problems.report(
                 place,
@@ -353,7 +361,11 @@ impl Checker<'_> {
     fn restart(&mut self, raw: &RawRestart) -> Restart {
         let backoff = raw.backoff.settle(defaults::RESTART_BACKOFF);
         let backoff_max = raw.backoff_max.settle(defaults::RESTART_BACKOFF_MAX);
-        self.ordered(("restart.backoff", &backoff), ("restart.backoff_max", &backoff_max));
+        self.ordered(
+            ("restart.backoff", &backoff),
+            ("restart.backoff_max", &backoff_max),
+            units::duration_literal,
+        );
         let word = raw.policy.value_or(defaults::RESTART_POLICY);
         Restart {
             policy: RestartPolicy::ALL

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::checked::RestartPolicy;
+use super::checked::{Overflow, RatePer, RestartPolicy};
 use super::rlimits::{Measure, Resource};
 use super::{defaults, units};
 
@@ -19,17 +19,15 @@ pub(super) const LATER: &[(&str, &str)] = &[
     (SUPERVISOR, "crash_keep"),
     (SUPERVISOR, "worker_uids"),
     (SUPERVISOR, "tenant_labels"),
-    (BULKHEAD, "priority"),
-    (BULKHEAD, "pressure"),
-    (BULKHEAD, "rate_limit"),
-    (BULKHEAD, "breaker"),
     (BULKHEAD, "fallback"),
     (BULKHEAD, "retry"),
     (BULKHEAD, "poison"),
-    (BULKHEAD, "tenants"),
     (BULKHEAD, "tenant"),
     (BULKHEAD, "adaptive"),
     (BULKHEAD, "cgroup"),
+    (TENANTS, "isolate"),
+    (TENANTS, "max_active"),
+    (TENANTS, "idle"),
     (SANDBOX, "network"),
     (SANDBOX, "read"),
     (SANDBOX, "write"),
@@ -42,6 +40,11 @@ pub(super) const LATER: &[(&str, &str)] = &[
 pub(super) const TOP: &str = "";
 pub(super) const SUPERVISOR: &str = "supervisor";
 pub(super) const BULKHEAD: &str = "bulkhead.NAME";
+pub(super) const PRIORITY: &str = "bulkhead.NAME.priority";
+pub(super) const PRESSURE: &str = "bulkhead.NAME.pressure";
+pub(super) const RATE_LIMIT: &str = "bulkhead.NAME.rate_limit";
+pub(super) const TENANTS: &str = "bulkhead.NAME.tenants";
+pub(super) const BREAKER: &str = "bulkhead.NAME.breaker";
 pub(super) const RESTART: &str = "bulkhead.NAME.restart";
 pub(super) const START: &str = "bulkhead.NAME.start";
 pub(super) const HEALTH: &str = "bulkhead.NAME.health";
@@ -86,6 +89,18 @@ pub enum Kind {
         /// The largest that is allowed.
         max: u64,
     },
+    /// A fraction of a whole, from 0 to 1.
+    Share {
+        /// Whether 0 itself is allowed.
+        none: bool,
+        /// Whether 1 itself is allowed; otherwise something is left to others.
+        all: bool,
+    },
+    /// A number above 0, whole or not.
+    Number {
+        /// The largest that is allowed.
+        max: u64,
+    },
     /// A number that can only be 0 until a later version.
     ZeroForNow,
     /// `"0600"`.
@@ -120,6 +135,8 @@ pub enum Preset {
     Size(u64),
     /// A number.
     Count(u64),
+    /// A fraction.
+    Share(f64),
     /// Octal digits.
     Mode(u32),
     /// A word.
@@ -135,6 +152,16 @@ const POLICIES: &[&str] = &{
     let [a, b, c] = RestartPolicy::ALL;
     [a.name(), b.name(), c.name()]
 };
+const OVERFLOWS: &[&str] = &{
+    let [a, b] = Overflow::ALL;
+    [a.name(), b.name()]
+};
+const RATES_PER: &[&str] = &{
+    let [a, b] = RatePer::ALL;
+    [a.name(), b.name()]
+};
+/// A share that must be something.
+const PART: Kind = Kind::Share { none: false, all: true };
 
 const fn key(
     table: &'static str,
@@ -202,14 +229,54 @@ const KEYS: &[Key] = &[
         "The largest payload of a job. At most the supervisor's."),
     key(BULKHEAD, "max_result", Kind::Size { min: 1, max: PAYLOAD_MAX }, Preset::Described("the supervisor's `max_payload`"),
         "The largest result of a job; a larger one is `failed` as `result_too_large`. At most the supervisor's `max_payload`."),
-    key(BULKHEAD, "overflow", Kind::Word { now: &["reject"], later: &["evict-oldest"] }, Preset::Word("reject"),
-        "What a full queue does with the next job."),
+    key(BULKHEAD, "overflow", Kind::Word { now: OVERFLOWS, later: &[] }, Preset::Word(defaults::OVERFLOW),
+        "What a full queue does: reject the next job, or take it in place of the oldest job of the tenant that holds most of the queue. `\"evict-oldest\"` needs a `max_queue` above 0."),
+    table(BULKHEAD, "priority"),
+    table(BULKHEAD, "pressure"),
+    table(BULKHEAD, "rate_limit"),
+    table(BULKHEAD, "tenants"),
+    table(BULKHEAD, "breaker"),
     table(BULKHEAD, "restart"),
     table(BULKHEAD, "start"),
     table(BULKHEAD, "health"),
     table(BULKHEAD, "recycle"),
     table(BULKHEAD, "rlimits"),
     table(BULKHEAD, "sandbox"),
+
+    key(PRIORITY, "critical_reserve", Kind::Share { none: true, all: false }, Preset::Described("required"),
+        "The share of permits that only critical jobs may take, rounded up."),
+
+    key(PRESSURE, "warn", PART, Preset::Share(defaults::PRESSURE_WARN),
+        "The share of `max_queue` at which a `queue_pressure` event is told. At most `reject`."),
+    key(PRESSURE, "reject", PART, Preset::Share(defaults::PRESSURE_REJECT),
+        "The share of `max_queue` above which normal and best-effort jobs are rejected `backpressure`."),
+
+    key(RATE_LIMIT, "per_second", Kind::Number { max: defaults::RATE_CEILING }, Preset::Described("required"),
+        "Jobs a second in the long run, each counted by its cost."),
+    key(RATE_LIMIT, "burst", Kind::Count { min: 1, max: defaults::RATE_CEILING }, Preset::Described("`per_second`, rounded up"),
+        "Jobs that may come at once after a pause."),
+    key(RATE_LIMIT, "per", Kind::Word { now: RATES_PER, later: &[] }, Preset::Word(defaults::RATE_PER),
+        "Who shares the limit: all jobs of the bulkhead, or those of one tenant."),
+
+    key(TENANTS, "max_in_flight", Kind::Count { min: 1, max: defaults::PERMITS_CEILING }, Preset::Described("no limit"),
+        "Jobs of one tenant in flight in the whole bulkhead; over it a job waits."),
+    key(TENANTS, "max_queue", Kind::Count { min: 0, max: defaults::QUEUE_CEILING }, Preset::Described("no limit"),
+        "Jobs of one tenant that may wait; over it a job is rejected `tenant_quota`."),
+
+    key(BREAKER, "window", Kind::Duration { min: defaults::BREAKER_WINDOW_MIN }, Preset::Duration(defaults::BREAKER_WINDOW),
+        "How far back the rates look."),
+    key(BREAKER, "min_calls", Kind::Count { min: 1, max: defaults::BREAKER_CALLS_CEILING }, Preset::Count(defaults::BREAKER_MIN_CALLS),
+        "Jobs in the window before the rates say anything."),
+    key(BREAKER, "failure_rate", PART, Preset::Share(defaults::BREAKER_FAILURE_RATE),
+        "The share of failed jobs that opens the breaker."),
+    key(BREAKER, "slow_call", Kind::Duration { min: SOME }, Preset::Described("off"),
+        "A job that runs longer than this is slow."),
+    key(BREAKER, "slow_rate", PART, Preset::Share(defaults::BREAKER_SLOW_RATE),
+        "The share of slow jobs that opens the breaker. Needs `slow_call`."),
+    key(BREAKER, "open_for", Kind::Duration { min: SOME }, Preset::Duration(defaults::BREAKER_OPEN_FOR),
+        "How long the breaker stays open before it tries again; doubles with each opening in a row, up to 8 times this."),
+    key(BREAKER, "probes", Kind::Count { min: 1, max: defaults::BREAKER_PROBES_CEILING }, Preset::Count(defaults::BREAKER_PROBES),
+        "Jobs let through to try."),
 
     key(RESTART, "policy", Kind::Word { now: POLICIES, later: &[] }, Preset::Word(defaults::RESTART_POLICY),
         "Which deaths are followed by a restart: all, all but a clean exit, or none."),
@@ -311,7 +378,9 @@ impl Key {
         match (self.default, self.kind) {
             (Preset::Described(_), Kind::Duration { .. }) => "\"5s\"".to_owned(),
             (Preset::Described(_), Kind::Size { .. }) => "\"8MiB\"".to_owned(),
-            (Preset::Described(_), Kind::Count { .. }) => "1000".to_owned(),
+            (Preset::Described(_), Kind::Count { .. }) => self.count_example().to_owned(),
+            (Preset::Described(_), Kind::Share { .. }) => "0.2".to_owned(),
+            (Preset::Described(_), Kind::Number { .. }) => "100".to_owned(),
             (Preset::Described(_), Kind::Path) => self.path_example().to_owned(),
             (Preset::Described(_), Kind::Program) => "[\"./worker\", \"--flag\"]".to_owned(),
             (Preset::Described(_), Kind::Environment) => "{ RUST_LOG = \"info\" }".to_owned(),
@@ -323,6 +392,14 @@ impl Key {
                 Measure::Zero => "0".to_owned(),
             },
             (default, _) => default.toml().unwrap_or_default(),
+        }
+    }
+
+    fn count_example(&self) -> &'static str {
+        match (self.table, self.name) {
+            (TENANTS, "max_in_flight") => "2",
+            (TENANTS, _) => "20",
+            _ => "1000",
         }
     }
 
@@ -348,9 +425,10 @@ impl Preset {
     /// The value as it would stand in the file, if it is one.
     pub(super) fn toml(&self) -> Option<String> {
         match *self {
-            Self::Duration(duration) => Some(format!("\"{}\"", units::format_duration(duration))),
+            Self::Duration(duration) => Some(units::duration_literal(&duration)),
             Self::Size(bytes) => Some(format!("\"{}\"", units::format_size(bytes))),
             Self::Count(count) => Some(count.to_string()),
+            Self::Share(share) => Some(units::share_literal(&share)),
             Self::Mode(mode) => Some(format!("\"{mode:04o}\"")),
             Self::Word(word) => Some(format!("\"{word}\"")),
             Self::Described(_) => None,
@@ -376,6 +454,15 @@ impl fmt::Display for Kind {
             Self::Size { min, max } => write!(f, "size, {min} to {}", units::format_size(max)),
             Self::Count { min, max: defaults::NUMBER_MAX } => write!(f, "number, at least {min}"),
             Self::Count { min, max } => write!(f, "number, {min} to {max}"),
+            Self::Share { none, all } => {
+                write!(
+                    f,
+                    "share, {} 0 {} 1",
+                    if none { "from" } else { "above" },
+                    if all { "to" } else { "to below" }
+                )
+            }
+            Self::Number { max } => write!(f, "number, whole or not, above 0 to {max}"),
             Self::ZeroForNow => f.write_str("`0`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),

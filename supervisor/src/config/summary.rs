@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::checked::*;
 use super::rlimits::Measure;
 use super::rlimits::UNLIMITED;
-use super::units;
+use super::{defaults, units};
 
 impl Config {
     /// The effective configuration as TOML, defaults written out.
@@ -25,6 +25,7 @@ impl Config {
         let mut out = Lines::default();
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
         out.supervisor(&self.supervisor);
+        out.defaults(&self.bulkheads);
         for bulkhead in &self.bulkheads {
             out.bulkhead(bulkhead);
         }
@@ -70,6 +71,16 @@ impl Lines {
         self.set("max_buffered", size(supervisor.max_buffered));
     }
 
+    /// Only what a bulkhead cannot say for itself: how a queue that it does not have would be pressed.
+    fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
+        let preset = PressureConfig { warn: defaults::PRESSURE_WARN, reject: defaults::PRESSURE_REJECT };
+        let unsaid = |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != preset;
+        if let Some(bulkhead) = bulkheads.iter().find(unsaid) {
+            self.line("\n[defaults]");
+            self.set("pressure", pressure(&bulkhead.pressure));
+        }
+    }
+
     fn bulkhead(&mut self, bulkhead: &BulkheadConfig) {
         self.line(format_args!("\n[bulkhead.{}]", key(&bulkhead.name)));
         self.program(&bulkhead.program);
@@ -89,7 +100,7 @@ impl Lines {
         self.set("grace", duration(bulkhead.grace));
         self.set("max_payload", size(bulkhead.max_payload));
         self.set("max_result", size(bulkhead.max_result));
-        self.set("overflow", "\"reject\"");
+        self.admission(bulkhead);
         self.life(bulkhead);
         self.set("sandbox", "{ profile = \"none\" }");
         let rlimits: Vec<_> = bulkhead.rlimits.iter().map(rlimit).collect();
@@ -111,6 +122,25 @@ impl Lines {
         let argv: Vec<_> = argv.iter().map(|argument| string(argument)).collect();
         self.set(name, format_args!("[{}]", argv.join(", ")));
         self.comment(format_args!("runs {}", found.display()));
+    }
+
+    fn admission(&mut self, bulkhead: &BulkheadConfig) {
+        self.set("overflow", format_args!("\"{}\"", bulkhead.overflow.name()));
+        match bulkhead.max_queue {
+            0 => self.comment("pressure: there is no queue"),
+            _ => self.set("pressure", pressure(&bulkhead.pressure)),
+        }
+        self.set_or_off("priority", bulkhead.priority.as_ref().map(priority));
+        self.set_or_off("rate_limit", bulkhead.rate_limit.as_ref().map(rate_limit));
+        self.set_or_off("tenants", bulkhead.tenants.as_ref().map(tenants));
+        self.set_or_off("breaker", bulkhead.breaker.as_ref().map(breaker));
+    }
+
+    fn set_or_off(&mut self, key: &str, value: Option<String>) {
+        match value {
+            Some(value) => self.set(key, value),
+            None => self.comment(format_args!("{key}: off")),
+        }
     }
 
     fn life(&mut self, bulkhead: &BulkheadConfig) {
@@ -147,6 +177,43 @@ fn braced(entries: &[String]) -> String {
     if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
 }
 
+fn priority(priority: &PriorityConfig) -> String {
+    format!("{{ critical_reserve = {} }}", units::share_literal(&priority.critical_reserve))
+}
+
+fn pressure(pressure: &PressureConfig) -> String {
+    let (warn, reject) = (units::share_literal(&pressure.warn), units::share_literal(&pressure.reject));
+    format!("{{ warn = {warn}, reject = {reject} }}")
+}
+
+fn rate_limit(limit: &RateLimitConfig) -> String {
+    let RateLimitConfig { per_second, burst, per } = limit;
+    format!("{{ per_second = {per_second}, burst = {burst}, per = \"{}\" }}", per.name())
+}
+
+fn tenants(tenants: &TenantsConfig) -> String {
+    let entries = [
+        tenants.max_in_flight.map(|jobs| format!("max_in_flight = {jobs}")),
+        tenants.max_queue.map(|jobs| format!("max_queue = {jobs}")),
+    ];
+    braced(&entries.into_iter().flatten().collect::<Vec<_>>())
+}
+
+fn breaker(breaker: &BreakerConfig) -> String {
+    let mut entries = vec![
+        format!("window = {}", duration(breaker.window)),
+        format!("min_calls = {}", breaker.min_calls),
+        format!("failure_rate = {}", units::share_literal(&breaker.failure_rate)),
+    ];
+    if let Some(slow_call) = breaker.slow_call {
+        entries.push(format!("slow_call = {}", duration(slow_call)));
+        entries.push(format!("slow_rate = {}", units::share_literal(&breaker.slow_rate)));
+    }
+    entries.push(format!("open_for = {}", duration(breaker.open_for)));
+    entries.push(format!("probes = {}", breaker.probes));
+    braced(&entries)
+}
+
 fn rlimit(rlimit: &Rlimit) -> String {
     let value = match (rlimit.limit, rlimit.resource.measure()) {
         (None, _) => format!("\"{UNLIMITED}\""),
@@ -160,7 +227,7 @@ fn rlimit(rlimit: &Rlimit) -> String {
 }
 
 fn duration(duration: Duration) -> String {
-    format!("\"{}\"", units::format_duration(duration))
+    units::duration_literal(&duration)
 }
 
 fn size(bytes: u64) -> String {

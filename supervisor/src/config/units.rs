@@ -113,6 +113,16 @@ pub(super) fn format_size(bytes: u64) -> String {
     }
 }
 
+/// Writes a duration as TOML has it, quotes included.
+pub(super) fn duration_literal(duration: &Duration) -> String {
+    format!("\"{}\"", format_duration(*duration))
+}
+
+/// Writes a share with its decimal point, also where it is all or nothing: `1.0`.
+pub(super) fn share_literal(share: &f64) -> String {
+    format!("{share:?}")
+}
+
 pub(super) fn serialize_duration<S: Serializer>(
     duration: &Duration,
     serializer: S,

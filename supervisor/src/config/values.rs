@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use toml::de::{DeInteger, DeValue};
+use toml::de::{DeFloat, DeInteger, DeValue};
 
 use super::diagnostics::{nearest, shown};
 use super::rlimits::{Measure, UNLIMITED};
@@ -196,6 +196,78 @@ fn whole_number(key: &Key, value: &DeValue<'_>) -> Read<i128> {
             write(key, text.trim()),
         )),
         other => Err(wrong_type(key, "a whole number", other)),
+    }
+}
+
+pub(super) fn share(key: &Key, value: &DeValue<'_>) -> Read<f64> {
+    let Kind::Share { none, all } = key.kind else { return Err(unreadable(key)) };
+    let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
+    let share = fraction(key, "a share such as 0.2", value)?;
+    if fits(share) {
+        // There is a zero below zero in TOML; nobody means it.
+        return Ok(share.abs());
+    }
+    let range = match (none, all) {
+        (true, true) => "from 0 to 1",
+        (true, false) => "from 0 to below 1",
+        (false, true) => "above 0 and at most 1",
+        (false, false) => "above 0 and below 1",
+    };
+    let why = if share >= 1.0 && !all { ": that leaves nothing to others" } else { "" };
+    let percent = share / 100.0;
+    let help = if share >= 2.0 && share.fract() == 0.0 && fits(percent) {
+        format!("{} for {share} %", write(key, &units::share_literal(&percent)))
+    } else {
+        write(key, &key.example())
+    };
+    let message = format!("`{}` must be {range}, not {}{why}", key.label(), given_literal(value));
+    Err(Complaint::new(message, help))
+}
+
+pub(super) fn number(key: &Key, value: &DeValue<'_>) -> Read<f64> {
+    let Kind::Number { max } = key.kind else { return Err(unreadable(key)) };
+    let number = fraction(key, "a number", value)?;
+    if number > 0.0 && number <= max as f64 {
+        return Ok(number);
+    }
+    let nearest = if number > 0.0 { max.to_string() } else { key.example() };
+    Err(Complaint::new(
+        format!("`{}` must be above 0 and at most {max}, not {}", key.label(), given_literal(value)),
+        write(key, &nearest),
+    ))
+}
+
+/// A number, whole or not; also one that TOML has and that is none.
+fn fraction(key: &Key, expected: &str, value: &DeValue<'_>) -> Read<f64> {
+    match value {
+        DeValue::Integer(number) => Ok(integer(number) as f64),
+        DeValue::Float(number) => Ok(float(number)),
+        DeValue::String(text) if is_decimal(text.trim()) => Err(Complaint::new(
+            format!("`{}` must be {expected}, not a string", key.label()),
+            format!("{} without the quotes", write(key, &shown(text.trim()))),
+        )),
+        other => Err(wrong_type(key, expected, other)),
+    }
+}
+
+fn is_decimal(text: &str) -> bool {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    match text.split_once('.') {
+        Some((whole, fraction)) => digits(whole) && digits(fraction),
+        None => digits(text),
+    }
+}
+
+/// Beyond what a float holds it is infinite: all that matters then is that it is far out of range.
+fn float(number: &DeFloat<'_>) -> f64 {
+    number.as_str().parse().unwrap_or(f64::NAN)
+}
+
+fn given_literal(value: &DeValue<'_>) -> String {
+    match value {
+        DeValue::Integer(number) => given_number(integer(number)),
+        DeValue::Float(number) => shown(number.as_str()),
+        other => type_name(other).to_owned(),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use bulkhead_policy::{Death, Note};
+use bulkhead_policy::{BreakerState, Death, Note, Transition};
 use bulkhead_shared::{JobId, Outcome, Verdict};
 use serde_json::{Value, json};
 
@@ -142,7 +142,41 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
         Note::BulkheadFailed { message, .. } => {
             (Critical, "bulkhead_failed", vec![("message", json!(message))])
         }
+        Note::Breaker(transition) => breaker_event(&transition),
+        Note::QueuePressure { queued, capacity } => {
+            let percent = json!(100 * queued / capacity.max(1));
+            let fields = vec![("queued", json!(queued)), ("queue_capacity", json!(capacity))];
+            (Warning, "queue_pressure", [fields, vec![("percent", percent)]].concat())
+        }
+        Note::TenantThrottled { tenant, retry_after } => {
+            let fields = vec![("tenant", json!(&*tenant)), ("retry_after_ms", millis(retry_after))];
+            (Warning, "tenant_throttled", fields)
+        }
+        Note::TenantEvictions { tenant, share } => {
+            (Warning, "tenant_evictions", vec![("tenant", json!(&*tenant)), ("share", rounded(share))])
+        }
         Note::Draining => (Info, "draining", Vec::new()),
         Note::Resumed => (Info, "resumed", Vec::new()),
     }
+}
+
+fn breaker_event(transition: &Transition) -> (Severity, &'static str, Fields) {
+    let (severity, kind) = match transition.to {
+        BreakerState::Open | BreakerState::ForcedOpen => (Severity::Critical, "breaker_opened"),
+        BreakerState::HalfOpen => (Severity::Info, "breaker_half_open"),
+        BreakerState::Closed => (Severity::Info, "breaker_closed"),
+    };
+    let fields = vec![
+        ("from", json!(transition.from.name())),
+        ("to", json!(transition.to.name())),
+        ("calls", json!(transition.calls)),
+        ("failure_rate", rounded(transition.failure_rate)),
+        ("slow_rate", rounded(transition.slow_rate)),
+    ];
+    (severity, kind, fields)
+}
+
+/// A share, to three digits.
+fn rounded(share: f64) -> Value {
+    json!((share * 1e3).round() / 1e3)
 }

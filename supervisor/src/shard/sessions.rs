@@ -408,6 +408,7 @@ impl Shard {
                 return Ok(());
             }
         };
+        let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
         let submission = Submission {
             cargo: JobRecord {
                 session: id,
@@ -422,6 +423,8 @@ impl Shard {
             deadline: (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us)),
             priority: Priority::from_code(submit.priority).unwrap_or_default(),
             idempotent: submit.idempotent != 0,
+            tenant,
+            cost: submit.cost,
         };
         let job = self.apply(compartment, Event::Submit(submission), payload);
         if let Some(job) = job

@@ -6,7 +6,10 @@ use serde_json::json;
 
 use super::{Compartment, Incoming, Shard};
 use crate::command::{Command, Notice, Severity, SteerError, Verb};
-use crate::snapshot::{Snapshot, WorkerSnapshot};
+use crate::snapshot::{Snapshot, TenantSnapshot, WorkerSnapshot};
+
+/// Tenants that a snapshot shows.
+const TENANTS_SHOWN: usize = 10;
 
 impl Shard {
     pub(super) fn command(&mut self, command: Command) {
@@ -129,10 +132,11 @@ impl Shard {
             deadline_exceeded: counters.deadline_exceeded,
             cancelled: counters.cancelled,
             rejected,
-            breaker: "closed",
+            breaker: policy.breaker().name(),
             restarts: policy.restarts(),
             late_replies: counters.late_replies,
             latency_ms: compartment.latency.percentiles(),
+            tenants: policy.tenants(TENANTS_SHOWN).into_iter().map(tenant_snapshot).collect(),
             workers: self.worker_snapshots(compartment),
         }
     }
@@ -163,4 +167,9 @@ impl Shard {
         let link = self.links[index].as_ref().filter(|link| link.worker == worker)?;
         link.status.clone()
     }
+}
+
+fn tenant_snapshot(view: bulkhead_policy::TenantView) -> TenantSnapshot {
+    let bulkhead_policy::TenantView { name, in_flight, queued, submitted, rejected } = view;
+    TenantSnapshot { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
 }

@@ -138,7 +138,6 @@ impl<T> Bulkhead<T> {
         }
         self.refresh(id.place);
         self.arm(id.place);
-        self.pump(now, out);
         self.roll_on(now, out);
     }
 
@@ -451,6 +450,11 @@ impl<T> Bulkhead<T> {
             return false;
         }
         job.place = Place::Entered;
+        let (tenant, claim) = (job.tenant, job.claim.take());
+        if let Some(claim) = claim {
+            self.breaker.give_back(claim);
+        }
+        self.count_in_flight(tenant, false);
         self.enqueue_first(index);
         true
     }
@@ -477,8 +481,11 @@ impl<T> Bulkhead<T> {
         };
         self.job_timers.clear(index);
         self.answer(now, index, Verdict::Crashed { reason, status, message: sentence.to_owned() }, out);
-        self.jobs.get(index).place = Place::Entered;
-        self.jobs.remove(index);
+        let job = self.jobs.get(index);
+        job.place = Place::Entered;
+        let tenant = job.tenant;
+        self.count_in_flight(tenant, false);
+        self.forget(index);
     }
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.
@@ -496,6 +503,7 @@ impl<T> Bulkhead<T> {
             self.load.remove(id.place, level);
         }
         self.ready -= u32::from(worker.counted);
+        self.in_use -= worker.in_use;
         self.free_places.push(id.place);
         let slot = worker.slot;
         if is_unfit {
@@ -509,7 +517,6 @@ impl<T> Bulkhead<T> {
             Role::Successor(_) => self.successor_gone(now, slot, out),
             Role::Current => self.refill(now, slot, is_unfit, is_clean, out),
         }
-        self.pump(now, out);
     }
 
     /// A successor did not make it: the worker it was to replace goes on, and the next attempt waits.
@@ -603,6 +610,8 @@ impl<T> Bulkhead<T> {
     }
 
     pub(super) fn reset(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let transition = self.breaker.reset(now);
+        self.note_transition(transition, out);
         for slot in 0..self.slots.len() as u32 {
             let entry = &mut self.slots[slot as usize];
             entry.history.proven();

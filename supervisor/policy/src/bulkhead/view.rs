@@ -1,10 +1,12 @@
 //! What a bulkhead looks like from outside, for snapshots and for the invariants that tests check.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::{RejectReason, Verdict};
 
 use super::{Bulkhead, Mode};
+use crate::breaker::BreakerState;
 use crate::messages::WorkerId;
 use crate::time::Time;
 use crate::workers::{Role, SlotState};
@@ -99,15 +101,52 @@ pub struct WorkerView {
     pub is_current: bool,
 }
 
+/// One tenant from outside.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "the names say it")]
+pub struct TenantView {
+    pub name: Arc<str>,
+    pub in_flight: u32,
+    pub queued: usize,
+    /// Jobs that asked to be taken, since the tenant was last forgotten.
+    pub submitted: u64,
+    /// How many of them were refused at once.
+    pub rejected: u64,
+}
+
 impl<T> Bulkhead<T> {
+    /// The tenants that have most jobs here, at most so many; whoever names no tenant is not among them.
+    pub fn tenants(&self, most: usize) -> Vec<TenantView> {
+        let mut views: Vec<TenantView> = self
+            .tenants
+            .iter()
+            .map(|(id, tenant)| TenantView {
+                name: self.tenants.name(id).clone(),
+                in_flight: tenant.in_flight,
+                queued: self.queue.len_of_tenant(id.0),
+                submitted: tenant.submitted,
+                rejected: tenant.rejected,
+            })
+            .collect();
+        let load = |view: &TenantView| (view.in_flight as usize + view.queued, view.submitted);
+        views.sort_unstable_by(|a, b| load(b).cmp(&load(a)).then_with(|| a.name.cmp(&b.name)));
+        views.truncate(most);
+        views
+    }
+
     /// What was counted since the start.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
+    /// Where its breaker stands.
+    pub fn breaker(&self) -> BreakerState {
+        self.breaker.state()
+    }
+
     /// Jobs that wait.
     pub fn queued(&self) -> usize {
-        self.jobs.queued()
+        self.queue.len()
     }
 
     /// Jobs that a worker has and a client waits for.

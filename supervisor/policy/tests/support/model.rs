@@ -8,8 +8,10 @@ mod slots;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-use bulkhead_policy::{Action, Bulkhead, Counters, KillReason, Limits, Time, WorkerId};
-use bulkhead_shared::{JobId, Verdict};
+use bulkhead_policy::{
+    Action, BreakerState, Bulkhead, Counters, KillReason, Limits, TenantId, Time, WorkerId,
+};
+use bulkhead_shared::{JobId, Priority, Verdict};
 
 use super::Tag;
 use super::coverage::Coverage;
@@ -31,6 +33,9 @@ pub(crate) struct Model {
     newest_generation: u32,
     newest_job: JobId,
     step: Step,
+    /// Whether the breaker kept jobs out before this event, or does after it.
+    is_breaking: bool,
+    was_breaking: bool,
     pub(crate) coverage: Coverage,
 }
 
@@ -43,6 +48,8 @@ enum Mode {
 
 struct Job {
     tag: u64,
+    priority: Priority,
+    tenant: TenantId,
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
@@ -86,6 +93,12 @@ struct Step {
     /// Workers that are to be asked to stop work on a job.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
+    /// One of these has to make room for the submission, if there are any.
+    evictable: BTreeSet<JobId>,
+    /// Whether the submission may be refused instead: not every one of the equals may be evicted for it.
+    may_be_full: bool,
+    /// The one of those owed an answer that makes room for the submission.
+    shed: Option<JobId>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -104,6 +117,8 @@ enum Cause {
 
 struct Submitted {
     tag: u64,
+    priority: Priority,
+    tenant: TenantId,
     limit: std::time::Duration,
     refusal: Option<Verdict>,
 }
@@ -124,6 +139,8 @@ impl Model {
             newest_generation: 0,
             newest_job: JobId(0),
             step: Step::default(),
+            is_breaking: false,
+            was_breaking: false,
             coverage: Coverage::default(),
         }
     }
@@ -135,6 +152,9 @@ impl Model {
         actions: &[Action<Tag>],
         bulkhead: &mut Bulkhead<Tag>,
     ) {
+        let is_breaking = bulkhead.breaker() != BreakerState::Closed;
+        self.is_breaking = is_breaking || std::mem::replace(&mut self.was_breaking, is_breaking);
+        self.coverage.see(&format!("breaker {}", bulkhead.breaker().name()));
         self.submitted(taken);
         for action in actions {
             self.action(action);
@@ -165,10 +185,11 @@ impl Model {
     fn check_promises(&mut self) {
         let step = &self.step;
         assert!(step.submission.is_none(), "a submission was neither taken nor refused");
+        assert!(step.evictable.is_empty(), "nobody made room for the job that was taken");
         assert!(step.owed.is_empty(), "answers are missing: {:?}", step.owed);
         assert!(step.to_cancel.is_empty(), "not asked to stop: {:?}", step.to_cancel);
         let has_room = self.least_loaded().is_some();
-        assert!(self.queue.is_empty() || !has_room, "a job waits though a worker could take it");
+        assert!(self.next_ones().is_empty() || !has_room, "a job waits though a worker could take it");
         assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits for no one");
         assert!(self.queue.is_empty() || self.mode == Mode::Open, "a job waits while draining");
         self.check_queue_bound();
@@ -249,6 +270,36 @@ impl Model {
         let max = self.limits.max_in_flight as usize;
         let able = self.workers.values().filter(|w| w.jobs.len() < max && self.is_available(w));
         able.min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
+    }
+
+    /// The jobs of which one is to be next: of the highest class that waits and gets a permit, the oldest of
+    /// each tenant that is below its share.
+    fn next_ones(&self) -> Vec<JobId> {
+        let may_go = |id: &&JobId| {
+            let job = &self.jobs[*id];
+            job.priority >= self.lowest_admitted() && !self.is_at_its_share(job.tenant)
+        };
+        let able: Vec<JobId> = self.queue.iter().filter(may_go).copied().collect();
+        let class = able.iter().map(|id| self.jobs[id].priority).max();
+        let mut tenants = BTreeSet::new();
+        let in_class = able.into_iter().filter(|id| Some(self.jobs[id].priority) == class);
+        in_class.filter(|id| tenants.insert(self.jobs[id].tenant)).collect()
+    }
+
+    fn is_at_its_share(&self, tenant: TenantId) -> bool {
+        let of_tenant = |job: &&Job| job.tenant == tenant && job.worker.is_some();
+        let in_flight = self.jobs.values().filter(of_tenant).count();
+        self.limits.tenants.max_in_flight.is_some_and(|most| in_flight >= most as usize)
+    }
+
+    fn lowest_admitted(&self) -> Priority {
+        let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
+        let limit = available.len() * self.limits.max_in_flight as usize;
+        let in_use: usize = available.iter().map(|w| w.jobs.len()).sum();
+        let configured = self.limits.processes * self.limits.max_in_flight;
+        let reserve = (self.limits.critical_reserve * f64::from(configured)).ceil() as usize;
+        let reserve = reserve.min(limit.saturating_sub(1));
+        if in_use + reserve < limit { Priority::BestEffort } else { Priority::Critical }
     }
 
     fn queue_capacity(&self) -> usize {

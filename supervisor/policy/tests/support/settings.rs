@@ -3,7 +3,9 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Health, Limits, Recycle, Restart, RestartPolicy, Start};
+use bulkhead_policy::{
+    BreakerLimits, Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits,
+};
 
 use super::random::Random;
 
@@ -21,6 +23,15 @@ pub(crate) fn limits(random: &mut Random) -> Limits {
         start: Start { handshake: random.millis(20, 2000), ready: random.millis(20, 2000) },
         health: health(random),
         recycle: recycle(random),
+        critical_reserve: random.pick(&[0.0, 0.0, 0.2, 0.5, 0.9]),
+        pressure: Pressure { warn: 0.5, reject: random.pick(&[0.5, 0.8, 1.0, 1.0]) },
+        overflow: random.pick(&[Overflow::Reject, Overflow::EvictOldest]),
+        rate_limit: None,
+        breaker: random.percent(40).then(|| breaker(random)),
+        tenants: TenantLimits {
+            max_in_flight: random.pick(&[None, None, Some(1), Some(2)]),
+            max_queue: random.pick(&[None, None, Some(0), Some(2)]),
+        },
     }
 }
 
@@ -52,6 +63,18 @@ fn recycle(random: &mut Random) -> Recycle {
         jobs: random.percent(40).then(|| random.range(1, 20)),
         rss: random.percent(40).then_some(RSS_LIMIT_BYTES),
         age: random.percent(30).then(|| random.millis(100, 20_000)),
+    }
+}
+
+fn breaker(random: &mut Random) -> BreakerLimits {
+    BreakerLimits {
+        window: random.millis(100, 10_000),
+        min_calls: random.pick(&[1, 3, 10]),
+        failure_rate: random.pick(&[0.1, 0.5, 1.0]),
+        slow_call: random.percent(30).then(|| random.millis(1, 500)),
+        slow_rate: random.pick(&[0.5, 1.0]),
+        open_for: random.millis(1, 2000),
+        probes: random.pick(&[1, 1, 3]),
     }
 }
 

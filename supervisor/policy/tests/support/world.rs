@@ -147,7 +147,9 @@ impl World {
             .then(|| if self.random.percent(3) { Duration::ZERO } else { self.random.millis(1, most) });
         let priority = self.random.pick(&[Priority::Critical, Priority::Normal, Priority::BestEffort]);
         let idempotent = self.random.percent(50);
-        Event::Submit(Submission { cargo: Tag(self.next_tag), deadline, priority, idempotent })
+        let cost = self.random.pick(&[1, 1, 1, 2, 7]);
+        let cargo = Tag(self.next_tag);
+        Event::Submit(Submission { deadline, priority, idempotent, cost, ..Submission::new(cargo) })
     }
 
     /// A job was taken: its client may lose interest.
@@ -161,12 +163,14 @@ impl World {
     fn operator(&mut self, now: Time) -> Event<Tag> {
         let pause = self.random.millis(1, 2 * self.temper.operator_ms);
         self.plan(now + pause, Happening::Operator);
-        match self.random.range(0, 5) {
+        match self.random.range(0, 7) {
             0 => {
                 let until = now + self.random.millis(0, 2000);
                 self.plan(until, Happening::Resume);
                 Event::Drain
             }
+            6 => Event::ForceBreaker { open: true },
+            7 => Event::ForceBreaker { open: false },
             1 => Event::Resume,
             2 => Event::Reset,
             3 => Event::HeldUp,

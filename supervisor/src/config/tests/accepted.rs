@@ -38,6 +38,12 @@ fn what_is_left_out_has_the_documented_default() {
         grace: ms(100),
         max_payload: 64 << 20,
         max_result: 64 << 20,
+        overflow: Overflow::Reject,
+        priority: None,
+        pressure: PressureConfig { warn: 0.8, reject: 1.0 },
+        rate_limit: None,
+        tenants: None,
+        breaker: None,
         restart: Restart {
             policy: RestartPolicy::Always,
             backoff: ms(100),

@@ -1,6 +1,7 @@
 //! Tests of the configuration through its boundary: text in, values or sentences out.
 
 mod accepted;
+mod admission;
 mod documentation;
 mod paths;
 mod random;
@@ -100,6 +101,8 @@ max_buffered = "64MiB"
 grace = "50ms"
 env = { FROM = "defaults", OVER = "defaults" }
 restart = { backoff = "200ms", max = 9 }
+pressure = { warn = 0.5 }
+breaker = { window = "1m", probes = 2 }
 
 [bulkhead."zz.last"]
 command = ["./thumbnail-worker", "--fast", ""]
@@ -113,7 +116,12 @@ deadline = "5s"
 deadline_max = "1m 30s"
 max_payload = "8MiB"
 max_result = 12345
-overflow = "reject"
+overflow = "evict-oldest"
+priority = { critical_reserve = 0.2 }
+pressure = { reject = 0.95 }
+rate_limit = { per_second = 166.5, burst = 200, per = "tenant" }
+tenants = { max_in_flight = 2, max_queue = 20 }
+breaker = { min_calls = 10, failure_rate = 0.25, slow_call = "1s", slow_rate = 0.75, open_for = "2s", probes = 3 }
 start = { handshake = "1s", ready = "2s", mode = "spawn", spares = 0 }
 health = { heartbeat = "250ms", missed = 3 }
 recycle = { jobs = 10000, rss = "300MiB", age = "1h" }

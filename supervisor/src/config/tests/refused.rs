@@ -18,7 +18,7 @@ exec = ["tool", 1]
 processes = 0
 max_in_flight = 0
 max_queue = 5
-breaker = { window = "10s" }
+fallback = ["two"]
 
 [bulkhead.TWO]
 command = "./thumbnail-worker"
@@ -36,7 +36,7 @@ nonsense = true
         (10, "`exec[1]` must be a string, not a number"),
         (11, "`processes` must be from 1 to 1024, not 0"),
         (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): what waits would never run"),
-        (14, "`breaker` is not supported yet"),
+        (14, "`fallback` is not supported yet"),
         (16, "`TWO` cannot name a bulkhead"),
         (17, "`command` must be an array of strings, not a string"),
         (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
@@ -176,6 +176,12 @@ fn a_key_in_the_wrong_table_is_shown_the_right_one() {
         "`backoff` belongs in [bulkhead.NAME.restart]",
     );
     folder.refuse_one(
+        &bulkhead("within = \"1s\""),
+        (3, 1),
+        "",
+        "`within` belongs in [bulkhead.NAME.restart]",
+    );
+    folder.refuse_one(
         &format!("grace = \"1s\"\n{}", bulkhead("")),
         (1, 1),
         "",
@@ -272,12 +278,7 @@ fn every_key_of_later_is_refused_as_such() {
         folder.refuse_one(&text, (1, column), &message, "remove it");
         assert!(schema::find(table, name).is_none(), "{name} is both supported and not");
     }
-    for line in [
-        "overflow = \"evict-oldest\"",
-        "start.mode = \"fork\"",
-        "start.spares = 1",
-        "sandbox.profile = \"strict\"",
-    ] {
+    for line in ["start.mode = \"fork\"", "start.spares = 1", "sandbox.profile = \"strict\""] {
         let column = line.find("= ").unwrap() + 3;
         folder.refuse_one(&bulkhead(line), (3, column), "not supported yet", "");
     }
@@ -286,9 +287,9 @@ fn every_key_of_later_is_refused_as_such() {
     }
     folder.refuse_one(&bulkhead("[[access]]\nuid = 1"), (3, 3), "`access` is not supported yet", "");
     folder.refuse_one(
-        &format!("[defaults]\nretry = 1\n{}", bulkhead("")),
+        &format!("[defaults]\nadaptive = 1\n{}", bulkhead("")),
         (2, 1),
-        "`retry` is not supported yet",
+        "`adaptive` is not supported yet",
         "",
     );
 }

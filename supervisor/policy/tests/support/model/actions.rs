@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bulkhead_policy::{Action, Answer, KillReason, Note, StopReason, Time, WorkerId};
-use bulkhead_shared::{JobId, Verdict};
+use bulkhead_shared::{JobId, RejectReason, Verdict};
 
 use super::slots::SlotState;
 use super::{Cause, Mode, Model, Phase, Worker, is_same};
@@ -49,7 +49,8 @@ impl Model {
     fn dispatch(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         assert!(self.mode == Mode::Open, "a job is given out while draining");
         assert_eq!(self.least_loaded(), Some(id), "the wrong worker was given a job");
-        assert_eq!(self.queue.pop_front(), Some(job_id), "the wrong job was given out");
+        assert!(self.next_ones().contains(&job_id), "the wrong job was given out");
+        self.queue.retain(|&waiting| waiting != job_id);
         let job = self.jobs.get_mut(&job_id).expect("a job that waits is known");
         assert!(!job.is_answered, "{job_id:?} is given out after its answer");
         assert!(job.deadline_at > self.now, "{job_id:?} is given out after its deadline");
@@ -150,12 +151,20 @@ impl Model {
     fn answer(&mut self, answer: &Answer<Tag>) {
         self.count(&answer.verdict);
         let Some(id) = answer.job else { return self.refused(answer) };
+        let is_next = self.next_ones().contains(&id);
         let job = self.jobs.get_mut(&id).expect("an answer for an unknown job");
         assert!(!job.is_answered, "{id:?} is answered twice");
         assert_eq!(answer.cargo.0, job.tag, "the answer for another job");
-        let is_expired_at_the_head = self.queue.front() == Some(&id) && job.deadline_at <= self.now;
+        let is_expired_at_the_head = is_next && job.deadline_at <= self.now;
+        let is_broken = answer.verdict == Verdict::rejected(RejectReason::CircuitOpen);
+        let is_evicted = answer.verdict == Verdict::rejected(RejectReason::Evicted);
         match self.step.owed.remove(&id) {
             Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
+            None if is_evicted => {
+                assert!(self.step.evictable.contains(&id), "{id:?} is evicted, and others come first");
+                self.step.evictable.clear();
+            }
+            None if is_next && self.is_breaking && is_broken => {}
             None if is_expired_at_the_head && answer.verdict == Verdict::DeadlineQueued => {}
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
@@ -185,6 +194,18 @@ impl Model {
     fn refused(&mut self, answer: &Answer<Tag>) {
         let submission = self.step.submission.take().expect("a refusal of nothing");
         assert_eq!(answer.cargo.0, submission.tag);
+        if self.is_breaking && answer.verdict == Verdict::rejected(RejectReason::CircuitOpen) {
+            // It is looked at before the queue is.
+            self.step.evictable.clear();
+            if let Some(shed) = self.step.shed.take() {
+                self.step.owed.remove(&shed);
+            }
+            return;
+        }
+        if self.step.may_be_full && answer.verdict == Verdict::rejected(RejectReason::QueueFull) {
+            self.step.evictable.clear();
+            return;
+        }
         let expected = submission.refusal.unwrap_or_else(|| panic!("refused for no reason: {answer:?}"));
         assert!(is_same(&expected, &answer.verdict), "refused with {answer:?}, not {expected:?}");
         assert_eq!(answer.deadline, submission.limit);

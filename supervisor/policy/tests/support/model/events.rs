@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Death, Event, KillReason, Reply, Submission, Time, WorkerId};
-use bulkhead_shared::{CrashReason, Executed, JobId, RejectReason, Verdict};
+use std::collections::BTreeMap;
+
+use bulkhead_policy::{Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId};
+use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verdict};
 
 use super::slots::SlotState;
 use super::{Cause, Job, Mode, Model, Phase, Step, Submitted};
@@ -20,6 +22,7 @@ impl Model {
         self.coverage.see(event_name(event));
         match event {
             Event::Start | Event::Reset | Event::Spawned { .. } | Event::Heard { .. } => {}
+            Event::ForceBreaker { .. } => {}
             Event::Memory { .. } | Event::Stopping { .. } | Event::Broke { .. } | Event::Said { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
@@ -72,28 +75,69 @@ impl Model {
         self.counters.submitted += 1;
         let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
         let limit = asked.unwrap_or(self.limits.deadline);
-        let refusal = self.refusal(limit);
-        self.step.submission = Some(Submitted { tag: submission.cargo.0, limit, refusal });
+        let Submission { priority, tenant, .. } = *submission;
+        let refusal = self.refusal(limit, priority, tenant);
+        self.step.submission = Some(Submitted { tag: submission.cargo.0, priority, tenant, limit, refusal });
     }
 
     /// Why a job that comes now is not taken.
-    fn refusal(&self, limit: Duration) -> Option<Verdict> {
+    fn refusal(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
+        let has_share = !self.is_at_its_share(tenant);
+        let of_tenant = self.queue.iter().filter(|id| self.jobs[id].tenant == tenant).count();
         if self.mode != Mode::Open {
             reject(RejectReason::Draining)
         } else if limit.is_zero() {
             Some(Verdict::DeadlineQueued)
         } else if self.live_slots() == 0 {
             reject(RejectReason::Unavailable)
-        } else if self.queue.is_empty() && self.least_loaded().is_some() {
+        } else if has_share && priority >= self.lowest_admitted() && self.least_loaded().is_some() {
             None
-        } else if self.queue.len() >= self.queue_capacity() {
-            reject(RejectReason::QueueFull)
+        } else if self.limits.tenants.max_queue.is_some_and(|most| of_tenant >= most as usize)
+            || !has_share && self.queue_capacity() == 0
+        {
+            reject(RejectReason::TenantQuota)
         } else if self.next_start() > Some(self.now + limit) {
             reject(RejectReason::Unavailable)
+        } else if self.queue.len() >= self.queue_capacity() {
+            self.make_room(priority)
+        } else if self.is_pressed() && priority != Priority::Critical {
+            reject(RejectReason::Backpressure)
         } else {
             None
         }
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.queue.len() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
+    }
+
+    /// A full queue: who has to leave it for a job of this priority, or else why there is no room.
+    fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
+        let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
+        if let Some(class) = lowest.filter(|&class| class < priority) {
+            let newest = self.queue.iter().rev().find(|id| self.jobs[id].priority == class);
+            self.step.shed = newest.copied();
+            self.step.owed.extend(newest.map(|&id| (id, Verdict::rejected(RejectReason::Shed))));
+            return None;
+        }
+        let full = Some(Verdict::rejected(RejectReason::QueueFull));
+        if self.limits.overflow == Overflow::Reject {
+            return full;
+        }
+        let mut held: BTreeMap<TenantId, Vec<JobId>> = BTreeMap::new();
+        for &id in &self.queue {
+            held.entry(self.jobs[&id].tenant).or_default().push(id);
+        }
+        let most = held.values().map(Vec::len).max();
+        let oldest = held.values().filter(|jobs| Some(jobs.len()) == most).map(|jobs| jobs[0]);
+        let (evictable, others): (Vec<_>, Vec<_>) = oldest.partition(|id| self.jobs[id].priority <= priority);
+        if evictable.is_empty() {
+            return full;
+        }
+        self.step.may_be_full = !others.is_empty();
+        self.step.evictable = evictable.into_iter().collect();
+        None
     }
 
     /// When there may be a worker at the earliest: now, if there is one in whatever state.
@@ -115,6 +159,8 @@ impl Model {
         self.newest_job = id;
         let job = Job {
             tag: submission.tag,
+            priority: submission.priority,
+            tenant: submission.tenant,
             received: self.now,
             deadline_at: self.now + submission.limit,
             hard_deadline_at: self.now + submission.limit.max(self.limits.deadline),

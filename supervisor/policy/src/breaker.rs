@@ -1,0 +1,966 @@
+//! Whether jobs are let through to what a bulkhead depends on: closed → open → half-open → closed. The
+//! states are resilience4j's, the window of buckets is Hystrix's. It owns the evidence and counts the
+//! probes; it never sees a job.
+
+use std::ops::Add;
+use std::time::Duration;
+
+use crate::time::Time;
+
+/// The window moves in steps of this part of it, so what it covers is between 9 and 10 tenths of its span.
+const BUCKETS: usize = 10;
+
+/// `open_for` grows with consecutive openings up to so many times itself.
+const OPEN_FOR_FACTOR_MAX: u32 = 8;
+
+/// When a breaker opens, and for how long.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BreakerLimits {
+    /// How far back calls count.
+    pub window: Duration,
+    /// With fewer calls in the window there is no verdict.
+    pub min_calls: u32,
+    /// This share of failed calls opens it.
+    pub failure_rate: f64,
+    /// A call that takes longer is slow.
+    pub slow_call: Option<Duration>,
+    /// This share of slow calls opens it.
+    pub slow_rate: f64,
+    /// How long it stays open the first time.
+    pub open_for: Duration,
+    /// How many calls decide whether it closes.
+    pub probes: u32,
+}
+
+impl BreakerLimits {
+    /// Of no probes nothing could be learnt, and it would stay half-open for ever.
+    fn probes(&self) -> u32 {
+        self.probes.max(1)
+    }
+
+    fn open_for(&self, earlier_openings: u32) -> Duration {
+        let factor = 1_u32.checked_shl(earlier_openings).unwrap_or(u32::MAX);
+        self.open_for.saturating_mul(factor.min(OPEN_FOR_FACTOR_MAX))
+    }
+
+    /// Whether what was seen is too bad for so many calls. Reaching a rate is enough, as in resilience4j,
+    /// since a rate of 1 could not be exceeded; but a rate of 0 still wants one call to complain about.
+    fn are_reached_by(&self, seen: Tally, calls: u32) -> bool {
+        let reaches = |count: u32, rate: f64| count > 0 && share(count, calls) >= rate;
+        reaches(seen.failures, self.failure_rate) || reaches(seen.slow, self.slow_rate)
+    }
+}
+
+/// The four states by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BreakerState {
+    /// Calls pass and are judged.
+    Closed,
+    /// No call passes for a time.
+    Open,
+    /// A few calls pass to find out.
+    HalfOpen,
+    /// No call passes until somebody says so.
+    ForcedOpen,
+}
+
+impl BreakerState {
+    /// `closed`, `open`, `half_open` or `forced_open`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::Open => "open",
+            Self::HalfOpen => "half_open",
+            Self::ForcedOpen => "forced_open",
+        }
+    }
+}
+
+/// What a job that arrives now would be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Admission {
+    /// It may pass.
+    Closed,
+    /// It may pass as a probe.
+    Probe,
+    /// Enough probes are under way; nobody knows when they end.
+    Probing,
+    /// It may not pass, and for how long that is certain: zero if only a ready worker is missing.
+    Open { retry_after: Duration },
+    /// It may not pass until somebody says so.
+    ForcedOpen,
+}
+
+impl Admission {
+    /// Whether the job may pass.
+    pub(crate) const fn is_admitted(self) -> bool {
+        matches!(self, Self::Closed | Self::Probe)
+    }
+}
+
+/// The right to one call. It goes back with the call's result, or through [`Breaker::give_back`]; it
+/// cannot be copied, so that no call counts twice.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a probe's claim that is dropped leaves the breaker half-open for ever"]
+pub(crate) enum Claim {
+    /// A call like any other.
+    Call { epoch: u64 },
+    /// A call that decides whether the breaker closes.
+    Probe { epoch: u64 },
+}
+
+impl Claim {
+    const fn epoch(&self) -> u64 {
+        match *self {
+            Self::Call { epoch } | Self::Probe { epoch } => epoch,
+        }
+    }
+}
+
+/// What a call says of the dependency.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CallResult {
+    /// It works, if perhaps slowly.
+    Success,
+    /// It does not: the handler blames it, the worker crashed, or the deadline passed while the job ran.
+    Failure,
+    /// Nothing: the call was cancelled, never ran, died of something else, or was the caller's own fault.
+    Ignored,
+}
+
+/// The breaker went from one state to another, and on what evidence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Transition {
+    /// The state it left.
+    pub from: BreakerState,
+    /// The state it is in.
+    pub to: BreakerState,
+    /// The share of failed calls among those judged in the state it left.
+    pub failure_rate: f64,
+    /// The share of slow calls among them.
+    pub slow_rate: f64,
+    /// How many they were.
+    pub calls: u32,
+}
+
+/// The breaker of one bulkhead.
+#[derive(Debug)]
+pub(crate) struct Breaker {
+    /// Without limits it is never open but by force.
+    limits: Option<BreakerLimits>,
+    state: State,
+    /// Counts transitions. A claim from an earlier epoch says nothing about this one.
+    epoch: u64,
+    /// Openings in a row; those before a full window of being closed are forgotten.
+    openings: u32,
+}
+
+#[derive(Debug)]
+enum State {
+    Closed { since: Time, window: Box<Window<Tally>> },
+    Open { until: Time },
+    HalfOpen { outstanding: u32, seen: Tally },
+    ForcedOpen,
+}
+
+impl Breaker {
+    /// A closed breaker that has seen nothing.
+    pub(crate) fn new(limits: Option<BreakerLimits>) -> Self {
+        let state = State::closed(Time::ZERO, limits.as_ref());
+        Self { limits, state, epoch: 0, openings: 0 }
+    }
+
+    /// Where it stands.
+    pub(crate) const fn state(&self) -> BreakerState {
+        match self.state {
+            State::Closed { .. } => BreakerState::Closed,
+            State::Open { .. } => BreakerState::Open,
+            State::HalfOpen { .. } => BreakerState::HalfOpen,
+            State::ForcedOpen => BreakerState::ForcedOpen,
+        }
+    }
+    /// When [`Self::advance`] is due. None without a ready worker: its arrival is what is waited for then,
+    /// and a moment that has passed would be waited for in a busy loop.
+    pub(crate) fn next_deadline(&self, has_ready_worker: bool) -> Option<Time> {
+        match self.state {
+            State::Open { until } if has_ready_worker => Some(until),
+            _ => None,
+        }
+    }
+
+    // Admission.
+
+    /// What a job that arrives now would be told. It changes nothing, so that jobs which are refused
+    /// later for other reasons cost no probe (Semian's `request_allowed?`).
+    pub(crate) fn peek(&self, now: Time, has_ready_worker: bool) -> Admission {
+        match self.state {
+            State::Closed { .. } => Admission::Closed,
+            State::ForcedOpen => Admission::ForcedOpen,
+            State::Open { until } if until > now => Admission::Open { retry_after: until.since(now) },
+            _ if !has_ready_worker => Admission::Open { retry_after: Duration::ZERO },
+            State::Open { .. } => Admission::Probe,
+            State::HalfOpen { outstanding, seen } if self.has_room(outstanding, seen) => Admission::Probe,
+            State::HalfOpen { .. } => Admission::Probing,
+        }
+    }
+
+    /// Becomes half-open if its time has come. Due at [`Self::next_deadline`], and when a worker is ready.
+    pub(crate) fn advance(&mut self, now: Time, has_ready_worker: bool) -> Option<Transition> {
+        match self.state {
+            State::Open { until } if until <= now && has_ready_worker => {
+                Some(self.enter(State::half_open(), Tally::default()))
+            }
+            _ => None,
+        }
+    }
+
+    /// Lets the job at the head of the queue pass, or not. The first probe may find the breaker still
+    /// open, and then comes with the transition.
+    pub(crate) fn claim(&mut self, now: Time, has_ready_worker: bool) -> Option<(Claim, Option<Transition>)> {
+        let admission = self.peek(now, has_ready_worker);
+        if !admission.is_admitted() {
+            return None;
+        }
+        let transition = self.advance(now, has_ready_worker);
+        let epoch = self.epoch;
+        let claim = match &mut self.state {
+            State::HalfOpen { outstanding, .. } => {
+                *outstanding += 1;
+                Claim::Probe { epoch }
+            }
+            _ => Claim::Call { epoch },
+        };
+        Some((claim, transition))
+    }
+
+    /// Takes back the claim of a call that says nothing, so that another can probe in its stead
+    /// (resilience4j #544 and #935: half-open for ever).
+    pub(crate) fn give_back(&mut self, claim: Claim) {
+        if claim.epoch() == self.epoch
+            && let State::HalfOpen { outstanding, .. } = &mut self.state
+        {
+            *outstanding = outstanding.saturating_sub(1);
+        }
+    }
+
+    fn has_room(&self, outstanding: u32, seen: Tally) -> bool {
+        let probes = self.limits.as_ref().map_or(1, BreakerLimits::probes);
+        outstanding.saturating_add(seen.calls) < probes
+    }
+
+    // Evidence.
+
+    /// Judges a call that took so long. Calls begun before the last transition are not evidence any more:
+    /// what was slow when it opened must not open it again.
+    pub(crate) fn record(
+        &mut self,
+        now: Time,
+        claim: Claim,
+        result: CallResult,
+        took: Duration,
+    ) -> Option<Transition> {
+        if claim.epoch() != self.epoch {
+            return None;
+        }
+        if result == CallResult::Ignored {
+            self.give_back(claim);
+            return None;
+        }
+        let limits = self.limits.as_ref()?;
+        let call = Tally::of(result == CallResult::Failure, limits.slow_call.is_some_and(|slow| took > slow));
+        match &mut self.state {
+            State::Closed { window, .. } => {
+                let bucket = window.bucket(now);
+                *bucket = *bucket + call;
+                let seen = window.sum(now);
+                let is_bad = seen.calls >= limits.min_calls && limits.are_reached_by(seen, seen.calls);
+                is_bad.then(|| self.open(now, seen))
+            }
+            State::HalfOpen { outstanding, seen } => {
+                *outstanding = outstanding.saturating_sub(1);
+                *seen = *seen + call;
+                let seen = *seen;
+                self.judge_probes(now, seen)
+            }
+            State::Open { .. } | State::ForcedOpen => None,
+        }
+    }
+
+    /// Decides as soon as the missing probes cannot change the decision: it opens when those seen are too
+    /// bad even if all others succeed, and closes when all were seen.
+    fn judge_probes(&mut self, now: Time, seen: Tally) -> Option<Transition> {
+        let limits = self.limits.as_ref()?;
+        if limits.are_reached_by(seen, limits.probes()) {
+            return Some(self.open(now, seen));
+        }
+        (seen.calls >= limits.probes()).then(|| self.close(now, seen))
+    }
+
+    fn open(&mut self, now: Time, seen: Tally) -> Transition {
+        let Some(limits) = self.limits.as_ref() else { return self.close(now, seen) };
+        if let State::Closed { since, .. } = self.state
+            && now.since(since) >= limits.window
+        {
+            self.openings = 0;
+        }
+        let until = now + limits.open_for(self.openings);
+        self.openings = self.openings.saturating_add(1);
+        self.enter(State::Open { until }, seen)
+    }
+
+    fn close(&mut self, now: Time, seen: Tally) -> Transition {
+        self.enter(State::closed(now, self.limits.as_ref()), seen)
+    }
+
+    fn enter(&mut self, state: State, seen: Tally) -> Transition {
+        let from = self.state();
+        self.state = state;
+        self.epoch += 1;
+        Transition {
+            from,
+            to: self.state(),
+            failure_rate: share(seen.failures, seen.calls),
+            slow_rate: share(seen.slow, seen.calls),
+            calls: seen.calls,
+        }
+    }
+
+    /// What the present state has seen.
+    fn seen(&self, now: Time) -> Tally {
+        match &self.state {
+            State::Closed { window, .. } => window.sum(now),
+            State::HalfOpen { seen, .. } => *seen,
+            State::Open { .. } | State::ForcedOpen => Tally::default(),
+        }
+    }
+
+    // By hand.
+
+    /// Lets nothing pass until [`Self::release`] or [`Self::reset`].
+    pub(crate) fn force_open(&mut self, now: Time) -> Option<Transition> {
+        let seen = self.seen(now);
+        (self.state() != BreakerState::ForcedOpen).then(|| self.enter(State::ForcedOpen, seen))
+    }
+
+    /// Ends what [`Self::force_open`] began. It is closed then: what it knew before is out of date.
+    pub(crate) fn release(&mut self, now: Time) -> Option<Transition> {
+        (self.state() == BreakerState::ForcedOpen).then(|| self.close(now, Tally::default()))
+    }
+
+    /// Forgets everything, even that it was forced open.
+    pub(crate) fn reset(&mut self, now: Time) -> Option<Transition> {
+        self.openings = 0;
+        let seen = self.seen(now);
+        let transition = self.close(now, seen);
+        (transition.from != BreakerState::Closed).then_some(transition)
+    }
+}
+
+impl State {
+    fn closed(since: Time, limits: Option<&BreakerLimits>) -> Self {
+        let span = limits.map_or(Duration::ZERO, |limits| limits.window);
+        Self::Closed { since, window: Box::new(Window::new(span)) }
+    }
+
+    fn half_open() -> Self {
+        Self::HalfOpen { outstanding: 0, seen: Tally::default() }
+    }
+}
+
+/// Calls that were judged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+struct Tally {
+    calls: u32,
+    failures: u32,
+    slow: u32,
+}
+
+impl Tally {
+    fn of(is_failure: bool, is_slow: bool) -> Self {
+        Self { calls: 1, failures: u32::from(is_failure), slow: u32::from(is_slow) }
+    }
+}
+
+impl Add for Tally {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            calls: self.calls.saturating_add(other.calls),
+            failures: self.failures.saturating_add(other.failures),
+            slow: self.slow.saturating_add(other.slow),
+        }
+    }
+}
+
+/// `count ÷ of`; of nothing, nothing.
+pub(crate) fn share(count: u32, of: u32) -> f64 {
+    if of == 0 { 0.0 } else { f64::from(count) / f64::from(of) }
+}
+
+/// Counts over the recent past, in fixed memory. What is older leaves bucket by bucket.
+#[derive(Debug)]
+pub(crate) struct Window<T> {
+    /// What a bucket spans, in nanoseconds.
+    width_ns: u64,
+    /// By the number of the bucket modulo their count: that number, and what was counted then.
+    buckets: [(u64, T); BUCKETS],
+}
+
+impl<T: Copy + Default + Add<Output = T>> Window<T> {
+    /// An empty window.
+    pub(crate) fn new(span: Duration) -> Self {
+        let span_ns = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
+        Self { width_ns: (span_ns / BUCKETS as u64).max(1), buckets: [(0, T::default()); BUCKETS] }
+    }
+
+    /// What is counted now.
+    pub(crate) fn bucket(&mut self, now: Time) -> &mut T {
+        let number = now.0 / self.width_ns;
+        let bucket = &mut self.buckets[(number % BUCKETS as u64) as usize];
+        if bucket.0 != number {
+            *bucket = (number, T::default());
+        }
+        &mut bucket.1
+    }
+
+    /// All that the window covers.
+    pub(crate) fn sum(&self, now: Time) -> T {
+        let number = now.0 / self.width_ns;
+        let recent = self.buckets.iter().filter(|(n, _)| number.saturating_sub(*n) < BUCKETS as u64);
+        recent.fold(T::default(), |sum, (_, counted)| sum + *counted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use CallResult::{Failure, Ignored, Success};
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const SLOW: Duration = Duration::from_secs(5);
+    const FAST: Duration = Duration::ZERO;
+
+    /// The settings of resilience4j's `CircuitBreakerStateMachineTest`, with a longer window.
+    fn limits() -> BreakerLimits {
+        BreakerLimits {
+            window: 10 * SECOND,
+            min_calls: 5,
+            failure_rate: 0.5,
+            slow_call: Some(4 * SECOND),
+            slow_rate: 0.5,
+            open_for: 5 * SECOND,
+            probes: 4,
+        }
+    }
+
+    fn at(seconds: u64) -> Time {
+        Time::ZERO + Duration::from_secs(seconds)
+    }
+
+    fn breaker() -> Breaker {
+        Breaker::new(Some(limits()))
+    }
+
+    /// An open breaker, opened at this moment.
+    fn opened(now: Time) -> Breaker {
+        let mut breaker = breaker();
+        trip(&mut breaker, now);
+        breaker
+    }
+
+    fn trip(breaker: &mut Breaker, now: Time) {
+        let before = breaker.state();
+        let calls = if before == BreakerState::Closed { 5 } else { 2 };
+        let claims: Vec<_> = (0..calls).map(|_| claim(breaker, now)).collect();
+        let transitions: Vec<_> =
+            claims.into_iter().filter_map(|claim| breaker.record(now, claim, Failure, FAST)).collect();
+        assert!(matches!(transitions[..], [Transition { to: BreakerState::Open, .. }]), "{transitions:?}");
+    }
+
+    /// A claim that must be granted.
+    #[expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+    fn claim(breaker: &mut Breaker, now: Time) -> Claim {
+        let Some((claim, _)) = breaker.claim(now, true) else { panic!("no claim: {breaker:?}") };
+        claim
+    }
+
+    /// One call from claim to result.
+    fn call(breaker: &mut Breaker, now: Time, result: CallResult, took: Duration) -> Option<Transition> {
+        let claim = claim(breaker, now);
+        breaker.record(now, claim, result, took)
+    }
+
+    fn retry_after(breaker: &Breaker, now: Time) -> Option<Duration> {
+        match breaker.peek(now, true) {
+            Admission::Open { retry_after } => Some(retry_after),
+            _ => None,
+        }
+    }
+
+    /// resilience4j, `shouldOpenAfterFailureRateThresholdExceeded`: the fifth call makes the verdict, even
+    /// if it succeeds.
+    #[test]
+    fn opens_when_the_failure_rate_is_reached() {
+        let mut breaker = breaker();
+        for result in [Failure, Failure, Failure, Success] {
+            assert_eq!(call(&mut breaker, at(0), result, FAST), None);
+        }
+        let transition = call(&mut breaker, at(0), Success, FAST);
+        let expected = Transition {
+            from: BreakerState::Closed,
+            to: BreakerState::Open,
+            failure_rate: 0.6,
+            slow_rate: 0.0,
+            calls: 5,
+        };
+        assert_eq!(transition, Some(expected));
+        assert_eq!(breaker.state().name(), "open");
+        assert_eq!(breaker.claim(at(4), true), None);
+    }
+
+    /// resilience4j, `shouldOpenAfterSlowCallRateThresholdExceeded`.
+    #[test]
+    fn opens_when_the_slow_call_rate_is_reached() {
+        let mut breaker = breaker();
+        for (result, took) in [(Failure, SLOW), (Success, SLOW), (Success, FAST), (Success, 4 * SECOND)] {
+            assert_eq!(call(&mut breaker, at(0), result, took), None);
+        }
+        let transition = call(&mut breaker, at(0), Success, SLOW);
+        assert!(transition.is_some_and(|t| (t.failure_rate, t.slow_rate) == (0.2, 0.6)), "{transition:?}");
+    }
+
+    /// Hystrix, `testLowVolumeDoesNotTripCircuit`.
+    #[test]
+    fn low_volume_does_not_trip() {
+        let mut breaker = breaker();
+        for second in 0..300 {
+            // Never five in a window.
+            if second % 3 == 0 {
+                assert_eq!(call(&mut breaker, at(second), Failure, SLOW), None);
+            }
+        }
+        assert_eq!(breaker.state(), BreakerState::Closed);
+    }
+
+    /// Hystrix, `HealthCountsStream`: what has left the window counts no more.
+    #[test]
+    fn old_failures_leave_the_window() {
+        let mut breaker = breaker();
+        for _ in 0..4 {
+            assert_eq!(call(&mut breaker, at(0), Failure, FAST), None);
+        }
+        assert_eq!(call(&mut breaker, at(10), Failure, FAST), None);
+        for _ in 0..3 {
+            assert_eq!(call(&mut breaker, at(19), Failure, FAST), None);
+        }
+        assert!(call(&mut breaker, at(19), Failure, FAST).is_some());
+    }
+
+    /// Semian, `request_allowed?`: true for an open circuit whose time has come, which stays open.
+    #[test]
+    fn peek_changes_nothing() {
+        let mut breaker = opened(at(0));
+        for now in [at(0), at(4), at(5), at(60)] {
+            let before = format!("{breaker:?}");
+            for _ in 0..100 {
+                breaker.peek(now, true);
+                breaker.peek(now, false);
+            }
+            assert_eq!(format!("{breaker:?}"), before);
+        }
+        assert_eq!(breaker.peek(at(60), true), Admission::Probe);
+        assert_eq!(breaker.state(), BreakerState::Open);
+        assert!(matches!(breaker.claim(at(60), true), Some((Claim::Probe { .. }, Some(_)))));
+    }
+
+    #[test]
+    fn retry_after_is_what_remains() {
+        let breaker = opened(at(100));
+        assert_eq!(retry_after(&breaker, at(100)), Some(5 * SECOND));
+        let now = at(103) + Duration::from_nanos(1);
+        assert_eq!(retry_after(&breaker, now), Some(Duration::from_nanos(1_999_999_999)));
+        assert_eq!(retry_after(&breaker, at(105)), None);
+    }
+
+    /// resilience4j, `shouldOnlyPermitFourCallsInHalfOpenState` and `shouldIncreaseCounterOnReleasePermission`.
+    #[test]
+    fn only_so_many_probes_pass_and_one_that_is_given_back_frees_a_place() {
+        let mut breaker = opened(at(0));
+        let mut claims: Vec<_> = (0..4).map(|_| claim(&mut breaker, at(5))).collect();
+        for _ in 0..2 {
+            assert_eq!(breaker.peek(at(5), true), Admission::Probing);
+            assert_eq!(breaker.claim(at(5), true), None);
+        }
+        if let Some(claim) = claims.pop() {
+            breaker.give_back(claim);
+        }
+        assert_eq!(breaker.peek(at(5), true), Admission::Probe);
+        claims.push(claim(&mut breaker, at(5)));
+        assert_eq!(breaker.claim(at(5), true), None);
+        let transitions: Vec<_> =
+            claims.into_iter().filter_map(|claim| breaker.record(at(6), claim, Success, FAST)).collect();
+        let expected = Transition {
+            from: BreakerState::HalfOpen,
+            to: BreakerState::Closed,
+            failure_rate: 0.0,
+            slow_rate: 0.0,
+            calls: 4,
+        };
+        assert_eq!(transitions, [expected]);
+        assert_eq!(breaker.seen(at(6)), Tally::default());
+    }
+
+    /// resilience4j #544 (`shouldReleasePermissionWhenExceptionIgnored`) and #935: the last probe is ignored.
+    #[test]
+    fn an_ignored_probe_does_not_leave_it_half_open_for_ever() {
+        let mut breaker = opened(at(0));
+        for _ in 0..3 {
+            assert_eq!(call(&mut breaker, at(5), Success, FAST), None);
+        }
+        for _ in 0..100 {
+            assert_eq!(call(&mut breaker, at(5), Ignored, SLOW), None);
+            assert_eq!(breaker.state(), BreakerState::HalfOpen);
+        }
+        let transition = call(&mut breaker, at(5), Success, FAST);
+        assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
+    }
+
+    /// resilience4j, `maxWaitDurationInHalfOpenState` (#2028): it needs none here. A probe that hangs ends
+    /// at its deadline, as a failure.
+    #[test]
+    fn a_probe_that_hangs_opens_it_again_at_its_deadline() {
+        let mut breaker = Breaker::new(Some(BreakerLimits { probes: 1, ..limits() }));
+        trip(&mut breaker, at(0));
+        let probe = claim(&mut breaker, at(5));
+        assert_eq!(breaker.peek(at(34), true), Admission::Probing);
+        let transition = breaker.record(at(35), probe, Failure, 30 * SECOND);
+        assert!(transition.is_some_and(|t| t.to == BreakerState::Open && t.slow_rate == 1.0));
+        assert_eq!(retry_after(&breaker, at(35)), Some(10 * SECOND));
+    }
+
+    /// resilience4j, `shouldTransitionBackToOpenStateWhenFailureRateIsAboveThreshold`, the same for slow
+    /// calls, and `shouldTransitionBackToClosedStateWhenFailureIsBelowThreshold`. Unlike there, it opens
+    /// as soon as the rest cannot change that.
+    #[test]
+    fn the_rates_judge_the_probes() {
+        for bad in [(Failure, FAST), (Success, SLOW)] {
+            let mut breaker = opened(at(0));
+            assert_eq!(call(&mut breaker, at(5), bad.0, bad.1), None);
+            let transition = call(&mut breaker, at(5), bad.0, bad.1);
+            assert!(transition.is_some_and(|t| t.to == BreakerState::Open && t.calls == 2));
+
+            let mut breaker = opened(at(0));
+            for (result, took) in [bad, (Success, FAST), (Success, FAST)] {
+                assert_eq!(call(&mut breaker, at(5), result, took), None);
+            }
+            let transition = call(&mut breaker, at(5), Success, FAST);
+            assert!(transition.is_some_and(|t| t.to == BreakerState::Closed && t.calls == 4));
+        }
+    }
+
+    /// A burst that began before the breaker opened ends when it is half-open, and is no evidence then: nor
+    /// does it give back claims that it does not have.
+    #[test]
+    fn calls_of_an_earlier_epoch_do_not_count() {
+        let mut breaker = breaker();
+        let old: Vec<_> = (0..50).map(|_| claim(&mut breaker, at(0))).collect();
+        trip(&mut breaker, at(0));
+        let probes: Vec<_> = (0..4).map(|_| claim(&mut breaker, at(5))).collect();
+        for (i, claim) in old.into_iter().enumerate() {
+            let result = [Failure, Ignored, Success][i % 3];
+            assert_eq!(breaker.record(at(6), claim, result, SLOW), None);
+        }
+        assert_eq!(breaker.peek(at(6), true), Admission::Probing);
+        assert_eq!(breaker.state(), BreakerState::HalfOpen);
+        for claim in probes {
+            breaker.record(at(6), claim, Success, FAST);
+        }
+        assert_eq!(breaker.state(), BreakerState::Closed);
+    }
+
+    /// resilience4j, `shouldTransitionToHalfOpenAfterWaitInterval` with an exponential interval, which it
+    /// starts over whenever it closes; flapping would never be slowed down by that.
+    #[test]
+    fn open_for_doubles_up_to_eightfold_until_it_was_closed_for_a_window() {
+        let mut breaker = opened(at(0));
+        let mut now = at(0);
+        for expected in [5, 10, 20, 40, 40, 40] {
+            let wait = retry_after(&breaker, now);
+            assert_eq!(wait, Some(expected * SECOND));
+            now = now + expected * SECOND;
+            trip(&mut breaker, now);
+        }
+        let close = |breaker: &mut Breaker, now: Time| {
+            for _ in 0..4 {
+                call(breaker, now, Success, FAST);
+            }
+            assert_eq!(breaker.state(), BreakerState::Closed);
+        };
+        now = now + 40 * SECOND;
+        close(&mut breaker, now);
+        now = now + 9 * SECOND;
+        trip(&mut breaker, now);
+        assert_eq!(retry_after(&breaker, now), Some(40 * SECOND), "it was closed for too short a time");
+        now = now + 40 * SECOND;
+        close(&mut breaker, now);
+        now = now + 10 * SECOND;
+        trip(&mut breaker, now);
+        assert_eq!(retry_after(&breaker, now), Some(5 * SECOND));
+    }
+
+    #[test]
+    fn half_open_needs_a_ready_worker() {
+        let mut breaker = opened(at(0));
+        let not_ready = Admission::Open { retry_after: Duration::ZERO };
+        assert_eq!(breaker.next_deadline(true), Some(at(5)));
+        assert_eq!(breaker.next_deadline(false), None);
+        assert_eq!(breaker.advance(at(4), true), None);
+        assert_eq!(breaker.advance(at(9), false), None);
+        assert_eq!(breaker.peek(at(9), false), not_ready);
+        assert_eq!(breaker.claim(at(9), false), None);
+        assert!(breaker.advance(at(9), true).is_some_and(|t| t.to == BreakerState::HalfOpen));
+        assert_eq!(breaker.next_deadline(true), None);
+        assert_eq!(breaker.peek(at(9), false), not_ready);
+        assert_eq!(breaker.claim(at(9), false), None);
+        assert!(matches!(breaker.claim(at(9), true), Some((Claim::Probe { .. }, None))));
+    }
+
+    /// resilience4j, `shouldForceOpenCircuitBreaker`.
+    #[test]
+    fn forced_open_stays_until_released_or_reset() {
+        for mut breaker in [breaker(), opened(at(0)), Breaker::new(None)] {
+            let before = breaker.state();
+            assert!(breaker.force_open(at(1)).is_some_and(|t| t.from == before));
+            assert_eq!(breaker.force_open(at(2)), None);
+            assert_eq!(breaker.state().name(), "forced_open");
+            assert_eq!(breaker.peek(at(1000), true), Admission::ForcedOpen);
+            assert_eq!(breaker.claim(at(1000), true), None);
+            assert_eq!(breaker.next_deadline(true), None);
+            assert!(breaker.release(at(1000)).is_some_and(|t| t.to == BreakerState::Closed));
+            assert_eq!(breaker.release(at(1000)), None);
+            assert_eq!(breaker.peek(at(1000), true), Admission::Closed);
+            breaker.force_open(at(1001));
+            assert!(breaker.reset(at(1002)).is_some_and(|t| t.to == BreakerState::Closed));
+        }
+    }
+
+    /// resilience4j, `shouldResetToClosedState` and `shouldResetClosedState`.
+    #[test]
+    fn reset_forgets_everything() {
+        let mut breaker = opened(at(0));
+        trip(&mut breaker, at(5));
+        assert!(breaker.reset(at(6)).is_some_and(|t| t.from == BreakerState::Open));
+        let old = claim(&mut breaker, at(6));
+        for _ in 0..4 {
+            assert_eq!(call(&mut breaker, at(6), Failure, FAST), None);
+        }
+        assert_eq!(breaker.reset(at(6)), None);
+        assert_eq!(breaker.record(at(6), old, Failure, FAST), None);
+        assert_eq!(breaker.seen(at(6)), Tally::default());
+        trip(&mut breaker, at(7));
+        assert_eq!(retry_after(&breaker, at(7)), Some(5 * SECOND));
+    }
+
+    /// A window that slides lets go of successes too: that alone, or with a call that says nothing, is no
+    /// reason to open.
+    #[test]
+    fn only_evidence_opens_it() {
+        let mut breaker = breaker();
+        for _ in 0..6 {
+            assert_eq!(call(&mut breaker, at(0), Success, FAST), None);
+        }
+        for _ in 0..5 {
+            assert_eq!(call(&mut breaker, at(5), Failure, FAST), None);
+        }
+        assert_eq!(call(&mut breaker, at(12), Ignored, SLOW), None);
+        assert_eq!(breaker.state(), BreakerState::Closed);
+        assert!(call(&mut breaker, at(12), Success, FAST).is_some_and(|t| t.calls == 6));
+    }
+
+    /// A seeded sequence (SplitMix64).
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, end: u64) -> u64 {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = self.0;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            (z ^ (z >> 31)) % end
+        }
+
+        fn one_in(&mut self, n: u64) -> bool {
+            self.below(n) == 0
+        }
+    }
+
+    /// A breaker, calls under way, and a naive list of what was judged in the present epoch.
+    struct World {
+        random: Random,
+        limits: BreakerLimits,
+        breaker: Breaker,
+        now: Time,
+        is_ready: bool,
+        under_way: Vec<Claim>,
+        judged: Vec<(Time, Tally)>,
+        /// How often each state was entered.
+        entered: [u32; 4],
+    }
+
+    impl World {
+        fn new(seed: u64) -> Self {
+            let mut random = Random(seed);
+            let limits = BreakerLimits {
+                window: Duration::from_millis(100 + random.below(5000)),
+                min_calls: random.below(12) as u32,
+                failure_rate: random.below(11) as f64 / 10.0,
+                slow_call: (!random.one_in(4)).then_some(SECOND),
+                slow_rate: random.below(11) as f64 / 10.0,
+                open_for: Duration::from_millis(random.below(3000)),
+                probes: random.below(6) as u32,
+            };
+            let breaker = Breaker::new(Some(limits.clone()));
+            let (under_way, judged) = (Vec::new(), Vec::new());
+            let now = Time(random.below(1 << 40));
+            Self { random, limits, breaker, now, is_ready: true, under_way, judged, entered: [0; 4] }
+        }
+
+        fn step(&mut self) {
+            let epoch = self.breaker.epoch;
+            match self.random.below(100) {
+                0..40 => self.claim(),
+                40..80 => self.end_one(),
+                80..95 => self.now = self.now + Duration::from_millis(self.random.below(400)),
+                95..97 => self.is_ready = !self.is_ready,
+                97..99 => self.advance(),
+                _ => self.by_hand(),
+            }
+            if self.breaker.epoch != epoch {
+                self.entered[self.breaker.state() as usize] += 1;
+                self.judged.clear();
+            }
+            self.check();
+        }
+
+        fn claim(&mut self) {
+            let admission = self.breaker.peek(self.now, self.is_ready);
+            let claimed = self.breaker.claim(self.now, self.is_ready);
+            assert_eq!(admission.is_admitted(), claimed.is_some(), "{admission:?}");
+            let Some((claim, transition)) = claimed else { return };
+            assert_eq!(claim.epoch(), self.breaker.epoch);
+            assert_eq!(matches!(claim, Claim::Probe { .. }), admission == Admission::Probe);
+            assert!(transition.is_none_or(|t| t.to == BreakerState::HalfOpen));
+            self.under_way.push(claim);
+        }
+
+        fn end_one(&mut self) {
+            if self.under_way.is_empty() {
+                return;
+            }
+            let which = self.random.below(self.under_way.len() as u64) as usize;
+            let claim = self.under_way.swap_remove(which);
+            let result = [Success, Success, Failure, Ignored][self.random.below(4) as usize];
+            let took = if self.random.one_in(3) { SLOW } else { FAST };
+            let is_counted = result != Ignored && claim.epoch() == self.breaker.epoch;
+            if is_counted {
+                let is_slow = self.limits.slow_call.is_some() && took == SLOW;
+                self.judged.push((self.now, Tally::of(result == Failure, is_slow)));
+            }
+            let expected = if is_counted { self.expected() } else { None };
+            let transition = self.breaker.record(self.now, claim, result, took);
+            assert_eq!(transition.map(|t| (t.to, t.calls)), expected);
+        }
+
+        /// What the last result must lead to, by the naive list.
+        fn expected(&self) -> Option<(BreakerState, u32)> {
+            let is_half_open = self.breaker.state() == BreakerState::HalfOpen;
+            let seen = if is_half_open { self.judged.clone() } else { self.in_window() };
+            let count = |is: fn(&Tally) -> u32| seen.iter().map(|(_, call)| is(call)).sum::<u32>();
+            let (calls, failures, slow) = (count(|c| c.calls), count(|c| c.failures), count(|c| c.slow));
+            let probes = self.limits.probes.max(1);
+            let of = f64::from(if is_half_open { probes } else { calls });
+            let is_bad = failures > 0 && f64::from(failures) / of >= self.limits.failure_rate
+                || slow > 0 && f64::from(slow) / of >= self.limits.slow_rate;
+            match is_half_open {
+                true if is_bad => Some((BreakerState::Open, calls)),
+                true => (calls >= probes).then_some((BreakerState::Closed, calls)),
+                false => (is_bad && calls >= self.limits.min_calls).then_some((BreakerState::Open, calls)),
+            }
+        }
+
+        /// Those that began no earlier than nine full tenths of a window before the present one.
+        fn in_window(&self) -> Vec<(Time, Tally)> {
+            let tenth = (self.limits.window.as_nanos() / 10) as u64;
+            let from = (self.now.0 / tenth * tenth).saturating_sub(9 * tenth);
+            self.judged.iter().copied().filter(|(at, _)| at.0 >= from).collect()
+        }
+
+        fn advance(&mut self) {
+            self.breaker.advance(self.now, self.is_ready);
+            let next = self.breaker.next_deadline(self.is_ready);
+            assert!(next.is_none_or(|at| at > self.now), "due for ever");
+        }
+
+        fn by_hand(&mut self) {
+            let now = self.now;
+            match self.random.below(12) {
+                0 => _ = self.breaker.force_open(now),
+                1 => _ = self.breaker.reset(now),
+                2..8 => _ = self.breaker.release(now),
+                _ => self.never_stuck(),
+            }
+        }
+
+        /// When all that is under way has come back, time enough has passed and a worker is ready, calls pass.
+        fn never_stuck(&mut self) {
+            for claim in std::mem::take(&mut self.under_way) {
+                self.breaker.give_back(claim);
+            }
+            self.now = self.now + 8 * self.limits.open_for;
+            self.is_ready = true;
+            let is_forced = self.breaker.state() == BreakerState::ForcedOpen;
+            assert_eq!(self.breaker.peek(self.now, true).is_admitted(), !is_forced, "{:?}", self.breaker);
+            self.claim();
+        }
+
+        fn check(&self) {
+            let epoch = self.breaker.epoch;
+            let is_probe = |c: &&Claim| matches!(c, Claim::Probe { .. }) && c.epoch() == epoch;
+            let probes = self.under_way.iter().filter(is_probe).count() as u32;
+            match &self.breaker.state {
+                State::HalfOpen { outstanding, seen } => {
+                    assert_eq!(*outstanding, probes);
+                    assert!(outstanding + seen.calls <= self.limits.probes.max(1));
+                    assert_eq!(seen.calls as usize, self.judged.len());
+                }
+                State::Closed { window, .. } => {
+                    assert_eq!(probes, 0);
+                    let naive = self.in_window().iter().fold(Tally::default(), |sum, (_, c)| sum + *c);
+                    assert_eq!(window.sum(self.now), naive);
+                }
+                State::Open { until } => {
+                    assert_eq!(probes, 0);
+                    assert!(until.since(self.now) <= 8 * self.limits.open_for);
+                }
+                State::ForcedOpen => assert_eq!(probes, 0),
+            }
+        }
+    }
+
+    #[test]
+    fn random_histories_agree_with_a_naive_list_and_never_get_stuck() {
+        let mut entered = [0; 4];
+        for seed in 0..200 {
+            let mut world = World::new(seed);
+            for _ in 0..2000 {
+                world.step();
+            }
+            world.never_stuck();
+            for (sum, count) in entered.iter_mut().zip(world.entered) {
+                *sum += count;
+            }
+        }
+        assert!(entered.iter().all(|&count| count > 100), "too little happened: {entered:?}");
+    }
+}

@@ -1,0 +1,458 @@
+//! Who gets in, who waits, and who is told to come back later. The order of the checks is that of the table
+//! in `docs/architecture.md`; each that turns a job away is free, except the rate limit, which comes before
+//! those that depend on load: a caller over its rate is to learn that, whatever the load.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
+
+use super::{Bulkhead, Mode};
+use crate::breaker::Admission;
+use crate::jobs::{Entry, Place};
+use crate::limits::Overflow;
+use crate::messages::{Action, Answer, Note, Submission, rejection};
+use crate::rate::{Excess, RatePer};
+use crate::tenants::TenantId;
+use crate::time::Time;
+use crate::workers::SlotState;
+
+/// One tenant is told to operators no more often than this, however often it is turned away.
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// Why a job is not taken.
+struct Refusal {
+    verdict: Verdict,
+    /// When exactly it is worth another try; otherwise the load says.
+    wait: Wait,
+}
+
+#[derive(Clone, Copy)]
+enum Wait {
+    ByLoad,
+    For(Duration),
+    ForEver,
+}
+
+impl From<Verdict> for Refusal {
+    fn from(verdict: Verdict) -> Self {
+        Self { verdict, wait: Wait::ByLoad }
+    }
+}
+
+impl From<RejectReason> for Refusal {
+    fn from(reason: RejectReason) -> Self {
+        rejection(reason).into()
+    }
+}
+
+fn refusal(reason: RejectReason, message: String) -> Refusal {
+    Verdict::Rejected { reason, message }.into()
+}
+
+impl<T> Bulkhead<T> {
+    /// The number of a tenant, for the submission that comes next.
+    pub fn tenant(&mut self, name: &str) -> TenantId {
+        self.tenants.find_or_enter(name)
+    }
+
+    pub(super) fn submit(
+        &mut self,
+        now: Time,
+        submission: Submission<T>,
+        out: &mut Vec<Action<T>>,
+    ) -> Option<JobId> {
+        let limit =
+            submission.deadline.map_or(self.limits.deadline, |asked| asked.min(self.limits.deadline_max));
+        self.counters.submitted += 1;
+        self.tenants.get(submission.tenant).submitted += 1;
+        let worker = match self.admit(now, &submission, limit, out) {
+            Ok(worker) => worker,
+            Err(refusal) => {
+                self.refuse(now, submission, refusal, limit, out);
+                return None;
+            }
+        };
+        let Submission { cargo, priority, idempotent, tenant, cost, .. } = submission;
+        let hard_limit = limit.max(self.limits.deadline);
+        let entry = Entry { cargo, idempotent, priority, tenant, cost, received: now, limit, hard_limit };
+        let index = self.jobs.insert(entry);
+        self.tenants.begin(tenant);
+        let id = self.jobs.id(index);
+        match worker {
+            Some(worker) => self.give(now, index, worker, out),
+            None => {
+                self.enqueue(index);
+                self.note_pressure(out);
+            }
+        }
+        Some(id)
+    }
+
+    /// Decides on a job: `Ok` with the worker that gets it at once, or without one if it waits.
+    fn admit(
+        &mut self,
+        now: Time,
+        submission: &Submission<T>,
+        limit: Duration,
+        out: &mut Vec<Action<T>>,
+    ) -> Result<Option<u32>, Refusal> {
+        if self.mode != Mode::Open {
+            return Err(RejectReason::Draining.into());
+        }
+        if limit.is_zero() {
+            return Err(Verdict::DeadlineQueued.into());
+        }
+        self.check_breaker(now)?;
+        self.charge(now, submission, out)?;
+        if self.limits.max_in_flight == 0 {
+            return Err(RejectReason::QueueFull.into());
+        }
+        if self.live_slots == 0 {
+            return Err(refusal(RejectReason::Unavailable, format!("no worker runs: {}", self.last_trouble)));
+        }
+        if self.jobs.is_full() {
+            return Err(RejectReason::Overloaded.into());
+        }
+        let has_share = !self.is_at_its_share(submission.tenant);
+        if has_share
+            && submission.priority >= self.lowest_admitted()
+            && let Some(worker) = self.load.least()
+        {
+            // Nobody who may have this permit waits for it: it would not be free.
+            return Ok(Some(worker));
+        }
+        self.check_tenants_queue(submission.tenant, has_share)?;
+        self.check_next_start(now, limit)?;
+        self.make_room(now, submission.priority, out)?;
+        Ok(None)
+    }
+
+    /// Looks at the breaker, which changes nothing: whether the job may pass is decided when it is its turn.
+    fn check_breaker(&self, now: Time) -> Result<(), Refusal> {
+        let wait = match self.breaker.peek(now, self.ready > 0) {
+            Admission::Closed | Admission::Probe => return Ok(()),
+            // Without a worker there is no probe, and no telling when.
+            Admission::Open { retry_after } if !retry_after.is_zero() => Wait::For(retry_after),
+            Admission::Open { .. } | Admission::Probing | Admission::ForcedOpen => Wait::ByLoad,
+        };
+        Err(Refusal { verdict: rejection(RejectReason::CircuitOpen), wait })
+    }
+
+    /// Charges the rate limit.
+    fn charge(
+        &mut self,
+        now: Time,
+        submission: &Submission<T>,
+        out: &mut Vec<Action<T>>,
+    ) -> Result<(), Refusal> {
+        let Some(limit) = self.limits.rate_limit else { return Ok(()) };
+        let whose = match limit.per {
+            RatePer::Bulkhead => TenantId::NOBODY,
+            RatePer::Tenant => submission.tenant,
+        };
+        match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
+            Ok(()) => Ok(()),
+            Err(Excess::For(wait)) => {
+                self.note_throttled(now, submission.tenant, wait, out);
+                let verdict = rejection(RejectReason::RateLimited);
+                Err(Refusal { verdict, wait: Wait::For(wait) })
+            }
+            Err(Excess::ForEver) => {
+                let message = format!(
+                    "it costs {}, and rate_limit.burst is {}: no wait will do",
+                    submission.cost, limit.burst
+                );
+                let verdict = Verdict::Rejected { reason: RejectReason::RateLimited, message };
+                Err(Refusal { verdict, wait: Wait::ForEver })
+            }
+        }
+    }
+
+    /// Whether a tenant has as many jobs in flight as it may.
+    pub(super) fn is_at_its_share(&mut self, tenant: TenantId) -> bool {
+        let in_flight = self.tenants.get(tenant).in_flight;
+        self.limits.tenants.max_in_flight.is_some_and(|most| in_flight >= most)
+    }
+
+    fn check_tenants_queue(&self, tenant: TenantId, has_share: bool) -> Result<(), Refusal> {
+        let waiting = self.queue.len_of_tenant(tenant.0);
+        let is_over = match self.limits.tenants.max_queue {
+            Some(most) => waiting >= most as usize,
+            None => false,
+        };
+        // Without a queue a job cannot wait for its tenant's others to end.
+        if is_over || !has_share && self.waiting_max() == 0 {
+            let name = self.tenants.name(tenant);
+            let message = format!("tenant '{}' has its share of this bulkhead already", name.escape_debug());
+            return Err(refusal(RejectReason::TenantQuota, message));
+        }
+        Ok(())
+    }
+
+    fn check_next_start(&self, now: Time, limit: Duration) -> Result<(), Refusal> {
+        let next_start = if self.ready == 0 { self.next_start() } else { None };
+        if next_start.is_some_and(|at| at > now + limit) {
+            let message = "no worker runs, and the next start comes after the deadline".to_owned();
+            return Err(refusal(RejectReason::Unavailable, message));
+        }
+        Ok(())
+    }
+
+    /// Finds a place in the queue for a job of this priority, if need be at another's cost.
+    fn make_room(&mut self, now: Time, priority: Priority, out: &mut Vec<Action<T>>) -> Result<(), Refusal> {
+        let (queued, most) = (self.queue.len(), self.waiting_max());
+        if queued < most {
+            let is_pressed = queued as f64 > self.limits.pressure.reject * most as f64;
+            if is_pressed && priority != Priority::Critical {
+                let message = format!("the queue is {} % full", 100 * queued / most);
+                return Err(refusal(RejectReason::Backpressure, message));
+            }
+            return Ok(());
+        }
+        let Some((victim, reason)) = self.victim(priority) else {
+            return Err(RejectReason::QueueFull.into());
+        };
+        let tenant = self.jobs.get(victim).tenant;
+        self.leave_queue(now, victim, rejection(reason), out);
+        if reason == RejectReason::Evicted {
+            self.note_eviction(now, tenant, out);
+        }
+        Ok(())
+    }
+
+    /// Who leaves a full queue for a job of this priority: the newest of the lowest class below it, or, if
+    /// that is the rule, the oldest job of the tenant that holds most of the queue.
+    fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
+        let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
+        if let Some(shed) = below.map(|class| self.queue.newest(class)).find_map(|newest| newest) {
+            return Some((shed, RejectReason::Shed));
+        }
+        if self.limits.overflow != Overflow::EvictOldest {
+            return None;
+        }
+        let oldest = self.queue.oldest(self.queue.fullest()?)?;
+        (self.jobs.get(oldest).priority <= priority).then_some((oldest, RejectReason::Evicted))
+    }
+
+    /// How many jobs may wait: the queue, and as many as the workers that are on their way will take.
+    pub(super) fn waiting_max(&self) -> usize {
+        let coming = self.live_slots.saturating_sub(self.ready);
+        self.limits.max_queue as usize + coming as usize * self.limits.max_in_flight as usize
+    }
+
+    /// When the next worker starts, if every slot waits for its backoff to end.
+    fn next_start(&self) -> Option<Time> {
+        let mut next = None;
+        for slot in &self.slots {
+            match slot.state {
+                SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
+                SlotState::Occupied(_) => return None,
+                SlotState::Empty | SlotState::Stopped { .. } => {}
+            }
+        }
+        next
+    }
+
+    /// The lowest priority that gets a permit now, if one is free. Reserved permits are for critical jobs
+    /// only; what they do not reserve, everybody may have. The last permit is never reserved.
+    pub(super) fn lowest_admitted(&self) -> Priority {
+        let limit = self.limit();
+        let configured = u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight);
+        let reserve = (self.limits.critical_reserve * configured as f64).ceil() as u64;
+        let reserve = reserve.min(limit.saturating_sub(1));
+        if u64::from(self.in_use) + reserve < limit { Priority::BestEffort } else { Priority::Critical }
+    }
+
+    fn refuse(
+        &mut self,
+        now: Time,
+        submission: Submission<T>,
+        refusal: Refusal,
+        limit: Duration,
+        out: &mut Vec<Action<T>>,
+    ) {
+        let Refusal { verdict, wait } = refusal;
+        self.counters.count(&verdict);
+        self.tenants.get(submission.tenant).rejected += 1;
+        let retry_after = match wait {
+            Wait::For(wait) => Some(wait),
+            Wait::ForEver => None,
+            Wait::ByLoad => self.retry_after(now, &verdict, submission.priority),
+        };
+        let is_in_vain = matches!(wait, Wait::ForEver) || retry_after.is_some_and(|wait| wait > limit);
+        out.push(Action::Answer(Answer {
+            job: None,
+            cargo: submission.cargo,
+            retryable: verdict.is_retryable(submission.idempotent) && !is_in_vain,
+            verdict,
+            attempts: 0,
+            queued: Duration::ZERO,
+            ran: Duration::ZERO,
+            worker_pid: None,
+            retry_after,
+            deadline: limit,
+        }));
+    }
+
+    /// How long a caller that was turned away for load should wait: until the queue before it is worked
+    /// off, as far as one can tell, and no less than what its class has been told lately, with up to a fifth
+    /// more so that callers do not come back together.
+    pub(super) fn retry_after(
+        &mut self,
+        now: Time,
+        verdict: &Verdict,
+        priority: Priority,
+    ) -> Option<Duration> {
+        let Verdict::Rejected { reason, .. } = verdict else { return None };
+        if !reason.is_retryable() {
+            return None;
+        }
+        let limit = u64::from(self.ready.max(1)) * u64::from(self.limits.max_in_flight.max(1));
+        let ahead = self.queue.len() as u64 + 1;
+        let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
+        let base = estimate.max(self.drops[usize::from(priority.code())].record(now));
+        let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
+        Some(base + base.mul_f64(jitter / 5.0))
+    }
+
+    // The queue.
+
+    fn enqueue(&mut self, index: u32) {
+        let job = self.jobs.get(index);
+        job.place = Place::Queued;
+        self.queue.push(index, job.priority, job.tenant.0, job.cost);
+        self.await_turn(index);
+    }
+
+    /// Puts a job that had its turn, for nothing, before all others of its class.
+    pub(super) fn enqueue_first(&mut self, index: u32) {
+        let job = self.jobs.get(index);
+        job.place = Place::Queued;
+        self.queue.push_first(index, job.priority, job.tenant.0);
+        self.await_turn(index);
+    }
+
+    fn await_turn(&mut self, index: u32) {
+        let job = self.jobs.get(index);
+        let patience = self.limits.queue_timeout.map(|timeout| job.received + timeout);
+        let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
+        self.job_timers.set(index, due);
+    }
+
+    /// Gives waiting jobs to workers as long as there are both.
+    pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while let Some(worker) = self.load.least()
+            && let Some(index) = self.queue.pop(self.lowest_admitted())
+        {
+            self.jobs.get(index).place = Place::Entered;
+            self.job_timers.clear(index);
+            if self.jobs.get(index).deadline_at <= now {
+                self.answer(now, index, Verdict::DeadlineQueued, out);
+                self.forget(index);
+                continue;
+            }
+            self.give(now, index, worker, out);
+        }
+        self.note_pressure(out);
+    }
+
+    /// Takes a job out of the queue and tells its client why.
+    pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
+        self.queue.remove(index);
+        self.jobs.get(index).place = Place::Entered;
+        self.job_timers.clear(index);
+        self.answer(now, index, verdict, out);
+        self.forget(index);
+    }
+
+    pub(super) fn reject_queue(
+        &mut self,
+        now: Time,
+        reason: RejectReason,
+        message: &str,
+        out: &mut Vec<Action<T>>,
+    ) {
+        for index in self.jobs.queued() {
+            let verdict = Verdict::Rejected { reason, message: message.to_owned() };
+            self.leave_queue(now, index, verdict, out);
+        }
+    }
+
+    /// A job has left: its number may be another's from now on.
+    pub(super) fn forget(&mut self, index: u32) {
+        let tenant = self.jobs.get(index).tenant;
+        self.jobs.remove(index);
+        self.tenants.end(tenant);
+    }
+
+    /// A job of a tenant is given to a worker, or comes out of its hands.
+    pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
+        let entry = self.tenants.get(tenant);
+        entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
+        if self.limits.tenants.max_in_flight.is_some() {
+            match self.is_at_its_share(tenant) {
+                true => self.queue.block(tenant.0),
+                false => self.queue.unblock(tenant.0),
+            }
+        }
+    }
+
+    // What operators hear.
+
+    /// Tells once that the queue fills, and again only after it has emptied somewhat.
+    fn note_pressure(&mut self, out: &mut Vec<Action<T>>) {
+        let capacity = self.limits.max_queue as usize;
+        let (queued, warn) = (self.queue.len() as f64, self.limits.pressure.warn * capacity as f64);
+        if capacity > 0 && queued >= warn && !self.is_pressed {
+            self.is_pressed = true;
+            let queued = self.queue.len();
+            out.push(Action::Note(Note::QueuePressure { queued, capacity }));
+        } else if queued < warn * 0.9 {
+            self.is_pressed = false;
+        }
+    }
+
+    fn note_throttled(&mut self, now: Time, id: TenantId, wait: Duration, out: &mut Vec<Action<T>>) {
+        let tenant = self.tenants.get(id);
+        if tenant.throttled_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
+            return;
+        }
+        tenant.throttled_at = Some(now);
+        let tenant = self.tenants.name(id).clone();
+        out.push(Action::Note(Note::TenantThrottled { tenant, retry_after: wait }));
+    }
+
+    fn note_eviction(&mut self, now: Time, id: TenantId, out: &mut Vec<Action<T>>) {
+        let Some((tenant, share)) = self.evictions.record(now, self.tenants.name(id)) else { return };
+        out.push(Action::Note(Note::TenantEvictions { tenant, share }));
+    }
+}
+
+/// Who was evicted lately.
+#[derive(Default)]
+pub(super) struct Evictions {
+    recent: std::collections::VecDeque<Arc<str>>,
+    told_at: Option<Time>,
+}
+
+impl Evictions {
+    /// How many of the last are looked at; with fewer than half of them, nothing is said.
+    const RECENT: usize = 64;
+
+    /// A job of this tenant was evicted. Returns the tenant and its share if it had more than half of the
+    /// recent evictions, and nobody was told lately.
+    fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
+        if self.recent.len() == Self::RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(tenant.clone());
+        let own = self.recent.iter().filter(|name| *name == tenant).count();
+        let is_told = self.told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER);
+        if is_told || self.recent.len() < Self::RECENT / 2 || 2 * own <= self.recent.len() {
+            return None;
+        }
+        self.told_at = Some(now);
+        Some((tenant.clone(), own as f64 / self.recent.len() as f64))
+    }
+}

@@ -1,0 +1,100 @@
+//! How long callers that were turned away for load are asked to stay away: one second at first, doubled while
+//! many keep being turned away, and a second less whenever few were. Kubernetes' API Priority and Fairness
+//! adapts its `Retry-After` in this way, after TCP's congestion window.
+
+use std::time::Duration;
+
+use crate::time::Time;
+
+/// The longest, in seconds, and so how far back it matters who was turned away.
+const SECONDS_MAX: u64 = 32;
+
+/// The memory of whom one class of jobs was refused to.
+#[derive(Clone, Debug)]
+pub(crate) struct Drops {
+    seconds: u64,
+    /// When it was doubled last, in seconds.
+    raised_at: u64,
+    current: u64,
+    count: u64,
+    /// How many were turned away in a second, by that second's remainder; the second itself stands beside.
+    history: [(u64, u64); SECONDS_MAX as usize],
+}
+
+impl Default for Drops {
+    fn default() -> Self {
+        Self { seconds: 1, raised_at: 0, current: 0, count: 0, history: [(0, 0); SECONDS_MAX as usize] }
+    }
+}
+
+impl Drops {
+    /// Somebody is turned away. Returns how long it should stay away.
+    pub(crate) fn record(&mut self, now: Time) -> Duration {
+        let second = now.0 / 1_000_000_000;
+        if second != self.current {
+            self.history[(self.current % SECONDS_MAX) as usize] = (self.current, self.count);
+            (self.current, self.count) = (second, 0);
+            self.adapt(second);
+        }
+        self.count += 1;
+        Duration::from_secs(self.seconds)
+    }
+
+    /// Judges by the last seconds, as many as callers were asked to stay away.
+    fn adapt(&mut self, second: u64) {
+        let is_recent = |at: u64| at < second && second - at <= self.seconds;
+        let recent: u64 = self.history.iter().filter(|(at, _)| is_recent(*at)).map(|(_, count)| count).sum();
+        let has_settled = second - self.raised_at >= self.seconds;
+        if has_settled && recent >= 3 * self.seconds {
+            self.seconds = (2 * self.seconds).min(SECONDS_MAX);
+            self.raised_at = second;
+        } else if recent < self.seconds && self.seconds > 1 {
+            self.seconds -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table of `TestDroppedRequestsTracker` in Kubernetes: seconds, drops, and what is asked after them.
+    #[test]
+    fn the_table_of_kubernetes() {
+        let table = [
+            (0, 5, 1),
+            (1, 11, 2),
+            (2, 1, 2),
+            (3, 11, 4),
+            (4, 1, 4),
+            (7, 1, 8),
+            (11, 1, 8),
+            (15, 1, 7),
+            (17, 1, 6),
+            (21, 14, 5),
+            (22, 1, 10),
+        ];
+        let mut drops = Drops::default();
+        for (second, count, expected) in table {
+            let now = Time::ZERO + Duration::from_secs(second);
+            let asked = (0..count).fold(Duration::ZERO, |_, _| drops.record(now));
+            assert_eq!(asked, Duration::from_secs(expected), "second {second}");
+        }
+    }
+
+    #[test]
+    fn it_stops_at_half_a_minute_and_comes_down_again() {
+        let mut drops = Drops::default();
+        let at = |second| Time::ZERO + Duration::from_secs(second);
+        for second in 0..200 {
+            for _ in 0..100 {
+                drops.record(at(second));
+            }
+        }
+        assert_eq!(drops.record(at(200)), Duration::from_secs(32));
+        for step in 0..40 {
+            drops.record(at(300 + 50 * step));
+        }
+        assert_eq!(drops.record(at(10_000)), Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,134 @@
+//! Rate limiting by the generic cell rate algorithm (ITU-T I.371; as a limiter of requests: Brandur Leach,
+//! "Rate limiting, cells, and GCRA"). One moment is all the state there is: when the bucket will have
+//! drained. Over any window `t` at most `per_second × t + burst` pass, whatever the arrivals look like.
+
+use std::time::Duration;
+
+use crate::time::Time;
+
+/// How much may pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RateLimit {
+    /// In the long run; above 0.
+    pub per_second: f64,
+    /// At once, after a pause; at least 1.
+    pub burst: u32,
+    /// Who shares it.
+    pub per: RatePer,
+}
+
+/// Who shares a rate limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RatePer {
+    /// All jobs of the bulkhead.
+    Bulkhead,
+    /// The jobs of each tenant have their own.
+    Tenant,
+}
+
+/// Why a job does not pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Excess {
+    /// It would after this time, if nobody else came.
+    For(Duration),
+    /// It costs more than the burst, and never will.
+    ForEver,
+}
+
+/// When a bucket will have drained, in nanoseconds of [`Time`], however late that is. Zero is a bucket that is
+/// empty.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Bucket(u128);
+
+impl Bucket {
+    /// Lets a job of this cost pass, or says when it would.
+    pub(crate) fn take(&mut self, now: Time, limit: &RateLimit, cost: u32) -> Result<(), Excess> {
+        if cost > limit.burst {
+            return Err(Excess::ForEver);
+        }
+        let now = u128::from(now.0);
+        let drained = self.0.max(now) + limit.nanos_for(cost);
+        match (drained - now).checked_sub(limit.nanos_for(limit.burst)) {
+            None | Some(0) => {
+                self.0 = drained;
+                Ok(())
+            }
+            Some(wait) => Err(Excess::For(Duration::from_nanos(u64::try_from(wait).unwrap_or(u64::MAX)))),
+        }
+    }
+}
+
+impl RateLimit {
+    /// How long so much takes in the long run. One takes whole nanoseconds, never less than the rate says,
+    /// and never more than six centuries.
+    fn nanos_for(&self, cost: u32) -> u128 {
+        u128::from((1e9 / self.per_second).ceil() as u64) * u128::from(cost)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: RateLimit = RateLimit { per_second: 166.0, burst: 200, per: RatePer::Bulkhead };
+
+    fn ms(ms: u64) -> Time {
+        Time::ZERO + Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn a_burst_passes_and_then_the_rate() {
+        let mut bucket = Bucket::default();
+        let passed = (0..1000).filter(|_| bucket.take(ms(5), &LIMIT, 1).is_ok()).count();
+        assert_eq!(passed, 200);
+        let passed = (5..1005).filter(|&t| bucket.take(ms(t), &LIMIT, 1).is_ok()).count();
+        assert!((164..=166).contains(&passed), "{passed}");
+    }
+
+    #[test]
+    fn a_wait_that_is_obeyed_suffices_and_a_shorter_one_does_not() {
+        let mut bucket = Bucket::default();
+        let mut now = ms(0);
+        let mut state = 1_u64;
+        for _ in 0..10_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let cost = (state >> 40) as u32 % 7 + 1;
+            let before = bucket;
+            match bucket.take(now, &LIMIT, cost) {
+                Ok(()) => now = now + Duration::from_micros((state >> 50) % 900),
+                Err(Excess::ForEver) => unreachable!("no cost is that large"),
+                Err(Excess::For(wait)) => {
+                    let early = now + wait.saturating_sub(Duration::from_nanos(1));
+                    assert_eq!(bucket, before, "a refusal is free");
+                    assert!(bucket.clone().take(early, &LIMIT, cost).is_err());
+                    now = now + wait;
+                    assert!(bucket.take(now, &LIMIT, cost).is_ok());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn in_every_window_no_more_than_the_rate_and_a_burst() {
+        let limit = RateLimit { per_second: 50.0, burst: 10, per: RatePer::Tenant };
+        let mut bucket = Bucket::default();
+        let passed: Vec<u64> = (0..20_000).filter(|&t| bucket.take(ms(t), &limit, 1).is_ok()).collect();
+        for (i, from) in passed.iter().enumerate() {
+            for (j, to) in passed.iter().enumerate().skip(i).step_by(7) {
+                let most = 50.0 * (to - from) as f64 / 1000.0 + 10.0;
+                assert!((j - i + 1) as f64 <= most + 1e-6, "{} in {} ms", j - i + 1, to - from);
+            }
+        }
+    }
+
+    #[test]
+    fn what_costs_more_than_the_burst_never_passes() {
+        let mut bucket = Bucket::default();
+        assert_eq!(bucket.take(ms(9), &LIMIT, 201), Err(Excess::ForEver));
+        assert_eq!(bucket, Bucket::default());
+        assert_eq!(bucket.take(ms(9), &LIMIT, 200), Ok(()));
+        let glacial = RateLimit { per_second: 1e-300, burst: 1_000_000_000, per: RatePer::Bulkhead };
+        assert_eq!(bucket.take(ms(9), &glacial, 999_999_999), Ok(()));
+        assert_eq!(bucket.take(ms(9), &glacial, 2), Err(Excess::For(Duration::from_nanos(u64::MAX))));
+    }
+}

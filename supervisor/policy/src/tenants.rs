@@ -1,0 +1,206 @@
+//! The tenants of a bulkhead by small numbers. A tenant that has jobs keeps its number; of those that have
+//! none, the ones that were here last are remembered, so that the memory is bounded and what is forgotten
+//! first is what matters least: a tenant that has been idle for long has an empty bucket anyway.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::rate::Bucket;
+use crate::time::Time;
+
+/// A tenant's number. It stays the same while the tenant has jobs, and may be another's after that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TenantId(pub(crate) u32);
+
+impl TenantId {
+    /// Whoever names no tenant.
+    pub const NOBODY: Self = Self(0);
+}
+
+/// Tenants without jobs that are remembered.
+const IDLE_MAX: usize = 16_384;
+
+const NONE: u32 = u32::MAX;
+
+pub(crate) struct Tenant {
+    name: Arc<str>,
+    /// Queued and in flight.
+    jobs: u32,
+    pub(crate) in_flight: u32,
+    pub(crate) bucket: Bucket,
+    /// Jobs that asked to be taken, whatever became of them.
+    pub(crate) submitted: u64,
+    pub(crate) rejected: u64,
+    /// When it was last told to operators that it is throttled.
+    pub(crate) throttled_at: Option<Time>,
+    /// Its place among the idle, from the one that has been idle for longest.
+    older: u32,
+    newer: u32,
+}
+
+pub(crate) struct Tenants {
+    table: Vec<Tenant>,
+    by_name: HashMap<Arc<str>, u32>,
+    oldest: u32,
+    newest: u32,
+    idle: usize,
+    idle_max: usize,
+}
+
+impl Default for Tenants {
+    fn default() -> Self {
+        Self::with_idle_max(IDLE_MAX)
+    }
+}
+
+impl Tenants {
+    fn with_idle_max(idle_max: usize) -> Self {
+        let mut tenants = Self {
+            table: Vec::new(),
+            by_name: HashMap::new(),
+            oldest: NONE,
+            newest: NONE,
+            idle: 0,
+            idle_max,
+        };
+        // Nobody is never idle, and so never forgotten.
+        tenants.enter("");
+        tenants.get(TenantId::NOBODY).jobs = 1;
+        tenants
+    }
+
+    /// The number of a tenant, for now: until the next is asked for, or for as long as it has jobs.
+    pub(crate) fn find_or_enter(&mut self, name: &str) -> TenantId {
+        if name.is_empty() {
+            return TenantId::NOBODY;
+        }
+        let index = match self.by_name.get(name) {
+            Some(&index) if self.table[index as usize].jobs > 0 => return TenantId(index),
+            Some(&index) => {
+                self.unlink(index);
+                index
+            }
+            None => self.enter(name),
+        };
+        self.link(index);
+        TenantId(index)
+    }
+
+    pub(crate) fn get(&mut self, id: TenantId) -> &mut Tenant {
+        &mut self.table[id.0 as usize]
+    }
+
+    pub(crate) fn name(&self, id: TenantId) -> &Arc<str> {
+        &self.table[id.0 as usize].name
+    }
+
+    /// A job of the tenant has been taken.
+    pub(crate) fn begin(&mut self, id: TenantId) {
+        self.get(id).jobs += 1;
+        if self.get(id).jobs == 1 {
+            self.unlink(id.0);
+        }
+    }
+
+    /// A job of the tenant has left.
+    pub(crate) fn end(&mut self, id: TenantId) {
+        self.get(id).jobs -= 1;
+        if self.get(id).jobs == 0 {
+            self.link(id.0);
+        }
+    }
+
+    /// Every tenant that is remembered and named.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantId, &Tenant)> {
+        self.by_name.values().filter(|&&index| index != 0).map(|&i| (TenantId(i), &self.table[i as usize]))
+    }
+
+    /// A number for a tenant that has none: a new one, or that of the tenant that has been idle for longest.
+    fn enter(&mut self, name: &str) -> u32 {
+        let name: Arc<str> = name.into();
+        let tenant = Tenant {
+            name: name.clone(),
+            jobs: 0,
+            in_flight: 0,
+            bucket: Bucket::default(),
+            submitted: 0,
+            rejected: 0,
+            throttled_at: None,
+            older: NONE,
+            newer: NONE,
+        };
+        let index = if self.idle >= self.idle_max && self.oldest != NONE {
+            let index = self.oldest;
+            self.unlink(index);
+            self.by_name.remove(&self.table[index as usize].name);
+            self.table[index as usize] = tenant;
+            index
+        } else {
+            self.table.push(tenant);
+            self.table.len() as u32 - 1
+        };
+        self.by_name.insert(name, index);
+        index
+    }
+
+    fn link(&mut self, index: u32) {
+        let older = self.newest;
+        let tenant = &mut self.table[index as usize];
+        (tenant.older, tenant.newer) = (older, NONE);
+        match self.table.get_mut(older as usize) {
+            Some(tenant) => tenant.newer = index,
+            None => self.oldest = index,
+        }
+        self.newest = index;
+        self.idle += 1;
+    }
+
+    fn unlink(&mut self, index: u32) {
+        let Tenant { older, newer, .. } = self.table[index as usize];
+        match self.table.get_mut(older as usize) {
+            Some(tenant) => tenant.newer = newer,
+            None => self.oldest = newer,
+        }
+        match self.table.get_mut(newer as usize) {
+            Some(tenant) => tenant.older = older,
+            None => self.newest = older,
+        }
+        self.idle -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_has_jobs_keeps_its_number_and_the_longest_idle_is_forgotten() {
+        let mut tenants = Tenants::with_idle_max(2);
+        let busy = tenants.find_or_enter("busy");
+        tenants.begin(busy);
+        let (a, b) = (tenants.find_or_enter("a"), tenants.find_or_enter("b"));
+        assert_eq!(tenants.find_or_enter("a"), a);
+        // b has been idle for longest.
+        let c = tenants.find_or_enter("c");
+        assert_eq!(c, b);
+        let known = |name: &str| tenants.by_name.get(name).copied();
+        assert_eq!((known("b"), known("a"), known("busy")), (None, Some(a.0), Some(busy.0)));
+        tenants.end(busy);
+        assert_eq!(tenants.find_or_enter("d"), a);
+        assert_eq!(tenants.find_or_enter(""), TenantId::NOBODY);
+    }
+
+    #[test]
+    fn many_strangers_do_not_grow_the_table() {
+        let mut tenants = Tenants::with_idle_max(100);
+        for number in 0..10_000 {
+            let id = tenants.find_or_enter(&format!("tenant {number}"));
+            if number % 3 == 0 {
+                tenants.begin(id);
+                tenants.end(id);
+            }
+        }
+        assert!(tenants.table.len() <= 102 && tenants.by_name.len() <= 102);
+        assert_eq!(tenants.iter().count(), tenants.by_name.len() - 1);
+    }
+}

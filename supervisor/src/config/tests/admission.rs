@@ -1,0 +1,386 @@
+//! The keys of admission control: what they become, what each refuses, and what does not fit together.
+
+use std::time::Duration;
+
+use super::*;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+#[track_caller]
+fn accept_one(lines: &str) -> BulkheadConfig {
+    Folder::new().accept(&bulkhead(lines)).bulkheads.remove(0)
+}
+
+#[test]
+fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
+    let config = Folder::new().accept(FULL);
+    let [last, aa, _] = config.bulkheads.as_slice() else { panic!() };
+    assert_eq!(last.overflow, Overflow::EvictOldest);
+    assert_eq!(last.priority, Some(PriorityConfig { critical_reserve: 0.2 }));
+    assert_eq!(last.pressure, PressureConfig { warn: 0.5, reject: 0.95 });
+    let rate_limit = RateLimitConfig { per_second: 166.5, burst: 200, per: RatePer::Tenant };
+    assert_eq!(last.rate_limit, Some(rate_limit));
+    assert_eq!(last.tenants, Some(TenantsConfig { max_in_flight: Some(2), max_queue: Some(20) }));
+    let breaker = BreakerConfig {
+        window: ms(60_000),
+        min_calls: 10,
+        failure_rate: 0.25,
+        slow_call: Some(ms(1_000)),
+        slow_rate: 0.75,
+        open_for: ms(2_000),
+        probes: 3,
+    };
+    assert_eq!(last.breaker, Some(breaker));
+
+    assert_eq!((aa.overflow, aa.pressure.warn, aa.pressure.reject), (Overflow::Reject, 0.5, 1.0));
+    let breaker = aa.breaker.as_ref().unwrap();
+    assert_eq!((breaker.window, breaker.min_calls, breaker.probes), (ms(60_000), 20, 2), "from [defaults]");
+    assert_eq!((&aa.priority, &aa.rate_limit, &aa.tenants), (&None, &None, &None));
+}
+
+#[test]
+fn an_empty_table_switches_on_what_has_defaults() {
+    let config = accept_one("breaker = {}\nmax_queue = 1\npressure = {}");
+    let breaker = BreakerConfig {
+        window: ms(10_000),
+        min_calls: 20,
+        failure_rate: 0.5,
+        slow_call: None,
+        slow_rate: 1.0,
+        open_for: ms(5_000),
+        probes: 1,
+    };
+    assert_eq!(config.breaker, Some(breaker));
+    assert_eq!(config.pressure, PressureConfig { warn: 0.8, reject: 1.0 });
+    let section = accept_one("[bulkhead.a.breaker]");
+    assert_eq!(section.breaker, config.breaker);
+}
+
+#[test]
+fn a_burst_follows_the_rate() {
+    for (per_second, number, burst) in [
+        ("166", 166.0, 166),
+        ("0.1", 0.1, 1),
+        ("2.000_1", 2.0001, 3),
+        ("1e9", 1e9, 1_000_000_000),
+        ("0x10", 16.0, 16),
+    ] {
+        let config = accept_one(&format!("rate_limit = {{ per_second = {per_second} }}"));
+        let expected = RateLimitConfig { per_second: number, burst, per: RatePer::Bulkhead };
+        assert_eq!(config.rate_limit, Some(expected));
+    }
+}
+
+#[test]
+fn shares_may_be_whole_numbers_and_reach_their_ends() {
+    let config = accept_one(
+        "max_queue = 1\npressure = { warn = 1, reject = 1.0 }\npriority = { critical_reserve = -0.0 }\n\
+         breaker = { failure_rate = 1 }",
+    );
+    assert_eq!(config.pressure, PressureConfig { warn: 1.0, reject: 1.0 });
+    let reserve = config.priority.unwrap().critical_reserve;
+    assert!(reserve == 0.0 && reserve.is_sign_positive());
+    assert_eq!(config.breaker.unwrap().failure_rate, 1.0);
+    assert_eq!(accept_one("priority.critical_reserve = 0.999").priority.unwrap().critical_reserve, 0.999);
+}
+
+#[test]
+fn shares_have_bounds() {
+    let folder = Folder::new();
+    let reserve = "`priority.critical_reserve` must be from 0 to below 1, not ";
+    let rate = "`breaker.failure_rate` must be above 0 and at most 1, not ";
+    let cases = [
+        ("priority", "critical_reserve", "1", reserve, "1: that leaves nothing to others", "reserve = 0.2`"),
+        ("priority", "critical_reserve", "1.5", reserve, "1.5: that leaves nothing to others", ""),
+        (
+            "priority",
+            "critical_reserve",
+            "20",
+            reserve,
+            "20: that leaves",
+            "`critical_reserve = 0.2` for 20 %",
+        ),
+        ("priority", "critical_reserve", "100", reserve, "100: that", "write `critical_reserve = 0.2`"),
+        ("priority", "critical_reserve", "-0.1", reserve, "-0.1", ""),
+        ("priority", "critical_reserve", "nan", reserve, "nan", ""),
+        ("priority", "critical_reserve", "inf", reserve, "inf", ""),
+        ("breaker", "failure_rate", "0", rate, "0", "write `failure_rate = 0.5`"),
+        ("breaker", "failure_rate", "0.0", rate, "0.0", ""),
+        ("breaker", "failure_rate", "80", rate, "80", "write `failure_rate = 0.8` for 80 %"),
+        ("breaker", "failure_rate", "1e999", rate, "1e999", ""),
+    ];
+    for (table, key, value, range, told, help) in cases {
+        let text = bulkhead(&format!("{table}.{key} = {value}"));
+        folder.refuse_one(&text, (3, table.len() + key.len() + 5), &format!("{range}{told}"), help);
+    }
+    for (line, label) in [
+        ("pressure.warn = 0", "`pressure.warn` must be above 0"),
+        ("pressure.reject = 1.1", "`pressure.reject` must be above 0 and at most 1"),
+        ("breaker.slow_rate = 2", "`breaker.slow_rate` must be above 0"),
+    ] {
+        let text = bulkhead(&format!("max_queue = 1\n{line}"));
+        folder.refuse_one(&text, (4, line.rfind("= ").unwrap() + 3), label, "");
+    }
+    folder.refuse_one(
+        &bulkhead("breaker = { slow_rate = \"0.2\" }"),
+        (3, 25),
+        "`breaker.slow_rate` must be a share such as 0.2, not a string",
+        "write `slow_rate = 0.2` without the quotes",
+    );
+    folder.refuse_one(
+        &bulkhead("breaker = { slow_rate = \"20%\" }"),
+        (3, 25),
+        "`breaker.slow_rate` must be a share such as 0.2, not a string",
+        "write `slow_rate = 1.0`",
+    );
+}
+
+#[test]
+fn rates_have_bounds() {
+    let folder = Folder::new();
+    let cases = [
+        ("per_second = 0", "`rate_limit.per_second` must be above 0 and at most 1000000000, not 0", "= 100`"),
+        ("per_second = -1.5", "not -1.5", "write `per_second = 100`"),
+        ("per_second = 1000000001", "not 1000000001", "write `per_second = 1000000000`"),
+        ("per_second = nan", "not nan", ""),
+        ("per_second = +inf", "not +inf", ""),
+        ("per_second = 99999999999999999999999999999999999999999", "not a number that large", ""),
+        ("per_second = \"5\"", "must be a number, not a string", "write `per_second = 5` without the quotes"),
+        ("per_second = \".5\"", "must be a number, not a string", "write `per_second = 100`"),
+        ("per_second = \"5/s\"", "must be a number, not a string", "write `per_second = 100`"),
+        ("per_second = true", "must be a number, not a boolean", ""),
+        ("per_second = 1, burst = 0", "`rate_limit.burst` must be from 1 to 1000000000, not 0", "burst = 1`"),
+        ("per_second = 1, burst = 1.5", "must be a whole number, not a decimal number", ""),
+        ("per_second = 1, per = \"tennant\"", "cannot be \"tennant\"", "did you mean `\"tenant\"`?"),
+        ("per_second = 1, per = \"client\"", "cannot be \"client\"", "one of `\"bulkhead\"`, `\"tenant\"`"),
+    ];
+    for (entries, message, help) in cases {
+        let line = format!("rate_limit = {{ {entries} }}");
+        folder.refuse_one(&bulkhead(&line), (3, line.rfind("= ").unwrap() + 3), message, help);
+    }
+}
+
+#[test]
+fn counts_and_durations_have_bounds() {
+    let folder = Folder::new();
+    let cases = [
+        (
+            "breaker = { window = \"99ms\" }",
+            "`breaker.window` must be from 100ms to 365d, not 99ms",
+            "\"10s\"",
+        ),
+        ("breaker = { open_for = \"0s\" }", "`breaker.open_for` must be from 1ms", "\"5s\""),
+        ("breaker = { slow_call = \"0s\" }", "`breaker.slow_call` must be from 1ms", ""),
+        ("breaker = { min_calls = 0 }", "`breaker.min_calls` must be from 1 to 1000000, not 0", ""),
+        ("breaker = { probes = 1001 }", "`breaker.probes` must be from 1 to 1000", "write `probes = 1000`"),
+        ("tenants = { max_in_flight = 0 }", "`tenants.max_in_flight` must be from 1 to 1000000, not 0", ""),
+        ("tenants = { max_queue = -1 }", "`tenants.max_queue` must be from 0 to 1000000, not -1", ""),
+        ("tenants = { max_in_flight = \"two\" }", "must be a whole number", "write `max_in_flight = 2`"),
+        ("overflow = \"evict_oldest\"", "`overflow` cannot be", "did you mean `\"evict-oldest\"`?"),
+        ("breaker = true", "`breaker` must be a table, not a boolean", "[bulkhead.a.breaker]"),
+    ];
+    for (line, message, help) in cases {
+        folder.refuse_one(&bulkhead(line), (3, line.rfind("= ").unwrap() + 3), message, help);
+    }
+}
+
+#[test]
+fn a_table_says_what_it_is_for() {
+    let folder = Folder::new();
+    let cases = [
+        (
+            "rate_limit = { burst = 5 }",
+            "`rate_limit` needs `per_second`",
+            "add `per_second = 100`, or remove",
+        ),
+        ("priority = {}", "`priority` needs `critical_reserve`", "add `critical_reserve = 0.2`, or remove"),
+        ("tenants = {}", "`tenants` has neither `max_in_flight` nor `max_queue`", "add `max_in_flight = 2`"),
+        ("rate_limit.burst = 5", "`rate_limit` needs `per_second`", ""),
+    ];
+    for (line, message, help) in cases {
+        folder.refuse_one(&bulkhead(line), (3, 1), message, help);
+    }
+    folder.refuse_one(&bulkhead("[bulkhead.a.rate_limit]\nburst = 5"), (3, 13), "needs `per_second`", "");
+    let text = format!(
+        "[defaults]\nrate_limit = {{ burst = 5 }}\n{}[bulkhead.b]\nexec = [\"tool\"]\n",
+        bulkhead("")
+    );
+    folder.refuse_one(&text, (2, 1), "`rate_limit` needs `per_second`", "");
+}
+
+#[test]
+fn half_of_a_table_may_stand_in_the_defaults() {
+    let folder = Folder::new();
+    let text = "[defaults]\nrate_limit = { burst = 5 }\ntenants = {}\n[bulkhead.a]\nexec = [\"tool\"]\n\
+                rate_limit = { per_second = 1 }\ntenants = { max_queue = 0 }\n";
+    let config = folder.accept(text);
+    let rate_limit = RateLimitConfig { per_second: 1.0, burst: 5, per: RatePer::Bulkhead };
+    assert_eq!(config.bulkheads[0].rate_limit, Some(rate_limit));
+    assert_eq!(config.bulkheads[0].tenants, Some(TenantsConfig { max_in_flight: None, max_queue: Some(0) }));
+}
+
+#[test]
+fn what_was_refused_in_a_table_is_not_also_missing_from_it() {
+    let folder = Folder::new();
+    let cases = [
+        ("rate_limit = { per_second = 0 }", 29, "must be above 0"),
+        ("rate_limit = { rate = 5 }", 16, "unknown key `rate`"),
+        ("rate_limit = 5", 14, "must be a table"),
+        ("tenants = { max_queu = 5 }", 13, "unknown key `max_queu`"),
+        ("tenants = { isolate = true }", 13, "`tenants.isolate` is not supported yet"),
+        ("breaker = { slow_cal = \"1s\", slow_rate = 0.5 }", 13, "unknown key `slow_cal`"),
+        ("breaker = { slow_call = 1, slow_rate = 0.5 }", 25, "not a bare number"),
+        ("max_queue = \"x\"\noverflow = \"evict-oldest\"\npressure = {}", 13, "`max_queue`"),
+    ];
+    for (lines, column, message) in cases {
+        folder.refuse_one(&bulkhead(lines), (3, column), message, "");
+    }
+}
+
+#[test]
+fn evicting_needs_a_queue() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("overflow = \"evict-oldest\""),
+        (3, 12),
+        "`overflow` (\"evict-oldest\") needs a queue (`max_queue` is 0, the default)",
+        "write `max_queue = 1` or more, or `overflow = \"reject\"`",
+    );
+    let text = format!("[defaults]\noverflow = \"evict-oldest\"\n{}", bulkhead("max_queue = 0"));
+    folder.refuse_one(
+        &text,
+        (5, 13),
+        "(\"evict-oldest\", from [defaults]) needs a queue (`max_queue` is 0)",
+        "",
+    );
+    folder.accept(&text.replace("max_queue = 0", "overflow = \"reject\""));
+    folder.accept(&text.replace("max_queue = 0", "max_queue = 1"));
+}
+
+#[test]
+fn pressure_needs_a_queue_where_it_is_set() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("pressure = { warn = 0.5 }"),
+        (3, 1),
+        "`pressure` needs a queue (`max_queue` is 0, the default)",
+        "write `max_queue = 1` or more, or remove `pressure`",
+    );
+    let text = format!("[defaults]\nmax_queue = 0\n{}", bulkhead("pressure = {}"));
+    folder.refuse_one(&text, (5, 1), "(`max_queue` is 0, from [defaults])", "");
+    folder.accept(&text.replace("max_queue = 0", "max_queue = 1"));
+    let config = folder.accept(&format!("[defaults]\npressure = {{ warn = 0.5 }}\n{}", bulkhead("")));
+    assert_eq!(config.bulkheads[0].pressure, PressureConfig { warn: 0.5, reject: 1.0 });
+}
+
+#[test]
+fn a_warning_comes_before_the_rejection() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("max_queue = 5\npressure = { warn = 0.9, reject = 0.5 }"),
+        (4, 21),
+        "`pressure.warn` (0.9) is above `pressure.reject` (0.5)",
+        "write `reject = 0.9` or more, or `warn = 0.5` or less",
+    );
+    folder.refuse_one(
+        &bulkhead("max_queue = 5\npressure = { reject = 0.5 }"),
+        (4, 23),
+        "`pressure.warn` (0.8, the default) is above `pressure.reject` (0.5)",
+        "",
+    );
+    folder.refuse_one(
+        &format!("[defaults]\npressure = {{ reject = 0.5 }}\n{}", bulkhead("")),
+        (2, 23),
+        "`pressure.warn` (0.8, the default)",
+        "",
+    );
+}
+
+#[test]
+fn a_rate_of_slow_jobs_needs_to_know_them() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("breaker = { slow_rate = 0.5 }"),
+        (3, 25),
+        "`breaker.slow_rate` needs `breaker.slow_call`: it says which jobs are slow",
+        "add `slow_call = \"1s\"`, or remove `slow_rate`",
+    );
+    let text =
+        format!("[defaults]\nbreaker = {{ slow_rate = 0.5 }}\n{}", bulkhead("breaker.slow_call = \"2s\""));
+    let breaker = folder.accept(&text).bulkheads.remove(0).breaker.unwrap();
+    assert_eq!((breaker.slow_call, breaker.slow_rate), (Some(ms(2_000)), 0.5));
+    assert_eq!(accept_one("breaker.slow_call = \"2s\"").breaker.unwrap().slow_rate, 1.0);
+}
+
+#[test]
+fn an_unknown_key_hides_no_other_mistake() {
+    let folder = Folder::new();
+    for line in [
+        "breaker = { foo = 1, slow_rate = 0.5 }",
+        "rate_limit = { foo = 1, per_second = 0 }",
+        "max_queue = 1\npressure = { foo = 1, warn = 1, reject = 0.5 }",
+    ] {
+        assert_eq!(folder.refuse(&bulkhead(line)).len(), 2, "{line}");
+    }
+}
+
+#[test]
+fn everything_wrong_is_told_at_once() {
+    let problems = Folder::new().refuse(&bulkhead(
+        "overflow = \"evict-oldest\"\npriority = { critical_reserve = 1 }\npressure = { warn = 2 }\n\
+         rate_limit = { burst = 0 }\ntenants = {}\nbreaker = { slow_rate = 1, probes = 0 }",
+    ));
+    let lines: Vec<_> = problems.iter().map(|problem| problem.at.unwrap().line).collect();
+    assert_eq!(lines, [3, 4, 5, 5, 6, 6, 7, 8, 8], "{problems:#?}");
+}
+
+#[test]
+fn the_summary_says_what_is_on_and_what_is_off() {
+    let folder = Folder::new();
+    let summary = folder.accept(&bulkhead("")).summary();
+    for line in [
+        "overflow = \"reject\"",
+        "# pressure: there is no queue",
+        "# priority: off",
+        "# rate_limit: off",
+        "# tenants: off",
+        "# breaker: off",
+    ] {
+        assert!(summary.lines().any(|there| there == line), "{line} is not in\n{summary}");
+    }
+    let lines =
+        "max_queue = 1\nrate_limit = { per_second = 0.5 }\ntenants = { max_in_flight = 3 }\nbreaker = {}";
+    let summary = folder.accept(&bulkhead(lines)).summary();
+    for line in [
+        "pressure = { warn = 0.8, reject = 1.0 }",
+        "rate_limit = { per_second = 0.5, burst = 1, per = \"bulkhead\" }",
+        "tenants = { max_in_flight = 3 }",
+        "breaker = { window = \"10s\", min_calls = 20, failure_rate = 0.5, open_for = \"5s\", probes = 1 }",
+    ] {
+        assert!(summary.lines().any(|there| there == line), "{line} is not in\n{summary}");
+    }
+}
+
+#[test]
+fn the_summary_keeps_the_pressure_of_a_queue_to_come() {
+    let folder = Folder::new();
+    let text = format!(
+        "[defaults]\npressure = {{ warn = 0.5, reject = 0.6 }}\n{}[bulkhead.b]\nexec = [\"tool\"]\nmax_queue = 3\n",
+        bulkhead("")
+    );
+    let config = folder.accept(&text);
+    assert_eq!(folder.accept(&config.summary()), config);
+}
+
+#[test]
+fn json_shows_it_as_the_file_does() {
+    let lines = "max_queue = 1\noverflow = \"evict-oldest\"\nrate_limit = { per_second = 5, per = \"tenant\" }\n\
+                 breaker = { slow_call = \"1s\" }";
+    let json = serde_json::to_value(accept_one(lines)).unwrap();
+    assert_eq!(json["overflow"], "evict-oldest");
+    assert_eq!(json["pressure"], serde_json::json!({ "warn": 0.8, "reject": 1.0 }));
+    assert_eq!(json["rate_limit"], serde_json::json!({ "per_second": 5.0, "burst": 5, "per": "tenant" }));
+    assert_eq!((&json["breaker"]["slow_call"], &json["priority"]), (&"1s".into(), &serde_json::Value::Null));
+}

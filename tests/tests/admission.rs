@@ -1,0 +1,299 @@
+//! Who gets in, who waits and who is told to come back, with real workers under more work than they can do.
+
+use std::time::{Duration, Instant};
+
+use bulkhead_client::{Client, Job, JobError, Priority, Reply};
+use bulkhead_tests::{Supervisor, tally, wait_for};
+use serde_json::Value;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+        .block_on(future)
+}
+
+fn outcome(result: &Result<Reply, JobError>) -> String {
+    match result {
+        Ok(_) => "ok".into(),
+        Err(error) => match error.outcome() {
+            Some(outcome) => {
+                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
+            }
+            None => format!("no outcome: {error}"),
+        },
+    }
+}
+
+fn message(result: &Result<Reply, JobError>) -> String {
+    result.as_ref().err().map(ToString::to_string).unwrap_or_default()
+}
+
+fn events(supervisor: &Supervisor, kind: &str) -> Vec<Value> {
+    let output = supervisor.command().args(["--json", "events"]).output().unwrap();
+    let all = String::from_utf8(output.stdout).unwrap();
+    let parsed = all.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    parsed.filter(|event| event["kind"] == kind).collect()
+}
+
+async fn connect(supervisor: &Supervisor) -> Client {
+    Client::connect(supervisor.socket()).await.unwrap()
+}
+
+type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
+
+fn start(job: Job) -> Running {
+    tokio::spawn(job.send())
+}
+
+/// Takes every permit until it is aborted.
+async fn block(supervisor: &Supervisor, client: &Client, permits: u64) -> Vec<Running> {
+    let blockers =
+        (0..permits).map(|_| start(client.job("b", "").operation("hang").priority(Priority::Critical)));
+    let blockers = blockers.collect();
+    supervisor.wait_number("b", "in_flight", permits);
+    blockers
+}
+
+#[test]
+fn a_tenant_that_floods_does_not_delay_another() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 200\ndeadline = \"60s\"\n\
+         tenants = { max_in_flight = 3 }\n",
+    );
+    supervisor.wait_number("b", "limit", 4);
+    run(async {
+        let client = connect(&supervisor).await;
+        let flood: Vec<_> =
+            (0..100).map(|_| start(client.job("b", "1000").operation("sleep").tenant("a"))).collect();
+        wait_for("the flood is there", || (supervisor.number("b", "queued") == 97).then_some(()));
+        let reply = client.job("b", "50").operation("sleep").tenant("b").send().await.unwrap();
+        // Its own 50 ms, and no turn of anybody else's second.
+        assert!(reply.outcome().queued < Duration::from_millis(500), "{:?}", reply.outcome());
+        let tenants = supervisor.snapshot("b")["tenants"].clone();
+        assert_eq!(tenants[0]["name"], "a", "{tenants}");
+        assert_eq!(tenants[0]["in_flight"], 3, "{tenants}");
+        flood.iter().for_each(Running::abort);
+    });
+}
+
+#[test]
+fn critical_jobs_have_permits_of_their_own_and_go_first() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 4\nmax_queue = 2\ndeadline = \"60s\"\n\
+         priority = { critical_reserve = 0.25 }\n",
+    );
+    supervisor.wait_number("b", "limit", 4);
+    run(async {
+        let client = connect(&supervisor).await;
+        let job = |priority| client.job("b", "").operation("hang").priority(priority);
+        let mut running: Vec<_> = (0..3).map(|_| start(job(Priority::Normal))).collect();
+        supervisor.wait_number("b", "in_flight", 3);
+        // The fourth permit is reserved, so this one waits.
+        running.push(start(job(Priority::Normal)));
+        supervisor.wait_number("b", "queued", 1);
+        running.push(start(job(Priority::Critical)));
+        supervisor.wait_number("b", "in_flight", 4);
+
+        let shed = start(job(Priority::BestEffort));
+        supervisor.wait_number("b", "queued", 2);
+        assert_eq!(outcome(&job(Priority::BestEffort).send().await), "rejected/queue_full");
+        running.push(start(job(Priority::Critical)));
+        assert_eq!(outcome(&shed.await.unwrap()), "rejected/shed");
+        // The critical job came last and is served first.
+        running[0].abort();
+        supervisor.wait_number("b", "queued", 1);
+        supervisor.wait_number("b", "in_flight", 4);
+        assert!(running[1..].iter().all(|task| !task.is_finished()));
+        running.iter().for_each(Running::abort);
+    });
+}
+
+#[test]
+fn a_queue_under_pressure_closes_to_all_but_critical_jobs() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 100\ndeadline = \"60s\"\n\
+         pressure = { warn = 0.8, reject = 0.95 }\n",
+    );
+    supervisor.wait_number("b", "limit", 1);
+    run(async {
+        let client = connect(&supervisor).await;
+        let mut running = block(&supervisor, &client, 1).await;
+        running.extend((0..96).map(|_| start(client.job("b", ""))));
+        supervisor.wait_number("b", "queued", 96);
+        let pressed = client.job("b", "").send().await;
+        assert_eq!(outcome(&pressed), "rejected/backpressure");
+        assert!(message(&pressed).contains("96 %"), "{}", message(&pressed));
+        assert!(pressed.as_ref().unwrap_err().retry_after() >= Some(Duration::from_secs(1)));
+        let critical = |_| start(client.job("b", "").priority(Priority::Critical));
+        running.extend((0..4).map(critical));
+        supervisor.wait_number("b", "queued", 100);
+        // A critical job finds room at a lower one's cost, a normal one finds none.
+        assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
+        let told = events(&supervisor, "queue_pressure");
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!((&told[0]["queued"], &told[0]["queue_capacity"]), (&80.into(), &100.into()));
+        running.iter().for_each(Running::abort);
+    });
+}
+
+#[test]
+fn evictions_are_spread_over_the_tenants() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 20\ndeadline = \"60s\"\n\
+         overflow = \"evict-oldest\"\n",
+    );
+    supervisor.wait_number("b", "limit", 1);
+    run(async {
+        let client = connect(&supervisor).await;
+        let running = block(&supervisor, &client, 1).await;
+        let names = ["a", "b", "c", "d", "e"];
+        let jobs: Vec<_> = (0..520)
+            .map(|number: usize| {
+                let tenant = names[number % 5];
+                (tenant, start(client.job("b", "").tenant(tenant)))
+            })
+            .collect();
+        wait_for("500 are evicted", || {
+            (supervisor.snapshot("b")["rejected"]["evicted"] == 500).then_some(())
+        });
+        let mut evicted = Vec::new();
+        for (tenant, job) in jobs {
+            if job.is_finished() {
+                assert_eq!(outcome(&job.await.unwrap()), "rejected/evicted");
+                evicted.push(tenant);
+            } else {
+                job.abort();
+            }
+        }
+        let by_tenant = tally(evicted);
+        assert!(by_tenant.values().all(|&count| count <= 150), "{by_tenant:?}");
+        running.iter().for_each(Running::abort);
+
+        // One that floods alone is told of.
+        supervisor.wait_number("b", "queued", 0);
+        let running = block(&supervisor, &client, 1).await;
+        let flood: Vec<_> = (0..200).map(|_| start(client.job("b", "").tenant("flood"))).collect();
+        let told = wait_for("it is told", || events(&supervisor, "tenant_evictions").pop());
+        assert_eq!(told["tenant"], "flood");
+        flood.iter().chain(&running).for_each(Running::abort);
+    });
+}
+
+#[test]
+fn a_tenant_over_its_rate_gets_its_rate_and_others_notice_nothing() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 64\nmax_queue = 1000\n\
+         rate_limit = { per_second = 200, burst = 50, per = \"tenant\" }\n",
+    );
+    supervisor.wait_number("b", "limit", 64);
+    run(async {
+        let client = connect(&supervisor).await;
+        let (began, mut passed, mut waits) = (Instant::now(), 0_u32, Vec::new());
+        while began.elapsed() < Duration::from_millis(500) {
+            let result = client.job("b", "").tenant("greedy").send().await;
+            match outcome(&result).as_str() {
+                "ok" => passed += 1,
+                "rejected/rate_limited" => waits.extend(result.unwrap_err().retry_after()),
+                other => panic!("{other}"),
+            }
+        }
+        let most = 200.0 * began.elapsed().as_secs_f64() + 50.0;
+        assert!(f64::from(passed) <= most + 1.0, "{passed} passed, and at most {most}");
+        assert!(passed >= 50 && !waits.is_empty(), "{passed} passed");
+        for _ in 0..50 {
+            assert_eq!(outcome(&client.job("b", "").tenant("modest").send().await), "ok");
+        }
+        // A wait that is obeyed suffices.
+        for _ in 0..10 {
+            if let Err(error) = client.job("b", "").tenant("greedy").cost(7).send().await {
+                tokio::time::sleep(error.retry_after().unwrap()).await;
+                assert_eq!(outcome(&client.job("b", "").tenant("greedy").cost(7).send().await), "ok");
+            }
+        }
+        let dear = client.job("b", "").tenant("modest").cost(51).send().await;
+        assert_eq!(outcome(&dear), "rejected/rate_limited");
+        assert!(!dear.unwrap_err().is_retryable(), "no wait will do");
+        let told = events(&supervisor, "tenant_throttled");
+        assert_eq!(told.iter().filter(|event| event["tenant"] == "greedy").count(), 1, "{told:?}");
+    });
+}
+
+#[test]
+fn a_breaker_opens_on_crashes_probes_and_closes() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 10\n\
+         breaker = { window = \"30s\", min_calls = 4, failure_rate = 0.5, open_for = \"300ms\" }\n",
+    );
+    supervisor.wait_number("b", "limit", 1);
+    run(async {
+        let client = connect(&supervisor).await;
+        // What is the caller's own fault does not count.
+        for _ in 0..10 {
+            assert_eq!(outcome(&client.job("b", "").operation("fail").send().await), "failed/bad_input");
+        }
+        for _ in 0..4 {
+            assert_eq!(outcome(&client.job("b", "").operation("segv").send().await), "crashed/signal");
+        }
+        let refused = client.job("b", "").send().await;
+        assert_eq!(outcome(&refused), "rejected/circuit_open");
+        let wait = refused.unwrap_err().retry_after().unwrap();
+        assert!(wait <= Duration::from_secs(1), "{wait:?}");
+        assert_eq!(supervisor.snapshot("b")["breaker"], "open");
+        // The first probe fails: it opens again, for longer.
+        let failed = wait_for("a probe goes through", || {
+            let result = tokio::task::block_in_place(|| {
+                tokio::runtime::Handle::current().block_on(client.job("b", "").operation("segv").send())
+            });
+            (outcome(&result) != "rejected/circuit_open").then_some(result)
+        });
+        assert_eq!(outcome(&failed), "crashed/signal");
+        let ok = wait_for("a probe goes through", || {
+            let result = tokio::task::block_in_place(|| {
+                tokio::runtime::Handle::current().block_on(client.job("b", "").send())
+            });
+            (outcome(&result) != "rejected/circuit_open").then_some(result)
+        });
+        assert_eq!(outcome(&ok), "ok");
+        assert_eq!(supervisor.snapshot("b")["breaker"], "closed");
+        wait_for("all is told", || {
+            let count = |kind| events(&supervisor, kind).len();
+            let told = (count("breaker_opened"), count("breaker_half_open"), count("breaker_closed"));
+            (told == (2, 2, 1)).then_some(())
+        });
+        let opened = &events(&supervisor, "breaker_opened")[0];
+        assert_eq!((&opened["from"], &opened["failure_rate"]), (&"closed".into(), &1.0.into()), "{opened}");
+    });
+}
+
+#[test]
+fn a_tenant_over_its_share_waits_and_then_is_told() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\nmax_queue = 10\ndeadline = \"60s\"\n\
+         tenants = { max_in_flight = 1, max_queue = 2 }\n\
+         [bulkhead.none]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"60s\"\n\
+         tenants = { max_in_flight = 1 }\n",
+    );
+    supervisor.wait_number("b", "limit", 2);
+    supervisor.wait_number("none", "limit", 2);
+    run(async {
+        let client = connect(&supervisor).await;
+        let hang = |name: &'static str| start(client.job(name, "").operation("hang").tenant("acme"));
+        let running: Vec<_> = (0..3).map(|_| hang("b")).collect();
+        supervisor.wait_number("b", "queued", 2);
+        assert_eq!(supervisor.number("b", "in_flight"), 1);
+        let over = client.job("b", "").tenant("acme").send().await;
+        assert_eq!(outcome(&over), "rejected/tenant_quota");
+        assert!(message(&over).contains("acme"), "{}", message(&over));
+        assert_eq!(outcome(&client.job("b", "").tenant("other").send().await), "ok");
+        // Without a queue nobody waits.
+        let alone = hang("none");
+        supervisor.wait_number("none", "in_flight", 1);
+        assert_eq!(outcome(&client.job("none", "").tenant("acme").send().await), "rejected/tenant_quota");
+        assert_eq!(outcome(&client.job("none", "").send().await), "ok");
+        alone.abort();
+        running.iter().for_each(Running::abort);
+    });
+}
