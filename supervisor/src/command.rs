@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::SystemTime;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
+use crate::config::defaults::QUEUE_CEILING;
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -35,6 +36,15 @@ pub enum Command {
         verb: Verb,
         /// Whether it was done.
         reply: oneshot::Sender<Result<(), SteerError>>,
+    },
+    /// Put other numbers in force for one bulkhead.
+    Change {
+        /// Which.
+        bulkhead: String,
+        /// Which numbers.
+        change: Change,
+        /// The bulkhead as it is then.
+        reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
     },
     /// How much memory a worker holds, as read from `/proc`.
     Memory {
@@ -64,6 +74,67 @@ pub enum Verb {
     Resume,
     /// Forget the restart history, so that failed slots try again now.
     Reset,
+}
+
+/// What can be changed while a bulkhead runs. What is absent stays.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Change {
+    /// Jobs that may wait. Those that wait already stay.
+    pub max_queue: Option<u32>,
+    /// How fast jobs may come.
+    pub rate_limit: Option<ChangedRate>,
+    /// `forced_open`, or `auto` to leave it to itself.
+    pub breaker: Option<BreakerMode>,
+}
+
+/// `rate_limit`, as in the configuration.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChangedRate {
+    /// Above 0.
+    pub per_second: f64,
+    /// At least 1; `per_second`, rounded up, if absent.
+    pub burst: Option<u32>,
+    /// Who shares it; the bulkhead if absent.
+    #[serde(default)]
+    pub per: ChangedPer,
+}
+
+/// Who shares a rate limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ChangedPer {
+    /// All jobs.
+    #[default]
+    Bulkhead,
+    /// The jobs of each tenant.
+    Tenant,
+}
+
+/// Who decides whether a breaker is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BreakerMode {
+    /// It is open until further notice.
+    ForcedOpen,
+    /// What it sees.
+    Auto,
+}
+
+impl Change {
+    /// What is wrong with it, for whoever asked.
+    pub(crate) fn problem(&self) -> Option<String> {
+        let queue_max = QUEUE_CEILING;
+        if self.max_queue.is_some_and(|most| u64::from(most) > queue_max) {
+            return Some(format!("max_queue must be at most {queue_max}"));
+        }
+        let rate = self.rate_limit.as_ref()?;
+        if !(rate.per_second > 0.0 && rate.per_second <= 1e9) {
+            return Some("rate_limit.per_second must be above 0 and at most 1000000000".into());
+        }
+        (rate.burst == Some(0)).then(|| "rate_limit.burst must be at least 1".into())
+    }
 }
 
 /// Why a command was not carried out.

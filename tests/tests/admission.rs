@@ -1,5 +1,7 @@
 //! Who gets in, who waits and who is told to come back, with real workers under more work than they can do.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, JobError, Priority, Reply};
@@ -296,4 +298,74 @@ fn a_tenant_over_its_share_waits_and_then_is_told() {
         alone.abort();
         running.iter().for_each(Running::abort);
     });
+}
+
+/// Sends a PATCH; returns the status and the answer.
+fn patch(supervisor: &Supervisor, name: &str, body: &str) -> (u16, Value) {
+    let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
+    let length = body.len();
+    write!(
+        socket,
+        "PATCH /v1/bulkheads/{name} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
+         Content-Length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), serde_json::from_str(body).unwrap())
+}
+
+#[test]
+fn numbers_change_while_jobs_wait_and_none_is_lost() {
+    let supervisor =
+        Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 3\ndeadline = \"60s\"\n");
+    supervisor.wait_number("b", "limit", 1);
+    run(async {
+        let client = connect(&supervisor).await;
+        let running = block(&supervisor, &client, 1).await;
+        let mut waiting: Vec<_> = (0..3).map(|_| start(client.job("b", ""))).collect();
+        supervisor.wait_number("b", "queued", 3);
+        assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
+
+        let (status, snapshot) = patch(&supervisor, "b", r#"{"max_queue": 5}"#);
+        assert_eq!((status, &snapshot["queue_capacity"]), (200, &5.into()), "{snapshot}");
+        waiting.extend((0..2).map(|_| start(client.job("b", ""))));
+        supervisor.wait_number("b", "queued", 5);
+        // What waits stays, and nobody comes behind it.
+        assert_eq!(patch(&supervisor, "b", r#"{"max_queue": 1}"#).0, 200);
+        assert_eq!(supervisor.number("b", "queued"), 5);
+        assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");
+        running.iter().for_each(Running::abort);
+        for job in waiting {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+
+        assert_eq!(patch(&supervisor, "b", r#"{"breaker": "forced_open"}"#).1["breaker"], "forced_open");
+        assert_eq!(outcome(&client.job("b", "").send().await), "rejected/circuit_open");
+        assert_eq!(patch(&supervisor, "b", r#"{"breaker": "auto"}"#).1["breaker"], "closed");
+        assert_eq!(outcome(&client.job("b", "").send().await), "ok");
+
+        assert_eq!(patch(&supervisor, "b", r#"{"rate_limit": {"per_second": 0.01, "burst": 1}}"#).0, 200);
+        assert_eq!(outcome(&client.job("b", "").send().await), "ok");
+        assert_eq!(outcome(&client.job("b", "").send().await), "rejected/rate_limited");
+        let changed = events(&supervisor, "limits_changed");
+        assert_eq!(changed.len(), 3, "{changed:?}");
+        assert_eq!(changed[2]["rate_limit"]["per_second"], 0.01, "{changed:?}");
+    });
+    for (body, why) in [
+        ("", "not JSON"),
+        (r#"{"max_queue": -1}"#, "max_queue"),
+        (r#"{"max_queue": 99999999}"#, "at most"),
+        (r#"{"max_que": 1}"#, "max_que"),
+        (r#"{"breaker": "open"}"#, "forced_open"),
+        (r#"{"rate_limit": {"per_second": 0}}"#, "above 0"),
+        (r#"{"rate_limit": {"per_second": 1, "burst": 0}}"#, "burst"),
+        (r#"{"processes": 3}"#, "processes"),
+    ] {
+        let (status, problem) = patch(&supervisor, "b", body);
+        assert_eq!(status, 400, "{body}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(why), "{body}: {problem}");
+    }
+    assert_eq!(patch(&supervisor, "nobody", "{}").0, 404);
 }

@@ -179,6 +179,7 @@ impl Breaker {
             State::ForcedOpen => BreakerState::ForcedOpen,
         }
     }
+
     /// When [`Self::advance`] is due. None without a ready worker: its arrival is what is waited for then,
     /// and a moment that has passed would be waited for in a busy loop.
     pub(crate) fn next_deadline(&self, has_ready_worker: bool) -> Option<Time> {

@@ -17,6 +17,7 @@ use crate::limits::Limits;
 use crate::load::Load;
 use crate::messages::{Action, Answer, Event, Note, Reply, WorkerId, rejection};
 use crate::queue::Queue;
+use crate::rate::RateLimit;
 use crate::tenants::Tenants;
 use crate::time::Time;
 use crate::timers::Timers;
@@ -128,6 +129,7 @@ impl<T> Bulkhead<T> {
             Event::Drain => self.drain(now, out),
             Event::Resume => self.resume(out),
             Event::Reset => self.reset(now, out),
+            Event::Change { max_queue, rate_limit } => self.change(max_queue, rate_limit),
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }
@@ -209,6 +211,11 @@ impl<T> Bulkhead<T> {
                 self.forget(index);
             }
         }
+    }
+
+    fn change(&mut self, max_queue: Option<u32>, rate_limit: Option<RateLimit>) {
+        self.limits.max_queue = max_queue.unwrap_or(self.limits.max_queue);
+        self.limits.rate_limit = rate_limit.or(self.limits.rate_limit);
     }
 
     fn force_breaker(&mut self, now: Time, open: bool, out: &mut Vec<Action<T>>) {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use crate::breaker::Transition;
+use crate::rate::RateLimit;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
@@ -181,6 +182,14 @@ pub enum Event<T> {
     Resume,
     /// Forget the restart history; failed slots try again now; the breaker closes.
     Reset,
+    /// Put other numbers in force, at once and without dropping a job. A queue that is longer than it may be
+    /// empties by itself.
+    Change {
+        /// How many jobs may wait.
+        max_queue: Option<u32>,
+        /// The rate limit. What was charged under another one stays charged.
+        rate_limit: Option<RateLimit>,
+    },
     /// Open the breaker by hand, or leave it to itself again.
     ForceBreaker {
         /// Whether it is to be open.

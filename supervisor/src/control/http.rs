@@ -19,7 +19,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
 
 use super::Control;
-use crate::command::{Command, SteerError, Verb};
+use crate::command::{Change, Command, SteerError, Verb};
 
 /// Connections served at once; the next ones wait.
 const CONNECTIONS_MAX: usize = 256;
@@ -53,7 +53,7 @@ fn router(control: Shared) -> Router {
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .route("/v1/bulkheads", get(bulkheads))
-        .route("/v1/bulkheads/{name}", get(bulkhead))
+        .route("/v1/bulkheads/{name}", get(bulkhead).patch(change))
         .route("/v1/bulkheads/{name}/logs", get(logs))
         .route("/v1/bulkheads/{name}/restart", post(restart))
         .route("/v1/bulkheads/{name}/drain", post(drain))
@@ -233,6 +233,45 @@ async fn bulkhead(State(control): State<Shared>, Path(name): Path<String>) -> Re
     }
 }
 
+/// Keys that a running bulkhead cannot be given yet.
+const NOT_YET: [&str; 2] = ["max_in_flight", "processes"];
+
+async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
+    let change = match read_change(&body) {
+        Ok(change) => change,
+        Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
+    };
+    let (reply, answer) = oneshot::channel();
+    if control.commander.send(Command::Change { bulkhead: name.clone(), change, reply }).is_err() {
+        return stuck();
+    }
+    match tokio::time::timeout(super::ANSWER_WITHIN, answer).await {
+        Ok(Ok(Ok(snapshot))) => axum::Json(snapshot).into_response(),
+        Ok(Ok(Err(error))) => not_done(&name, &error),
+        Ok(Err(_)) | Err(_) => stuck(),
+    }
+}
+
+fn read_change(body: &[u8]) -> Result<Change, String> {
+    let value: serde_json::Value =
+        serde_json::from_slice(body).map_err(|error| format!("the body is not JSON: {error}"))?;
+    if let Some(key) = NOT_YET.iter().find(|key| value.get(key).is_some()) {
+        return Err(format!("{key} cannot be changed while it runs yet: change the file and restart"));
+    }
+    let change: Change = serde_path_to_error::deserialize(value).map_err(|error| error.to_string())?;
+    match change.problem() {
+        Some(problem) => Err(problem),
+        None => Ok(change),
+    }
+}
+
+fn not_done(name: &str, error: &SteerError) -> Response {
+    match error {
+        SteerError::NotFound => not_found(name),
+        SteerError::Stopping => problem(StatusCode::CONFLICT, &error.to_string()),
+    }
+}
+
 async fn restart(State(control): State<Shared>, Path(name): Path<String>) -> Response {
     steer(&control, name, Verb::Restart, "restart").await
 }
@@ -256,8 +295,7 @@ async fn steer(control: &Control, name: String, verb: Verb, done: &str) -> Respo
     }
     match tokio::time::timeout(super::ANSWER_WITHIN, answer).await {
         Ok(Ok(Ok(()))) => axum::Json(json!({"bulkhead": name, "done": done})).into_response(),
-        Ok(Ok(Err(SteerError::NotFound))) => not_found(&name),
-        Ok(Ok(Err(error @ SteerError::Stopping))) => problem(StatusCode::CONFLICT, &error.to_string()),
+        Ok(Ok(Err(error))) => not_done(&name, &error),
         Ok(Err(_)) | Err(_) => stuck(),
     }
 }

@@ -1,11 +1,13 @@
 //! Commands from the control plane, and the snapshots it asks for.
 
-use bulkhead_policy::{Event, WorkerId};
+use bulkhead_policy::{Event, RateLimit, RatePer, WorkerId};
 use bulkhead_shared::RejectReason;
 use serde_json::json;
 
 use super::{Compartment, Incoming, Shard};
-use crate::command::{Command, Notice, Severity, SteerError, Verb};
+use crate::command::{
+    BreakerMode, Change, ChangedPer, ChangedRate, Command, Notice, Severity, SteerError, Verb,
+};
 use crate::snapshot::{Snapshot, TenantSnapshot, WorkerSnapshot};
 
 /// Tenants that a snapshot shows.
@@ -22,6 +24,9 @@ impl Shard {
             }
             Command::Steer { bulkhead, verb, reply } => {
                 let _ = reply.send(self.steer(&bulkhead, verb));
+            }
+            Command::Change { bulkhead, change, reply } => {
+                let _ = reply.send(self.change(&bulkhead, &change));
             }
             Command::Memory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
@@ -44,6 +49,30 @@ impl Shard {
         };
         self.apply(index, event, Incoming::None);
         Ok(())
+    }
+
+    fn change(&mut self, name: &str, change: &Change) -> Result<Box<Snapshot>, SteerError> {
+        let &index = self.by_name.get(name).ok_or(SteerError::NotFound)?;
+        if self.stopping {
+            return Err(SteerError::Stopping);
+        }
+        let rate_limit = change.rate_limit.as_ref().map(rate_limit);
+        let event = Event::Change { max_queue: change.max_queue, rate_limit };
+        self.apply(index, event, Incoming::None);
+        if let Some(mode) = change.breaker {
+            let open = mode == BreakerMode::ForcedOpen;
+            self.apply(index, Event::ForceBreaker { open }, Incoming::None);
+        }
+        let mut fields = Vec::new();
+        fields.extend(change.max_queue.map(|most| ("max_queue", json!(most))));
+        fields.extend(rate_limit.map(|limit| {
+            let per = if limit.per == RatePer::Tenant { "tenant" } else { "bulkhead" };
+            ("rate_limit", json!({"per_second": limit.per_second, "burst": limit.burst, "per": per}))
+        }));
+        if !fields.is_empty() {
+            self.event(Severity::Info, "limits_changed", Some(index), fields);
+        }
+        Ok(Box::new(self.snapshot(&self.compartments[index])))
     }
 
     fn memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
@@ -172,4 +201,13 @@ impl Shard {
 fn tenant_snapshot(view: bulkhead_policy::TenantView) -> TenantSnapshot {
     let bulkhead_policy::TenantView { name, in_flight, queued, submitted, rejected } = view;
     TenantSnapshot { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
+}
+
+fn rate_limit(rate: &ChangedRate) -> RateLimit {
+    let burst = rate.burst.unwrap_or_else(|| rate.per_second.ceil() as u32);
+    let per = match rate.per {
+        ChangedPer::Bulkhead => RatePer::Bulkhead,
+        ChangedPer::Tenant => RatePer::Tenant,
+    };
+    RateLimit { per_second: rate.per_second, burst, per }
 }

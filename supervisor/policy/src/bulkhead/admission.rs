@@ -257,6 +257,9 @@ impl<T> Bulkhead<T> {
     /// The lowest priority that gets a permit now, if one is free. Reserved permits are for critical jobs
     /// only; what they do not reserve, everybody may have. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
+        if self.limits.critical_reserve == 0.0 {
+            return Priority::BestEffort;
+        }
         let limit = self.limit();
         let configured = u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight);
         let reserve = (self.limits.critical_reserve * configured as f64).ceil() as u64;
@@ -342,6 +345,9 @@ impl<T> Bulkhead<T> {
 
     /// Gives waiting jobs to workers as long as there are both.
     pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.queue.len() == 0 && !self.is_pressed {
+            return;
+        }
         while let Some(worker) = self.load.least()
             && let Some(index) = self.queue.pop(self.lowest_admitted())
         {

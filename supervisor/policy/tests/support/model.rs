@@ -19,6 +19,8 @@ use slots::{Slot, SlotState};
 
 pub(crate) struct Model {
     limits: Limits,
+    /// The longest queue that was ever allowed: what waits stays.
+    max_queue_ever: u32,
     mode: Mode,
     now: Time,
     /// Jobs that have no answer yet, or that a worker still has.
@@ -127,6 +129,7 @@ impl Model {
     pub(crate) fn new(limits: Limits) -> Self {
         let slots = (0..limits.processes).map(|_| Slot::default()).collect();
         Self {
+            max_queue_ever: limits.max_queue,
             limits,
             mode: Mode::Open,
             now: Time::ZERO,
@@ -198,7 +201,7 @@ impl Model {
     /// What is taken back from the dead stands beside the queue's own bound: it had been let in before.
     fn check_queue_bound(&self) {
         let start_allowance = self.limits.processes * self.limits.max_in_flight;
-        let most = (self.limits.max_queue + start_allowance) as usize;
+        let most = (self.max_queue_ever + start_allowance) as usize;
         let taken_back = self.queue.iter().filter(|job| self.jobs[job].attempts > 0).count();
         let fresh = self.queue.len() - taken_back;
         assert!(fresh <= most, "{fresh} wait, at most {most} may");

@@ -163,12 +163,13 @@ impl World {
     fn operator(&mut self, now: Time) -> Event<Tag> {
         let pause = self.random.millis(1, 2 * self.temper.operator_ms);
         self.plan(now + pause, Happening::Operator);
-        match self.random.range(0, 7) {
+        match self.random.range(0, 8) {
             0 => {
                 let until = now + self.random.millis(0, 2000);
                 self.plan(until, Happening::Resume);
                 Event::Drain
             }
+            8 => Event::Change { max_queue: Some(self.random.pick(&[0, 1, 5, 20])), rate_limit: None },
             6 => Event::ForceBreaker { open: true },
             7 => Event::ForceBreaker { open: false },
             1 => Event::Resume,

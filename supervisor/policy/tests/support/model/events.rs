@@ -23,6 +23,10 @@ impl Model {
         match event {
             Event::Start | Event::Reset | Event::Spawned { .. } | Event::Heard { .. } => {}
             Event::ForceBreaker { .. } => {}
+            Event::Change { max_queue, .. } => {
+                self.limits.max_queue = max_queue.unwrap_or(self.limits.max_queue);
+                self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
+            }
             Event::Memory { .. } | Event::Stopping { .. } | Event::Broke { .. } | Event::Said { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
