@@ -97,6 +97,11 @@ pub struct Shard {
     notices: Option<tokio::sync::mpsc::Sender<Notice>>,
     pulse: Arc<Pulse>,
     keeper: Keeper,
+    keeper_since: Time,
+    /// How often in a row it died soon after its start.
+    keeper_deaths: u32,
+    /// Since when an answer of the keeper's is due.
+    keeper_asked_at: Option<Time>,
     compartments: Vec<Compartment>,
     by_name: HashMap<Arc<str>, usize, RandomState>,
     timers: Timers,
@@ -247,6 +252,9 @@ impl Shard {
             notices: Some(notices),
             pulse,
             keeper,
+            keeper_since: Time::ZERO,
+            keeper_deaths: 0,
+            keeper_asked_at: None,
             compartments,
             by_name,
             timers: Timers::default(),
@@ -282,6 +290,8 @@ impl Shard {
     pub fn run(mut self) -> io::Result<()> {
         for index in 0..self.compartments.len() {
             self.apply(index, Event::Start, Incoming::None);
+            // One without workers has nothing to say of itself.
+            self.check_started(index);
         }
         let mut events = Events::with_capacity(EVENTS_PER_TURN);
         while !self.is_over() {
@@ -382,6 +392,7 @@ impl Shard {
     }
 
     fn held_up(&mut self) {
+        self.keeper_asked_at = self.keeper_asked_at.map(|_| self.now);
         for index in 0..self.compartments.len() {
             self.apply(index, Event::HeldUp, Incoming::None);
         }
@@ -408,6 +419,7 @@ impl Shard {
             self.housekeeping_at = None;
             self.look_after_sessions();
             self.look_after_links();
+            self.look_after_keeper();
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -14,6 +14,8 @@ use rustix::fs::{FlockOperation, flock};
 #[derive(Debug)]
 pub struct Bound {
     path: PathBuf,
+    /// Device and inode: whether the path is still ours.
+    identity: (u64, u64),
     listener: Option<UnixListener>,
     _lock: File,
 }
@@ -42,7 +44,8 @@ impl Bound {
         let lock = lock(path).map_err(fail)?;
         clear_stale(path).map_err(fail)?;
         let listener = appear(path, mode).map_err(fail)?;
-        Ok(Self { path: path.to_owned(), listener: Some(listener), _lock: lock })
+        let identity = identity(path).map_err(|error| fail(error.to_string()))?;
+        Ok(Self { path: path.to_owned(), identity, listener: Some(listener), _lock: lock })
     }
 
     /// Hands out the listener, once.
@@ -53,8 +56,10 @@ impl Bound {
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // Gone already is as good.
-        let _ = std::fs::remove_file(&self.path);
+        // Gone already is as good. If somebody has removed it, another supervisor's may be there.
+        if identity(&self.path).is_ok_and(|found| found == self.identity) {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -79,6 +84,11 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
         std::fs::rename(first, path).map_err(|error| format!("it cannot be put in its place: {error}"))?;
     }
     Ok(listener)
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let found = std::fs::symlink_metadata(path)?;
+    Ok((found.dev(), found.ino()))
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
@@ -148,7 +158,11 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         drop(Bound::bind(&path, 0o660).unwrap());
 
+        let removed = Bound::bind(&path, 0o600).unwrap();
+        std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
+        drop(removed);
+        assert!(path.exists(), "another's socket");
         let error = Bound::bind(&path, 0o600).unwrap_err().to_string();
         assert!(error.contains("listens there already"), "{error}");
 

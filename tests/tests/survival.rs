@@ -163,3 +163,47 @@ fn operators_can_drain_resume_restart_and_reset() {
     assert_eq!(run_command(&["status"]).0, Some(0));
     assert_eq!(run_command(&["status", "nobody"]).0, Some(66));
 }
+
+#[test]
+fn a_keeper_that_is_stopped_is_killed_and_replaced() {
+    let mut supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"200ms\"\ngrace = \"10ms\"\n\
+         [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    supervisor.wait_number("b", "limit", 1);
+    let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+    let keeper = supervisor.keeper();
+    kill_pid(keeper, Signal::SIGSTOP);
+    let late = client.job("b", "").operation("hang").send().unwrap_err();
+    assert_eq!(late.exit_code(), 124);
+    wait_for("it is replaced", || (!is_alive(keeper)).then_some(()));
+    supervisor.wait_number("b", "limit", 1);
+    assert!(client.job("b", "x").send().is_ok() && client.job("other", "x").send().is_ok());
+    supervisor.signal(Signal::SIGTERM);
+    assert!(supervisor.wait().success());
+}
+
+#[test]
+fn keepers_that_die_do_not_fail_bulkheads_that_are_idle() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    for _ in 0..8 {
+        supervisor.wait_number("b", "limit", 1);
+        let keeper = supervisor.keeper();
+        kill_pid(keeper, Signal::SIGKILL);
+        wait_for("it is replaced", || (!is_alive(keeper)).then_some(()));
+    }
+    supervisor.wait_number("b", "limit", 1);
+    assert_eq!(supervisor.snapshot("b")["state"], "ready");
+}
+
+#[test]
+fn a_bulkhead_that_is_off_does_not_keep_the_rest_from_being_ready() {
+    let off = "[bulkhead.off]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 0\n";
+    let both = format!("{off}[bulkhead.on]\ncommand = [\"MISBEHAVE\"]\n");
+    for bulkheads in [off, &both] {
+        let supervisor = Supervisor::start(bulkheads);
+        wait_for("it is ready", || (supervisor.try_get("/readyz")?.0 == 200).then_some(()));
+        let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+        assert_eq!(client.job("off", "").send().unwrap_err().exit_code(), 75);
+    }
+}

@@ -123,6 +123,7 @@ impl<T> Bulkhead<T> {
             Event::Broke { worker, message } => self.broke(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
             Event::Exited { worker, death, left_unread } => self.exited(now, worker, death, left_unread, out),
+            Event::Lost { worker, left_unread } => self.lost(now, worker, left_unread, out),
             Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
             Event::HeldUp => self.held_up(now),
             Event::Restart => self.rolling_restart(now, out),

@@ -165,6 +165,13 @@ pub enum Event<T> {
         /// Whether it left something unread on its link. If it had one job only, it cannot have begun it.
         left_unread: bool,
     },
+    /// The supervisor itself had to end a worker, with everything else: its keeper died.
+    Lost {
+        /// Which.
+        worker: WorkerId,
+        /// As in [`Event::Exited`].
+        left_unread: bool,
+    },
     /// How many bytes a worker holds.
     Memory {
         /// Which.
@@ -286,6 +293,8 @@ pub enum KillReason {
     NotReady,
     /// It was replaced, or is to stop, and does not go by itself.
     Overdue,
+    /// Whoever keeps the workers died.
+    KeeperDied,
 }
 
 impl KillReason {
@@ -300,6 +309,7 @@ impl KillReason {
                 .into(),
             Self::NotReady => "it was not ready within start.ready".into(),
             Self::Overdue => "it was asked to stop and did not".into(),
+            Self::KeeperDied => "the keeper died, and all workers with it".into(),
         }
     }
 }

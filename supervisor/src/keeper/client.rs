@@ -72,6 +72,8 @@ pub enum Report {
         /// What it used.
         usage: Usage,
     },
+    /// The keeper is there; see [`Keeper::ping`].
+    Pong,
     /// Processes have survived SIGKILL for two seconds. The workers reported next have left them.
     Remains {
         /// How many.
@@ -145,6 +147,17 @@ impl Keeper {
         self.order(Order::Kill { worker }.encode(std::iter::empty())?, Vec::new())
     }
 
+    /// Asks the keeper whether it is there. [`Report::Pong`] follows within milliseconds, or something is
+    /// wrong with it.
+    pub fn ping(&mut self) -> io::Result<()> {
+        self.order(Order::Ping.encode(std::iter::empty())?, Vec::new())
+    }
+
+    /// Kills a keeper that does not answer: [`Keeper::receive`] says so next.
+    pub fn kill_keeper(&mut self) -> io::Result<()> {
+        self.process.kill()
+    }
+
     fn order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
         if self.outbox.len() >= ORDERS_WAITING_MAX {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
@@ -198,6 +211,7 @@ impl Keeper {
             }
             ReportMessage::Exited { worker, .. } if self.disowned.remove(&worker) => None,
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
+            ReportMessage::Pong => Some(Report::Pong),
             ReportMessage::Remains { count } => Some(Report::Remains { count }),
         })
     }
@@ -239,6 +253,7 @@ impl Keeper {
         }
         process.kill()?;
         process.wait()?;
+        wait::end_all(SWEEP_PATIENCE)?;
         Err(io::Error::new(io::ErrorKind::TimedOut, "the keeper could not end its workers"))
     }
 }

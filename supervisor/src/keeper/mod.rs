@@ -111,6 +111,8 @@ enum Order {
     Spawn { worker: u64, argument_count: u32, rlimits: Vec<Rlimit> },
     /// Kill the worker at once. One that is not there (any more) is no error: its end is reported.
     Kill { worker: u64 },
+    /// Say that you are there.
+    Ping,
 }
 
 /// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.
@@ -121,6 +123,7 @@ enum ReportMessage<'a> {
     SpawnFailed { worker: u64, step: &'a str, errno: i32 },
     Exited { worker: u64, exit: Exit, usage: Usage },
     Remains { count: u64 },
+    Pong,
 }
 
 impl Order {

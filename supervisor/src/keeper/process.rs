@@ -307,6 +307,10 @@ impl Process {
                 }
                 Ok(true)
             }
+            Some((Order::Ping, _)) => {
+                self.report(&ReportMessage::Pong, None);
+                Ok(true)
+            }
             None => Err(io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version")),
         }
     }

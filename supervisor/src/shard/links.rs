@@ -31,6 +31,15 @@ use crate::keeper::{Exit, Report};
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
+/// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
+const KEEPER_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
+/// A keeper that lived so long is not one that dies at once.
+const KEEPER_PROVEN_AFTER: Duration = Duration::from_secs(10);
+
+/// The pause before the fourth keeper in a row; it doubles up to sixteen times itself.
+const KEEPER_PAUSE: Duration = Duration::from_millis(100);
+
 /// Bytes of a worker's own words about itself that are kept.
 const STATUS_BYTES_MAX: usize = 256;
 
@@ -119,6 +128,7 @@ impl Shard {
         socket.set_nonblocking(true)?;
         let order = self.compartments[compartment].program.order(spawn);
         self.keeper.spawn(&order, theirs, stdout_write, stderr_write)?;
+        self.ask_keeper();
         let index = self.free_links.pop().unwrap_or_else(|| {
             self.links.push(None);
             self.links.len() - 1
@@ -175,6 +185,7 @@ impl Shard {
     }
 
     fn keeper_report(&mut self, report: Report) {
+        self.keeper_asked_at = None;
         match report {
             Report::Started { .. } => {}
             Report::Spawned { worker, pid, pidfd } => self.process_runs(worker, pid, pidfd),
@@ -190,8 +201,9 @@ impl Shard {
                     Exit::Code(code) => Death::Exit(code),
                     Exit::Signal { number, .. } => Death::Signal(number),
                 };
-                self.process_gone(worker, death);
+                self.process_gone(worker, Some(death));
             }
+            Report::Pong => {}
             Report::Remains { count } => {
                 self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
             }
@@ -212,7 +224,8 @@ impl Shard {
         self.link_readable(index);
     }
 
-    fn process_gone(&mut self, spawn: u64, death: Death) {
+    /// A worker's process is gone; without a death of its own it was ended with its keeper.
+    fn process_gone(&mut self, spawn: u64, death: Option<Death>) {
         let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
         // What it said before it died still counts.
         let mut rounds = 0;
@@ -225,7 +238,10 @@ impl Shard {
         // What never left our own buffer was not read either.
         let left_unread =
             (link.left_unread || !link.outbox.is_empty()) && self.restore_payload(compartment, worker);
-        let event = Event::Exited { worker, death, left_unread };
+        let event = match death {
+            Some(death) => Event::Exited { worker, death, left_unread },
+            None => Event::Lost { worker, left_unread },
+        };
         self.apply(compartment, event, Incoming::None);
     }
 
@@ -267,16 +283,50 @@ impl Shard {
         }
         let old = self.keeper.as_raw_fd();
         let _ = self.poll.registry().deregister(&mut SourceFd(&old));
+        self.pause_before_keeper();
         self.keeper.replace(std::path::Path::new("/proc/self/exe"))?;
+        self.keeper_asked_at = None;
         let interest = Interest::READABLE | Interest::WRITABLE;
         let fd = self.keeper.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), super::KEEPER, interest)?;
         self.read_clock();
+        self.keeper_since = self.now;
         let spawns: Vec<u64> = self.links_by_spawn.keys().copied().collect();
         for spawn in spawns {
-            self.process_gone(spawn, Death::Signal(9));
+            self.process_gone(spawn, None);
         }
         Ok(())
+    }
+
+    /// Wants to hear from the keeper, after an order that matters.
+    fn ask_keeper(&mut self) {
+        if self.keeper_asked_at.is_none() && self.keeper.ping().is_ok() {
+            self.keeper_asked_at = Some(self.now);
+            self.want_housekeeping();
+        }
+    }
+
+    /// A keeper that is stopped, or stuck, would leave workers unkilled and deaths unnoticed for ever.
+    pub(super) fn look_after_keeper(&mut self) {
+        let Some(asked_at) = self.keeper_asked_at else { return };
+        if self.now.since(asked_at) < KEEPER_ANSWERS_WITHIN {
+            return self.want_housekeeping();
+        }
+        self.note_trouble("the keeper process does not answer", "it is killed, and replaced");
+        self.keeper_asked_at = None;
+        // Its end of the socket closes, and the rest is as if it had died by itself.
+        let _ = self.keeper.kill_keeper();
+    }
+
+    /// A keeper that dies again and again is not started again and again at once. Without one there is
+    /// nothing that could be done meanwhile.
+    fn pause_before_keeper(&mut self) {
+        let is_again = self.now.since(self.keeper_since) < KEEPER_PROVEN_AFTER;
+        self.keeper_deaths = if is_again { self.keeper_deaths + 1 } else { 0 };
+        if self.keeper_deaths > 2 {
+            let doublings = (self.keeper_deaths - 3).min(4);
+            std::thread::sleep(KEEPER_PAUSE * (1 << doublings));
+        }
     }
 
     pub(super) fn kill(&mut self, compartment: usize, worker: WorkerId) {
@@ -284,6 +334,7 @@ impl Shard {
         if let Some(link) = self.links[index].as_ref() {
             // An error means that the keeper is gone, which is noticed and dealt with elsewhere.
             let _ = self.keeper.kill(link.spawn);
+            self.ask_keeper();
         }
     }
 

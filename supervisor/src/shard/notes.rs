@@ -36,7 +36,7 @@ impl Shard {
         self.notify(Notice::Event(Event { at: SystemTime::now(), severity, kind, bulkhead, fields }));
     }
 
-    fn check_started(&mut self, compartment: usize) {
+    pub(super) fn check_started(&mut self, compartment: usize) {
         let entry = &mut self.compartments[compartment];
         if !entry.has_settled {
             entry.has_settled = entry.policy.has_settled();

@@ -12,6 +12,8 @@ use crate::restart::{Next, PROVEN_AFTER};
 use crate::time::Time;
 use crate::workers::{Phase, Role, SlotState, Worker};
 
+const SIGKILL: i32 = 9;
+
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -373,6 +375,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
+    /// A worker is gone by no fault of its own.
+    pub(super) fn lost(&mut self, now: Time, id: WorkerId, left_unread: bool, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.phase = Phase::Killing(KillReason::KeeperDied);
+        self.refresh(id.place);
+        self.exited(now, id, Death::Signal(SIGKILL), left_unread, out);
+    }
+
     /// A worker is gone, with everything that descended from it: its jobs are answered, its slot is
     /// filled again.
     pub(super) fn exited(
@@ -475,6 +485,7 @@ impl<T> Bulkhead<T> {
             (Some(KillReason::Hung), _) => (CrashReason::Hung, None),
             (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
             (Some(KillReason::Overdue), _) => (CrashReason::Stopped, None),
+            (Some(KillReason::KeeperDied), _) => (CrashReason::Signal, Some(SIGKILL)),
             (Some(KillReason::Deadline | KillReason::NoHello | KillReason::NotReady), _) => {
                 (CrashReason::Collateral, None)
             }

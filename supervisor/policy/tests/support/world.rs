@@ -231,7 +231,10 @@ impl World {
             Sign::Exited(death) => {
                 let left_unread = process.unread > 0;
                 self.bury(worker);
-                Event::Exited { worker, death, left_unread }
+                match self.random.percent(5) {
+                    true => Event::Lost { worker, left_unread },
+                    false => Event::Exited { worker, death, left_unread },
+                }
             }
             _ if process.is_leaving => return None,
             Sign::Hello => {

@@ -98,6 +98,7 @@ impl Model {
             }
             KillReason::Hung => self.is_hung(worker),
             KillReason::Overdue => self.is_overdue(worker),
+            KillReason::KeeperDied => false,
         }
     }
 
@@ -264,5 +265,6 @@ fn kill_name(reason: &KillReason) -> &'static str {
         KillReason::NoHello => "no hello",
         KillReason::NotReady => "not ready",
         KillReason::Overdue => "overdue",
+        KillReason::KeeperDied => "keeper died",
     }
 }

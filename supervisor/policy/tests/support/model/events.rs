@@ -23,6 +23,13 @@ impl Model {
         match event {
             Event::Start | Event::Reset | Event::Spawned { .. } | Event::Heard { .. } => {}
             Event::ForceBreaker { .. } => {}
+            Event::Lost { worker, left_unread } => {
+                self.coverage.see("lost");
+                if let Some(worker) = self.live_mut(*worker) {
+                    worker.killed = Some(KillReason::KeeperDied);
+                }
+                self.exited(*worker, Death::Signal(9), *left_unread);
+            }
             Event::Change { max_queue, .. } => {
                 self.limits.max_queue = max_queue.unwrap_or(self.limits.max_queue);
                 self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
@@ -280,7 +287,8 @@ impl Model {
         let Some(worker) = self.live(id) else { return };
         let (jobs, killed) = (worker.jobs.clone(), worker.killed.clone());
         let was_ready = worker.ready_at.is_some();
-        let is_ours = matches!(killed, Some(KillReason::Deadline | KillReason::Overdue));
+        let is_ours =
+            matches!(killed, Some(KillReason::Deadline | KillReason::Overdue | KillReason::KeeperDied));
         let is_unfit = !is_ours && (!was_ready || (jobs.is_empty() && worker.served == 0));
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let verdict = verdict_of(death, killed.as_ref());
@@ -382,6 +390,7 @@ fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
         (Some(KillReason::Hung), _) => crashed(CrashReason::Hung, None),
         (Some(KillReason::Protocol(_)), _) => crashed(CrashReason::Protocol, None),
         (Some(KillReason::Overdue), _) => crashed(CrashReason::Stopped, None),
+        (Some(KillReason::KeeperDied), _) => crashed(CrashReason::Signal, Some(9)),
         (Some(_), _) => crashed(CrashReason::Collateral, None),
     }
 }
