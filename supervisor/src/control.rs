@@ -15,7 +15,7 @@ use sd_notify::NotifyState;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use crate::command::{Command, Commander, Event, Notice, Severity};
 use crate::observe::events::Events;
@@ -63,6 +63,8 @@ pub(crate) struct Control {
     bulkheads: Vec<String>,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
+    /// The places for streams.
+    streams: Arc<Semaphore>,
     /// True once everything is to end.
     end: watch::Sender<bool>,
 }
@@ -91,6 +93,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         bulkheads,
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
+        streams: Arc::new(Semaphore::new(http::STREAMS_MAX)),
         end: watch::channel(false).0,
     });
     let (listener, signals) = {

@@ -587,7 +587,7 @@ fn events_since_and_live_have_no_gap() {
     assert_eq!(seqs("/v1/events?follow=false&limit=1"), [last + 4]);
     assert_eq!(seqs("/v1/events?follow=false&bulkhead=other&limit=1"), [last + 4]);
     assert!(seqs("/v1/events?follow=false&since=99999999").is_empty());
-    assert!(seqs("/v1/events?follow=false&bulkhead=nobody").is_empty());
+    assert_eq!(get(&supervisor, "/v1/events?follow=false&bulkhead=nobody").status, 404);
 }
 
 // Logs.
@@ -897,4 +897,35 @@ fn a_stop_answers_everybody_and_leaves_nothing() {
         }
         assert!(Client::connect(supervisor.socket()).is_err());
     }
+}
+
+/// Whoever opens connections and says nothing, or reads nothing, does not keep operators out for good.
+#[test]
+fn idle_connections_do_not_lock_the_admin_socket() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let connect = || UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
+    let mut held: Vec<UnixStream> = (0..150).map(|_| connect()).collect();
+    for _ in 0..150 {
+        let mut socket = connect();
+        let _ = socket.write_all(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n");
+        held.push(socket);
+    }
+    let health = wait_for("it answers again", || {
+        let socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).ok()?;
+        socket.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
+        (&socket).write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n").ok()?;
+        read_head(socket)
+    });
+    assert_eq!(health.status, 200);
+    assert_eq!(health.headers["connection"], "close");
+    drop(held);
+
+    // As many streams as there may be leave places for everything else.
+    let streams: Vec<Answer> = (0..128).map(|_| get(&supervisor, "/v1/events")).collect();
+    assert!(streams.iter().all(|stream| stream.status == 200));
+    assert_eq!(get(&supervisor, "/v1/events").status, 503);
+    assert_eq!(get(&supervisor, "/v1/events?follow=false").status, 200);
+    drop(streams);
+    wait_for("there is room again", || (get(&supervisor, "/v1/events").status == 200).then_some(()));
+    assert_eq!(get(&supervisor, "/v1/events?bulkhead=nobody").status, 404);
 }

@@ -1,8 +1,10 @@
 //! HTTP on the admin socket: routes, problem documents, streams.
 
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
@@ -17,12 +19,22 @@ use serde::{Deserialize, Deserializer};
 use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
+use tokio::time::Sleep;
 
 use super::Control;
 use crate::command::{Change, Command, SteerError, Verb};
 
 /// Connections served at once; the next ones wait.
 const CONNECTIONS_MAX: usize = 256;
+
+/// How many of them may be streams, which last as long as their readers like.
+pub(super) const STREAMS_MAX: usize = 128;
+
+/// How long a request may take to come and to be answered, before its connection is closed.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
+
+/// How long whoever asked may read nothing of the answer.
+const READ_WITHIN: Duration = Duration::from_secs(30);
 
 /// Bytes of a request's body.
 const BODY_BYTES_MAX: usize = 64 * 1024;
@@ -76,10 +88,35 @@ struct Guarded {
     places: Arc<Semaphore>,
 }
 
-/// A connection that holds its place.
+/// A connection that holds its place, and not for ever: one request is served on each.
 struct Placed {
     socket: UnixStream,
+    patience: Pin<Box<Sleep>>,
+    state: Turn,
     _place: OwnedSemaphorePermit,
+}
+
+/// Whose turn it is on a connection.
+#[derive(PartialEq)]
+enum Turn {
+    /// The request is not all there, or not answered yet.
+    Asking,
+    /// The answer goes out as it comes.
+    Answering,
+    /// There is something to send, and nobody reads.
+    Stalled,
+}
+
+impl Placed {
+    fn new(socket: UnixStream, place: OwnedSemaphorePermit) -> Self {
+        let patience = Box::pin(tokio::time::sleep(ANSWERED_WITHIN));
+        Self { socket, patience, state: Turn::Asking, _place: place }
+    }
+
+    /// Pending, unless patience is at its end.
+    fn pending<T>(&mut self, cx: &mut Context<'_>) -> Poll<std::io::Result<T>> {
+        self.patience.as_mut().poll(cx).map(|()| Err(std::io::ErrorKind::TimedOut.into()))
+    }
 }
 
 impl axum::serve::Listener for Guarded {
@@ -96,7 +133,7 @@ impl axum::serve::Listener for Guarded {
                 Ok((socket, _)) => {
                     let uid = socket.peer_cred().map(|peer| peer.uid());
                     if uid.is_ok_and(|uid| self.allowed_uids.contains(&uid)) {
-                        return (Placed { socket, _place: place }, ());
+                        return (Placed::new(socket, place), ());
                     }
                 }
                 Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
@@ -111,35 +148,41 @@ impl axum::serve::Listener for Guarded {
 
 impl tokio::io::AsyncRead for Placed {
     fn poll_read(
-        mut self: std::pin::Pin<&mut Self>,
-        cx: &mut std::task::Context<'_>,
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
         buffer: &mut tokio::io::ReadBuf<'_>,
-    ) -> std::task::Poll<std::io::Result<()>> {
-        std::pin::Pin::new(&mut self.socket).poll_read(cx, buffer)
+    ) -> Poll<std::io::Result<()>> {
+        match Pin::new(&mut self.socket).poll_read(cx, buffer) {
+            Poll::Pending if self.state == Turn::Asking => self.pending(cx),
+            other => other,
+        }
     }
 }
 
 impl tokio::io::AsyncWrite for Placed {
     fn poll_write(
-        mut self: std::pin::Pin<&mut Self>,
-        cx: &mut std::task::Context<'_>,
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
         bytes: &[u8],
-    ) -> std::task::Poll<std::io::Result<usize>> {
-        std::pin::Pin::new(&mut self.socket).poll_write(cx, bytes)
+    ) -> Poll<std::io::Result<usize>> {
+        let result = Pin::new(&mut self.socket).poll_write(cx, bytes);
+        if result.is_ready() {
+            self.state = Turn::Answering;
+            return result;
+        }
+        if self.state != Turn::Stalled {
+            self.state = Turn::Stalled;
+            self.patience.as_mut().reset(tokio::time::Instant::now() + READ_WITHIN);
+        }
+        self.pending(cx)
     }
 
-    fn poll_flush(
-        mut self: std::pin::Pin<&mut Self>,
-        cx: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<std::io::Result<()>> {
-        std::pin::Pin::new(&mut self.socket).poll_flush(cx)
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.socket).poll_flush(cx)
     }
 
-    fn poll_shutdown(
-        mut self: std::pin::Pin<&mut Self>,
-        cx: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<std::io::Result<()>> {
-        std::pin::Pin::new(&mut self.socket).poll_shutdown(cx)
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.socket).poll_shutdown(cx)
     }
 }
 
@@ -169,10 +212,17 @@ async fn complete(mut response: Response) -> Response {
         let said = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();
         response = problem(status, &String::from_utf8_lossy(&said));
     }
+    // A place is not to be held by whoever may ask again some day.
+    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     if status == StatusCode::SERVICE_UNAVAILABLE {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
     response
+}
+
+fn too_many_streams() -> Response {
+    let detail = format!("{STREAMS_MAX} streams are open already; end one, or ask with follow=false");
+    problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
 
 fn stuck() -> Response {
@@ -324,9 +374,10 @@ fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error>
 fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
+    place: OwnedSemaphorePermit,
 ) -> impl Stream<Item = Result<T, u64>> + Send + 'static {
     let end = control.end.subscribe();
-    stream::unfold((receiver, end), async |(mut receiver, mut end)| {
+    stream::unfold((receiver, end, place), async |(mut receiver, mut end, place)| {
         let next = tokio::select! {
             // What was sent before the end comes before it.
             biased;
@@ -334,8 +385,8 @@ fn live<T: Clone + Send + 'static>(
             _ = end.wait_for(|is_over| *is_over) => return None,
         };
         match next {
-            Ok(item) => Some((Ok(item), (receiver, end))),
-            Err(broadcast::error::RecvError::Lagged(count)) => Some((Err(count), (receiver, end))),
+            Ok(item) => Some((Ok(item), (receiver, end, place))),
+            Err(broadcast::error::RecvError::Lagged(count)) => Some((Err(count), (receiver, end, place))),
             Err(broadcast::error::RecvError::Closed) => None,
         }
     })
@@ -351,6 +402,9 @@ async fn events(
     headers: HeaderMap,
     Query(query): Query<StreamQuery>,
 ) -> Response {
+    if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.bulkheads.contains(name)) {
+        return not_found(name);
+    }
     let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
     let is_stream = query.follow.unwrap_or_else(|| header(header::ACCEPT).is_none_or(takes_stream));
     // A reader of server-sent events that was cut off says where it was.
@@ -362,8 +416,9 @@ async fn events(
         let body: String = kept.iter().map(|event| format!("{}\n", event.json)).collect();
         return ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
     }
+    let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
     let bulkhead = query.bulkhead;
-    let coming = live(&control, receiver).filter_map(move |item| {
+    let coming = live(&control, receiver, place).filter_map(move |item| {
         let wanted = match &item {
             Ok(event) => bulkhead.as_deref().is_none_or(|name| event.bulkhead.as_deref() == Some(name)),
             Err(_) => true,
@@ -393,7 +448,8 @@ async fn logs(
     let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT));
     let kept = stream::iter(kept).map(|line| Ok::<_, Infallible>(Bytes::from(format!("{line}\n"))));
     let body = if query.follow == Some(true) {
-        let coming = live(&control, receiver).map(|item| match item {
+        let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+        let coming = live(&control, receiver, place).map(|item| match item {
             Ok(line) => Ok(Bytes::from(format!("{line}\n"))),
             Err(count) => Ok(Bytes::from(format!("{}\n", json!({"dropped": count})))),
         });
