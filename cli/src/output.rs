@@ -14,6 +14,8 @@ pub(crate) mod exit {
     pub(crate) const INVALID: u8 = 65;
     pub(crate) const NOT_FOUND: u8 = 66;
     pub(crate) const UNREACHABLE: u8 = 69;
+    /// What came could not be written: `EX_IOERR` of sysexits.h.
+    pub(crate) const UNWRITTEN: u8 = 74;
     pub(crate) const TRY_LATER: u8 = 75;
     pub(crate) const FORBIDDEN: u8 = 77;
     pub(crate) const CANCELLED: u8 = 130;
@@ -32,6 +34,10 @@ pub(crate) struct Failure {
 impl Failure {
     pub(crate) fn new(code: u8, message: impl Into<String>) -> Self {
         Self { code, message: Some(message.into()), reason: None }
+    }
+
+    pub(crate) fn rejected(reason: RejectReason, message: impl Into<String>) -> Self {
+        Self { reason: Some(reason), ..Self::new(reason.exit_code(), message) }
     }
 
     pub(crate) fn report(self) -> ExitCode {
@@ -81,7 +87,7 @@ pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     out.write_all(bytes).and_then(|()| out.flush()).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
-        _ => Failure::new(exit::FAILED, format!("failed to write to standard output: {error}")),
+        _ => Failure::new(exit::UNWRITTEN, format!("failed to write to standard output: {error}")),
     })
 }
 
@@ -189,7 +195,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
         }
         Verdict::Crashed { status: Some(signal), message, .. } => {
             let name = message.split([' ', ':']).find(|word| word.starts_with("SIG"));
-            put("signal", name.map_or_else(|| json!(signal), |name| json!(name)));
+            put("signal", json!(name.map_or_else(|| signal.to_string(), str::to_owned)));
         }
         _ => {}
     }

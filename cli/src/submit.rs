@@ -1,6 +1,8 @@
 //! `bulkhead submit`: one job or many.
 
 use std::cell::{Cell, RefCell};
+use std::fs::OpenOptions;
+use std::io;
 use std::path::Path;
 use std::pin::pin;
 use std::time::{Duration, Instant};
@@ -56,6 +58,9 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
 }
 
 async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Failure> {
+    if let Some(path) = submit.output.as_deref().filter(|path| *path != Path::new("-")) {
+        check_output(path)?;
+    }
     let payload = load::payload(submit.request.payload_file.as_deref())?;
     Ok((payload, Client::connect(args.socket()).await?))
 }
@@ -130,6 +135,7 @@ impl<'a> Run<'a> {
             output::note(&output::describe(result));
         }
         match (result, &self.submit.output) {
+            (Ok(reply), Some(path)) if path == Path::new("-") => output::raw(reply.payload()),
             (Ok(reply), Some(path)) => save(path, reply),
             (Ok(reply), None) if !json => output::raw(reply.payload()),
             _ => Ok(()),
@@ -147,8 +153,26 @@ impl<'a> Run<'a> {
     }
 }
 
+/// Sees before the job runs whether its result can be written. Nothing is made yet.
+fn check_output(path: &Path) -> Result<(), Failure> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let checked = match std::fs::metadata(path) {
+        Ok(found) if found.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        Ok(found) if found.is_file() => OpenOptions::new().append(true).open(path).map(drop),
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match std::fs::metadata(folder) {
+            Ok(found) if !found.is_dir() => Err(io::ErrorKind::NotADirectory.into()),
+            other => other.map(drop),
+        },
+        Err(error) => Err(error),
+    };
+    checked.map_err(|error: io::Error| {
+        Failure::new(exit::USAGE, format!("the result cannot be written to {}: {error}", path.display()))
+    })
+}
+
 fn save(path: &Path, reply: &Reply) -> Result<(), Failure> {
-    let fail = |error| Failure::new(exit::FAILED, format!("failed to write {}: {error}", path.display()));
+    let fail = |error| Failure::new(exit::UNWRITTEN, format!("failed to write {}: {error}", path.display()));
     std::fs::write(path, reply.payload()).map_err(fail)
 }
 

@@ -28,6 +28,7 @@ mod connection;
 mod job;
 mod requests;
 
+pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
 pub use bulkhead_shared::{
     CrashReason, Executed, Fault, HandlerFailure, Outcome, Priority, RejectReason, Verdict,
 };

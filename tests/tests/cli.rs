@@ -543,8 +543,8 @@ fn bytes_go_in_and_come_out_unchanged() {
     assert_eq!(both.object()["outcome"], "ok");
     assert!(std::fs::read(&output).unwrap() == payload);
     let nowhere = folder.join("missing/result");
-    let lost = bulkhead(&supervisor, &["submit", "cat", "--output", nowhere.to_str().unwrap()]).expect(1);
-    assert!(lost.stderr.contains("failed to write"), "{}", lost.stderr);
+    let lost = bulkhead(&supervisor, &["submit", "cat", "--output", nowhere.to_str().unwrap()]).expect(2);
+    assert!(lost.stderr.contains("cannot be written"), "{}", lost.stderr);
 
     let arguments = "submit env op --tenant acme --priority critical --cost 3 --idempotent --deadline 20s";
     let told = bulkhead(&supervisor, &arguments.split(' ').collect::<Vec<_>>()).expect(0);
@@ -652,7 +652,7 @@ fn a_reader_that_has_enough_is_no_error() {
     // A result that cannot be written is lost, and that is an error.
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     let output = big.command().args(submit).stdin(Stdio::null()).stdout(full).output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(74));
     assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
 }
 
@@ -899,4 +899,29 @@ fn every_subcommand_has_a_man_page() {
     assert_eq!(told["files"].as_array().unwrap().len(), ran.text().lines().count());
     std::fs::write(folder.path().join("file"), "").unwrap();
     spawn(&mut plain(&["man", folder.path().join("file").to_str().unwrap()])).end().expect(1);
+}
+
+#[test]
+fn where_the_result_goes_is_seen_before_the_job_runs() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let folder = supervisor.folder.path();
+    let submit = |output: &Path| {
+        let mut command = supervisor.command();
+        command.args(["submit", "b", "--payload-file", "-", "--output"]).arg(output);
+        command
+    };
+    std::fs::write(folder.join("read-only"), "precious").unwrap();
+    for wrong in [folder.to_owned(), folder.join("nowhere/x"), folder.join("read-only/x")] {
+        let ended = spawn(&mut submit(&wrong)).end().expect(2);
+        assert!(ended.stderr.contains(wrong.to_str().unwrap()), "{}", ended.stderr);
+    }
+    assert_eq!(supervisor.number("b", "submitted"), 0, "nothing ran");
+    let ran = spawn(&mut submit(Path::new("-"))).end().expect(0);
+    assert!(ran.stdout.is_empty() && !Path::new("-").exists());
+    // What is found out only when the result is there is told apart from a handler's failure.
+    let mut full = supervisor.command();
+    full.args(["submit", "b", "big", "--payload-file", "-", "--output", "/dev/full"]);
+    let mut full = spawn(&mut full);
+    full.stdin.as_mut().unwrap().write_all(b"100000").unwrap();
+    full.end().expect(74);
 }

@@ -166,7 +166,10 @@ impl Shard {
         }
         let most = self.limits.clients_max;
         (self.clients >= most).then(|| {
-            let message = format!("{most} clients are connected already (max_clients); try again later");
+            let message = format!(
+                "{most} clients are connected already, which is as many as max_clients and the limit of open \
+                 files allow; try again later"
+            );
             Breach(RejectReason::Overloaded, message)
         })
     }
