@@ -9,6 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
+use bulkhead_client::{JobError, Reply};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -282,4 +283,27 @@ pub fn tally<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeMap<T, usize> {
         *counts.entry(item).or_insert(0) += 1;
     }
     counts
+}
+
+/// Runs a future whose own code may block: the client's tasks have threads of their own.
+pub fn run<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime starts")
+        .block_on(future)
+}
+
+/// How a job ended: `ok`, or outcome and reason as in `rejected/queue_full`.
+pub fn outcome(result: &Result<Reply, JobError>) -> String {
+    match result {
+        Ok(_) => "ok".into(),
+        Err(error) => match error.outcome() {
+            Some(outcome) => {
+                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
+            }
+            None => format!("no outcome: {error}"),
+        },
+    }
 }

@@ -5,29 +5,8 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, JobError, Priority, Reply};
-use bulkhead_tests::{Supervisor, tally, wait_for};
+use bulkhead_tests::{Supervisor, outcome, run, tally, wait_for};
 use serde_json::Value;
-
-fn run<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap()
-        .block_on(future)
-}
-
-fn outcome(result: &Result<Reply, JobError>) -> String {
-    match result {
-        Ok(_) => "ok".into(),
-        Err(error) => match error.outcome() {
-            Some(outcome) => {
-                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
-            }
-            None => format!("no outcome: {error}"),
-        },
-    }
-}
 
 fn message(result: &Result<Reply, JobError>) -> String {
     result.as_ref().err().map(ToString::to_string).unwrap_or_default()

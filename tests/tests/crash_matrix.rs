@@ -2,30 +2,8 @@
 
 use std::time::Duration;
 
-use bulkhead_client::{Client, JobError, Reply};
-use bulkhead_tests::{Supervisor, descriptors, is_alive, resident_bytes, threads, wait_for};
-
-fn run<T>(future: impl Future<Output = T>) -> T {
-    // Conditions are waited for by blocking, so the client needs a thread of its own.
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap()
-        .block_on(future)
-}
-
-fn outcome(result: &Result<Reply, JobError>) -> String {
-    match result {
-        Ok(_) => "ok".into(),
-        Err(error) => match error.outcome() {
-            Some(outcome) => {
-                format!("{}/{}", outcome.verdict.name(), outcome.verdict.reason().unwrap_or_default())
-            }
-            None => format!("no outcome: {error}"),
-        },
-    }
-}
+use bulkhead_client::Client;
+use bulkhead_tests::{Supervisor, descriptors, is_alive, outcome, resident_bytes, run, threads, wait_for};
 
 const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\n\
                      [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";

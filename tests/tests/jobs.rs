@@ -4,17 +4,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, JobError};
 use bulkhead_shared::{Executed, RejectReason, Verdict};
-use bulkhead_tests::{Supervisor, tally, wait_for};
-
-fn run<T>(future: impl Future<Output = T>) -> T {
-    // Conditions are waited for by blocking, so the client needs a thread of its own.
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap()
-        .block_on(future)
-}
+use bulkhead_tests::{Supervisor, run, tally, wait_for};
 
 fn outcome(result: Result<bulkhead_client::Reply, JobError>) -> String {
     match result {

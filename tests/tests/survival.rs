@@ -5,18 +5,8 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, processes_with, wait_for};
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, processes_with, run, wait_for};
 use nix::sys::signal::Signal;
-
-fn run<T>(future: impl Future<Output = T>) -> T {
-    // Conditions are waited for by blocking, so the client needs a thread of its own.
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap()
-        .block_on(future)
-}
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
 
