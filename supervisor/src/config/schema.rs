@@ -247,7 +247,7 @@ const KEYS: &[Key] = &[
         "The share of permits that only critical jobs may take, rounded up."),
 
     key(PRESSURE, "warn", PART, Preset::Share(defaults::PRESSURE_WARN),
-        "The share of `max_queue` at which a `queue_pressure` event is told. At most `reject`."),
+        "The share of `max_queue` at which a `queue_pressure` event is told. At most `reject`, also without being written."),
     key(PRESSURE, "reject", PART, Preset::Share(defaults::PRESSURE_REJECT),
         "The share of `max_queue` above which normal and best-effort jobs are rejected `backpressure`."),
 

@@ -48,8 +48,9 @@ impl Checker<'_> {
                 "write `max_queue = 1` or more, or remove `pressure`",
             );
         }
-        let warn = raw.warn.settle(defaults::PRESSURE_WARN);
         let reject = raw.reject.settle(defaults::PRESSURE_REJECT);
+        // Whoever asks for an early rejection has not asked for a late warning.
+        let warn = raw.warn.settle(defaults::PRESSURE_WARN.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
     }
