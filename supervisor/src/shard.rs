@@ -159,6 +159,10 @@ impl Endpoint {
         }
     }
 
+    fn is_link(&self) -> bool {
+        matches!(self, Self::Link(_))
+    }
+
     fn of(token: Token) -> Option<Self> {
         let number = token.0.checked_sub(FIRST_CONNECTION)?;
         Some(if number.is_multiple_of(2) { Self::Session(number / 2) } else { Self::Link(number / 2) })
@@ -316,26 +320,23 @@ impl Shard {
     }
 
     fn turn(&mut self, events: &Events) -> io::Result<()> {
-        for endpoint in std::mem::take(&mut self.again) {
-            self.readable(endpoint);
-        }
+        // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
+        let (links, sessions) =
+            std::mem::take(&mut self.again).into_iter().partition::<Vec<_>, _>(Endpoint::is_link);
+        links.into_iter().for_each(|link| self.readable(link));
         for event in events {
-            match event.token() {
-                LISTENER => self.accept(),
-                WAKER => {}
-                KEEPER => self.keeper_ready()?,
-                token => {
-                    let Some(endpoint) = Endpoint::of(token) else { continue };
-                    if event.is_writable() {
-                        self.mark_dirty(endpoint);
-                    }
-                    if event.is_read_closed() {
-                        self.peer_closed(endpoint);
-                    }
-                    if event.is_readable() || event.is_read_closed() || event.is_error() {
-                        self.readable(endpoint);
-                    }
-                }
+            match (event.token(), Endpoint::of(event.token())) {
+                (KEEPER, _) => self.keeper_ready()?,
+                (_, Some(link @ Endpoint::Link(_))) => self.ready(link, event),
+                _ => {}
+            }
+        }
+        sessions.into_iter().for_each(|session| self.readable(session));
+        for event in events {
+            match (event.token(), Endpoint::of(event.token())) {
+                (LISTENER, _) => self.accept(),
+                (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
+                _ => {}
             }
         }
         while let Ok(command) = self.commands.try_recv() {
@@ -343,6 +344,18 @@ impl Shard {
         }
         self.tick();
         Ok(())
+    }
+
+    fn ready(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
+        if event.is_writable() {
+            self.mark_dirty(endpoint);
+        }
+        if event.is_read_closed() {
+            self.peer_closed(endpoint);
+        }
+        if event.is_readable() || event.is_read_closed() || event.is_error() {
+            self.readable(endpoint);
+        }
     }
 
     /// The peer has closed its side. Its end may stand behind bytes that came together with it, and is not

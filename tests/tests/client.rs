@@ -717,7 +717,9 @@ fn every_outcome_has_its_error() {
         assert!(matches!(rejected, JobError::Rejected(_)), "{rejected:?}");
         let crashed = client.job("b", "9").operation("exit").send().await.unwrap_err();
         assert!(matches!(crashed, JobError::Crashed(_)), "{crashed:?}");
-        let limit = Duration::from_millis(20);
+        // A job that waits for the next worker would be late without having run.
+        wait_for("the worker is ready", || (supervisor.number("b", "available") == 1).then_some(()));
+        let limit = Duration::from_millis(100);
         let late = client.job("b", "").operation("yield").deadline(limit).send().await.unwrap_err();
         assert!(matches!(late, JobError::DeadlineExceeded(_)), "{late:?}");
         let codes = [&failed, &rejected, &crashed, &late].map(|error| error.exit_code());
