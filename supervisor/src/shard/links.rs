@@ -31,6 +31,9 @@ use crate::keeper::{Exit, Report};
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
+/// Reads in a row before others have their turn.
+const READS_PER_TURN: usize = 8;
+
 /// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
 const KEEPER_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
 
@@ -405,9 +408,15 @@ impl Shard {
     pub(super) fn link_readable(&mut self, index: usize) {
         // Not before its process is known, so that every event about it has a worker.
         let is_known = self.links.get(index).and_then(Option::as_ref).is_some_and(|l| l.pidfd.is_some());
-        if is_known && self.read_link_once(index) {
-            self.again.push(Endpoint::Link(index));
+        if !is_known {
+            return;
         }
+        for _ in 0..READS_PER_TURN {
+            if !self.read_link_once(index) {
+                return;
+            }
+        }
+        self.again.push(Endpoint::Link(index));
     }
 
     /// Reads once; returns whether there may be more.
@@ -423,16 +432,25 @@ impl Shard {
         self.scratch = scratch;
         let Some(link) = self.links[index].as_mut() else { return false };
         link.inbox = inbox;
+        let (is_mid_frame, is_read_closed) = (link.inbox.is_mid_frame(), link.is_read_closed);
+        if is_mid_frame && result.is_ok() {
+            // A large answer on its way is a sign of life, however long it takes.
+            self.apply(compartment, Event::Heard { worker }, Incoming::None);
+        }
         match result {
             Ok(Received::More) => true,
-            Ok(Received::Drained) => link.is_read_closed,
+            Ok(Received::Drained) => is_read_closed,
             Ok(Received::Closed) => {
-                link.closed_at = Some(self.now);
+                if let Some(link) = self.links[index].as_mut() {
+                    link.closed_at = Some(self.now);
+                }
                 self.want_housekeeping();
                 false
             }
             Err(message) => {
-                link.stage = Stage::Disbelieved;
+                if let Some(link) = self.links[index].as_mut() {
+                    link.stage = Stage::Disbelieved;
+                }
                 self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
                 false
             }
