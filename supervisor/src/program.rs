@@ -186,9 +186,13 @@ pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
         },
         rate_limit: bulkhead.rate_limit.as_ref().map(rate_limit),
         breaker: bulkhead.breaker.as_ref().map(breaker),
+        retry: None,
+        poison: None,
         tenants: bulkhead.tenants.as_ref().map_or(TenantLimits::default(), |tenants| TenantLimits {
             max_in_flight: tenants.max_in_flight,
             max_queue: tenants.max_queue,
+            own: std::collections::BTreeMap::new(),
         }),
+        idle: None,
     }
 }

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use bulkhead_policy::{Action, Bulkhead, Event, Time, Timers};
 use bulkhead_shared::JobId;
 use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
+use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
@@ -64,11 +65,55 @@ pub(crate) struct JobRecord {
     operation: Box<str>,
     tenant: Box<str>,
     traceparent: Option<Box<str>>,
-    /// Kept only while the job waits.
-    payload: Option<Vec<u8>>,
     payload_bytes: usize,
-    /// Kept while a worker has the job, if it is small.
-    spare_copy: Option<Box<[u8]>>,
+    held: Held,
+}
+
+/// What is kept of a job's payload.
+#[derive(Default)]
+struct Held {
+    /// While the job waits; one that is large and may be wanted again, until the job's end. It counts towards
+    /// the memory for waiting payloads.
+    payload: Option<Vec<u8>>,
+    /// A small one while a worker has the job.
+    copy: Option<Box<[u8]>>,
+    /// Whether another worker may want it. A small one always may: workers die before they read their job.
+    is_repeatable: bool,
+}
+
+impl Held {
+    fn is_empty(&self) -> bool {
+        self.payload.is_none() && self.copy.is_none()
+    }
+
+    /// The payload for a worker: what is held, or else what comes in just now.
+    fn give<'p>(&'p mut self, coming: Payload<'p>, buffered: &mut usize) -> Payload<'p> {
+        if self.copy.is_some() {
+            return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
+        }
+        let payload = match self.payload.take() {
+            Some(waited) => {
+                *buffered -= waited.len();
+                Payload::Owned(waited)
+            }
+            None => coming,
+        };
+        match payload {
+            payload if !self.is_repeatable => payload,
+            Payload::Owned(bytes) if bytes.len() > INLINE_PAYLOAD_BYTES_MAX => {
+                *buffered += bytes.len();
+                Payload::Copied(self.payload.insert(bytes))
+            }
+            Payload::Owned(bytes) => {
+                self.copy = Some(bytes.as_slice().into());
+                Payload::Owned(bytes)
+            }
+            Payload::Copied(bytes) => {
+                self.copy = Some(bytes.into());
+                Payload::Copied(bytes)
+            }
+        }
+    }
 }
 
 /// One bulkhead and what belongs to it here.
@@ -471,7 +516,7 @@ impl Shard {
         };
         if let Some(record) = self.compartments[index].policy.cargo_mut(job) {
             self.buffered += payload.len();
-            record.payload = Some(payload);
+            record.held.payload = Some(payload);
         }
     }
 
@@ -485,6 +530,7 @@ impl Shard {
             Action::Spawn { worker, slot } => self.spawn(index, worker, slot),
             Action::Drain { worker } => self.send_drain(index, worker),
             Action::Kill { worker, .. } => self.kill(index, worker),
+            Action::Limit { .. } => {}
             Action::Note(note) => self.note(index, note),
         }
     }

@@ -1,8 +1,11 @@
 //! The state machine of one bulkhead: dispatch, deadlines and cancellation. Who gets in and who waits is in
-//! [`admission`], the life of its workers in [`life`].
+//! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`],
+//! and how many there are to be in [`size`].
 
 mod admission;
 mod life;
+mod recovery;
+mod size;
 mod view;
 
 use std::collections::VecDeque;
@@ -11,26 +14,31 @@ use std::time::Duration;
 use bulkhead_shared::{CrashReason, Executed, Fault, JobId, RejectReason, Verdict};
 
 use crate::breaker::{Breaker, CallResult, Transition};
+use crate::budget::RetryBudget;
 use crate::drops::Drops;
 use crate::jobs::{Jobs, Place};
 use crate::limits::Limits;
 use crate::load::Load;
-use crate::messages::{Action, Answer, Event, Note, Reply, WorkerId, rejection};
+use crate::messages::{Action, Answer, Event, Note, RecycleReason, Reply, WorkerId, rejection};
+use crate::poison::Poison;
 use crate::queue::Queue;
-use crate::rate::RateLimit;
 use crate::tenants::Tenants;
 use crate::time::Time;
 use crate::timers::Timers;
-use crate::workers::{Phase, Slot, Worker};
+use crate::workers::{Apart, Phase, Slot, Worker};
 
 use admission::Evictions;
 
+pub use size::Activity;
 pub use view::{BulkheadState, Counters, TenantView, WorkerView};
 
 /// One bulkhead. `T` is the caller's own record of a job.
 pub struct Bulkhead<T> {
     limits: Limits,
     mode: Mode,
+    activity: Activity,
+    /// Since when it has had no job, if that matters.
+    idle_since: Option<Time>,
     jobs: Jobs<T>,
     job_timers: Timers,
     workers: Vec<Option<Worker>>,
@@ -39,18 +47,26 @@ pub struct Bulkhead<T> {
     slots: Vec<Slot>,
     slot_timers: Timers,
     queue: Queue,
+    /// Jobs that wait for a worker for themselves alone, oldest first.
+    suspects: VecDeque<u32>,
+    /// The worker that finishes what it has for the first of them.
+    reserved: Option<u32>,
     tenants: Tenants,
     breaker: Breaker,
+    retries: RetryBudget,
+    poison: Poison,
     load: Load,
     /// Workers that count towards the limit.
     ready: u32,
-    /// Permits of those workers that are taken.
+    /// The permits of those workers.
+    permits: u64,
+    /// Those of them that are taken.
     in_use: u32,
     /// Slots that have, or will have, a worker.
     live_slots: u32,
     generations: u32,
     /// Slots that a rolling restart has not reached yet.
-    rolling: VecDeque<u32>,
+    rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
     /// Smoothed time that a worker has a job, in nanoseconds.
     service_ns: u64,
@@ -73,35 +89,47 @@ enum Mode {
 impl<T> Bulkhead<T> {
     /// A bulkhead that has not started. Equal seeds and equal histories give equal decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
-        let slots = if limits.max_in_flight == 0 { 0 } else { limits.processes };
         let breaker = Breaker::new(limits.breaker.clone());
-        Self {
+        let retries = RetryBudget::new(limits.retry.clone());
+        let poison = Poison::new(limits.poison.clone());
+        let tenants = Tenants::new(&limits.tenants);
+        let mut bulkhead = Self {
             limits,
             mode: Mode::Open,
+            activity: Activity::Resting,
+            idle_since: None,
             jobs: Jobs::default(),
             job_timers: Timers::default(),
             workers: Vec::new(),
             free_places: Vec::new(),
             worker_timers: Timers::default(),
-            slots: (0..slots).map(|_| Slot::default()).collect(),
+            slots: Vec::new(),
             slot_timers: Timers::default(),
             queue: Queue::default(),
-            tenants: Tenants::default(),
+            suspects: VecDeque::new(),
+            reserved: None,
+            tenants,
             load: Load::default(),
             ready: 0,
+            permits: 0,
             in_use: 0,
             live_slots: 0,
             generations: 0,
             rolling: VecDeque::new(),
             random: seed,
             breaker,
+            retries,
+            poison,
             service_ns: 0,
             counters: Counters::default(),
             drops: Default::default(),
             is_pressed: false,
             evictions: Evictions::default(),
             last_trouble: String::new(),
-        }
+        };
+        let slots = bulkhead.slots_wanted();
+        bulkhead.slots.resize_with(slots, Slot::default);
+        bulkhead
     }
 
     /// Applies what happened at `now`, and appends what is to be done to `out`. Returns the job that a
@@ -115,7 +143,9 @@ impl<T> Bulkhead<T> {
             Event::Start => self.start(now, out),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
             Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
-            Event::Hello { worker, has_dispatch_thread } => self.hello(now, worker, has_dispatch_thread),
+            Event::Hello { worker, has_dispatch_thread, can_resize } => {
+                self.hello(now, worker, has_dispatch_thread, can_resize);
+            }
             Event::Said { worker, text } => self.said(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
             Event::Ready { worker } => self.worker_ready(now, worker, out),
@@ -130,7 +160,10 @@ impl<T> Bulkhead<T> {
             Event::Drain => self.drain(now, out),
             Event::Resume => self.resume(out),
             Event::Reset => self.reset(now, out),
-            Event::Change { max_queue, rate_limit } => self.change(max_queue, rate_limit),
+            Event::Change(change) => self.change(now, change, out),
+            Event::ChangeTenant { tenant, numbers } => self.change_tenant(&tenant, numbers),
+            Event::Rest => self.rest(now, out),
+            Event::Await => self.wait_for_start(),
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }
@@ -138,6 +171,7 @@ impl<T> Bulkhead<T> {
         self.note_transition(transition, out);
         // Whatever happened may have freed a permit, or made one less reserved.
         self.pump(now, out);
+        self.mind_idleness(now);
         None
     }
 
@@ -148,7 +182,8 @@ impl<T> Bulkhead<T> {
             _ => None,
         };
         let breaker = self.breaker.next_deadline(self.ready > 0);
-        [self.job_timers.next(), self.worker_timers.next(), self.slot_timers.next(), breaker, stop]
+        let rest = self.rests_at();
+        [self.job_timers.next(), self.worker_timers.next(), self.slot_timers.next(), breaker, rest, stop]
             .into_iter()
             .flatten()
             .min()
@@ -158,14 +193,6 @@ impl<T> Bulkhead<T> {
     pub fn cargo_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
         self.jobs.get(index).cargo.as_mut()
-    }
-
-    /// The one job that a worker has, if it has exactly one.
-    pub fn only_job(&self, worker: WorkerId) -> Option<JobId> {
-        match self.worker(worker)?.jobs[..] {
-            [index] => Some(self.jobs.id(index)),
-            _ => None,
-        }
     }
 
     /// Whether this incarnation of a worker has this job.
@@ -201,9 +228,17 @@ impl<T> Bulkhead<T> {
 
     /// Gives a job to a worker, if the breaker lets it pass.
     fn give(&mut self, now: Time, index: u32, worker: u32, out: &mut Vec<Action<T>>) {
+        if self.is_quarantined(now, self.jobs.digest(index)) {
+            self.answer(now, index, rejection(RejectReason::Quarantined), out);
+            return self.forget(index);
+        }
         match self.breaker.claim(now, self.ready > 0) {
             Some((claim, transition)) => {
-                self.jobs.get(index).claim = Some(claim);
+                let job = self.jobs.get(index);
+                if job.attempts == 0 {
+                    self.retries.call(now);
+                }
+                job.claim = Some(claim);
                 self.note_transition(transition, out);
                 self.dispatch(now, index, worker, out);
             }
@@ -212,11 +247,6 @@ impl<T> Bulkhead<T> {
                 self.forget(index);
             }
         }
-    }
-
-    fn change(&mut self, max_queue: Option<u32>, rate_limit: Option<RateLimit>) {
-        self.limits.max_queue = max_queue.unwrap_or(self.limits.max_queue);
-        self.limits.rate_limit = rate_limit.or(self.limits.rate_limit);
     }
 
     fn force_breaker(&mut self, now: Time, open: bool, out: &mut Vec<Action<T>>) {
@@ -237,6 +267,9 @@ impl<T> Bulkhead<T> {
             Place::InFlight { worker: place, index: worker.jobs.len() as u32, since: now, is_overdue: false };
         worker.jobs.push(index);
         worker.wanted += 1;
+        if job.is_suspect {
+            worker.apart = Apart::Taken;
+        }
         let (deadline_at, tenant) = (job.deadline_at, job.tenant);
         self.count_in_flight(tenant, true);
         self.job_timers.set(index, deadline_at);
@@ -250,18 +283,21 @@ impl<T> Bulkhead<T> {
     /// Tells the client. The job itself stays where it is.
     fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         let Some(cargo) = self.jobs.get(index).cargo.take() else { return };
-        self.counters.count(&verdict);
+        let verdict = self.verdict_in_all(index, verdict);
+        if !self.jobs.get(index).is_guest {
+            self.counters.count(&verdict);
+        }
         self.tell_breaker(now, index, &verdict, out);
         let priority = self.jobs.get(index).priority;
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
-        let (queued, ran, worker) = match job.place {
-            Place::InFlight { worker, since, .. } => {
-                (since.since(job.received), now.since(since), Some(worker))
-            }
-            Place::Entered | Place::Queued => (now.since(job.received), Duration::ZERO, None),
-        };
+        let (mut ran, mut worker_pid) =
+            job.before.as_ref().map_or((Duration::ZERO, None), |before| (before.ran, before.worker_pid));
+        if let Place::InFlight { worker, since, .. } = job.place {
+            ran += now.since(since);
+            worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
+        }
         let left = job.deadline_at.since(now);
         let answer = Answer {
             job: Some(id),
@@ -269,9 +305,9 @@ impl<T> Bulkhead<T> {
             retryable: verdict.is_retryable(job.idempotent) && retry_after.is_none_or(|wait| wait <= left),
             verdict,
             attempts: job.attempts,
-            queued,
+            queued: now.since(job.received).saturating_sub(ran),
             ran,
-            worker_pid: worker.and_then(|w| self.workers[w as usize].as_ref()?.pid),
+            worker_pid,
             retry_after,
             deadline: job.limit(),
         };
@@ -313,8 +349,10 @@ impl<T> Bulkhead<T> {
                 Verdict::Crashed { reason: CrashReason::Signal, status: Some(signal), message }
             }
         };
-        self.answer(now, index, verdict, out);
-        self.release(index);
+        if !self.recover_program(now, index, worker, &verdict, out) {
+            self.answer(now, index, verdict, out);
+            self.release(index);
+        }
         if let Some(worker) = self.worker_mut(worker) {
             worker.served += 1;
             worker.wanted -= u32::from(is_wanted);
@@ -325,15 +363,24 @@ impl<T> Bulkhead<T> {
 
     /// Takes a job that is in flight out of its worker's hands and out of the table.
     fn release(&mut self, index: u32) {
+        debug_assert!(self.jobs.get(index).cargo.is_none(), "released without an answer");
+        self.withdraw(index);
+        self.forget(index);
+    }
+
+    /// Takes a job that is in flight out of its worker's hands.
+    fn withdraw(&mut self, index: u32) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
-        debug_assert!(job.cargo.is_none(), "released without an answer");
-        let (held, tenant) = (job.place, job.tenant);
+        let (held, tenant, is_suspect) = (job.place, job.tenant, job.is_suspect);
         if let Place::InFlight { worker: place, index: at, is_overdue, .. } = held
             && let Some(worker) = self.workers[place as usize].as_mut()
         {
             worker.jobs.swap_remove(at as usize);
             worker.overdue -= u32::from(is_overdue);
+            if is_suspect {
+                worker.apart = Apart::No;
+            }
             if let Some(&moved) = worker.jobs.get(at as usize)
                 && let Place::InFlight { index, .. } = &mut self.jobs.get(moved).place
             {
@@ -342,7 +389,6 @@ impl<T> Bulkhead<T> {
         }
         self.count_in_flight(tenant, false);
         self.jobs.get(index).place = Place::Entered;
-        self.forget(index);
     }
 
     // Deadlines and cancellation.
@@ -351,7 +397,9 @@ impl<T> Bulkhead<T> {
         let Some(index) = self.jobs.find(id) else { return };
         let place = self.jobs.get(index).place;
         match place {
-            Place::Queued => self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out),
+            Place::Queued | Place::Apart => {
+                self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out);
+            }
             Place::InFlight { .. } if self.jobs.get(index).cargo.is_some() => {
                 let hard_deadline_at = self.jobs.get(index).hard_deadline_at;
                 self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
@@ -377,7 +425,7 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (deadline_at, hard_deadline_at) = (job.deadline_at, job.hard_deadline_at);
         match job.place {
-            Place::Queued => {
+            Place::Queued | Place::Apart => {
                 let verdict = if deadline_at <= now {
                     Verdict::DeadlineQueued
                 } else {
@@ -430,6 +478,9 @@ impl<T> Bulkhead<T> {
     }
 
     fn tick(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.rests_at().is_some_and(|at| at <= now) {
+            self.rest(now, out);
+        }
         while let Some(index) = self.job_timers.pop_due(now) {
             self.job_due(now, index, out);
         }
@@ -461,7 +512,13 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        let listed = (is_available && level < self.limits.max_in_flight).then_some(level);
+        let capacity = self.limits.max_in_flight.min(worker.promised);
+        if !is_available && worker.apart == Apart::Reserved {
+            worker.apart = Apart::No;
+            self.reserved = None;
+        }
+        let takes_jobs = is_available && worker.apart == Apart::No;
+        let listed = (takes_jobs && level < capacity).then_some(level);
         if worker.listed != listed {
             if let Some(level) = std::mem::replace(&mut worker.listed, listed) {
                 self.load.remove(place, level);
@@ -470,8 +527,12 @@ impl<T> Bulkhead<T> {
                 self.load.insert(place, level);
             }
         }
-        let in_use = if is_available { level } else { 0 };
+        let permits = if is_available { capacity } else { 0 };
+        // Whoever is alone takes all of them.
+        let in_use = if takes_jobs { level } else { permits };
         self.in_use = self.in_use + in_use - std::mem::replace(&mut worker.in_use, in_use);
+        self.permits =
+            self.permits + u64::from(permits) - u64::from(std::mem::replace(&mut worker.permits, permits));
         if worker.counted != is_available {
             worker.counted = is_available;
             self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_shared::{JobId, Priority};
+use bulkhead_shared::{JobId, Priority, Verdict};
 
 use crate::breaker::Claim;
 use crate::tenants::TenantId;
@@ -24,19 +24,40 @@ pub(crate) struct Job<T> {
     /// When the worker is ended for it, whatever else runs there.
     pub(crate) hard_deadline_at: Time,
     pub(crate) idempotent: bool,
+    pub(crate) is_repeatable: bool,
+    pub(crate) is_guest: bool,
+    pub(crate) digest: Option<u128>,
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
     pub(crate) attempts: u32,
+    /// Whether it gets a worker for itself alone, since it may have brought one down.
+    pub(crate) is_suspect: bool,
+    /// What came of it when it was given out before.
+    pub(crate) before: Option<Box<Before>>,
     /// Its word to the breaker, while a worker has it and its client waits.
     pub(crate) claim: Option<Claim>,
     pub(crate) place: Place,
+}
+
+/// What came of the attempts before.
+#[derive(Debug)]
+pub(crate) struct Before {
+    /// How the last of them ended.
+    pub(crate) crash: Verdict,
+    /// How long workers had it.
+    pub(crate) ran: Duration,
+    /// The process that had it last.
+    pub(crate) worker_pid: Option<u32>,
 }
 
 /// What is known of a job when it is entered.
 pub(crate) struct Entry<T> {
     pub(crate) cargo: T,
     pub(crate) idempotent: bool,
+    pub(crate) is_repeatable: bool,
+    pub(crate) is_guest: bool,
+    pub(crate) digest: Option<u128>,
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
@@ -59,6 +80,8 @@ impl<T> Job<T> {
 pub(crate) enum Place {
     Entered,
     Queued,
+    /// Waits for a worker for itself alone.
+    Apart,
     InFlight {
         worker: u32,
         /// Where in the worker's list.
@@ -82,6 +105,11 @@ impl<T> Default for Jobs<T> {
 }
 
 impl<T> Jobs<T> {
+    /// Whether there is no job at all.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.free.len() == self.table.len()
+    }
+
     /// Whether there can be no further job.
     pub(crate) fn is_full(&self) -> bool {
         self.free.is_empty() && self.table.len() >= JOBS_MAX
@@ -95,18 +123,23 @@ impl<T> Jobs<T> {
             self.table.len() as u32 - 1
         });
         self.sequence += 1;
-        let Entry { cargo, idempotent, priority, tenant, cost, received, limit, hard_limit } = entry;
+        let Entry { cargo, received, limit, hard_limit, .. } = entry;
         self.table[index as usize] = Some(Job {
             id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
             cargo: Some(cargo),
             received,
             deadline_at: received + limit,
             hard_deadline_at: received + hard_limit,
-            idempotent,
-            priority,
-            tenant,
-            cost,
+            idempotent: entry.idempotent,
+            is_repeatable: entry.is_repeatable,
+            is_guest: entry.is_guest,
+            digest: entry.digest,
+            priority: entry.priority,
+            tenant: entry.tenant,
+            cost: entry.cost,
             attempts: 0,
+            is_suspect: false,
+            before: None,
             claim: None,
             place: Place::Entered,
         });
@@ -126,13 +159,17 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_mut().expect("a job stands at each index in use")
     }
 
+    pub(crate) fn digest(&self, index: u32) -> Option<u128> {
+        self.table[index as usize].as_ref().and_then(|job| job.digest)
+    }
+
     pub(crate) fn id(&self, index: u32) -> JobId {
         self.table[index as usize].as_ref().map_or(JobId(0), |job| job.id)
     }
 
     /// Removes a job that is not queued.
     pub(crate) fn remove(&mut self, index: u32) {
-        debug_assert!(!matches!(self.get(index).place, Place::Queued));
+        debug_assert!(matches!(self.get(index).place, Place::Entered));
         self.table[index as usize] = None;
         self.free.push(index);
         if self.free.len() == self.table.len() && self.table.len() > 1024 {
@@ -143,7 +180,7 @@ impl<T> Jobs<T> {
 
     /// The jobs that wait, in no order.
     pub(crate) fn queued(&self) -> Vec<u32> {
-        let is_queued = |job: &Job<T>| matches!(job.place, Place::Queued);
+        let is_queued = |job: &Job<T>| matches!(job.place, Place::Queued | Place::Apart);
         (0..self.table.len() as u32)
             .filter(|&index| self.table[index as usize].as_ref().is_some_and(is_queued))
             .collect()
@@ -158,6 +195,9 @@ mod tests {
         Entry {
             cargo,
             idempotent: false,
+            is_repeatable: true,
+            is_guest: false,
+            digest: None,
             priority: Priority::Normal,
             tenant: TenantId::NOBODY,
             cost: 1,

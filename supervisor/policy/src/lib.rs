@@ -13,7 +13,7 @@
 //! bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
 //! let Some(Action::Spawn { worker, .. }) = actions.pop() else { panic!() };
 //! bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 7 }, &mut actions);
-//! bulkhead.apply(Time::ZERO, Event::Hello { worker, has_dispatch_thread: true }, &mut actions);
+//! bulkhead.apply(Time::ZERO, Event::Hello { worker, has_dispatch_thread: true, can_resize: true }, &mut actions);
 //! bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);
 //! actions.clear();
 //! bulkhead.apply(Time::ZERO, Event::Submit(Submission::new("my job")), &mut actions);
@@ -21,12 +21,14 @@
 //! ```
 
 mod breaker;
+mod budget;
 mod bulkhead;
 mod drops;
 mod jobs;
 mod limits;
 mod load;
 mod messages;
+mod poison;
 mod queue;
 mod rate;
 mod restart;
@@ -36,11 +38,16 @@ mod timers;
 mod workers;
 
 pub use breaker::{BreakerLimits, BreakerState, Transition};
-pub use bulkhead::{Bulkhead, BulkheadState, Counters, TenantView, WorkerView};
-pub use limits::{Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits};
-pub use messages::{
-    Action, Answer, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission, WorkerId,
+pub use budget::RetryLimits;
+pub use bulkhead::{Activity, Bulkhead, BulkheadState, Counters, TenantView, WorkerView};
+pub use limits::{
+    Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits,
 };
+pub use messages::{
+    Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission,
+    WorkerId,
+};
+pub use poison::PoisonLimits;
 pub use rate::{RateLimit, RatePer};
 pub use tenants::TenantId;
 pub use time::Time;

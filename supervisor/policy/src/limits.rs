@@ -1,8 +1,11 @@
 //! What a bulkhead is allowed and how it is kept alive, as plain verified values.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::breaker::BreakerLimits;
+use crate::budget::RetryLimits;
+use crate::poison::PoisonLimits;
 use crate::rate::RateLimit;
 
 /// The numbers of one bulkhead. Their meaning is that of the configuration's keys of the same names.
@@ -26,7 +29,11 @@ pub struct Limits {
     pub overflow: Overflow,
     pub rate_limit: Option<RateLimit>,
     pub breaker: Option<BreakerLimits>,
+    pub retry: Option<RetryLimits>,
+    pub poison: Option<PoisonLimits>,
     pub tenants: TenantLimits,
+    /// After so long without a job its workers are stopped; see [`crate::Event::Rest`].
+    pub idle: Option<Duration>,
 }
 
 /// When a filling queue is told, and when it is closed to all but critical jobs: shares of its capacity.
@@ -47,12 +54,25 @@ pub enum Overflow {
 }
 
 /// A tenant's share of common workers.
-#[derive(Clone, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Debug, PartialEq, Default)]
 pub struct TenantLimits {
     /// Over it a job waits.
     pub max_in_flight: Option<u32>,
     /// Over it a job is turned away.
     pub max_queue: Option<u32>,
+    /// Tenants, by name, that have numbers of their own.
+    pub own: BTreeMap<String, OwnNumbers>,
+}
+
+/// One tenant's own numbers, each in place of what holds for all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub struct OwnNumbers {
+    /// In place of [`TenantLimits::max_in_flight`].
+    pub max_in_flight: Option<u32>,
+    /// In place of [`TenantLimits::max_queue`].
+    pub max_queue: Option<u32>,
+    /// In place of [`Limits::rate_limit`].
+    pub rate_limit: Option<RateLimit>,
 }
 
 /// When and how fast a dead worker is replaced.
@@ -133,7 +153,10 @@ impl Default for Limits {
             overflow: Overflow::Reject,
             rate_limit: None,
             breaker: None,
+            retry: None,
+            poison: None,
             tenants: TenantLimits::default(),
+            idle: None,
         }
     }
 }

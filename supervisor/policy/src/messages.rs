@@ -7,6 +7,7 @@ use std::time::Duration;
 use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use crate::breaker::Transition;
+use crate::limits::OwnNumbers;
 use crate::rate::RateLimit;
 use crate::tenants::TenantId;
 use crate::time::Time;
@@ -31,6 +32,12 @@ pub struct Submission<T> {
     pub priority: Priority,
     /// Whether it may safely run twice.
     pub idempotent: bool,
+    /// Whether the caller keeps what it takes to give it to another worker.
+    pub is_repeatable: bool,
+    /// What tells its operation and payload from all others, if poison is watched for.
+    pub digest: Option<u128>,
+    /// Whether another bulkhead passed it on: it was counted and charged there, and its deadline stands.
+    pub is_guest: bool,
     /// On whose behalf: what [`crate::Bulkhead::tenant`] said just before.
     pub tenant: TenantId,
     /// What it counts against the rate limit and its tenant's share of the turns.
@@ -45,6 +52,9 @@ impl<T> Submission<T> {
             deadline: None,
             priority: Priority::Normal,
             idempotent: false,
+            is_repeatable: true,
+            digest: None,
+            is_guest: false,
             tenant: TenantId::NOBODY,
             cost: 1,
         }
@@ -110,6 +120,8 @@ pub enum Event<T> {
         worker: WorkerId,
         /// Whether its heartbeats can be demanded while jobs run.
         has_dispatch_thread: bool,
+        /// Whether it can be told another `max_in_flight` than it was welcomed with.
+        can_resize: bool,
     },
     /// A worker needs more time to initialise.
     ExtendStart {
@@ -189,14 +201,19 @@ pub enum Event<T> {
     Resume,
     /// Forget the restart history; failed slots try again now; the breaker closes.
     Reset,
-    /// Put other numbers in force, at once and without dropping a job. A queue that is longer than it may be
-    /// empties by itself.
-    Change {
-        /// How many jobs may wait.
-        max_queue: Option<u32>,
-        /// The rate limit. What was charged under another one stays charged.
-        rate_limit: Option<RateLimit>,
+    /// Put other numbers in force, at once and without dropping a job.
+    Change(Change),
+    /// Put one tenant's own numbers in force.
+    ChangeTenant {
+        /// Which.
+        tenant: String,
+        /// All that it has of its own from now on.
+        numbers: OwnNumbers,
     },
+    /// Nothing is to be done here for now: stop the workers, and start them again with [`Event::Start`].
+    Rest,
+    /// [`Event::Start`] will come soon: jobs may wait for it.
+    Await,
     /// Open the breaker by hand, or leave it to itself again.
     ForceBreaker {
         /// Whether it is to be open.
@@ -235,6 +252,13 @@ pub enum Action<T> {
         /// Which job.
         job: JobId,
     },
+    /// Tell a worker how many jobs it may be given at once from now on.
+    Limit {
+        /// Whom.
+        worker: WorkerId,
+        /// How many.
+        max_in_flight: u32,
+    },
     /// Ask a worker to finish what it has and exit.
     Drain {
         /// Whom.
@@ -251,6 +275,19 @@ pub enum Action<T> {
     Answer(Answer<T>),
     /// Tell the operator what happened.
     Note(Note),
+}
+
+/// Numbers to put in force; what is absent stays.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Change {
+    /// Worker processes. Those that are too many finish what they have.
+    pub processes: Option<u32>,
+    /// Jobs in flight per worker. Where there are more, as many go on until they end.
+    pub max_in_flight: Option<u32>,
+    /// Jobs that may wait. A queue that is longer empties by itself.
+    pub max_queue: Option<u32>,
+    /// What was charged under another rate limit stays charged.
+    pub rate_limit: Option<RateLimit>,
 }
 
 /// What became of a job.
@@ -325,16 +362,19 @@ pub enum RecycleReason {
     Age,
     /// By hand.
     Restart,
+    /// It cannot be told how many jobs it may be given now.
+    Resize,
 }
 
 impl RecycleReason {
-    /// `jobs`, `rss`, `age` or `restart`.
+    /// `jobs`, `rss`, `age`, `restart` or `resize`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Jobs => "jobs",
             Self::Memory => "rss",
             Self::Age => "age",
             Self::Restart => "restart",
+            Self::Resize => "resize",
         }
     }
 }
@@ -422,6 +462,20 @@ pub enum Note {
         reason: StopReason,
         /// What went wrong last, for people.
         message: String,
+    },
+    /// A job whose worker died is given to another.
+    JobRetried {
+        /// Which.
+        job: JobId,
+        /// How often it was given out so far.
+        attempts: u32,
+    },
+    /// A payload has killed so many workers that it is kept out.
+    JobQuarantined {
+        /// The job that was the last of them.
+        job: JobId,
+        /// The payload.
+        digest: u128,
     },
     /// The breaker has opened, closed, or begun to probe.
     Breaker(Transition),

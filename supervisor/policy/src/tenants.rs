@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::limits::{OwnNumbers, TenantLimits};
 use crate::rate::Bucket;
 use crate::time::Time;
 
@@ -28,6 +29,7 @@ pub(crate) struct Tenant {
     jobs: u32,
     pub(crate) in_flight: u32,
     pub(crate) bucket: Bucket,
+    pub(crate) own: OwnNumbers,
     /// Jobs that asked to be taken, whatever became of them.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
@@ -41,23 +43,26 @@ pub(crate) struct Tenant {
 pub(crate) struct Tenants {
     table: Vec<Tenant>,
     by_name: HashMap<Arc<str>, u32>,
+    /// The numbers of tenants that have some of their own, whether they are remembered or not.
+    own: HashMap<Box<str>, OwnNumbers>,
     oldest: u32,
     newest: u32,
     idle: usize,
     idle_max: usize,
 }
 
-impl Default for Tenants {
-    fn default() -> Self {
-        Self::with_idle_max(IDLE_MAX)
-    }
-}
-
 impl Tenants {
-    fn with_idle_max(idle_max: usize) -> Self {
+    /// Nobody is here yet.
+    pub(crate) fn new(limits: &TenantLimits) -> Self {
+        Self::with_idle_max(limits, IDLE_MAX)
+    }
+
+    fn with_idle_max(limits: &TenantLimits, idle_max: usize) -> Self {
+        let own = limits.own.iter().map(|(name, numbers)| (name.as_str().into(), *numbers));
         let mut tenants = Self {
             table: Vec::new(),
             by_name: HashMap::new(),
+            own: own.collect(),
             oldest: NONE,
             newest: NONE,
             idle: 0,
@@ -84,6 +89,18 @@ impl Tenants {
         };
         self.link(index);
         TenantId(index)
+    }
+
+    /// Gives a tenant other numbers of its own. Returns its number, if it is here.
+    pub(crate) fn set_own(&mut self, name: &str, numbers: OwnNumbers) -> Option<TenantId> {
+        if numbers == OwnNumbers::default() {
+            self.own.remove(name);
+        } else {
+            self.own.insert(name.into(), numbers);
+        }
+        let &index = self.by_name.get(name)?;
+        self.table[index as usize].own = numbers;
+        Some(TenantId(index))
     }
 
     pub(crate) fn get(&mut self, id: TenantId) -> &mut Tenant {
@@ -123,6 +140,7 @@ impl Tenants {
             jobs: 0,
             in_flight: 0,
             bucket: Bucket::default(),
+            own: self.own.get(&*name).copied().unwrap_or_default(),
             submitted: 0,
             rejected: 0,
             throttled_at: None,
@@ -175,7 +193,7 @@ mod tests {
 
     #[test]
     fn whoever_has_jobs_keeps_its_number_and_the_longest_idle_is_forgotten() {
-        let mut tenants = Tenants::with_idle_max(2);
+        let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
         let busy = tenants.find_or_enter("busy");
         tenants.begin(busy);
         let (a, b) = (tenants.find_or_enter("a"), tenants.find_or_enter("b"));
@@ -192,7 +210,7 @@ mod tests {
 
     #[test]
     fn many_strangers_do_not_grow_the_table() {
-        let mut tenants = Tenants::with_idle_max(100);
+        let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 100);
         for number in 0..10_000 {
             let id = tenants.find_or_enter(&format!("tenant {number}"));
             if number % 3 == 0 {

@@ -18,6 +18,12 @@ pub(crate) struct Worker {
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard: Time,
     pub(crate) has_dispatch_thread: bool,
+    /// Whether it can be told another `max_in_flight`.
+    pub(crate) can_resize: bool,
+    /// How many jobs at once it was told to expect; nothing yet without a limit.
+    pub(crate) promised: u32,
+    /// Whether it is kept for a job that is to be alone.
+    pub(crate) apart: Apart,
     /// Indexes of the jobs it holds.
     pub(crate) jobs: Vec<u32>,
     /// How many of those a client still waits for.
@@ -33,6 +39,8 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
+    /// Permits that it adds to the limit.
+    pub(crate) permits: u32,
     /// Permits it has taken of the limit.
     pub(crate) in_use: u32,
     /// What it said last before it was ready.
@@ -47,6 +55,17 @@ pub(crate) enum Role {
     Successor(RecycleReason),
     /// It has been replaced.
     Retired,
+}
+
+/// Whether a worker takes jobs beside each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Apart {
+    /// It does.
+    No,
+    /// It finishes what it has, for one that is to be alone.
+    Reserved,
+    /// One that is to be alone runs.
+    Taken,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,6 +94,9 @@ impl Worker {
             ready_at: None,
             last_heard: now,
             has_dispatch_thread: false,
+            can_resize: false,
+            promised: u32::MAX,
+            apart: Apart::No,
             jobs: Vec::new(),
             wanted: 0,
             overdue: 0,
@@ -83,6 +105,7 @@ impl Worker {
             succession_after: Time::ZERO,
             listed: None,
             counted: false,
+            permits: 0,
             in_use: 0,
             last_words: None,
         }
@@ -119,7 +142,9 @@ pub(crate) struct Slot {
     /// How many workers it has replaced that are not gone yet.
     pub(crate) retired: u32,
     pub(crate) history: History,
-    pub(crate) spawns: u64,
+    pub(crate) restarts: u64,
+    /// Whether its next worker follows another.
+    pub(crate) has_had_worker: bool,
     /// Whether its first start has ended, well or not.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,
@@ -127,9 +152,13 @@ pub(crate) struct Slot {
 
 #[derive(Default)]
 pub(crate) enum SlotState {
-    /// Before the start.
+    /// Before the start, and at rest.
     #[default]
     Empty,
+    /// It is to have a worker once it may, or once the one before is gone.
+    Awaiting,
+    /// There are more slots than are wanted now.
+    Closed,
     /// This worker fills it.
     Occupied(u32),
     /// The next worker is started at this moment.
@@ -141,6 +170,11 @@ pub(crate) enum SlotState {
 impl SlotState {
     /// Whether a worker is here or will come in the ordinary way.
     pub(crate) fn is_live(&self) -> bool {
-        matches!(self, Self::Occupied(_) | Self::Backoff { .. })
+        matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
+    }
+
+    /// Whether there is to be a worker at some time, come what may.
+    pub(crate) fn is_wanted(&self) -> bool {
+        !matches!(self, Self::Empty | Self::Closed)
     }
 }

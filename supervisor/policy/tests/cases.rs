@@ -23,6 +23,7 @@ struct Stage {
     dispatched: Vec<(WorkerId, JobId)>,
     cancelled: Vec<JobId>,
     drained: Vec<WorkerId>,
+    limited: Vec<(WorkerId, u32)>,
     killed: Vec<(WorkerId, KillReason)>,
     answers: Vec<Answer<u32>>,
     notes: Vec<Note>,
@@ -38,6 +39,7 @@ impl Stage {
             dispatched: Vec::new(),
             cancelled: Vec::new(),
             drained: Vec::new(),
+            limited: Vec::new(),
             killed: Vec::new(),
             answers: Vec::new(),
             notes: Vec::new(),
@@ -63,6 +65,7 @@ impl Stage {
                 Action::Dispatch { worker, job, .. } => self.dispatched.push((worker, job)),
                 Action::Cancel { job, .. } => self.cancelled.push(job),
                 Action::Drain { worker } => self.drained.push(worker),
+                Action::Limit { worker, max_in_flight } => self.limited.push((worker, max_in_flight)),
                 Action::Kill { worker, reason } => self.killed.push((worker, reason)),
                 Action::Answer(answer) => self.answers.push(answer),
                 Action::Note(note) => self.notes.push(note),
@@ -73,7 +76,7 @@ impl Stage {
 
     fn bring_up(&mut self, worker: WorkerId) {
         self.apply(Event::Spawned { worker, pid: 100 + worker.generation });
-        self.apply(Event::Hello { worker, has_dispatch_thread: false });
+        self.apply(Event::Hello { worker, has_dispatch_thread: false, can_resize: true });
         self.apply(Event::Ready { worker });
     }
 

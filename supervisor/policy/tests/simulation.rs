@@ -48,8 +48,17 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 61] = [
+const DEMANDED: [&str; 70] = [
     "lost",
+    "rests",
+    "awaits",
+    "told of the limit",
+    "recycled resize",
+    "retried",
+    "retried alone",
+    "alone",
+    "rejected quarantined",
+    "quarantined in the queue",
     "ok",
     "failed",
     "cancelled",

@@ -11,9 +11,7 @@ use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{
-    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
-};
+use bulkhead_shared::limits::{CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
@@ -239,26 +237,12 @@ impl Shard {
         let Some(link) = self.take_link(spawn) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
         // What never left our own buffer was not read either.
-        let left_unread =
-            (link.left_unread || !link.outbox.is_empty()) && self.restore_payload(compartment, worker);
+        let left_unread = link.left_unread || !link.outbox.is_empty();
         let event = match death {
             Some(death) => Event::Exited { worker, death, left_unread },
             None => Event::Lost { worker, left_unread },
         };
         self.apply(compartment, event, Incoming::None);
-    }
-
-    /// Puts the payload of a dead worker's only job back to where waiting payloads are. Returns whether it
-    /// is there.
-    fn restore_payload(&mut self, compartment: usize, worker: WorkerId) -> bool {
-        let policy = &mut self.compartments[compartment].policy;
-        let Some(record) = policy.only_job(worker).and_then(|job| policy.cargo_mut(job)) else {
-            return false;
-        };
-        let Some(copy) = record.spare_copy.take() else { return false };
-        self.buffered += copy.len();
-        record.payload = Some(copy.into_vec());
-        true
     }
 
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
@@ -353,16 +337,8 @@ impl Shard {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
-        let waited = record.payload.take();
-        self.buffered -= waited.as_ref().map_or(0, Vec::len);
-        let payload = waited.map_or_else(|| incoming.take(), Payload::Owned);
-        // A worker may die before it reads the job, which is then given to the next one. Large payloads
-        // are not copied for that.
-        record.spare_copy = match &payload {
-            Payload::Copied(bytes) => Some((*bytes).into()),
-            Payload::Owned(bytes) if bytes.len() <= INLINE_PAYLOAD_BYTES_MAX => Some(bytes.as_slice().into()),
-            Payload::Owned(_) => None,
-        };
+        let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
+        let payload = record.held.give(coming, &mut self.buffered);
         let message = Job {
             operation: &record.operation,
             tenant: &record.tenant,
@@ -646,7 +622,11 @@ impl Shard {
         link.stage = Stage::Welcomed;
         self.mark_dirty(Endpoint::Link(index));
         let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
-        self.apply(compartment, Event::Hello { worker, has_dispatch_thread }, Incoming::None);
+        self.apply(
+            compartment,
+            Event::Hello { worker, has_dispatch_thread, can_resize: false },
+            Incoming::None,
+        );
         Ok(())
     }
 

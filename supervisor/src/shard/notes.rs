@@ -142,6 +142,13 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
         Note::BulkheadFailed { message, .. } => {
             (Critical, "bulkhead_failed", vec![("message", json!(message))])
         }
+        Note::JobRetried { job, attempts } => {
+            (Info, "job_retried", vec![("job", json!(job.to_string())), ("attempts", json!(attempts))])
+        }
+        Note::JobQuarantined { job, digest } => {
+            let digest = format!("{digest:032x}");
+            (Warning, "job_quarantined", vec![("job", json!(job.to_string())), ("digest", json!(digest))])
+        }
         Note::Breaker(transition) => breaker_event(&transition),
         Note::QueuePressure { queued, capacity } => {
             let percent = json!(100 * queued / capacity.max(1));

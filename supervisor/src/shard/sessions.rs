@@ -14,14 +14,16 @@ use bulkhead_shared::client_protocol::{
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::limits::{
+    FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX,
+};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, Outcome, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
 
-use super::{Endpoint, Incoming, JobRecord, Shard};
+use super::{Endpoint, Held, Incoming, JobRecord, Shard};
 
 /// Time for a client's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
@@ -412,6 +414,7 @@ impl Shard {
             }
         };
         let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
+        let is_repeatable = payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         let submission = Submission {
             cargo: JobRecord {
                 session: id,
@@ -419,15 +422,17 @@ impl Shard {
                 operation: submit.operation.into(),
                 tenant: submit.tenant.into(),
                 traceparent: traceparent.map(Into::into),
-                payload: None,
                 payload_bytes: payload.len(),
-                spare_copy: None,
+                held: Held { is_repeatable, ..Held::default() },
             },
             deadline: (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us)),
             priority: Priority::from_code(submit.priority).unwrap_or_default(),
             idempotent: submit.idempotent != 0,
             tenant,
             cost: submit.cost,
+            is_repeatable,
+            digest: None,
+            is_guest: false,
         };
         let job = self.apply(compartment, Event::Submit(submission), payload);
         if let Some(job) = job
@@ -548,7 +553,7 @@ impl Shard {
             retry_after,
             deadline,
         } = answer;
-        if let Some(payload) = cargo.payload {
+        if let Some(payload) = cargo.held.payload {
             self.buffered -= payload.len();
             self.pool.give(payload);
         }

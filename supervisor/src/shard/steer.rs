@@ -1,6 +1,6 @@
 //! Commands from the control plane, and the snapshots it asks for.
 
-use bulkhead_policy::{Event, RateLimit, RatePer, WorkerId};
+use bulkhead_policy::{Change as Numbers, Event, RateLimit, RatePer, WorkerId};
 use bulkhead_shared::RejectReason;
 use serde_json::json;
 
@@ -57,8 +57,8 @@ impl Shard {
             return Err(SteerError::Stopping);
         }
         let rate_limit = change.rate_limit.as_ref().map(rate_limit);
-        let event = Event::Change { max_queue: change.max_queue, rate_limit };
-        self.apply(index, event, Incoming::None);
+        let numbers = Numbers { max_queue: change.max_queue, rate_limit, ..Numbers::default() };
+        self.apply(index, Event::Change(numbers), Incoming::None);
         if let Some(mode) = change.breaker {
             let open = mode == BreakerMode::ForcedOpen;
             self.apply(index, Event::ForceBreaker { open }, Incoming::None);

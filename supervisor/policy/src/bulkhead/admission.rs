@@ -62,9 +62,9 @@ impl<T> Bulkhead<T> {
         submission: Submission<T>,
         out: &mut Vec<Action<T>>,
     ) -> Option<JobId> {
-        let limit =
-            submission.deadline.map_or(self.limits.deadline, |asked| asked.min(self.limits.deadline_max));
-        self.counters.submitted += 1;
+        let most = if submission.is_guest { Duration::MAX } else { self.limits.deadline_max };
+        let limit = submission.deadline.map_or(self.limits.deadline, |asked| asked.min(most));
+        self.counters.submitted += u64::from(!submission.is_guest);
         self.tenants.get(submission.tenant).submitted += 1;
         let worker = match self.admit(now, &submission, limit, out) {
             Ok(worker) => worker,
@@ -73,10 +73,21 @@ impl<T> Bulkhead<T> {
                 return None;
             }
         };
-        let Submission { cargo, priority, idempotent, tenant, cost, .. } = submission;
-        let hard_limit = limit.max(self.limits.deadline);
-        let entry = Entry { cargo, idempotent, priority, tenant, cost, received: now, limit, hard_limit };
-        let index = self.jobs.insert(entry);
+        let (tenant, hard_limit) = (submission.tenant, limit.max(self.limits.deadline));
+        let index = self.jobs.insert(Entry {
+            cargo: submission.cargo,
+            idempotent: submission.idempotent,
+            is_repeatable: submission.is_repeatable,
+            is_guest: submission.is_guest,
+            digest: submission.digest,
+            priority: submission.priority,
+            tenant,
+            cost: submission.cost,
+            received: now,
+            limit,
+            hard_limit,
+        });
+        self.idle_since = None;
         self.tenants.begin(tenant);
         let id = self.jobs.id(index);
         match worker {
@@ -103,13 +114,22 @@ impl<T> Bulkhead<T> {
         if limit.is_zero() {
             return Err(Verdict::DeadlineQueued.into());
         }
+        if self.is_quarantined(now, submission.digest) {
+            let message = format!(
+                "this payload has killed {} workers; `reset` lets it in again",
+                self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
+            );
+            return Err(refusal(RejectReason::Quarantined, message));
+        }
         self.check_breaker(now)?;
-        self.charge(now, submission, out)?;
+        if !submission.is_guest {
+            self.charge(now, submission, out)?;
+        }
         if self.limits.max_in_flight == 0 {
             return Err(RejectReason::QueueFull.into());
         }
         if self.live_slots == 0 {
-            return Err(refusal(RejectReason::Unavailable, format!("no worker runs: {}", self.last_trouble)));
+            return Err(refusal(RejectReason::Unavailable, self.no_worker()));
         }
         if self.jobs.is_full() {
             return Err(RejectReason::Overloaded.into());
@@ -117,7 +137,7 @@ impl<T> Bulkhead<T> {
         let has_share = !self.is_at_its_share(submission.tenant);
         if has_share
             && submission.priority >= self.lowest_admitted()
-            && let Some(worker) = self.load.least()
+            && let Some(worker) = self.next_worker()
         {
             // Nobody who may have this permit waits for it: it would not be free.
             return Ok(Some(worker));
@@ -146,7 +166,8 @@ impl<T> Bulkhead<T> {
         submission: &Submission<T>,
         out: &mut Vec<Action<T>>,
     ) -> Result<(), Refusal> {
-        let Some(limit) = self.limits.rate_limit else { return Ok(()) };
+        let own = self.tenants.get(submission.tenant).own.rate_limit;
+        let Some(limit) = own.or(self.limits.rate_limit) else { return Ok(()) };
         let whose = match limit.per {
             RatePer::Bulkhead => TenantId::NOBODY,
             RatePer::Tenant => submission.tenant,
@@ -171,16 +192,15 @@ impl<T> Bulkhead<T> {
 
     /// Whether a tenant has as many jobs in flight as it may.
     pub(super) fn is_at_its_share(&mut self, tenant: TenantId) -> bool {
-        let in_flight = self.tenants.get(tenant).in_flight;
-        self.limits.tenants.max_in_flight.is_some_and(|most| in_flight >= most)
+        let most = self.limits.tenants.max_in_flight;
+        let tenant = self.tenants.get(tenant);
+        tenant.own.max_in_flight.or(most).is_some_and(|most| tenant.in_flight >= most)
     }
 
-    fn check_tenants_queue(&self, tenant: TenantId, has_share: bool) -> Result<(), Refusal> {
+    fn check_tenants_queue(&mut self, tenant: TenantId, has_share: bool) -> Result<(), Refusal> {
         let waiting = self.queue.len_of_tenant(tenant.0);
-        let is_over = match self.limits.tenants.max_queue {
-            Some(most) => waiting >= most as usize,
-            None => false,
-        };
+        let most = self.tenants.get(tenant).own.max_queue.or(self.limits.tenants.max_queue);
+        let is_over = most.is_some_and(|most| waiting >= most as usize);
         // Without a queue a job cannot wait for its tenant's others to end.
         if is_over || !has_share && self.waiting_max() == 0 {
             let name = self.tenants.name(tenant);
@@ -247,11 +267,17 @@ impl<T> Bulkhead<T> {
         for slot in &self.slots {
             match slot.state {
                 SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
-                SlotState::Occupied(_) => return None,
-                SlotState::Empty | SlotState::Stopped { .. } => {}
+                SlotState::Occupied(_) | SlotState::Awaiting => return None,
+                SlotState::Empty | SlotState::Closed | SlotState::Stopped { .. } => {}
             }
         }
         next
+    }
+
+    /// Which worker is to have the next job. None, if after a resize more run than should: until as many have
+    /// ended, no permit is free.
+    fn next_worker(&self) -> Option<u32> {
+        self.load.least().filter(|_| u64::from(self.in_use) < self.permits)
     }
 
     /// The lowest priority that gets a permit now, if one is free. Reserved permits are for critical jobs
@@ -276,7 +302,9 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         let Refusal { verdict, wait } = refusal;
-        self.counters.count(&verdict);
+        if !submission.is_guest {
+            self.counters.count(&verdict);
+        }
         self.tenants.get(submission.tenant).rejected += 1;
         let retry_after = match wait {
             Wait::For(wait) => Some(wait),
@@ -311,8 +339,8 @@ impl<T> Bulkhead<T> {
         if !reason.is_retryable() {
             return None;
         }
-        let limit = u64::from(self.ready.max(1)) * u64::from(self.limits.max_in_flight.max(1));
-        let ahead = self.queue.len() as u64 + 1;
+        let limit = self.limit().max(u64::from(self.limits.max_in_flight)).max(1);
+        let ahead = self.queued() as u64 + 1;
         let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
         let base = estimate.max(self.drops[usize::from(priority.code())].record(now));
         let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
@@ -338,17 +366,22 @@ impl<T> Bulkhead<T> {
 
     fn await_turn(&mut self, index: u32) {
         let job = self.jobs.get(index);
-        let patience = self.limits.queue_timeout.map(|timeout| job.received + timeout);
+        // One that had its turn is not asked to be quick as well.
+        let timeout = self.limits.queue_timeout.filter(|_| job.before.is_none());
+        let patience = timeout.map(|timeout| job.received + timeout);
         let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
         self.job_timers.set(index, due);
     }
 
     /// Gives waiting jobs to workers as long as there are both.
     pub(super) fn pump(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if !self.suspects.is_empty() || self.reserved.is_some() {
+            self.place_suspects(now, out);
+        }
         if self.queue.len() == 0 && !self.is_pressed {
             return;
         }
-        while let Some(worker) = self.load.least()
+        while let Some(worker) = self.next_worker()
             && let Some(index) = self.queue.pop(self.lowest_admitted())
         {
             self.jobs.get(index).place = Place::Entered;
@@ -365,7 +398,10 @@ impl<T> Bulkhead<T> {
 
     /// Takes a job out of the queue and tells its client why.
     pub(super) fn leave_queue(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
-        self.queue.remove(index);
+        match self.jobs.get(index).place {
+            Place::Apart => self.suspects.retain(|&suspect| suspect != index),
+            _ => self.queue.remove(index),
+        }
         self.jobs.get(index).place = Place::Entered;
         self.job_timers.clear(index);
         self.answer(now, index, verdict, out);
@@ -396,11 +432,16 @@ impl<T> Bulkhead<T> {
     pub(super) fn count_in_flight(&mut self, tenant: TenantId, is_given: bool) {
         let entry = self.tenants.get(tenant);
         entry.in_flight = if is_given { entry.in_flight + 1 } else { entry.in_flight - 1 };
-        if self.limits.tenants.max_in_flight.is_some() {
-            match self.is_at_its_share(tenant) {
-                true => self.queue.block(tenant.0),
-                false => self.queue.unblock(tenant.0),
-            }
+        if entry.own.max_in_flight.is_some() || self.limits.tenants.max_in_flight.is_some() {
+            self.block_by_share(tenant);
+        }
+    }
+
+    /// Keeps a tenant out of the turns for as long as it has its share.
+    pub(super) fn block_by_share(&mut self, tenant: TenantId) {
+        match self.is_at_its_share(tenant) {
+            true => self.queue.block(tenant.0),
+            false => self.queue.unblock(tenant.0),
         }
     }
 

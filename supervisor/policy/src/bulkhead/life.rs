@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use bulkhead_shared::{CrashReason, RejectReason, Verdict};
 
-use super::{Bulkhead, Mode};
-use crate::jobs::Place;
+use super::recovery::Loss;
+use super::{Activity, Bulkhead, Mode};
 use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER};
@@ -20,18 +20,7 @@ const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 /// How soon a worker that should be replaced and could not be is looked at again.
 const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
 
-/// A job that so many workers left unread when they died is not given to another.
-const UNREAD_ATTEMPTS_MAX: u32 = 3;
-
 impl<T> Bulkhead<T> {
-    pub(super) fn start(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        for slot in 0..self.slots.len() as u32 {
-            if matches!(self.slots[slot as usize].state, SlotState::Empty) {
-                self.spawn(now, slot, Role::Current, out);
-            }
-        }
-    }
-
     /// Starts a worker for a slot, to fill it or to succeed the one that does.
     pub(super) fn spawn(&mut self, now: Time, slot: u32, role: Role, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
@@ -45,7 +34,8 @@ impl<T> Bulkhead<T> {
         let id = WorkerId { place, generation: self.generations };
         let handshake = self.limits.start.handshake;
         self.workers[place as usize] = Some(Worker::new(id, slot, role, now, handshake));
-        self.slots[slot as usize].spawns += 1;
+        let entry = &mut self.slots[slot as usize];
+        entry.restarts += u64::from(std::mem::replace(&mut entry.has_had_worker, true));
         match role {
             Role::Successor(_) => self.slots[slot as usize].successor = Some(place),
             Role::Current | Role::Retired => self.set_slot(slot, SlotState::Occupied(place)),
@@ -54,7 +44,7 @@ impl<T> Bulkhead<T> {
         out.push(Action::Spawn { worker: id, slot });
     }
 
-    fn set_slot(&mut self, slot: u32, state: SlotState) {
+    pub(super) fn set_slot(&mut self, slot: u32, state: SlotState) {
         match state {
             SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => {
                 self.slot_timers.set(slot, at);
@@ -93,13 +83,15 @@ impl<T> Bulkhead<T> {
         self.remove_and_replace(now, id, true, false, out);
     }
 
-    pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool) {
-        let ready = self.limits.start.ready;
+    pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
+        let (ready, most) = (self.limits.start.ready, self.limits.max_in_flight);
         let Some(worker) = self.worker_mut(id) else { return };
         worker.last_heard = now;
         if let Phase::Handshaking { .. } = worker.phase {
             worker.phase = Phase::Initializing { until: now + ready };
             worker.has_dispatch_thread = has_dispatch_thread;
+            worker.can_resize = can_resize;
+            worker.promised = most;
             self.arm(id.place);
         }
     }
@@ -164,7 +156,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Has a worker finish what it has and exit.
-    fn drain_worker(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+    pub(super) fn drain_worker(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let id = worker.id;
         match worker.phase {
@@ -238,7 +230,8 @@ impl<T> Bulkhead<T> {
     }
 
     pub(super) fn rolling_restart(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        self.rolling = (0..self.slots.len() as u32).collect();
+        let slots = (0..self.slots.len() as u32).filter(|&slot| self.slots[slot as usize].state.is_wanted());
+        self.rolling = slots.map(|slot| (slot, RecycleReason::Restart)).collect();
         for worker in self.workers.iter_mut().flatten() {
             worker.succession_after = now;
         }
@@ -247,17 +240,18 @@ impl<T> Bulkhead<T> {
 
     /// Goes on with the rolling restart once no successor is on its way, and the next slot has room for
     /// one.
-    fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        while let Some(&slot) = self.rolling.front()
+    pub(super) fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        while let Some(&(slot, reason)) = self.rolling.front()
             && self.slots[slot as usize].retired == 0
             && self.slots.iter().all(|slot| slot.successor.is_none())
         {
             self.rolling.pop_front();
             match self.slots[slot as usize].state {
-                SlotState::Occupied(_) => self.recycle(now, slot, RecycleReason::Restart, out),
-                SlotState::Backoff { .. } | SlotState::Stopped { .. } | SlotState::Empty => {
+                SlotState::Occupied(_) => self.recycle(now, slot, reason, out),
+                SlotState::Backoff { .. } | SlotState::Stopped { .. } => {
                     self.spawn(now, slot, Role::Current, out);
                 }
+                SlotState::Empty | SlotState::Awaiting | SlotState::Closed => {}
             }
         }
     }
@@ -445,58 +439,16 @@ impl<T> Bulkhead<T> {
         {
             jobs.clear();
         }
+        let loss = match (&killed, jobs.len()) {
+            (None | Some(KillReason::Hung | KillReason::Protocol(_)), 1) => Loss::Alone,
+            (None | Some(KillReason::Hung | KillReason::Protocol(_)), _) => Loss::AmongOthers,
+            _ => Loss::Innocent,
+        };
+        let verdict = crash(death, killed.as_ref(), sentence);
         for index in jobs {
-            self.crash_job(now, index, death, killed.as_ref(), &sentence, out);
+            self.job_lost(now, index, &verdict, loss, out);
         }
         self.remove_and_replace(now, id, is_unfit, is_clean, out);
-    }
-
-    /// A worker died before it read its only job: the job is as good as never given, and goes to the
-    /// next worker. Returns whether it does; not if its client has been told already, or if it cannot be
-    /// given again.
-    fn take_back(&mut self, index: u32) -> bool {
-        let job = self.jobs.get(index);
-        if job.cargo.is_none() || job.attempts > UNREAD_ATTEMPTS_MAX {
-            return false;
-        }
-        job.place = Place::Entered;
-        let (tenant, claim) = (job.tenant, job.claim.take());
-        if let Some(claim) = claim {
-            self.breaker.give_back(claim);
-        }
-        self.count_in_flight(tenant, false);
-        self.enqueue_first(index);
-        true
-    }
-
-    /// Answers for a job whose worker is gone, if anybody still waits.
-    fn crash_job(
-        &mut self,
-        now: Time,
-        index: u32,
-        death: Death,
-        killed: Option<&KillReason>,
-        sentence: &str,
-        out: &mut Vec<Action<T>>,
-    ) {
-        let (reason, status) = match (killed, death) {
-            (None, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
-            (None, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
-            (Some(KillReason::Hung), _) => (CrashReason::Hung, None),
-            (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
-            (Some(KillReason::Overdue), _) => (CrashReason::Stopped, None),
-            (Some(KillReason::KeeperDied), _) => (CrashReason::Signal, Some(SIGKILL)),
-            (Some(KillReason::Deadline | KillReason::NoHello | KillReason::NotReady), _) => {
-                (CrashReason::Collateral, None)
-            }
-        };
-        self.job_timers.clear(index);
-        self.answer(now, index, Verdict::Crashed { reason, status, message: sentence.to_owned() }, out);
-        let job = self.jobs.get(index);
-        job.place = Place::Entered;
-        let tenant = job.tenant;
-        self.count_in_flight(tenant, false);
-        self.forget(index);
     }
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.
@@ -513,7 +465,11 @@ impl<T> Bulkhead<T> {
         if let Some(level) = worker.listed.take() {
             self.load.remove(id.place, level);
         }
+        if self.reserved == Some(id.place) {
+            self.reserved = None;
+        }
         self.ready -= u32::from(worker.counted);
+        self.permits -= u64::from(worker.permits);
         self.in_use -= worker.in_use;
         self.free_places.push(id.place);
         let slot = worker.slot;
@@ -521,10 +477,7 @@ impl<T> Bulkhead<T> {
             self.slots[slot as usize].has_settled = true;
         }
         match worker.role {
-            Role::Retired => {
-                self.slots[slot as usize].retired -= 1;
-                self.roll_on(now, out);
-            }
+            Role::Retired => self.retired_gone(now, slot, out),
             Role::Successor(_) => self.successor_gone(now, slot, out),
             Role::Current => self.refill(now, slot, is_unfit, is_clean, out),
         }
@@ -598,9 +551,28 @@ impl<T> Bulkhead<T> {
         if reason == StopReason::Policy {
             self.last_trouble.push_str("; restart.policy does not start it again");
         }
+        self.reject_if_none_is_left(now, out);
         let message = self.last_trouble.clone();
-        self.reject_queue(now, RejectReason::Unavailable, &format!("no worker runs: {message}"), out);
         out.push(Action::Note(Note::BulkheadFailed { reason, message }));
+    }
+
+    /// Nobody waits for workers that do not come.
+    pub(super) fn reject_if_none_is_left(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.live_slots == 0 && self.queued() > 0 {
+            let sentence = self.no_worker();
+            self.reject_queue(now, RejectReason::Unavailable, &sentence, out);
+        }
+    }
+
+    /// Why no worker runs, for whoever wants one.
+    pub(super) fn no_worker(&self) -> String {
+        match (self.activity, self.limits.max_in_flight) {
+            (_, 0) => "max_in_flight is 0".to_owned(),
+            (Activity::Resting, _) => {
+                "all tenants that may have workers are busy (tenants.max_active)".into()
+            }
+            _ => format!("no worker runs: {}", self.last_trouble),
+        }
     }
 
     // By the operator.
@@ -621,12 +593,13 @@ impl<T> Bulkhead<T> {
     }
 
     pub(super) fn reset(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        self.poison.reset();
         let transition = self.breaker.reset(now);
         self.note_transition(transition, out);
         for slot in 0..self.slots.len() as u32 {
             let entry = &mut self.slots[slot as usize];
             entry.history.proven();
-            if !matches!(entry.state, SlotState::Occupied(_)) {
+            if matches!(entry.state, SlotState::Backoff { .. } | SlotState::Stopped { .. }) {
                 self.spawn(now, slot, Role::Current, out);
             }
         }
@@ -667,6 +640,22 @@ impl<T> Bulkhead<T> {
     pub fn is_stopped(&self) -> bool {
         matches!(self.mode, Mode::Stopping { .. }) && self.workers.iter().all(Option::is_none)
     }
+}
+
+/// What the jobs of a dead worker get.
+fn crash(death: Death, killed: Option<&KillReason>, message: String) -> Verdict {
+    let (reason, status) = match (killed, death) {
+        (None, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
+        (None, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
+        (Some(KillReason::Hung), _) => (CrashReason::Hung, None),
+        (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
+        (Some(KillReason::Overdue), _) => (CrashReason::Stopped, None),
+        (Some(KillReason::KeeperDied), _) => (CrashReason::Signal, Some(SIGKILL)),
+        (Some(KillReason::Deadline | KillReason::NoHello | KillReason::NotReady), _) => {
+            (CrashReason::Collateral, None)
+        }
+    };
+    Verdict::Crashed { reason, status, message }
 }
 
 fn describe(death: Death, killed: Option<&KillReason>) -> String {

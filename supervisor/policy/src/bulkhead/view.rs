@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use bulkhead_shared::{RejectReason, Verdict};
 
-use super::{Bulkhead, Mode};
+use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
 use crate::messages::WorkerId;
 use crate::time::Time;
-use crate::workers::{Role, SlotState};
+use crate::workers::{Apart, Role, SlotState};
 
 const REASONS: usize = 18;
 const _: () = assert!(RejectReason::ALL.len() < REASONS);
@@ -27,19 +27,43 @@ pub struct Counters {
     pub cancelled: u64,
     /// By the code of the [`RejectReason`].
     pub rejected: [u64; REASONS],
+    /// How often a job was given to another worker since its own had died.
+    pub retries: u64,
+    /// Jobs that another bulkhead has, whose outcome is counted here.
+    pub elsewhere: u64,
     /// Replies for jobs that were answered already, or that the worker never had.
     pub late_replies: u64,
 }
 
 impl Counters {
     pub(super) fn count(&mut self, verdict: &Verdict) {
+        *self.of(verdict) += 1;
+    }
+
+    pub(super) fn of(&mut self, verdict: &Verdict) -> &mut u64 {
         match verdict {
-            Verdict::Ok => self.ok += 1,
-            Verdict::Failed(_) => self.failed += 1,
-            Verdict::Rejected { reason, .. } => self.rejected[reason.code() as usize] += 1,
-            Verdict::DeadlineQueued | Verdict::DeadlineRunning => self.deadline_exceeded += 1,
-            Verdict::Crashed { .. } => self.crashed += 1,
-            Verdict::Cancelled { .. } => self.cancelled += 1,
+            Verdict::Ok => &mut self.ok,
+            Verdict::Failed(_) => &mut self.failed,
+            Verdict::Rejected { reason, .. } => &mut self.rejected[reason.code() as usize],
+            Verdict::DeadlineQueued | Verdict::DeadlineRunning => &mut self.deadline_exceeded,
+            Verdict::Crashed { .. } => &mut self.crashed,
+            Verdict::Cancelled { .. } => &mut self.cancelled,
+        }
+    }
+
+    /// Adds what was counted elsewhere, for a sum over several bulkheads.
+    pub fn add(&mut self, other: &Self) {
+        self.submitted += other.submitted;
+        self.ok += other.ok;
+        self.failed += other.failed;
+        self.deadline_exceeded += other.deadline_exceeded;
+        self.crashed += other.crashed;
+        self.cancelled += other.cancelled;
+        self.retries += other.retries;
+        self.elsewhere += other.elsewhere;
+        self.late_replies += other.late_replies;
+        for (own, others) in self.rejected.iter_mut().zip(&other.rejected) {
+            *own += others;
         }
     }
 
@@ -99,6 +123,8 @@ pub struct WorkerView {
     pub last_exit: Option<String>,
     /// Whether it fills its slot; otherwise it is coming or going.
     pub is_current: bool,
+    /// Whether it takes no jobs but one that is to be alone.
+    pub is_apart: bool,
 }
 
 /// One tenant from outside.
@@ -144,9 +170,27 @@ impl<T> Bulkhead<T> {
         self.breaker.state()
     }
 
-    /// Jobs that wait.
+    /// Jobs that wait, be it for any worker or for one for themselves.
     pub fn queued(&self) -> usize {
-        self.queue.len()
+        self.queue.len() + self.suspects.len()
+    }
+
+    /// Payloads that are kept out since they kill workers.
+    pub fn quarantined(&self, now: Time) -> usize {
+        self.poison.len(now)
+    }
+
+    /// A job's answer was not told: it has gone to another bulkhead, whose answer will count here.
+    pub fn passed_on(&mut self, verdict: &Verdict) {
+        let count = self.counters.of(verdict);
+        *count = count.saturating_sub(1);
+        self.counters.elsewhere += 1;
+    }
+
+    /// The answer for a job that was passed on.
+    pub fn came_back(&mut self, verdict: &Verdict) {
+        self.counters.elsewhere = self.counters.elsewhere.saturating_sub(1);
+        self.counters.count(verdict);
     }
 
     /// Jobs that a worker has and a client waits for.
@@ -154,15 +198,16 @@ impl<T> Bulkhead<T> {
         self.workers.iter().flatten().map(|w| u64::from(w.wanted)).sum()
     }
 
-    /// Jobs that may run at once now: `max_in_flight` for each worker that is ready.
+    /// Jobs that may run at once now: `max_in_flight` for each worker that is ready, or fewer for one that
+    /// was started with fewer and cannot be told.
     pub fn limit(&self) -> u64 {
-        u64::from(self.ready) * u64::from(self.limits.max_in_flight)
+        self.permits
     }
 
     /// Permits that are free now.
     pub fn available(&self) -> u64 {
-        let max = u64::from(self.limits.max_in_flight);
-        self.workers.iter().flatten().filter(|w| w.counted).map(|w| max - w.jobs.len() as u64).sum()
+        let able = self.workers.iter().flatten().filter(|worker| worker.listed.is_some());
+        able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum()
     }
 
     /// How many jobs may wait now.
@@ -172,12 +217,13 @@ impl<T> Bulkhead<T> {
 
     /// How often a worker was started again.
     pub fn restarts(&self) -> u64 {
-        self.slots.iter().map(|slot| slot.spawns.saturating_sub(1)).sum()
+        self.slots.iter().map(|slot| slot.restarts).sum()
     }
 
     /// Whether the first start of every slot has ended, well or not.
     pub fn has_settled(&self) -> bool {
-        self.slots.iter().all(|slot| slot.has_settled)
+        self.activity == Activity::Resting
+            || self.slots.iter().filter(|slot| slot.state.is_wanted()).all(|slot| slot.has_settled)
     }
 
     /// What went wrong last with its workers, for people; empty if nothing did.
@@ -190,7 +236,7 @@ impl<T> Bulkhead<T> {
         if self.mode != Mode::Open {
             return BulkheadState::Draining;
         }
-        let slots = self.slots.len() as u32;
+        let slots = self.slots.iter().filter(|slot| slot.state.is_wanted()).count() as u32;
         let ready_slots = self
             .slots
             .iter()
@@ -225,9 +271,10 @@ impl<T> Bulkhead<T> {
                     uptime: now.since(worker.spawned_at),
                     in_flight: worker.jobs.len() as u32,
                     served: worker.served,
-                    restarts: slot.spawns.saturating_sub(1),
+                    restarts: slot.restarts,
                     last_exit: slot.last_exit.clone(),
                     is_current: worker.role == Role::Current,
+                    is_apart: worker.apart != Apart::No,
                 }
             })
             .collect();

@@ -4,12 +4,13 @@
 
 mod actions;
 mod events;
+mod recovery;
 mod slots;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use bulkhead_policy::{
-    Action, BreakerState, Bulkhead, Counters, KillReason, Limits, TenantId, Time, WorkerId,
+    Action, Activity, BreakerState, Bulkhead, Counters, KillReason, Limits, TenantId, Time, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, Verdict};
 
@@ -19,13 +20,19 @@ use slots::{Slot, SlotState};
 
 pub(crate) struct Model {
     limits: Limits,
-    /// The longest queue that was ever allowed: what waits stays.
+    /// The longest queue that was ever allowed, and the most permits there ever were: what waits stays.
     max_queue_ever: u32,
+    permits_ever: u32,
     mode: Mode,
+    activity: Activity,
+    idle_since: Option<Time>,
     now: Time,
     /// Jobs that have no answer yet, or that a worker still has.
     jobs: HashMap<JobId, Job>,
     queue: VecDeque<JobId>,
+    /// Jobs that wait for a worker for themselves alone.
+    suspects: VecDeque<JobId>,
+    poison: recovery::Poison,
     /// By their place in the policy's table.
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
@@ -55,6 +62,12 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
+    idempotent: bool,
+    is_repeatable: bool,
+    digest: Option<u128>,
+    /// How it ended when it was given out before.
+    before: Option<Verdict>,
+    is_suspect: bool,
     attempts: u32,
     is_answered: bool,
     is_overdue: bool,
@@ -69,6 +82,11 @@ struct Worker {
     ready_at: Option<Time>,
     heard_at: Time,
     has_dispatch_thread: bool,
+    can_resize: bool,
+    /// How many jobs at once it was told to expect.
+    promised: u32,
+    /// As the policy says; judged by what follows from it.
+    is_apart: bool,
     jobs: Vec<JobId>,
     served: u64,
     killed: Option<KillReason>,
@@ -92,6 +110,12 @@ struct Step {
     submission: Option<Submitted>,
     /// Answers that are due now.
     owed: BTreeMap<JobId, Verdict>,
+    /// Those of them that may be tried again instead, and whether as suspects.
+    retryable: BTreeMap<JobId, bool>,
+    /// Payloads that are to be told of as quarantined.
+    to_quarantine: Vec<u128>,
+    /// Workers that are to be told how many jobs to expect.
+    to_limit: BTreeMap<WorkerId, u32>,
     /// Workers that are to be asked to stop work on a job.
     to_cancel: BTreeSet<(WorkerId, JobId)>,
     dispatched: Vec<(WorkerId, JobId)>,
@@ -115,12 +139,16 @@ enum Cause {
     Stopping(WorkerId),
     Reset,
     Stop,
+    Resize,
 }
 
 struct Submitted {
     tag: u64,
     priority: Priority,
     tenant: TenantId,
+    idempotent: bool,
+    is_repeatable: bool,
+    digest: Option<u128>,
     limit: std::time::Duration,
     refusal: Option<Verdict>,
 }
@@ -130,11 +158,16 @@ impl Model {
         let slots = (0..limits.processes).map(|_| Slot::default()).collect();
         Self {
             max_queue_ever: limits.max_queue,
+            permits_ever: limits.processes * limits.max_in_flight,
             limits,
             mode: Mode::Open,
+            activity: Activity::Resting,
+            idle_since: None,
             now: Time::ZERO,
             jobs: HashMap::new(),
             queue: VecDeque::new(),
+            suspects: VecDeque::new(),
+            poison: recovery::Poison::default(),
             workers: BTreeMap::new(),
             slots,
             rolling: BTreeSet::new(),
@@ -159,11 +192,13 @@ impl Model {
         self.is_breaking = is_breaking || std::mem::replace(&mut self.was_breaking, is_breaking);
         self.coverage.see(&format!("breaker {}", bulkhead.breaker().name()));
         self.submitted(taken);
+        self.note_who_is_apart(bulkhead);
         for action in actions {
             self.action(action);
         }
         self.settle_slots();
         self.settle_workers();
+        self.settle_idleness(bulkhead);
         self.check_promises();
         self.check_sums(bulkhead);
         self.check_workers(bulkhead);
@@ -191,6 +226,9 @@ impl Model {
         assert!(step.evictable.is_empty(), "nobody made room for the job that was taken");
         assert!(step.owed.is_empty(), "answers are missing: {:?}", step.owed);
         assert!(step.to_cancel.is_empty(), "not asked to stop: {:?}", step.to_cancel);
+        assert!(step.to_limit.is_empty(), "not told of the limit: {:?}", step.to_limit);
+        assert!(step.to_quarantine.is_empty(), "quarantined and not told: {:?}", step.to_quarantine);
+        self.check_suspects();
         let has_room = self.least_loaded().is_some();
         assert!(self.next_ones().is_empty() || !has_room, "a job waits though a worker could take it");
         assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits for no one");
@@ -198,14 +236,11 @@ impl Model {
         self.check_queue_bound();
     }
 
-    /// What is taken back from the dead stands beside the queue's own bound: it had been let in before.
+    /// What was in flight and waits again stands beside the queue's own bound: it had been let in before.
     fn check_queue_bound(&self) {
-        let start_allowance = self.limits.processes * self.limits.max_in_flight;
-        let most = (self.max_queue_ever + start_allowance) as usize;
-        let taken_back = self.queue.iter().filter(|job| self.jobs[job].attempts > 0).count();
-        let fresh = self.queue.len() - taken_back;
-        assert!(fresh <= most, "{fresh} wait, at most {most} may");
-        assert!(taken_back <= 2 * self.slots.len(), "{taken_back} were taken back");
+        let most = (self.max_queue_ever + 2 * self.permits_ever) as usize;
+        let waiting = self.queue.len() + self.suspects.len();
+        assert!(waiting <= most, "{waiting} wait, at most {most} may");
     }
 
     fn check_sums(&mut self, bulkhead: &mut Bulkhead<Tag>) {
@@ -213,14 +248,18 @@ impl Model {
         let counters = bulkhead.counters();
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
         assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or answered twice");
-        assert_eq!(bulkhead.queued(), self.queue.len());
+        assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len());
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
-        let max = u64::from(self.limits.max_in_flight);
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
-        let free: u64 = available.iter().map(|w| max - w.jobs.len() as u64).sum();
-        assert_eq!(bulkhead.limit(), available.len() as u64 * max);
-        assert_eq!(bulkhead.available(), free);
-        assert!(bulkhead.limit() <= u64::from(self.limits.processes) * max, "more permits than there are");
+        let limit: usize = available.iter().map(|w| self.capacity(w)).sum();
+        let able = available.iter().filter(|w| !w.is_apart);
+        let free: usize = able.map(|w| self.capacity(w).saturating_sub(w.jobs.len())).sum();
+        assert_eq!(bulkhead.limit(), limit as u64);
+        assert_eq!(bulkhead.available(), free as u64);
+        let most = self.limits.processes * self.limits.max_in_flight;
+        assert!(limit <= most as usize, "more permits than there are");
+        assert_eq!(bulkhead.activity(), self.activity);
+        assert_eq!(bulkhead.quarantined(self.now), self.poison.len(self.now, &self.limits));
         for (worker, job) in self.step.dispatched.drain(..) {
             assert!(bulkhead.holds(worker, job), "{job:?} is not where it was sent");
             assert_eq!(bulkhead.cargo_mut(job).map(|tag| tag.0), self.jobs.get(&job).map(|j| j.tag));
@@ -233,7 +272,6 @@ impl Model {
         for view in views {
             let worker = &self.workers[&view.id.place];
             let in_flight = worker.jobs.len() as u32;
-            assert!(in_flight <= self.limits.max_in_flight, "{:?} has too many jobs", view.id);
             let expected = (worker.id, worker.slot, in_flight, worker.served, self.is_current(worker));
             assert_eq!((view.id, view.slot, view.in_flight, view.served, view.is_current), expected);
         }
@@ -253,6 +291,11 @@ impl Model {
         matches!(self.mode, Mode::Stopping { .. })
     }
 
+    /// How many jobs it may have now: no more than it was told to expect.
+    fn capacity(&self, worker: &Worker) -> usize {
+        self.limits.max_in_flight.min(worker.promised) as usize
+    }
+
     fn is_current(&self, worker: &Worker) -> bool {
         matches!(self.slots[worker.slot as usize].state,
             SlotState::Held { current, .. } if current == worker.id.place)
@@ -270,8 +313,9 @@ impl Model {
 
     /// Which worker is to have the next job.
     fn least_loaded(&self) -> Option<WorkerId> {
-        let max = self.limits.max_in_flight as usize;
-        let able = self.workers.values().filter(|w| w.jobs.len() < max && self.is_available(w));
+        let has_room = |w: &&Worker| !w.is_apart && w.jobs.len() < self.capacity(w) && self.is_available(w);
+        let (in_use, limit) = self.permits();
+        let able = self.workers.values().filter(has_room).filter(|_| in_use < limit);
         able.min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
@@ -295,10 +339,16 @@ impl Model {
         self.limits.tenants.max_in_flight.is_some_and(|most| in_flight >= most as usize)
     }
 
-    fn lowest_admitted(&self) -> Priority {
+    /// How many permits are taken, and how many there are. Whoever is alone takes all of its worker's.
+    fn permits(&self) -> (usize, usize) {
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
-        let limit = available.len() * self.limits.max_in_flight as usize;
-        let in_use: usize = available.iter().map(|w| w.jobs.len()).sum();
+        let taken = |w: &&Worker| if w.is_apart { self.capacity(w) } else { w.jobs.len() };
+        let limit = available.iter().map(|w| self.capacity(w)).sum();
+        (available.iter().map(taken).sum(), limit)
+    }
+
+    fn lowest_admitted(&self) -> Priority {
+        let (in_use, limit) = self.permits();
         let configured = self.limits.processes * self.limits.max_in_flight;
         let reserve = (self.limits.critical_reserve * f64::from(configured)).ceil() as usize;
         let reserve = reserve.min(limit.saturating_sub(1));

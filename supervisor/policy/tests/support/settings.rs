@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use bulkhead_policy::{
-    BreakerLimits, Health, Limits, Overflow, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits,
+    BreakerLimits, Health, Limits, Overflow, PoisonLimits, Pressure, Recycle, Restart, RestartPolicy,
+    RetryLimits, Start, TenantLimits,
 };
 
 use super::random::Random;
@@ -31,7 +32,15 @@ pub(crate) fn limits(random: &mut Random) -> Limits {
         tenants: TenantLimits {
             max_in_flight: random.pick(&[None, None, Some(1), Some(2)]),
             max_queue: random.pick(&[None, None, Some(0), Some(2)]),
+            ..TenantLimits::default()
         },
+        retry: random
+            .percent(50)
+            .then(|| RetryLimits { attempts: random.pick(&[2, 2, 3, 5]), budget: random.pick(&[0.2, 1.0]) }),
+        poison: random
+            .percent(30)
+            .then(|| PoisonLimits { crashes: random.pick(&[1, 2, 3]), within: random.millis(100, 60_000) }),
+        idle: random.percent(20).then(|| random.millis(1, 5000)),
     }
 }
 

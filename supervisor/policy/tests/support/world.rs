@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use bulkhead_policy::{Action, Death, Event, Limits, Reply, Submission, Time, WorkerId};
+use bulkhead_policy::{Action, Change, Death, Event, Limits, Reply, Submission, Time, WorkerId};
 use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
 
 use super::Tag;
@@ -20,6 +20,7 @@ enum Happening {
     Cancel(JobId),
     Operator,
     Resume,
+    Wake,
     Ghost,
     Process(WorkerId, Sign),
 }
@@ -42,6 +43,7 @@ enum Sign {
 
 struct Process {
     has_dispatch_thread: bool,
+    can_resize: bool,
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
@@ -126,6 +128,7 @@ impl World {
             Happening::Cancel(job) => Some(Event::Cancel { job }),
             Happening::Operator => Some(self.operator(now)),
             Happening::Resume => Some(Event::Resume),
+            Happening::Wake => Some(Event::Start),
             Happening::Ghost => self.ghost(now),
             Happening::Process(worker, sign) => self.sign(now, worker, sign),
         }
@@ -148,8 +151,11 @@ impl World {
         let priority = self.random.pick(&[Priority::Critical, Priority::Normal, Priority::BestEffort]);
         let idempotent = self.random.percent(50);
         let cost = self.random.pick(&[1, 1, 1, 2, 7]);
+        let is_repeatable = self.random.percent(90);
+        let digest = self.limits.poison.is_some().then(|| self.random.range(0, 8).into());
         let cargo = Tag(self.next_tag);
-        Event::Submit(Submission { deadline, priority, idempotent, cost, ..Submission::new(cargo) })
+        let plain = Submission::new(cargo);
+        Event::Submit(Submission { deadline, priority, idempotent, is_repeatable, digest, cost, ..plain })
     }
 
     /// A job was taken: its client may lose interest.
@@ -163,19 +169,40 @@ impl World {
     fn operator(&mut self, now: Time) -> Event<Tag> {
         let pause = self.random.millis(1, 2 * self.temper.operator_ms);
         self.plan(now + pause, Happening::Operator);
-        match self.random.range(0, 8) {
+        match self.random.range(0, 12) {
             0 => {
                 let until = now + self.random.millis(0, 2000);
                 self.plan(until, Happening::Resume);
                 Event::Drain
             }
-            8 => Event::Change { max_queue: Some(self.random.pick(&[0, 1, 5, 20])), rate_limit: None },
+            8..11 => Event::Change(self.change()),
+            11 => {
+                let until = now + self.random.millis(0, 200);
+                self.plan(until, Happening::Wake);
+                Event::Rest
+            }
+            12 => {
+                // As long as nothing rests, this means nothing; while something does, it is waited for.
+                let until = now + self.random.millis(0, 200);
+                self.plan(until, Happening::Wake);
+                Event::Await
+            }
             6 => Event::ForceBreaker { open: true },
             7 => Event::ForceBreaker { open: false },
             1 => Event::Resume,
             2 => Event::Reset,
             3 => Event::HeldUp,
             _ => Event::Restart,
+        }
+    }
+
+    fn change(&mut self) -> Change {
+        let mut pick = |numbers: &[u32]| self.random.percent(50).then(|| self.random.pick(numbers));
+        Change {
+            processes: pick(&[1, 2, 3, 5]),
+            max_in_flight: pick(&[1, 1, 2, 4, 8]),
+            max_queue: pick(&[0, 1, 5, 20]),
+            rate_limit: None,
         }
     }
 
@@ -202,7 +229,7 @@ impl World {
         Some(match self.random.range(0, 11) {
             0 => Event::Spawned { worker, pid: 1 },
             1 => Event::SpawnFailed { worker, message },
-            2 => Event::Hello { worker, has_dispatch_thread: true },
+            2 => Event::Hello { worker, has_dispatch_thread: true, can_resize: true },
             3 => Event::Ready { worker },
             4 => Event::Heard { worker },
             5 => Event::Broke { worker, message },
@@ -238,9 +265,9 @@ impl World {
             }
             _ if process.is_leaving => return None,
             Sign::Hello => {
-                let has_dispatch_thread = process.has_dispatch_thread;
+                let (has_dispatch_thread, can_resize) = (process.has_dispatch_thread, process.can_resize);
                 self.plan_sign(now + self.limits.health.heartbeat / 2, worker, Sign::Beat);
-                Event::Hello { worker, has_dispatch_thread }
+                Event::Hello { worker, has_dispatch_thread, can_resize }
             }
             Sign::Extend => Event::ExtendStart { worker, more: self.random.millis(0, 3000) },
             Sign::Said => Event::Said { worker, text: "half way".into() },
@@ -373,6 +400,10 @@ impl World {
             }
             Action::Drain { worker } => self.go(now, *worker),
             Action::Kill { worker, .. } => self.kill(now, *worker),
+            Action::Limit { worker, .. } => {
+                let can_resize = self.processes.get(worker).is_none_or(|process| process.can_resize);
+                assert!(can_resize, "{worker:?} is told what it does not understand");
+            }
             Action::Answer(_) | Action::Note(_) => {}
         }
     }
@@ -380,6 +411,7 @@ impl World {
     fn spawn(&mut self, now: Time, worker: WorkerId) {
         let process = Process {
             has_dispatch_thread: self.random.percent(self.temper.has_dispatch_thread),
+            can_resize: self.random.percent(70),
             is_ready: false,
             is_silent: false,
             is_draining: false,

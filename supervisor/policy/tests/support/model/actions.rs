@@ -22,6 +22,9 @@ impl Worker {
             ready_at: None,
             heard_at: now,
             has_dispatch_thread: false,
+            can_resize: false,
+            promised: u32::MAX,
+            is_apart: false,
             jobs: Vec::new(),
             served: 0,
             killed: None,
@@ -40,6 +43,10 @@ impl Model {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
             }
             Action::Drain { worker } => self.drain_worker(*worker),
+            Action::Limit { worker, max_in_flight } => {
+                let owed = self.step.to_limit.remove(worker);
+                assert_eq!(owed, Some(*max_in_flight), "{worker:?} is told of a limit for no reason");
+            }
             Action::Kill { worker, reason } => self.kill(*worker, reason),
             Action::Answer(answer) => self.answer(answer),
             Action::Note(note) => self.note(note),
@@ -48,9 +55,14 @@ impl Model {
 
     fn dispatch(&mut self, id: WorkerId, job_id: JobId, remaining: Duration) {
         assert!(self.mode == Mode::Open, "a job is given out while draining");
-        assert_eq!(self.least_loaded(), Some(id), "the wrong worker was given a job");
-        assert!(self.next_ones().contains(&job_id), "the wrong job was given out");
-        self.queue.retain(|&waiting| waiting != job_id);
+        if self.suspects.front() == Some(&job_id) {
+            self.take_suspect(id);
+        } else {
+            assert_eq!(self.least_loaded(), Some(id), "the wrong worker was given a job");
+            let next = self.next_ones();
+            assert!(next.contains(&job_id), "{job_id:?} was given out, and one of {next:?} comes first");
+            self.queue.retain(|&waiting| waiting != job_id);
+        }
         let job = self.jobs.get_mut(&job_id).expect("a job that waits is known");
         assert!(!job.is_answered, "{job_id:?} is given out after its answer");
         assert!(job.deadline_at > self.now, "{job_id:?} is given out after its deadline");
@@ -114,6 +126,9 @@ impl Model {
 
     fn is_overdue(&self, worker: &Worker) -> bool {
         let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
+        if has_not_begun && !self.is_wanted(worker) {
+            return true;
+        }
         match (self.mode, worker.phase) {
             (Mode::Stopping { by }, _) if by <= self.now || has_not_begun => true,
             (_, Phase::Draining { idle_since: Some(since) }) => since + EXIT_PATIENCE <= self.now,
@@ -135,6 +150,8 @@ impl Model {
                 self.check_patience(worker);
             }
             let is_ready = worker.phase == Phase::Ready;
+            let is_leaving = matches!(worker.phase, Phase::Draining { .. });
+            assert!(is_leaving || self.is_wanted(worker), "{:?} is too many and goes on", worker.id);
             assert!(!is_ready || !self.is_stopping(), "{:?} was not told to stop", worker.id);
             assert!(!is_ready || self.is_current(worker), "{:?} was replaced and goes on", worker.id);
         }
@@ -152,21 +169,26 @@ impl Model {
     fn answer(&mut self, answer: &Answer<Tag>) {
         self.count(&answer.verdict);
         let Some(id) = answer.job else { return self.refused(answer) };
-        let is_next = self.next_ones().contains(&id);
+        let is_next = self.next_ones().contains(&id) || self.suspects.front() == Some(&id);
+        let told = |verdict| self.told(id, verdict);
+        let is_broken = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::CircuitOpen)));
+        let is_evicted = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Evicted)));
+        let is_late = is_same(&answer.verdict, &told(Verdict::DeadlineQueued));
+        let is_poison = is_same(&answer.verdict, &told(Verdict::rejected(RejectReason::Quarantined)));
+        let is_quarantined = self.is_quarantined(self.jobs[&id].digest);
         let job = self.jobs.get_mut(&id).expect("an answer for an unknown job");
         assert!(!job.is_answered, "{id:?} is answered twice");
         assert_eq!(answer.cargo.0, job.tag, "the answer for another job");
         let is_expired_at_the_head = is_next && job.deadline_at <= self.now;
-        let is_broken = answer.verdict == Verdict::rejected(RejectReason::CircuitOpen);
-        let is_evicted = answer.verdict == Verdict::rejected(RejectReason::Evicted);
         match self.step.owed.remove(&id) {
             Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
+            None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
+            None if is_next && self.is_breaking && is_broken => {}
+            None if is_expired_at_the_head && is_late => {}
             None if is_evicted => {
                 assert!(self.step.evictable.contains(&id), "{id:?} is evicted, and others come first");
                 self.step.evictable.clear();
             }
-            None if is_next && self.is_breaking && is_broken => {}
-            None if is_expired_at_the_head && answer.verdict == Verdict::DeadlineQueued => {}
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
         assert_eq!(answer.attempts, job.attempts);
@@ -187,6 +209,7 @@ impl Model {
             }
             _ => {
                 self.queue.retain(|&waiting| waiting != id);
+                self.suspects.retain(|&waiting| waiting != id);
                 self.jobs.remove(&id);
             }
         }
@@ -246,6 +269,11 @@ impl Model {
                     StopReason::Failed => "bulkhead failed",
                     StopReason::Policy => "bulkhead failed by policy",
                 });
+            }
+            Note::JobRetried { job, attempts } => self.retried(*job, *attempts),
+            Note::JobQuarantined { digest, .. } => {
+                let at = self.step.to_quarantine.iter().position(|d| d == digest);
+                self.step.to_quarantine.remove(at.expect("quarantined for no reason"));
             }
             Note::WorkerExited { slot, .. } => {
                 if matches!(self.slots[*slot as usize].state, SlotState::Held { .. }) {

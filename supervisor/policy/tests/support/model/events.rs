@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use bulkhead_policy::{Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId};
 use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verdict};
 
+use super::recovery;
 use super::slots::SlotState;
 use super::{Cause, Job, Mode, Model, Phase, Step, Submitted};
 use crate::support::Tag;
@@ -21,7 +22,11 @@ impl Model {
         self.step = Step { cause: cause(event), ..Step::default() };
         self.coverage.see(event_name(event));
         match event {
-            Event::Start | Event::Reset | Event::Spawned { .. } | Event::Heard { .. } => {}
+            Event::Start => self.start(),
+            Event::Rest => self.rest(),
+            Event::Await => self.wait_for_start(),
+            Event::Reset => self.poison = recovery::Poison::default(),
+            Event::Spawned { .. } | Event::Heard { .. } | Event::ChangeTenant { .. } => {}
             Event::ForceBreaker { .. } => {}
             Event::Lost { worker, left_unread } => {
                 self.coverage.see("lost");
@@ -30,10 +35,7 @@ impl Model {
                 }
                 self.exited(*worker, Death::Signal(9), *left_unread);
             }
-            Event::Change { max_queue, .. } => {
-                self.limits.max_queue = max_queue.unwrap_or(self.limits.max_queue);
-                self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
-            }
+            Event::Change(change) => self.change(*change),
             Event::Memory { .. } | Event::Stopping { .. } | Event::Broke { .. } | Event::Said { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
@@ -42,7 +44,9 @@ impl Model {
                 self.coverage.see("spawn failed");
                 self.worker_gone(*worker, true, false);
             }
-            Event::Hello { worker, has_dispatch_thread } => self.hello(*worker, *has_dispatch_thread),
+            Event::Hello { worker, has_dispatch_thread, can_resize } => {
+                self.hello(*worker, *has_dispatch_thread, *can_resize);
+            }
             Event::ExtendStart { worker, more } => self.extend_start(*worker, *more),
             Event::Ready { worker } => self.ready(*worker),
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
@@ -86,9 +90,21 @@ impl Model {
         self.counters.submitted += 1;
         let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
         let limit = asked.unwrap_or(self.limits.deadline);
-        let Submission { priority, tenant, .. } = *submission;
-        let refusal = self.refusal(limit, priority, tenant);
-        self.step.submission = Some(Submitted { tag: submission.cargo.0, priority, tenant, limit, refusal });
+        let Submission { priority, tenant, idempotent, is_repeatable, digest, .. } = *submission;
+        let refusal = match self.refusal(limit, priority, tenant) {
+            early @ Some(Verdict::DeadlineQueued) => early,
+            early if self.mode != Mode::Open => early,
+            _ if self.is_quarantined(digest) => {
+                // It is looked at before the queue is.
+                self.step = Step { cause: self.step.cause, ..Step::default() };
+                Some(Verdict::rejected(RejectReason::Quarantined))
+            }
+            other => other,
+        };
+        let tag = submission.cargo.0;
+        let submitted =
+            Submitted { tag, priority, tenant, idempotent, is_repeatable, digest, limit, refusal };
+        self.step.submission = Some(submitted);
     }
 
     /// Why a job that comes now is not taken.
@@ -127,9 +143,10 @@ impl Model {
     fn make_room(&mut self, priority: Priority) -> Option<Verdict> {
         let lowest = self.queue.iter().map(|id| self.jobs[id].priority).min();
         if let Some(class) = lowest.filter(|&class| class < priority) {
-            let newest = self.queue.iter().rev().find(|id| self.jobs[id].priority == class);
-            self.step.shed = newest.copied();
-            self.step.owed.extend(newest.map(|&id| (id, Verdict::rejected(RejectReason::Shed))));
+            let newest = self.queue.iter().rev().find(|id| self.jobs[id].priority == class).copied();
+            self.step.shed = newest;
+            let verdict = newest.map(|id| (id, self.told(id, Verdict::rejected(RejectReason::Shed))));
+            self.step.owed.extend(verdict);
             return None;
         }
         let full = Some(Verdict::rejected(RejectReason::QueueFull));
@@ -154,7 +171,7 @@ impl Model {
     /// When there may be a worker at the earliest: now, if there is one in whatever state.
     fn next_start(&self) -> Option<Time> {
         let starts = self.slots.iter().filter_map(|slot| match slot.state {
-            SlotState::Held { .. } => Some(self.now),
+            SlotState::Held { .. } | SlotState::Awaiting => Some(self.now),
             SlotState::Waiting { until } => Some(until),
             _ => None,
         });
@@ -175,6 +192,11 @@ impl Model {
             received: self.now,
             deadline_at: self.now + submission.limit,
             hard_deadline_at: self.now + submission.limit.max(self.limits.deadline),
+            idempotent: submission.idempotent,
+            is_repeatable: submission.is_repeatable,
+            digest: submission.digest,
+            before: None,
+            is_suspect: false,
             attempts: 0,
             is_answered: false,
             is_overdue: false,
@@ -186,7 +208,8 @@ impl Model {
 
     fn cancel(&mut self, id: JobId) {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
-        let executed = if job.worker.is_some() { Executed::Yes } else { Executed::No };
+        let has_run = job.worker.is_some() || job.before.is_some();
+        let executed = if has_run { Executed::Yes } else { Executed::No };
         self.step.owed.insert(id, Verdict::Cancelled { executed });
     }
 
@@ -194,6 +217,9 @@ impl Model {
 
     fn tick(&mut self) {
         let now = self.now;
+        if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
+            self.rest();
+        }
         let patience = self.limits.queue_timeout;
         for (id, job) in &mut self.jobs {
             job.is_overdue = job.worker.is_some() && job.hard_deadline_at <= now;
@@ -201,8 +227,13 @@ impl Model {
                 continue;
             }
             let is_waiting = job.worker.is_none();
+            let patience = patience.filter(|_| job.before.is_none());
             let verdict = if job.deadline_at <= now {
-                if is_waiting { Verdict::DeadlineQueued } else { Verdict::DeadlineRunning }
+                match (is_waiting, &job.before) {
+                    (false, _) => Verdict::DeadlineRunning,
+                    (true, Some(crash)) => crash.clone(),
+                    (true, None) => Verdict::DeadlineQueued,
+                }
             } else if is_waiting && patience.is_some_and(|patience| job.received + patience <= now) {
                 Verdict::rejected(RejectReason::QueueTimeout)
             } else {
@@ -214,14 +245,16 @@ impl Model {
 
     // Workers.
 
-    fn hello(&mut self, id: WorkerId, has_dispatch_thread: bool) {
-        let until = self.now + self.limits.start.ready;
+    fn hello(&mut self, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
+        let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
         if let Some(worker) = self.live_mut(id)
             && worker.phase == Phase::Spawned
             && worker.killed.is_none()
         {
             worker.phase = Phase::Initializing { until };
             worker.has_dispatch_thread = has_dispatch_thread;
+            worker.can_resize = can_resize;
+            worker.promised = most;
         }
     }
 
@@ -269,6 +302,9 @@ impl Model {
                 *idle_since = Some(now);
             }
         }
+        if matches!(reply, Reply::ProgramCrashed { .. }) {
+            self.crashed_alone(job);
+        }
         if self.jobs[&job].is_answered {
             self.coverage.see("late reply");
             self.counters.late_replies += 1;
@@ -278,7 +314,10 @@ impl Model {
         let verdict = match reply {
             Reply::Ok => Verdict::Ok,
             Reply::Failed(failure) => Verdict::Failed(failure.clone()),
-            Reply::ProgramCrashed { signal, .. } => crashed(CrashReason::Signal, Some(*signal)),
+            Reply::ProgramCrashed { signal, .. } => {
+                self.may_be_retried(job, false);
+                crashed(CrashReason::Signal, Some(*signal))
+            }
         };
         self.step.owed.insert(job, verdict);
     }
@@ -293,14 +332,31 @@ impl Model {
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let verdict = verdict_of(death, killed.as_ref());
         let is_taken_back = left_unread && jobs.len() == 1 && self.may_be_given_again(jobs[0]);
+        let is_crash = !matches!(
+            killed,
+            Some(
+                KillReason::Deadline
+                    | KillReason::Overdue
+                    | KillReason::KeeperDied
+                    | KillReason::NoHello
+                    | KillReason::NotReady
+            )
+        );
+        if let &[job] = &jobs[..]
+            && is_crash
+            && !is_taken_back
+        {
+            self.crashed_alone(job);
+        }
         for job in jobs {
             if is_taken_back {
                 self.coverage.see("taken back unread");
-                self.queue.push_front(job);
+                self.wait_again(job);
                 self.jobs.entry(job).and_modify(|job| job.worker = None);
             } else if self.jobs[&job].is_answered {
                 self.jobs.remove(&job);
             } else {
+                self.may_be_retried(job, is_crash);
                 self.step.owed.insert(job, verdict.clone());
             }
         }
@@ -310,13 +366,13 @@ impl Model {
     fn may_be_given_again(&self, job: JobId) -> bool {
         let job = &self.jobs[&job];
         let may_wait = self.mode == Mode::Open && self.live_slots() > 0;
-        may_wait && !job.is_answered && job.attempts <= UNREAD_ATTEMPTS_MAX
+        may_wait && !job.is_answered && job.is_repeatable && job.attempts <= UNREAD_ATTEMPTS_MAX
     }
 
     // The operator.
 
     fn restart(&mut self) {
-        self.rolling = (0..self.limits.processes).collect();
+        self.rolling = (0..self.slots.len() as u32).collect();
         let now = self.now;
         self.workers.values_mut().for_each(|worker| worker.no_successor_before = now);
     }
@@ -348,8 +404,9 @@ impl Model {
     }
 
     pub(super) fn owe_the_queue(&mut self, reason: RejectReason) {
-        for &job in &self.queue {
-            self.step.owed.insert(job, Verdict::rejected(reason));
+        for &job in self.queue.iter().chain(&self.suspects) {
+            let verdict = self.told(job, Verdict::rejected(reason));
+            self.step.owed.insert(job, verdict);
         }
     }
 }
@@ -366,6 +423,7 @@ fn cause(event: &Event<Tag>) -> Cause {
         Event::Stopping { worker } => Cause::Stopping(*worker),
         Event::Reset => Cause::Reset,
         Event::Stop { .. } => Cause::Stop,
+        Event::Change(_) => Cause::Resize,
         _ => Cause::Other,
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{RestartPolicy, Time, WorkerId};
+use bulkhead_policy::{Activity, RestartPolicy, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
 use super::{Cause, Model, Phase, Worker};
@@ -28,6 +28,10 @@ pub(super) struct Slot {
 pub(super) enum SlotState {
     #[default]
     Empty,
+    /// It is to have a worker later.
+    Awaiting,
+    /// There are more slots than are wanted.
+    Closed,
     Held {
         current: u32,
         successor: Option<u32>,
@@ -53,9 +57,9 @@ pub(super) enum Next {
 impl Slot {
     fn is_live(&self) -> bool {
         match self.state {
-            SlotState::Held { .. } | SlotState::Waiting { .. } => true,
+            SlotState::Held { .. } | SlotState::Waiting { .. } | SlotState::Awaiting => true,
             SlotState::Vacated(next) => !matches!(next, Next::Failed | Next::Never),
-            SlotState::Empty | SlotState::Stopped { .. } => false,
+            SlotState::Empty | SlotState::Closed | SlotState::Stopped { .. } => false,
         }
     }
 
@@ -86,7 +90,7 @@ impl Model {
                 None
             }
             SlotState::Vacated(_) => panic!("slot {slot} is to have no worker: {state:?}"),
-            _ if matches!(self.step.cause, Cause::Start | Cause::Reset) => None,
+            _ if self.step.cause == Cause::Reset => None,
             _ if self.rolling.remove(&slot) => None,
             _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
         };
@@ -135,6 +139,9 @@ impl Model {
         if is_proven && worker.served > 0 {
             self.coverage.see("proven");
             self.slots[slot].forget();
+        }
+        if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
+            self.open(slot);
         }
         let SlotState::Held { current, successor } = self.slots[slot].state else { return };
         if successor == Some(id.place) {
@@ -198,6 +205,83 @@ impl Model {
 
     pub(super) fn reset(&mut self) {
         self.slots.iter_mut().for_each(Slot::forget);
+    }
+
+    // How many there are.
+
+    /// Whether a worker fills its slot or will.
+    pub(super) fn is_wanted(&self, worker: &Worker) -> bool {
+        let place = worker.id.place;
+        matches!(self.slots[worker.slot as usize].state,
+            SlotState::Held { current, successor } if current == place || successor == Some(place))
+    }
+
+    /// As many slots as are wanted, whatever there were.
+    pub(super) fn fit_slots(&mut self) {
+        let wanted = self.limits.processes as usize;
+        while self.slots.len() < wanted {
+            self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
+        }
+        for slot in 0..self.slots.len() {
+            match (slot < wanted, self.slots[slot].state) {
+                (true, SlotState::Closed) => self.open(slot),
+                (false, _) => self.slots[slot].state = SlotState::Closed,
+                (true, _) => {}
+            }
+        }
+        self.owe_if_nobody_comes();
+    }
+
+    /// A slot gets its worker now, unless one is still leaving it, or later.
+    pub(super) fn open(&mut self, slot: usize) {
+        let is_free = self.workers.values().all(|worker| worker.slot as usize != slot);
+        self.slots[slot].state = match self.activity {
+            Activity::Resting => SlotState::Empty,
+            Activity::Started if is_free => SlotState::Vacated(Next::Now),
+            Activity::Started | Activity::Awaiting => SlotState::Awaiting,
+        };
+    }
+
+    pub(super) fn start(&mut self) {
+        if self.is_stopping() {
+            return;
+        }
+        self.activity = Activity::Started;
+        for slot in 0..self.slots.len() {
+            if matches!(self.slots[slot].state, SlotState::Empty | SlotState::Awaiting) {
+                self.open(slot);
+            }
+        }
+    }
+
+    pub(super) fn wait_for_start(&mut self) {
+        if self.activity != Activity::Resting || self.is_stopping() {
+            return;
+        }
+        self.coverage.see("awaits");
+        self.activity = Activity::Awaiting;
+        for slot in self.slots.iter_mut().filter(|slot| slot.state == SlotState::Empty) {
+            slot.state = SlotState::Awaiting;
+        }
+    }
+
+    pub(super) fn rest(&mut self) {
+        if self.activity == Activity::Resting || self.is_stopping() {
+            return;
+        }
+        self.coverage.see("rests");
+        self.activity = Activity::Resting;
+        self.idle_since = None;
+        for slot in self.slots.iter_mut().filter(|slot| slot.state != SlotState::Closed) {
+            slot.state = SlotState::Empty;
+        }
+        self.owe_if_nobody_comes();
+    }
+
+    fn owe_if_nobody_comes(&mut self) {
+        if self.live_slots() == 0 {
+            self.owe_the_queue(RejectReason::Unavailable);
+        }
     }
 
     pub(super) fn settle_slots(&mut self) {

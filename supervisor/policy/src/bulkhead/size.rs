@@ -1,0 +1,209 @@
+//! How many workers there are to be, and how many jobs each may have: resized while jobs run, at rest while
+//! there is nothing to do. Growth takes effect at once; what is too many finishes what it has.
+
+use super::{Bulkhead, Mode};
+use crate::limits::OwnNumbers;
+use crate::messages::{Action, Change, RecycleReason};
+use crate::time::Time;
+use crate::workers::{Phase, Role, SlotState};
+
+/// Whether workers are wanted at all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    /// No: before [`crate::Event::Start`], after [`crate::Event::Rest`], or idle for too long.
+    Resting,
+    /// Soon: [`crate::Event::Start`] will come.
+    Awaiting,
+    /// Yes.
+    Started,
+}
+
+impl<T> Bulkhead<T> {
+    /// Whether workers are wanted at all.
+    pub fn activity(&self) -> Activity {
+        self.activity
+    }
+
+    /// Whether no process of it is left.
+    pub fn has_no_workers(&self) -> bool {
+        self.workers.iter().all(Option::is_none)
+    }
+
+    /// Whether it holds no job: none waits, and no worker has one.
+    pub fn has_no_jobs(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Since when it has had no job, as far as [`crate::Limits::idle`] wants to know.
+    pub fn idle_since(&self) -> Option<Time> {
+        self.idle_since
+    }
+
+    pub(super) fn slots_wanted(&self) -> usize {
+        if self.limits.max_in_flight == 0 { 0 } else { self.limits.processes as usize }
+    }
+
+    // Numbers put in force.
+
+    pub(super) fn change(&mut self, now: Time, change: Change, out: &mut Vec<Action<T>>) {
+        self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
+        self.limits.rate_limit = change.rate_limit.or(self.limits.rate_limit);
+        self.limits.processes = change.processes.unwrap_or(self.limits.processes);
+        if let Some(most) = change.max_in_flight {
+            self.limits.max_in_flight = most;
+            self.tell_workers(out);
+        }
+        self.fit_slots(now, out);
+        self.replace_unresizable(now, out);
+    }
+
+    /// Tells workers how many jobs to expect. One that is not welcomed yet hears it in its welcome.
+    fn tell_workers(&mut self, out: &mut Vec<Action<T>>) {
+        let most = self.limits.max_in_flight;
+        for place in 0..self.workers.len() as u32 {
+            let Some(worker) = self.workers[place as usize].as_mut() else { continue };
+            let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
+            if is_told && worker.can_resize && worker.promised != most {
+                worker.promised = most;
+                out.push(Action::Limit { worker: worker.id, max_in_flight: most });
+            }
+            self.refresh(place);
+        }
+    }
+
+    /// Workers that cannot be told of growth are replaced, one after the other.
+    fn replace_unresizable(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let most = self.limits.max_in_flight;
+        for worker in self.workers.iter_mut().flatten() {
+            let is_behind = worker.role == Role::Current && worker.promised < most;
+            if is_behind && !self.rolling.iter().any(|(slot, _)| *slot == worker.slot) {
+                worker.succession_after = now;
+                self.rolling.push_back((worker.slot, RecycleReason::Resize));
+            }
+        }
+        self.roll_on(now, out);
+    }
+
+    /// Opens and closes slots until there are as many as are wanted.
+    fn fit_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let wanted = self.slots_wanted();
+        if matches!(self.mode, Mode::Stopping { .. }) {
+            return;
+        }
+        while self.slots.len() < wanted {
+            self.slots.push(super::Slot { state: SlotState::Closed, ..super::Slot::default() });
+        }
+        for slot in 0..self.slots.len() as u32 {
+            let is_closed = matches!(self.slots[slot as usize].state, SlotState::Closed);
+            match ((slot as usize) < wanted, is_closed) {
+                (true, true) => self.open_slot(now, slot, out),
+                (false, false) => self.clear_slot(now, slot, SlotState::Closed, out),
+                (true, false) | (false, true) => {}
+            }
+        }
+        self.reject_if_none_is_left(now, out);
+    }
+
+    /// Has a slot filled as soon as that is possible.
+    fn open_slot(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+        let has_room = self.slots[slot as usize].retired == 0;
+        match self.activity {
+            Activity::Resting => self.set_slot(slot, SlotState::Empty),
+            Activity::Started if has_room => self.spawn(now, slot, Role::Current, out),
+            Activity::Started | Activity::Awaiting => self.set_slot(slot, SlotState::Awaiting),
+        }
+    }
+
+    /// Has a slot's workers finish what they have, and leaves it like this.
+    fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState, out: &mut Vec<Action<T>>) {
+        let entry = &mut self.slots[slot as usize];
+        let successor = entry.successor.take();
+        let current = match entry.state {
+            SlotState::Occupied(place) => Some(place),
+            _ => None,
+        };
+        entry.has_had_worker = false;
+        entry.has_settled = false;
+        self.rolling.retain(|(rolling, _)| *rolling != slot);
+        self.set_slot(slot, state);
+        for place in current.into_iter().chain(successor) {
+            if let Some(worker) = self.workers[place as usize].as_mut() {
+                worker.role = Role::Retired;
+                self.slots[slot as usize].retired += 1;
+            }
+            self.drain_worker(now, place, out);
+        }
+    }
+
+    /// A worker that had been replaced, or was too many, is gone: its slot may wait for that.
+    pub(super) fn retired_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+        self.slots[slot as usize].retired -= 1;
+        if matches!(self.slots[slot as usize].state, SlotState::Awaiting) {
+            self.open_slot(now, slot, out);
+        }
+        self.roll_on(now, out);
+    }
+
+    // Rest.
+
+    /// Puts every slot that stands empty to work.
+    pub(super) fn start(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if matches!(self.mode, Mode::Stopping { .. }) {
+            return;
+        }
+        self.activity = Activity::Started;
+        for slot in 0..self.slots.len() as u32 {
+            if matches!(self.slots[slot as usize].state, SlotState::Empty | SlotState::Awaiting) {
+                self.open_slot(now, slot, out);
+            }
+        }
+    }
+
+    pub(super) fn wait_for_start(&mut self) {
+        if self.activity != Activity::Resting || matches!(self.mode, Mode::Stopping { .. }) {
+            return;
+        }
+        self.activity = Activity::Awaiting;
+        for slot in 0..self.slots.len() as u32 {
+            if matches!(self.slots[slot as usize].state, SlotState::Empty) {
+                self.set_slot(slot, SlotState::Awaiting);
+            }
+        }
+    }
+
+    pub(super) fn rest(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.activity == Activity::Resting || matches!(self.mode, Mode::Stopping { .. }) {
+            return;
+        }
+        self.activity = Activity::Resting;
+        self.idle_since = None;
+        for slot in 0..self.slots.len() as u32 {
+            if !matches!(self.slots[slot as usize].state, SlotState::Closed) {
+                self.clear_slot(now, slot, SlotState::Empty, out);
+            }
+        }
+        self.reject_if_none_is_left(now, out);
+    }
+
+    /// When it rests if no job comes.
+    pub(super) fn rests_at(&self) -> Option<Time> {
+        Some(self.idle_since? + self.limits.idle?)
+    }
+
+    pub(super) fn mind_idleness(&mut self, now: Time) {
+        if self.limits.idle.is_none() {
+            return;
+        }
+        let is_stopping = matches!(self.mode, Mode::Stopping { .. });
+        let is_idle = self.jobs.is_empty() && self.activity == Activity::Started && !is_stopping;
+        self.idle_since = is_idle.then(|| self.idle_since.unwrap_or(now));
+    }
+
+    // Tenants.
+
+    pub(super) fn change_tenant(&mut self, name: &str, numbers: OwnNumbers) {
+        if let Some(id) = self.tenants.set_own(name, numbers) {
+            self.block_by_share(id);
+        }
+    }
+}

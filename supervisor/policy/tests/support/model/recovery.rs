@@ -1,0 +1,172 @@
+//! Jobs whose worker died: who is tried again, in what company, and which payload is kept out.
+
+use std::collections::BTreeMap;
+
+use bulkhead_policy::{Activity, Bulkhead, Change, Limits, Time, WorkerId};
+use bulkhead_shared::{Executed, JobId, Verdict};
+
+use super::{Mode, Model, Phase};
+use crate::support::Tag;
+
+/// So many retries are within any budget.
+const RETRIES_FLOOR: u64 = 10;
+
+/// Which payloads crashed, and when.
+#[derive(Default)]
+pub(super) struct Poison {
+    crashes: Vec<(Time, u128)>,
+    quarantined: BTreeMap<u128, Time>,
+}
+
+impl Poison {
+    pub(super) fn len(&self, now: Time, limits: &Limits) -> usize {
+        let Some(limits) = &limits.poison else { return 0 };
+        self.quarantined.values().filter(|&&since| now.since(since) < limits.within).count()
+    }
+}
+
+impl Model {
+    pub(super) fn is_quarantined(&self, digest: Option<u128>) -> bool {
+        let Some((limits, digest)) = self.limits.poison.as_ref().zip(digest) else { return false };
+        let since = self.poison.quarantined.get(&digest);
+        since.is_some_and(|&since| self.now.since(since) < limits.within)
+    }
+
+    /// A worker, or a program, died while it had this job and no other.
+    pub(super) fn crashed_alone(&mut self, job: JobId) {
+        let digest = self.jobs[&job].digest;
+        let was_quarantined = self.is_quarantined(digest);
+        let Some((limits, digest)) = self.limits.poison.as_ref().zip(digest) else { return };
+        let (now, within) = (self.now, limits.within);
+        self.poison.quarantined.retain(|_, since| now.since(*since) < within);
+        self.poison.crashes.push((now, digest));
+        let is_recent = |&&(at, d): &&(Time, u128)| d == digest && now.since(at) < within;
+        if self.poison.crashes.iter().filter(is_recent).count() >= limits.crashes as usize {
+            self.poison.quarantined.insert(digest, now);
+            if !was_quarantined {
+                self.coverage.see("quarantined");
+                self.step.to_quarantine.push(digest);
+            }
+        }
+    }
+
+    /// A job lost its worker: if it may be tried again, it is the budget that decides.
+    pub(super) fn may_be_retried(&mut self, id: JobId, is_suspect: bool) {
+        let Some(limits) = &self.limits.retry else { return };
+        let job = &self.jobs[&id];
+        let is_open = self.mode == Mode::Open && self.live_slots() > 0;
+        let is_fit = job.idempotent && job.is_repeatable && !job.is_answered && job.deadline_at > self.now;
+        let has_attempts = job.attempts < limits.attempts;
+        if is_open && is_fit && has_attempts && !self.is_quarantined(job.digest) {
+            self.step.retryable.insert(id, is_suspect || job.is_suspect);
+        }
+    }
+
+    pub(super) fn retried(&mut self, id: JobId, attempts: u32) {
+        let is_suspect = self.step.retryable.remove(&id).expect("tried again against the rules");
+        self.coverage.see(if is_suspect { "retried alone" } else { "retried" });
+        self.counters.retries += 1;
+        let crash = self.step.owed.remove(&id).expect("it is owed an answer otherwise");
+        let job = self.jobs.get_mut(&id).expect("a job that is tried again is known");
+        assert_eq!(attempts, job.attempts);
+        (job.before, job.worker, job.is_suspect) = (Some(crash.clone()), None, is_suspect);
+        self.wait_again(id);
+        if self.live_slots() == 0 {
+            // Its worker was the last one.
+            self.step.owed.insert(id, crash);
+        }
+    }
+
+    pub(super) fn wait_again(&mut self, id: JobId) {
+        match self.jobs[&id].is_suspect {
+            true => self.suspects.push_back(id),
+            false => self.queue.push_front(id),
+        }
+    }
+
+    /// What the client of a waiting job hears: if it ran before, that is what counts.
+    pub(super) fn told(&self, id: JobId, verdict: Verdict) -> Verdict {
+        let job = &self.jobs[&id];
+        match (&job.before, &verdict) {
+            (Some(_), _) if job.worker.is_some() => verdict,
+            (Some(_), Verdict::Cancelled { .. }) => Verdict::Cancelled { executed: Executed::Yes },
+            (Some(crash), _) => crash.clone(),
+            (None, _) => verdict,
+        }
+    }
+
+    // Workers for one alone.
+
+    pub(super) fn note_who_is_apart(&mut self, bulkhead: &Bulkhead<Tag>) {
+        for view in bulkhead.workers(self.now) {
+            if let Some(worker) = self.live_mut(view.id) {
+                worker.is_apart = view.is_apart;
+            }
+        }
+    }
+
+    pub(super) fn take_suspect(&mut self, id: WorkerId) {
+        let worker = self.live(id).expect("only what lives is given a job");
+        assert!(worker.jobs.is_empty() && self.is_available(worker), "a suspect is not alone");
+        self.coverage.see("alone");
+        self.suspects.pop_front();
+    }
+
+    pub(super) fn check_suspects(&self) {
+        let step = &self.step;
+        let was_within_budget = self.limits.retry.is_some() && self.counters.retries < RETRIES_FLOOR;
+        assert!(!was_within_budget || step.retryable.is_empty(), "not tried again: {:?}", step.retryable);
+        let available = || self.workers.values().filter(|worker| self.is_available(worker));
+        let is_suspect = |job: &JobId| self.jobs[job].is_suspect;
+        if !self.suspects.is_empty() {
+            assert!(
+                available().all(|worker| !worker.jobs.is_empty()),
+                "a suspect waits beside an idle worker"
+            );
+            let has_one = available().any(|worker| worker.is_apart);
+            assert!(has_one || self.least_loaded().is_none(), "no worker is kept for a suspect");
+        }
+        for worker in available() {
+            let has_suspect = worker.jobs.iter().any(is_suspect);
+            assert!(!has_suspect || worker.jobs.len() == 1, "a suspect has company");
+            assert!(!has_suspect || worker.is_apart);
+            assert!(!worker.is_apart || has_suspect || !self.suspects.is_empty(), "{:?} is idle", worker.id);
+        }
+    }
+
+    // Numbers put in force.
+
+    pub(super) fn change(&mut self, change: Change) {
+        self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
+        self.limits.processes = change.processes.unwrap_or(self.limits.processes);
+        self.limits.max_in_flight = change.max_in_flight.unwrap_or(self.limits.max_in_flight);
+        self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
+        self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);
+        let (most, now) = (self.limits.max_in_flight, self.now);
+        for worker in self.workers.values_mut().filter(|worker| worker.killed.is_none()) {
+            let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
+            if change.max_in_flight.is_some() && is_told && worker.can_resize && worker.promised != most {
+                self.coverage.see("told of the limit");
+                worker.promised = most;
+                self.step.to_limit.insert(worker.id, most);
+            }
+        }
+        if !self.is_stopping() {
+            self.fit_slots();
+        }
+        for worker in self.workers.values_mut().filter(|worker| worker.promised < most) {
+            worker.no_successor_before = worker.no_successor_before.min(now);
+            self.rolling.insert(worker.slot);
+        }
+    }
+
+    pub(super) fn settle_idleness(&mut self, bulkhead: &Bulkhead<Tag>) {
+        let is_started = self.activity == Activity::Started && !self.is_stopping();
+        let is_idle = self.jobs.is_empty() && is_started;
+        self.idle_since = match self.limits.idle {
+            Some(_) if is_idle => Some(self.idle_since.unwrap_or(self.now)),
+            _ => None,
+        };
+        assert_eq!(bulkhead.idle_since(), self.idle_since);
+    }
+}
