@@ -5,14 +5,14 @@ use std::pin::pin;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
-use http_body_util::{BodyExt, Empty};
+use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
-use crate::args::Args;
+use crate::args::{Args, Resize};
 use crate::output::{self, Failure, exit, harmless};
 
 /// Bytes of one line of a stream; a longer one is not ours.
@@ -26,8 +26,17 @@ const LAST_EVENTS: usize = 10;
 
 /// Sends a request and returns the answer's head, its body still to be read.
 async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
+    request_with(args, method, path, String::new()).await
+}
+
+async fn request_with(
+    args: &Args,
+    method: Method,
+    path: &str,
+    body: String,
+) -> Result<Response<Incoming>, Failure> {
     let socket = args.admin();
-    let answer = tokio::time::timeout(ANSWER_WITHIN, send(&socket, method, path)).await;
+    let answer = tokio::time::timeout(ANSWER_WITHIN, send(&socket, method, path, body)).await;
     let response = answer.unwrap_or_else(|_| {
         Err(unreachable(&socket, &format!("it does not answer within {} s", ANSWER_WITHIN.as_secs())))
     })?;
@@ -55,7 +64,12 @@ fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::new(exit::UNREACHABLE, message)
 }
 
-async fn send(socket: &Path, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
+async fn send(
+    socket: &Path,
+    method: Method,
+    path: &str,
+    body: String,
+) -> Result<Response<Incoming>, Failure> {
     let stream = UnixStream::connect(socket).await.map_err(|error| match error.kind() {
         std::io::ErrorKind::PermissionDenied => {
             Failure::new(exit::FORBIDDEN, format!("you may not use the admin socket {}", socket.display()))
@@ -71,7 +85,8 @@ async fn send(socket: &Path, method: Method, path: &str) -> Result<Response<Inco
         .uri(path)
         .header(header::HOST, "bulkhead")
         .header(header::ACCEPT, "application/json")
-        .body(Empty::<Bytes>::new())
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(Full::new(Bytes::from(body)))
         .map_err(|error| Failure::new(exit::USAGE, error.to_string()))?;
     sender.send_request(request).await.map_err(|error| unreachable(socket, &error))
 }
@@ -83,7 +98,7 @@ async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     Ok(body.map_err(fail)?.to_bytes().to_vec())
 }
 
-async fn json(args: &Args, path: &str) -> Result<Value, Failure> {
+async fn get_json(args: &Args, path: &str) -> Result<Value, Failure> {
     let body = read(request(args, Method::GET, path).await?).await?;
     let fail = |error| Failure::new(exit::FAILED, format!("the supervisor's answer is no JSON: {error}"));
     serde_json::from_slice(&body).map_err(fail)
@@ -97,9 +112,9 @@ fn encoded(name: &str) -> String {
 
 // status
 
-pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
+pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>) -> Result<u8, Failure> {
     let Some(name) = name else {
-        let all = json(args, "/v1/bulkheads").await?;
+        let all = get_json(args, "/v1/bulkheads").await?;
         if args.json {
             output::line(&all.to_string())?;
         } else {
@@ -109,7 +124,8 @@ pub(crate) async fn status(args: &Args, name: Option<&str>) -> Result<u8, Failur
         return Ok(exit::OK);
     };
     let name = encoded(name);
-    let mut one = json(args, &format!("/v1/bulkheads/{name}")).await?;
+    let whose = tenant.map(|tenant| format!("?tenant={}", encoded(tenant))).unwrap_or_default();
+    let mut one = get_json(args, &format!("/v1/bulkheads/{name}{whose}")).await?;
     let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}&follow=false");
     let events = read(request(args, Method::GET, &path).await?).await?;
     let events = String::from_utf8_lossy(&events);
@@ -307,9 +323,40 @@ pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Fai
             "restart" => "its workers are being replaced one after the other",
             "drain" => "it takes no more jobs; what runs may finish",
             "resume" => "it takes jobs again",
-            _ => "its restart history is forgotten, and failed workers start again",
+            _ => "breaker, restart history and quarantine are cleared, and failed workers start again",
         };
         output::line(&format!("{}: {done}", harmless(name)))?;
+    }
+    Ok(exit::OK)
+}
+
+pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> {
+    let mut change = serde_json::Map::new();
+    let numbers = [
+        ("max_in_flight", resize.max_in_flight),
+        ("processes", resize.processes),
+        ("max_queue", resize.max_queue),
+    ];
+    change.extend(numbers.into_iter().filter_map(|(key, value)| Some((key.to_owned(), json!(value?)))));
+    if let Some(per_second) = resize.rate {
+        let mut rate = json!({"per_second": per_second});
+        if let Some(burst) = resize.burst {
+            rate["burst"] = json!(burst);
+        }
+        change.insert("rate_limit".to_owned(), rate);
+    }
+    change.extend(resize.breaker.as_ref().map(|mode| ("breaker".to_owned(), json!(mode))));
+    let name = encoded(&resize.name);
+    let path = match &resize.tenant {
+        Some(tenant) => format!("/v1/bulkheads/{name}/tenants/{}", encoded(tenant)),
+        None => format!("/v1/bulkheads/{name}"),
+    };
+    let body = Value::Object(change).to_string();
+    let answer = read(request_with(args, Method::PATCH, &path, body.clone()).await?).await?;
+    if args.json {
+        output::line(String::from_utf8_lossy(&answer).trim_end())?;
+    } else {
+        output::line(&format!("{}: in force: {body}", harmless(&resize.name)))?;
     }
     Ok(exit::OK)
 }

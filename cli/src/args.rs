@@ -34,6 +34,9 @@ pub(crate) enum Command {
     Status {
         /// Which bulkhead
         name: Option<String>,
+        /// Only this tenant's part, where tenants have workers of their own
+        #[arg(long, requires = "name")]
+        tenant: Option<String>,
     },
     /// Show what happened
     Events {
@@ -69,6 +72,8 @@ pub(crate) enum Command {
         /// Which bulkhead
         name: String,
     },
+    /// Give a bulkhead other numbers at once, without dropping a job
+    Resize(Resize),
     /// Load a bulkhead and print throughput and latency
     Bench(Bench),
     /// Print completions for a shell
@@ -82,6 +87,42 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
+}
+
+/// Numbers to put in force; what is not named stays.
+#[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("numbers").required(true).multiple(true)))]
+pub(crate) struct Resize {
+    /// Which bulkhead
+    pub(crate) name: String,
+
+    /// Only for this tenant, in place of the bulkhead's numbers
+    #[arg(long, conflicts_with = "breaker")]
+    pub(crate) tenant: Option<String>,
+
+    /// Jobs in flight per worker process
+    #[arg(long, value_name = "N", group = "numbers")]
+    pub(crate) max_in_flight: Option<u32>,
+
+    /// Worker processes
+    #[arg(long, value_name = "N", group = "numbers")]
+    pub(crate) processes: Option<u32>,
+
+    /// Jobs that may wait
+    #[arg(long, value_name = "N", group = "numbers")]
+    pub(crate) max_queue: Option<u32>,
+
+    /// Jobs a second in the long run
+    #[arg(long, value_name = "PER_SECOND", group = "numbers")]
+    pub(crate) rate: Option<f64>,
+
+    /// Jobs that may come at once after a pause [default: --rate, rounded up]
+    #[arg(long, value_name = "N", requires = "rate")]
+    pub(crate) burst: Option<u32>,
+
+    /// forced_open, or auto to leave it to itself
+    #[arg(long, value_name = "MODE", group = "numbers", value_parser = ["forced_open", "auto"])]
+    pub(crate) breaker: Option<String>,
 }
 
 /// What a job asks for.

@@ -40,13 +40,14 @@ async fn run(args: &Args) -> Result<u8, Failure> {
     match &args.command {
         Command::Submit(submit) => submit::run(args, submit).await,
         Command::Bench(bench) => bench::run(args, bench).await,
-        Command::Status { name } => admin::status(args, name.as_deref()).await,
+        Command::Status { name, tenant } => admin::status(args, name.as_deref(), tenant.as_deref()).await,
         Command::Events { follow } => admin::events(args, *follow).await,
         Command::Logs { name, follow } => admin::logs(args, name, *follow).await,
         Command::Restart { name } => admin::steer(args, name, "restart").await,
         Command::Drain { name } => admin::steer(args, name, "drain").await,
         Command::Resume { name } => admin::steer(args, name, "resume").await,
         Command::Reset { name } => admin::steer(args, name, "reset").await,
+        Command::Resize(resize) => admin::resize(args, resize).await,
         Command::Completions { .. } | Command::Man { .. } => Ok(exit::OK),
     }
 }

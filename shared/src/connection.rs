@@ -359,6 +359,13 @@ impl<'b> Batch<'b> {
         }
     }
 
+    /// Keeps the bytes behind the last frame for the next [`Inbox::receive`], which has them even if nothing
+    /// more has come. Only for whoever stops at a small frame.
+    pub fn leave_rest(self) {
+        debug_assert!(matches!(self.inbox.stage, Stage::Frames), "the rest belongs to a large frame");
+        self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
+    }
+
     /// Has the payload of the frame just announced stored in `buffer`, over whatever it holds.
     pub fn accept(&mut self, buffer: Vec<u8>) {
         if let Stage::Announced { header, metadata } = std::mem::take(&mut self.inbox.stage) {
@@ -661,6 +668,37 @@ mod tests {
             assert!(began.elapsed().as_secs() < 30, "the end of the stream is not seen");
             std::thread::yield_now();
         }
+    }
+
+    #[test]
+    fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
+        let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
+        for (number, size) in [(1, 0), (2, 20_000), (3, 0), (4, 100_000)] {
+            outbox.push(kind::RESULT, number, &Empty, &[], Payload::Copied(&vec![7; size])).unwrap();
+        }
+        here.set_nonblocking(true).unwrap();
+        outbox.flush(&here, &mut pool).unwrap();
+        let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+        assert!(matches!(batch.next().unwrap(), Some(Item::Frame { header: Header { number: 1, .. }, .. })));
+        batch.leave_rest();
+        let mut numbers = Vec::new();
+        while numbers.len() < 3 {
+            outbox.flush(&here, &mut pool).unwrap();
+            numbers.extend(drain(&mut inbox, &there, &mut scratch).0.iter().map(|frame| frame.0.number));
+        }
+        assert_eq!(numbers, [2, 3, 4]);
+
+        // Nothing more comes on the socket, and yet there is a frame.
+        outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
+        outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
+        assert!(outbox.flush(&here, &mut pool).unwrap());
+        let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+        assert!(batch.next().unwrap().is_some());
+        batch.leave_rest();
+        assert_eq!(drain(&mut inbox, &there, &mut scratch).0[0].0.number, 6);
+        assert_eq!(inbox.partial.capacity(), 0);
     }
 
     #[test]

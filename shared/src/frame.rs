@@ -40,6 +40,7 @@ pub mod kind {
     pub const JOB: u8 = 48;
     pub const CANCEL_JOB: u8 = 49;
     pub const DRAIN: u8 = 50;
+    pub const LIMITS: u8 = 51;
 
     // Worker to supervisor.
     pub const READY: u8 = 64;

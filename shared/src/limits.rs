@@ -29,6 +29,9 @@ pub const READ_BYTES_MAX: usize = 128 * 1024;
 /// and a single job beyond this wants a file, not a message.
 pub const PAYLOAD_BYTES_CEILING: u64 = 1024 * 1024 * 1024;
 
+/// Jobs that one worker can be given at once, whatever it is told: each has a thread in it.
+pub const IN_FLIGHT_CEILING: u32 = 4096;
+
 /// Bytes of a bulkhead frame that are not payload: the header and the largest metadata.
 pub const FRAME_OVERHEAD_BYTES_MAX: usize = crate::frame::HEADER_BYTES + METADATA_BYTES_MAX;
 

@@ -15,6 +15,10 @@ pub mod capability {
     /// Heartbeats come from a thread apart from the handlers, so that they can be demanded while jobs
     /// run.
     pub const DISPATCH_THREAD: u64 = 1;
+
+    /// Understands [`LIMITS`](crate::frame::kind::LIMITS): as many jobs as the last one said may come at
+    /// once. A worker without it is held to its welcome.
+    pub const RESIZE: u64 = 2;
 }
 
 /// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): who the worker is and what is expected.
@@ -30,7 +34,7 @@ pub struct WorkerWelcome<'a> {
     pub slot: u32,
     /// Which incarnation of it.
     pub generation: u32,
-    /// How many jobs the worker will be given at once.
+    /// How many jobs the worker will be given at once, until [`Limits`] say otherwise.
     pub max_in_flight: u32,
     /// How often it must send a heartbeat, in milliseconds; 0 for never.
     pub heartbeat_ms: u32,
@@ -54,6 +58,15 @@ pub struct Job<'a> {
     pub tenant: &'a str,
     /// The time that remains until the deadline, in microseconds.
     pub remaining_us: u64,
+}
+
+/// [`LIMITS`](crate::frame::kind::LIMITS): what the welcome said has changed. Comes at any time after the
+/// welcome, and never to a worker without [`capability::RESIZE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Limits {
+    /// How many jobs the worker will be given at once from now on; 0 for none. Those that it has are not
+    /// taken back.
+    pub max_in_flight: u32,
 }
 
 /// [`FAILED`](crate::frame::kind::FAILED): the handler cannot do the job.

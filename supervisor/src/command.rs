@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use crate::config::defaults::QUEUE_CEILING;
+use crate::config::defaults::{IN_FLIGHT_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING};
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -28,6 +28,15 @@ pub enum Command {
         /// Empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
     },
+    /// The state of one tenant's part of a bulkhead whose tenants are kept apart.
+    TenantSnapshot {
+        /// Which bulkhead.
+        bulkhead: String,
+        /// Whose part.
+        tenant: String,
+        /// What it is like.
+        reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
+    },
     /// Do something to one bulkhead.
     Steer {
         /// Which.
@@ -45,6 +54,17 @@ pub enum Command {
         change: Change,
         /// The bulkhead as it is then.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
+    },
+    /// Put other numbers in force for one tenant of a bulkhead.
+    ChangeTenant {
+        /// Which bulkhead.
+        bulkhead: String,
+        /// Which tenant.
+        tenant: String,
+        /// Which numbers.
+        change: TenantChange,
+        /// All numbers of its own that the tenant has then.
+        reply: oneshot::Sender<Result<TenantChange, SteerError>>,
     },
     /// How much memory a worker holds, as read from `/proc`.
     Memory {
@@ -80,6 +100,10 @@ pub enum Verb {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
+    /// Jobs in flight per worker process. Where there are more, as many go on until they end.
+    pub max_in_flight: Option<u32>,
+    /// Worker processes. Those that are too many finish what they have.
+    pub processes: Option<u32>,
     /// Jobs that may wait. Those that wait already stay.
     pub max_queue: Option<u32>,
     /// How fast jobs may come.
@@ -96,17 +120,15 @@ pub struct ChangedRate {
     pub per_second: f64,
     /// At least 1; `per_second`, rounded up, if absent.
     pub burst: Option<u32>,
-    /// Who shares it; the bulkhead if absent.
-    #[serde(default)]
-    pub per: ChangedPer,
+    /// Who shares it; if absent, who does so far, or else all jobs.
+    pub per: Option<ChangedPer>,
 }
 
 /// Who shares a rate limit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ChangedPer {
     /// All jobs.
-    #[default]
     Bulkhead,
     /// The jobs of each tenant.
     Tenant,
@@ -122,19 +144,73 @@ pub enum BreakerMode {
     Auto,
 }
 
+/// One tenant's own numbers, in place of the bulkhead's. What is absent stays.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantChange {
+    /// Jobs of the tenant in flight; per worker process, if it has workers of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_in_flight: Option<u32>,
+    /// Its worker processes, if it has its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub processes: Option<u32>,
+    /// Jobs of it that may wait.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_queue: Option<u32>,
+    /// How fast its jobs may come.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate_limit: Option<TenantRate>,
+}
+
+/// A tenant's own `rate_limit`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantRate {
+    /// Above 0.
+    pub per_second: f64,
+    /// At least 1; `per_second`, rounded up, if absent.
+    pub burst: Option<u32>,
+}
+
 impl Change {
-    /// What is wrong with it, for whoever asked.
+    /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
-        let queue_max = QUEUE_CEILING;
-        if self.max_queue.is_some_and(|most| u64::from(most) > queue_max) {
-            return Some(format!("max_queue must be at most {queue_max}"));
-        }
-        let rate = self.rate_limit.as_ref()?;
-        if !(rate.per_second > 0.0 && rate.per_second <= 1e9) {
-            return Some("rate_limit.per_second must be above 0 and at most 1000000000".into());
-        }
-        (rate.burst == Some(0)).then(|| "rate_limit.burst must be at least 1".into())
+        let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
+        check_numbers(0, self.max_in_flight, self.processes, self.max_queue, rate)
     }
+}
+
+impl TenantChange {
+    /// What is wrong with it by itself, for whoever asked.
+    pub(crate) fn problem(&self) -> Option<String> {
+        let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
+        check_numbers(1, self.max_in_flight, self.processes, self.max_queue, rate)
+    }
+}
+
+fn check_numbers(
+    in_flight_min: u32,
+    max_in_flight: Option<u32>,
+    processes: Option<u32>,
+    max_queue: Option<u32>,
+    rate: Option<(f64, Option<u32>)>,
+) -> Option<String> {
+    let out_of = |name: &str, value: Option<u32>, least: u32, most: u64| {
+        let is_out = value.is_some_and(|value| value < least || u64::from(value) > most);
+        is_out.then(|| format!("{name} must be {least} to {most}"))
+    };
+    out_of("max_in_flight", max_in_flight, in_flight_min, IN_FLIGHT_CEILING)
+        .or_else(|| out_of("processes", processes, 1, PROCESSES_CEILING))
+        .or_else(|| out_of("max_queue", max_queue, 0, QUEUE_CEILING))
+        .or_else(|| check_rate(rate?))
+}
+
+fn check_rate((per_second, burst): (f64, Option<u32>)) -> Option<String> {
+    if !(per_second > 0.0 && per_second <= RATE_CEILING as f64) {
+        return Some(format!("rate_limit.per_second must be above 0 and at most {RATE_CEILING}"));
+    }
+    let is_out = burst.is_some_and(|burst| burst == 0 || u64::from(burst) > RATE_CEILING);
+    is_out.then(|| format!("rate_limit.burst must be 1 to {RATE_CEILING}"))
 }
 
 /// Why a command was not carried out.
@@ -146,6 +222,12 @@ pub enum SteerError {
     /// The supervisor is stopping.
     #[error("the supervisor is stopping")]
     Stopping,
+    /// The tenant has not been here, or not for a long time.
+    #[error("this tenant has sent no job to this bulkhead")]
+    NoTenant,
+    /// It does not fit what else is in force; why, and what to do.
+    #[error("{0}")]
+    Unfit(String),
 }
 
 /// The data plane is gone, or has [`COMMANDS_MAX`] commands before this one.

@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use crate::command::{Command, Commander, Event, Notice, Severity};
+use crate::command::{Command, Commander, Event, Notice, Severity, SteerError};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process;
@@ -194,13 +194,32 @@ impl Control {
         let bulkhead = bulkhead.map(str::to_owned);
         self.commander.send(Command::Snapshot { bulkhead, reply }).ok()?;
         let mut snapshots = tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()?;
-        for worker in snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.workers) {
-            if let Some((rss_bytes, cpu_ms)) = worker.pid.and_then(process::usage) {
-                worker.rss_bytes = Some(rss_bytes);
-                worker.cpu_ms = Some(cpu_ms);
-            }
-        }
+        snapshots.iter_mut().for_each(add_usage);
         Some(snapshots)
+    }
+
+    /// The same for one tenant's part of a bulkhead.
+    async fn tenant_snapshot(
+        &self,
+        bulkhead: &str,
+        tenant: String,
+    ) -> Option<Result<Box<Snapshot>, SteerError>> {
+        let (reply, answer) = oneshot::channel();
+        let bulkhead = bulkhead.to_owned();
+        self.commander.send(Command::TenantSnapshot { bulkhead, tenant, reply }).ok()?;
+        let mut snapshot = tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()?;
+        snapshot.iter_mut().for_each(|snapshot| add_usage(snapshot));
+        Some(snapshot)
+    }
+}
+
+/// Adds what `/proc` knows of the workers.
+fn add_usage(snapshot: &mut Snapshot) {
+    for worker in &mut snapshot.workers {
+        if let Some((rss_bytes, cpu_ms)) = worker.pid.and_then(process::usage) {
+            worker.rss_bytes = Some(rss_bytes);
+            worker.cpu_ms = Some(cpu_ms);
+        }
     }
 }
 

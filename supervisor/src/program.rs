@@ -1,10 +1,11 @@
 //! What a bulkhead runs, from the configuration's words to an order for the keeper.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use bulkhead_policy::{
-    BreakerLimits, Health, Limits, Overflow, Pressure, RateLimit, RatePer, Recycle, Restart, RestartPolicy,
-    Start, TenantLimits,
+    BreakerLimits, Health, Limits, Overflow, OwnNumbers, PoisonLimits, Pressure, RateLimit, RatePer, Recycle,
+    Restart, RestartPolicy, RetryLimits, Start, TenantLimits,
 };
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
@@ -150,7 +151,7 @@ fn breaker(breaker: &config::BreakerConfig) -> BreakerLimits {
     }
 }
 
-/// The numbers that policy decides by.
+/// The numbers that policy decides by; where tenants are kept apart, for one of them.
 pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
     Limits {
         processes: bulkhead.processes,
@@ -186,13 +187,65 @@ pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
         },
         rate_limit: bulkhead.rate_limit.as_ref().map(rate_limit),
         breaker: bulkhead.breaker.as_ref().map(breaker),
-        retry: None,
-        poison: None,
-        tenants: bulkhead.tenants.as_ref().map_or(TenantLimits::default(), |tenants| TenantLimits {
-            max_in_flight: tenants.max_in_flight,
-            max_queue: tenants.max_queue,
-            own: std::collections::BTreeMap::new(),
-        }),
-        idle: None,
+        retry: bulkhead
+            .retry
+            .as_ref()
+            .map(|retry| RetryLimits { attempts: retry.attempts, budget: retry.budget }),
+        poison: bulkhead
+            .poison
+            .as_ref()
+            .map(|poison| PoisonLimits { crashes: poison.crashes, within: poison.within }),
+        tenants: tenants(bulkhead),
+        idle: bulkhead.isolation().map(|isolation| isolation.idle),
     }
+}
+
+/// How tenants share. Those that are kept apart share nothing.
+fn tenants(bulkhead: &BulkheadConfig) -> TenantLimits {
+    let is_shared = bulkhead.isolation().is_none();
+    let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);
+    let own = tenant_numbers(bulkhead).into_iter().filter(|_| is_shared);
+    TenantLimits {
+        max_in_flight: shares.and_then(|tenants| tenants.max_in_flight),
+        max_queue: shares.and_then(|tenants| tenants.max_queue),
+        own: own.map(|(name, numbers)| (name, numbers.of_share())).collect(),
+    }
+}
+
+/// One tenant's own numbers, whatever they apply to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct TenantNumbers {
+    pub(crate) processes: Option<u32>,
+    pub(crate) max_in_flight: Option<u32>,
+    pub(crate) max_queue: Option<u32>,
+    pub(crate) rate_limit: Option<RateLimit>,
+}
+
+impl TenantNumbers {
+    /// As a share of common workers.
+    pub(crate) fn of_share(&self) -> OwnNumbers {
+        let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
+        OwnNumbers { max_in_flight, max_queue, rate_limit }
+    }
+
+    /// These numbers where they say something, and the others where they do not.
+    pub(crate) fn or(self, others: Self) -> Self {
+        Self {
+            processes: self.processes.or(others.processes),
+            max_in_flight: self.max_in_flight.or(others.max_in_flight),
+            max_queue: self.max_queue.or(others.max_queue),
+            rate_limit: self.rate_limit.or(others.rate_limit),
+        }
+    }
+}
+
+/// The tenants of a bulkhead that have numbers of their own.
+pub(crate) fn tenant_numbers(bulkhead: &BulkheadConfig) -> BTreeMap<String, TenantNumbers> {
+    let numbers = |tenant: &config::TenantConfig| TenantNumbers {
+        processes: tenant.processes,
+        max_in_flight: tenant.max_in_flight,
+        max_queue: tenant.max_queue,
+        rate_limit: tenant.rate_limit.as_ref().map(rate_limit),
+    };
+    bulkhead.tenant.iter().map(|(name, tenant)| (name.clone(), numbers(tenant))).collect()
 }

@@ -4,10 +4,14 @@
 //! concerned, performs the actions that come back, and flushes each socket once at the end of the turn.
 //! It decides nothing itself, never blocks, and never renders, formats or writes a log.
 
+mod fallback;
 mod links;
+mod named;
 mod notes;
 mod sessions;
 mod steer;
+mod tenants;
+mod view;
 
 use std::collections::HashMap;
 use std::io;
@@ -18,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Action, Bulkhead, Event, Time, Timers};
+use bulkhead_policy::{Action, Event, Time, Timers};
 use bulkhead_shared::JobId;
 use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
@@ -29,10 +33,10 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use crate::command::{Command, Commander, Notice};
 use crate::config::Config;
 use crate::keeper::Keeper;
-use crate::latency::Latency;
-use crate::program::Program;
 
+use fallback::Journey;
 use links::Link;
+use named::{Compartment, Named};
 use sessions::{Session, SessionId};
 
 /// Sockets that one turn of the loop looks at.
@@ -67,6 +71,8 @@ pub(crate) struct JobRecord {
     traceparent: Option<Box<str>>,
     payload_bytes: usize,
     held: Held,
+    /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
+    journey: Option<Box<Journey>>,
 }
 
 /// What is kept of a job's payload.
@@ -116,22 +122,6 @@ impl Held {
     }
 }
 
-/// One bulkhead and what belongs to it here.
-struct Compartment {
-    name: Arc<str>,
-    policy: Bulkhead<JobRecord>,
-    program: Program,
-    max_payload: u64,
-    max_result: u64,
-    heartbeat: Duration,
-    /// By a worker's place: its link.
-    links: Vec<Option<usize>>,
-    latency: Latency,
-    has_settled: bool,
-    /// Whether something has happened since its timer was set.
-    is_touched: bool,
-}
-
 /// The data plane.
 pub struct Shard {
     poll: Poll,
@@ -147,8 +137,12 @@ pub struct Shard {
     keeper_deaths: u32,
     /// Since when an answer of the keeper's is due.
     keeper_asked_at: Option<Time>,
-    compartments: Vec<Compartment>,
+    named: Vec<Named>,
     by_name: HashMap<Arc<str>, usize, RandomState>,
+    compartments: Vec<Compartment>,
+    /// Bulkheads whose tenants take turns at having workers, where something has changed.
+    unsettled: Vec<usize>,
+    seed: u64,
     timers: Timers,
     /// Compartments whose timers may not be right any more.
     touched: Vec<usize>,
@@ -230,12 +224,16 @@ impl<'p> Incoming<'p> {
         }
     }
 
-    fn len(&self) -> usize {
+    fn bytes(&self) -> &[u8] {
         match self {
-            Self::None => 0,
-            Self::Borrowed(bytes) => bytes.len(),
-            Self::Owned(bytes) => bytes.len(),
+            Self::None => &[],
+            Self::Borrowed(bytes) => bytes,
+            Self::Owned(bytes) => bytes,
         }
+    }
+
+    fn len(&self) -> usize {
+        self.bytes().len()
     }
 }
 
@@ -274,25 +272,9 @@ impl Shard {
             uid: rustix::process::geteuid().as_raw(),
         };
         let seed = seed();
-        let compartments: Vec<Compartment> = config
-            .bulkheads
-            .iter()
-            .enumerate()
-            .map(|(i, bulkhead)| Compartment {
-                name: bulkhead.name.as_str().into(),
-                policy: Bulkhead::new(crate::program::limits(bulkhead), seed ^ (i as u64).rotate_left(32)),
-                program: Program::new(bulkhead, host.as_deref()),
-                max_payload: bulkhead.max_payload,
-                max_result: bulkhead.max_result,
-                heartbeat: bulkhead.health.heartbeat,
-                links: Vec::new(),
-                latency: Latency::default(),
-                has_settled: false,
-                is_touched: false,
-            })
-            .collect();
-        let by_name = compartments.iter().enumerate().map(|(i, c)| (c.name.clone(), i)).collect();
-        let shard = Self {
+        let named = Named::all(&config, host.as_deref());
+        let by_name = named.iter().enumerate().map(|(i, named)| (named.name.clone(), i)).collect();
+        let mut shard = Self {
             poll,
             origin: Instant::now(),
             now: Time::ZERO,
@@ -304,8 +286,11 @@ impl Shard {
             keeper_since: Time::ZERO,
             keeper_deaths: 0,
             keeper_asked_at: None,
-            compartments,
+            named,
+            compartments: Vec::new(),
             by_name,
+            unsettled: Vec::new(),
+            seed,
             timers: Timers::default(),
             touched: Vec::new(),
             sessions: Vec::new(),
@@ -331,6 +316,7 @@ impl Shard {
             stopping: false,
             started: false,
         };
+        shard.open_shared(&config);
         Ok((shard, Commander::new(sender, waker)))
     }
 
@@ -339,12 +325,13 @@ impl Shard {
     pub fn run(mut self) -> io::Result<()> {
         for index in 0..self.compartments.len() {
             self.apply(index, Event::Start, Incoming::None);
-            // One without workers has nothing to say of itself.
-            self.check_started(index);
         }
+        // Those without workers have nothing to say of themselves.
+        self.check_started();
         let mut events = Events::with_capacity(EVENTS_PER_TURN);
         while !self.is_over() {
             self.report_failed_spawns();
+            self.settle_tenants();
             self.flush_dirty();
             self.set_timers();
             self.free_sessions.append(&mut self.freed_sessions);
@@ -366,29 +353,38 @@ impl Shard {
 
     fn turn(&mut self, events: &Events) -> io::Result<()> {
         // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
-        let (links, sessions) =
-            std::mem::take(&mut self.again).into_iter().partition::<Vec<_>, _>(Endpoint::is_link);
-        links.into_iter().for_each(|link| self.readable(link));
+        let again = std::mem::take(&mut self.again);
+        again.iter().filter(|endpoint| endpoint.is_link()).for_each(|&link| self.readable(link));
+        let mut has_others = false;
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (KEEPER, _) => self.keeper_ready()?,
                 (_, Some(link @ Endpoint::Link(_))) => self.ready(link, event),
-                _ => {}
+                _ => has_others = true,
             }
         }
-        sessions.into_iter().for_each(|session| self.readable(session));
+        again.iter().filter(|endpoint| !endpoint.is_link()).for_each(|&session| self.readable(session));
+        if has_others {
+            self.hear_others(events);
+        }
+        self.tick();
+        Ok(())
+    }
+
+    /// Clients, who wants to be one, and the control plane.
+    fn hear_others(&mut self, events: &Events) {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (LISTENER, _) => self.accept(),
+                (WAKER, _) => {
+                    while let Ok(command) = self.commands.try_recv() {
+                        self.command(command);
+                    }
+                }
                 (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
                 _ => {}
             }
         }
-        while let Ok(command) = self.commands.try_recv() {
-            self.command(command);
-        }
-        self.tick();
-        Ok(())
     }
 
     fn ready(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
@@ -501,6 +497,9 @@ impl Shard {
         if !std::mem::replace(&mut self.compartments[index].is_touched, true) {
             self.touched.push(index);
         }
+        if self.compartments[index].tenant.is_some() {
+            self.observe_tenant(index);
+        }
         if let Some(job) = job {
             self.keep_payload(index, job, incoming);
         }
@@ -530,7 +529,7 @@ impl Shard {
             Action::Spawn { worker, slot } => self.spawn(index, worker, slot),
             Action::Drain { worker } => self.send_drain(index, worker),
             Action::Kill { worker, .. } => self.kill(index, worker),
-            Action::Limit { .. } => {}
+            Action::Limit { worker, max_in_flight } => self.send_limits(index, worker, max_in_flight),
             Action::Note(note) => self.note(index, note),
         }
     }

@@ -10,6 +10,9 @@ use serde::Serialize;
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
 pub struct Snapshot {
     pub name: String,
+    /// Whose part of the bulkhead this is, if it is not all of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
     /// `starting`, `ready`, `degraded`, `failed` or `draining`.
     pub state: &'static str,
     /// Why it is degraded or failed, for people.
@@ -31,6 +34,12 @@ pub struct Snapshot {
     /// `closed`, `open`, `half_open` or `forced_open`.
     pub breaker: &'static str,
     pub restarts: u64,
+    /// Jobs given to another worker since their own had died.
+    pub retries: u64,
+    /// Payloads kept out since they kill workers.
+    pub quarantined: u64,
+    /// Jobs that were sent here, that a fallback has now, and whose outcome will count here.
+    pub elsewhere: u64,
     pub late_replies: u64,
     pub latency_ms: Latencies,
     /// The busiest.
@@ -71,6 +80,9 @@ pub struct Percentiles {
 #[derive(Clone, Debug, Serialize)]
 #[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
 pub struct WorkerSnapshot {
+    /// The only tenant that it works for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
     pub slot: u32,
     pub generation: u32,
     pub pid: Option<u32>,

@@ -335,12 +335,14 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
     for (body, why) in [
         ("", "not JSON"),
         (r#"{"max_queue": -1}"#, "max_queue"),
-        (r#"{"max_queue": 99999999}"#, "at most"),
+        (r#"{"max_queue": 99999999}"#, "0 to 1000000"),
         (r#"{"max_que": 1}"#, "max_que"),
         (r#"{"breaker": "open"}"#, "forced_open"),
         (r#"{"rate_limit": {"per_second": 0}}"#, "above 0"),
         (r#"{"rate_limit": {"per_second": 1, "burst": 0}}"#, "burst"),
-        (r#"{"processes": 3}"#, "processes"),
+        (r#"{"processes": 0}"#, "processes"),
+        (r#"{"processes": 1024, "max_in_flight": 4096}"#, "at most"),
+        (r#"{"max_in_flight": 0}"#, "max_queue"),
     ] {
         let (status, problem) = patch(&supervisor, "b", body);
         assert_eq!(status, 400, "{body}: {problem}");

@@ -12,8 +12,9 @@ use bulkhead_shared::client_protocol::{
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{self, MAGIC};
+use bulkhead_shared::limits::IN_FLIGHT_CEILING;
 use bulkhead_shared::worker_protocol::{
-    Empty, Extend, Failed, Job, ProgramCrashed, Status, WorkerWelcome, capability,
+    Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome, capability,
 };
 use bulkhead_shared::{CrashReason, RejectReason};
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
@@ -33,6 +34,7 @@ const PROGRESS: u8 = 33;
 const JOB: u8 = 48;
 const CANCEL_JOB: u8 = 49;
 const DRAIN: u8 = 50;
+const LIMITS: u8 = 51;
 const READY: u8 = 64;
 const STARTED: u8 = 65;
 const RESULT: u8 = 66;
@@ -539,14 +541,14 @@ fn the_bytes_of_the_opening_are_pinned() {
         version_max: 2,
         role: role::WORKER,
         frame_bytes_max: 65_536,
-        capabilities: capability::DISPATCH_THREAD,
+        capabilities: capability::DISPATCH_THREAD | capability::RESIZE,
         name: "w",
         version: "",
     };
     pin(
         "HELLO of a worker",
         "2a000000 01 00 2a00 42554c4b48454144
-         0100 0200 02 00000100 0100000000000000 0100000000000000 77 0000000000000000
+         0100 0200 02 00000100 0300000000000000 0100000000000000 77 0000000000000000
          0000000000000000",
         &written(frame::kind::HELLO, MAGIC, &hello, &[], b""),
     );
@@ -754,6 +756,11 @@ fn the_bytes_on_a_workers_link_are_pinned() {
         pin(name, &literal, &written(kind, number, &Empty, &[], b""));
     }
     pin(
+        "LIMITS",
+        "0c000000 33 00 0c00 0000000000000000 03020000 0000000000000000",
+        &written(frame::kind::LIMITS, 0, &Limits { max_in_flight: 0x0203 }, &[], b""),
+    );
+    pin(
         "RESULT",
         "0c000000 42 00 0800 0500000100000000 0000000000000000 646f6e65",
         &written(frame::kind::RESULT, JOB_NUMBER, &Empty, &[], b"done"),
@@ -789,6 +796,18 @@ fn the_bytes_on_a_workers_link_are_pinned() {
     );
 }
 
+#[test]
+fn the_page_names_every_capability_of_a_worker() {
+    let page = page();
+    for (number, meaning) in [
+        (capability::DISPATCH_THREAD, "means that its heartbeats come from a thread apart"),
+        (capability::RESIZE, "that it understands LIMITS"),
+    ] {
+        assert!(page.contains(&format!("{number} {meaning}")), "{number}");
+    }
+    assert!(page.contains(&format!("(the SDK stops at {IN_FLIGHT_CEILING})")));
+}
+
 fn page() -> String {
     std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/protocol.md")).unwrap()
 }
@@ -820,6 +839,7 @@ fn the_page_names_every_number() {
         ("JOB", frame::kind::JOB, JOB),
         ("CANCEL_JOB", frame::kind::CANCEL_JOB, CANCEL_JOB),
         ("DRAIN", frame::kind::DRAIN, DRAIN),
+        ("LIMITS", frame::kind::LIMITS, LIMITS),
     ];
     for (name, real, by_hand) in named {
         assert_eq!(real, by_hand, "{name}");

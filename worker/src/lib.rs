@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A worker is started by `bulkhead-supervisor`, which gives it at most `max_in_flight` jobs at a time,
-//! and kills it when a job in it does not end. So a handler may block, compute, crash and leak: it costs
+//! and kills it when a job in it does not end. That number may change while the worker runs: handler threads
+//! are started as jobs need them, and those that are too many end once they have nothing to do. So a handler may block, compute, crash and leak: it costs
 //! this process and the jobs in it. [`Server`] has more to offer: several operations, and something to
 //! prepare once for all jobs. With feature `tokio`, handlers may be async functions.
 

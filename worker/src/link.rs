@@ -8,6 +8,7 @@ use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
+use bulkhead_shared::limits::IN_FLIGHT_CEILING;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::FdFlags;
@@ -36,9 +37,15 @@ pub(crate) fn inherited() -> Option<OwnedFd> {
 
 /// What the welcome said.
 pub(crate) struct Welcome {
-    pub(crate) max_in_flight: u32,
+    pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
     pub(crate) result_bytes_max: u64,
+}
+
+/// How many handler threads so many jobs at once may take. Who is to get none keeps one thread, and nobody
+/// makes us start threads without end.
+pub(crate) fn threads_max(max_in_flight: u32) -> usize {
+    max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
 }
 
 /// The reading half.
@@ -55,14 +62,14 @@ impl Reader {
     }
 }
 
-/// Says hello and waits to be welcomed. An error is a sentence for people.
+/// Says hello and waits to be welcomed; what came behind the welcome stays in the inbox. An error is a sentence for people.
 pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
         version_max: PROTOCOL_VERSION,
         role: role::WORKER,
         frame_bytes_max: u32::MAX,
-        capabilities: capability::DISPATCH_THREAD,
+        capabilities: capability::DISPATCH_THREAD | capability::RESIZE,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
@@ -77,8 +84,9 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                 kind::WORKER_WELCOME => {
                     let (welcome, _) =
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
+                    batch.leave_rest();
                     return Ok(Welcome {
-                        max_in_flight: welcome.max_in_flight,
+                        threads_max: threads_max(welcome.max_in_flight),
                         heartbeat_ms: welcome.heartbeat_ms,
                         result_bytes_max: welcome.result_bytes_max,
                     });

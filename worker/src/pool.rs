@@ -15,6 +15,10 @@
 //! the other, and has the answers leave together; the others are parked until the backlog is worth them.
 //! Should one job take long after all, the *watchdog*, a timer of the dispatch thread, sees that nothing
 //! moves, and from then on handlers count as slow.
+//!
+//! **How many threads** there may be is what the welcome said, and then each LIMITS. They are started when
+//! jobs need them. A thread that finds nothing to do while there are more than that ends; only the first,
+//! on which `init` ran, stays for good. More jobs than that wait for a thread, in the order they came.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -22,7 +26,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec::{self, tag};
@@ -30,15 +34,18 @@ use bulkhead_shared::connection::{Item, Payload, Received};
 use bulkhead_shared::frame::{Header, kind};
 use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
-use bulkhead_shared::worker_protocol::{Empty, Failed, ProgramCrashed, Status};
+use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, Status};
 use bulkhead_shared::{Fault, worker_protocol};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, Order, StartCtx};
-use crate::link::{Reader, Welcome, Writer};
+use crate::link::{Reader, Welcome, Writer, threads_max};
 use crate::server::{HandlerError, Reply};
+
+#[cfg(test)]
+mod tests;
 
 const LINK: u64 = 0;
 const WAKE: u64 = 1;
@@ -97,9 +104,21 @@ struct State {
     /// How many of them wait for the link, and not only for a call.
     on_link: usize,
     threads: usize,
-    /// Whether a handler thread has been woken and has not looked yet.
+    /// How many handler threads there may be; at least one.
+    threads_max: usize,
+    /// Whether a handler thread has been called and none has looked since. Then, and only then, `wake` is
+    /// readable; and somebody is idle.
     is_searching: bool,
     is_draining: bool,
+}
+
+/// How long a handler thread stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Tenure {
+    /// As long as the process: what `init` prepared or started may belong to this thread.
+    Permanent,
+    /// Until it has nothing to do and there are more threads than may be.
+    WhileNeeded,
 }
 
 /// Spreads the supervisor's job numbers over a table; nobody chooses them to collide.
@@ -129,6 +148,8 @@ pub(crate) struct Pool<S> {
     writer: Arc<Writer>,
     state: Mutex<State>,
     wake: OwnedFd,
+    /// Told whenever `is_searching` ends.
+    looked: Condvar,
     handlers: OwnedFd,
     parked: OwnedFd,
     dispatch: OwnedFd,
@@ -171,6 +192,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             idle: 0,
             on_link: 0,
             threads: 0,
+            threads_max: welcome.threads_max,
             is_searching: false,
             is_draining: false,
         };
@@ -181,6 +203,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             writer,
             state: Mutex::new(state),
             wake,
+            looked: Condvar::new(),
             handlers,
             parked,
             dispatch,
@@ -204,12 +227,14 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let pool = self.clone();
         let first = std::thread::Builder::new().name("handler".into()).spawn(move || {
             pool.start(init);
-            pool.handle_jobs();
+            pool.handle_jobs(Tenure::Permanent);
         });
         if let Err(error) = first {
             eprintln!("failed to start a handler thread: {error}");
             return ExitCode::FAILURE;
         }
+        // What came with the welcome has been read, so that the link says nothing of it.
+        self.attend_link();
         self.dispatch_loop(signals)
     }
 
@@ -236,7 +261,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     // Handler threads.
 
-    fn handle_jobs(self: &Arc<Self>) {
+    fn handle_jobs(self: &Arc<Self>, tenure: Tenure) {
         let mut ctx = None;
         let mut done = None;
         // When the job before this one ended, if this one follows at once.
@@ -248,6 +273,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
+                match tenure {
+                    Tenure::Permanent => self.see_off_surplus(),
+                    Tenure::WhileNeeded if self.is_one_too_many() => return,
+                    Tenure::WhileNeeded => {}
+                }
                 self.wait_for_work();
                 continue;
             };
@@ -352,22 +382,52 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// Sees to it that a handler thread looks for jobs soon, if there is one to spare.
     fn call_help(self: &Arc<Self>, state: &mut State) {
-        if state.is_searching {
-            return;
-        }
         if state.idle > 0 {
-            state.is_searching = true;
-            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-        } else if state.threads < self.welcome.max_in_flight as usize {
+            self.call_idle(state);
+        } else if state.threads < state.threads_max {
             let pool = self.clone();
-            let spawned =
-                std::thread::Builder::new().name("handler".into()).spawn(move || pool.handle_jobs());
+            let spawned = std::thread::Builder::new()
+                .name("handler".into())
+                .spawn(move || pool.handle_jobs(Tenure::WhileNeeded));
             // Without a further thread the jobs run one after the other, and their deadlines hold.
             state.threads += usize::from(spawned.is_ok());
         }
     }
 
-    fn wait_for_work(self: &Arc<Self>) {
+    /// Has one of the idle threads, of which there is at least one, look what there is to do.
+    fn call_idle(&self, state: &mut State) {
+        if !state.is_searching {
+            state.is_searching = true;
+            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Whether a thread that has nothing to do is to end; then it counts no longer.
+    fn is_one_too_many(&self) -> bool {
+        let mut state = lock(&self.state);
+        if state.threads <= state.threads_max || !state.pending.is_empty() {
+            return false;
+        }
+        state.threads -= 1;
+        // There may be another one too many, or nobody left who waits for the link.
+        if state.has_idle_surplus() || (state.idle > 0 && state.on_link == 0) {
+            self.call_idle(&mut state);
+        }
+        true
+    }
+
+    /// Has the idle threads that are too many look before the permanent one waits beside them: the kernel
+    /// might wake that one again and again, which does not end.
+    fn see_off_surplus(&self) {
+        let mut state = lock(&self.state);
+        while state.has_idle_surplus() && state.pending.is_empty() {
+            self.call_idle(&mut state);
+            let looked = self.looked.wait_while(state, |state| state.is_searching);
+            state = looked.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn wait_for_work(&self) {
         let is_on_link = {
             let mut state = lock(&self.state);
             if !state.pending.is_empty() {
@@ -379,21 +439,27 @@ impl<S: Send + Sync + 'static> Pool<S> {
             is_on_link
         };
         let token = wait_one(if is_on_link { &self.handlers } else { &self.parked }, None);
-        {
-            let mut state = lock(&self.state);
-            state.idle -= 1;
-            state.on_link -= usize::from(is_on_link);
-            if token == Some(WAKE) {
-                let mut count = [0; 8];
-                let _ = rustix::io::read(&self.wake, &mut count);
-                state.is_searching = false;
-            }
+        if self.stop_waiting(is_on_link) {
+            self.writer.flush();
         }
-        match token {
-            Some(WAKE) => self.writer.flush(),
-            Some(_) => self.take_in(),
-            None => {}
+        if token == Some(LINK) {
+            self.take_in();
         }
+    }
+
+    /// Whether the thread was called. Whatever woke it, it looks now, and so answers the call: no call is
+    /// open while nobody is idle who could, and whoever waits for an answer gets one.
+    fn stop_waiting(&self, is_on_link: bool) -> bool {
+        let mut state = lock(&self.state);
+        state.idle -= 1;
+        state.on_link -= usize::from(is_on_link);
+        let is_called = state.is_searching;
+        if is_called {
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            state.is_searching = false;
+            self.looked.notify_all();
+        }
+        is_called
     }
 
     /// Runs a job in the surroundings that the thread keeps.
@@ -473,6 +539,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
                     Err(_) => end_at_once(),
                 }
             }
+            if state.has_idle_surplus() {
+                self.call_idle(&mut state);
+            }
+            drop(state);
             match received {
                 Received::More => {}
                 Received::Drained => return,
@@ -489,15 +559,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         loop {
             let patience = (!interval.is_zero()).then(|| next_beat.saturating_duration_since(Instant::now()));
             match wait_one(&self.dispatch, patience) {
-                Some(LINK) => {
-                    self.take_in();
-                    let mut state = lock(&self.state);
-                    if !state.pending.is_empty() {
-                        self.call_help(&mut state);
-                    }
-                    drop(state);
-                    self.end_if_drained();
-                }
+                Some(LINK) => self.attend_link(),
                 Some(WATCHDOG) => self.look(),
                 Some(_) => {
                     let mut byte = [0; 64];
@@ -515,6 +577,17 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
+    /// Reads what there is on behalf of the handlers, and has them see to it.
+    fn attend_link(self: &Arc<Self>) {
+        self.take_in();
+        let mut state = lock(&self.state);
+        if !state.pending.is_empty() {
+            self.call_help(&mut state);
+        }
+        drop(state);
+        self.end_if_drained();
+    }
+
     fn end_if_drained(&self) {
         let state = lock(&self.state);
         if state.is_draining && state.live.is_empty() {
@@ -526,6 +599,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
+    /// Whether a thread that waits could end instead.
+    fn has_idle_surplus(&self) -> bool {
+        self.threads > self.threads_max && self.idle > 0
+    }
+
     /// A frame that came at this moment.
     fn take_in(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
         match header.kind {
@@ -552,6 +630,13 @@ impl State {
                 }
             }
             kind::DRAIN => self.is_draining = true,
+            kind::LIMITS => {
+                let Ok((limits, _)) = codec::decode::<Limits>(metadata, &[]) else {
+                    eprintln!("the supervisor sent limits that cannot be read");
+                    end_at_once();
+                };
+                self.threads_max = threads_max(limits.max_in_flight);
+            }
             _ => {}
         }
     }

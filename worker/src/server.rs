@@ -128,8 +128,9 @@ impl Server {
         Self { init: Box::new(|_| Ok(())), operations: HashMap::new(), fallback: None }
     }
 
-    /// Has `init` run before the first job, on the thread that will run it; what it makes is shared by
-    /// all handlers as [`Ctx::state`]. It may take `start.ready`, and ask for more. If it fails, the
+    /// Has `init` run before the first job, on the thread that will run it, and which stays as long as the
+    /// worker while other handler threads come and go. What it makes is shared by all handlers as
+    /// [`Ctx::state`]. It may take `start.ready`, and ask for more. If it fails, the
     /// worker does not start, and the reason is shown to operators.
     ///
     /// Comes before the handlers, which depend on its type.

@@ -183,10 +183,9 @@ impl<T> Bulkhead<T> {
         };
         let breaker = self.breaker.next_deadline(self.ready > 0);
         let rest = self.rests_at();
-        [self.job_timers.next(), self.worker_timers.next(), self.slot_timers.next(), breaker, rest, stop]
-            .into_iter()
-            .flatten()
-            .min()
+        let jobs_or_workers = earlier(self.job_timers.next(), self.worker_timers.next());
+        let slots_or_breaker = earlier(self.slot_timers.next(), breaker);
+        earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(rest, stop))
     }
 
     /// The caller's record of a job, as long as its client waits for it.
@@ -211,8 +210,7 @@ impl<T> Bulkhead<T> {
     /// Counts a job that was refused before it reached this state machine: it was malformed, too large,
     /// or there was no memory for it.
     pub fn count_refused(&mut self, reason: RejectReason) {
-        self.counters.submitted += 1;
-        self.counters.rejected[reason.code() as usize] += 1;
+        self.counters.count_refused(reason);
     }
 
     /// The next number of the seeded sequence (SplitMix64, Steele et al. 2014).
@@ -255,7 +253,9 @@ impl<T> Bulkhead<T> {
     }
 
     fn note_transition(&mut self, transition: Option<Transition>, out: &mut Vec<Action<T>>) {
-        out.extend(transition.map(|transition| Action::Note(Note::Breaker(transition))));
+        if let Some(transition) = transition {
+            out.push(Action::Note(Note::Breaker(transition)));
+        }
     }
 
     fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
@@ -282,13 +282,14 @@ impl<T> Bulkhead<T> {
 
     /// Tells the client. The job itself stays where it is.
     fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
-        let Some(cargo) = self.jobs.get(index).cargo.take() else { return };
-        let verdict = self.verdict_in_all(index, verdict);
-        if !self.jobs.get(index).is_guest {
+        let job = self.jobs.get(index);
+        let Some(cargo) = job.cargo.take() else { return };
+        let (priority, is_guest) = (job.priority, job.is_guest);
+        let verdict = if job.before.is_some() { self.verdict_in_all(index, verdict) } else { verdict };
+        if !is_guest {
             self.counters.count(&verdict);
         }
         self.tell_breaker(now, index, &verdict, out);
-        let priority = self.jobs.get(index).priority;
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
@@ -298,11 +299,11 @@ impl<T> Bulkhead<T> {
             ran += now.since(since);
             worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
         }
-        let left = job.deadline_at.since(now);
+        let is_in_time = retry_after.is_none_or(|wait| wait <= job.deadline_at.since(now));
         let answer = Answer {
             job: Some(id),
             cargo,
-            retryable: verdict.is_retryable(job.idempotent) && retry_after.is_none_or(|wait| wait <= left),
+            retryable: is_in_time && verdict.is_retryable(job.idempotent),
             verdict,
             attempts: job.attempts,
             queued: now.since(job.received).saturating_sub(ran),
@@ -537,6 +538,14 @@ impl<T> Bulkhead<T> {
             worker.counted = is_available;
             self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
         }
+    }
+}
+
+/// Which comes first, of those there are.
+fn earlier(a: Option<Time>, b: Option<Time>) -> Option<Time> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
     }
 }
 

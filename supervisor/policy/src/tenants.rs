@@ -113,16 +113,18 @@ impl Tenants {
 
     /// A job of the tenant has been taken.
     pub(crate) fn begin(&mut self, id: TenantId) {
-        self.get(id).jobs += 1;
-        if self.get(id).jobs == 1 {
+        let tenant = self.get(id);
+        tenant.jobs += 1;
+        if tenant.jobs == 1 {
             self.unlink(id.0);
         }
     }
 
     /// A job of the tenant has left.
     pub(crate) fn end(&mut self, id: TenantId) {
-        self.get(id).jobs -= 1;
-        if self.get(id).jobs == 0 {
+        let tenant = self.get(id);
+        tenant.jobs -= 1;
+        if tenant.jobs == 0 {
             self.link(id.0);
         }
     }

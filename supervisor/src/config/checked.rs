@@ -3,6 +3,7 @@
 
 mod admission;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,7 +12,8 @@ use serde::Serialize;
 pub use super::rlimits::{Resource, Rlimit};
 use super::units;
 pub use admission::{
-    BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig, RatePer, TenantsConfig,
+    BreakerConfig, IsolationConfig, Overflow, PoisonConfig, PressureConfig, PriorityConfig, RateLimitConfig,
+    RatePer, RetryConfig, TenantConfig, TenantsConfig,
 };
 
 /// A whole configuration file.
@@ -80,6 +82,8 @@ pub struct BulkheadConfig {
     pub max_result: u64,
     /// What a full queue does; [`Overflow::Reject`] when `max_queue` is 0.
     pub overflow: Overflow,
+    /// Other bulkheads, tried in order; at most 8, none twice, this one not among them.
+    pub fallback: Vec<String>,
     /// What is kept for critical jobs; `None`: nothing.
     pub priority: Option<PriorityConfig>,
     /// What a filling queue does. It rests when `max_queue` is 0.
@@ -88,8 +92,14 @@ pub struct BulkheadConfig {
     pub rate_limit: Option<RateLimitConfig>,
     /// How much of the bulkhead one tenant may have; `None`: all of it.
     pub tenants: Option<TenantsConfig>,
+    /// Tenants with numbers of their own, by name; at most 1024.
+    pub tenant: BTreeMap<String, TenantConfig>,
     /// When jobs are turned away because those before them failed; `None`: never.
     pub breaker: Option<BreakerConfig>,
+    /// When an idempotent job whose worker crashed is tried again; `None`: never.
+    pub retry: Option<RetryConfig>,
+    /// When a payload that kills workers is quarantined; `None`: never.
+    pub poison: Option<PoisonConfig>,
     /// When a dead worker is started again.
     pub restart: Restart,
     /// How long a start may take.
@@ -100,6 +110,23 @@ pub struct BulkheadConfig {
     pub recycle: Recycle,
     /// Resource limits, hard = soft, in the order of [`Resource::ALL`]; `core` is always there, as 0.
     pub rlimits: Vec<Rlimit>,
+}
+
+impl BulkheadConfig {
+    /// How tenants are isolated; `None`: they share the workers.
+    pub fn isolation(&self) -> Option<&IsolationConfig> {
+        self.tenants.as_ref()?.isolation.as_ref()
+    }
+
+    /// Worker processes that there can be at once; with isolated tenants those of the `max_active` largest.
+    pub fn workers_max(&self) -> u64 {
+        let Some(isolation) = self.isolation() else { return u64::from(self.processes) };
+        let own = self.tenant.values().filter_map(|tenant| tenant.processes);
+        let mut larger: Vec<u32> = own.filter(|processes| *processes > self.processes).collect();
+        larger.sort_unstable_by(|a, b| b.cmp(a));
+        let others = std::iter::repeat(self.processes);
+        larger.into_iter().chain(others).take(isolation.max_active as usize).map(u64::from).sum()
+    }
 }
 
 /// What a bulkhead runs. Paths are absolute and existed when the file was read.

@@ -57,6 +57,23 @@ pub const BREAKER_OPEN_FOR: Duration = Duration::from_secs(5);
 /// Jobs that a half-open breaker lets through.
 pub const BREAKER_PROBES: u64 = 1;
 
+/// How often an idempotent job is tried, the first time included.
+pub const RETRY_ATTEMPTS: u64 = 2;
+/// Retries as a share of jobs.
+pub const RETRY_BUDGET: f64 = 0.2;
+
+/// Workers that a payload may kill before it is quarantined.
+pub const POISON_CRASHES: u64 = 3;
+/// The window in which they are counted.
+pub const POISON_WITHIN: Duration = Duration::from_secs(72 * 3600);
+
+/// Whether each tenant has workers of its own.
+pub const TENANTS_ISOLATE: bool = false;
+/// Isolated tenants that have workers at once.
+pub const TENANTS_ACTIVE_MAX: u64 = 64;
+/// How long an isolated tenant's workers stay without a job.
+pub const TENANTS_IDLE: Duration = Duration::from_secs(60);
+
 /// Which deaths are followed by a restart.
 pub const RESTART_POLICY: &str = "always";
 /// The pause before the second restart in a row.
@@ -106,6 +123,18 @@ pub const BREAKER_WINDOW_MIN: Duration = Duration::from_millis(100);
 pub const BREAKER_CALLS_CEILING: u64 = 1_000_000;
 /// The most jobs that a half-open breaker may let through.
 pub const BREAKER_PROBES_CEILING: u64 = 1000;
+/// The most often that one job may be tried.
+pub const RETRY_CEILING: u64 = 100;
+/// The most crashes of a payload that are remembered.
+pub const POISON_CEILING: u64 = 1000;
+/// The most bulkheads that one falls back to.
+pub const FALLBACKS_MAX: usize = 8;
+/// The most isolated tenants that may have workers at once.
+pub const TENANTS_ACTIVE_CEILING: u64 = 1024;
+/// The most worker processes of one bulkhead whose tenants are isolated, those of all tenants together.
+pub const ISOLATED_WORKERS_CEILING: u64 = 16_384;
+/// Tenants of one bulkhead with numbers of their own.
+pub const TENANT_TABLES_MAX: usize = 1024;
 /// The most deaths that a restart history remembers.
 pub const RESTART_CEILING: u64 = 1000;
 /// The most heartbeats that may be missed.

@@ -202,6 +202,12 @@ pub(super) fn shown(text: &str) -> String {
     shown.replace("\\'", "'").replace("\\\"", "\"")
 }
 
+/// The same as part of a dotted name: quoted, unless it is a bare key of TOML.
+pub(super) fn shown_key(name: &str) -> String {
+    let bare = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
+    if !name.is_empty() && name.bytes().all(bare) { shown(name) } else { format!("\"{}\"", shown(name)) }
+}
+
 /// The candidate that `word` was most likely meant to be.
 pub(super) fn nearest<'c>(word: &str, candidates: impl IntoIterator<Item = &'c str>) -> Option<&'c str> {
     if word.len() > QUOTED_CHARS_MAX {

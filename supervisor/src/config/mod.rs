@@ -28,9 +28,9 @@ use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 pub use checked::{
-    BreakerConfig, BulkheadConfig, Config, Health, Overflow, PressureConfig, PriorityConfig, Program,
-    RateLimitConfig, RatePer, Recycle, Resource, Restart, RestartPolicy, Rlimit, Start, SupervisorConfig,
-    TenantsConfig,
+    BreakerConfig, BulkheadConfig, Config, Health, IsolationConfig, Overflow, PoisonConfig, PressureConfig,
+    PriorityConfig, Program, RateLimitConfig, RatePer, Recycle, Resource, Restart, RestartPolicy,
+    RetryConfig, Rlimit, Start, SupervisorConfig, TenantConfig, TenantsConfig,
 };
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};

@@ -2,13 +2,17 @@
 //! another, nothing looked up on the disk. `[defaults]` and a bulkhead have the same shape.
 
 mod admission;
+mod tenants;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-pub(super) use admission::{RawAdmission, RawBreaker, RawPressure, RawPriority, RawRateLimit, RawTenants};
+pub(super) use admission::{
+    RawAdmission, RawBreaker, RawPoison, RawPressure, RawPriority, RawRateLimit, RawRetry, RawTenants,
+};
 use bulkhead_shared::limits::is_bulkhead_name;
+pub(super) use tenants::RawTenant;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -21,6 +25,8 @@ pub(super) struct RawFile {
     pub(super) supervisor: RawSupervisor,
     /// In the order of the file, `[defaults]` merged in.
     pub(super) bulkheads: Vec<RawBulkhead>,
+    /// Every name that the file has for a bulkhead, also of one that could not be read.
+    pub(super) names: Vec<String>,
 }
 
 /// `[supervisor]`.
@@ -102,15 +108,17 @@ pub(super) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
 
     let mut shared =
         TableReader::open(schema::BULKHEAD, "defaults".to_owned(), Origin::Defaults, shared, problems);
-    shared.refuse(WHAT_RUNS);
+    shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
+    shared.refuse(&["tenant"], "each [bulkhead.NAME] names its own tenants");
     let shared = read_bulkhead(String::new(), 0..0, &mut shared);
     let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
+    let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
     if missing || named.is_some_and(|named| named.is_empty()) {
         let place = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
         let help = "add a section [bulkhead.NAME] that says what to run, as in `command = [\"./worker\"]`";
         problems.report(place, "the file has no bulkhead", help);
     }
-    RawFile { supervisor, bulkheads }
+    RawFile { supervisor, bulkheads, names }
 }
 
 fn read_bulkheads(named: &DeTable<'_>, shared: &RawBulkhead, problems: &mut Problems) -> Vec<RawBulkhead> {

@@ -1,17 +1,18 @@
 //! Reads one table of the file key by key. Whoever opens a table is told at once about keys that do not
 //! belong there; each value is taken as its kind, or reported. Nothing is ever silently ignored.
 
-use std::collections::BTreeMap;
+mod strings;
+
 use std::ops::Range;
 use std::time::Duration;
 
 use toml::Spanned;
-use toml::de::{DeArray, DeTable, DeValue};
+use toml::de::{DeTable, DeValue};
 
 use super::Resource;
-use super::diagnostics::{Problems, nearest, shown};
-use super::schema::{self, Key};
-use super::values::{self, Complaint};
+use super::diagnostics::{Problems, nearest, shown, shown_key};
+use super::schema;
+use super::values::{self, Complaint, Named};
 
 /// Where a value comes from, the nearest last: a relation that fails is shown at the nearer of its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,6 +21,8 @@ pub(super) enum Origin {
     Defaults,
     /// The bulkhead itself, or `[supervisor]`.
     Own,
+    /// The table of one tenant of the bulkhead.
+    Tenant,
 }
 
 /// A value and where it stands.
@@ -55,9 +58,13 @@ impl<T> Field<T> {
     pub(super) fn is_absent(&self) -> bool {
         matches!(self, Self::Absent)
     }
+
+    pub(super) fn is_refused(&self) -> bool {
+        matches!(self, Self::Refused)
+    }
 }
 
-/// A program and its arguments, each with its place.
+/// Strings of an array, each with its place: a program and its arguments, or names.
 pub(super) type Arguments = Vec<Given<String>>;
 
 /// One open table. `schema` is its name in the schema (`bulkhead.NAME.restart`), `title` the one in the
@@ -65,6 +72,8 @@ pub(super) type Arguments = Vec<Given<String>>;
 pub(super) struct TableReader<'t, 'p> {
     schema: &'static str,
     title: String,
+    /// What stands before a key in a message: nothing, or `restart.`.
+    prefix: String,
     origin: Origin,
     table: &'t DeTable<'t>,
     /// Keys that something else in the table was most likely meant to be.
@@ -81,18 +90,29 @@ impl<'t, 'p> TableReader<'t, 'p> {
         table: &'t DeTable<'t>,
         problems: &'p mut Problems,
     ) -> Self {
-        let mut reader = Self { schema, title, origin, table, misspelt: Vec::new(), problems };
+        Self::open_inside(schema, title, String::new(), origin, table, problems)
+    }
+
+    fn open_inside(
+        schema: &'static str,
+        title: String,
+        prefix: String,
+        origin: Origin,
+        table: &'t DeTable<'t>,
+        problems: &'p mut Problems,
+    ) -> Self {
+        let mut reader = Self { schema, title, prefix, origin, table, misspelt: Vec::new(), problems };
         for (name, value) in table.iter() {
             if schema::find(schema, name.get_ref()).is_none() {
                 let complaint = reader.not_read(name.get_ref(), value.get_ref());
                 reader.problems.report(name.span(), complaint.message, complaint.help);
-                reader.misspelt.extend(nearest(name.get_ref(), reader.names()));
+                reader.misspelt.extend(nearest(name.get_ref(), reader.key_names()));
             }
         }
         reader
     }
 
-    fn names(&self) -> impl Iterator<Item = &'static str> + use<> {
+    fn key_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
         schema::all().filter(move |key| key.table == schema).map(|key| key.name)
     }
@@ -109,10 +129,11 @@ impl<'t, 'p> TableReader<'t, 'p> {
                 (schema::SANDBOX, _) => "remove it: the only sandbox of this version is `profile = \"none\"`",
                 _ => "remove it: this version runs without it",
             };
-            return Complaint::new(
-                format!("`{}` is not supported yet", schema::label(self.schema, name)),
-                help,
-            );
+            return Complaint::new(format!("`{}` is not supported yet", self.label(name)), help);
+        }
+        if (self.schema, name) == (schema::TENANT_RATE_LIMIT, "per") {
+            let message = format!("`{}` says nothing: a tenant's own limit is per tenant", self.label(name));
+            return Complaint::new(message, "remove it");
         }
         let place = if self.title.is_empty() {
             "at the top of the file".to_owned()
@@ -137,21 +158,40 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if let Some(key) = nearest(name, here.iter().copied().chain(later)) {
             return format!("did you mean `{key}`?");
         }
-        if self.schema == schema::TOP && matches!(value, DeValue::Table(_)) {
-            return format!("a bulkhead is written [bulkhead.{}]", shown(name));
+        match (self.schema, value) {
+            (schema::TOP, DeValue::Table(_)) => {
+                return format!("a bulkhead is written [bulkhead.{}]", shown(name));
+            }
+            (schema::TENANTS, DeValue::Table(_)) => {
+                return format!(
+                    "one tenant's own numbers are written [bulkhead.NAME.tenant.{}]",
+                    shown_key(name)
+                );
+            }
+            _ => {}
         }
         format!("the keys here are {}", here.join(", "))
     }
 
-    fn entry(&self, name: &str) -> Option<(Key, &'t Spanned<DeValue<'t>>)> {
-        Some((schema::find(self.schema, name)?, self.table.get(name)?))
+    fn entry(&self, name: &str) -> Option<(Named, &'t Spanned<DeValue<'t>>)> {
+        let value = self.table.get(name)?;
+        let key = schema::find(self.schema, name)?;
+        Some((Named::new(key, self.label(name)), value))
+    }
+
+    fn label(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+
+    pub(super) fn complain(&mut self, span: Range<usize>, complaint: Complaint) {
+        self.problems.report(span, complaint.message, complaint.help);
     }
 
     /// Takes a value by a pure function, and reports what that refuses.
     fn take<T>(
         &mut self,
         name: &str,
-        read: impl FnOnce(&Key, &DeValue<'_>) -> Result<T, Complaint>,
+        read: impl FnOnce(&Named, &DeValue<'_>) -> Result<T, Complaint>,
     ) -> Field<T> {
         let Some((key, value)) = self.entry(name) else { return self.missing(name) };
         match read(&key, value.get_ref()) {
@@ -183,6 +223,10 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.take(name, values::number)
     }
 
+    pub(super) fn boolean(&mut self, name: &str) -> Field<bool> {
+        self.take(name, values::boolean)
+    }
+
     pub(super) fn mode(&mut self, name: &str) -> Field<u32> {
         self.take(name, values::mode)
     }
@@ -206,7 +250,18 @@ impl<'t, 'p> TableReader<'t, 'p> {
     /// Opens a table inside this one.
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
-        Some(TableReader::open(schema, self.title_of(name), self.origin, table, self.problems))
+        // What is at the top is named in the title alone.
+        let prefix =
+            if self.schema == schema::TOP { String::new() } else { format!("{}.", self.label(name)) };
+        let title = self.title_of(name);
+        Some(TableReader::open_inside(schema, title, prefix, self.origin, table, self.problems))
+    }
+
+    /// Opens a table inside the table `tenant`, whose keys the file chooses.
+    pub(super) fn tenant(&mut self, name: &str, table: &'t DeTable<'t>) -> TableReader<'t, '_> {
+        let path = format!("tenant.{}", shown_key(name));
+        let (title, prefix) = (self.title_of(&path), format!("{path}."));
+        TableReader::open_inside(schema::TENANT, title, prefix, Origin::Tenant, table, self.problems)
     }
 
     /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
@@ -233,7 +288,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         }
         self.problems.report(
             value.span(),
-            format!("`{}` must be a table, not {}", key.label(), values::type_name(value.get_ref())),
+            format!("`{}` must be a table, not {}", key.label, values::type_name(value.get_ref())),
             match (self.schema, name) {
                 (schema::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each".to_owned(),
                 (schema::TOP, _) => format!("write a section [{name}]"),
@@ -247,155 +302,14 @@ impl<'t, 'p> TableReader<'t, 'p> {
         if self.title.is_empty() { name.to_owned() } else { format!("{}.{name}", self.title) }
     }
 
-    /// Takes a program and its arguments.
-    pub(super) fn arguments(&mut self, name: &str) -> Field<Arguments> {
-        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
-        let taken = match value.get_ref() {
-            DeValue::Array(array) => self.array(&key, value.span(), array),
-            DeValue::String(text) => {
-                let words: Vec<_> =
-                    text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
-                let complaint = Complaint::new(
-                    format!("`{name}` must be an array of strings, not a string"),
-                    format!("there is no shell that would split it: write `{name} = [{}]`", words.join(", ")),
-                );
-                self.problems.report(value.span(), complaint.message, complaint.help);
-                None
-            }
-            other => {
-                let complaint = values::wrong_type(&key, "an array of strings", other);
-                self.problems.report(value.span(), complaint.message, complaint.help);
-                None
-            }
-        };
-        match taken {
-            Some(taken) => Field::Given(Given { value: taken, span: value.span(), origin: self.origin }),
-            None => Field::Refused,
-        }
-    }
-
-    fn array(&mut self, key: &Key, span: Range<usize>, array: &DeArray<'_>) -> Option<Arguments> {
-        let mut taken = Vec::new();
-        let mut program_taken = false;
-        for (index, element) in array.iter().enumerate() {
-            match argument(key, index, element.get_ref()) {
-                Ok(value) => {
-                    program_taken |= index == 0;
-                    taken.push(Given { value, span: element.span(), origin: self.origin });
-                }
-                Err(complaint) => self.problems.report(element.span(), complaint.message, complaint.help),
-            }
-        }
-        if array.is_empty() {
-            let help = format!("write the program and its arguments: `{} = {}`", key.name, key.example());
-            self.problems.report(span, format!("`{}` is empty", key.name), help);
-        }
-        // A wrong argument was reported; the program before it is still worth looking up.
-        program_taken.then_some(taken)
-    }
-
-    /// Takes a table of strings as an environment. A variable that is wrong is reported and left out.
-    pub(super) fn environment(&mut self, name: &str) -> BTreeMap<String, String> {
-        let mut taken = BTreeMap::new();
-        let Some((key, value)) = self.entry(name) else { return taken };
-        let DeValue::Table(table) = value.get_ref() else {
-            let complaint = values::wrong_type(&key, "a table of strings", value.get_ref());
-            self.problems.report(value.span(), complaint.message, complaint.help);
-            return taken;
-        };
-        for (variable, value) in table.iter() {
-            if let Err(complaint) = variable_name(variable.get_ref()) {
-                self.problems.report(variable.span(), complaint.message, complaint.help);
-            }
-            match variable_value(variable.get_ref(), value.get_ref()) {
-                Ok(text) => drop(taken.insert(variable.get_ref().to_string(), text)),
-                Err(complaint) => self.problems.report(value.span(), complaint.message, complaint.help),
-            }
-        }
-        taken
-    }
-
     /// Refuses keys that `[defaults]` may not have.
-    pub(super) fn refuse(&mut self, names: &[&str]) {
+    pub(super) fn refuse(&mut self, names: &[&str], help: &str) {
         for (name, _) in self.table.iter().filter(|(name, _)| names.contains(&name.get_ref().as_ref())) {
             self.problems.report(
                 name.span(),
                 format!("`{}` cannot stand in [{}]", name.get_ref(), self.title),
-                "each [bulkhead.NAME] says for itself what it runs",
+                help,
             );
         }
     }
-}
-
-/// An argument may be empty, a program may not.
-fn argument(key: &Key, index: usize, value: &DeValue<'_>) -> Result<String, Complaint> {
-    let label = format!("{}[{index}]", key.name);
-    let DeValue::String(text) = value else {
-        let help = match value {
-            DeValue::Integer(number) => format!("write \"{number}\""),
-            DeValue::Float(number) => format!("write \"{number}\""),
-            DeValue::Boolean(boolean) => format!("write \"{boolean}\""),
-            _ => format!("write `{} = {}`", key.name, key.example()),
-        };
-        return Err(Complaint::new(
-            format!("`{label}` must be a string, not {}", values::type_name(value)),
-            help,
-        ));
-    };
-    if index == 0 && text.is_empty() {
-        return Err(Complaint::new(
-            format!("`{label}` is empty, where the program should be"),
-            format!("write `{} = {}`", key.name, key.example()),
-        ));
-    }
-    values::no_nul(&label, text)?;
-    Ok(text.to_string())
-}
-
-fn variable_name(name: &str) -> Result<(), Complaint> {
-    if name.is_empty() {
-        return Err(Complaint::new("a name in `env` is empty", "write `env = { NAME = \"value\" }`"));
-    }
-    if name.contains(['=', '\0']) {
-        return Err(Complaint::new(
-            format!("`{}` cannot name a variable: it contains `=` or a NUL byte", shown(name)),
-            "write `env = { NAME = \"value\" }`",
-        ));
-    }
-    if name.starts_with("BULKHEAD_") {
-        return Err(Complaint::new(
-            format!(
-                "`{}` is reserved: the supervisor sets the names that start with `BULKHEAD_`",
-                shown(name)
-            ),
-            "choose another name",
-        ));
-    }
-    Ok(())
-}
-
-fn variable_value(name: &str, value: &DeValue<'_>) -> Result<String, Complaint> {
-    let name = shown(name);
-    let text = match value {
-        DeValue::String(text) => text,
-        DeValue::Integer(_) | DeValue::Float(_) | DeValue::Boolean(_) => {
-            let literal = match value {
-                DeValue::Integer(number) => number.to_string(),
-                DeValue::Float(number) => number.to_string(),
-                _ => value.as_bool().unwrap_or_default().to_string(),
-            };
-            return Err(Complaint::new(
-                format!("`env.{name}` must be a string, not {}", values::type_name(value)),
-                format!("write `{name} = \"{literal}\"`"),
-            ));
-        }
-        other => {
-            return Err(Complaint::new(
-                format!("`env.{name}` must be a string, not {}", values::type_name(other)),
-                format!("write `{name} = \"value\"`"),
-            ));
-        }
-    };
-    values::no_nul(&format!("env.{name}"), text)?;
-    Ok(text.to_string())
 }

@@ -3,14 +3,16 @@
 //! before one of `[defaults]`, and either before one that was not written at all.
 
 mod admission;
+mod fallback;
+mod tenants;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::checked::*;
-use super::diagnostics::Problems;
-use super::raw::{RawBulkhead, RawFile, RawRestart, RawSupervisor};
+use super::diagnostics::{Problems, shown_key};
+use super::raw::{RawBulkhead, RawFile, RawRestart, RawSupervisor, RawTenant};
 use super::reader::{Arguments, Field, Given};
 use super::settled::{Settled, blame};
 use super::values::Complaint;
@@ -27,11 +29,10 @@ impl Checker<'_> {
     /// Judges a whole file. What it returns holds only if no problem was reported.
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.settle(defaults::PAYLOAD_BYTES_MAX);
-        Config {
-            path: path.to_owned(),
-            supervisor: self.supervisor(&raw.supervisor, &payload),
-            bulkheads: raw.bulkheads.into_iter().map(|bulkhead| self.bulkhead(bulkhead, &payload)).collect(),
-        }
+        let supervisor = self.supervisor(&raw.supervisor, &payload);
+        let bulkheads =
+            raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw.names)).collect();
+        Config { path: path.to_owned(), supervisor, bulkheads }
     }
 
     fn complain(&mut self, span: Range<usize>, complaint: Complaint) {
@@ -117,21 +118,21 @@ impl Checker<'_> {
         }
     }
 
-    fn bulkhead(&mut self, raw: RawBulkhead, payload: &Settled<u64>) -> BulkheadConfig {
-        let program = self.program(&raw);
-        self.check_argument_bytes(&raw);
+    fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Settled<u64>, names: &[String]) -> BulkheadConfig {
+        let program = self.program(raw);
+        self.check_argument_bytes(raw);
         let deadline = raw.deadline.settle(defaults::DEADLINE);
         let deadline_max = raw.deadline_max.settle(deadline.value);
-        self.check_deadlines(&raw, &deadline, &deadline_max);
+        self.check_deadlines(raw, &deadline, &deadline_max);
         let queue = raw.max_queue.settle(defaults::QUEUE_MAX);
-        self.check_permits(&raw, &queue);
+        self.check_permits(&Permits::of_bulkhead(raw));
         let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
-        BulkheadConfig {
+        let bulkhead = BulkheadConfig {
             cwd: self.cwd(&raw.cwd),
-            name: raw.name,
+            name: raw.name.clone(),
             program,
-            env: raw.env.into_iter().collect(),
+            env: raw.env.clone().into_iter().collect(),
             processes: raw.processes.value_or(defaults::PROCESSES) as u32,
             max_in_flight: raw.max_in_flight.value_or(defaults::IN_FLIGHT_MAX) as u32,
             max_queue: queue.value as u32,
@@ -142,11 +143,15 @@ impl Checker<'_> {
             max_payload,
             max_result,
             overflow: self.overflow(&raw.admission.overflow, &queue),
+            fallback: self.fallback(raw, names),
             priority: self.priority(&raw.admission.priority),
             pressure: self.pressure(&raw.admission.pressure, &queue),
             rate_limit: self.rate_limit(&raw.admission.rate_limit),
             tenants: self.tenants(&raw.admission.tenants),
+            tenant: self.tenant(raw),
             breaker: self.breaker(&raw.admission.breaker),
+            retry: admission::retry(&raw.admission.retry),
+            poison: admission::poison(&raw.admission.poison),
             restart: self.restart(&raw.restart),
             start: Start {
                 handshake: raw.handshake.value_or(defaults::START_HANDSHAKE),
@@ -162,7 +167,9 @@ impl Checker<'_> {
                 age: raw.recycle_age.optional(),
             },
             rlimits: rlimits(&raw.rlimits),
-        }
+        };
+        self.check_workers(raw, &bulkhead);
+        bulkhead
     }
 
     /// Exactly one of `command`, `library` and `exec`, and what it names is there.
@@ -305,17 +312,20 @@ impl Checker<'_> {
         );
     }
 
-    fn check_permits(&mut self, raw: &RawBulkhead, queue: &Settled<u64>) {
-        let in_flight = raw.max_in_flight.settle(defaults::IN_FLIGHT_MAX);
-        let processes = raw.processes.settle(defaults::PROCESSES);
+    fn check_permits(&mut self, permits: &Permits) {
+        let Permits {
+            processes: (processes_name, processes),
+            in_flight: (in_flight_name, in_flight),
+            queue: (queue_name, queue),
+        } = permits;
         if in_flight.value == 0
             && queue.value > 0
-            && let Some(place) = blame(&in_flight, queue)
+            && let Some(place) = blame(in_flight, queue)
         {
             self.problems.report(
                 place,
                 format!(
-                    "`max_in_flight` ({}) with a queue (`max_queue` is {}): what waits would never run",
+                    "`{in_flight_name}` ({}) with a queue (`{queue_name}` is {}): what waits would never run",
                     in_flight.told(0),
                     queue.told(queue.value)
                 ),
@@ -323,12 +333,12 @@ impl Checker<'_> {
             );
         }
         if processes.value.saturating_mul(in_flight.value) > defaults::PERMITS_CEILING
-            && let Some(place) = blame(&processes, &in_flight)
+            && let Some(place) = blame(processes, in_flight)
         {
             self.problems.report(
                 place,
                 format!(
-                    "`processes` ({}) × `max_in_flight` ({}) is above {}",
+                    "`{processes_name}` ({}) × `{in_flight_name}` ({}) is above {}",
                     processes.told(processes.value),
                     in_flight.told(in_flight.value),
                     defaults::PERMITS_CEILING
@@ -376,6 +386,37 @@ impl Checker<'_> {
             backoff_max: backoff_max.value,
             max: raw.max.value_or(defaults::RESTART_MAX) as u32,
             within: raw.within.value_or(defaults::RESTART_WITHIN),
+        }
+    }
+}
+
+/// How many jobs run and wait in one set of workers: each number with its name in a message.
+struct Permits {
+    processes: (String, Settled<u64>),
+    in_flight: (String, Settled<u64>),
+    queue: (String, Settled<u64>),
+}
+
+impl Permits {
+    fn of_bulkhead(raw: &RawBulkhead) -> Self {
+        Self {
+            processes: ("processes".to_owned(), raw.processes.settle(defaults::PROCESSES)),
+            in_flight: ("max_in_flight".to_owned(), raw.max_in_flight.settle(defaults::IN_FLIGHT_MAX)),
+            queue: ("max_queue".to_owned(), raw.max_queue.settle(defaults::QUEUE_MAX)),
+        }
+    }
+
+    /// The workers of an isolated tenant: its own numbers, else the bulkhead's.
+    fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
+        let bulkhead = Self::of_bulkhead(raw);
+        let own = |name: &str, field: &Field<u64>, inherited| match field.is_absent() {
+            true => inherited,
+            false => (format!("tenant.{}.{name}", shown_key(&tenant.name)), field.settle(0)),
+        };
+        Self {
+            processes: own("processes", &tenant.processes, bulkhead.processes),
+            in_flight: own("max_in_flight", &tenant.max_in_flight, bulkhead.in_flight),
+            queue: own("max_queue", &tenant.max_queue, bulkhead.queue),
         }
     }
 }

@@ -19,15 +19,8 @@ pub(super) const LATER: &[(&str, &str)] = &[
     (SUPERVISOR, "crash_keep"),
     (SUPERVISOR, "worker_uids"),
     (SUPERVISOR, "tenant_labels"),
-    (BULKHEAD, "fallback"),
-    (BULKHEAD, "retry"),
-    (BULKHEAD, "poison"),
-    (BULKHEAD, "tenant"),
     (BULKHEAD, "adaptive"),
     (BULKHEAD, "cgroup"),
-    (TENANTS, "isolate"),
-    (TENANTS, "max_active"),
-    (TENANTS, "idle"),
     (SANDBOX, "network"),
     (SANDBOX, "read"),
     (SANDBOX, "write"),
@@ -45,6 +38,10 @@ pub(super) const PRESSURE: &str = "bulkhead.NAME.pressure";
 pub(super) const RATE_LIMIT: &str = "bulkhead.NAME.rate_limit";
 pub(super) const TENANTS: &str = "bulkhead.NAME.tenants";
 pub(super) const BREAKER: &str = "bulkhead.NAME.breaker";
+pub(super) const RETRY: &str = "bulkhead.NAME.retry";
+pub(super) const POISON: &str = "bulkhead.NAME.poison";
+pub(super) const TENANT: &str = "bulkhead.NAME.tenant.TENANT";
+pub(super) const TENANT_RATE_LIMIT: &str = "bulkhead.NAME.tenant.TENANT.rate_limit";
 pub(super) const RESTART: &str = "bulkhead.NAME.restart";
 pub(super) const START: &str = "bulkhead.NAME.start";
 pub(super) const HEALTH: &str = "bulkhead.NAME.health";
@@ -101,6 +98,8 @@ pub enum Kind {
         /// The largest that is allowed.
         max: u64,
     },
+    /// `true` or `false`.
+    Boolean,
     /// A number that can only be 0 until a later version.
     ZeroForNow,
     /// `"0600"`.
@@ -118,6 +117,11 @@ pub enum Kind {
     },
     /// A program and its arguments.
     Program,
+    /// Other bulkheads, in order, or none.
+    Names {
+        /// The most that are allowed.
+        max: usize,
+    },
     /// A table of strings.
     Environment,
     /// A value of setrlimit(2).
@@ -137,6 +141,8 @@ pub enum Preset {
     Count(u64),
     /// A fraction.
     Share(f64),
+    /// Whether something is on.
+    Boolean(bool),
     /// Octal digits.
     Mode(u32),
     /// A word.
@@ -231,11 +237,16 @@ const KEYS: &[Key] = &[
         "The largest result of a job; a larger one is `failed` as `result_too_large`. At most the supervisor's `max_payload`."),
     key(BULKHEAD, "overflow", Kind::Word { now: OVERFLOWS, later: &[] }, Preset::Word(defaults::OVERFLOW),
         "What a full queue does: reject the next job, or take it in place of the oldest job of the tenant that holds most of the queue. `\"evict-oldest\"` needs a `max_queue` above 0."),
+    key(BULKHEAD, "fallback", Kind::Names { max: defaults::FALLBACKS_MAX }, Preset::Described("`[]`"),
+        "Bulkheads that take a job which this one turns away as `circuit_open`, `queue_full`, `backpressure`, `unavailable` or `draining`, and an idempotent one whose worker crashed: tried in order, each at most once."),
     table(BULKHEAD, "priority"),
     table(BULKHEAD, "pressure"),
     table(BULKHEAD, "rate_limit"),
     table(BULKHEAD, "tenants"),
+    table(BULKHEAD, "tenant"),
     table(BULKHEAD, "breaker"),
+    table(BULKHEAD, "retry"),
+    table(BULKHEAD, "poison"),
     table(BULKHEAD, "restart"),
     table(BULKHEAD, "start"),
     table(BULKHEAD, "health"),
@@ -263,6 +274,26 @@ const KEYS: &[Key] = &[
     key(TENANTS, "max_queue", Kind::Count { min: 0, max: defaults::QUEUE_CEILING }, Preset::Described("no limit"),
         "Jobs of one tenant that may wait; over it a job is rejected `tenant_quota`."),
 
+    key(TENANTS, "isolate", Kind::Boolean, Preset::Boolean(defaults::TENANTS_ISOLATE),
+        "Whether each tenant has workers of its own. Then `processes`, `max_in_flight`, `max_queue`, `rate_limit` whatever its `per`, `breaker` and the restart history of the bulkhead are each tenant's, and the two keys above are refused."),
+    key(TENANTS, "max_active", Kind::Count { min: 1, max: defaults::TENANTS_ACTIVE_CEILING }, Preset::Count(defaults::TENANTS_ACTIVE_MAX),
+        "Isolated tenants that have workers at once; for one more those of the longest idle go, and if none is idle its job is rejected `unavailable`. `processes` × `max_active` is at most 16384. Needs `isolate`."),
+    key(TENANTS, "idle", Kind::Duration { min: SOME }, Preset::Duration(defaults::TENANTS_IDLE),
+        "An isolated tenant without a job for so long gives its workers back. Needs `isolate`."),
+
+    key(TENANT, "max_in_flight", Kind::Count { min: 1, max: defaults::PERMITS_CEILING }, Preset::Described("as for every tenant"),
+        "Jobs of this tenant in flight in the whole bulkhead, as in `tenants`; with `tenants.isolate` per worker process, at most 4096."),
+    key(TENANT, "max_queue", Kind::Count { min: 0, max: defaults::QUEUE_CEILING }, Preset::Described("as for every tenant"),
+        "Jobs of this tenant that may wait."),
+    key(TENANT, "processes", Kind::Count { min: 1, max: defaults::PROCESSES_CEILING }, Preset::Described("the bulkhead's `processes`"),
+        "Worker processes of this tenant. Needs `tenants.isolate`."),
+    table(TENANT, "rate_limit"),
+
+    key(TENANT_RATE_LIMIT, "per_second", Kind::Number { max: defaults::RATE_CEILING }, Preset::Described("required"),
+        "Jobs of this tenant a second in the long run, each counted by its cost."),
+    key(TENANT_RATE_LIMIT, "burst", Kind::Count { min: 1, max: defaults::RATE_CEILING }, Preset::Described("`per_second`, rounded up"),
+        "Jobs of this tenant that may come at once after a pause."),
+
     key(BREAKER, "window", Kind::Duration { min: defaults::BREAKER_WINDOW_MIN }, Preset::Duration(defaults::BREAKER_WINDOW),
         "How far back the rates look."),
     key(BREAKER, "min_calls", Kind::Count { min: 1, max: defaults::BREAKER_CALLS_CEILING }, Preset::Count(defaults::BREAKER_MIN_CALLS),
@@ -277,6 +308,16 @@ const KEYS: &[Key] = &[
         "How long the breaker stays open before it tries again; doubles with each opening in a row, up to 8 times this."),
     key(BREAKER, "probes", Kind::Count { min: 1, max: defaults::BREAKER_PROBES_CEILING }, Preset::Count(defaults::BREAKER_PROBES),
         "Jobs let through to try."),
+
+    key(RETRY, "attempts", Kind::Count { min: 2, max: defaults::RETRY_CEILING }, Preset::Count(defaults::RETRY_ATTEMPTS),
+        "How often a job is tried at most; counts the first time."),
+    key(RETRY, "budget", PART, Preset::Share(defaults::RETRY_BUDGET),
+        "Retries as a share of jobs; what is beyond is not retried."),
+
+    key(POISON, "crashes", Kind::Count { min: 1, max: defaults::POISON_CEILING }, Preset::Count(defaults::POISON_CRASHES),
+        "A payload that killed this many workers, alone in each, is rejected `quarantined`."),
+    key(POISON, "within", Kind::Duration { min: SOME }, Preset::Duration(defaults::POISON_WITHIN),
+        "The window in which its crashes are counted."),
 
     key(RESTART, "policy", Kind::Word { now: POLICIES, later: &[] }, Preset::Word(defaults::RESTART_POLICY),
         "Which deaths are followed by a restart: all, all but a clean exit, or none."),
@@ -368,11 +409,6 @@ impl Key {
         path(self.table, self.name)
     }
 
-    /// The name that a message uses: from the bulkhead or the supervisor down, `restart.backoff`.
-    pub(super) fn label(&self) -> String {
-        label(self.table, self.name)
-    }
-
     /// A value that would do, as TOML.
     pub(super) fn example(&self) -> String {
         match (self.default, self.kind) {
@@ -382,6 +418,8 @@ impl Key {
             (Preset::Described(_), Kind::Share { .. }) => "0.2".to_owned(),
             (Preset::Described(_), Kind::Number { .. }) => "100".to_owned(),
             (Preset::Described(_), Kind::Path) => self.path_example().to_owned(),
+            (Preset::Described(_), Kind::Names { .. }) => "[\"other\"]".to_owned(),
+            (_, Kind::Boolean) => "true".to_owned(),
             (Preset::Described(_), Kind::Program) => "[\"./worker\", \"--flag\"]".to_owned(),
             (Preset::Described(_), Kind::Environment) => "{ RUST_LOG = \"info\" }".to_owned(),
             (_, Kind::Limit(resource)) => match resource.measure() {
@@ -397,8 +435,8 @@ impl Key {
 
     fn count_example(&self) -> &'static str {
         match (self.table, self.name) {
-            (TENANTS, "max_in_flight") => "2",
-            (TENANTS, _) => "20",
+            (TENANTS | TENANT, "max_in_flight" | "processes") => "2",
+            (TENANTS | TENANT, _) => "20",
             _ => "1000",
         }
     }
@@ -413,14 +451,6 @@ impl Key {
     }
 }
 
-/// See [`Key::label`].
-pub(super) fn label(table: &str, name: &str) -> String {
-    match table.strip_prefix("bulkhead.NAME.") {
-        Some(inner) => format!("{inner}.{name}"),
-        None => name.to_owned(),
-    }
-}
-
 impl Preset {
     /// The value as it would stand in the file, if it is one.
     pub(super) fn toml(&self) -> Option<String> {
@@ -429,6 +459,7 @@ impl Preset {
             Self::Size(bytes) => Some(format!("\"{}\"", units::format_size(bytes))),
             Self::Count(count) => Some(count.to_string()),
             Self::Share(share) => Some(units::share_literal(&share)),
+            Self::Boolean(on) => Some(on.to_string()),
             Self::Mode(mode) => Some(format!("\"{mode:04o}\"")),
             Self::Word(word) => Some(format!("\"{word}\"")),
             Self::Described(_) => None,
@@ -463,6 +494,7 @@ impl fmt::Display for Kind {
                 )
             }
             Self::Number { max } => write!(f, "number, whole or not, above 0 to {max}"),
+            Self::Boolean => f.write_str("`true` or `false`"),
             Self::ZeroForNow => f.write_str("`0`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
@@ -472,6 +504,7 @@ impl fmt::Display for Kind {
                 f.write_str(&words.join(", "))
             }
             Self::Program => f.write_str("array of strings"),
+            Self::Names { max } => write!(f, "array of names, at most {max}"),
             Self::Environment => f.write_str("table of strings"),
             Self::Limit(resource) => f.write_str(match resource.measure() {
                 Measure::Bytes => "size or `\"unlimited\"`",

@@ -56,7 +56,7 @@ impl<T> Settled<T> {
         match self.source {
             Source::Preset => format!("{shown}, the default"),
             Source::Written(_, Origin::Defaults) => format!("{shown}, from [defaults]"),
-            Source::Written(_, Origin::Own) | Source::Refused => shown.to_string(),
+            Source::Written(_, Origin::Own | Origin::Tenant) | Source::Refused => shown.to_string(),
         }
     }
 }

@@ -33,10 +33,13 @@ impl Config {
     }
 
     fn counted(&self) -> String {
-        let workers: u64 = self.bulkheads.iter().map(|bulkhead| u64::from(bulkhead.processes)).sum();
-        let plural = |count: u64| if count == 1 { "" } else { "s" };
+        let workers: u64 = self.bulkheads.iter().map(BulkheadConfig::workers_max).sum();
         let bulkheads = self.bulkheads.len() as u64;
-        format!("{bulkheads} bulkhead{}, {workers} worker{}", plural(bulkheads), plural(workers))
+        let plural = |count: u64| if count == 1 { "" } else { "s" };
+        // Those of isolated tenants come and go.
+        let isolated = self.bulkheads.iter().any(|bulkhead| bulkhead.isolation().is_some());
+        let up_to = if isolated { "up to " } else { "" };
+        format!("{bulkheads} bulkhead{}, {up_to}{workers} worker{}", plural(bulkheads), plural(workers))
     }
 }
 
@@ -105,6 +108,10 @@ impl Lines {
         self.set("sandbox", "{ profile = \"none\" }");
         let rlimits: Vec<_> = bulkhead.rlimits.iter().map(rlimit).collect();
         self.set("rlimits", braced(&rlimits));
+        for (name, tenant) in &bulkhead.tenant {
+            self.line(format_args!("\n[bulkhead.{}.tenant.{}]", key(&bulkhead.name), key(name)));
+            self.tenant(tenant);
+        }
     }
 
     fn program(&mut self, program: &Program) {
@@ -119,8 +126,7 @@ impl Lines {
     }
 
     fn arguments(&mut self, name: &str, argv: &[String], found: &Path) {
-        let argv: Vec<_> = argv.iter().map(|argument| string(argument)).collect();
-        self.set(name, format_args!("[{}]", argv.join(", ")));
+        self.set(name, strings(argv));
         self.comment(format_args!("runs {}", found.display()));
     }
 
@@ -130,10 +136,32 @@ impl Lines {
             0 => self.comment("pressure: there is no queue"),
             _ => self.set("pressure", pressure(&bulkhead.pressure)),
         }
+        match bulkhead.fallback.as_slice() {
+            [] => self.comment("fallback: none"),
+            names => self.set("fallback", strings(names)),
+        }
         self.set_or_off("priority", bulkhead.priority.as_ref().map(priority));
         self.set_or_off("rate_limit", bulkhead.rate_limit.as_ref().map(rate_limit));
         self.set_or_off("tenants", bulkhead.tenants.as_ref().map(tenants));
         self.set_or_off("breaker", bulkhead.breaker.as_ref().map(breaker));
+        self.set_or_off("retry", bulkhead.retry.as_ref().map(retry));
+        self.set_or_off("poison", bulkhead.poison.as_ref().map(poison));
+    }
+
+    fn tenant(&mut self, tenant: &TenantConfig) {
+        let numbers = [
+            ("max_in_flight", tenant.max_in_flight),
+            ("max_queue", tenant.max_queue),
+            ("processes", tenant.processes),
+        ];
+        for (key, number) in numbers {
+            if let Some(number) = number {
+                self.set(key, number);
+            }
+        }
+        if let Some(RateLimitConfig { per_second, burst, per: _ }) = tenant.rate_limit {
+            self.set("rate_limit", format_args!("{{ per_second = {per_second}, burst = {burst} }}"));
+        }
     }
 
     fn set_or_off(&mut self, key: &str, value: Option<String>) {
@@ -192,11 +220,23 @@ fn rate_limit(limit: &RateLimitConfig) -> String {
 }
 
 fn tenants(tenants: &TenantsConfig) -> String {
+    if let Some(isolation) = &tenants.isolation {
+        let IsolationConfig { max_active, idle } = isolation;
+        return format!("{{ isolate = true, max_active = {max_active}, idle = {} }}", duration(*idle));
+    }
     let entries = [
         tenants.max_in_flight.map(|jobs| format!("max_in_flight = {jobs}")),
         tenants.max_queue.map(|jobs| format!("max_queue = {jobs}")),
     ];
     braced(&entries.into_iter().flatten().collect::<Vec<_>>())
+}
+
+fn retry(retry: &RetryConfig) -> String {
+    format!("{{ attempts = {}, budget = {} }}", retry.attempts, units::share_literal(&retry.budget))
+}
+
+fn poison(poison: &PoisonConfig) -> String {
+    format!("{{ crashes = {}, within = {} }}", poison.crashes, duration(poison.within))
 }
 
 fn breaker(breaker: &BreakerConfig) -> String {
@@ -218,9 +258,7 @@ fn rlimit(rlimit: &Rlimit) -> String {
     let value = match (rlimit.limit, rlimit.resource.measure()) {
         (None, _) => format!("\"{UNLIMITED}\""),
         (Some(bytes), Measure::Bytes) => size(bytes),
-        (Some(seconds), Measure::Seconds) if seconds <= u64::MAX / 1000 => {
-            duration(Duration::from_secs(seconds))
-        }
+        (Some(seconds), Measure::Seconds) => duration(Duration::from_secs(seconds)),
         (Some(number), _) => number.to_string(),
     };
     format!("{} = {value}", rlimit.resource.name())
@@ -243,6 +281,11 @@ fn key(name: &str) -> String {
     let bare =
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-'));
     if bare { name.to_owned() } else { string(name) }
+}
+
+fn strings(texts: &[String]) -> String {
+    let texts: Vec<_> = texts.iter().map(|text| string(text)).collect();
+    format!("[{}]", texts.join(", "))
 }
 
 /// A basic string of TOML.

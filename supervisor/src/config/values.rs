@@ -1,6 +1,7 @@
 //! One value of TOML to one plain value, or the sentence that says why not and what to write instead.
 //! Pure leaves: no files, no relations between keys.
 
+use std::ops::Deref;
 use std::time::Duration;
 
 use toml::de::{DeFloat, DeInteger, DeValue};
@@ -26,14 +27,35 @@ impl Complaint {
 
 type Read<T> = Result<T, Complaint>;
 
+/// A key of an open table: what the schema says of it, and what messages call it.
+pub(super) struct Named {
+    key: Key,
+    /// From the bulkhead or the supervisor down, with the tenant's name in it: `restart.backoff`.
+    pub(super) label: String,
+}
+
+impl Named {
+    pub(super) fn new(key: Key, label: String) -> Self {
+        Self { key, label }
+    }
+}
+
+impl Deref for Named {
+    type Target = Key;
+
+    fn deref(&self) -> &Key {
+        &self.key
+    }
+}
+
 /// `` write `key = value` ``, with a value that would do.
-fn write(key: &Key, value: &str) -> String {
+fn write(key: &Named, value: &str) -> String {
     format!("write `{} = {value}`", key.name)
 }
 
-pub(super) fn wrong_type(key: &Key, expected: &str, value: &DeValue<'_>) -> Complaint {
+pub(super) fn wrong_type(key: &Named, expected: &str, value: &DeValue<'_>) -> Complaint {
     let found = type_name(value);
-    Complaint::new(format!("`{}` must be {expected}, not {found}", key.label()), write(key, &key.example()))
+    Complaint::new(format!("`{}` must be {expected}, not {found}", key.label), write(key, &key.example()))
 }
 
 pub(super) fn type_name(value: &DeValue<'_>) -> &'static str {
@@ -54,13 +76,13 @@ fn integer(number: &DeInteger<'_>) -> i128 {
     i128::from_str_radix(number.as_str(), number.radix()).unwrap_or(far_out)
 }
 
-pub(super) fn duration(key: &Key, value: &DeValue<'_>) -> Read<Duration> {
+pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
     let Kind::Duration { min } = key.kind else { return Err(unreadable(key)) };
     let duration = match value {
         DeValue::String(text) => duration_text(key, text)?,
         DeValue::Integer(number) => {
             return Err(Complaint::new(
-                format!("`{}` must be a duration with a unit, not a bare number", key.label()),
+                format!("`{}` must be a duration with a unit, not a bare number", key.label),
                 unit_help(key, &number.to_string()),
             ));
         }
@@ -70,7 +92,7 @@ pub(super) fn duration(key: &Key, value: &DeValue<'_>) -> Read<Duration> {
         let (min, max) = (units::format_duration(min), units::format_duration(defaults::DURATION_MAX));
         let given = units::format_duration(duration);
         return Err(Complaint::new(
-            format!("`{}` must be from {min} to {max}, not {given}", key.label()),
+            format!("`{}` must be from {min} to {max}, not {given}", key.label),
             out_of_range_help(key),
         ));
     }
@@ -78,7 +100,7 @@ pub(super) fn duration(key: &Key, value: &DeValue<'_>) -> Read<Duration> {
 }
 
 /// A zero that somebody may have meant in earnest has another way to be said.
-fn out_of_range_help(key: &Key) -> String {
+fn out_of_range_help(key: &Named) -> String {
     match key.name {
         "queue_timeout" => {
             "to never wait set `max_queue = 0`; to wait until the deadline leave the key out".to_owned()
@@ -87,9 +109,9 @@ fn out_of_range_help(key: &Key) -> String {
     }
 }
 
-fn duration_text(key: &Key, text: &str) -> Read<Duration> {
+fn duration_text(key: &Named, text: &str) -> Read<Duration> {
     units::parse_duration(text).map_err(|error| {
-        let message = format!("`{}` is not a duration: \"{}\"", key.label(), shown(text));
+        let message = format!("`{}` is not a duration: \"{}\"", key.label, shown(text));
         let help = match error {
             UnitError::NoUnit => unit_help(key, text.trim()),
             UnitError::Ambiguous(unit) => {
@@ -107,12 +129,12 @@ fn duration_text(key: &Key, text: &str) -> Read<Duration> {
 }
 
 /// Zero needs no unit to be understood, but one to be written.
-fn unit_help(key: &Key, number: &str) -> String {
+fn unit_help(key: &Named, number: &str) -> String {
     let number = if number.len() <= 12 && !number.starts_with('-') { number } else { "5" };
     format!("{} for seconds, or \"{number}ms\" for milliseconds", write(key, &format!("\"{number}s\"")))
 }
 
-pub(super) fn size(key: &Key, value: &DeValue<'_>) -> Read<u64> {
+pub(super) fn size(key: &Named, value: &DeValue<'_>) -> Read<u64> {
     let Kind::Size { min, max } = key.kind else { return Err(unreadable(key)) };
     let bytes = size_value(key, value)?;
     if bytes < i128::from(min) || bytes > i128::from(max) {
@@ -121,7 +143,7 @@ pub(super) fn size(key: &Key, value: &DeValue<'_>) -> Read<u64> {
             _ => format!("from {min} to {} bytes ({})", max, units::format_size(max)),
         };
         return Err(Complaint::new(
-            format!("`{}` must be {range}, not {}", key.label(), given_number(bytes)),
+            format!("`{}` must be {range}, not {}", key.label, given_number(bytes)),
             write(key, &key.example()),
         ));
     }
@@ -129,11 +151,11 @@ pub(super) fn size(key: &Key, value: &DeValue<'_>) -> Read<u64> {
 }
 
 /// Bytes as they stand there, the range not yet checked.
-fn size_value(key: &Key, value: &DeValue<'_>) -> Read<i128> {
+fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),
         DeValue::String(text) => units::parse_size(text).map(i128::from).map_err(|error| {
-            let message = format!("`{}` is not a size: \"{}\"", key.label(), shown(text));
+            let message = format!("`{}` is not a size: \"{}\"", key.label, shown(text));
             let help = match error {
                 UnitError::Ambiguous(unit) => {
                     let number = text.trim_end_matches(|c: char| c.is_alphabetic() || c.is_whitespace()).trim();
@@ -171,7 +193,7 @@ fn given_number(number: i128) -> String {
     }
 }
 
-pub(super) fn count(key: &Key, value: &DeValue<'_>) -> Read<u64> {
+pub(super) fn count(key: &Named, value: &DeValue<'_>) -> Read<u64> {
     let Kind::Count { min, max } = key.kind else { return Err(unreadable(key)) };
     let number = whole_number(key, value)?;
     if number < i128::from(min) || number > i128::from(max) {
@@ -180,26 +202,27 @@ pub(super) fn count(key: &Key, value: &DeValue<'_>) -> Read<u64> {
             _ => format!("from {min} to {max}"),
         };
         let nearest = number.clamp(i128::from(min), i128::from(max));
+        let why = if key.name == "attempts" && number == 1 { ": it counts the first" } else { "" };
         return Err(Complaint::new(
-            format!("`{}` must be {range}, not {}", key.label(), given_number(number)),
+            format!("`{}` must be {range}, not {}{why}", key.label, given_number(number)),
             write(key, &nearest.to_string()),
         ));
     }
     Ok(number as u64)
 }
 
-fn whole_number(key: &Key, value: &DeValue<'_>) -> Read<i128> {
+fn whole_number(key: &Named, value: &DeValue<'_>) -> Read<i128> {
     match value {
         DeValue::Integer(number) => Ok(integer(number)),
         DeValue::String(text) if text.trim().parse::<u32>().is_ok() => Err(Complaint::new(
-            format!("`{}` must be a whole number, not a string", key.label()),
+            format!("`{}` must be a whole number, not a string", key.label),
             write(key, text.trim()),
         )),
         other => Err(wrong_type(key, "a whole number", other)),
     }
 }
 
-pub(super) fn share(key: &Key, value: &DeValue<'_>) -> Read<f64> {
+pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
     let Kind::Share { none, all } = key.kind else { return Err(unreadable(key)) };
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
@@ -220,11 +243,11 @@ pub(super) fn share(key: &Key, value: &DeValue<'_>) -> Read<f64> {
     } else {
         write(key, &key.example())
     };
-    let message = format!("`{}` must be {range}, not {}{why}", key.label(), given_literal(value));
+    let message = format!("`{}` must be {range}, not {}{why}", key.label, given_literal(value));
     Err(Complaint::new(message, help))
 }
 
-pub(super) fn number(key: &Key, value: &DeValue<'_>) -> Read<f64> {
+pub(super) fn number(key: &Named, value: &DeValue<'_>) -> Read<f64> {
     let Kind::Number { max } = key.kind else { return Err(unreadable(key)) };
     let number = fraction(key, "a number", value)?;
     if number > 0.0 && number <= max as f64 {
@@ -232,18 +255,40 @@ pub(super) fn number(key: &Key, value: &DeValue<'_>) -> Read<f64> {
     }
     let nearest = if number > 0.0 { max.to_string() } else { key.example() };
     Err(Complaint::new(
-        format!("`{}` must be above 0 and at most {max}, not {}", key.label(), given_literal(value)),
+        format!("`{}` must be above 0 and at most {max}, not {}", key.label, given_literal(value)),
         write(key, &nearest),
     ))
 }
 
+pub(super) fn boolean(key: &Named, value: &DeValue<'_>) -> Read<bool> {
+    let meant = match value {
+        DeValue::Boolean(boolean) => return Ok(*boolean),
+        DeValue::Integer(number) => match integer(number) {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        },
+        DeValue::String(text) => match text.trim().to_lowercase().as_str() {
+            "true" | "yes" | "on" | "1" => Some(true),
+            "false" | "no" | "off" | "0" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    };
+    let help = match meant {
+        Some(meant) => format!("{} without quotes", write(key, &meant.to_string())),
+        None => format!("{} or `{} = false`", write(key, "true"), key.name),
+    };
+    Err(Complaint::new(format!("`{}` must be `true` or `false`, not {}", key.label, type_name(value)), help))
+}
+
 /// A number, whole or not; also one that TOML has and that is none.
-fn fraction(key: &Key, expected: &str, value: &DeValue<'_>) -> Read<f64> {
+fn fraction(key: &Named, expected: &str, value: &DeValue<'_>) -> Read<f64> {
     match value {
         DeValue::Integer(number) => Ok(integer(number) as f64),
         DeValue::Float(number) => Ok(float(number)),
         DeValue::String(text) if is_decimal(text.trim()) => Err(Complaint::new(
-            format!("`{}` must be {expected}, not a string", key.label()),
+            format!("`{}` must be {expected}, not a string", key.label),
             format!("{} without the quotes", write(key, &shown(text.trim()))),
         )),
         other => Err(wrong_type(key, expected, other)),
@@ -271,18 +316,18 @@ fn given_literal(value: &DeValue<'_>) -> String {
     }
 }
 
-pub(super) fn zero_for_now(key: &Key, value: &DeValue<'_>) -> Read<()> {
+pub(super) fn zero_for_now(key: &Named, value: &DeValue<'_>) -> Read<()> {
     match whole_number(key, value)? {
         0 => Ok(()),
         1.. => Err(Complaint::new(
-            format!("`{}` above 0 is not supported yet", key.label()),
+            format!("`{}` above 0 is not supported yet", key.label),
             format!("leave it out, or {}", write(key, "0")),
         )),
-        _ => Err(Complaint::new(format!("`{}` must be at least 0", key.label()), write(key, "0"))),
+        _ => Err(Complaint::new(format!("`{}` must be at least 0", key.label), write(key, "0"))),
     }
 }
 
-pub(super) fn mode(key: &Key, value: &DeValue<'_>) -> Read<u32> {
+pub(super) fn mode(key: &Named, value: &DeValue<'_>) -> Read<u32> {
     let help = |digits: &str| format!("{}: octal digits, quoted", write(key, &format!("\"{digits}\"")));
     let text = match value {
         DeValue::String(text) => text,
@@ -290,7 +335,7 @@ pub(super) fn mode(key: &Key, value: &DeValue<'_>) -> Read<u32> {
             let digits = number.as_str();
             let digits = if octal(digits).is_some() { format!("0{digits}") } else { "0600".to_owned() };
             return Err(Complaint::new(
-                format!("`{}` must be a string, not a number", key.label()),
+                format!("`{}` must be a string, not a number", key.label),
                 help(&digits),
             ));
         }
@@ -298,7 +343,7 @@ pub(super) fn mode(key: &Key, value: &DeValue<'_>) -> Read<u32> {
     };
     octal(text).or_else(|| text.strip_prefix('0').and_then(octal)).ok_or_else(|| {
         Complaint::new(
-            format!("`{}` is not a mode of three octal digits: \"{}\"", key.label(), shown(text)),
+            format!("`{}` is not a mode of three octal digits: \"{}\"", key.label, shown(text)),
             help("0600"),
         )
     })
@@ -310,11 +355,11 @@ fn octal(digits: &str) -> Option<u32> {
 }
 
 /// A string that is not empty and that the kernel can take: without NUL.
-pub(super) fn text(key: &Key, value: &DeValue<'_>) -> Read<String> {
+pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
     let expected = if key.kind == Kind::Path { "a path as a string" } else { "a string" };
     let DeValue::String(text) = value else { return Err(wrong_type(key, expected, value)) };
-    not_empty(&key.label(), text, || write(key, &key.example()))?;
-    no_nul(&key.label(), text)?;
+    not_empty(&key.label, text, || write(key, &key.example()))?;
+    no_nul(&key.label, text)?;
     Ok(text.to_string())
 }
 
@@ -332,7 +377,7 @@ pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
     Ok(())
 }
 
-pub(super) fn word(key: &Key, value: &DeValue<'_>) -> Read<&'static str> {
+pub(super) fn word(key: &Named, value: &DeValue<'_>) -> Read<&'static str> {
     let Kind::Word { now, later } = key.kind else { return Err(unreadable(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
     if let Some(word) = now.iter().find(|word| **word == text.as_ref()) {
@@ -341,7 +386,7 @@ pub(super) fn word(key: &Key, value: &DeValue<'_>) -> Read<&'static str> {
     let choices = now.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
     if later.contains(&text.as_ref()) {
         return Err(Complaint::new(
-            format!("`{} = \"{text}\"` is not supported yet", key.label()),
+            format!("`{} = \"{text}\"` is not supported yet", key.label),
             format!("this version has {choices}"),
         ));
     }
@@ -349,11 +394,11 @@ pub(super) fn word(key: &Key, value: &DeValue<'_>) -> Read<&'static str> {
         Some(word) => format!("did you mean `\"{word}\"`?"),
         None => format!("write one of {choices}"),
     };
-    Err(Complaint::new(format!("`{}` cannot be \"{}\"", key.label(), shown(text)), help))
+    Err(Complaint::new(format!("`{}` cannot be \"{}\"", key.label, shown(text)), help))
 }
 
 /// A limit in its resource's unit; `None` is unlimited.
-pub(super) fn limit(key: &Key, resource: Resource, value: &DeValue<'_>) -> Read<Option<u64>> {
+pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Read<Option<u64>> {
     let measure = resource.measure();
     if measure == Measure::Zero {
         return zero_limit(value);
@@ -363,23 +408,44 @@ pub(super) fn limit(key: &Key, resource: Resource, value: &DeValue<'_>) -> Read<
     }
     let number = match (measure, value) {
         (Measure::Bytes, _) => size_value(key, value)?,
-        (Measure::Seconds, DeValue::String(text)) => whole_units(duration_text(key, text)?, 1_000_000_000),
-        (Measure::Microseconds, DeValue::String(text)) => whole_units(duration_text(key, text)?, 1_000),
-        (Measure::Seconds | Measure::Microseconds, DeValue::Integer(number)) => integer(number),
-        (Measure::Seconds | Measure::Microseconds, other) => {
-            return Err(wrong_type(key, "a duration, a number or \"unlimited\"", other));
-        }
+        (Measure::Seconds, _) => time_limit(key, value, 1_000_000_000)?,
+        (Measure::Microseconds, _) => time_limit(key, value, 1_000)?,
         (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
     };
     // The kernel takes a processor time of 0 for 1 second; whoever writes 0 means something else.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
         return Err(Complaint::new(
-            format!("`{}` must be at least {min}, not {}", key.label(), given_number(number)),
+            format!("`{}` must be at least {min}, not {}", key.label, given_number(number)),
             format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
         ));
     }
     Ok(Some(number as u64))
+}
+
+/// A duration, or a number of units; either way not above what any duration may be.
+fn time_limit(key: &Named, value: &DeValue<'_>, unit_nanos: u128) -> Read<i128> {
+    let number = match value {
+        DeValue::String(text) => whole_units(duration_text(key, text)?, unit_nanos),
+        DeValue::Integer(number) => integer(number),
+        other => return Err(wrong_type(key, "a duration, a number or \"unlimited\"", other)),
+    };
+    if number > whole_units(defaults::DURATION_MAX, unit_nanos) {
+        return Err(Complaint::new(
+            format!(
+                "`{}` must be at most {}, not {}",
+                key.label,
+                units::format_duration(defaults::DURATION_MAX),
+                given_time(value)
+            ),
+            format!("{}, or \"{UNLIMITED}\"", write(key, &key.example())),
+        ));
+    }
+    Ok(number)
+}
+
+fn given_time(value: &DeValue<'_>) -> String {
+    if let DeValue::String(text) = value { shown(text) } else { given_literal(value) }
 }
 
 /// Rounded up: a limit below one unit must not become none at all.
@@ -387,10 +453,10 @@ fn whole_units(duration: Duration, unit_nanos: u128) -> i128 {
     i128::try_from(duration.as_nanos().div_ceil(unit_nanos)).unwrap_or(i128::MAX)
 }
 
-fn count_limit(key: &Key, value: &DeValue<'_>) -> Read<i128> {
+fn count_limit(key: &Named, value: &DeValue<'_>) -> Read<i128> {
     match value {
         DeValue::String(text) if text.trim().parse::<u32>().is_err() => Err(Complaint::new(
-            format!("`{}` must be a number or \"{UNLIMITED}\", not \"{}\"", key.label(), shown(text)),
+            format!("`{}` must be a number or \"{UNLIMITED}\", not \"{}\"", key.label, shown(text)),
             write(key, &key.example()),
         )),
         _ => whole_number(key, value),
@@ -409,9 +475,9 @@ fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
 }
 
 /// Said if a reader asks for a key as another kind than the schema has; a test reads every key.
-fn unreadable(key: &Key) -> Complaint {
+fn unreadable(key: &Named) -> Complaint {
     Complaint::new(
-        format!("`{}` cannot be read by this version", key.label()),
+        format!("`{}` cannot be read by this version", key.label),
         "this is an error in bulkhead, not in your file; leave the key out and report it",
     )
 }

@@ -13,7 +13,7 @@ use axum::extract::{DefaultBodyLimit, Path, Query, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::map_response;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{get, patch, post};
 use futures_util::stream::{self, Stream, StreamExt};
 use serde::{Deserialize, Deserializer};
 use serde_json::json;
@@ -22,7 +22,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
 use tokio::time::Sleep;
 
 use super::Control;
-use crate::command::{Change, Command, SteerError, Verb};
+use crate::command::{Change, Command, SteerError, TenantChange, Verb};
 
 /// Connections served at once; the next ones wait.
 const CONNECTIONS_MAX: usize = 256;
@@ -66,6 +66,7 @@ fn router(control: Shared) -> Router {
         .route("/readyz", get(readyz))
         .route("/v1/bulkheads", get(bulkheads))
         .route("/v1/bulkheads/{name}", get(bulkhead).patch(change))
+        .route("/v1/bulkheads/{name}/tenants/{tenant}", patch(change_tenant))
         .route("/v1/bulkheads/{name}/logs", get(logs))
         .route("/v1/bulkheads/{name}/restart", post(restart))
         .route("/v1/bulkheads/{name}/drain", post(drain))
@@ -273,7 +274,23 @@ async fn bulkheads(State(control): State<Shared>) -> Response {
     }
 }
 
-async fn bulkhead(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+#[derive(Deserialize)]
+struct TenantQuery {
+    tenant: Option<String>,
+}
+
+async fn bulkhead(
+    State(control): State<Shared>,
+    Path(name): Path<String>,
+    Query(query): Query<TenantQuery>,
+) -> Response {
+    if let Some(tenant) = query.tenant {
+        return match control.tenant_snapshot(&name, tenant).await {
+            Some(Ok(snapshot)) => axum::Json(snapshot).into_response(),
+            Some(Err(error)) => not_done(&name, &error),
+            None => stuck(),
+        };
+    }
     match control.snapshots(Some(&name)).await {
         Some(snapshots) => match snapshots.first() {
             Some(snapshot) => axum::Json(snapshot).into_response(),
@@ -283,33 +300,56 @@ async fn bulkhead(State(control): State<Shared>, Path(name): Path<String>) -> Re
     }
 }
 
-/// Keys that a running bulkhead cannot be given yet.
-const NOT_YET: [&str; 2] = ["max_in_flight", "processes"];
-
 async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
-    let change = match read_change(&body) {
+    let change = match read_body(&body, Change::problem) {
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
     let (reply, answer) = oneshot::channel();
-    if control.commander.send(Command::Change { bulkhead: name.clone(), change, reply }).is_err() {
+    let command = Command::Change { bulkhead: name.clone(), change, reply };
+    changed(&control, &name, command, answer).await
+}
+
+async fn change_tenant(
+    State(control): State<Shared>,
+    Path((name, tenant)): Path<(String, String)>,
+    body: Bytes,
+) -> Response {
+    let change = match read_body(&body, TenantChange::problem) {
+        Ok(change) => change,
+        Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
+    };
+    let (reply, answer) = oneshot::channel();
+    let command = Command::ChangeTenant { bulkhead: name.clone(), tenant, change, reply };
+    changed(&control, &name, command, answer).await
+}
+
+/// Sends a command, and tells what came of it.
+async fn changed<T: serde::Serialize>(
+    control: &Control,
+    name: &str,
+    command: Command,
+    answer: oneshot::Receiver<Result<T, SteerError>>,
+) -> Response {
+    if control.commander.send(command).is_err() {
         return stuck();
     }
     match tokio::time::timeout(super::ANSWER_WITHIN, answer).await {
-        Ok(Ok(Ok(snapshot))) => axum::Json(snapshot).into_response(),
-        Ok(Ok(Err(error))) => not_done(&name, &error),
+        Ok(Ok(Ok(state))) => axum::Json(state).into_response(),
+        Ok(Ok(Err(error))) => not_done(name, &error),
         Ok(Err(_)) | Err(_) => stuck(),
     }
 }
 
-fn read_change(body: &[u8]) -> Result<Change, String> {
+/// Reads what to change; in one sentence, what is wrong with it.
+fn read_body<T: serde::de::DeserializeOwned>(
+    body: &[u8],
+    judge: impl Fn(&T) -> Option<String>,
+) -> Result<T, String> {
     let value: serde_json::Value =
         serde_json::from_slice(body).map_err(|error| format!("the body is not JSON: {error}"))?;
-    if let Some(key) = NOT_YET.iter().find(|key| value.get(key).is_some()) {
-        return Err(format!("{key} cannot be changed while it runs yet: change the file and restart"));
-    }
-    let change: Change = serde_path_to_error::deserialize(value).map_err(|error| error.to_string())?;
-    match change.problem() {
+    let change: T = serde_path_to_error::deserialize(value).map_err(|error| error.to_string())?;
+    match judge(&change) {
         Some(problem) => Err(problem),
         None => Ok(change),
     }
@@ -319,6 +359,8 @@ fn not_done(name: &str, error: &SteerError) -> Response {
     match error {
         SteerError::NotFound => not_found(name),
         SteerError::Stopping => problem(StatusCode::CONFLICT, &error.to_string()),
+        SteerError::NoTenant => problem(StatusCode::NOT_FOUND, &error.to_string()),
+        SteerError::Unfit(sentence) => problem(StatusCode::BAD_REQUEST, sentence),
     }
 }
 

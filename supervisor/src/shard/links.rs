@@ -14,7 +14,7 @@ use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
-    Empty, Extend, Failed, Job, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
+    Empty, Extend, Failed, Job, Limits, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
 };
 use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
 use mio::Interest;
@@ -127,7 +127,7 @@ impl Shard {
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
-        let order = self.compartments[compartment].program.order(spawn);
+        let order = self.named[self.compartments[compartment].named].program.order(spawn);
         self.keeper.spawn(&order, theirs, stdout_write, stderr_write)?;
         self.ask_keeper();
         let index = self.free_links.pop().unwrap_or_else(|| {
@@ -192,7 +192,7 @@ impl Shard {
             Report::Spawned { worker, pid, pidfd } => self.process_runs(worker, pid, pidfd),
             Report::SpawnFailed { worker, step, error } => {
                 let Some(link) = self.take_link(worker) else { return };
-                let program = &self.compartments[link.compartment].program;
+                let program = &self.owner(link.compartment).program;
                 let message = format!("failed to start {}: {step}: {error}", program.describe());
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
@@ -217,7 +217,7 @@ impl Shard {
         link.pidfd = Some(pidfd);
         let (compartment, worker) = (link.compartment, link.worker);
         if let Some((stdout, stderr)) = link.output.take() {
-            let bulkhead = self.compartments[compartment].name.clone();
+            let bulkhead = self.owner(compartment).name.clone();
             self.notify(Notice::Output { bulkhead, pid, stdout, stderr });
         }
         self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
@@ -361,6 +361,15 @@ impl Shard {
         self.send_plain(compartment, worker, kind::DRAIN, 0);
     }
 
+    pub(super) fn send_limits(&mut self, compartment: usize, worker: WorkerId, max_in_flight: u32) {
+        let Some(index) = self.link_of(compartment, worker) else { return };
+        if let Some(link) = self.links[index].as_mut() {
+            let limits = Limits { max_in_flight };
+            let _ = link.outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
+            self.mark_dirty(Endpoint::Link(index));
+        }
+    }
+
     fn send_plain(&mut self, compartment: usize, worker: WorkerId, kind: u8, number: u64) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         if let Some(link) = self.links[index].as_mut() {
@@ -481,7 +490,7 @@ impl Shard {
             return Ok(false);
         }
         let (compartment, worker) = (link.compartment, link.worker);
-        let most = self.compartments[compartment].max_result;
+        let most = self.owner(compartment).max_result;
         let size = header.payload_length() as u64;
         if size <= most {
             return Ok(true);
@@ -509,7 +518,7 @@ impl Shard {
         match header.kind {
             kind::RESULT => {
                 check_empty(metadata)?;
-                let most = self.compartments[compartment].max_result;
+                let most = self.owner(compartment).max_result;
                 let size = payload.len() as u64;
                 if size > most {
                     let reply = Reply::Failed(too_large(size, most));
@@ -605,7 +614,10 @@ impl Shard {
             self.flush_link(index);
             return Err(message);
         }
-        let entry = &self.compartments[compartment];
+        let (entry, max_in_flight) = (
+            &self.named[self.compartments[compartment].named],
+            self.compartments[compartment].policy.limits().max_in_flight,
+        );
         let welcome = WorkerWelcome {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
@@ -613,7 +625,7 @@ impl Shard {
             capabilities: 0,
             slot: link.slot,
             generation: worker.generation,
-            max_in_flight: entry.policy.limits().max_in_flight,
+            max_in_flight,
             heartbeat_ms: u32::try_from(entry.heartbeat.as_millis()).unwrap_or(u32::MAX),
             result_bytes_max: entry.max_result,
             bulkhead: &entry.name,
@@ -622,11 +634,9 @@ impl Shard {
         link.stage = Stage::Welcomed;
         self.mark_dirty(Endpoint::Link(index));
         let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
-        self.apply(
-            compartment,
-            Event::Hello { worker, has_dispatch_thread, can_resize: false },
-            Incoming::None,
-        );
+        let can_resize = hello.capabilities & capability::RESIZE != 0;
+        let event = Event::Hello { worker, has_dispatch_thread, can_resize };
+        self.apply(compartment, event, Incoming::None);
         Ok(())
     }
 

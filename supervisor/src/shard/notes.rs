@@ -3,20 +3,30 @@
 
 use std::time::{Duration, SystemTime};
 
-use bulkhead_policy::{BreakerState, Death, Note, Transition};
-use bulkhead_shared::{JobId, Outcome, Verdict};
+use bulkhead_policy::{Answer, BreakerState, Death, Note, Transition};
+use bulkhead_shared::Verdict;
 use serde_json::{Value, json};
 
-use super::Shard;
+use super::{JobRecord, Shard};
 use crate::command::{Event, Notice, Severity};
 
 type Fields = Vec<(&'static str, Value)>;
 
 impl Shard {
     pub(super) fn note(&mut self, compartment: usize, note: Note) {
-        let (severity, kind, fields) = describe(note);
+        let job = match &note {
+            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => Some(*job),
+            _ => None,
+        };
+        let (severity, kind, mut fields) = describe(note);
+        if let Some(cargo) = job.and_then(|job| self.compartments[compartment].policy.cargo_mut(job)) {
+            fields.push(("operation", json!(cargo.operation)));
+            fields.push(("tenant", json!(cargo.tenant)));
+        }
         self.event(severity, kind, Some(compartment), fields);
-        self.check_started(compartment);
+        if !self.started {
+            self.check_started();
+        }
     }
 
     /// Something went wrong in the supervisor itself.
@@ -25,59 +35,77 @@ impl Shard {
         self.event(Severity::Critical, "supervisor_trouble", None, fields);
     }
 
+    /// An event of a compartment, or of the supervisor itself. If the compartment is one tenant's, it says whose.
     pub(super) fn event(
         &mut self,
         severity: Severity,
         kind: &'static str,
         compartment: Option<usize>,
+        mut fields: Fields,
+    ) {
+        let Some(compartment) = compartment else { return self.tell(severity, kind, None, fields) };
+        if let Some(tenant) = &self.compartments[compartment].tenant
+            && !fields.iter().any(|(name, _)| *name == "tenant")
+        {
+            fields.push(("tenant", json!(&**tenant)));
+        }
+        let bulkhead = self.owner(compartment).name.clone();
+        self.tell(severity, kind, Some(bulkhead), fields);
+    }
+
+    /// An event of a bulkhead as a whole.
+    pub(super) fn named_event(
+        &mut self,
+        severity: Severity,
+        kind: &'static str,
+        named: usize,
         fields: Fields,
     ) {
-        let bulkhead = compartment.map(|index| self.compartments[index].name.clone());
+        let bulkhead = self.named[named].name.clone();
+        self.tell(severity, kind, Some(bulkhead), fields);
+    }
+
+    fn tell(
+        &mut self,
+        severity: Severity,
+        kind: &'static str,
+        bulkhead: Option<std::sync::Arc<str>>,
+        fields: Fields,
+    ) {
         self.notify(Notice::Event(Event { at: SystemTime::now(), severity, kind, bulkhead, fields }));
     }
 
-    pub(super) fn check_started(&mut self, compartment: usize) {
-        let entry = &mut self.compartments[compartment];
-        if !entry.has_settled {
-            entry.has_settled = entry.policy.has_settled();
-        }
-        if !self.started && self.compartments.iter().all(|c| c.has_settled) {
+    pub(super) fn check_started(&mut self) {
+        if !self.started && self.compartments.iter().all(|c| c.policy.has_settled()) {
             self.started = true;
             self.notify(Notice::Started);
         }
     }
 
     /// The events that belong to a job's end.
-    #[expect(clippy::too_many_arguments, reason = "they are the fields of one event")]
-    pub(super) fn note_outcome(
-        &mut self,
-        compartment: usize,
-        job: Option<JobId>,
-        outcome: &Outcome,
-        operation: &str,
-        tenant: &str,
-        traceparent: Option<&str>,
-        payload_bytes: usize,
-    ) {
-        let kind = match outcome.verdict {
+    pub(super) fn note_answer(&mut self, compartment: usize, answer: &Answer<JobRecord>) {
+        let Answer { job, cargo, verdict, .. } = answer;
+        let kind = match verdict {
             Verdict::DeadlineRunning => "job_timeout",
             Verdict::Crashed { .. } => "job_crashed",
             _ => return,
         };
+        let trace_id = cargo.traceparent.as_deref().and_then(|text| text.split('-').nth(1));
         let mut fields = vec![
             ("job", json!(job.map(|id| id.to_string()))),
-            ("operation", json!(operation)),
-            ("tenant", json!(tenant)),
-            ("trace_id", json!(traceparent.and_then(|text| text.split('-').nth(1)))),
-            ("pid", json!(outcome.worker_pid)),
-            ("payload_bytes", json!(payload_bytes)),
+            ("operation", json!(cargo.operation)),
+            ("tenant", json!(cargo.tenant)),
+            ("trace_id", json!(trace_id)),
+            ("pid", json!(answer.worker_pid)),
+            ("payload_bytes", json!(cargo.payload_bytes)),
         ];
-        if outcome.verdict == Verdict::DeadlineRunning {
-            fields.push(("timeout_ms", millis(outcome.deadline)));
-            fields.push(("actual_duration_ms", millis(outcome.queued + outcome.ran)));
+        if *verdict == Verdict::DeadlineRunning {
+            fields.push(("timeout_ms", millis(answer.deadline)));
+            fields.push(("actual_duration_ms", millis(answer.queued + answer.ran)));
         } else {
-            fields.push(("reason", json!(outcome.verdict.reason())));
-            fields.push(("message", json!(outcome.verdict.message())));
+            fields.push(("reason", json!(verdict.reason())));
+            fields.push(("message", json!(verdict.message())));
+            fields.push(("attempts", json!(answer.attempts)));
         }
         self.event(Severity::Warning, kind, Some(compartment), fields);
     }

@@ -23,6 +23,7 @@ use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
 
+use super::fallback::Journey;
 use super::{Endpoint, Held, Incoming, JobRecord, Shard};
 
 /// Time for a client's hello.
@@ -401,7 +402,7 @@ impl Shard {
         let Some(session) = self.sessions[index].as_ref() else { return Ok(()) };
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
-        let (compartment, submit, traceparent) = match self.check_submit(header, metadata) {
+        let (named, submit, traceparent) = match self.check_submit(header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -413,8 +414,29 @@ impl Shard {
                 return Ok(());
             }
         };
+        let (priority, idempotent) = (Priority::from_code(submit.priority), submit.idempotent != 0);
+        let compartment = self.compartment_for(named, submit.tenant);
         let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
-        let is_repeatable = payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        let entry = &self.named[named];
+        let has_chain = !entry.fallback.is_empty();
+        let keeps = idempotent && (entry.retries || has_chain);
+        let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        let digest = entry.digest(submit.operation, payload.bytes());
+        let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
+        let journey = has_chain.then(|| {
+            let limits = self.compartments[compartment].policy.limits();
+            Box::new(Journey {
+                entry: (named, compartment),
+                chain: entry.fallback.clone(),
+                next: 0,
+                received: self.now,
+                limit: deadline.map_or(limits.deadline, |asked| asked.min(limits.deadline_max)),
+                priority: priority.unwrap_or_default(),
+                idempotent,
+                cost: submit.cost,
+                before: None,
+            })
+        });
         let submission = Submission {
             cargo: JobRecord {
                 session: id,
@@ -424,23 +446,36 @@ impl Shard {
                 traceparent: traceparent.map(Into::into),
                 payload_bytes: payload.len(),
                 held: Held { is_repeatable, ..Held::default() },
+                journey,
             },
-            deadline: (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us)),
-            priority: Priority::from_code(submit.priority).unwrap_or_default(),
-            idempotent: submit.idempotent != 0,
+            deadline,
+            priority: priority.unwrap_or_default(),
+            idempotent,
             tenant,
             cost: submit.cost,
             is_repeatable,
-            digest: None,
+            digest,
             is_guest: false,
         };
         let job = self.apply(compartment, Event::Submit(submission), payload);
-        if let Some(job) = job
-            && let Some(session) = self.sessions[index].as_mut()
-        {
-            session.requests.insert(header.number, (compartment, job));
+        if let Some(job) = job {
+            self.remember_request(id, header.number, compartment, job);
         }
         Ok(())
+    }
+
+    /// Whether a job's client is still there.
+    pub(super) fn is_awaited(&self, cargo: &JobRecord) -> bool {
+        let SessionId { index, epoch } = cargo.session;
+        let session = self.sessions[index].as_ref().filter(|session| session.epoch == epoch);
+        session.is_some_and(|session| session.stage == Stage::Open)
+    }
+
+    /// Where a client's job is, for the day it wants to cancel it.
+    pub(super) fn remember_request(&mut self, id: SessionId, number: u64, compartment: usize, job: JobId) {
+        if let Some(session) = self.sessions[id.index].as_mut().filter(|session| session.epoch == id.epoch) {
+            session.requests.insert(number, (compartment, job));
+        }
     }
 
     /// A number that is in use would have two outcomes.
@@ -462,7 +497,7 @@ impl Shard {
     ) -> Result<(usize, Submit<'m>, Option<&'m str>), (RejectReason, String)> {
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        let Some(&compartment) = self.by_name.get(submit.bulkhead) else {
+        let Some(&named) = self.by_name.get(submit.bulkhead) else {
             let name = bulkhead_shared::limits::cut(submit.bulkhead, 64);
             return Err((RejectReason::NotFound, format!("there is no bulkhead '{}'", name.escape_debug())));
         };
@@ -480,7 +515,7 @@ impl Shard {
             return invalid(format!("there is no priority {}", submit.priority));
         }
         let size = header.payload_length() as u64;
-        let most = self.compartments[compartment].max_payload;
+        let most = self.named[named].max_payload;
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
@@ -491,7 +526,7 @@ impl Shard {
             .get(tag::TRACEPARENT)
             .and_then(|bytes| std::str::from_utf8(bytes).ok())
             .filter(|text| text.len() <= 128);
-        Ok((compartment, submit, traceparent))
+        Ok((named, submit, traceparent))
     }
 
     fn buffered_full(&self) -> String {
@@ -508,8 +543,8 @@ impl Shard {
         message: &str,
     ) {
         let name = codec::decode::<Submit<'_>>(metadata, &[]).map_or("", |(submit, _)| submit.bulkhead);
-        if let Some(&compartment) = self.by_name.get(name) {
-            self.compartments[compartment].policy.count_refused(reason);
+        if let Some(&named) = self.by_name.get(name) {
+            self.count_refused(named, reason);
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let outcome = Outcome {
@@ -541,50 +576,22 @@ impl Shard {
         answer: Answer<JobRecord>,
         incoming: &mut Incoming<'_>,
     ) {
-        let Answer {
-            job,
-            cargo,
-            verdict,
-            attempts,
-            queued,
-            ran,
-            worker_pid,
-            retryable,
-            retry_after,
-            deadline,
-        } = answer;
-        if let Some(payload) = cargo.held.payload {
+        let Some(mut answer) = self.pass_on(compartment, answer, incoming) else { return };
+        if let Some(payload) = answer.cargo.held.payload.take() {
             self.buffered -= payload.len();
             self.pool.give(payload);
         }
-        let outcome = Outcome {
-            verdict,
-            bulkhead: self.compartments[compartment].name.as_ref().to_owned(),
-            attempts,
-            queued,
-            ran,
-            worker_pid,
-            retryable,
-            retry_after,
-            deadline,
-        };
-        if attempts > 0 {
-            self.compartments[compartment].latency.record(self.now, ran, queued);
+        if answer.attempts > 0 {
+            let (now, named) = (self.now, self.compartments[compartment].named);
+            self.named[named].latency.record(now, answer.ran, answer.queued);
         }
-        self.note_outcome(
-            compartment,
-            job,
-            &outcome,
-            &cargo.operation,
-            &cargo.tenant,
-            cargo.traceparent.as_deref(),
-            cargo.payload_bytes,
-        );
-        let SessionId { index, epoch } = cargo.session;
+        self.note_answer(compartment, &answer);
+        let outcome = self.outcome_in_all(compartment, &answer);
+        let JobRecord { session: SessionId { index, epoch }, request, .. } = answer.cargo;
         let Some(session) = self.sessions[index].as_mut().filter(|s| s.epoch == epoch) else { return };
-        session.requests.remove(&cargo.request);
-        let payload = if outcome.verdict == Verdict::Ok { incoming.take() } else { Payload::NONE };
-        self.send_outcome(index, cargo.request, &outcome, payload);
+        session.requests.remove(&request);
+        let payload = Self::result_for(&outcome, incoming);
+        self.send_outcome(index, request, &outcome, payload);
     }
 
     fn send_outcome(&mut self, index: usize, request: u64, outcome: &Outcome, payload: Payload<'_>) {

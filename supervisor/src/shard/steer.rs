@@ -1,24 +1,28 @@
-//! Commands from the control plane, and the snapshots it asks for.
+//! Commands from the control plane.
 
-use bulkhead_policy::{Change as Numbers, Event, RateLimit, RatePer, WorkerId};
+use bulkhead_policy::{Change as Numbers, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::RejectReason;
+use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use serde_json::json;
 
-use super::{Compartment, Incoming, Shard};
+use super::named::Layout;
+use super::{Incoming, Shard};
 use crate::command::{
-    BreakerMode, Change, ChangedPer, ChangedRate, Command, Notice, Severity, SteerError, Verb,
+    BreakerMode, Change, ChangedPer, Command, Notice, Severity, SteerError, TenantChange, TenantRate, Verb,
 };
-use crate::snapshot::{Snapshot, TenantSnapshot, WorkerSnapshot};
+use crate::config::defaults::{ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use crate::program::TenantNumbers;
+use crate::snapshot::Snapshot;
 
-/// Tenants that a snapshot shows.
-const TENANTS_SHOWN: usize = 10;
+/// Tenants of one bulkhead that can have numbers of their own.
+const OWN_MAX: usize = 16_384;
 
 impl Shard {
     pub(super) fn command(&mut self, command: Command) {
         match command {
             Command::Snapshot { bulkhead, reply } => {
-                let wanted = |c: &&Compartment| bulkhead.as_deref().is_none_or(|name| name == &*c.name);
-                let snapshots = self.compartments.iter().filter(wanted).map(|c| self.snapshot(c)).collect();
+                let wanted = |n: &usize| bulkhead.as_deref().is_none_or(|name| name == &*self.named[*n].name);
+                let snapshots = (0..self.named.len()).filter(wanted).map(|n| self.snapshot(n)).collect();
                 // Whoever asked may have gone.
                 let _ = reply.send(snapshots);
             }
@@ -28,6 +32,12 @@ impl Shard {
             Command::Change { bulkhead, change, reply } => {
                 let _ = reply.send(self.change(&bulkhead, &change));
             }
+            Command::TenantSnapshot { bulkhead, tenant, reply } => {
+                let _ = reply.send(self.tenant_snapshot(&bulkhead, &tenant));
+            }
+            Command::ChangeTenant { bulkhead, tenant, change, reply } => {
+                let _ = reply.send(self.change_tenant(&bulkhead, &tenant, &change));
+            }
             Command::Memory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
             }
@@ -36,51 +46,239 @@ impl Shard {
         }
     }
 
-    fn steer(&mut self, name: &str, verb: Verb) -> Result<(), SteerError> {
-        let &index = self.by_name.get(name).ok_or(SteerError::NotFound)?;
-        if self.stopping {
-            return Err(SteerError::Stopping);
+    /// Counts a job that never reached a compartment.
+    pub(super) fn count_refused(&mut self, named: usize, reason: RejectReason) {
+        match &mut self.named[named].layout {
+            Layout::Shared(compartment) => {
+                self.compartments[*compartment].policy.count_refused(reason);
+            }
+            Layout::Isolated(isolated) => isolated.past.count_refused(reason),
         }
-        let event = match verb {
-            Verb::Restart => Event::Restart,
-            Verb::Drain => Event::Drain,
-            Verb::Resume => Event::Resume,
-            Verb::Reset => Event::Reset,
-        };
-        self.apply(index, event, Incoming::None);
+    }
+
+    fn find(&self, name: &str) -> Result<usize, SteerError> {
+        let &named = self.by_name.get(name).ok_or(SteerError::NotFound)?;
+        if self.stopping { Err(SteerError::Stopping) } else { Ok(named) }
+    }
+
+    fn steer(&mut self, name: &str, verb: Verb) -> Result<(), SteerError> {
+        let named = self.find(name)?;
+        if let Some(isolated) = self.named[named].isolated() {
+            match verb {
+                Verb::Drain => isolated.is_draining = true,
+                Verb::Resume => isolated.is_draining = false,
+                Verb::Reset => isolated.is_forced_open = false,
+                Verb::Restart => {}
+            }
+        }
+        for compartment in self.compartments_of(named) {
+            let event = match verb {
+                Verb::Restart => Event::Restart,
+                Verb::Drain => Event::Drain,
+                Verb::Resume => Event::Resume,
+                Verb::Reset => Event::Reset,
+            };
+            self.apply(compartment, event, Incoming::None);
+        }
         Ok(())
     }
 
+    // Numbers.
+
     fn change(&mut self, name: &str, change: &Change) -> Result<Box<Snapshot>, SteerError> {
-        let &index = self.by_name.get(name).ok_or(SteerError::NotFound)?;
-        if self.stopping {
-            return Err(SteerError::Stopping);
+        let named = self.find(name)?;
+        let so_far = self.limits_of(named).rate_limit.map_or(RatePer::Bulkhead, |limit| limit.per);
+        let rate = change.rate_limit.as_ref().map(|rate| {
+            let per = match rate.per {
+                Some(ChangedPer::Bulkhead) => RatePer::Bulkhead,
+                Some(ChangedPer::Tenant) => RatePer::Tenant,
+                None => so_far,
+            };
+            rate_limit(rate.per_second, rate.burst, per)
+        });
+        let Change { processes, max_in_flight, max_queue, .. } = *change;
+        let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
+        self.check_fit(named, &numbers)?;
+        for compartment in self.compartments_of(named) {
+            let own = self.own_numbers(named, compartment);
+            let numbers = Numbers {
+                processes: processes.filter(|_| own.processes.is_none()),
+                max_in_flight: max_in_flight.filter(|_| own.max_in_flight.is_none()),
+                max_queue: max_queue.filter(|_| own.max_queue.is_none()),
+                rate_limit: rate.filter(|_| own.rate_limit.is_none()),
+            };
+            self.apply(compartment, Event::Change(numbers), Incoming::None);
         }
-        let rate_limit = change.rate_limit.as_ref().map(rate_limit);
-        let numbers = Numbers { max_queue: change.max_queue, rate_limit, ..Numbers::default() };
-        self.apply(index, Event::Change(numbers), Incoming::None);
+        if let Some(isolated) = self.named[named].isolated() {
+            let limits = &mut isolated.limits;
+            limits.processes = processes.unwrap_or(limits.processes);
+            limits.max_in_flight = max_in_flight.unwrap_or(limits.max_in_flight);
+            limits.max_queue = max_queue.unwrap_or(limits.max_queue);
+            limits.rate_limit = rate.or(limits.rate_limit);
+        }
         if let Some(mode) = change.breaker {
-            let open = mode == BreakerMode::ForcedOpen;
-            self.apply(index, Event::ForceBreaker { open }, Incoming::None);
+            self.force_breaker(named, mode == BreakerMode::ForcedOpen);
         }
+        self.note_numbers(named, None, &numbers);
+        Ok(Box::new(self.snapshot(named)))
+    }
+
+    fn force_breaker(&mut self, named: usize, open: bool) {
+        if let Some(isolated) = self.named[named].isolated() {
+            isolated.is_forced_open = open;
+        }
+        for compartment in self.compartments_of(named) {
+            self.apply(compartment, Event::ForceBreaker { open }, Incoming::None);
+        }
+    }
+
+    /// What the only tenant of a compartment has of its own.
+    fn own_numbers(&self, named: usize, compartment: usize) -> TenantNumbers {
+        match (&self.named[named].layout, &self.compartments[compartment].tenant) {
+            (Layout::Isolated(isolated), Some(tenant)) => {
+                isolated.own.get(&**tenant).copied().unwrap_or_default()
+            }
+            _ => TenantNumbers::default(),
+        }
+    }
+
+    /// The numbers in force for all tenants of a bulkhead.
+    fn limits_of(&self, named: usize) -> &Limits {
+        match &self.named[named].layout {
+            Layout::Shared(compartment) => self.compartments[*compartment].policy.limits(),
+            Layout::Isolated(isolated) => &isolated.limits,
+        }
+    }
+
+    /// The relations that a file is held to as well.
+    fn check_fit(&self, named: usize, numbers: &Numbers) -> Result<(), SteerError> {
+        let limits = self.limits_of(named);
+        let processes = numbers.processes.unwrap_or(limits.processes);
+        let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
+        let queue = numbers.max_queue.unwrap_or(limits.max_queue);
+        let unfit = |message: String| Err(SteerError::Unfit(message));
+        if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
+            return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+        }
+        if in_flight == 0 && queue > 0 {
+            return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
+        }
+        if let Layout::Isolated(isolated) = &self.named[named].layout {
+            let workers = u64::from(processes) * isolated.max_active as u64;
+            if workers > ISOLATED_WORKERS_CEILING {
+                let most = ISOLATED_WORKERS_CEILING;
+                return unfit(format!("processes x tenants.max_active must be at most {most}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn change_tenant(
+        &mut self,
+        name: &str,
+        tenant: &str,
+        change: &TenantChange,
+    ) -> Result<TenantChange, SteerError> {
+        let named = self.find(name)?;
+        let rate = change.rate_limit.as_ref();
+        let rate = rate.map(|rate| rate_limit(rate.per_second, rate.burst, RatePer::Tenant));
+        let TenantChange { processes, max_in_flight, max_queue, .. } = *change;
+        let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
+        self.check_tenant(named, tenant, &numbers)?;
+        let own = TenantNumbers { processes, max_in_flight, max_queue, rate_limit: rate };
+        let all = match &mut self.named[named].layout {
+            Layout::Isolated(isolated) => {
+                let entry = isolated.own.entry(tenant.to_owned()).or_default();
+                *entry = own.or(*entry);
+                let (all, compartment) = (*entry, isolated.by_tenant.get(tenant).copied());
+                if let Some(compartment) = compartment {
+                    self.apply(compartment, Event::Change(numbers), Incoming::None);
+                }
+                all
+            }
+            Layout::Shared(compartment) => {
+                let compartment = *compartment;
+                let entry = self.named[named].own.entry(tenant.to_owned()).or_default();
+                *entry = own.or(*entry);
+                let all = *entry;
+                let event = Event::ChangeTenant { tenant: tenant.to_owned(), numbers: all.of_share() };
+                self.apply(compartment, event, Incoming::None);
+                all
+            }
+        };
+        self.note_numbers(named, Some(tenant), &numbers);
+        Ok(TenantChange {
+            processes: all.processes,
+            max_in_flight: all.max_in_flight,
+            max_queue: all.max_queue,
+            rate_limit: all
+                .rate_limit
+                .map(|rate| TenantRate { per_second: rate.per_second, burst: Some(rate.burst) }),
+        })
+    }
+
+    fn check_tenant(&self, named: usize, tenant: &str, numbers: &Numbers) -> Result<(), SteerError> {
+        let unfit = |message: String| Err(SteerError::Unfit(message));
+        if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
+            return unfit(format!("a tenant's name has 1 to {TENANT_BYTES_MAX} bytes, and no NUL"));
+        }
+        match &self.named[named].layout {
+            Layout::Isolated(isolated) => {
+                let is_new = !isolated.own.contains_key(tenant);
+                if is_new && isolated.own.len() >= OWN_MAX {
+                    return unfit(format!("{OWN_MAX} tenants have numbers of their own already"));
+                }
+                let limits = isolated.limits_of(tenant);
+                let processes = numbers.processes.unwrap_or(limits.processes);
+                let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
+                if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
+                    return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+                }
+                Ok(())
+            }
+            Layout::Shared(compartment) => {
+                let own = &self.named[named].own;
+                if !own.contains_key(tenant) && own.len() >= OWN_MAX {
+                    return unfit(format!("{OWN_MAX} tenants have numbers of their own already"));
+                }
+                if numbers.processes.is_some() {
+                    return unfit("processes of its own need tenants.isolate = true".into());
+                }
+                let limit = self.compartments[*compartment].policy.limits().rate_limit;
+                let is_common = limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
+                if numbers.rate_limit.is_some() && is_common {
+                    return unfit("a tenant's own rate_limit needs rate_limit.per = \"tenant\"".into());
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn note_numbers(&mut self, named: usize, tenant: Option<&str>, numbers: &Numbers) {
         let mut fields = Vec::new();
-        fields.extend(change.max_queue.map(|most| ("max_queue", json!(most))));
-        fields.extend(rate_limit.map(|limit| {
+        fields.extend(numbers.max_in_flight.map(|most| ("max_in_flight", json!(most))));
+        fields.extend(numbers.processes.map(|most| ("processes", json!(most))));
+        fields.extend(numbers.max_queue.map(|most| ("max_queue", json!(most))));
+        fields.extend(numbers.rate_limit.map(|limit| {
             let per = if limit.per == RatePer::Tenant { "tenant" } else { "bulkhead" };
             ("rate_limit", json!({"per_second": limit.per_second, "burst": limit.burst, "per": per}))
         }));
-        if !fields.is_empty() {
-            self.event(Severity::Info, "limits_changed", Some(index), fields);
+        if fields.is_empty() {
+            return;
         }
-        Ok(Box::new(self.snapshot(&self.compartments[index])))
+        fields.extend(tenant.map(|tenant| ("tenant", json!(tenant))));
+        self.named_event(Severity::Info, "limits_changed", named, fields);
     }
 
     fn memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
-        let Some(&index) = self.by_name.get(name) else { return };
-        let views = self.compartments[index].policy.workers(self.now);
-        let worker = views.iter().find(|v| v.pid == Some(pid) && v.id.generation == generation).map(|v| v.id);
-        if let Some(worker) = worker {
-            self.apply(index, Event::Memory { worker, rss_bytes }, Incoming::None);
+        let Some(&named) = self.by_name.get(name) else { return };
+        for compartment in self.compartments_of(named) {
+            let views = self.compartments[compartment].policy.workers(self.now);
+            let worker = views.iter().find(|v| v.pid == Some(pid) && v.id.generation == generation);
+            if let Some(worker) = worker.map(|view| view.id) {
+                self.apply(compartment, Event::Memory { worker, rss_bytes }, Incoming::None);
+                return;
+            }
         }
     }
 
@@ -104,8 +302,8 @@ impl Shard {
     }
 
     fn summarise(&mut self) {
-        for index in 0..self.compartments.len() {
-            let s = self.snapshot(&self.compartments[index]);
+        for named in 0..self.named.len() {
+            let s = self.snapshot(named);
             let fields = vec![
                 ("state", json!(s.state)),
                 ("workers", json!(s.workers.len())),
@@ -120,7 +318,7 @@ impl Shard {
                 ("rejected", json!(s.rejected.values().sum::<u64>())),
                 ("restarts", json!(s.restarts)),
             ];
-            self.event(Severity::Info, "summary", Some(index), fields);
+            self.named_event(Severity::Info, "summary", named, fields);
         }
         let fields = vec![
             ("clients", json!(self.clients)),
@@ -130,84 +328,8 @@ impl Shard {
         ];
         self.event(Severity::Info, "summary", None, fields);
     }
-
-    fn snapshot(&self, compartment: &Compartment) -> Snapshot {
-        let policy = &compartment.policy;
-        let counters = policy.counters();
-        let rejected = RejectReason::ALL
-            .iter()
-            .map(|reason| (reason.name(), counters.rejected[reason.code() as usize]))
-            .filter(|(_, count)| *count > 0)
-            .collect();
-        let (queued, capacity) = (policy.queued() as u64, u64::from(policy.limits().max_queue));
-        let state = policy.state();
-        let detail = (!policy.last_trouble().is_empty()
-            && !matches!(state, bulkhead_policy::BulkheadState::Ready))
-        .then(|| policy.last_trouble().to_owned());
-        Snapshot {
-            name: compartment.name.as_ref().to_owned(),
-            state: state.name(),
-            detail,
-            limit: policy.limit(),
-            in_flight: policy.in_flight(),
-            available: policy.available(),
-            queued,
-            queue_capacity: capacity,
-            queue_available: capacity.saturating_sub(queued),
-            submitted: counters.submitted,
-            done: counters.ok,
-            failed: counters.failed,
-            crashed: counters.crashed,
-            deadline_exceeded: counters.deadline_exceeded,
-            cancelled: counters.cancelled,
-            rejected,
-            breaker: policy.breaker().name(),
-            restarts: policy.restarts(),
-            late_replies: counters.late_replies,
-            latency_ms: compartment.latency.percentiles(),
-            tenants: policy.tenants(TENANTS_SHOWN).into_iter().map(tenant_snapshot).collect(),
-            workers: self.worker_snapshots(compartment),
-        }
-    }
-
-    fn worker_snapshots(&self, compartment: &Compartment) -> Vec<WorkerSnapshot> {
-        let views = compartment.policy.workers(self.now);
-        views
-            .into_iter()
-            .map(|view| WorkerSnapshot {
-                slot: view.slot,
-                generation: view.id.generation,
-                pid: view.pid,
-                state: view.state,
-                uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
-                in_flight: view.in_flight.into(),
-                served: view.served,
-                restarts: view.restarts,
-                rss_bytes: None,
-                cpu_ms: None,
-                status: self.status_of(compartment, view.id),
-                last_exit: view.last_exit,
-            })
-            .collect()
-    }
-
-    fn status_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<String> {
-        let index = (*compartment.links.get(worker.place as usize)?)?;
-        let link = self.links[index].as_ref().filter(|link| link.worker == worker)?;
-        link.status.clone()
-    }
 }
 
-fn tenant_snapshot(view: bulkhead_policy::TenantView) -> TenantSnapshot {
-    let bulkhead_policy::TenantView { name, in_flight, queued, submitted, rejected } = view;
-    TenantSnapshot { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
-}
-
-fn rate_limit(rate: &ChangedRate) -> RateLimit {
-    let burst = rate.burst.unwrap_or_else(|| rate.per_second.ceil() as u32);
-    let per = match rate.per {
-        ChangedPer::Bulkhead => RatePer::Bulkhead,
-        ChangedPer::Tenant => RatePer::Tenant,
-    };
-    RateLimit { per_second: rate.per_second, burst, per }
+fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
+    RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
 }

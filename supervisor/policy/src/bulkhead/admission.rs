@@ -329,6 +329,7 @@ impl<T> Bulkhead<T> {
     /// How long a caller that was turned away for load should wait: until the queue before it is worked
     /// off, as far as one can tell, and no less than what its class has been told lately, with up to a fifth
     /// more so that callers do not come back together.
+    #[inline]
     pub(super) fn retry_after(
         &mut self,
         now: Time,
@@ -336,15 +337,17 @@ impl<T> Bulkhead<T> {
         priority: Priority,
     ) -> Option<Duration> {
         let Verdict::Rejected { reason, .. } = verdict else { return None };
-        if !reason.is_retryable() {
-            return None;
-        }
+        reason.is_retryable().then(|| self.stay_away(now, priority))
+    }
+
+    #[cold]
+    fn stay_away(&mut self, now: Time, priority: Priority) -> Duration {
         let limit = self.limit().max(u64::from(self.limits.max_in_flight)).max(1);
         let ahead = self.queued() as u64 + 1;
         let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
         let base = estimate.max(self.drops[usize::from(priority.code())].record(now));
         let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
-        Some(base + base.mul_f64(jitter / 5.0))
+        base + base.mul_f64(jitter / 5.0)
     }
 
     // The queue.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bulkhead_shared::{CrashReason, RejectReason, Verdict};
 
 use super::recovery::Loss;
-use super::{Activity, Bulkhead, Mode};
+use super::{Activity, Bulkhead, Mode, earlier};
 use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER};
@@ -306,7 +306,7 @@ impl<T> Bulkhead<T> {
                     }
                     _ => None,
                 };
-                [Some(silence), age, worker.kill_at].into_iter().flatten().min()
+                earlier(Some(silence), earlier(age, worker.kill_at))
             }
             Phase::Killing(_) => None,
         };

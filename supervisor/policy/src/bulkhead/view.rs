@@ -51,6 +51,12 @@ impl Counters {
         }
     }
 
+    /// Counts a job that was refused before anything else was known of it.
+    pub fn count_refused(&mut self, reason: RejectReason) {
+        self.submitted += 1;
+        self.rejected[reason.code() as usize] += 1;
+    }
+
     /// Adds what was counted elsewhere, for a sum over several bulkheads.
     pub fn add(&mut self, other: &Self) {
         self.submitted += other.submitted;

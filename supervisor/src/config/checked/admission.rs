@@ -79,13 +79,46 @@ impl RatePer {
     }
 }
 
-/// `tenants`: how much of common workers one tenant may have; at least one of the two is set.
+/// `tenants`: how much of common workers one tenant may have, or that it has its own; at least one is set,
+/// and `isolation` only alone.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TenantsConfig {
     /// Jobs of one tenant in flight in the whole bulkhead, at least 1; `None`: as many as there are permits.
     pub max_in_flight: Option<u32>,
     /// Jobs of one tenant that may wait; `None`: as many as there are places.
     pub max_queue: Option<u32>,
+    /// Workers for each tenant; `None`: the workers are common.
+    pub isolation: Option<IsolationConfig>,
+}
+
+impl TenantsConfig {
+    pub(in crate::config) fn says_something(&self) -> bool {
+        self.max_in_flight.is_some() || self.max_queue.is_some() || self.isolation.is_some()
+    }
+}
+
+/// `tenants.isolate = true`: what the bulkhead says of processes, jobs in flight, queue, rate, breaker and
+/// restarts is said of each tenant.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct IsolationConfig {
+    /// Tenants that have workers at once, at least 1.
+    pub max_active: u32,
+    /// How long a tenant's workers stay without a job, at least 1 ms.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub idle: Duration,
+}
+
+/// `[bulkhead.NAME.tenant.TENANT]`: one tenant's own numbers, each in place of what every tenant has.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TenantConfig {
+    /// At least 1. Jobs of this tenant in flight: with isolation per worker, else in the whole bulkhead.
+    pub max_in_flight: Option<u32>,
+    /// Jobs of this tenant that may wait.
+    pub max_queue: Option<u32>,
+    /// Worker processes of this tenant, at least 1; `None` without isolation.
+    pub processes: Option<u32>,
+    /// How fast jobs of this tenant may come; always per tenant.
+    pub rate_limit: Option<RateLimitConfig>,
 }
 
 /// `breaker`: when jobs are turned away because those before them failed.
@@ -108,4 +141,23 @@ pub struct BreakerConfig {
     pub open_for: Duration,
     /// Jobs that it lets through half-open, at least 1.
     pub probes: u32,
+}
+
+/// `retry`: when an idempotent job whose worker crashed is tried again.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RetryConfig {
+    /// Times a job is tried at most, the first included: 2 to 100.
+    pub attempts: u32,
+    /// Retries as a share of jobs, above 0, at most 1.
+    pub budget: f64,
+}
+
+/// `poison`: when a payload that kills workers is quarantined.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PoisonConfig {
+    /// Workers that it killed, at least 1.
+    pub crashes: u32,
+    /// The window in which they are counted, at least 1 ms.
+    #[serde(serialize_with = "units::serialize_duration")]
+    pub within: Duration,
 }

@@ -3,39 +3,53 @@
 
 use std::time::Duration;
 
-use crate::config::reader::{Field, TableReader};
+use super::tenants::{self, RawTenant};
+use crate::config::reader::{Arguments, Field, TableReader};
 use crate::config::schema;
 
 /// `overflow`, and the tables of admission control.
 pub(in crate::config) struct RawAdmission {
     pub(in crate::config) overflow: Field<&'static str>,
+    pub(in crate::config) fallback: Field<Arguments>,
     pub(in crate::config) priority: RawPriority,
     pub(in crate::config) pressure: RawPressure,
     pub(in crate::config) rate_limit: RawRateLimit,
     pub(in crate::config) tenants: RawTenants,
+    /// In the order of the file; `[defaults]` have none.
+    pub(in crate::config) tenant: Vec<RawTenant>,
     pub(in crate::config) breaker: RawBreaker,
+    pub(in crate::config) retry: RawRetry,
+    pub(in crate::config) poison: RawPoison,
 }
 
 impl RawAdmission {
     pub(super) fn read(bulkhead: &mut TableReader<'_, '_>) -> Self {
         Self {
             overflow: bulkhead.word("overflow"),
+            fallback: bulkhead.names("fallback"),
             priority: RawPriority::read(bulkhead),
             pressure: RawPressure::read(bulkhead),
             rate_limit: RawRateLimit::read(bulkhead),
             tenants: RawTenants::read(bulkhead),
+            tenant: tenants::read(bulkhead),
             breaker: RawBreaker::read(bulkhead),
+            retry: RawRetry::read(bulkhead),
+            poison: RawPoison::read(bulkhead),
         }
     }
 
     pub(super) fn over(self, defaults: &Self) -> Self {
         Self {
             overflow: self.overflow.or(&defaults.overflow),
+            fallback: self.fallback.or(&defaults.fallback),
             priority: self.priority.over(&defaults.priority),
             pressure: self.pressure.over(&defaults.pressure),
             rate_limit: self.rate_limit.over(&defaults.rate_limit),
             tenants: self.tenants.over(&defaults.tenants),
+            tenant: self.tenant,
             breaker: self.breaker.over(&defaults.breaker),
+            retry: self.retry.over(&defaults.retry),
+            poison: self.poison.over(&defaults.poison),
         }
     }
 }
@@ -87,9 +101,29 @@ raw_table!(
         per: word -> &'static str,
     }
 );
+
+impl RawRateLimit {
+    /// The table of one tenant has no `per`.
+    pub(super) fn read_of_tenant(tenant: &mut TableReader<'_, '_>) -> Self {
+        let here = tenant.presence("rate_limit", schema::TENANT_RATE_LIMIT);
+        match tenant.table("rate_limit", schema::TENANT_RATE_LIMIT) {
+            Some(mut table) => Self {
+                here,
+                per_second: table.number("per_second"),
+                burst: table.count("burst"),
+                per: Field::Absent,
+            },
+            None => Self { here, ..Self::default() },
+        }
+    }
+}
+
 raw_table!(
     /// `tenants`.
     RawTenants, "tenants", schema::TENANTS, {
+        isolate: boolean -> bool,
+        max_active: count -> u64,
+        idle: duration -> Duration,
         max_in_flight: count -> u64,
         max_queue: count -> u64,
     }
@@ -104,5 +138,19 @@ raw_table!(
         slow_rate: share -> f64,
         open_for: duration -> Duration,
         probes: count -> u64,
+    }
+);
+raw_table!(
+    /// `retry`.
+    RawRetry, "retry", schema::RETRY, {
+        attempts: count -> u64,
+        budget: share -> f64,
+    }
+);
+raw_table!(
+    /// `poison`.
+    RawPoison, "poison", schema::POISON, {
+        crashes: count -> u64,
+        within: duration -> Duration,
     }
 );

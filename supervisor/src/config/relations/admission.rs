@@ -3,7 +3,7 @@
 use super::{Checker, leaf};
 use crate::config::checked::*;
 use crate::config::defaults;
-use crate::config::raw::{RawBreaker, RawPressure, RawPriority, RawRateLimit, RawTenants};
+use crate::config::raw::{RawBreaker, RawPoison, RawPressure, RawPriority, RawRateLimit, RawRetry};
 use crate::config::reader::{Field, Origin};
 use crate::config::schema::{self, Key};
 use crate::config::settled::{Settled, blame};
@@ -58,27 +58,8 @@ impl Checker<'_> {
     pub(super) fn rate_limit(&mut self, raw: &RawRateLimit) -> Option<RateLimitConfig> {
         let per_second = self.required(&raw.here, schema::RATE_LIMIT, ("per_second", &raw.per_second))?;
         let per = raw.per.value_or(defaults::RATE_PER);
-        Some(RateLimitConfig {
-            per_second,
-            // `RATE_CEILING` bounds the one as the other, and fits.
-            burst: raw.burst.value_or(per_second.ceil() as u64) as u32,
-            per: RatePer::ALL.into_iter().find(|who| who.name() == per).unwrap_or(RatePer::Bulkhead),
-        })
-    }
-
-    pub(super) fn tenants(&mut self, raw: &RawTenants) -> Option<TenantsConfig> {
-        let here = raw.here.given()?;
-        if raw.max_in_flight.is_absent() && raw.max_queue.is_absent() {
-            self.problems.report(
-                here.span.clone(),
-                "`tenants` has neither `max_in_flight` nor `max_queue`",
-                "add `max_in_flight = 2` or `max_queue = 20`, or remove `tenants`",
-            );
-        }
-        Some(TenantsConfig {
-            max_in_flight: raw.max_in_flight.optional().map(|jobs| jobs as u32),
-            max_queue: raw.max_queue.optional().map(|jobs| jobs as u32),
-        })
+        let per = RatePer::ALL.into_iter().find(|who| who.name() == per).unwrap_or(RatePer::Bulkhead);
+        Some(raw.limit(per_second, per))
     }
 
     pub(super) fn breaker(&mut self, raw: &RawBreaker) -> Option<BreakerConfig> {
@@ -104,7 +85,7 @@ impl Checker<'_> {
     }
 
     /// The one key without which a table says nothing.
-    fn required<T: Clone>(
+    pub(super) fn required<T: Clone>(
         &mut self,
         here: &Field<()>,
         table: &'static str,
@@ -122,4 +103,29 @@ impl Checker<'_> {
         }
         field.optional()
     }
+}
+
+impl RawRateLimit {
+    /// The limit for a rate that is known.
+    pub(super) fn limit(&self, per_second: f64, per: RatePer) -> RateLimitConfig {
+        // `RATE_CEILING` bounds the one as the other, and fits.
+        let burst = self.burst.value_or(per_second.ceil() as u64) as u32;
+        RateLimitConfig { per_second, burst, per }
+    }
+}
+
+pub(super) fn retry(raw: &RawRetry) -> Option<RetryConfig> {
+    raw.here.given()?;
+    Some(RetryConfig {
+        attempts: raw.attempts.value_or(defaults::RETRY_ATTEMPTS) as u32,
+        budget: raw.budget.value_or(defaults::RETRY_BUDGET),
+    })
+}
+
+pub(super) fn poison(raw: &RawPoison) -> Option<PoisonConfig> {
+    raw.here.given()?;
+    Some(PoisonConfig {
+        crashes: raw.crashes.value_or(defaults::POISON_CRASHES) as u32,
+        within: raw.within.value_or(defaults::POISON_WITHIN),
+    })
 }

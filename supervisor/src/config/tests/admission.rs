@@ -22,7 +22,10 @@ fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
     assert_eq!(last.pressure, PressureConfig { warn: 0.5, reject: 0.95 });
     let rate_limit = RateLimitConfig { per_second: 166.5, burst: 200, per: RatePer::Tenant };
     assert_eq!(last.rate_limit, Some(rate_limit));
-    assert_eq!(last.tenants, Some(TenantsConfig { max_in_flight: Some(2), max_queue: Some(20) }));
+    assert_eq!(
+        last.tenants,
+        Some(TenantsConfig { max_in_flight: Some(2), max_queue: Some(20), isolation: None })
+    );
     let breaker = BreakerConfig {
         window: ms(60_000),
         min_calls: 10,
@@ -33,11 +36,14 @@ fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
         probes: 3,
     };
     assert_eq!(last.breaker, Some(breaker));
+    assert_eq!(last.retry, Some(RetryConfig { attempts: 3, budget: 0.5 }));
+    assert_eq!(last.poison, Some(PoisonConfig { crashes: 2, within: ms(86_400_000) }));
 
     assert_eq!((aa.overflow, aa.pressure.warn, aa.pressure.reject), (Overflow::Reject, 0.5, 1.0));
     let breaker = aa.breaker.as_ref().unwrap();
     assert_eq!((breaker.window, breaker.min_calls, breaker.probes), (ms(60_000), 20, 2), "from [defaults]");
-    assert_eq!((&aa.priority, &aa.rate_limit, &aa.tenants), (&None, &None, &None));
+    assert_eq!((&aa.priority, &aa.rate_limit, &aa.tenants, &aa.retry), (&None, &None, &None, &None));
+    assert_eq!(aa.poison, Some(PoisonConfig { crashes: 3, within: ms(86_400_000) }));
 }
 
 #[test]
@@ -56,6 +62,9 @@ fn an_empty_table_switches_on_what_has_defaults() {
     assert_eq!(config.pressure, PressureConfig { warn: 0.8, reject: 1.0 });
     let section = accept_one("[bulkhead.a.breaker]");
     assert_eq!(section.breaker, config.breaker);
+    let config = accept_one("retry = {}\npoison = {}");
+    assert_eq!(config.retry, Some(RetryConfig { attempts: 2, budget: 0.2 }));
+    assert_eq!(config.poison, Some(PoisonConfig { crashes: 3, within: ms(72 * 3_600_000) }));
 }
 
 #[test]
@@ -110,6 +119,8 @@ fn shares_have_bounds() {
         ("breaker", "failure_rate", "0.0", rate, "0.0", ""),
         ("breaker", "failure_rate", "80", rate, "80", "write `failure_rate = 0.8` for 80 %"),
         ("breaker", "failure_rate", "1e999", rate, "1e999", ""),
+        ("retry", "budget", "0", "`retry.budget` must be above 0 and at most 1, not ", "0", "budget = 0.2`"),
+        ("retry", "budget", "20", "`retry.budget` must be above 0", "", "write `budget = 0.2` for 20 %"),
     ];
     for (table, key, value, range, told, help) in cases {
         let text = bulkhead(&format!("{table}.{key} = {value}"));
@@ -179,6 +190,16 @@ fn counts_and_durations_have_bounds() {
         ("tenants = { max_queue = -1 }", "`tenants.max_queue` must be from 0 to 1000000, not -1", ""),
         ("tenants = { max_in_flight = \"two\" }", "must be a whole number", "write `max_in_flight = 2`"),
         ("overflow = \"evict_oldest\"", "`overflow` cannot be", "did you mean `\"evict-oldest\"`?"),
+        (
+            "retry = { attempts = 1 }",
+            "`retry.attempts` must be from 2 to 100, not 1: it counts the first",
+            "write `attempts = 2`",
+        ),
+        ("retry = { attempts = 101 }", "`retry.attempts` must be from 2 to 100, not 101", "= 100`"),
+        ("poison = { crashes = 0 }", "`poison.crashes` must be from 1 to 1000, not 0", "crashes = 1`"),
+        ("poison = { within = \"0s\" }", "`poison.within` must be from 1ms to 365d", "within = \"3d\"`"),
+        ("poison = { within = 72 }", "must be a duration with a unit", "write `within = \"72s\"`"),
+        ("retry = 2", "`retry` must be a table, not a number", "[bulkhead.a.retry]"),
         ("breaker = true", "`breaker` must be a table, not a boolean", "[bulkhead.a.breaker]"),
     ];
     for (line, message, help) in cases {
@@ -196,7 +217,11 @@ fn a_table_says_what_it_is_for() {
             "add `per_second = 100`, or remove",
         ),
         ("priority = {}", "`priority` needs `critical_reserve`", "add `critical_reserve = 0.2`, or remove"),
-        ("tenants = {}", "`tenants` has neither `max_in_flight` nor `max_queue`", "add `max_in_flight = 2`"),
+        (
+            "tenants = {}",
+            "`tenants` has none of `isolate`, `max_in_flight` and",
+            "add `isolate = true`, `max",
+        ),
         ("rate_limit.burst = 5", "`rate_limit` needs `per_second`", ""),
     ];
     for (line, message, help) in cases {
@@ -218,7 +243,10 @@ fn half_of_a_table_may_stand_in_the_defaults() {
     let config = folder.accept(text);
     let rate_limit = RateLimitConfig { per_second: 1.0, burst: 5, per: RatePer::Bulkhead };
     assert_eq!(config.bulkheads[0].rate_limit, Some(rate_limit));
-    assert_eq!(config.bulkheads[0].tenants, Some(TenantsConfig { max_in_flight: None, max_queue: Some(0) }));
+    assert_eq!(
+        config.bulkheads[0].tenants,
+        Some(TenantsConfig { max_in_flight: None, max_queue: Some(0), isolation: None })
+    );
 }
 
 #[test]
@@ -229,7 +257,9 @@ fn what_was_refused_in_a_table_is_not_also_missing_from_it() {
         ("rate_limit = { rate = 5 }", 16, "unknown key `rate`"),
         ("rate_limit = 5", 14, "must be a table"),
         ("tenants = { max_queu = 5 }", 13, "unknown key `max_queu`"),
-        ("tenants = { isolate = true }", 13, "`tenants.isolate` is not supported yet"),
+        ("tenants = { isolat = true, max_active = 5 }", 13, "unknown key `isolat`"),
+        ("tenants = { isolate = 5, max_active = 5 }", 23, "must be `true` or `false`"),
+        ("retry = { attemps = 3 }", 11, "unknown key `attemps`"),
         ("breaker = { slow_cal = \"1s\", slow_rate = 0.5 }", 13, "unknown key `slow_cal`"),
         ("breaker = { slow_call = 1, slow_rate = 0.5 }", 25, "not a bare number"),
         ("max_queue = \"x\"\noverflow = \"evict-oldest\"\npressure = {}", 13, "`max_queue`"),
@@ -337,16 +367,21 @@ fn the_summary_says_what_is_on_and_what_is_off() {
         "# rate_limit: off",
         "# tenants: off",
         "# breaker: off",
+        "# retry: off",
+        "# poison: off",
+        "# fallback: none",
     ] {
         assert!(summary.lines().any(|there| there == line), "{line} is not in\n{summary}");
     }
-    let lines =
-        "max_queue = 1\nrate_limit = { per_second = 0.5 }\ntenants = { max_in_flight = 3 }\nbreaker = {}";
+    let lines = "max_queue = 1\nrate_limit = { per_second = 0.5 }\ntenants = { max_in_flight = 3 }\nbreaker = {}\n\
+                 retry = {}\npoison = {}";
     let summary = folder.accept(&bulkhead(lines)).summary();
     for line in [
         "pressure = { warn = 0.8, reject = 1.0 }",
         "rate_limit = { per_second = 0.5, burst = 1, per = \"bulkhead\" }",
         "tenants = { max_in_flight = 3 }",
+        "retry = { attempts = 2, budget = 0.2 }",
+        "poison = { crashes = 3, within = \"3d\" }",
         "breaker = { window = \"10s\", min_calls = 20, failure_rate = 0.5, open_for = \"5s\", probes = 1 }",
     ] {
         assert!(summary.lines().any(|there| there == line), "{line} is not in\n{summary}");
@@ -367,10 +402,12 @@ fn the_summary_keeps_the_pressure_of_a_queue_to_come() {
 #[test]
 fn json_shows_it_as_the_file_does() {
     let lines = "max_queue = 1\noverflow = \"evict-oldest\"\nrate_limit = { per_second = 5, per = \"tenant\" }\n\
-                 breaker = { slow_call = \"1s\" }";
+                 breaker = { slow_call = \"1s\" }\npoison = {}";
     let json = serde_json::to_value(accept_one(lines)).unwrap();
     assert_eq!(json["overflow"], "evict-oldest");
     assert_eq!(json["pressure"], serde_json::json!({ "warn": 0.8, "reject": 1.0 }));
     assert_eq!(json["rate_limit"], serde_json::json!({ "per_second": 5.0, "burst": 5, "per": "tenant" }));
+    assert_eq!(json["poison"], serde_json::json!({ "crashes": 3, "within": "3d" }));
+    assert_eq!((&json["retry"], &json["fallback"]), (&serde_json::Value::Null, &serde_json::json!([])));
     assert_eq!((&json["breaker"]["slow_call"], &json["priority"]), (&"1s".into(), &serde_json::Value::Null));
 }

@@ -3,10 +3,12 @@
 mod accepted;
 mod admission;
 mod documentation;
+mod fallback;
 mod paths;
 mod random;
 mod refused;
 mod relations;
+mod tenants;
 mod values;
 
 use std::fs;
@@ -103,6 +105,8 @@ env = { FROM = "defaults", OVER = "defaults" }
 restart = { backoff = "200ms", max = 9 }
 pressure = { warn = 0.5 }
 breaker = { window = "1m", probes = 2 }
+fallback = ["mm"]
+poison = { within = "1d" }
 
 [bulkhead."zz.last"]
 command = ["./thumbnail-worker", "--fast", ""]
@@ -126,6 +130,17 @@ start = { handshake = "1s", ready = "2s", mode = "spawn", spares = 0 }
 health = { heartbeat = "250ms", missed = 3 }
 recycle = { jobs = 10000, rss = "300MiB", age = "1h" }
 sandbox = { profile = "none" }
+fallback = ["aa", "mm"]
+poison = { crashes = 2 }
+
+[bulkhead."zz.last".retry]
+attempts = 3
+budget = 0.5
+
+[bulkhead."zz.last".tenant."big \"tenant\"\u0085"]
+max_in_flight = 4
+max_queue = 50
+rate_limit = { per_second = 500.5, burst = 600 }
 
 [bulkhead."zz.last".restart]
 policy = "on-failure"
@@ -156,4 +171,17 @@ entry = "thumb_handle"
 
 [bulkhead.mm]
 exec = ["pdftotext", "-", "-"]
+fallback = []
+max_queue = 7
+tenants = { isolate = true, max_active = 8, idle = "5m" }
+
+[bulkhead.mm.tenant.none]
+
+[bulkhead.mm.tenant.acme]
+processes = 3
+max_in_flight = 2
+max_queue = 0
+
+[bulkhead.mm.tenant.acme.rate_limit]
+per_second = 7
 "#;

@@ -18,7 +18,7 @@ exec = ["tool", 1]
 processes = 0
 max_in_flight = 0
 max_queue = 5
-fallback = ["two"]
+adaptive = { min = 1 }
 
 [bulkhead.TWO]
 command = "./thumbnail-worker"
@@ -36,7 +36,7 @@ nonsense = true
         (10, "`exec[1]` must be a string, not a number"),
         (11, "`processes` must be from 1 to 1024, not 0"),
         (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): what waits would never run"),
-        (14, "`fallback` is not supported yet"),
+        (14, "`adaptive` is not supported yet"),
         (16, "`TWO` cannot name a bulkhead"),
         (17, "`command` must be an array of strings, not a string"),
         (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
@@ -179,7 +179,7 @@ fn a_key_in_the_wrong_table_is_shown_the_right_one() {
         &bulkhead("within = \"1s\""),
         (3, 1),
         "",
-        "`within` belongs in [bulkhead.NAME.restart]",
+        "`within` belongs in [bulkhead.NAME.poison] or [bulkhead.NAME.restart]",
     );
     folder.refuse_one(
         &format!("grace = \"1s\"\n{}", bulkhead("")),
@@ -223,6 +223,12 @@ fn what_runs_cannot_be_a_default() {
         let text = format!("[defaults]\n{key}\n{}", bulkhead(""));
         folder.refuse_one(&text, (2, 1), &format!("`{name}` cannot stand in [defaults]"), "says for itself");
     }
+    folder.refuse_one(
+        &format!("[defaults.tenant.acme]\nmax_queue = 3\n{}", bulkhead("")),
+        (1, 11),
+        "`tenant` cannot stand in [defaults]",
+        "each [bulkhead.NAME] names its own tenants",
+    );
 }
 
 #[test]
@@ -255,13 +261,22 @@ fn with_key(table: &str, line: &str) -> String {
     }
 }
 
+/// What a message calls a key.
+fn label(table: &str, name: &str) -> String {
+    match table.strip_prefix("bulkhead.NAME.") {
+        Some(inner) => format!("{inner}.{name}"),
+        None => name.to_owned(),
+    }
+}
+
 #[test]
 fn every_key_of_the_reference_is_read_and_refuses_another_type() {
     let folder = Folder::new();
     for key in reference() {
         let text = with_key(key.table, &format!("{} = 1979-05-27", key.name));
         let problems = folder.refuse(&text);
-        let about_it = |problem: &&Problem| problem.message.contains(&format!("`{}`", key.label()));
+        let about_it =
+            |problem: &&Problem| problem.message.contains(&format!("`{}`", label(key.table, key.name)));
         let problem =
             problems.iter().find(about_it).unwrap_or_else(|| panic!("{}: {problems:#?}", key.path()));
         assert_eq!(problem.at.unwrap().line, 1);
@@ -273,7 +288,7 @@ fn every_key_of_later_is_refused_as_such() {
     let folder = Folder::new();
     for (table, name) in schema::LATER {
         let text = with_key(table, &format!("{name} = 1979-05-27"));
-        let message = format!("`{}` is not supported yet", schema::label(table, name));
+        let message = format!("`{}` is not supported yet", label(table, name));
         let column = text.find(name).unwrap() + 1;
         folder.refuse_one(&text, (1, column), &message, "remove it");
         assert!(schema::find(table, name).is_none(), "{name} is both supported and not");
@@ -282,9 +297,7 @@ fn every_key_of_later_is_refused_as_such() {
         let column = line.find("= ").unwrap() + 3;
         folder.refuse_one(&bulkhead(line), (3, column), "not supported yet", "");
     }
-    for section in ["[bulkhead.a.tenant.acme]\nmax_queue = 1", "[bulkhead.a.cgroup]\npids = 3"] {
-        folder.refuse_one(&bulkhead(section), (3, 13), "is not supported yet", "");
-    }
+    folder.refuse_one(&bulkhead("[bulkhead.a.cgroup]\npids = 3"), (3, 13), "is not supported yet", "");
     folder.refuse_one(&bulkhead("[[access]]\nuid = 1"), (3, 3), "`access` is not supported yet", "");
     folder.refuse_one(
         &format!("[defaults]\nadaptive = 1\n{}", bulkhead("")),

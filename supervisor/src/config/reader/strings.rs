@@ -1,0 +1,194 @@
+//! Values that are made of strings: a program with its arguments, names of bulkheads, an environment.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use toml::de::{DeArray, DeValue};
+
+use super::{Arguments, Field, Given, TableReader};
+use crate::config::diagnostics::shown;
+use crate::config::schema::Kind;
+use crate::config::values::{self, Complaint, Named};
+
+impl TableReader<'_, '_> {
+    /// Takes a program and its arguments.
+    pub(in crate::config) fn arguments(&mut self, name: &str) -> Field<Arguments> {
+        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
+        let taken = match value.get_ref() {
+            DeValue::Array(array) => self.array(&key, value.span(), array),
+            DeValue::String(text) => {
+                let words: Vec<_> =
+                    text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
+                let complaint = Complaint::new(
+                    format!("`{name}` must be an array of strings, not a string"),
+                    format!("there is no shell that would split it: write `{name} = [{}]`", words.join(", ")),
+                );
+                self.problems.report(value.span(), complaint.message, complaint.help);
+                None
+            }
+            other => {
+                let complaint = values::wrong_type(&key, "an array of strings", other);
+                self.problems.report(value.span(), complaint.message, complaint.help);
+                None
+            }
+        };
+        match taken {
+            Some(taken) => Field::Given(Given { value: taken, span: value.span(), origin: self.origin }),
+            None => Field::Refused,
+        }
+    }
+
+    /// Takes an array of names. One that is wrong is reported and left out; there may be none.
+    pub(in crate::config) fn names(&mut self, name: &str) -> Field<Arguments> {
+        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
+        let DeValue::Array(array) = value.get_ref() else {
+            self.complain(value.span(), not_names(&key, value.get_ref()));
+            return Field::Refused;
+        };
+        if let Kind::Names { max } = key.kind
+            && let Some(beyond) = array.get(max)
+        {
+            self.complain(
+                beyond.span(),
+                Complaint::new(
+                    format!("`{}` has more than {max} names", key.label),
+                    format!("keep the first {max}, or fewer"),
+                ),
+            );
+        }
+        let mut taken = Vec::new();
+        for (index, element) in array.iter().enumerate() {
+            match string(&key, index, element.get_ref()) {
+                Ok(value) => taken.push(Given { value, span: element.span(), origin: self.origin }),
+                Err(complaint) => self.complain(element.span(), complaint),
+            }
+        }
+        Field::Given(Given { value: taken, span: value.span(), origin: self.origin })
+    }
+
+    fn array(&mut self, key: &Named, span: Range<usize>, array: &DeArray<'_>) -> Option<Arguments> {
+        let mut taken = Vec::new();
+        let mut program_taken = false;
+        for (index, element) in array.iter().enumerate() {
+            match argument(key, index, element.get_ref()) {
+                Ok(value) => {
+                    program_taken |= index == 0;
+                    taken.push(Given { value, span: element.span(), origin: self.origin });
+                }
+                Err(complaint) => self.problems.report(element.span(), complaint.message, complaint.help),
+            }
+        }
+        if array.is_empty() {
+            let help = format!("write the program and its arguments: `{} = {}`", key.name, key.example());
+            self.problems.report(span, format!("`{}` is empty", key.name), help);
+        }
+        // A wrong argument was reported; the program before it is still worth looking up.
+        program_taken.then_some(taken)
+    }
+
+    /// Takes a table of strings as an environment. A variable that is wrong is reported and left out.
+    pub(in crate::config) fn environment(&mut self, name: &str) -> BTreeMap<String, String> {
+        let mut taken = BTreeMap::new();
+        let Some((key, value)) = self.entry(name) else { return taken };
+        let DeValue::Table(table) = value.get_ref() else {
+            let complaint = values::wrong_type(&key, "a table of strings", value.get_ref());
+            self.problems.report(value.span(), complaint.message, complaint.help);
+            return taken;
+        };
+        for (variable, value) in table.iter() {
+            if let Err(complaint) = variable_name(variable.get_ref()) {
+                self.problems.report(variable.span(), complaint.message, complaint.help);
+            }
+            match variable_value(variable.get_ref(), value.get_ref()) {
+                Ok(text) => drop(taken.insert(variable.get_ref().to_string(), text)),
+                Err(complaint) => self.problems.report(value.span(), complaint.message, complaint.help),
+            }
+        }
+        taken
+    }
+}
+
+fn not_names(key: &Named, value: &DeValue<'_>) -> Complaint {
+    match value {
+        DeValue::String(text) => Complaint::new(
+            format!("`{}` must be an array of strings, not a string", key.label),
+            format!("write `{} = [\"{}\"]`", key.name, shown(text)),
+        ),
+        other => values::wrong_type(key, "an array of strings", other),
+    }
+}
+
+/// One element of an array of strings.
+fn string(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, Complaint> {
+    let help = match value {
+        DeValue::String(text) => return Ok(text.to_string()),
+        DeValue::Integer(number) => format!("write \"{number}\""),
+        DeValue::Float(number) => format!("write \"{number}\""),
+        DeValue::Boolean(boolean) => format!("write \"{boolean}\""),
+        _ => format!("write `{} = {}`", key.name, key.example()),
+    };
+    let found = values::type_name(value);
+    Err(Complaint::new(format!("`{}[{index}]` must be a string, not {found}", key.name), help))
+}
+
+/// An argument may be empty, a program may not.
+fn argument(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, Complaint> {
+    let label = format!("{}[{index}]", key.name);
+    let text = string(key, index, value)?;
+    if index == 0 && text.is_empty() {
+        return Err(Complaint::new(
+            format!("`{label}` is empty, where the program should be"),
+            format!("write `{} = {}`", key.name, key.example()),
+        ));
+    }
+    values::no_nul(&label, &text)?;
+    Ok(text)
+}
+
+fn variable_name(name: &str) -> Result<(), Complaint> {
+    if name.is_empty() {
+        return Err(Complaint::new("a name in `env` is empty", "write `env = { NAME = \"value\" }`"));
+    }
+    if name.contains(['=', '\0']) {
+        return Err(Complaint::new(
+            format!("`{}` cannot name a variable: it contains `=` or a NUL byte", shown(name)),
+            "write `env = { NAME = \"value\" }`",
+        ));
+    }
+    if name.starts_with("BULKHEAD_") {
+        return Err(Complaint::new(
+            format!(
+                "`{}` is reserved: the supervisor sets the names that start with `BULKHEAD_`",
+                shown(name)
+            ),
+            "choose another name",
+        ));
+    }
+    Ok(())
+}
+
+fn variable_value(name: &str, value: &DeValue<'_>) -> Result<String, Complaint> {
+    let name = shown(name);
+    let text = match value {
+        DeValue::String(text) => text,
+        DeValue::Integer(_) | DeValue::Float(_) | DeValue::Boolean(_) => {
+            let literal = match value {
+                DeValue::Integer(number) => number.to_string(),
+                DeValue::Float(number) => number.to_string(),
+                _ => value.as_bool().unwrap_or_default().to_string(),
+            };
+            return Err(Complaint::new(
+                format!("`env.{name}` must be a string, not {}", values::type_name(value)),
+                format!("write `{name} = \"{literal}\"`"),
+            ));
+        }
+        other => {
+            return Err(Complaint::new(
+                format!("`env.{name}` must be a string, not {}", values::type_name(other)),
+                format!("write `{name} = \"value\"`"),
+            ));
+        }
+    };
+    values::no_nul(&format!("env.{name}"), text)?;
+    Ok(text.to_string())
+}

@@ -1,0 +1,65 @@
+//! `fallback`: every name in it is another bulkhead of the file, once.
+
+use super::Checker;
+use crate::config::diagnostics::{nearest, shown};
+use crate::config::raw::RawBulkhead;
+use crate::config::reader::{Given, Origin};
+use crate::config::values::Complaint;
+
+/// Names that a message lists.
+const LISTED_MAX: usize = 10;
+
+impl Checker<'_> {
+    /// `names` are those of all bulkheads in the file.
+    pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
+        let Some(given) = raw.admission.fallback.given() else { return Vec::new() };
+        let mut taken: Vec<String> = Vec::new();
+        for name in &given.value {
+            if let Some(complaint) = judge(name, &raw.name, names, &taken) {
+                self.complain(name.span.clone(), complaint);
+            }
+            taken.push(name.value.clone());
+        }
+        taken
+    }
+}
+
+/// What is wrong with `name` in the `fallback` of `own`, after `before`.
+fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -> Option<Complaint> {
+    if before.contains(&name.value) {
+        return Some(Complaint::new(
+            format!("`fallback` names `{}` twice", shown(&name.value)),
+            "remove one: a job tries each bulkhead at most once",
+        ));
+    }
+    if name.value == own {
+        return Some(match name.origin {
+            Origin::Defaults => Complaint::new(
+                format!("bulkhead `{own}` would be its own fallback: the `fallback` of [defaults] names it"),
+                format!("give [bulkhead.{own}] a `fallback` of its own, as in `fallback = []` for none"),
+            ),
+            Origin::Own | Origin::Tenant => Complaint::new(
+                format!("bulkhead `{}` is its own fallback", shown(own)),
+                "name another bulkhead, or remove it",
+            ),
+        });
+    }
+    if !names.contains(&name.value) {
+        let message = format!("`fallback` names `{}`, and there is no such bulkhead", shown(&name.value));
+        return Some(Complaint::new(message, instead(&name.value, own, names)));
+    }
+    None
+}
+
+fn instead(name: &str, own: &str, names: &[String]) -> String {
+    let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
+    match (nearest(name, others.iter().copied()), others.as_slice()) {
+        (Some(nearest), _) => format!("did you mean `{}`?", shown(nearest)),
+        (None, []) => "there is no other: add a section [bulkhead.NAME] for it, or remove it".to_owned(),
+        (None, others) if others.len() <= LISTED_MAX => {
+            let others = others.iter().map(|other| shown(other)).collect::<Vec<_>>().join(", ");
+            format!("the other bulkheads are {others}")
+        }
+        (None, _) => "name a bulkhead of this file".to_owned(),
+    }
+}

@@ -1,0 +1,215 @@
+//! What spans the keys about tenants: shares of common workers, workers of each tenant's own, and the tables
+//! of single tenants, which mean the one or the other.
+
+use std::collections::BTreeMap;
+
+use super::{Checker, Permits};
+use crate::config::checked::*;
+use crate::config::defaults;
+use crate::config::diagnostics::shown_key;
+use crate::config::raw::{RawBulkhead, RawTenant, RawTenants};
+use crate::config::reader::{Field, Origin};
+use crate::config::schema;
+use crate::config::settled::blame;
+
+impl Checker<'_> {
+    pub(super) fn tenants(&mut self, raw: &RawTenants) -> Option<TenantsConfig> {
+        self.check_without_effect("max_active", &raw.max_active, &raw.isolate);
+        self.check_without_effect("idle", &raw.idle, &raw.isolate);
+        self.check_common_share("max_in_flight", &raw.max_in_flight, &raw.isolate);
+        self.check_common_share("max_queue", &raw.max_queue, &raw.isolate);
+        let here = raw.here.given()?;
+        if raw.is_silent() {
+            self.problems.report(
+                here.span.clone(),
+                "`tenants` has none of `isolate`, `max_in_flight` and `max_queue`",
+                "add `isolate = true`, `max_in_flight = 2` or `max_queue = 20`, or remove `tenants`",
+            );
+        }
+        let isolate = raw.isolate.value_or(defaults::TENANTS_ISOLATE);
+        let tenants = TenantsConfig {
+            max_in_flight: raw.max_in_flight.optional().map(|jobs| jobs as u32),
+            max_queue: raw.max_queue.optional().map(|jobs| jobs as u32),
+            isolation: isolate.then(|| IsolationConfig {
+                max_active: raw.max_active.value_or(defaults::TENANTS_ACTIVE_MAX) as u32,
+                idle: raw.idle.value_or(defaults::TENANTS_IDLE),
+            }),
+        };
+        // `isolate = false` alone is a way to switch off what [defaults] switch on.
+        tenants.says_something().then_some(tenants)
+    }
+
+    /// `isolate = false` of a bulkhead silences what [defaults] have for isolated ones; nothing else does.
+    fn check_without_effect<T>(&mut self, name: &str, field: &Field<T>, isolate: &Field<bool>) {
+        let Some(given) = field.given() else { return };
+        let silenced = isolate.given().is_some_and(|isolate| isolate.value || isolate.origin > given.origin);
+        if silenced || isolate.is_refused() {
+            return;
+        }
+        let elsewhere = match given.origin {
+            Origin::Defaults => {
+                "; a bulkhead whose tenants share its workers says `tenants = { isolate = false }`"
+            }
+            Origin::Own | Origin::Tenant => "",
+        };
+        self.problems.report(
+            given.span.clone(),
+            format!("`tenants.{name}` has no effect without `tenants.isolate = true`"),
+            format!("add `isolate = true`, or remove `{name}`{elsewhere}"),
+        );
+    }
+
+    /// A share of common workers, where no worker is common.
+    fn check_common_share(&mut self, name: &str, field: &Field<u64>, isolate: &Field<bool>) {
+        let isolate = isolate.settle(defaults::TENANTS_ISOLATE);
+        let Some(given) = field.given() else { return };
+        let share = field.settle(given.value);
+        if isolate.value
+            && let Some(place) = blame(&share, &isolate)
+        {
+            self.problems.report(
+                place,
+                format!(
+                    "`tenants.{name}` ({}) is a share of common workers, and with `tenants.isolate` ({}) none are common",
+                    share.told(share.value),
+                    isolate.told(true)
+                ),
+                format!("remove one of the two; with `isolate` the bulkhead's own `{name}` is each tenant's"),
+            );
+        }
+    }
+
+    pub(super) fn tenant(&mut self, bulkhead: &RawBulkhead) -> BTreeMap<String, TenantConfig> {
+        let isolated = isolated(&bulkhead.admission.tenants);
+        let mut tenants = BTreeMap::new();
+        for raw in &bulkhead.admission.tenant {
+            match isolated {
+                Some(true) => self.check_isolated_tenant(raw, bulkhead),
+                Some(false) => self.check_common_tenant(raw, bulkhead),
+                None => {}
+            }
+            tenants.insert(raw.name.clone(), self.tenant_config(raw));
+        }
+        tenants
+    }
+
+    fn tenant_config(&mut self, raw: &RawTenant) -> TenantConfig {
+        let per_second = ("per_second", &raw.rate_limit.per_second);
+        let per_second = self.required(&raw.rate_limit.here, schema::TENANT_RATE_LIMIT, per_second);
+        TenantConfig {
+            max_in_flight: raw.max_in_flight.optional().map(|jobs| jobs as u32),
+            max_queue: raw.max_queue.optional().map(|jobs| jobs as u32),
+            processes: raw.processes.optional().map(|processes| processes as u32),
+            rate_limit: per_second.map(|rate| raw.rate_limit.limit(rate, RatePer::Tenant)),
+        }
+    }
+
+    /// A tenant with a share of common workers.
+    fn check_common_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
+        let label = shown_key(&raw.name);
+        if let Some(processes) = raw.processes.given() {
+            self.problems.report(
+                processes.span.clone(),
+                format!("`tenant.{label}.processes` needs `tenants.isolate = true`: the workers are common"),
+                "add `tenants = { isolate = true }` to the bulkhead, or remove `processes`",
+            );
+        }
+        let (limit, per) =
+            (&raw.rate_limit.here, bulkhead.admission.rate_limit.per.settle(defaults::RATE_PER));
+        if limit.given().is_some()
+            && bulkhead.admission.rate_limit.here.given().is_some()
+            && per.value == RatePer::Bulkhead.name()
+            && let Some(place) = blame(&limit.settle(()), &per)
+        {
+            self.problems.report(
+                place,
+                format!(
+                    "`tenant.{label}.rate_limit` needs `rate_limit.per = \"tenant\"` (it is {})",
+                    per.told(format_args!("\"{}\"", per.value))
+                ),
+                "add `per = \"tenant\"` to the bulkhead's `rate_limit`, or remove this one",
+            );
+        }
+    }
+
+    /// A tenant with workers of its own: what holds for a bulkhead holds for it.
+    fn check_isolated_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
+        if let Some(in_flight) = raw.max_in_flight.given()
+            && in_flight.value > defaults::IN_FLIGHT_CEILING
+        {
+            let max = defaults::IN_FLIGHT_CEILING;
+            self.problems.report(
+                in_flight.span.clone(),
+                format!(
+                    "`tenant.{}.max_in_flight` ({}) is above {max}: with `tenants.isolate` it is per worker process",
+                    shown_key(&raw.name),
+                    in_flight.value
+                ),
+                format!("write `max_in_flight = {max}` or less"),
+            );
+        }
+        self.check_permits(&Permits::of_tenant(raw, bulkhead));
+    }
+
+    /// Each worker is a process of this machine, whoever it works for.
+    pub(super) fn check_workers(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
+        let ceiling = defaults::ISOLATED_WORKERS_CEILING;
+        let processes = raw.processes.settle(defaults::PROCESSES);
+        let max_active = raw.admission.tenants.max_active.settle(defaults::TENANTS_ACTIVE_MAX);
+        if bulkhead.isolation().is_none() || bulkhead.workers_max() <= ceiling {
+            return;
+        }
+        if processes.value * max_active.value <= ceiling {
+            return self.report_largest_tenant(raw, bulkhead.workers_max());
+        }
+        let Some(place) = blame(&max_active, &processes) else { return };
+        self.problems.report(
+            place,
+            format!(
+                "`processes` ({}) × `tenants.max_active` ({}) is above {ceiling}",
+                processes.told(processes.value),
+                max_active.told(max_active.value)
+            ),
+            format!("with these processes write `max_active = {}` or less", ceiling / processes.value),
+        );
+    }
+
+    /// The bulkhead's own numbers fit, so it is those of single tenants that do not.
+    fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
+        if raw.processes.is_refused() || raw.admission.tenants.max_active.is_refused() {
+            return;
+        }
+        let own = raw.admission.tenant.iter().filter_map(|tenant| Some((tenant, tenant.processes.given()?)));
+        let Some((largest, processes)) = own.max_by_key(|(_, processes)| processes.value) else { return };
+        self.problems.report(
+            processes.span.clone(),
+            format!(
+                "with `tenant.{}.processes` ({}) there can be {workers} workers at once, above {}",
+                shown_key(&largest.name),
+                processes.value,
+                defaults::ISOLATED_WORKERS_CEILING
+            ),
+            "write fewer `processes`, here or for other tenants, or a smaller `tenants.max_active`",
+        );
+    }
+}
+
+impl RawTenants {
+    /// Whether the table says nothing at all.
+    fn is_silent(&self) -> bool {
+        self.isolate.is_absent()
+            && self.max_in_flight.is_absent()
+            && self.max_queue.is_absent()
+            && self.max_active.is_absent()
+            && self.idle.is_absent()
+    }
+}
+
+/// Whether tenants have workers of their own; `None` if that was refused.
+fn isolated(raw: &RawTenants) -> Option<bool> {
+    match (&raw.isolate, &raw.here) {
+        (Field::Given(isolate), _) => Some(isolate.value),
+        (Field::Absent, Field::Absent | Field::Given(_)) => Some(defaults::TENANTS_ISOLATE),
+        (Field::Absent, Field::Refused) | (Field::Refused, _) => None,
+    }
+}

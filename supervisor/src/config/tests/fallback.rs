@@ -1,0 +1,118 @@
+//! `fallback`: other bulkheads of the file, in order.
+
+use super::*;
+
+/// Bulkheads `a`, with `fallback` on line 3, and others.
+fn file(fallback: &str, others: &[&str]) -> String {
+    let others: String =
+        others.iter().map(|name| format!("[bulkhead.{name}]\nexec = [\"tool\"]\n")).collect();
+    format!("{}{others}", bulkhead(&format!("fallback = {fallback}")))
+}
+
+#[test]
+fn names_are_taken_in_order_and_the_array_replaces_that_of_the_defaults() {
+    let folder = Folder::new();
+    let config = folder.accept(FULL);
+    let fallbacks: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.fallback.as_slice()).collect();
+    assert_eq!(fallbacks, [["aa", "mm"].map(str::to_owned).as_slice(), &["mm".to_owned()], &[]]);
+    let config = folder.accept(&file("[\"c\", \"b\"]", &["b", "c"]));
+    assert_eq!(config.bulkheads[0].fallback, ["c", "b"]);
+    assert!(config.summary().contains("\nfallback = [\"c\", \"b\"]\n"));
+    assert!(folder.accept(&file("[]", &[])).bulkheads[0].fallback.is_empty());
+    let mutual = format!("{}fallback = [\"a\"]\n", file("[\"b\"]", &["b"]));
+    assert_eq!(
+        folder.accept(&mutual).bulkheads[1].fallback,
+        ["a"],
+        "a job goes to each once, so never round"
+    );
+}
+
+#[test]
+fn each_name_is_a_bulkhead_of_the_file() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &file("[\"b\", \"thumbnial-safe\"]", &["b", "thumbnail-safe"]),
+        (3, 18),
+        "`fallback` names `thumbnial-safe`, and there is no such bulkhead",
+        "did you mean `thumbnail-safe`?",
+    );
+    folder.refuse_one(&file("[\"xyzzy\"]", &["b", "c"]), (3, 13), "names `xyzzy`", "bulkheads are b, c");
+    folder.refuse_one(&file("[\"b\"]", &[]), (3, 13), "names `b`", "there is no other: add a section");
+    folder.refuse_one(&file("[\"\"]", &["b"]), (3, 13), "names ``", "");
+    let many: Vec<String> = (0..11).map(|number| format!("other-{number}")).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    folder.refuse_one(&file("[\"x\"]", &many), (3, 13), "names `x`", "name a bulkhead of this file");
+    let problems = folder.refuse(&file("[\"x\", \"y\", 3]", &["b"]));
+    assert_eq!(problems.len(), 3, "{problems:#?}");
+}
+
+#[test]
+fn a_bulkhead_whose_section_is_wrong_is_still_there() {
+    let text = format!("{}[bulkhead]\nb = 3\n", bulkhead("fallback = [\"b\"]"));
+    Folder::new().refuse_one(&text, (5, 5), "bulkhead `b` must be a table", "");
+}
+
+#[test]
+fn no_bulkhead_is_its_own_fallback() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &file("[\"b\", \"a\"]", &["b"]),
+        (3, 18),
+        "bulkhead `a` is its own fallback",
+        "name another bulkhead, or remove it",
+    );
+    let defaults = "[defaults]\nfallback = [\"b\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
+    let text = format!("{defaults}[bulkhead.a]\nexec = [\"tool\"]\n");
+    folder.refuse_one(
+        &text,
+        (2, 13),
+        "bulkhead `b` would be its own fallback: the `fallback` of [defaults] names it",
+        "give [bulkhead.b] a `fallback` of its own, as in `fallback = []` for none",
+    );
+    let config = folder.accept(&text.replace("[bulkhead.b]\n", "[bulkhead.b]\nfallback = []\n"));
+    assert_eq!(config.bulkheads[0].fallback, [""; 0]);
+    assert_eq!(config.bulkheads[1].fallback, ["b"]);
+    folder.accept(&text.replace("[bulkhead.b]\n", "[bulkhead.b]\nfallback = [\"a\"]\n"));
+}
+
+#[test]
+fn no_name_stands_twice() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &file("[\"b\", \"c\", \"b\"]", &["b", "c"]),
+        (3, 23),
+        "`fallback` names `b` twice",
+        "remove one",
+    );
+    let text = "[defaults]\nfallback = [\"c\", \"c\"]\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\n\
+                exec = [\"tool\"]\n[bulkhead.c]\nexec = [\"tool\"]\nfallback = []\n";
+    folder.refuse_one(text, (2, 18), "`fallback` names `c` twice", "");
+}
+
+#[test]
+fn it_is_an_array_of_at_most_eight_strings() {
+    let folder = Folder::new();
+    let names = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8", "b9"];
+    let array = |count: usize| format!("[\"{}\"]", names[..count].join("\", \""));
+    assert_eq!(folder.accept(&file(&array(8), &names)).bulkheads[0].fallback, names[..8]);
+    folder.refuse_one(&file(&array(9), &names), (3, 61), "`fallback` has more than 8 names", "the first 8");
+    folder.refuse_one(
+        &file("\"b\"", &["b"]),
+        (3, 12),
+        "`fallback` must be an array of strings, not a string",
+        "write `fallback = [\"b\"]`",
+    );
+    folder.refuse_one(
+        &file("{ b = 1 }", &["b"]),
+        (3, 12),
+        "`fallback` must be an array of strings, not a table",
+        "write `fallback = [\"other\"]`",
+    );
+    folder.refuse_one(&file("[1]", &["b"]), (3, 13), "`fallback[0]` must be a string", "write \"1\"");
+    folder.refuse_one(
+        &bulkhead("falback = [\"b\"]"),
+        (3, 1),
+        "unknown key `falback`",
+        "did you mean `fallback`?",
+    );
+}

@@ -1,0 +1,216 @@
+//! Jobs that one bulkhead cannot take, or crashed, and another may: each is tried once, in the order of the
+//! file, with the time that is left. If none will have the job, its client hears the first reason.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_policy::{Answer, Event, Submission, Time};
+use bulkhead_shared::connection::Payload;
+use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
+use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
+use serde_json::json;
+
+use super::{Incoming, JobRecord, Shard};
+use crate::command::Severity;
+
+/// That jobs go to one and the same other bulkhead is told no more often than this.
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// What is remembered of a job that may go from one bulkhead to the next.
+pub(super) struct Journey {
+    /// Where it was sent by its client, and is counted: the bulkhead, and the compartment of it.
+    pub(super) entry: (usize, usize),
+    pub(super) chain: Arc<[usize]>,
+    /// The next of the chain.
+    pub(super) next: usize,
+    pub(super) received: Time,
+    pub(super) limit: Duration,
+    pub(super) priority: Priority,
+    pub(super) idempotent: bool,
+    pub(super) cost: u32,
+    /// What came of it before the present bulkhead; nothing, if this is the first.
+    pub(super) before: Option<Before>,
+}
+
+/// What came of a job in the bulkheads before.
+pub(super) struct Before {
+    /// The first answer, which is the client's if there is no better one.
+    first: Outcome,
+    attempts: u32,
+    ran: Duration,
+    worker_pid: Option<u32>,
+}
+
+/// Whether another bulkhead may do better.
+fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
+    match verdict {
+        Verdict::Rejected { reason, .. } => matches!(
+            reason,
+            RejectReason::CircuitOpen
+                | RejectReason::QueueFull
+                | RejectReason::Backpressure
+                | RejectReason::Unavailable
+                | RejectReason::Draining
+        ),
+        Verdict::Crashed { .. } => idempotent,
+        _ => false,
+    }
+}
+
+impl Shard {
+    /// Passes a job on if it may go elsewhere; otherwise hands the answer back for its client.
+    pub(super) fn pass_on(
+        &mut self,
+        compartment: usize,
+        mut answer: Answer<JobRecord>,
+        incoming: &mut Incoming<'_>,
+    ) -> Option<Answer<JobRecord>> {
+        let Some(mut journey) = answer.cargo.journey.take() else { return Some(answer) };
+        let next = self.next_stop(&mut journey, &answer);
+        // Only a job that was refused as it came has its payload in hand.
+        let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
+        let (Some((place, left)), true, false) = (next, is_at_hand, self.stopping) else {
+            answer.cargo.journey = Some(journey);
+            return Some(answer);
+        };
+        self.note_fallback(&journey, place, &answer.verdict);
+        if matches!(answer.verdict, Verdict::Crashed { .. }) {
+            self.note_answer(compartment, &answer);
+        }
+        let payload = self.payload_of(&mut answer.cargo, incoming);
+        let Answer { cargo, attempts, ran, worker_pid, .. } = &answer;
+        let (attempts, ran, worker_pid) = (*attempts, *ran, *worker_pid);
+        debug_assert!(cargo.held.is_empty());
+        match &mut journey.before {
+            Some(before) => {
+                before.attempts += attempts;
+                before.ran += ran;
+                before.worker_pid = worker_pid.or(before.worker_pid);
+            }
+            None => {
+                let first = self.outcome_of(compartment, &answer);
+                journey.before = Some(Before { first, attempts, ran, worker_pid });
+                self.compartments[journey.entry.1].policy.passed_on(&answer.verdict);
+            }
+        }
+        journey.next = place + 1;
+        self.enter_as_guest(journey.chain[place], left, answer.cargo, journey, payload);
+        None
+    }
+
+    /// The next bulkhead that a job can go to, as its place in the chain, and the time that is left for it.
+    fn next_stop(&self, journey: &mut Journey, answer: &Answer<JobRecord>) -> Option<(usize, Duration)> {
+        if !is_worth_another(&answer.verdict, journey.idempotent) || !self.is_awaited(&answer.cargo) {
+            return None;
+        }
+        let left = journey.limit.checked_sub(self.now.since(journey.received))?;
+        let size = answer.cargo.payload_bytes as u64;
+        let fits = |place: &usize| self.named[journey.chain[*place]].max_payload >= size;
+        let place = (journey.next..journey.chain.len()).find(fits)?;
+        (!left.is_zero()).then_some((place, left))
+    }
+
+    fn payload_of<'p>(&mut self, cargo: &mut JobRecord, incoming: &mut Incoming<'p>) -> Incoming<'p> {
+        if let Some(payload) = cargo.held.payload.take() {
+            self.buffered -= payload.len();
+            return Incoming::Owned(payload);
+        }
+        match cargo.held.copy.take() {
+            Some(copy) => Incoming::Owned(copy.into_vec()),
+            None => std::mem::replace(incoming, Incoming::None),
+        }
+    }
+
+    fn enter_as_guest(
+        &mut self,
+        named: usize,
+        left: Duration,
+        mut cargo: JobRecord,
+        journey: Box<Journey>,
+        payload: Incoming<'_>,
+    ) {
+        let compartment = self.compartment_for(named, &cargo.tenant);
+        let Journey { priority, idempotent, cost, .. } = *journey;
+        let keeps = idempotent && (self.named[named].retries || journey.next < journey.chain.len());
+        cargo.held.is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        cargo.journey = Some(journey);
+        let (session, request) = (cargo.session, cargo.request);
+        let submission = Submission {
+            deadline: Some(left),
+            priority,
+            idempotent,
+            is_repeatable: cargo.held.is_repeatable,
+            digest: self.named[named].digest(&cargo.operation, payload.bytes()),
+            is_guest: true,
+            tenant: self.compartments[compartment].policy.tenant(&cargo.tenant),
+            cost,
+            cargo,
+        };
+        let job = self.apply(compartment, Event::Submit(submission), payload);
+        if let Some(job) = job {
+            self.remember_request(session, request, compartment, job);
+        }
+    }
+
+    /// What a client hears in the end: of a job that has been elsewhere before, all of it.
+    pub(super) fn outcome_in_all(&mut self, compartment: usize, answer: &Answer<JobRecord>) -> Outcome {
+        let outcome = self.outcome_of(compartment, answer);
+        let Some(journey) = &answer.cargo.journey else { return outcome };
+        let Some(before) = &journey.before else { return outcome };
+        let has_crashed = matches!(before.first.verdict, Verdict::Crashed { .. });
+        let is_refused = match &outcome.verdict {
+            Verdict::Rejected { .. } => true,
+            Verdict::DeadlineQueued => has_crashed,
+            _ => false,
+        };
+        let mut told = if is_refused { before.first.clone() } else { outcome.clone() };
+        told.attempts = before.attempts + outcome.attempts;
+        told.ran = before.ran + outcome.ran;
+        told.queued = self.now.since(journey.received).saturating_sub(told.ran);
+        told.worker_pid = outcome.worker_pid.or(before.worker_pid);
+        told.deadline = journey.limit;
+        if let (Verdict::Cancelled { executed }, true) = (&mut told.verdict, before.attempts > 0) {
+            *executed = bulkhead_shared::Executed::Yes;
+        }
+        self.compartments[journey.entry.1].policy.came_back(&told.verdict);
+        told
+    }
+
+    pub(super) fn outcome_of(&self, compartment: usize, answer: &Answer<JobRecord>) -> Outcome {
+        Outcome {
+            verdict: answer.verdict.clone(),
+            bulkhead: self.owner(compartment).name.as_ref().to_owned(),
+            attempts: answer.attempts,
+            queued: answer.queued,
+            ran: answer.ran,
+            worker_pid: answer.worker_pid,
+            retryable: answer.retryable,
+            retry_after: answer.retry_after,
+            deadline: answer.deadline,
+        }
+    }
+
+    /// Tells that a bulkhead's jobs go to another: once, and now and then how many have.
+    fn note_fallback(&mut self, journey: &Journey, place: usize, verdict: &Verdict) {
+        let (entry, target) = (journey.entry.0, journey.chain[place]);
+        let now = self.now;
+        let (told_at, jobs) = &mut self.named[entry].fallback_told[place];
+        *jobs += 1;
+        if told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
+            return;
+        }
+        *told_at = Some(now);
+        let jobs = std::mem::take(jobs);
+        let fields = vec![
+            ("target", json!(&*self.named[target].name)),
+            ("reason", json!(verdict.reason())),
+            ("jobs", json!(jobs)),
+        ];
+        self.named_event(Severity::Warning, "fallback_used", entry, fields);
+    }
+
+    /// The payload of an answer.
+    pub(super) fn result_for<'p>(outcome: &Outcome, incoming: &mut Incoming<'p>) -> Payload<'p> {
+        if outcome.verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
+    }
+}

@@ -1,0 +1,209 @@
+//! Bulkheads by name, and the compartments they consist of: one that all tenants share, or one for each tenant.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_policy::{Activity, Bulkhead, Counters, Limits, Time};
+use foldhash::quality::RandomState;
+
+use super::JobRecord;
+use crate::config::{BulkheadConfig, Config};
+use crate::latency::Latency;
+use crate::program::{self, Program, TenantNumbers};
+
+/// One bulkhead as its users know it.
+pub(super) struct Named {
+    pub(super) name: Arc<str>,
+    pub(super) program: Program,
+    pub(super) max_payload: u64,
+    pub(super) max_result: u64,
+    pub(super) heartbeat: Duration,
+    /// Where its jobs go that it cannot take, in this order.
+    pub(super) fallback: Arc<[usize]>,
+    /// When it was last told that jobs go there, and how many have since; by place in `fallback`.
+    pub(super) fallback_told: Vec<(Option<Time>, u64)>,
+    /// Whether its jobs may be tried again.
+    pub(super) retries: bool,
+    /// Whether payloads that kill are to be recognised.
+    pub(super) knows_poison: bool,
+    pub(super) latency: Latency,
+    /// What single tenants have of their own, if all share its workers.
+    pub(super) own: BTreeMap<String, TenantNumbers>,
+    pub(super) layout: Layout,
+}
+
+/// Who shares the workers of a bulkhead.
+pub(super) enum Layout {
+    /// All tenants, in this compartment.
+    Shared(usize),
+    /// Nobody: each tenant has a compartment.
+    Isolated(Box<Isolated>),
+}
+
+/// The compartments of a bulkhead whose tenants are kept apart.
+pub(super) struct Isolated {
+    /// The numbers of a tenant that has none of its own.
+    pub(super) limits: Limits,
+    pub(super) own: BTreeMap<String, TenantNumbers>,
+    pub(super) by_tenant: HashMap<Arc<str>, usize, RandomState>,
+    pub(super) max_active: usize,
+    /// Compartments with workers that have no job, by how long.
+    pub(super) idle: BTreeSet<(Time, usize)>,
+    /// Compartments without workers, by how long.
+    pub(super) resting: BTreeSet<(Time, usize)>,
+    /// Compartments that wait until another has no workers any more.
+    pub(super) awaiting: VecDeque<usize>,
+    /// How many have workers, be they wanted or on their way out.
+    pub(super) running: usize,
+    /// How many of those have only workers on their way out.
+    pub(super) leaving: usize,
+    /// What was counted in compartments that are another tenant's now.
+    pub(super) past: Counters,
+    pub(super) past_restarts: u64,
+    pub(super) is_draining: bool,
+    pub(super) is_forced_open: bool,
+    pub(super) is_unsettled: bool,
+}
+
+/// One policy with its workers.
+pub(super) struct Compartment {
+    /// Whose it is.
+    pub(super) named: usize,
+    /// The only tenant that it serves, if that is so.
+    pub(super) tenant: Option<Arc<str>>,
+    pub(super) policy: Bulkhead<JobRecord>,
+    /// By a worker's place: its link.
+    pub(super) links: Vec<Option<usize>>,
+    /// Whether something has happened since its timer was set.
+    pub(super) is_touched: bool,
+    /// As last entered in the books of its bulkhead.
+    pub(super) standing: Standing,
+}
+
+/// Where a tenant's compartment stands in the books of its bulkhead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// No workers, since then.
+    Resting(Time),
+    /// No workers, and some are waited for.
+    Awaiting,
+    /// Workers, and no job since then.
+    Idle(Time),
+    /// Workers and jobs.
+    Busy,
+    /// Workers that go.
+    Leaving,
+}
+
+impl Compartment {
+    pub(super) fn new(named: usize, tenant: Option<Arc<str>>, limits: Limits, seed: u64, now: Time) -> Self {
+        Self {
+            named,
+            tenant,
+            policy: Bulkhead::new(limits, seed),
+            links: Vec::new(),
+            is_touched: false,
+            standing: Standing::Resting(now),
+        }
+    }
+
+    /// Where it stands now, if it rested it would be since `now`.
+    pub(super) fn standing_now(&self, now: Time) -> Standing {
+        match (self.policy.activity(), self.policy.idle_since()) {
+            (Activity::Started, Some(since)) => Standing::Idle(since),
+            (Activity::Started, None) => Standing::Busy,
+            (_, _) if !self.policy.has_no_workers() => Standing::Leaving,
+            (Activity::Awaiting, _) => Standing::Awaiting,
+            (Activity::Resting, _) => match self.standing {
+                Standing::Resting(since) => Standing::Resting(since),
+                _ => Standing::Resting(now),
+            },
+        }
+    }
+}
+
+impl Named {
+    /// The bulkheads of a configuration. Shared ones have no compartment yet.
+    pub(super) fn all(config: &Config, host: Option<&Path>) -> Vec<Self> {
+        let places: HashMap<&str, usize> =
+            config.bulkheads.iter().enumerate().map(|(i, bulkhead)| (bulkhead.name.as_str(), i)).collect();
+        let place = |name: &String| places.get(name.as_str()).copied();
+        let new = |bulkhead: &BulkheadConfig| {
+            let fallback: Arc<[usize]> = bulkhead.fallback.iter().filter_map(place).collect();
+            Self {
+                name: bulkhead.name.as_str().into(),
+                program: Program::new(bulkhead, host),
+                max_payload: bulkhead.max_payload,
+                max_result: bulkhead.max_result,
+                heartbeat: bulkhead.health.heartbeat,
+                fallback_told: vec![(None, 0); fallback.len()],
+                fallback,
+                retries: bulkhead.retry.is_some(),
+                knows_poison: bulkhead.poison.is_some(),
+                latency: Latency::default(),
+                own: program::tenant_numbers(bulkhead),
+                layout: Layout::new(bulkhead),
+            }
+        };
+        config.bulkheads.iter().map(new).collect()
+    }
+
+    /// Its tenants' compartments, if they are kept apart.
+    pub(super) fn isolated(&mut self) -> Option<&mut Isolated> {
+        match &mut self.layout {
+            Layout::Shared(_) => None,
+            Layout::Isolated(isolated) => Some(isolated),
+        }
+    }
+
+    /// What tells a payload from all others, if that is wanted here.
+    pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<u128> {
+        self.knows_poison.then(|| {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(&(operation.len() as u64).to_le_bytes());
+            hasher.update(operation.as_bytes());
+            hasher.update(payload);
+            let mut digest = [0; 16];
+            digest.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+            u128::from_be_bytes(digest)
+        })
+    }
+}
+
+impl Layout {
+    fn new(bulkhead: &BulkheadConfig) -> Self {
+        let Some(isolation) = bulkhead.isolation() else { return Self::Shared(0) };
+        Self::Isolated(Box::new(Isolated {
+            limits: program::limits(bulkhead),
+            own: program::tenant_numbers(bulkhead),
+            by_tenant: HashMap::default(),
+            max_active: isolation.max_active as usize,
+            idle: BTreeSet::new(),
+            resting: BTreeSet::new(),
+            awaiting: VecDeque::new(),
+            running: 0,
+            leaving: 0,
+            past: Counters::default(),
+            past_restarts: 0,
+            is_draining: false,
+            is_forced_open: false,
+            is_unsettled: false,
+        }))
+    }
+}
+
+impl Isolated {
+    /// The numbers of a tenant.
+    pub(super) fn limits_of(&self, tenant: &str) -> Limits {
+        let mut limits = self.limits.clone();
+        if let Some(own) = self.own.get(tenant) {
+            limits.processes = own.processes.unwrap_or(limits.processes);
+            limits.max_in_flight = own.max_in_flight.unwrap_or(limits.max_in_flight);
+            limits.max_queue = own.max_queue.unwrap_or(limits.max_queue);
+            limits.rate_limit = own.rate_limit.or(limits.rate_limit);
+        }
+        limits
+    }
+}

@@ -1,0 +1,209 @@
+//! Tenants that are kept apart: which of them have workers, and who has to give them up for another.
+//!
+//! A tenant's compartment is remembered with its rate limit, breaker and restart history when its workers are
+//! gone, so that a tenant cannot shed its past by a pause. Those that have rested for longest are forgotten.
+
+use std::sync::Arc;
+
+use bulkhead_policy::{Activity, Event};
+
+use super::named::{Compartment, Layout, Named, Standing};
+use super::{Incoming, Shard};
+use crate::config::Config;
+use crate::program;
+
+/// Tenants of one bulkhead that are remembered. More than can ever have workers at once.
+const REMEMBERED_MAX: usize = 4096;
+
+impl Shard {
+    /// Gives each bulkhead that all tenants share its one compartment.
+    pub(super) fn open_shared(&mut self, config: &Config) {
+        for (index, bulkhead) in config.bulkheads.iter().enumerate() {
+            if bulkhead.isolation().is_some() {
+                continue;
+            }
+            let limits = program::limits(bulkhead);
+            let place = self.compartments.len();
+            let seed = self.seed ^ (place as u64).rotate_left(32);
+            self.compartments.push(Compartment::new(index, None, limits, seed, self.now));
+            self.named[index].layout = Layout::Shared(place);
+        }
+    }
+
+    pub(super) fn owner(&self, compartment: usize) -> &Named {
+        &self.named[self.compartments[compartment].named]
+    }
+
+    /// The compartment for a tenant's jobs. One without workers gets some, if it may.
+    pub(super) fn compartment_for(&mut self, named: usize, tenant: &str) -> usize {
+        let Some(isolated) = self.named[named].isolated() else { return self.shared(named) };
+        let takes_jobs = !isolated.is_draining;
+        let compartment = match isolated.by_tenant.get(tenant) {
+            Some(&compartment) => compartment,
+            None => self.open_for(named, tenant),
+        };
+        if takes_jobs && self.compartments[compartment].policy.activity() == Activity::Resting {
+            self.wake(named, compartment);
+        }
+        compartment
+    }
+
+    fn shared(&self, named: usize) -> usize {
+        match self.named[named].layout {
+            Layout::Shared(compartment) => compartment,
+            Layout::Isolated(_) => unreachable!("a bulkhead's layout never changes"),
+        }
+    }
+
+    /// Every compartment of a bulkhead.
+    pub(super) fn compartments_of(&self, named: usize) -> Vec<usize> {
+        match &self.named[named].layout {
+            Layout::Shared(compartment) => vec![*compartment],
+            Layout::Isolated(isolated) => isolated.by_tenant.values().copied().collect(),
+        }
+    }
+
+    /// A new compartment for a tenant: in the place of the one that has rested for longest, if there are many.
+    fn open_for(&mut self, named: usize, tenant: &str) -> usize {
+        let (now, name) = (self.now, Arc::<str>::from(tenant));
+        let Some(isolated) = self.named[named].isolated() else { return self.shared(named) };
+        let limits = isolated.limits_of(tenant);
+        let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
+        let oldest = isolated.resting.iter().map(|&(_, place)| place);
+        let compartments = &self.compartments;
+        // One whose jobs are elsewhere is still to hear of them.
+        let has_no_claims = |place: &usize| compartments[*place].policy.counters().elsewhere == 0;
+        let victim = if is_full { oldest.take(16).find(has_no_claims) } else { None };
+        let place = victim.unwrap_or(self.compartments.len());
+        let seed = self.seed ^ (place as u64).rotate_left(32) ^ now.0;
+        let mut compartment = Compartment::new(named, Some(name.clone()), limits, seed, now);
+        if victim.is_some() {
+            std::mem::swap(&mut self.compartments[place], &mut compartment);
+            self.compartments[place].is_touched = compartment.is_touched;
+            self.bury(named, place, &compartment);
+        } else {
+            self.compartments.push(compartment);
+        }
+        let Some(isolated) = self.named[named].isolated() else { return place };
+        isolated.by_tenant.insert(name, place);
+        isolated.resting.insert((now, place));
+        let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
+        if self.stopping {
+            self.apply(place, Event::Stop { by: now }, Incoming::None);
+        }
+        if is_draining {
+            self.apply(place, Event::Drain, Incoming::None);
+        }
+        if is_forced_open {
+            self.apply(place, Event::ForceBreaker { open: true }, Incoming::None);
+        }
+        place
+    }
+
+    /// Keeps what a tenant's compartment has counted, and forgets the tenant.
+    fn bury(&mut self, named: usize, place: usize, gone: &Compartment) {
+        let Some(isolated) = self.named[named].isolated() else { return };
+        isolated.past.add(gone.policy.counters());
+        isolated.past_restarts += gone.policy.restarts();
+        if let Some(tenant) = &gone.tenant {
+            isolated.by_tenant.remove(tenant);
+        }
+        if let Standing::Resting(since) = gone.standing {
+            isolated.resting.remove(&(since, place));
+        }
+    }
+
+    // Who has workers.
+
+    /// A tenant without workers wants some. If as many have them as may, the one that has been idle for longest
+    /// gives them up; if none is idle, nothing happens, and policy says that no worker runs.
+    fn wake(&mut self, named: usize, compartment: usize) {
+        let has_workers = self.compartments[compartment].standing == Standing::Leaving;
+        let Some(isolated) = self.named[named].isolated() else { return };
+        let has_place = has_workers || isolated.running < isolated.max_active;
+        if has_place && isolated.awaiting.is_empty() {
+            self.apply(compartment, Event::Start, Incoming::None);
+            return;
+        }
+        let is_coming = isolated.leaving > isolated.awaiting.len();
+        let idle = isolated.idle.first().map(|&(_, place)| place);
+        if !has_workers && !is_coming && idle.is_none() {
+            return;
+        }
+        isolated.awaiting.push_back(compartment);
+        self.apply(compartment, Event::Await, Incoming::None);
+        if let Some(idle) = idle.filter(|_| !is_coming && !has_workers) {
+            self.apply(idle, Event::Rest, Incoming::None);
+        }
+        self.want_settling(named);
+    }
+
+    /// Brings the books up to date with a tenant's compartment.
+    pub(super) fn observe_tenant(&mut self, place: usize) {
+        let entry = &self.compartments[place];
+        let (named, before, after) = (entry.named, entry.standing, entry.standing_now(self.now));
+        if before == after {
+            return;
+        }
+        self.compartments[place].standing = after;
+        let Some(isolated) = self.named[named].isolated() else { return };
+        let runs = |standing| matches!(standing, Standing::Idle(_) | Standing::Busy | Standing::Leaving);
+        match before {
+            Standing::Resting(since) => drop(isolated.resting.remove(&(since, place))),
+            Standing::Idle(since) => drop(isolated.idle.remove(&(since, place))),
+            Standing::Leaving => isolated.leaving -= 1,
+            Standing::Awaiting | Standing::Busy => {}
+        }
+        match after {
+            Standing::Resting(since) => drop(isolated.resting.insert((since, place))),
+            Standing::Idle(since) => drop(isolated.idle.insert((since, place))),
+            Standing::Leaving => isolated.leaving += 1,
+            Standing::Awaiting | Standing::Busy => {}
+        }
+        isolated.running = isolated.running + usize::from(runs(after)) - usize::from(runs(before));
+        if !isolated.awaiting.is_empty() {
+            self.want_settling(named);
+        }
+    }
+
+    fn want_settling(&mut self, named: usize) {
+        if let Some(isolated) = self.named[named].isolated()
+            && !std::mem::replace(&mut isolated.is_unsettled, true)
+        {
+            self.unsettled.push(named);
+        }
+    }
+
+    /// Gives places that have become free to those who wait for one, and has the idle make room for the rest.
+    pub(super) fn settle_tenants(&mut self) {
+        while let Some(named) = self.unsettled.pop() {
+            while let Some((place, event)) = self.next_move(named) {
+                self.apply(place, event, Incoming::None);
+            }
+            if let Some(isolated) = self.named[named].isolated() {
+                isolated.is_unsettled = false;
+            }
+        }
+    }
+
+    fn next_move(&mut self, named: usize) -> Option<(usize, Event<super::JobRecord>)> {
+        let compartments = &self.compartments;
+        let Layout::Isolated(isolated) = &mut self.named[named].layout else { return None };
+        let &next = isolated.awaiting.front()?;
+        let policy = &compartments[next].policy;
+        if policy.activity() != Activity::Awaiting {
+            // It was stopped meanwhile.
+            isolated.awaiting.pop_front();
+            return self.next_move(named);
+        }
+        let is_its_own = compartments[next].standing == Standing::Leaving;
+        if policy.has_no_jobs() || is_its_own || isolated.running < isolated.max_active {
+            isolated.awaiting.pop_front();
+            // Its clients may have gone away while it waited.
+            let event = if policy.has_no_jobs() { Event::Rest } else { Event::Start };
+            return Some((next, event));
+        }
+        let idle = isolated.idle.first().filter(|_| isolated.leaving < isolated.awaiting.len());
+        idle.map(|&(_, place)| (place, Event::Rest))
+    }
+}

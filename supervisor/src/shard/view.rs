@@ -1,0 +1,186 @@
+//! What a bulkhead looks like from outside: one compartment, or the sum of its tenants'.
+
+use std::collections::BTreeMap;
+
+use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, WorkerId};
+use bulkhead_shared::RejectReason;
+
+use super::Shard;
+use super::named::{Compartment, Layout};
+use crate::command::SteerError;
+use crate::snapshot::{Snapshot, TenantSnapshot, WorkerSnapshot};
+
+/// Tenants that a snapshot shows.
+const TENANTS_SHOWN: usize = 10;
+
+impl Shard {
+    /// A whole bulkhead.
+    pub(super) fn snapshot(&self, named: usize) -> Snapshot {
+        let places = self.compartments_of(named);
+        let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
+        let mut snapshot = self.sum(named, &parts);
+        match &self.named[named].layout {
+            Layout::Shared(place) => {
+                let views = self.compartments[*place].policy.tenants(TENANTS_SHOWN);
+                snapshot.tenants = views.into_iter().map(share).collect();
+            }
+            Layout::Isolated(isolated) => {
+                snapshot.tenants = busiest(&parts);
+                if isolated.is_draining {
+                    snapshot.state = BulkheadState::Draining.name();
+                }
+                if isolated.is_forced_open {
+                    snapshot.breaker = BreakerState::ForcedOpen.name();
+                }
+            }
+        }
+        snapshot
+    }
+
+    /// One tenant's part of a bulkhead.
+    pub(super) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
+        let &named = self.by_name.get(name).ok_or(SteerError::NotFound)?;
+        let Layout::Isolated(isolated) = &self.named[named].layout else {
+            let message = "the tenants of this bulkhead share its workers: see `tenants` in its snapshot";
+            return Err(SteerError::Unfit(message.into()));
+        };
+        let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::NoTenant)?;
+        let part = &self.compartments[place];
+        let mut snapshot = self.sum(named, &[part]);
+        snapshot.tenant = Some(tenant.to_owned());
+        snapshot.tenants = busiest(&[part]);
+        Ok(Box::new(snapshot))
+    }
+
+    fn sum(&self, named: usize, parts: &[&Compartment]) -> Snapshot {
+        let mut counters = Counters::default();
+        let mut restarts = 0;
+        if let Layout::Isolated(isolated) = &self.named[named].layout
+            && parts.len() == isolated.by_tenant.len()
+        {
+            counters.add(&isolated.past);
+            restarts += isolated.past_restarts;
+        }
+        parts.iter().for_each(|part| counters.add(part.policy.counters()));
+        restarts += parts.iter().map(|part| part.policy.restarts()).sum::<u64>();
+        let policies = || parts.iter().map(|part| &part.policy);
+        let active = policies().filter(|policy| policy.activity() != Activity::Resting);
+        let capacity: u64 = active.map(|policy| u64::from(policy.limits().max_queue)).sum();
+        let queued = policies().map(|policy| policy.queued() as u64).sum();
+        let state = state(parts);
+        let trouble = policies().map(|policy| policy.last_trouble()).find(|trouble| !trouble.is_empty());
+        let is_fine = state == BulkheadState::Ready;
+        Snapshot {
+            name: self.named[named].name.as_ref().to_owned(),
+            tenant: None,
+            state: state.name(),
+            detail: trouble.filter(|_| !is_fine).map(str::to_owned),
+            limit: policies().map(|policy| policy.limit()).sum(),
+            in_flight: policies().map(|policy| policy.in_flight()).sum(),
+            available: policies().map(|policy| policy.available()).sum(),
+            queued,
+            queue_capacity: capacity,
+            queue_available: capacity.saturating_sub(queued),
+            submitted: counters.submitted,
+            done: counters.ok,
+            failed: counters.failed,
+            crashed: counters.crashed,
+            deadline_exceeded: counters.deadline_exceeded,
+            cancelled: counters.cancelled,
+            rejected: rejected(&counters),
+            breaker: breaker(parts).name(),
+            restarts,
+            retries: counters.retries,
+            quarantined: policies().map(|policy| policy.quarantined(self.now) as u64).sum(),
+            elsewhere: counters.elsewhere,
+            late_replies: counters.late_replies,
+            latency_ms: self.named[named].latency.percentiles(),
+            tenants: Vec::new(),
+            workers: parts.iter().flat_map(|part| self.worker_snapshots(part)).collect(),
+        }
+    }
+
+    fn worker_snapshots(&self, compartment: &Compartment) -> Vec<WorkerSnapshot> {
+        let views = compartment.policy.workers(self.now);
+        views
+            .into_iter()
+            .map(|view| WorkerSnapshot {
+                tenant: compartment.tenant.as_deref().map(str::to_owned),
+                slot: view.slot,
+                generation: view.id.generation,
+                pid: view.pid,
+                state: view.state,
+                uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
+                in_flight: view.in_flight.into(),
+                served: view.served,
+                restarts: view.restarts,
+                rss_bytes: None,
+                cpu_ms: None,
+                status: self.status_of(compartment, view.id),
+                last_exit: view.last_exit,
+            })
+            .collect()
+    }
+
+    fn status_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<String> {
+        let index = (*compartment.links.get(worker.place as usize)?)?;
+        let link = self.links[index].as_ref().filter(|link| link.worker == worker)?;
+        link.status.clone()
+    }
+}
+
+fn rejected(counters: &Counters) -> BTreeMap<&'static str, u64> {
+    let count = |reason: &RejectReason| (reason.name(), counters.rejected[reason.code() as usize]);
+    RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
+}
+
+/// The state of the parts in one word. Tenants without workers say nothing: none are wanted.
+fn state(parts: &[&Compartment]) -> BulkheadState {
+    let states: Vec<BulkheadState> = parts
+        .iter()
+        .filter(|part| part.tenant.is_none() || part.policy.activity() != Activity::Resting)
+        .map(|part| part.policy.state())
+        .collect();
+    let Some(&first) = states.first() else { return BulkheadState::Ready };
+    if states.iter().all(|&state| state == first) {
+        return first;
+    }
+    let is_well = |state: &BulkheadState| matches!(state, BulkheadState::Ready | BulkheadState::Starting);
+    // Somebody's first worker is always about to start.
+    if states.iter().all(is_well) { BulkheadState::Ready } else { BulkheadState::Degraded }
+}
+
+/// The breaker that matters most.
+fn breaker(parts: &[&Compartment]) -> BreakerState {
+    let weight = |state: &BreakerState| match state {
+        BreakerState::Closed => 0,
+        BreakerState::HalfOpen => 1,
+        BreakerState::Open => 2,
+        BreakerState::ForcedOpen => 3,
+    };
+    parts.iter().map(|part| part.policy.breaker()).max_by_key(weight).unwrap_or(BreakerState::Closed)
+}
+
+fn share(view: TenantView) -> TenantSnapshot {
+    let TenantView { name, in_flight, queued, submitted, rejected } = view;
+    TenantSnapshot { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
+}
+
+fn busiest(parts: &[&Compartment]) -> Vec<TenantSnapshot> {
+    let mut tenants: Vec<TenantSnapshot> = parts.iter().filter_map(|part| of_its_own(part)).collect();
+    let load = |tenant: &TenantSnapshot| (u64::from(tenant.in_flight) + tenant.queued, tenant.submitted);
+    tenants.sort_by(|a, b| load(b).cmp(&load(a)).then_with(|| a.name.cmp(&b.name)));
+    tenants.truncate(TENANTS_SHOWN);
+    tenants
+}
+
+fn of_its_own(part: &Compartment) -> Option<TenantSnapshot> {
+    let counters = part.policy.counters();
+    Some(TenantSnapshot {
+        name: part.tenant.as_deref()?.to_owned(),
+        in_flight: u32::try_from(part.policy.in_flight()).unwrap_or(u32::MAX),
+        queued: part.policy.queued() as u64,
+        submitted: counters.submitted,
+        rejected: counters.rejected.iter().sum(),
+    })
+}

@@ -1,0 +1,325 @@
+//! The pool with real threads and a real link; the tests stand at its other end.
+
+use std::mem::ManuallyDrop;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::ThreadId;
+
+use bulkhead_shared::connection::{BufferPool, Outbox};
+use bulkhead_shared::limits::IN_FLIGHT_CEILING;
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::*;
+
+/// How long a condition may take that comes true at once on a healthy, idle machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The job whose handler returns at once; all others wait until they are cancelled.
+const QUICK: u64 = 0;
+
+/// A pool at work, and the supervisor's end of its link.
+struct Stage {
+    pool: Arc<Pool<()>>,
+    /// Never closed: a worker that loses its supervisor kills its process, which is this one.
+    link: ManuallyDrop<UnixStream>,
+    begun: Receiver<(u64, ThreadId)>,
+    answered: Receiver<u64>,
+    init_thread: ThreadId,
+}
+
+impl Stage {
+    fn new(max_in_flight: u32) -> Self {
+        let (stage, init) = Self::before_ready(max_in_flight);
+        init.send(()).unwrap();
+        stage.wait_idle(1);
+        stage
+    }
+
+    /// A pool whose `init` ends with a message from the caller.
+    fn before_ready(max_in_flight: u32) -> (Self, Sender<()>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let link = OwnedFd::from(theirs);
+        let writer = Arc::new(Writer::new(&link).unwrap());
+        let (tell, begun) = channel();
+        let handler = move |_: &Job, ctx: &Ctx<()>| {
+            // The test may have seen enough.
+            let _ = tell.send((ctx.number(), std::thread::current().id()));
+            if ctx.number() != QUICK {
+                let event = ctx.cancellation().unwrap();
+                poll(&mut [PollFd::new(&event, PollFlags::IN)], None).unwrap();
+            }
+            Reply::Result(Vec::new())
+        };
+        let welcome =
+            Welcome { threads_max: threads_max(max_in_flight), heartbeat_ms: 0, result_bytes_max: 100 };
+        let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();
+        let (init, go) = channel();
+        let (tell_thread, init_thread) = channel();
+        let running = pool.clone();
+        std::thread::spawn(move || {
+            let (_open, signals) = UnixStream::pair().unwrap();
+            running.run(&signals.into(), move |_| {
+                tell_thread.send(std::thread::current().id()).unwrap();
+                let _ = go.recv();
+                Ok(())
+            })
+        });
+        let init_thread = init_thread.recv_timeout(PATIENCE).unwrap();
+        let answered = listen(&ours);
+        (Self { pool, link: ManuallyDrop::new(ours), begun, answered, init_thread }, init)
+    }
+
+    /// Sends frames that arrive together.
+    fn send(&self, fill: impl FnOnce(&mut Outbox)) {
+        let mut outbox = Outbox::default();
+        fill(&mut outbox);
+        while !outbox.flush(&*self.link, &mut BufferPool::default()).unwrap() {
+            poll(&mut [PollFd::new(&*self.link, PollFlags::OUT)], None).unwrap();
+        }
+    }
+
+    fn give(&self, numbers: impl IntoIterator<Item = u64>) {
+        self.send(|outbox| numbers.into_iter().for_each(|number| push_job(outbox, number)));
+    }
+
+    fn release(&self, numbers: impl IntoIterator<Item = u64>) {
+        self.send(|outbox| {
+            for number in numbers {
+                outbox.push(kind::CANCEL_JOB, number, &Empty, &[], Payload::NONE).unwrap();
+            }
+        });
+    }
+
+    fn limit(&self, max_in_flight: u32) {
+        self.send(|outbox| push_limits(outbox, max_in_flight));
+    }
+
+    /// The next so many jobs that begin, sorted.
+    fn next_begun(&self, count: usize) -> Vec<u64> {
+        let mut numbers: Vec<u64> =
+            (0..count).map(|_| self.begun.recv_timeout(PATIENCE).expect("a job begins").0).collect();
+        numbers.sort_unstable();
+        numbers
+    }
+
+    fn wait_for(&self, what: &str, condition: impl Fn(&State) -> bool) {
+        let began = Instant::now();
+        while !condition(&lock(&self.pool.state)) {
+            assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    }
+
+    fn wait_idle(&self, threads: usize) {
+        self.wait_for("as many threads, all of them idle", |state| {
+            (state.threads, state.idle, state.live.len()) == (threads, threads, 0)
+        });
+    }
+}
+
+/// The numbers of the jobs that are answered, read as they come.
+fn listen(link: &UnixStream) -> Receiver<u64> {
+    let link = link.try_clone().unwrap();
+    let (tell, answered) = channel();
+    std::thread::spawn(move || {
+        let Reader { mut inbox, mut scratch, .. } = Reader::new();
+        loop {
+            poll(&mut [PollFd::new(&link, PollFlags::IN)], None).unwrap();
+            let (_, mut batch) = inbox.receive(&link, &mut scratch).unwrap();
+            while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
+                if header.kind == kind::RESULT {
+                    // The test may have seen enough.
+                    let _ = tell.send(header.number);
+                }
+            }
+        }
+    });
+    answered
+}
+
+fn push_job(outbox: &mut Outbox, number: u64) {
+    let job = worker_protocol::Job { operation: "", tenant: "", remaining_us: 60_000_000 };
+    outbox.push(kind::JOB, number, &job, &[], Payload::NONE).unwrap();
+}
+
+fn push_limits(outbox: &mut Outbox, max_in_flight: u32) {
+    outbox.push(kind::LIMITS, 0, &Limits { max_in_flight }, &[], Payload::NONE).unwrap();
+}
+
+#[test]
+fn more_jobs_than_told_wait_for_a_thread_in_their_order() {
+    let stage = Stage::new(1);
+    stage.give(1..=4);
+    for number in 1..=4 {
+        assert_eq!(stage.next_begun(1), [number]);
+        stage.wait_for("the rest waits", |state| state.pending.len() as u64 == 4 - number);
+        assert!(stage.begun.try_recv().is_err());
+        stage.release([number]);
+    }
+    stage.wait_idle(1);
+}
+
+#[test]
+fn a_higher_limit_has_more_jobs_run_at_once() {
+    let stage = Stage::new(1);
+    stage.give(1..=2);
+    assert_eq!(stage.next_begun(1), [1]);
+    // What came too early runs as soon as it may.
+    stage.limit(3);
+    assert_eq!(stage.next_begun(1), [2]);
+    stage.give([3]);
+    assert_eq!(stage.next_begun(1), [3]);
+    // Threads are started for jobs, not for limits.
+    stage.send(|outbox| {
+        push_limits(outbox, 8);
+        push_job(outbox, 4);
+    });
+    assert_eq!(stage.next_begun(1), [4]);
+    assert_eq!(lock(&stage.pool.state).threads, 4);
+    stage.release(1..=4);
+    stage.wait_idle(4);
+}
+
+#[test]
+fn a_lower_limit_lets_jobs_end_and_then_threads() {
+    let stage = Stage::new(4);
+    stage.give(1..=4);
+    let begun: Vec<_> = (0..4).map(|_| stage.begun.recv_timeout(PATIENCE).expect("a job begins")).collect();
+    stage.limit(1);
+    stage.wait_for("it is heard", |state| state.threads_max == 1);
+    let (stays, others): (Vec<_>, Vec<_>) =
+        begun.into_iter().partition(|&(_, thread)| thread == stage.init_thread);
+    for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
+        stage.release([number]);
+        stage.wait_for("each ends with its job", |state| (state.threads, state.live.len()) == (left, left));
+    }
+    stage.release([stays[0].0]);
+    stage.wait_idle(1);
+    stage.give([5]);
+    assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (5, stage.init_thread));
+    stage.limit(2);
+    stage.give([6]);
+    assert_eq!(stage.next_begun(1), [6], "beside the other");
+}
+
+#[test]
+fn idle_threads_end_but_for_the_one_that_init_ran_on() {
+    for round in 0..20 {
+        let stage = Stage::new(6);
+        stage.give(1..=6);
+        stage.next_begun(6);
+        stage.release(1..=6);
+        stage.wait_idle(6);
+        if round % 2 == 1 {
+            // Quick handlers: one thread waits for the link, the others are parked.
+            stage.pool.typical_ns.store(0, Ordering::Relaxed);
+            stage.give([QUICK]);
+            stage.next_begun(1);
+            stage.wait_idle(6);
+        }
+        stage.limit(3);
+        stage.wait_idle(3);
+        stage.limit(1);
+        stage.wait_idle(1);
+        stage.give([7]);
+        assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (7, stage.init_thread));
+        stage.release([7]);
+        stage.wait_idle(1);
+    }
+}
+
+#[test]
+fn limits_may_come_before_the_worker_is_ready() {
+    let (stage, init) = Stage::before_ready(1);
+    for limit in [9, 0, 3] {
+        stage.limit(limit);
+    }
+    stage.wait_for("they are heard", |state| state.threads_max == 3);
+    init.send(()).unwrap();
+    stage.wait_idle(1);
+    stage.give(1..=3);
+    assert_eq!(stage.next_begun(3), [1, 2, 3]);
+}
+
+#[test]
+fn there_is_at_least_one_thread_and_an_end_to_them() {
+    let stage = Stage::new(u32::MAX);
+    assert_eq!(lock(&stage.pool.state).threads_max, IN_FLIGHT_CEILING as usize);
+    stage.limit(0);
+    stage.wait_for("one is left", |state| state.threads_max == 1);
+    stage.give([1]);
+    assert_eq!(stage.next_begun(1), [1]);
+    stage.limit(u32::MAX);
+    stage.wait_for("the most", |state| state.threads_max == IN_FLIGHT_CEILING as usize);
+    let repeated = [5; 100];
+    stage.send(|outbox| repeated.into_iter().for_each(|limit| push_limits(outbox, limit)));
+    stage.wait_for("the last one counts", |state| state.threads_max == 5);
+    stage.release([1]);
+    stage.wait_idle(1);
+}
+
+/// A call for help that comes when the only idle thread has been woken by the link: that thread answers it,
+/// and has others come for the jobs behind its own.
+#[test]
+fn a_thread_that_the_link_has_woken_answers_the_call() {
+    let stage = Stage::new(3);
+    let mut state = lock(&stage.pool.state);
+    // The thread sees the link first, and waits for the lock.
+    stage.give(1..=3);
+    stage.pool.call_help(&mut state);
+    assert!(state.is_searching);
+    drop(state);
+    assert_eq!(stage.next_begun(3), [1, 2, 3]);
+    let state = lock(&stage.pool.state);
+    assert_eq!((state.idle, state.is_searching), (0, false));
+}
+
+/// Limits go up and down among jobs that come and go, by a generator with a seed.
+#[test]
+fn jobs_are_all_run_once_whatever_the_limits_do() {
+    const LIMITS: [u32; 8] = [0, 1, 1, 2, 3, 5, 16, u32::MAX];
+    const AT_ONCE_MAX: usize = 24;
+    let stage = Stage::new(2);
+    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = |below: usize| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random % below as u64) as usize
+    };
+    let (mut given, mut held) = (0, Vec::new());
+    for _ in 0..3000 {
+        match next(4) {
+            0 => stage.limit(LIMITS[next(LIMITS.len())]),
+            1 if held.len() < AT_ONCE_MAX => {
+                given += 1;
+                held.push(given);
+                stage.give([given]);
+            }
+            2 => stage.send(|outbox| {
+                push_limits(outbox, LIMITS[next(LIMITS.len())]);
+                given += 1;
+                held.push(given);
+                push_job(outbox, given);
+            }),
+            _ if !held.is_empty() => stage.release([held.swap_remove(next(held.len()))]),
+            _ => {}
+        }
+        // The oldest run first, so that those that are released end.
+        while held.len() > AT_ONCE_MAX {
+            stage.release([held.remove(0)]);
+        }
+    }
+    stage.release(held);
+    let everything: Vec<u64> = (1..=given).collect();
+    assert_eq!(stage.next_begun(everything.len()), everything);
+    let mut answered: Vec<u64> =
+        everything.iter().map(|_| stage.answered.recv_timeout(PATIENCE).expect("an answer")).collect();
+    answered.sort_unstable();
+    assert_eq!(answered, everything);
+    stage.limit(1);
+    stage.wait_idle(1);
+    stage.wait_for("every call is answered", |state| !state.is_searching);
+    let state = lock(&stage.pool.state);
+    assert_eq!((state.begun, state.pending.len()), (given, 0));
+}
