@@ -805,7 +805,7 @@ fn the_page_names_every_capability_of_a_worker() {
     ] {
         assert!(page.contains(&format!("{number} {meaning}")), "{number}");
     }
-    assert!(page.contains(&format!("(the SDK stops at {IN_FLIGHT_CEILING})")));
+    assert!(page.contains(&format!("(The SDK runs up to {IN_FLIGHT_CEILING} at once")));
 }
 
 fn page() -> String {

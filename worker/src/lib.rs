@@ -8,9 +8,10 @@
 //!
 //! A worker is started by `bulkhead-supervisor`, which gives it at most `max_in_flight` jobs at a time,
 //! and kills it when a job in it does not end. That number may change while the worker runs: handler threads
-//! are started as jobs need them, and those that are too many end once they have nothing to do. So a handler may block, compute, crash and leak: it costs
-//! this process and the jobs in it. [`Server`] has more to offer: several operations, and something to
-//! prepare once for all jobs. With feature `tokio`, handlers may be async functions.
+//! are started as jobs need them, and those that are too many end with the job they run. So a handler may
+//! block, compute, crash and leak: it costs this process and the jobs in it. [`Server`] has more to offer:
+//! several operations, and something to prepare once for all jobs. With feature `tokio`, handlers may be
+//! async functions.
 
 mod context;
 mod link;

@@ -62,7 +62,8 @@ impl Reader {
     }
 }
 
-/// Says hello and waits to be welcomed; what came behind the welcome stays in the inbox. An error is a sentence for people.
+/// Says hello and waits to be welcomed; what came behind the welcome stays in the inbox. An error is a
+/// sentence for people.
 pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) -> Result<Welcome, String> {
     let hello = Hello {
         version_min: PROTOCOL_VERSION,

@@ -17,8 +17,8 @@
 //! moves, and from then on handlers count as slow.
 //!
 //! **How many threads** there may be is what the welcome said, and then each LIMITS. They are started when
-//! jobs need them. A thread that finds nothing to do while there are more than that ends; only the first,
-//! on which `init` ran, stays for good. More jobs than that wait for a thread, in the order they came.
+//! jobs need them. A thread that would take its next job while there are more than that ends instead; only
+//! the first, on which `init` ran, stays for good. More jobs than threads wait, in the order they came.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -117,7 +117,7 @@ struct State {
 enum Tenure {
     /// As long as the process: what `init` prepared or started may belong to this thread.
     Permanent,
-    /// Until it has nothing to do and there are more threads than may be.
+    /// Until there are more threads than may be, and it runs no job.
     WhileNeeded,
 }
 
@@ -269,7 +269,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         // When the oldest answer that is still unwritten came to be.
         let mut unwritten_since = None;
         loop {
-            let Some((job, pace)) = self.next_job(done.take()) else {
+            let Some((job, pace)) = self.next_job(done.take(), tenure) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
@@ -299,10 +299,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// The next job after one that is done, and how long jobs take. Somebody is on the way to those behind
     /// it, or looks after them.
-    fn next_job(self: &Arc<Self>, done: Option<u64>) -> Option<(Pending, Pace)> {
+    fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);
+        }
+        if tenure == Tenure::WhileNeeded && state.has_surplus() {
+            return None;
         }
         let job = state.pending.pop_front()?;
         state.begun += 1;
@@ -402,15 +405,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// Whether a thread that has nothing to do is to end; then it counts no longer.
+    /// Whether a thread that runs no job is to end; then it counts no longer.
     fn is_one_too_many(&self) -> bool {
         let mut state = lock(&self.state);
-        if state.threads <= state.threads_max || !state.pending.is_empty() {
+        if !state.has_surplus() {
             return false;
         }
         state.threads -= 1;
-        // There may be another one too many, or nobody left who waits for the link.
-        if state.has_idle_surplus() || (state.idle > 0 && state.on_link == 0) {
+        // Another one may be too many, or have to run what this one has left, or wait for the link instead.
+        let is_missed = state.has_surplus() || !state.pending.is_empty() || state.on_link == 0;
+        if is_missed && state.idle > 0 {
             self.call_idle(&mut state);
         }
         true
@@ -420,7 +424,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// might wake that one again and again, which does not end.
     fn see_off_surplus(&self) {
         let mut state = lock(&self.state);
-        while state.has_idle_surplus() && state.pending.is_empty() {
+        while state.has_surplus() && state.idle > 0 && state.pending.is_empty() {
             self.call_idle(&mut state);
             let looked = self.looked.wait_while(state, |state| state.is_searching);
             state = looked.unwrap_or_else(PoisonError::into_inner);
@@ -539,7 +543,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                     Err(_) => end_at_once(),
                 }
             }
-            if state.has_idle_surplus() {
+            if state.has_surplus() && state.idle > 0 {
                 self.call_idle(&mut state);
             }
             drop(state);
@@ -599,9 +603,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
 }
 
 impl State {
-    /// Whether a thread that waits could end instead.
-    fn has_idle_surplus(&self) -> bool {
-        self.threads > self.threads_max && self.idle > 0
+    /// Whether there are more threads than may be. Those that may end do so instead of taking a job.
+    fn has_surplus(&self) -> bool {
+        self.threads > self.threads_max
     }
 
     /// A frame that came at this moment.

@@ -110,7 +110,7 @@ pub const CLIENTS_CEILING: u64 = 1_000_000;
 /// The most worker processes of one bulkhead.
 pub const PROCESSES_CEILING: u64 = 1024;
 /// The most jobs in flight per worker.
-pub const IN_FLIGHT_CEILING: u64 = 4096;
+pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
 /// The most jobs that may wait in one bulkhead.
 pub const QUEUE_CEILING: u64 = 1_000_000;
 /// The most permits of one bulkhead: processes × jobs in flight.

@@ -189,13 +189,15 @@ fn a_lower_limit_lets_jobs_end_and_then_threads() {
     stage.wait_for("it is heard", |state| state.threads_max == 1);
     let (stays, others): (Vec<_>, Vec<_>) =
         begun.into_iter().partition(|&(_, thread)| thread == stage.init_thread);
+    stage.give([5]);
     for ((number, _), left) in others.into_iter().zip([3, 2, 1]) {
         stage.release([number]);
-        stage.wait_for("each ends with its job", |state| (state.threads, state.live.len()) == (left, left));
+        // And takes no other one.
+        stage.wait_for("each ends with its job", |state| {
+            (state.threads, state.live.len()) == (left, left + 1)
+        });
     }
     stage.release([stays[0].0]);
-    stage.wait_idle(1);
-    stage.give([5]);
     assert_eq!(stage.begun.recv_timeout(PATIENCE).unwrap(), (5, stage.init_thread));
     stage.limit(2);
     stage.give([6]);
