@@ -8,6 +8,7 @@
 mod bare;
 mod load;
 mod measures;
+mod policy;
 mod processes;
 mod real;
 mod report;

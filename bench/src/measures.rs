@@ -12,7 +12,7 @@ use crate::load::{self, Round, median};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};
-use crate::{Result, bare};
+use crate::{Result, bare, policy};
 
 /// How much of everything.
 pub(crate) struct Plan {
@@ -27,15 +27,25 @@ pub(crate) struct Plan {
     deaths: usize,
     /// Jobs over four bulkheads in each round.
     crowd: usize,
+    /// Jobs for the decisions alone in each round.
+    decisions: usize,
 }
 
 impl Plan {
     pub(crate) fn full(rounds: usize) -> Self {
-        Self { rounds: rounds.max(1), small: 8_000, large: 300, many: 262_144, deaths: 30, crowd: 10_000 }
+        Self {
+            rounds: rounds.max(1),
+            small: 8_000,
+            large: 300,
+            many: 262_144,
+            deaths: 30,
+            crowd: 10_000,
+            decisions: 100_000,
+        }
     }
 
     pub(crate) fn smoke() -> Self {
-        Self { rounds: 1, small: 200, large: 5, many: 4_096, deaths: 2, crowd: 200 }
+        Self { rounds: 1, small: 200, large: 5, many: 4_096, deaths: 2, crowd: 200, decisions: 2_000 }
     }
 }
 
@@ -87,7 +97,12 @@ fn check(got: usize, wanted: usize) -> Result<()> {
 
 /// Takes every measurement whose name holds `only`.
 pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
-    LocalSet::new().run_until(measure(plan, only)).await
+    // Before anything else runs that could disturb it.
+    let mut figures = policy::all(&policy::Plan { rounds: plan.rounds, cycles: plan.decisions }, only)?;
+    if only.is_none_or(|only| !only.starts_with(policy::GROUP)) {
+        figures.extend(LocalSet::new().run_until(measure(plan, only)).await?);
+    }
+    Ok(figures)
 }
 
 async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {

@@ -10,6 +10,8 @@ pub(crate) enum Target {
     AtMost,
     /// The judged value is to be at least this.
     AtLeast,
+    /// The figure itself is to be at most this, whatever its ratio.
+    FigureAtMost,
 }
 
 /// One line of the report.
@@ -33,6 +35,15 @@ impl Figure {
         match self.target {
             Target::AtMost => judged <= self.limit,
             Target::AtLeast => judged >= self.limit,
+            Target::FigureAtMost => self.real <= self.limit,
+        }
+    }
+
+    fn wish(&self) -> String {
+        match self.target {
+            Target::AtMost => format!("≤ {}", self.limit),
+            Target::AtLeast => format!("≥ {}", self.limit),
+            Target::FigureAtMost => format!("≤ {} {}", self.limit, self.unit),
         }
     }
 }
@@ -55,13 +66,12 @@ pub(crate) fn print(figures: &[Figure], is_json: bool) {
     for figure in figures {
         let number = |value: Option<f64>| value.map_or("–".to_owned(), short);
         println!(
-            "{:<52} {:>12} {:>12} {:>7}  {} {}{}",
+            "{:<52} {:>12} {:>12} {:>7}  {}{}",
             format!("{}, {}", figure.name, figure.unit),
             number(figure.bare),
             short(figure.real),
             number(figure.ratio),
-            if figure.target == Target::AtMost { "≤" } else { "≥" },
-            figure.limit,
+            figure.wish(),
             if figure.is_met() { "" } else { "   MISSED" },
         );
     }

@@ -1,0 +1,387 @@
+//! The decisions alone: what the pure state machine takes to admit a job and to let it go again, without a
+//! socket or a process. The bare counterpart is a permit of a semaphore, taken and given back. Time is made
+//! up: a clock that is read would cost as much as the semaphore.
+
+use std::collections::VecDeque;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use bulkhead_policy::{
+    Action, BreakerLimits, Bulkhead, Event, Limits, Pressure, RateLimit, RatePer, Reply, Submission,
+    TenantLimits, Time, Timers, WorkerId,
+};
+use bulkhead_shared::{JobId, Priority, Verdict};
+use tokio::sync::Semaphore;
+
+use crate::Result;
+use crate::load::median;
+use crate::report::{Figure, Target};
+
+/// What the names of these measurements begin with.
+pub(crate) const GROUP: &str = "policy";
+
+/// No decision is to take longer, in nanoseconds.
+const LIMIT_NS: f64 = 500.0;
+
+/// Jobs that the worker of a bulkhead may have.
+const PERMITS: u32 = 64;
+
+/// From one cycle to the next, in made-up time: short enough that nothing becomes due.
+const STEP: Duration = Duration::from_micros(1);
+
+/// Jobs that wait before some are cancelled, and how many at either end stay.
+const WAITING: usize = 10_000;
+const STAYING: usize = 500;
+
+/// As large as the supervisor's own record of a job, which moves with each decision.
+type Cargo = [u64; 15];
+
+/// How much of everything.
+pub(crate) struct Plan {
+    pub(crate) rounds: usize,
+    /// Jobs admitted and let go in each round.
+    pub(crate) cycles: usize,
+}
+
+/// Takes every measurement whose name holds `only`.
+pub(crate) fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+    let wanted = |name: &str| only.is_none_or(|only| name.contains(only));
+    let settings: Vec<_> = settings().into_iter().filter(|setting| wanted(setting.name)).collect();
+    let mut figures = cycles(plan, &settings)?;
+    let cancels = "policy: cancel 9,000 amid 10,000 waiting";
+    if wanted(cancels) {
+        let rounds = (0..plan.rounds).map(|_| cancel()).collect::<Result<Vec<_>>>()?;
+        figures.push(figure(cancels, None, median(rounds), None));
+    }
+    Ok(figures)
+}
+
+fn figure(name: &str, bare: Option<f64>, real: f64, ratio: Option<f64>) -> Figure {
+    let (target, limit) = (Target::FigureAtMost, LIMIT_NS);
+    Figure { name: name.to_owned(), unit: "ns", bare, real, ratio, target, limit }
+}
+
+/// All settings in turns, round after round, so that whatever else the machine does hits each.
+fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
+    if settings.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut scenes = settings.iter().map(Scene::new).collect::<Result<Vec<_>>>()?;
+    let mut bare = Vec::new();
+    let mut real = vec![Vec::new(); scenes.len()];
+    for _ in 0..plan.rounds {
+        bare.push(semaphore(plan.cycles)?);
+        for (scene, rounds) in scenes.iter_mut().zip(&mut real) {
+            rounds.push(scene.round(plan.cycles)?);
+        }
+    }
+    let figures = settings.iter().zip(real).map(|(setting, real)| {
+        let ratios = bare.iter().zip(&real).map(|(bare, real)| real / bare).collect();
+        figure(setting.name, Some(median(bare.clone())), median(real), Some(median(ratios)))
+    });
+    Ok(figures.collect())
+}
+
+/// A permit taken and given back, in nanoseconds, while all others are taken.
+fn semaphore(cycles: usize) -> Result<f64> {
+    let permits = Semaphore::new(PERMITS as usize);
+    let _taken = permits.try_acquire_many(PERMITS - 1)?;
+    let began = Instant::now();
+    for _ in 0..cycles {
+        drop(black_box(permits.try_acquire()?));
+    }
+    Ok(nanoseconds_each(began, cycles))
+}
+
+fn nanoseconds_each(began: Instant, count: usize) -> f64 {
+    began.elapsed().as_secs_f64() * 1e9 / count as f64
+}
+
+/// What a measurement is of.
+struct Setting {
+    name: &'static str,
+    limits: Limits,
+    bulkheads: usize,
+    /// None for jobs that name no tenant.
+    tenants: usize,
+    priorities: &'static [Priority],
+    /// Jobs that each bulkhead's worker has before a cycle.
+    running: usize,
+    /// Jobs that wait in each bulkhead before a cycle.
+    waiting: usize,
+}
+
+/// Each number that should not matter stands beside a small one. All permits but the one for the next job
+/// are taken, unless the setting is about something else.
+fn settings() -> Vec<Setting> {
+    let one = || Setting {
+        name: "policy: one bulkhead, 63 jobs running",
+        limits: Limits { max_in_flight: PERMITS, ..Limits::default() },
+        bulkheads: 1,
+        tenants: 0,
+        priorities: &[Priority::Normal],
+        running: PERMITS as usize - 1,
+        waiting: 0,
+    };
+    let shared = || Limits {
+        tenants: TenantLimits { max_in_flight: Some(1), ..TenantLimits::default() },
+        max_queue: WAITING as u32 + 1,
+        ..one().limits
+    };
+    // All permits are taken, so that each job has to wait.
+    let queued = || Setting { limits: shared(), tenants: 10_000, running: PERMITS as usize, ..one() };
+    vec![
+        one(),
+        Setting { name: "policy: shares of 64 tenants", limits: shared(), tenants: 64, ..one() },
+        Setting { name: "policy: shares of 10,000 tenants", limits: shared(), tenants: 10_000, ..one() },
+        Setting { name: "policy: shares of 10,000 tenants, 100 wait", waiting: 100, ..queued() },
+        Setting { name: "policy: shares of 10,000 tenants, 10,000 wait", waiting: WAITING, ..queued() },
+        Setting { name: "policy: one bulkhead, nothing running", running: 0, ..one() },
+        Setting { name: "policy: 1,000 bulkheads, nothing running", running: 0, bulkheads: 1_000, ..one() },
+        Setting { name: "policy: 1,000 bulkheads, 63 jobs running in each", bulkheads: 1_000, ..one() },
+        Setting {
+            name: "policy: everything on, 10,000 tenants",
+            limits: everything(shared()),
+            tenants: 10_000,
+            priorities: &Priority::ALL,
+            // Others than critical jobs get three quarters of the permits.
+            running: PERMITS as usize * 3 / 4 - 1,
+            ..one()
+        },
+    ]
+}
+
+/// Every limit there is, none of which is reached.
+fn everything(limits: Limits) -> Limits {
+    Limits {
+        queue_timeout: Some(Duration::from_secs(10)),
+        critical_reserve: 0.25,
+        pressure: Pressure { warn: 0.5, reject: 0.9 },
+        rate_limit: Some(RateLimit { per_second: 1e6, burst: 1_000, per: RatePer::Tenant }),
+        breaker: Some(BreakerLimits {
+            window: Duration::from_secs(10),
+            min_calls: 20,
+            failure_rate: 0.5,
+            slow_call: Some(Duration::from_secs(1)),
+            slow_rate: 0.8,
+            open_for: Duration::from_secs(5),
+            probes: 3,
+        }),
+        ..limits
+    }
+}
+
+/// Bulkheads that are in the middle of something.
+struct Scene {
+    subjects: Vec<Subject>,
+    effects: Effects,
+    /// As the supervisor has it: when each bulkhead is due.
+    timers: Timers,
+    /// In which order the bulkheads have their turn.
+    order: Vec<u32>,
+    names: Names,
+    priorities: &'static [Priority],
+    now: Time,
+    turn: usize,
+}
+
+impl Scene {
+    fn new(setting: &Setting) -> Result<Self> {
+        let subject = || Subject::new(setting.limits.clone());
+        let mut scene = Self {
+            subjects: (0..setting.bulkheads).map(|_| subject()).collect::<Result<_>>()?,
+            effects: Effects::default(),
+            timers: Timers::default(),
+            order: shuffled(setting.bulkheads),
+            names: Names::new(setting.tenants),
+            priorities: setting.priorities,
+            now: Time::ZERO,
+            turn: 0,
+        };
+        scene.fill(setting)?;
+        Ok(scene)
+    }
+
+    /// Has every tenant seen, and as many jobs taken as the setting wants.
+    fn fill(&mut self, setting: &Setting) -> Result<()> {
+        for _ in 0..setting.tenants {
+            let name = self.names.next();
+            self.subjects.iter_mut().for_each(|subject| _ = subject.bulkhead.tenant(name));
+        }
+        for _ in 0..setting.bulkheads * (setting.running + setting.waiting) {
+            self.submit();
+        }
+        let wanted = setting.bulkheads * setting.running;
+        if self.effects.running.len() == wanted { Ok(()) } else { Err("jobs wait that should not".into()) }
+    }
+
+    /// So many jobs admitted, and as many let go; returns the nanoseconds for one of each.
+    fn round(&mut self, cycles: usize) -> Result<f64> {
+        let before = (self.effects.done, self.effects.running.len());
+        let began = Instant::now();
+        for _ in 0..cycles {
+            self.cycle();
+        }
+        let took = nanoseconds_each(began, cycles);
+        let (done, running) = (self.effects.done - before.0, self.effects.running.len());
+        if (done, running) == (cycles, before.1) {
+            return Ok(took);
+        }
+        Err(format!("{done} of {cycles} jobs ended well, and {running} run instead of {}", before.1).into())
+    }
+
+    fn cycle(&mut self) {
+        let index = self.submit();
+        let subject = &mut self.subjects[index as usize];
+        // Bulkheads take turns, so that the oldest job of all is the oldest of this one.
+        if let Some(job) = self.effects.running.pop_front() {
+            subject.reply(self.now, job, &mut self.effects);
+        }
+        match subject.bulkhead.next_deadline() {
+            Some(at) => self.timers.set(index, at),
+            None => self.timers.clear(index),
+        }
+        black_box(self.timers.next());
+    }
+
+    /// Gives the next job to the bulkhead whose turn it is.
+    fn submit(&mut self) -> u32 {
+        self.now = self.now + STEP;
+        let index = self.order[self.turn % self.order.len()];
+        let priority = self.priorities[self.turn % self.priorities.len()];
+        self.turn += 1;
+        self.subjects[index as usize].submit(self.now, self.names.next(), priority, &mut self.effects);
+        index
+    }
+}
+
+/// What the bulkheads want done, done as far as it matters here.
+#[derive(Default)]
+struct Effects {
+    actions: Vec<Action<Cargo>>,
+    /// Jobs that workers have, the oldest first, which ends first.
+    running: VecDeque<JobId>,
+    /// Jobs that ended well.
+    done: usize,
+    cancelled: usize,
+}
+
+impl Effects {
+    fn perform(&mut self) {
+        for action in self.actions.drain(..) {
+            match action {
+                Action::Dispatch { job, .. } => self.running.push_back(job),
+                Action::Answer(answer) => match black_box(answer).verdict {
+                    Verdict::Ok => self.done += 1,
+                    Verdict::Cancelled { .. } => self.cancelled += 1,
+                    _ => {}
+                },
+                _ => {}
+            }
+        }
+    }
+}
+
+/// One bulkhead and its only worker.
+struct Subject {
+    bulkhead: Bulkhead<Cargo>,
+    worker: WorkerId,
+}
+
+impl Subject {
+    /// A bulkhead whose worker is ready.
+    fn new(limits: Limits) -> Result<Self> {
+        let mut bulkhead = Bulkhead::new(limits, 7);
+        let mut actions = Vec::new();
+        bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
+        let Some(Action::Spawn { worker, .. }) = actions.pop() else { return Err("no worker starts".into()) };
+        bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 1 }, &mut actions);
+        bulkhead.apply(
+            Time::ZERO,
+            Event::Hello { worker, has_dispatch_thread: true, can_resize: true },
+            &mut actions,
+        );
+        bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);
+        Ok(Self { bulkhead, worker })
+    }
+
+    fn submit(
+        &mut self,
+        now: Time,
+        tenant: &str,
+        priority: Priority,
+        effects: &mut Effects,
+    ) -> Option<JobId> {
+        let tenant = self.bulkhead.tenant(tenant);
+        let submission = Submission { tenant, priority, ..Submission::new([0; 15]) };
+        self.apply(now, Event::Submit(submission), effects)
+    }
+
+    /// The worker is done with a job.
+    fn reply(&mut self, now: Time, job: JobId, effects: &mut Effects) {
+        self.apply(now, Event::Replied { worker: self.worker, job, reply: Reply::Ok }, effects);
+    }
+
+    fn apply(&mut self, now: Time, event: Event<Cargo>, effects: &mut Effects) -> Option<JobId> {
+        let job = self.bulkhead.apply(now, event, &mut effects.actions);
+        effects.perform();
+        job
+    }
+}
+
+/// Has nine tenths of a full queue cancelled, from its middle and in any order; returns the nanoseconds
+/// for one of them.
+fn cancel() -> Result<f64> {
+    let mut subject = Subject::new(Limits { max_queue: WAITING as u32, ..Limits::default() })?;
+    let mut effects = Effects::default();
+    let mut submit =
+        || subject.submit(Time::ZERO, "", Priority::Normal, &mut effects).ok_or("a job is refused");
+    submit()?;
+    let waiting = (0..WAITING).map(|_| submit()).collect::<std::result::Result<Vec<_>, _>>()?;
+    let middle = &waiting[STAYING..WAITING - STAYING];
+    let order: Vec<JobId> = shuffled(middle.len()).into_iter().map(|index| middle[index as usize]).collect();
+    let began = Instant::now();
+    for &job in &order {
+        subject.apply(Time::ZERO, Event::Cancel { job }, &mut effects);
+    }
+    let took = nanoseconds_each(began, order.len());
+    if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }
+}
+
+/// Names of tenants, in an order without a pattern. They stand one behind the other: a name comes with its
+/// job, and is not what the decision has to fetch.
+struct Names {
+    text: String,
+    at: usize,
+}
+
+impl Names {
+    /// Bytes of each.
+    const LEN: usize = 12;
+
+    fn new(count: usize) -> Self {
+        let text = shuffled(count).into_iter().map(|number| format!("tenant {number:05}")).collect();
+        Self { text, at: 0 }
+    }
+
+    /// The next name; the first comes again after the last. Without names it is nobody's.
+    fn next(&mut self) -> &str {
+        if self.at == self.text.len() {
+            self.at = 0;
+        }
+        let from = self.at;
+        self.at = self.text.len().min(from + Self::LEN);
+        &self.text[from..self.at]
+    }
+}
+
+/// The numbers below `count` in an order without a pattern, the same each time.
+fn shuffled(count: usize) -> Vec<u32> {
+    let mut numbers: Vec<u32> = (0..count as u32).collect();
+    let mut random = 1_u64;
+    for last in (1..count).rev() {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        numbers.swap(last, (random >> 33) as usize % (last + 1));
+    }
+    numbers
+}
