@@ -219,4 +219,17 @@ mod tests {
         jobs.get(all[1]).place = Place::Queued;
         assert_eq!(jobs.queued(), [all[1]]);
     }
+
+    #[test]
+    fn what_a_flood_took_is_given_back_when_the_last_of_it_is_gone() {
+        let mut jobs = Jobs::default();
+        let all: Vec<u32> = (0..10_000).map(|n| jobs.insert(entry(n))).collect();
+        let (staying, cancelled): (Vec<u32>, Vec<u32>) = all.iter().partition(|&n| !(500..9500).contains(n));
+        cancelled.into_iter().for_each(|index| jobs.remove(index));
+        let newest = jobs.id(staying[999]);
+        staying.into_iter().for_each(|index| jobs.remove(index));
+        assert_eq!((jobs.table.capacity(), jobs.free.capacity()), (0, 0));
+        let next = jobs.insert(entry(7));
+        assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "no number is used twice");
+    }
 }

@@ -1,0 +1,179 @@
+//! A bulkhead on a stage: its clock, and everything it has asked for so far.
+
+#![allow(dead_code, reason = "each file of tests needs another part of it")]
+
+use std::time::Duration;
+
+use bulkhead_policy::{
+    Action, Answer, Bulkhead, Death, Event, KillReason, Limits, Note, Reply, Submission, Time, WorkerId,
+};
+use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
+
+pub(crate) const MS: Duration = Duration::from_millis(1);
+pub(crate) const SECOND: Duration = Duration::from_secs(1);
+
+/// A bulkhead, its clock, and everything it has asked for so far.
+pub(crate) struct Stage {
+    pub(crate) bulkhead: Bulkhead<u32>,
+    pub(crate) now: Time,
+    pub(crate) submitted: u32,
+    pub(crate) spawned: Vec<WorkerId>,
+    pub(crate) dispatched: Vec<(WorkerId, JobId)>,
+    pub(crate) cancelled: Vec<JobId>,
+    pub(crate) drained: Vec<WorkerId>,
+    pub(crate) limited: Vec<(WorkerId, u32)>,
+    pub(crate) killed: Vec<(WorkerId, KillReason)>,
+    pub(crate) answers: Vec<Answer<u32>>,
+    pub(crate) notes: Vec<Note>,
+}
+
+impl Stage {
+    pub(crate) fn starting(limits: Limits) -> Self {
+        let mut stage = Self {
+            bulkhead: Bulkhead::new(limits, 1),
+            now: Time::ZERO,
+            submitted: 0,
+            spawned: Vec::new(),
+            dispatched: Vec::new(),
+            cancelled: Vec::new(),
+            drained: Vec::new(),
+            limited: Vec::new(),
+            killed: Vec::new(),
+            answers: Vec::new(),
+            notes: Vec::new(),
+        };
+        stage.apply(Event::Start);
+        stage
+    }
+
+    pub(crate) fn ready(limits: Limits) -> Self {
+        let mut stage = Self::starting(limits);
+        for worker in stage.spawned.clone() {
+            stage.bring_up(worker);
+        }
+        stage
+    }
+
+    pub(crate) fn apply(&mut self, event: Event<u32>) -> Option<JobId> {
+        let mut actions = Vec::new();
+        let job = self.bulkhead.apply(self.now, event, &mut actions);
+        for action in actions {
+            match action {
+                Action::Spawn { worker, .. } => self.spawned.push(worker),
+                Action::Dispatch { worker, job, .. } => self.dispatched.push((worker, job)),
+                Action::Cancel { job, .. } => self.cancelled.push(job),
+                Action::Drain { worker } => self.drained.push(worker),
+                Action::Limit { worker, max_in_flight } => self.limited.push((worker, max_in_flight)),
+                Action::Kill { worker, reason } => self.killed.push((worker, reason)),
+                Action::Answer(answer) => self.answers.push(answer),
+                Action::Note(note) => self.notes.push(note),
+            }
+        }
+        job
+    }
+
+    pub(crate) fn bring_up(&mut self, worker: WorkerId) {
+        self.apply(Event::Spawned { worker, pid: 100 + worker.generation });
+        self.apply(Event::Hello { worker, has_dispatch_thread: false, can_resize: true });
+        self.apply(Event::Ready { worker });
+    }
+
+    /// Time passes; workers that owe heartbeats send them.
+    pub(crate) fn wait(&mut self, duration: Duration) {
+        let end = self.now + duration;
+        while let Some(at) = self.bulkhead.next_deadline().filter(|&at| at <= end) {
+            self.now = self.now.max(at);
+            for view in self.bulkhead.workers(self.now) {
+                self.apply(Event::Heard { worker: view.id });
+            }
+            self.apply(Event::Tick);
+        }
+        self.now = end;
+    }
+
+    pub(crate) fn submit(&mut self) -> Option<JobId> {
+        self.submit_with(None)
+    }
+
+    /// A job with a priority and a tenant, whatever becomes of it.
+    pub(crate) fn submit_as(&mut self, priority: Priority, tenant: &str) -> Option<JobId> {
+        self.submitted += 1;
+        let tenant = self.bulkhead.tenant(tenant);
+        self.apply(Event::Submit(Submission { priority, tenant, ..Submission::new(self.submitted) }))
+    }
+
+    /// A job that may run twice.
+    pub(crate) fn idempotent_job(&mut self) -> JobId {
+        self.submitted += 1;
+        let submission = Submission { idempotent: true, ..Submission::new(self.submitted) };
+        self.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused: {:?}", self.answers.last()))
+    }
+
+    /// A job with a payload of this digest, whatever becomes of it.
+    pub(crate) fn submit_payload(&mut self, digest: u128) -> Option<JobId> {
+        self.submitted += 1;
+        let submission = Submission { digest: Some(digest), ..Submission::new(self.submitted) };
+        self.apply(Event::Submit(submission))
+    }
+
+    /// The reason of the last answer.
+    pub(crate) fn last_reason(&self) -> Option<&str> {
+        self.answers.last().and_then(|answer| answer.verdict.reason())
+    }
+
+    pub(crate) fn submit_with(&mut self, deadline: Option<Duration>) -> Option<JobId> {
+        self.submitted += 1;
+        let mut submission = Submission::new(self.submitted);
+        submission.deadline = deadline;
+        self.apply(Event::Submit(submission))
+    }
+
+    /// A job that is taken.
+    pub(crate) fn job(&mut self) -> JobId {
+        self.job_with(None)
+    }
+
+    pub(crate) fn job_with(&mut self, deadline: Option<Duration>) -> JobId {
+        self.submit_with(deadline).unwrap_or_else(|| panic!("refused: {:?}", self.answers.last()))
+    }
+
+    pub(crate) fn holder(&self, job: JobId) -> WorkerId {
+        let given = self.dispatched.iter().rev().find(|(_, j)| *j == job);
+        given.map_or_else(|| panic!("{job:?} was given to nobody"), |(worker, _)| *worker)
+    }
+
+    pub(crate) fn was_given_out(&self, job: JobId) -> bool {
+        self.dispatched.iter().any(|(_, j)| *j == job)
+    }
+
+    pub(crate) fn reply(&mut self, job: JobId) {
+        let worker = self.holder(job);
+        self.apply(Event::Replied { worker, job, reply: Reply::Ok });
+    }
+
+    pub(crate) fn die(&mut self, worker: WorkerId, death: Death) {
+        self.apply(Event::Exited { worker, death, left_unread: false });
+    }
+
+    pub(crate) fn newest_worker(&self) -> WorkerId {
+        *self.spawned.last().unwrap_or_else(|| panic!("no worker was started"))
+    }
+
+    pub(crate) fn verdicts(&self, job: JobId) -> Vec<&Verdict> {
+        self.answers.iter().filter(|a| a.job == Some(job)).map(|a| &a.verdict).collect()
+    }
+
+    pub(crate) fn rejected(&self, reason: RejectReason) -> u64 {
+        self.bulkhead.counters().rejected[reason.code() as usize]
+    }
+
+    #[track_caller]
+    pub(crate) fn expect(&self, job: JobId, name: &str, reason: Option<&str>) {
+        let got: Vec<_> = self.verdicts(job).iter().map(|v| (v.name(), v.reason())).collect();
+        assert_eq!(got, [(name, reason)]);
+    }
+}
+
+pub(crate) fn limits(processes: u32, max_in_flight: u32, max_queue: u32) -> Limits {
+    Limits { processes, max_in_flight, max_queue, ..Limits::default() }
+}
