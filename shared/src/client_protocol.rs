@@ -145,13 +145,24 @@ const QUEUED: u8 = 1;
 const RUNNING: u8 = 2;
 
 fn micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+    // In 64 bits: this is done several times for every job.
+    duration.as_secs().saturating_mul(1_000_000).saturating_add(duration.subsec_micros().into())
 }
 
 impl<'a> OutcomeMessage<'a> {
     /// The message that tells of `outcome`.
     pub fn from_outcome(outcome: &'a Outcome) -> Self {
-        let verdict = &outcome.verdict;
+        Self {
+            retryable: outcome.retryable.into(),
+            attempts: outcome.attempts,
+            worker_pid: outcome.worker_pid.unwrap_or(0),
+            ..Self::of_verdict(&outcome.verdict, &outcome.bulkhead)
+        }
+        .with_times(outcome.queued, outcome.ran, outcome.deadline, outcome.retry_after)
+    }
+
+    /// What a verdict says by itself. No time has passed, and no worker had the job.
+    pub fn of_verdict(verdict: &'a Verdict, bulkhead: &'a str) -> Self {
         let (code, reason, status) = match verdict {
             Verdict::Ok => (outcome_code::OK, 0, None),
             Verdict::Failed(_) => (outcome_code::FAILED, 0, None),
@@ -169,20 +180,39 @@ impl<'a> OutcomeMessage<'a> {
             outcome: code,
             reason,
             executed: verdict.executed() as u8,
-            retryable: outcome.retryable.into(),
+            retryable: 0,
             fault,
-            attempts: outcome.attempts,
-            queued_us: micros(outcome.queued),
-            ran_us: micros(outcome.ran),
-            deadline_us: micros(outcome.deadline),
-            worker_pid: outcome.worker_pid.unwrap_or(0),
-            has_retry_after: outcome.retry_after.is_some().into(),
-            retry_after_us: outcome.retry_after.map_or(0, micros),
+            attempts: 0,
+            queued_us: 0,
+            ran_us: 0,
+            deadline_us: 0,
+            worker_pid: 0,
+            has_retry_after: 0,
+            retry_after_us: 0,
             has_status: status.is_some().into(),
             status: status.unwrap_or(0),
-            bulkhead: &outcome.bulkhead,
+            bulkhead,
             code: handler_code,
             message: verdict.message().unwrap_or(""),
+        }
+    }
+
+    /// The same with the times of the job: how long it waited and ran, its limit, and how long to stay away.
+    #[must_use]
+    pub fn with_times(
+        self,
+        queued: Duration,
+        ran: Duration,
+        deadline: Duration,
+        retry_after: Option<Duration>,
+    ) -> Self {
+        Self {
+            queued_us: micros(queued),
+            ran_us: micros(ran),
+            deadline_us: micros(deadline),
+            has_retry_after: retry_after.is_some().into(),
+            retry_after_us: retry_after.map_or(0, micros),
+            ..self
         }
     }
 

@@ -550,7 +550,13 @@ impl Outbox {
             self.tail_is_open = true;
         }
         let last = self.segments.len() - 1;
-        &mut self.segments[last]
+        let tail = &mut self.segments[last];
+        // Grown by powers of two, so that one that could be a spare does not become too large for that.
+        let needed = tail.len() + more;
+        if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
+            tail.reserve_exact(needed.next_power_of_two() - tail.len());
+        }
+        tail
     }
 
     /// Sends what the socket takes. Returns whether all is sent; if not, wait until the socket is

@@ -62,7 +62,11 @@ pub struct Pulse {
     pub clients: AtomicU64,
 }
 
+/// A job's record as policy carries it along: it moves with every decision, so that it had better be small.
+type Cargo = Box<JobRecord>;
+
 /// What the supervisor knows of a job beyond what policy decides on.
+#[derive(Default)]
 pub(crate) struct JobRecord {
     session: SessionId,
     request: u64,
@@ -159,7 +163,9 @@ pub struct Shard {
     links_by_spawn: HashMap<u64, usize>,
     scratch: Scratch,
     pool: BufferPool,
-    actions: Vec<Action<JobRecord>>,
+    actions: Vec<Action<Cargo>>,
+    /// Of jobs that are over: memory for the next ones.
+    records: Vec<Cargo>,
     dirty: Vec<Endpoint>,
     /// Connections that had more to read than one turn takes.
     again: Vec<Endpoint>,
@@ -306,6 +312,7 @@ impl Shard {
             scratch: Scratch::default(),
             pool: BufferPool::default(),
             actions: Vec::new(),
+            records: Vec::new(),
             dirty: Vec::new(),
             again: Vec::new(),
             buffered: 0,
@@ -486,7 +493,7 @@ impl Shard {
     // Applying and performing.
 
     /// Tells a bulkhead what happened and does what it wants done.
-    fn apply(&mut self, index: usize, event: Event<JobRecord>, mut incoming: Incoming<'_>) -> Option<JobId> {
+    fn apply(&mut self, index: usize, event: Event<Cargo>, mut incoming: Incoming<'_>) -> Option<JobId> {
         let mut actions = std::mem::take(&mut self.actions);
         let now = self.now;
         let job = self.compartments[index].policy.apply(now, event, &mut actions);
@@ -519,7 +526,7 @@ impl Shard {
         }
     }
 
-    fn perform(&mut self, index: usize, action: Action<JobRecord>, incoming: &mut Incoming<'_>) {
+    fn perform(&mut self, index: usize, action: Action<Cargo>, incoming: &mut Incoming<'_>) {
         match action {
             Action::Dispatch { worker, job, remaining } => {
                 self.dispatch(index, worker, job, remaining, incoming);

@@ -234,6 +234,11 @@ impl Breaker {
         Some((claim, transition))
     }
 
+    /// Whether it lets every job pass and learns nothing from it: there is nothing to claim then.
+    pub(crate) const fn is_absent(&self) -> bool {
+        self.limits.is_none() && matches!(self.state, State::Closed { .. })
+    }
+
     /// Takes back the claim of a call that says nothing, so that another can probe in its stead
     /// (resilience4j #544 and #935: half-open for ever).
     pub(crate) fn give_back(&mut self, claim: Claim) {

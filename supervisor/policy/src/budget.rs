@@ -58,6 +58,9 @@ impl RetryBudget {
 
     /// Counts the first attempt of a job. Retries are no calls: they must not pay for further ones.
     pub(crate) fn call(&mut self, now: Time) {
+        if self.limits.is_none() {
+            return;
+        }
         let bucket = self.window.bucket(now);
         bucket.calls = bucket.calls.saturating_add(1);
     }

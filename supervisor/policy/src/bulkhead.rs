@@ -230,13 +230,12 @@ impl<T> Bulkhead<T> {
             self.answer(now, index, rejection(RejectReason::Quarantined), out);
             return self.forget(index);
         }
+        if self.breaker.is_absent() {
+            return self.dispatch(now, index, worker, out);
+        }
         match self.breaker.claim(now, self.ready > 0) {
             Some((claim, transition)) => {
-                let job = self.jobs.get(index);
-                if job.attempts == 0 {
-                    self.retries.call(now);
-                }
-                job.claim = Some(claim);
+                self.jobs.get(index).claim = Some(claim);
                 self.note_transition(transition, out);
                 self.dispatch(now, index, worker, out);
             }
@@ -263,6 +262,9 @@ impl<T> Bulkhead<T> {
         let id = worker.id;
         let job = self.jobs.get(index);
         job.attempts += 1;
+        if job.attempts == 1 {
+            self.retries.call(now);
+        }
         job.place =
             Place::InFlight { worker: place, index: worker.jobs.len() as u32, since: now, is_overdue: false };
         worker.jobs.push(index);
@@ -284,12 +286,14 @@ impl<T> Bulkhead<T> {
     fn answer(&mut self, now: Time, index: u32, verdict: Verdict, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
         let Some(cargo) = job.cargo.take() else { return };
-        let (priority, is_guest) = (job.priority, job.is_guest);
+        let (priority, is_guest, has_claim) = (job.priority, job.is_guest, job.claim.is_some());
         let verdict = if job.before.is_some() { self.verdict_in_all(index, verdict) } else { verdict };
         if !is_guest {
             self.counters.count(&verdict);
         }
-        self.tell_breaker(now, index, &verdict, out);
+        if has_claim {
+            self.tell_breaker(now, index, &verdict, out);
+        }
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);

@@ -5,6 +5,7 @@ use std::time::Duration;
 use bulkhead_shared::{JobId, Priority, Verdict};
 
 use crate::breaker::Claim;
+use crate::poison::Digest;
 use crate::tenants::TenantId;
 use crate::time::Time;
 
@@ -26,7 +27,7 @@ pub(crate) struct Job<T> {
     pub(crate) idempotent: bool,
     pub(crate) is_repeatable: bool,
     pub(crate) is_guest: bool,
-    pub(crate) digest: Option<u128>,
+    pub(crate) digest: Option<Digest>,
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
@@ -57,7 +58,7 @@ pub(crate) struct Entry<T> {
     pub(crate) idempotent: bool,
     pub(crate) is_repeatable: bool,
     pub(crate) is_guest: bool,
-    pub(crate) digest: Option<u128>,
+    pub(crate) digest: Option<Digest>,
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
@@ -159,7 +160,7 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_mut().expect("a job stands at each index in use")
     }
 
-    pub(crate) fn digest(&self, index: u32) -> Option<u128> {
+    pub(crate) fn digest(&self, index: u32) -> Option<Digest> {
         self.table[index as usize].as_ref().and_then(|job| job.digest)
     }
 

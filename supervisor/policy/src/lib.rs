@@ -47,7 +47,7 @@ pub use messages::{
     Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission,
     WorkerId,
 };
-pub use poison::PoisonLimits;
+pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};
 pub use tenants::TenantId;
 pub use time::Time;

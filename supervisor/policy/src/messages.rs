@@ -8,6 +8,7 @@ use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use crate::breaker::Transition;
 use crate::limits::OwnNumbers;
+use crate::poison::Digest;
 use crate::rate::RateLimit;
 use crate::tenants::TenantId;
 use crate::time::Time;
@@ -35,7 +36,7 @@ pub struct Submission<T> {
     /// Whether the caller keeps what it takes to give it to another worker.
     pub is_repeatable: bool,
     /// What tells its operation and payload from all others, if poison is watched for.
-    pub digest: Option<u128>,
+    pub digest: Option<Digest>,
     /// Whether another bulkhead passed it on: it was counted and charged there, and its deadline stands.
     pub is_guest: bool,
     /// On whose behalf: what [`crate::Bulkhead::tenant`] said just before.
@@ -475,7 +476,7 @@ pub enum Note {
         /// The job that was the last of them.
         job: JobId,
         /// The payload.
-        digest: u128,
+        digest: Digest,
     },
     /// The breaker has opened, closed, or begun to probe.
     Breaker(Transition),

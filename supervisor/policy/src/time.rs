@@ -21,7 +21,7 @@ impl Add<Duration> for Time {
     type Output = Time;
 
     fn add(self, duration: Duration) -> Time {
-        Time(self.0.saturating_add(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)))
+        Time(self.0.saturating_add(nanos(duration)))
     }
 }
 
@@ -29,6 +29,11 @@ impl Sub<Duration> for Time {
     type Output = Time;
 
     fn sub(self, duration: Duration) -> Time {
-        Time(self.0.saturating_sub(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)))
+        Time(self.0.saturating_sub(nanos(duration)))
     }
+}
+
+/// In 64 bits, and no more than they hold.
+fn nanos(duration: Duration) -> u64 {
+    duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos().into())
 }

@@ -84,7 +84,7 @@ fn processes_come_and_go_with_their_number() {
     let waiting = [stage.job(), stage.job()];
     stage.apply(change(None, Some(3)));
     assert_eq!(stage.spawned.len(), 3);
-    for worker in stage.spawned[1..].to_vec() {
+    for worker in [stage.spawned[1], stage.spawned[2]] {
         stage.bring_up(worker);
     }
     assert!(waiting.iter().all(|&job| stage.was_given_out(job)));
@@ -344,7 +344,7 @@ fn a_payload_that_kills_again_and_again_is_kept_out() {
         stage.die(stage.holder(job), Death::Signal(11));
         stage.bring_up(stage.newest_worker());
     }
-    let is_told = |note: &Note| matches!(note, Note::JobQuarantined { digest: 7, .. });
+    let is_told = |note: &Note| matches!(note, Note::JobQuarantined { digest, .. } if *digest == 7.into());
     assert_eq!(stage.notes.iter().filter(|note| is_told(note)).count(), 1);
     assert_eq!(stage.submit_payload(7), None);
     assert_eq!(stage.last_reason(), Some("quarantined"));

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_policy::{Answer, Event, Submission, Time};
-use bulkhead_shared::connection::Payload;
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 use serde_json::json;
 
-use super::{Incoming, JobRecord, Shard};
+use super::{Cargo, Incoming, JobRecord, Shard};
 use crate::command::Severity;
 
 /// That jobs go to one and the same other bulkhead is told no more often than this.
@@ -58,13 +57,13 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
 }
 
 impl Shard {
-    /// Passes a job on if it may go elsewhere; otherwise hands the answer back for its client.
+    /// Passes a job with a journey on if it may go elsewhere; otherwise hands the answer back for its client.
     pub(super) fn pass_on(
         &mut self,
         compartment: usize,
-        mut answer: Answer<JobRecord>,
+        mut answer: Answer<Cargo>,
         incoming: &mut Incoming<'_>,
-    ) -> Option<Answer<JobRecord>> {
+    ) -> Option<Answer<Cargo>> {
         let Some(mut journey) = answer.cargo.journey.take() else { return Some(answer) };
         let next = self.next_stop(&mut journey, &answer);
         // Only a job that was refused as it came has its payload in hand.
@@ -99,7 +98,7 @@ impl Shard {
     }
 
     /// The next bulkhead that a job can go to, as its place in the chain, and the time that is left for it.
-    fn next_stop(&self, journey: &mut Journey, answer: &Answer<JobRecord>) -> Option<(usize, Duration)> {
+    fn next_stop(&self, journey: &mut Journey, answer: &Answer<Cargo>) -> Option<(usize, Duration)> {
         if !is_worth_another(&answer.verdict, journey.idempotent) || !self.is_awaited(&answer.cargo) {
             return None;
         }
@@ -125,7 +124,7 @@ impl Shard {
         &mut self,
         named: usize,
         left: Duration,
-        mut cargo: JobRecord,
+        mut cargo: Cargo,
         journey: Box<Journey>,
         payload: Incoming<'_>,
     ) {
@@ -153,7 +152,7 @@ impl Shard {
     }
 
     /// What a client hears in the end: of a job that has been elsewhere before, all of it.
-    pub(super) fn outcome_in_all(&mut self, compartment: usize, answer: &Answer<JobRecord>) -> Outcome {
+    pub(super) fn outcome_in_all(&mut self, compartment: usize, answer: &Answer<Cargo>) -> Outcome {
         let outcome = self.outcome_of(compartment, answer);
         let Some(journey) = &answer.cargo.journey else { return outcome };
         let Some(before) = &journey.before else { return outcome };
@@ -176,7 +175,7 @@ impl Shard {
         told
     }
 
-    pub(super) fn outcome_of(&self, compartment: usize, answer: &Answer<JobRecord>) -> Outcome {
+    pub(super) fn outcome_of(&self, compartment: usize, answer: &Answer<Cargo>) -> Outcome {
         Outcome {
             verdict: answer.verdict.clone(),
             bulkhead: self.owner(compartment).name.as_ref().to_owned(),
@@ -207,10 +206,5 @@ impl Shard {
             ("jobs", json!(jobs)),
         ];
         self.named_event(Severity::Warning, "fallback_used", entry, fields);
-    }
-
-    /// The payload of an answer.
-    pub(super) fn result_for<'p>(outcome: &Outcome, incoming: &mut Incoming<'p>) -> Payload<'p> {
-        if outcome.verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
     }
 }

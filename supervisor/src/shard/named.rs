@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_policy::{Activity, Bulkhead, Counters, Limits, Time};
+use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
 use foldhash::quality::RandomState;
 
-use super::JobRecord;
+use super::Cargo;
 use crate::config::{BulkheadConfig, Config};
 use crate::latency::Latency;
 use crate::program::{self, Program, TenantNumbers};
@@ -73,7 +73,7 @@ pub(super) struct Compartment {
     pub(super) named: usize,
     /// The only tenant that it serves, if that is so.
     pub(super) tenant: Option<Arc<str>>,
-    pub(super) policy: Bulkhead<JobRecord>,
+    pub(super) policy: Bulkhead<Cargo>,
     /// By a worker's place: its link.
     pub(super) links: Vec<Option<usize>>,
     /// Whether something has happened since its timer was set.
@@ -159,7 +159,7 @@ impl Named {
     }
 
     /// What tells a payload from all others, if that is wanted here.
-    pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<u128> {
+    pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.knows_poison.then(|| {
             let mut hasher = blake3::Hasher::new();
             hasher.update(&(operation.len() as u64).to_le_bytes());
@@ -167,7 +167,7 @@ impl Named {
             hasher.update(payload);
             let mut digest = [0; 16];
             digest.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
-            u128::from_be_bytes(digest)
+            u128::from_be_bytes(digest).into()
         })
     }
 }

@@ -7,7 +7,7 @@ use bulkhead_policy::{Answer, BreakerState, Death, Note, Transition};
 use bulkhead_shared::Verdict;
 use serde_json::{Value, json};
 
-use super::{JobRecord, Shard};
+use super::{Cargo, Shard};
 use crate::command::{Event, Notice, Severity};
 
 type Fields = Vec<(&'static str, Value)>;
@@ -83,7 +83,7 @@ impl Shard {
     }
 
     /// The events that belong to a job's end.
-    pub(super) fn note_answer(&mut self, compartment: usize, answer: &Answer<JobRecord>) {
+    pub(super) fn note_answer(&mut self, compartment: usize, answer: &Answer<Cargo>) {
         let Answer { job, cargo, verdict, .. } = answer;
         let kind = match verdict {
             Verdict::DeadlineRunning => "job_timeout",
@@ -174,7 +174,7 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
             (Info, "job_retried", vec![("job", json!(job.to_string())), ("attempts", json!(attempts))])
         }
         Note::JobQuarantined { job, digest } => {
-            let digest = format!("{digest:032x}");
+            let digest = digest.to_string();
             (Warning, "job_quarantined", vec![("job", json!(job.to_string())), ("digest", json!(digest))])
         }
         Note::Breaker(transition) => breaker_event(&transition),

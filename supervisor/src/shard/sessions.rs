@@ -18,13 +18,13 @@ use bulkhead_shared::limits::{
     FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX,
 };
 use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_shared::{JobId, Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
 
 use super::fallback::Journey;
-use super::{Endpoint, Held, Incoming, JobRecord, Shard};
+use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
 
 /// Time for a client's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
@@ -41,8 +41,16 @@ const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 /// Jobs that one client can have under way.
 const REQUESTS_MAX: usize = 1 << 20;
 
+/// The payload of an answer.
+fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
+    if *verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
+}
+
+/// Records of past jobs whose memory is kept.
+const RECORDS_KEPT_MAX: usize = 4096;
+
 /// Names a session; a place that is used again has another epoch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionId {
     index: usize,
     epoch: u64,
@@ -438,7 +446,7 @@ impl Shard {
             })
         });
         let submission = Submission {
-            cargo: JobRecord {
+            cargo: self.record(JobRecord {
                 session: id,
                 request: header.number,
                 operation: submit.operation.into(),
@@ -447,7 +455,7 @@ impl Shard {
                 payload_bytes: payload.len(),
                 held: Held { is_repeatable, ..Held::default() },
                 journey,
-            },
+            }),
             deadline,
             priority: priority.unwrap_or_default(),
             idempotent,
@@ -462,6 +470,17 @@ impl Shard {
             self.remember_request(id, header.number, compartment, job);
         }
         Ok(())
+    }
+
+    /// A record in memory that was used before, if there is some.
+    fn record(&mut self, record: JobRecord) -> Cargo {
+        match self.records.pop() {
+            Some(mut kept) => {
+                *kept = record;
+                kept
+            }
+            None => Box::new(record),
+        }
     }
 
     /// Whether a job's client is still there.
@@ -547,18 +566,14 @@ impl Shard {
             self.count_refused(named, reason);
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
-        let outcome = Outcome {
-            bulkhead: bulkhead_shared::limits::cut(name, 64).to_owned(),
-            attempts: 0,
-            queued: Duration::ZERO,
-            ran: Duration::ZERO,
-            worker_pid: None,
-            retryable: verdict.is_retryable(false),
-            retry_after: reason.is_retryable().then_some(Duration::from_secs(1)),
-            deadline: Duration::ZERO,
-            verdict,
+        let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
+        let name = bulkhead_shared::limits::cut(name, 64);
+        let message = OutcomeMessage {
+            retryable: verdict.is_retryable(false).into(),
+            ..OutcomeMessage::of_verdict(&verdict, name)
         };
-        self.send_outcome(index, header.number, &outcome, Payload::NONE);
+        let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
+        self.send_outcome(index, header.number, &message, Payload::NONE);
     }
 
     fn cancel_request(&mut self, index: usize, number: u64) {
@@ -570,13 +585,14 @@ impl Shard {
 
     // Outcomes out.
 
-    pub(super) fn answer(
-        &mut self,
-        compartment: usize,
-        answer: Answer<JobRecord>,
-        incoming: &mut Incoming<'_>,
-    ) {
-        let Some(mut answer) = self.pass_on(compartment, answer, incoming) else { return };
+    pub(super) fn answer(&mut self, compartment: usize, answer: Answer<Cargo>, incoming: &mut Incoming<'_>) {
+        let mut answer = answer;
+        if answer.cargo.journey.is_some() {
+            match self.pass_on(compartment, answer, incoming) {
+                Some(own) => answer = own,
+                None => return,
+            }
+        }
         if let Some(payload) = answer.cargo.held.payload.take() {
             self.buffered -= payload.len();
             self.pool.give(payload);
@@ -585,24 +601,61 @@ impl Shard {
             let (now, named) = (self.now, self.compartments[compartment].named);
             self.named[named].latency.record(now, answer.ran, answer.queued);
         }
-        self.note_answer(compartment, &answer);
-        let outcome = self.outcome_in_all(compartment, &answer);
-        let JobRecord { session: SessionId { index, epoch }, request, .. } = answer.cargo;
-        let Some(session) = self.sessions[index].as_mut().filter(|s| s.epoch == epoch) else { return };
-        session.requests.remove(&request);
-        let payload = Self::result_for(&outcome, incoming);
-        self.send_outcome(index, request, &outcome, payload);
+        if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
+            self.note_answer(compartment, &answer);
+        }
+        let SessionId { index, epoch } = answer.cargo.session;
+        let request = answer.cargo.request;
+        let is_there = match self.sessions[index].as_mut().filter(|session| session.epoch == epoch) {
+            Some(session) => {
+                session.requests.remove(&request);
+                true
+            }
+            None => false,
+        };
+        if answer.cargo.journey.is_some() {
+            let outcome = self.outcome_in_all(compartment, &answer);
+            if is_there {
+                let payload = result_for(&outcome.verdict, incoming);
+                self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), payload);
+            }
+        } else if is_there {
+            let name = self.owner(compartment).name.clone();
+            let message = OutcomeMessage {
+                retryable: answer.retryable.into(),
+                attempts: answer.attempts,
+                worker_pid: answer.worker_pid.unwrap_or(0),
+                ..OutcomeMessage::of_verdict(&answer.verdict, &name)
+            };
+            let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
+            let payload = result_for(&answer.verdict, incoming);
+            self.send_outcome(index, request, &message, payload);
+        }
+        self.keep_record(answer.cargo);
     }
 
-    fn send_outcome(&mut self, index: usize, request: u64, outcome: &Outcome, payload: Payload<'_>) {
+    /// Keeps the memory of a record for the next job.
+    fn keep_record(&mut self, mut cargo: Cargo) {
+        if self.records.len() < RECORDS_KEPT_MAX {
+            *cargo = JobRecord::default();
+            self.records.push(cargo);
+        }
+    }
+
+    fn send_outcome(
+        &mut self,
+        index: usize,
+        request: u64,
+        message: &OutcomeMessage<'_>,
+        payload: Payload<'_>,
+    ) {
         let Some(session) = self.sessions[index].as_mut() else { return };
         if session.stage == Stage::Closing {
             return;
         }
-        let message = OutcomeMessage::from_outcome(outcome);
         // Every text in an outcome is bounded where it enters, so that the metadata fits.
         let pushed =
-            session.outbox.push_pooled(kind::OUTCOME, request, &message, &[], payload, &mut self.pool);
+            session.outbox.push_pooled(kind::OUTCOME, request, message, &[], payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "an outcome did not fit");
         self.mark_dirty(Endpoint::Session(index));
     }

@@ -36,7 +36,10 @@ impl Shard {
 
     /// The compartment for a tenant's jobs. One without workers gets some, if it may.
     pub(super) fn compartment_for(&mut self, named: usize, tenant: &str) -> usize {
-        let Some(isolated) = self.named[named].isolated() else { return self.shared(named) };
+        let isolated = match &mut self.named[named].layout {
+            Layout::Shared(compartment) => return *compartment,
+            Layout::Isolated(isolated) => isolated,
+        };
         let takes_jobs = !isolated.is_draining;
         let compartment = match isolated.by_tenant.get(tenant) {
             Some(&compartment) => compartment,
@@ -186,7 +189,7 @@ impl Shard {
         }
     }
 
-    fn next_move(&mut self, named: usize) -> Option<(usize, Event<super::JobRecord>)> {
+    fn next_move(&mut self, named: usize) -> Option<(usize, Event<super::Cargo>)> {
         let compartments = &self.compartments;
         let Layout::Isolated(isolated) = &mut self.named[named].layout else { return None };
         let &next = isolated.awaiting.front()?;

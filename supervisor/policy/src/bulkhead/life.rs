@@ -311,7 +311,8 @@ impl<T> Bulkhead<T> {
             Phase::Killing(_) => None,
         };
         match due {
-            Some(at) => self.worker_timers.set(place, at),
+            // Every word of a worker moves this: it is looked at anew when it is due.
+            Some(at) => self.worker_timers.set_at_latest(place, at),
             None => self.worker_timers.clear(place),
         }
     }

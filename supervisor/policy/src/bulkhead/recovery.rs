@@ -9,6 +9,7 @@ use bulkhead_shared::Verdict;
 use super::{Bulkhead, Mode};
 use crate::jobs::{Before, Place};
 use crate::messages::{Action, Note, WorkerId};
+use crate::poison::Digest;
 use crate::time::Time;
 use crate::workers::Apart;
 
@@ -110,7 +111,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    pub(super) fn is_quarantined(&self, now: Time, digest: Option<u128>) -> bool {
+    pub(super) fn is_quarantined(&self, now: Time, digest: Option<Digest>) -> bool {
         digest.is_some_and(|digest| self.poison.is_quarantined(now, digest))
     }
 

@@ -112,7 +112,7 @@ impl Stage {
     /// A job with a payload of this digest, whatever becomes of it.
     pub(crate) fn submit_payload(&mut self, digest: u128) -> Option<JobId> {
         self.submitted += 1;
-        let submission = Submission { digest: Some(digest), ..Submission::new(self.submitted) };
+        let submission = Submission { digest: Some(digest.into()), ..Submission::new(self.submitted) };
         self.apply(Event::Submit(submission))
     }
 

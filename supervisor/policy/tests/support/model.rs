@@ -10,7 +10,7 @@ mod slots;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use bulkhead_policy::{
-    Action, Activity, BreakerState, Bulkhead, Counters, KillReason, Limits, TenantId, Time, WorkerId,
+    Action, Activity, BreakerState, Bulkhead, Counters, Digest, KillReason, Limits, TenantId, Time, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, Verdict};
 
@@ -64,7 +64,7 @@ struct Job {
     hard_deadline_at: Time,
     idempotent: bool,
     is_repeatable: bool,
-    digest: Option<u128>,
+    digest: Option<Digest>,
     /// How it ended when it was given out before.
     before: Option<Verdict>,
     is_suspect: bool,
@@ -113,7 +113,7 @@ struct Step {
     /// Those of them that may be tried again instead, and whether as suspects.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that are to be told of as quarantined.
-    to_quarantine: Vec<u128>,
+    to_quarantine: Vec<Digest>,
     /// Workers that are to be told how many jobs to expect.
     to_limit: BTreeMap<WorkerId, u32>,
     /// Workers that are to be asked to stop work on a job.
@@ -148,7 +148,7 @@ struct Submitted {
     tenant: TenantId,
     idempotent: bool,
     is_repeatable: bool,
-    digest: Option<u128>,
+    digest: Option<Digest>,
     limit: std::time::Duration,
     refusal: Option<Verdict>,
 }

@@ -152,7 +152,7 @@ impl World {
         let idempotent = self.random.percent(50);
         let cost = self.random.pick(&[1, 1, 1, 2, 7]);
         let is_repeatable = self.random.percent(90);
-        let digest = self.limits.poison.is_some().then(|| self.random.range(0, 8).into());
+        let digest = self.limits.poison.is_some().then(|| u128::from(self.random.range(0, 8)).into());
         let cargo = Tag(self.next_tag);
         let plain = Submission::new(cargo);
         Event::Submit(Submission { deadline, priority, idempotent, is_repeatable, digest, cost, ..plain })

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{Activity, Bulkhead, Change, Limits, Time, WorkerId};
+use bulkhead_policy::{Activity, Bulkhead, Change, Digest, Limits, Time, WorkerId};
 use bulkhead_shared::{Executed, JobId, Verdict};
 
 use super::{Mode, Model, Phase};
@@ -14,8 +14,8 @@ const RETRIES_FLOOR: u64 = 10;
 /// Which payloads crashed, and when.
 #[derive(Default)]
 pub(super) struct Poison {
-    crashes: Vec<(Time, u128)>,
-    quarantined: BTreeMap<u128, Time>,
+    crashes: Vec<(Time, Digest)>,
+    quarantined: BTreeMap<Digest, Time>,
 }
 
 impl Poison {
@@ -26,7 +26,7 @@ impl Poison {
 }
 
 impl Model {
-    pub(super) fn is_quarantined(&self, digest: Option<u128>) -> bool {
+    pub(super) fn is_quarantined(&self, digest: Option<Digest>) -> bool {
         let Some((limits, digest)) = self.limits.poison.as_ref().zip(digest) else { return false };
         let since = self.poison.quarantined.get(&digest);
         since.is_some_and(|&since| self.now.since(since) < limits.within)
@@ -40,7 +40,7 @@ impl Model {
         let (now, within) = (self.now, limits.within);
         self.poison.quarantined.retain(|_, since| now.since(*since) < within);
         self.poison.crashes.push((now, digest));
-        let is_recent = |&&(at, d): &&(Time, u128)| d == digest && now.since(at) < within;
+        let is_recent = |&&(at, d): &&(Time, Digest)| d == digest && now.since(at) < within;
         if self.poison.crashes.iter().filter(is_recent).count() >= limits.crashes as usize {
             self.poison.quarantined.insert(digest, now);
             if !was_quarantined {
