@@ -33,8 +33,8 @@ const STEP: Duration = Duration::from_micros(1);
 const WAITING: usize = 10_000;
 const STAYING: usize = 500;
 
-/// As large as the supervisor's own record of a job, which moves with each decision.
-type Cargo = [u64; 15];
+/// As large as what the supervisor has policy carry along: a pointer to its record of the job.
+type Cargo = u64;
 
 /// How much of everything.
 pub(crate) struct Plan {
@@ -313,7 +313,7 @@ impl Subject {
         effects: &mut Effects,
     ) -> Option<JobId> {
         let tenant = self.bulkhead.tenant(tenant);
-        let submission = Submission { tenant, priority, ..Submission::new([0; 15]) };
+        let submission = Submission { tenant, priority, ..Submission::new(0) };
         self.apply(now, Event::Submit(submission), effects)
     }
 
