@@ -9,6 +9,7 @@ mod links;
 mod named;
 mod notes;
 mod sessions;
+mod starvation;
 mod steer;
 mod tenants;
 mod view;
@@ -177,6 +178,8 @@ pub struct Shard {
     housekeeping_at: Option<Time>,
     /// Workers that could not even be ordered; policy is told at the end of the turn.
     failed_spawns: Vec<(usize, bulkhead_policy::WorkerId, String)>,
+    /// What was seen of workers that are silent; policy is told at the end of the turn.
+    looked: Vec<(usize, bulkhead_policy::WorkerId, bool)>,
     stopping: bool,
     started: bool,
 }
@@ -320,6 +323,7 @@ impl Shard {
             limits,
             housekeeping_at: None,
             failed_spawns: Vec::new(),
+            looked: Vec::new(),
             stopping: false,
             started: false,
         };
@@ -338,6 +342,7 @@ impl Shard {
         let mut events = Events::with_capacity(EVENTS_PER_TURN);
         while !self.is_over() {
             self.report_failed_spawns();
+            self.report_looks();
             self.settle_tenants();
             self.flush_dirty();
             self.set_timers();
@@ -536,6 +541,8 @@ impl Shard {
             Action::Spawn { worker, slot } => self.spawn(index, worker, slot),
             Action::Drain { worker } => self.send_drain(index, worker),
             Action::Kill { worker, .. } => self.kill(index, worker),
+            Action::Watch { worker } => self.watch(index, worker),
+            Action::Look { worker } => self.look(index, worker),
             Action::Limit { worker, max_in_flight } => self.send_limits(index, worker, max_in_flight),
             Action::Note(note) => self.note(index, note),
         }

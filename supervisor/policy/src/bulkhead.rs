@@ -152,6 +152,7 @@ impl<T> Bulkhead<T> {
             Event::Heard { worker } => self.heard(now, worker),
             Event::Broke { worker, message } => self.broke(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
+            Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),
             Event::Exited { worker, death, left_unread } => self.exited(now, worker, death, left_unread, out),
             Event::Lost { worker, left_unread } => self.lost(now, worker, left_unread, out),
             Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),

@@ -148,6 +148,13 @@ pub enum Event<T> {
         /// Which.
         worker: WorkerId,
     },
+    /// The answer to [`Action::Look`].
+    Looked {
+        /// Which worker.
+        worker: WorkerId,
+        /// Whether it wanted to run since [`Action::Watch`] and hardly could: its silence is the machine's.
+        is_starved: bool,
+    },
     /// A worker answers for a job.
     Replied {
         /// Which.
@@ -252,6 +259,16 @@ pub enum Action<T> {
         worker: WorkerId,
         /// Which job.
         job: JobId,
+    },
+    /// A worker is silent. Note how much processor time it has had, and has waited for.
+    Watch {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// It still is. Compare, and say so by [`Event::Looked`], in any case.
+    Look {
+        /// Which.
+        worker: WorkerId,
     },
     /// Tell a worker how many jobs it may be given at once from now on.
     Limit {

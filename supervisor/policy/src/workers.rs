@@ -17,6 +17,9 @@ pub(crate) struct Worker {
     pub(crate) spawned_at: Time,
     pub(crate) ready_at: Option<Time>,
     pub(crate) last_heard: Time,
+    pub(crate) silence: Silence,
+    /// How often in a row its silence was the machine's.
+    pub(crate) forgiven: u32,
     pub(crate) has_dispatch_thread: bool,
     /// Whether it can be told another `max_in_flight`.
     pub(crate) can_resize: bool,
@@ -57,6 +60,17 @@ pub(crate) enum Role {
     Retired,
 }
 
+/// What is done about a worker that should have been heard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Silence {
+    /// Nothing: it was heard.
+    None,
+    /// Until then it is watched.
+    Watched { until: Time },
+    /// The shell was asked what it saw.
+    Asked,
+}
+
 /// Whether a worker takes jobs beside each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Apart {
@@ -93,6 +107,8 @@ impl Worker {
             spawned_at: now,
             ready_at: None,
             last_heard: now,
+            silence: Silence::None,
+            forgiven: 0,
             has_dispatch_thread: false,
             can_resize: false,
             promised: u32::MAX,

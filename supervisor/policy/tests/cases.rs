@@ -429,3 +429,24 @@ fn a_stop_waits_for_work_as_long_as_it_was_told_to() {
         assert_eq!((stage.spawned.len(), stage.bulkhead.next_deadline()), (1, None));
     }
 }
+
+/// On a machine that gives a worker no processor its silence says nothing of it, and to kill it would add to the
+/// load. But nobody is forgiven for ever.
+#[test]
+fn a_starved_worker_is_forgiven_and_a_stuck_one_is_not() {
+    for (is_starved, looks) in [(true, 21), (false, 1)] {
+        let mut stage = Stage::ready(limits(1, 1, 0));
+        let worker = stage.newest_worker();
+        while stage.killed.is_empty() {
+            let Some(due) = stage.bulkhead.next_deadline() else { panic!("nobody looks after it any more") };
+            stage.now = due;
+            let asked = stage.asked.len();
+            stage.apply(Event::Tick);
+            if stage.asked.len() > asked {
+                stage.apply(Event::Looked { worker, is_starved });
+            }
+        }
+        assert_eq!(stage.killed, [(worker, KillReason::Hung)]);
+        assert_eq!(stage.asked.len(), looks);
+    }
+}

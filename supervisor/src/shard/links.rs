@@ -55,6 +55,9 @@ pub(super) struct Link {
     spawn: u64,
     socket: UnixStream,
     pidfd: Option<OwnedFd>,
+    pub(super) pid: Option<u32>,
+    /// Since it is silent.
+    pub(super) watch: Option<super::starvation::Watch>,
     /// The reading ends of its output, until its process runs.
     output: Option<(OwnedFd, OwnedFd)>,
     stage: Stage,
@@ -149,6 +152,8 @@ impl Shard {
             spawn,
             socket,
             pidfd: None,
+            pid: None,
+            watch: None,
             output: Some((stdout_read, stderr_read)),
             stage: Stage::AwaitingHello,
             inbox: Inbox::default(),
@@ -164,7 +169,7 @@ impl Shard {
         Ok(index)
     }
 
-    fn link_of(&self, compartment: usize, worker: WorkerId) -> Option<usize> {
+    pub(super) fn link_of(&self, compartment: usize, worker: WorkerId) -> Option<usize> {
         let index = (*self.compartments[compartment].links.get(worker.place as usize)?)?;
         self.links[index].as_ref().is_some_and(|link| link.worker == worker).then_some(index)
     }
@@ -215,6 +220,7 @@ impl Shard {
         let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
         let Some(link) = self.links[index].as_mut() else { return };
         link.pidfd = Some(pidfd);
+        link.pid = Some(pid);
         let (compartment, worker) = (link.compartment, link.worker);
         if let Some((stdout, stderr)) = link.output.take() {
             let bulkhead = self.owner(compartment).name.clone();

@@ -10,12 +10,15 @@ use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER};
 use crate::time::Time;
-use crate::workers::{Phase, Role, SlotState, Worker};
+use crate::workers::{Phase, Role, Silence, SlotState, Worker};
 
 const SIGKILL: i32 = 9;
 
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
+
+/// So often in a row a worker's silence is put down to the machine; then it counts as hung all the same.
+const FORGIVEN_MAX: u32 = 20;
 
 /// How soon a worker that should be replaced and could not be is looked at again.
 const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
@@ -61,9 +64,9 @@ impl<T> Bulkhead<T> {
     // From the spawn to ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32, out: &mut Vec<Action<T>>) {
+        self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
         worker.pid = Some(pid);
-        worker.last_heard = now;
         let slot = worker.slot;
         out.push(Action::Note(Note::WorkerStarted { worker: id, slot, pid }));
     }
@@ -85,8 +88,8 @@ impl<T> Bulkhead<T> {
 
     pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
         let (ready, most) = (self.limits.start.ready, self.limits.max_in_flight);
+        self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
-        worker.last_heard = now;
         if let Phase::Handshaking { .. } = worker.phase {
             worker.phase = Phase::Initializing { until: now + ready };
             worker.has_dispatch_thread = has_dispatch_thread;
@@ -98,8 +101,8 @@ impl<T> Bulkhead<T> {
 
     pub(super) fn extend_start(&mut self, now: Time, id: WorkerId, more: Duration) {
         let most = self.limits.start.ready;
+        self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
-        worker.last_heard = now;
         if let Phase::Initializing { until } = &mut worker.phase {
             *until = (*until).max(now + more.min(most));
             self.arm(id.place);
@@ -107,16 +110,16 @@ impl<T> Bulkhead<T> {
     }
 
     pub(super) fn said(&mut self, now: Time, id: WorkerId, text: String) {
+        self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
-        worker.last_heard = now;
         if worker.ready_at.is_none() {
             worker.last_words = Some(text);
         }
     }
 
     pub(super) fn worker_ready(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
+        self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
-        worker.last_heard = now;
         if !matches!(worker.phase, Phase::Initializing { .. }) {
             return;
         }
@@ -180,14 +183,56 @@ impl<T> Bulkhead<T> {
     // While it works.
 
     pub(super) fn heard(&mut self, now: Time, id: WorkerId) {
-        if let Some(worker) = self.worker_mut(id) {
-            worker.last_heard = now;
+        let Some(worker) = self.worker_mut(id) else { return };
+        worker.last_heard = now;
+        worker.forgiven = 0;
+        if worker.silence != Silence::None {
+            worker.silence = Silence::None;
+            self.arm(id.place);
         }
     }
 
     pub(super) fn held_up(&mut self, now: Time) {
-        for worker in self.workers.iter_mut().flatten() {
+        for place in 0..self.workers.len() as u32 {
+            if let Some(worker) = self.workers[place as usize].as_mut() {
+                worker.last_heard = now;
+                worker.silence = Silence::None;
+                self.arm(place);
+            }
+        }
+    }
+
+    /// A worker that was not heard is watched for the time of a heartbeat before it counts as hung: on a
+    /// machine that gives it no processor, killing it would only add to the load.
+    fn silent(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let heartbeat = self.limits.health.heartbeat;
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let id = worker.id;
+        match worker.silence {
+            Silence::None => {
+                worker.silence = Silence::Watched { until: now + heartbeat };
+                out.push(Action::Watch { worker: id });
+            }
+            Silence::Watched { until } if until <= now => {
+                worker.silence = Silence::Asked;
+                out.push(Action::Look { worker: id });
+            }
+            Silence::Watched { .. } | Silence::Asked => {}
+        }
+    }
+
+    pub(super) fn looked(&mut self, now: Time, id: WorkerId, is_starved: bool, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.worker_mut(id) else { return };
+        if worker.silence != Silence::Asked || matches!(worker.phase, Phase::Killing(_)) {
+            return;
+        }
+        if is_starved && worker.forgiven < FORGIVEN_MAX {
+            worker.forgiven += 1;
+            worker.silence = Silence::None;
             worker.last_heard = now;
+            self.arm(id.place);
+        } else {
+            self.kill(id.place, KillReason::Hung, out);
         }
     }
 
@@ -290,23 +335,26 @@ impl<T> Bulkhead<T> {
 
     /// Sets a worker's one timer to the next thing it can miss.
     pub(super) fn arm(&mut self, place: u32) {
-        let heartbeat = self.silence_max();
+        let silence_max = self.silence_max();
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
+        let silence = match worker.silence {
+            Silence::None => Some(worker.last_heard + silence_max),
+            Silence::Watched { until } => Some(until),
+            Silence::Asked => None,
+        };
         let due = match worker.phase {
             Phase::Handshaking { until } => Some(until),
-            Phase::Initializing { until } if worker.has_dispatch_thread => {
-                Some(until.min(worker.last_heard + heartbeat))
-            }
+            Phase::Initializing { until } if worker.has_dispatch_thread => earlier(Some(until), silence),
             Phase::Initializing { until } => Some(until),
             Phase::Ready | Phase::Draining => {
-                let silence = worker.last_heard + heartbeat;
+                // Whoever is silent is not recycled before it is known why.
                 let age = match (worker.role, self.limits.recycle.age) {
-                    (Role::Current, Some(age)) => {
+                    (Role::Current, Some(age)) if worker.silence == Silence::None => {
                         Some((worker.spawned_at + age).max(worker.succession_after))
                     }
                     _ => None,
                 };
-                earlier(Some(silence), earlier(age, worker.kill_at))
+                earlier(silence, earlier(age, worker.kill_at))
             }
             Phase::Killing(_) => None,
         };
@@ -327,13 +375,17 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if !worker.owes_heartbeats() {
             worker.last_heard = now;
+            worker.silence = Silence::None;
         }
         let is_silent = worker.last_heard + silence_max <= now;
+        if !is_silent {
+            worker.silence = Silence::None;
+        }
         match worker.phase {
             Phase::Handshaking { until } if until <= now => self.kill(place, KillReason::NoHello, out),
             Phase::Initializing { until } if until <= now => self.kill(place, KillReason::NotReady, out),
             Phase::Initializing { .. } if worker.has_dispatch_thread && is_silent => {
-                self.kill(place, KillReason::Hung, out);
+                self.silent(now, place, out);
             }
             Phase::Ready | Phase::Draining => {
                 if worker.kill_at.is_some_and(|at| at <= now) {
@@ -341,7 +393,7 @@ impl<T> Bulkhead<T> {
                         if worker.jobs.is_empty() { KillReason::Overdue } else { KillReason::Deadline };
                     self.kill(place, reason, out);
                 } else if is_silent {
-                    self.kill(place, KillReason::Hung, out);
+                    self.silent(now, place, out);
                 } else {
                     self.recycle_if_old(now, place, out);
                 }

@@ -22,6 +22,7 @@ pub(crate) struct Stage {
     pub(crate) cancelled: Vec<JobId>,
     pub(crate) drained: Vec<WorkerId>,
     pub(crate) limited: Vec<(WorkerId, u32)>,
+    pub(crate) asked: Vec<WorkerId>,
     pub(crate) killed: Vec<(WorkerId, KillReason)>,
     pub(crate) answers: Vec<Answer<u32>>,
     pub(crate) notes: Vec<Note>,
@@ -38,6 +39,7 @@ impl Stage {
             cancelled: Vec::new(),
             drained: Vec::new(),
             limited: Vec::new(),
+            asked: Vec::new(),
             killed: Vec::new(),
             answers: Vec::new(),
             notes: Vec::new(),
@@ -65,6 +67,8 @@ impl Stage {
                 Action::Drain { worker } => self.drained.push(worker),
                 Action::Limit { worker, max_in_flight } => self.limited.push((worker, max_in_flight)),
                 Action::Kill { worker, reason } => self.killed.push((worker, reason)),
+                Action::Watch { .. } => {}
+                Action::Look { worker } => self.asked.push(worker),
                 Action::Answer(answer) => self.answers.push(answer),
                 Action::Note(note) => self.notes.push(note),
             }

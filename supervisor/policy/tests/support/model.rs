@@ -87,6 +87,10 @@ struct Worker {
     promised: u32,
     /// As the policy says; judged by what follows from it.
     is_apart: bool,
+    /// Since when its silence is watched, and whether it is asked what was seen.
+    watched_at: Option<Time>,
+    was_looked_at: bool,
+    forgiven: u32,
     jobs: Vec<JobId>,
     served: u64,
     killed: Option<KillReason>,
@@ -110,6 +114,8 @@ struct Step {
     submission: Option<Submitted>,
     /// Answers that are due now.
     owed: BTreeMap<JobId, Verdict>,
+    /// Whether a silence is put down to the machine.
+    is_forgiven: bool,
     /// Those of them that may be tried again instead, and whether as suspects.
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that are to be told of as quarantined.
@@ -134,6 +140,7 @@ enum Cause {
     Start,
     Tick,
     Replied(WorkerId),
+    Looked(WorkerId),
     Memory(WorkerId),
     Broke(WorkerId),
     Stopping(WorkerId),

@@ -38,6 +38,7 @@ enum Sign {
     Stopping,
     Broke,
     Memory,
+    Looked,
     Exited(Death),
 }
 
@@ -285,6 +286,7 @@ impl World {
                 Event::Stopping { worker }
             }
             Sign::Broke => Event::Broke { worker, message: "nonsense".into() },
+            Sign::Looked => Event::Looked { worker, is_starved: self.random.percent(30) },
             Sign::Memory => {
                 let rss_bytes = self.random.range(0, 2 * RSS_LIMIT_BYTES);
                 Event::Memory { worker, rss_bytes }
@@ -404,7 +406,8 @@ impl World {
                 let can_resize = self.processes.get(worker).is_none_or(|process| process.can_resize);
                 assert!(can_resize, "{worker:?} is told what it does not understand");
             }
-            Action::Answer(_) | Action::Note(_) => {}
+            Action::Look { worker } => self.plan_sign(now, *worker, Sign::Looked),
+            Action::Answer(_) | Action::Note(_) | Action::Watch { .. } => {}
         }
     }
 

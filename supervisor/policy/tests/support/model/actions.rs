@@ -25,6 +25,9 @@ impl Worker {
             can_resize: false,
             promised: u32::MAX,
             is_apart: false,
+            watched_at: None,
+            was_looked_at: false,
+            forgiven: 0,
             jobs: Vec::new(),
             served: 0,
             killed: None,
@@ -43,6 +46,8 @@ impl Model {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
             }
             Action::Drain { worker } => self.drain_worker(*worker),
+            Action::Watch { worker } => self.watch(*worker),
+            Action::Look { worker } => self.look(*worker),
             Action::Limit { worker, max_in_flight } => {
                 let owed = self.step.to_limit.remove(worker);
                 assert_eq!(owed, Some(*max_in_flight), "{worker:?} is told of a limit for no reason");
@@ -108,13 +113,29 @@ impl Model {
             KillReason::Deadline => {
                 self.is_stuck(worker) && worker.stuck_since.unwrap_or(now) + self.limits.grace <= now
             }
-            KillReason::Hung => self.is_hung(worker),
+            KillReason::Hung => self.step.cause == Cause::Looked(worker.id) && worker.was_looked_at,
             KillReason::Overdue => self.is_overdue(worker),
             KillReason::KeeperDied => false,
         }
     }
 
-    fn is_hung(&self, worker: &Worker) -> bool {
+    fn watch(&mut self, id: WorkerId) {
+        let now = self.now;
+        let worker = self.live(id).expect("only what lives is watched");
+        assert!(self.is_silent(worker) && worker.watched_at.is_none(), "{id:?} is watched for no reason");
+        self.coverage.see("watched");
+        self.live_mut(id).expect("it is live").watched_at = Some(now);
+    }
+
+    fn look(&mut self, id: WorkerId) {
+        let (now, heartbeat) = (self.now, self.limits.health.heartbeat);
+        let worker = self.live(id).expect("only what lives is looked at");
+        let is_due = worker.watched_at.is_some_and(|at| at + heartbeat <= now);
+        assert!(self.is_silent(worker) && is_due && !worker.was_looked_at, "{id:?} is looked at too soon");
+        self.live_mut(id).expect("it is live").was_looked_at = true;
+    }
+
+    fn is_silent(&self, worker: &Worker) -> bool {
         let health = &self.limits.health;
         let is_silent = worker.heard_at + health.heartbeat * (health.missed + 1) <= self.now;
         match worker.phase {
@@ -144,6 +165,12 @@ impl Model {
             let worker = self.workers.get_mut(&place).expect("it is live");
             worker.stuck_since = is_stuck.then(|| worker.stuck_since.unwrap_or(now));
         }
+        if let Cause::Looked(id) = self.step.cause
+            && !self.step.is_forgiven
+            && let Some(worker) = self.live(id)
+        {
+            assert!(!worker.was_looked_at || worker.killed.is_some(), "{id:?} hangs and lives");
+        }
         for worker in self.workers.values().filter(|worker| worker.killed.is_none()) {
             assert!(self.step.cause != Cause::Broke(worker.id), "{:?} broke and lives", worker.id);
             if self.step.cause == Cause::Tick {
@@ -158,8 +185,12 @@ impl Model {
     }
 
     fn check_patience(&self, worker: &Worker) {
-        use KillReason::{Deadline, Hung, NoHello, NotReady, Overdue};
-        for reason in [Deadline, Hung, NoHello, NotReady, Overdue] {
+        use KillReason::{Deadline, NoHello, NotReady, Overdue};
+        let heartbeat = self.limits.health.heartbeat;
+        let is_watched = worker.watched_at.is_some_and(|at| self.now < at + heartbeat);
+        let is_fine = !self.is_silent(worker) || is_watched || worker.was_looked_at;
+        assert!(is_fine, "{:?} is silent, and nobody cares", worker.id);
+        for reason in [Deadline, NoHello, NotReady, Overdue] {
             assert!(!self.may_kill(worker, &reason), "{:?} lives on in spite of {reason:?}", worker.id);
         }
     }

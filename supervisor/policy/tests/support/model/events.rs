@@ -9,11 +9,20 @@ use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verd
 
 use super::recovery;
 use super::slots::SlotState;
-use super::{Cause, Job, Mode, Model, Phase, Step, Submitted};
+use super::{Cause, Job, Mode, Model, Phase, Step, Submitted, Worker};
 use crate::support::Tag;
 
 /// A job that so many workers left unread is not given to another.
 const UNREAD_ATTEMPTS_MAX: u32 = 3;
+
+/// So often in a row a worker's silence is put down to the machine.
+const FORGIVEN_MAX: u32 = 20;
+
+impl Worker {
+    fn hear(&mut self, now: Time) {
+        (self.heard_at, self.watched_at, self.was_looked_at) = (now, None, false);
+    }
+}
 
 impl Model {
     /// Notes an event, before the policy is told of it.
@@ -51,7 +60,8 @@ impl Model {
             Event::Ready { worker } => self.ready(*worker),
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
             Event::Exited { worker, death, left_unread } => self.exited(*worker, *death, *left_unread),
-            Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.heard_at = now),
+            Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.hear(now)),
+            Event::Looked { worker, is_starved } => self.looked(*worker, *is_starved),
             Event::Restart => self.restart(),
             Event::Drain => self.drain(),
             Event::Resume => self.resume(),
@@ -79,8 +89,22 @@ impl Model {
         };
         let now = self.now;
         match self.live_mut(*worker) {
-            Some(worker) => worker.heard_at = now,
+            Some(worker) => {
+                worker.hear(now);
+                worker.forgiven = 0;
+            }
             None => self.coverage.see("ghost"),
+        }
+    }
+
+    fn looked(&mut self, id: WorkerId, is_starved: bool) {
+        let now = self.now;
+        let Some(worker) = self.live_mut(id) else { return };
+        if is_starved && worker.was_looked_at && worker.killed.is_none() && worker.forgiven < FORGIVEN_MAX {
+            worker.forgiven += 1;
+            worker.hear(now);
+            self.step.is_forgiven = true;
+            self.coverage.see("forgiven");
         }
     }
 
@@ -416,6 +440,7 @@ fn cause(event: &Event<Tag>) -> Cause {
         Event::Start => Cause::Start,
         Event::Tick => Cause::Tick,
         Event::Replied { worker, .. } => Cause::Replied(*worker),
+        Event::Looked { worker, .. } => Cause::Looked(*worker),
         Event::Memory { worker, rss_bytes } if *rss_bytes > crate::support::settings::RSS_LIMIT_BYTES => {
             Cause::Memory(*worker)
         }
