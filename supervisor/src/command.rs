@@ -9,7 +9,9 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use crate::config::defaults::{IN_FLIGHT_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING};
+use crate::config::defaults::{
+    IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
+};
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -176,7 +178,7 @@ impl Change {
     /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
         let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
-        check_numbers(0, self.max_in_flight, self.processes, self.max_queue, rate)
+        check_numbers((0, IN_FLIGHT_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
     }
 }
 
@@ -184,12 +186,12 @@ impl TenantChange {
     /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
         let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
-        check_numbers(1, self.max_in_flight, self.processes, self.max_queue, rate)
+        check_numbers((1, PERMITS_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
     }
 }
 
 fn check_numbers(
-    in_flight_min: u32,
+    (in_flight_min, in_flight_max): (u32, u64),
     max_in_flight: Option<u32>,
     processes: Option<u32>,
     max_queue: Option<u32>,
@@ -199,7 +201,7 @@ fn check_numbers(
         let is_out = value.is_some_and(|value| value < least || u64::from(value) > most);
         is_out.then(|| format!("{name} must be {least} to {most}"))
     };
-    out_of("max_in_flight", max_in_flight, in_flight_min, IN_FLIGHT_CEILING)
+    out_of("max_in_flight", max_in_flight, in_flight_min, in_flight_max)
         .or_else(|| out_of("processes", processes, 1, PROCESSES_CEILING))
         .or_else(|| out_of("max_queue", max_queue, 0, QUEUE_CEILING))
         .or_else(|| check_rate(rate?))

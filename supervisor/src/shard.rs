@@ -180,6 +180,8 @@ pub struct Shard {
     failed_spawns: Vec<(usize, bulkhead_policy::WorkerId, String)>,
     /// What was seen of workers that are silent; policy is told at the end of the turn.
     looked: Vec<(usize, bulkhead_policy::WorkerId, bool)>,
+    /// Whether what is told is told elsewhere already.
+    is_quiet: bool,
     stopping: bool,
     started: bool,
 }
@@ -324,6 +326,7 @@ impl Shard {
             housekeeping_at: None,
             failed_spawns: Vec::new(),
             looked: Vec::new(),
+            is_quiet: false,
             stopping: false,
             started: false,
         };

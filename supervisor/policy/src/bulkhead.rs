@@ -162,9 +162,9 @@ impl<T> Bulkhead<T> {
             Event::Resume => self.resume(out),
             Event::Reset => self.reset(now, out),
             Event::Change(change) => self.change(now, change, out),
-            Event::ChangeTenant { tenant, numbers } => self.change_tenant(&tenant, numbers),
+            Event::ChangeTenant { tenant, numbers } => self.change_tenant(now, &tenant, numbers),
             Event::Rest => self.rest(now, out),
-            Event::Await => self.wait_for_start(),
+            Event::Await => self.wait_for_start(now),
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }

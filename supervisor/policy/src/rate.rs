@@ -58,6 +58,18 @@ impl Bucket {
     }
 }
 
+impl Bucket {
+    /// Another limit is in force: what was charged stays charged, by its cost and not by the time that it took
+    /// under the limit before.
+    pub(crate) fn rescale(&mut self, now: Time, before: &RateLimit, after: &RateLimit) {
+        let now = u128::from(now.0);
+        let owed = self.0.saturating_sub(now);
+        let (old, new) = (before.nanos_for(1), after.nanos_for(1));
+        let rescaled = owed.checked_mul(new).map_or(u128::MAX, |product| product / old.max(1));
+        self.0 = now.saturating_add(rescaled.min(after.nanos_for(after.burst)));
+    }
+}
+
 impl RateLimit {
     /// How long so much takes in the long run. One takes whole nanoseconds, never less than the rate says,
     /// and never more than six centuries.
@@ -106,6 +118,21 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn another_rate_takes_what_is_owed_over_by_its_cost() {
+        let slow = RateLimit { per_second: 1.0, burst: 120, per: RatePer::Bulkhead };
+        let fast = RateLimit { per_second: 1000.0, burst: 1000, per: RatePer::Bulkhead };
+        let mut bucket = Bucket::default();
+        assert_eq!(bucket.take(ms(0), &slow, 120), Ok(()));
+        let mut other = bucket;
+        other.rescale(ms(0), &slow, &fast);
+        assert_eq!(other.take(ms(0), &fast, 880), Ok(()), "120 of 1000 are spent");
+        assert!(other.take(ms(0), &fast, 1).is_err());
+        // And never more than a burst, however much was allowed before.
+        bucket.rescale(ms(0), &slow, &RateLimit { burst: 10, ..slow });
+        assert_eq!(bucket.take(ms(1000), &RateLimit { burst: 10, ..slow }, 1), Ok(()));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::limits::{OwnNumbers, TenantLimits};
-use crate::rate::Bucket;
+use crate::rate::{Bucket, RateLimit};
 use crate::time::Time;
 
 /// A tenant's number. It stays the same while the tenant has jobs, and may be another's after that.
@@ -92,15 +92,35 @@ impl Tenants {
     }
 
     /// Gives a tenant other numbers of its own. Returns its number, if it is here.
-    pub(crate) fn set_own(&mut self, name: &str, numbers: OwnNumbers) -> Option<TenantId> {
+    pub(crate) fn set_own(
+        &mut self,
+        now: Time,
+        name: &str,
+        numbers: OwnNumbers,
+        general: Option<&RateLimit>,
+    ) -> Option<TenantId> {
         if numbers == OwnNumbers::default() {
             self.own.remove(name);
         } else {
             self.own.insert(name.into(), numbers);
         }
         let &index = self.by_name.get(name)?;
-        self.table[index as usize].own = numbers;
+        let tenant = &mut self.table[index as usize];
+        let before = std::mem::replace(&mut tenant.own, numbers).rate_limit;
+        if let (Some(before), Some(after)) =
+            (before.as_ref().or(general), numbers.rate_limit.as_ref().or(general))
+        {
+            tenant.bucket.rescale(now, before, after);
+        }
         Some(TenantId(index))
+    }
+
+    /// The rate limit of all that have none of their own is another one.
+    pub(crate) fn rescale(&mut self, now: Time, before: Option<&RateLimit>, after: &RateLimit) {
+        let Some(before) = before else { return };
+        for tenant in self.table.iter_mut().filter(|tenant| tenant.own.rate_limit.is_none()) {
+            tenant.bucket.rescale(now, before, after);
+        }
     }
 
     pub(crate) fn get(&mut self, id: TenantId) -> &mut Tenant {

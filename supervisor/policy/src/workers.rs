@@ -159,6 +159,8 @@ pub(crate) struct Slot {
     pub(crate) retired: u32,
     pub(crate) history: History,
     pub(crate) restarts: u64,
+    /// How it stood when it was put to rest, if its worker was not to start then.
+    pub(crate) resting: Option<SlotState>,
     /// Whether its next worker follows another.
     pub(crate) has_had_worker: bool,
     /// Whether its first start has ended, well or not.
@@ -166,7 +168,7 @@ pub(crate) struct Slot {
     pub(crate) last_exit: Option<String>,
 }
 
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 pub(crate) enum SlotState {
     /// Before the start, and at rest.
     #[default]

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_policy::{Answer, Event, Submission, Time};
+use bulkhead_policy::{Answer, Submission, Time};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 use serde_json::json;
@@ -145,7 +145,7 @@ impl Shard {
             cost,
             cargo,
         };
-        let job = self.apply(compartment, Event::Submit(submission), payload);
+        let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
             self.remember_request(session, request, compartment, job);
         }

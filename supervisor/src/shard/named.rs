@@ -78,6 +78,8 @@ pub(super) struct Compartment {
     pub(super) links: Vec<Option<usize>>,
     /// Whether something has happened since its timer was set.
     pub(super) is_touched: bool,
+    /// Of its own jobs, if it serves one tenant only.
+    pub(super) latency: Latency,
     /// As last entered in the books of its bulkhead.
     pub(super) standing: Standing,
 }
@@ -105,6 +107,7 @@ impl Compartment {
             policy: Bulkhead::new(limits, seed),
             links: Vec::new(),
             is_touched: false,
+            latency: Latency::default(),
             standing: Standing::Resting(now),
         }
     }

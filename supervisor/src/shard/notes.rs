@@ -14,6 +14,9 @@ type Fields = Vec<(&'static str, Value)>;
 
 impl Shard {
     pub(super) fn note(&mut self, compartment: usize, note: Note) {
+        if self.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
+            return;
+        }
         let job = match &note {
             Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => Some(*job),
             _ => None,

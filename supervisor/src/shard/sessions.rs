@@ -465,7 +465,7 @@ impl Shard {
             digest,
             is_guest: false,
         };
-        let job = self.apply(compartment, Event::Submit(submission), payload);
+        let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
             self.remember_request(id, header.number, compartment, job);
         }
@@ -598,8 +598,12 @@ impl Shard {
             self.pool.give(payload);
         }
         if answer.attempts > 0 {
-            let (now, named) = (self.now, self.compartments[compartment].named);
-            self.named[named].latency.record(now, answer.ran, answer.queued);
+            let (now, entry) = (self.now, &mut self.compartments[compartment]);
+            let (ran, queued) = (answer.ran, answer.queued);
+            if entry.tenant.is_some() {
+                entry.latency.record(now, ran, queued);
+            }
+            self.named[entry.named].latency.record(now, ran, queued);
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);

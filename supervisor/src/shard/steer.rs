@@ -10,7 +10,7 @@ use super::{Incoming, Shard};
 use crate::command::{
     BreakerMode, Change, ChangedPer, Command, Notice, Severity, SteerError, TenantChange, TenantRate, Verb,
 };
-use crate::config::defaults::{ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use crate::program::TenantNumbers;
 use crate::snapshot::Snapshot;
 
@@ -78,9 +78,22 @@ impl Shard {
                 Verb::Resume => Event::Resume,
                 Verb::Reset => Event::Reset,
             };
-            self.apply(compartment, event, Incoming::None);
+            self.apply_quietly(compartment, event);
+        }
+        if self.named[named].isolated().is_some() {
+            self.note_verb(named, verb);
         }
         Ok(())
+    }
+
+    /// One event for all tenants.
+    fn note_verb(&mut self, named: usize, verb: Verb) {
+        let kind = match verb {
+            Verb::Drain => "draining",
+            Verb::Resume => "resumed",
+            Verb::Restart | Verb::Reset => return,
+        };
+        self.named_event(Severity::Info, kind, named, Vec::new());
     }
 
     // Numbers.
@@ -124,11 +137,22 @@ impl Shard {
     }
 
     fn force_breaker(&mut self, named: usize, open: bool) {
-        if let Some(isolated) = self.named[named].isolated() {
-            isolated.is_forced_open = open;
-        }
+        let was_open = self.named[named]
+            .isolated()
+            .map(|isolated| std::mem::replace(&mut isolated.is_forced_open, open));
         for compartment in self.compartments_of(named) {
-            self.apply(compartment, Event::ForceBreaker { open }, Incoming::None);
+            self.apply_quietly(compartment, Event::ForceBreaker { open });
+        }
+        match (was_open, open) {
+            (Some(false), true) => {
+                let fields = vec![("from", json!("closed")), ("to", json!("forced_open"))];
+                self.named_event(Severity::Critical, "breaker_opened", named, fields);
+            }
+            (Some(true), false) => {
+                let fields = vec![("from", json!("forced_open")), ("to", json!("closed"))];
+                self.named_event(Severity::Info, "breaker_closed", named, fields);
+            }
+            _ => {}
         }
     }
 
@@ -163,6 +187,13 @@ impl Shard {
         if in_flight == 0 && queue > 0 {
             return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
         }
+        let is_common = numbers.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
+        let has_own = |own: &TenantNumbers| own.rate_limit.is_some();
+        if is_common && self.named[named].own.values().any(has_own) && self.is_shared(named) {
+            return unfit(
+                "tenants have rate limits of their own, which needs rate_limit.per = \"tenant\"".into(),
+            );
+        }
         if let Layout::Isolated(isolated) = &self.named[named].layout {
             let workers = u64::from(processes) * isolated.max_active as u64;
             if workers > ISOLATED_WORKERS_CEILING {
@@ -171,6 +202,10 @@ impl Shard {
             }
         }
         Ok(())
+    }
+
+    fn is_shared(&self, named: usize) -> bool {
+        matches!(self.named[named].layout, Layout::Shared(_))
     }
 
     fn change_tenant(
@@ -231,8 +266,21 @@ impl Shard {
                 let limits = isolated.limits_of(tenant);
                 let processes = numbers.processes.unwrap_or(limits.processes);
                 let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
+                let queue = numbers.max_queue.unwrap_or(limits.max_queue);
+                if u64::from(in_flight) > IN_FLIGHT_CEILING {
+                    return unfit(format!(
+                        "max_in_flight, of each worker, must be at most {IN_FLIGHT_CEILING}"
+                    ));
+                }
                 if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
                     return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+                }
+                if in_flight == 0 && queue > 0 {
+                    return unfit("this tenant's max_in_flight is 0: nothing in its queue would run".into());
+                }
+                if u64::from(processes) * isolated.max_active as u64 > ISOLATED_WORKERS_CEILING {
+                    let most = ISOLATED_WORKERS_CEILING;
+                    return unfit(format!("processes x tenants.max_active must be at most {most}"));
                 }
                 Ok(())
             }

@@ -5,11 +5,13 @@
 
 use std::sync::Arc;
 
-use bulkhead_policy::{Activity, Event};
+use bulkhead_policy::{Activity, Event, Submission};
+use bulkhead_shared::JobId;
 
 use super::named::{Compartment, Layout, Named, Standing};
-use super::{Incoming, Shard};
+use super::{Cargo, Incoming, Shard};
 use crate::config::Config;
+use crate::latency::Latency;
 use crate::program;
 
 /// Tenants of one bulkhead that are remembered. More than can ever have workers at once.
@@ -34,21 +36,42 @@ impl Shard {
         &self.named[self.compartments[compartment].named]
     }
 
-    /// The compartment for a tenant's jobs. One without workers gets some, if it may.
+    /// The compartment for a tenant's jobs.
+    #[inline]
     pub(super) fn compartment_for(&mut self, named: usize, tenant: &str) -> usize {
-        let isolated = match &mut self.named[named].layout {
-            Layout::Shared(compartment) => return *compartment,
-            Layout::Isolated(isolated) => isolated,
-        };
-        let takes_jobs = !isolated.is_draining;
-        let compartment = match isolated.by_tenant.get(tenant) {
-            Some(&compartment) => compartment,
-            None => self.open_for(named, tenant),
-        };
-        if takes_jobs && self.compartments[compartment].policy.activity() == Activity::Resting {
-            self.wake(named, compartment);
+        match &self.named[named].layout {
+            Layout::Shared(compartment) => *compartment,
+            Layout::Isolated(isolated) => match isolated.by_tenant.get(tenant) {
+                Some(&compartment) => compartment,
+                None => self.open_for(named, tenant),
+            },
         }
-        compartment
+    }
+
+    /// Hands a job to a compartment. One without workers gets some if it takes the job, and if it may have any:
+    /// a job that is refused costs nobody else its workers.
+    pub(super) fn enter(
+        &mut self,
+        compartment: usize,
+        submission: Submission<Cargo>,
+        payload: Incoming<'_>,
+    ) -> Option<JobId> {
+        let entry = &self.compartments[compartment];
+        let named = entry.named;
+        let may_wake = entry.tenant.is_some()
+            && entry.policy.activity() == Activity::Resting
+            && self.may_wake(named, compartment);
+        if may_wake {
+            self.apply(compartment, Event::Await, Incoming::None);
+        }
+        let job = self.apply(compartment, Event::Submit(submission), payload);
+        if may_wake {
+            match job {
+                Some(_) => self.wait_for_workers(named, compartment),
+                None => drop(self.apply(compartment, Event::Rest, Incoming::None)),
+            }
+        }
+        job
     }
 
     fn shared(&self, named: usize) -> usize {
@@ -94,11 +117,12 @@ impl Shard {
         if self.stopping {
             self.apply(place, Event::Stop { by: now }, Incoming::None);
         }
+        // It was told of the bulkhead as a whole.
         if is_draining {
-            self.apply(place, Event::Drain, Incoming::None);
+            self.apply_quietly(place, Event::Drain);
         }
         if is_forced_open {
-            self.apply(place, Event::ForceBreaker { open: true }, Incoming::None);
+            self.apply_quietly(place, Event::ForceBreaker { open: true });
         }
         place
     }
@@ -116,29 +140,46 @@ impl Shard {
         }
     }
 
+    /// Applies what one event tells of all tenants' compartments.
+    pub(super) fn apply_quietly(&mut self, place: usize, event: Event<Cargo>) {
+        self.is_quiet = self.compartments[place].tenant.is_some();
+        self.apply(place, event, Incoming::None);
+        self.is_quiet = false;
+    }
+
     // Who has workers.
 
-    /// A tenant without workers wants some. If as many have them as may, the one that has been idle for longest
-    /// gives them up; if none is idle, nothing happens, and policy says that no worker runs.
-    fn wake(&mut self, named: usize, compartment: usize) {
+    /// Whether a tenant without workers can have some: there is room for one more, or somebody is idle, or more
+    /// are on their way out than are waited for.
+    fn may_wake(&mut self, named: usize, compartment: usize) -> bool {
+        self.forget_waiters(named);
         let has_workers = self.compartments[compartment].standing == Standing::Leaving;
-        let Some(isolated) = self.named[named].isolated() else { return };
-        let has_place = has_workers || isolated.running < isolated.max_active;
-        if has_place && isolated.awaiting.is_empty() {
-            self.apply(compartment, Event::Start, Incoming::None);
-            return;
-        }
-        let is_coming = isolated.leaving > isolated.awaiting.len();
-        let idle = isolated.idle.first().map(|&(_, place)| place);
-        if !has_workers && !is_coming && idle.is_none() {
-            return;
-        }
-        isolated.awaiting.push_back(compartment);
-        self.apply(compartment, Event::Await, Incoming::None);
-        if let Some(idle) = idle.filter(|_| !is_coming && !has_workers) {
-            self.apply(idle, Event::Rest, Incoming::None);
+        let Some(isolated) = self.named[named].isolated() else { return false };
+        let waiting = isolated.awaiting.len();
+        let room = isolated.max_active.saturating_sub(isolated.running) + isolated.leaving;
+        !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
+    }
+
+    fn wait_for_workers(&mut self, named: usize, compartment: usize) {
+        if let Some(isolated) = self.named[named].isolated() {
+            isolated.awaiting.push_back(compartment);
         }
         self.want_settling(named);
+    }
+
+    /// Those whose clients went away while they waited do not wait any more.
+    fn forget_waiters(&mut self, named: usize) {
+        let compartments = &self.compartments;
+        let Layout::Isolated(isolated) = &mut self.named[named].layout else { return };
+        let is_gone = |place: &usize| compartments[*place].policy.has_no_jobs();
+        let gone: Vec<usize> = isolated.awaiting.iter().copied().filter(is_gone).collect();
+        if gone.is_empty() {
+            return;
+        }
+        isolated.awaiting.retain(|place| !gone.contains(place));
+        for place in gone {
+            self.apply(place, Event::Rest, Incoming::None);
+        }
     }
 
     /// Brings the books up to date with a tenant's compartment.
@@ -158,7 +199,10 @@ impl Shard {
             Standing::Awaiting | Standing::Busy => {}
         }
         match after {
-            Standing::Resting(since) => drop(isolated.resting.insert((since, place))),
+            Standing::Resting(since) => {
+                isolated.resting.insert((since, place));
+                self.compartments[place].latency = Latency::default();
+            }
             Standing::Idle(since) => drop(isolated.idle.insert((since, place))),
             Standing::Leaving => isolated.leaving += 1,
             Standing::Awaiting | Standing::Busy => {}
@@ -180,6 +224,7 @@ impl Shard {
     /// Gives places that have become free to those who wait for one, and has the idle make room for the rest.
     pub(super) fn settle_tenants(&mut self) {
         while let Some(named) = self.unsettled.pop() {
+            self.forget_waiters(named);
             while let Some((place, event)) = self.next_move(named) {
                 self.apply(place, event, Incoming::None);
             }
@@ -189,22 +234,19 @@ impl Shard {
         }
     }
 
-    fn next_move(&mut self, named: usize) -> Option<(usize, Event<super::Cargo>)> {
+    fn next_move(&mut self, named: usize) -> Option<(usize, Event<Cargo>)> {
         let compartments = &self.compartments;
         let Layout::Isolated(isolated) = &mut self.named[named].layout else { return None };
         let &next = isolated.awaiting.front()?;
-        let policy = &compartments[next].policy;
-        if policy.activity() != Activity::Awaiting {
+        if compartments[next].policy.activity() != Activity::Awaiting {
             // It was stopped meanwhile.
             isolated.awaiting.pop_front();
             return self.next_move(named);
         }
         let is_its_own = compartments[next].standing == Standing::Leaving;
-        if policy.has_no_jobs() || is_its_own || isolated.running < isolated.max_active {
+        if is_its_own || isolated.running < isolated.max_active {
             isolated.awaiting.pop_front();
-            // Its clients may have gone away while it waited.
-            let event = if policy.has_no_jobs() { Event::Rest } else { Event::Start };
-            return Some((next, event));
+            return Some((next, Event::Start));
         }
         let idle = isolated.idle.first().filter(|_| isolated.leaving < isolated.awaiting.len());
         idle.map(|&(_, place)| (place, Event::Rest))

@@ -8,7 +8,7 @@ use bulkhead_shared::RejectReason;
 use super::Shard;
 use super::named::{Compartment, Layout};
 use crate::command::SteerError;
-use crate::snapshot::{Snapshot, TenantSnapshot, WorkerSnapshot};
+use crate::snapshot::{Latencies, Snapshot, TenantSnapshot, WorkerSnapshot};
 
 /// Tenants that a snapshot shows.
 const TENANTS_SHOWN: usize = 10;
@@ -19,6 +19,7 @@ impl Shard {
         let places = self.compartments_of(named);
         let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
         let mut snapshot = self.sum(named, &parts);
+        snapshot.latency_ms = self.named[named].latency.percentiles();
         match &self.named[named].layout {
             Layout::Shared(place) => {
                 let views = self.compartments[*place].policy.tenants(TENANTS_SHOWN);
@@ -26,6 +27,7 @@ impl Shard {
             }
             Layout::Isolated(isolated) => {
                 snapshot.tenants = busiest(&parts);
+                snapshot.add(&isolated.past, isolated.past_restarts);
                 if isolated.is_draining {
                     snapshot.state = BulkheadState::Draining.name();
                 }
@@ -48,21 +50,18 @@ impl Shard {
         let part = &self.compartments[place];
         let mut snapshot = self.sum(named, &[part]);
         snapshot.tenant = Some(tenant.to_owned());
+        snapshot.latency_ms = part.latency.percentiles();
+        if isolated.is_draining {
+            snapshot.state = BulkheadState::Draining.name();
+        }
         snapshot.tenants = busiest(&[part]);
         Ok(Box::new(snapshot))
     }
 
     fn sum(&self, named: usize, parts: &[&Compartment]) -> Snapshot {
         let mut counters = Counters::default();
-        let mut restarts = 0;
-        if let Layout::Isolated(isolated) = &self.named[named].layout
-            && parts.len() == isolated.by_tenant.len()
-        {
-            counters.add(&isolated.past);
-            restarts += isolated.past_restarts;
-        }
         parts.iter().for_each(|part| counters.add(part.policy.counters()));
-        restarts += parts.iter().map(|part| part.policy.restarts()).sum::<u64>();
+        let restarts = parts.iter().map(|part| part.policy.restarts()).sum::<u64>();
         let policies = || parts.iter().map(|part| &part.policy);
         let active = policies().filter(|policy| policy.activity() != Activity::Resting);
         let capacity: u64 = active.map(|policy| u64::from(policy.limits().max_queue)).sum();
@@ -94,7 +93,7 @@ impl Shard {
             quarantined: policies().map(|policy| policy.quarantined(self.now) as u64).sum(),
             elsewhere: counters.elsewhere,
             late_replies: counters.late_replies,
-            latency_ms: self.named[named].latency.percentiles(),
+            latency_ms: Latencies::default(),
             tenants: Vec::new(),
             workers: parts.iter().flat_map(|part| self.worker_snapshots(part)).collect(),
         }
@@ -126,6 +125,24 @@ impl Shard {
         let index = (*compartment.links.get(worker.place as usize)?)?;
         let link = self.links[index].as_ref().filter(|link| link.worker == worker)?;
         link.status.clone()
+    }
+}
+
+impl Snapshot {
+    /// Adds what was counted in parts that are gone.
+    fn add(&mut self, past: &Counters, restarts: u64) {
+        self.submitted += past.submitted;
+        self.done += past.ok;
+        self.failed += past.failed;
+        self.crashed += past.crashed;
+        self.deadline_exceeded += past.deadline_exceeded;
+        self.cancelled += past.cancelled;
+        self.retries += past.retries;
+        self.late_replies += past.late_replies;
+        self.restarts += restarts;
+        for (reason, count) in rejected(past) {
+            *self.rejected.entry(reason).or_default() += count;
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
-use super::{Bulkhead, Mode};
+use super::{Activity, Bulkhead, Mode};
 use crate::breaker::Admission;
 use crate::jobs::{Entry, Place};
 use crate::limits::Overflow;
@@ -150,7 +150,9 @@ impl<T> Bulkhead<T> {
 
     /// Looks at the breaker, which changes nothing: whether the job may pass is decided when it is its turn.
     fn check_breaker(&self, now: Time) -> Result<(), Refusal> {
-        let wait = match self.breaker.peek(now, self.ready > 0) {
+        // Where workers are about to be started for this very job, it may be the probe.
+        let has_worker = self.ready > 0 || self.activity == Activity::Awaiting;
+        let wait = match self.breaker.peek(now, has_worker) {
             Admission::Closed | Admission::Probe => return Ok(()),
             // Without a worker there is no probe, and no telling when.
             Admission::Open { retry_after } if !retry_after.is_zero() => Wait::For(retry_after),

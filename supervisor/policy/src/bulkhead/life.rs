@@ -652,6 +652,7 @@ impl<T> Bulkhead<T> {
         for slot in 0..self.slots.len() as u32 {
             let entry = &mut self.slots[slot as usize];
             entry.history.proven();
+            entry.resting = None;
             if matches!(entry.state, SlotState::Backoff { .. } | SlotState::Stopped { .. }) {
                 self.spawn(now, slot, Role::Current, out);
             }

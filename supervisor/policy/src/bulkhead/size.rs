@@ -47,7 +47,10 @@ impl<T> Bulkhead<T> {
 
     pub(super) fn change(&mut self, now: Time, change: Change, out: &mut Vec<Action<T>>) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
-        self.limits.rate_limit = change.rate_limit.or(self.limits.rate_limit);
+        if let Some(limit) = change.rate_limit {
+            let before = self.limits.rate_limit.replace(limit);
+            self.tenants.rescale(now, before.as_ref(), &limit);
+        }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
             self.limits.max_in_flight = most;
@@ -106,6 +109,9 @@ impl<T> Bulkhead<T> {
 
     /// Has a slot filled as soon as that is possible.
     fn open_slot(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+        if self.activity != Activity::Resting && self.take_up(now, slot) {
+            return;
+        }
         let has_room = self.slots[slot as usize].retired == 0;
         match self.activity {
             Activity::Resting => self.set_slot(slot, SlotState::Empty),
@@ -114,10 +120,31 @@ impl<T> Bulkhead<T> {
         }
     }
 
+    /// A slot whose next worker was not to start yet when it was put to rest goes on to wait: a rest does not
+    /// wipe out that its workers fail. Returns whether it does.
+    fn take_up(&mut self, now: Time, slot: u32) -> bool {
+        let waits = |state: &SlotState| match state {
+            SlotState::Backoff { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
+            SlotState::Stopped { probe_at: None } => true,
+            _ => false,
+        };
+        match self.slots[slot as usize].resting.take().filter(waits) {
+            Some(state) => {
+                self.set_slot(slot, state);
+                true
+            }
+            None => false,
+        }
+    }
+
     /// Has a slot's workers finish what they have, and leaves it like this.
     fn clear_slot(&mut self, now: Time, slot: u32, state: SlotState, out: &mut Vec<Action<T>>) {
         let entry = &mut self.slots[slot as usize];
         let successor = entry.successor.take();
+        let is_waiting = matches!(entry.state, SlotState::Backoff { .. } | SlotState::Stopped { .. });
+        if is_waiting && matches!(state, SlotState::Empty) {
+            entry.resting = Some(entry.state);
+        }
         let current = match entry.state {
             SlotState::Occupied(place) => Some(place),
             _ => None,
@@ -159,13 +186,13 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    pub(super) fn wait_for_start(&mut self) {
+    pub(super) fn wait_for_start(&mut self, now: Time) {
         if self.activity != Activity::Resting || matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
         self.activity = Activity::Awaiting;
         for slot in 0..self.slots.len() as u32 {
-            if matches!(self.slots[slot as usize].state, SlotState::Empty) {
+            if matches!(self.slots[slot as usize].state, SlotState::Empty) && !self.take_up(now, slot) {
                 self.set_slot(slot, SlotState::Awaiting);
             }
         }
@@ -201,8 +228,9 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    pub(super) fn change_tenant(&mut self, name: &str, numbers: OwnNumbers) {
-        if let Some(id) = self.tenants.set_own(name, numbers) {
+    pub(super) fn change_tenant(&mut self, now: Time, name: &str, numbers: OwnNumbers) {
+        let general = self.limits.rate_limit;
+        if let Some(id) = self.tenants.set_own(now, name, numbers, general.as_ref()) {
             self.block_by_share(id);
         }
     }

@@ -22,6 +22,8 @@ pub(super) struct Slot {
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
+    /// How it stood when it was put to rest, if its worker was not to start then.
+    resting: Option<SlotState>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -234,12 +236,30 @@ impl Model {
 
     /// A slot gets its worker now, unless one is still leaving it, or later.
     pub(super) fn open(&mut self, slot: usize) {
+        if self.activity != Activity::Resting && self.take_up(slot) {
+            return;
+        }
         let is_free = self.workers.values().all(|worker| worker.slot as usize != slot);
         self.slots[slot].state = match self.activity {
             Activity::Resting => SlotState::Empty,
             Activity::Started if is_free => SlotState::Vacated(Next::Now),
             Activity::Started | Activity::Awaiting => SlotState::Awaiting,
         };
+    }
+
+    /// What a slot waited for before it was put to rest, it waits for still.
+    fn take_up(&mut self, slot: usize) -> bool {
+        let now = self.now;
+        let waits = |state: &SlotState| match state {
+            SlotState::Waiting { until: at } | SlotState::Stopped { probe_at: Some(at) } => *at > now,
+            state => matches!(state, SlotState::Stopped { probe_at: None }),
+        };
+        let state = self.slots[slot].resting.take().filter(waits);
+        if let Some(state) = state {
+            self.coverage.see("waits on after a rest");
+            self.slots[slot].state = state;
+        }
+        state.is_some()
     }
 
     pub(super) fn start(&mut self) {
@@ -260,8 +280,10 @@ impl Model {
         }
         self.coverage.see("awaits");
         self.activity = Activity::Awaiting;
-        for slot in self.slots.iter_mut().filter(|slot| slot.state == SlotState::Empty) {
-            slot.state = SlotState::Awaiting;
+        for slot in 0..self.slots.len() {
+            if self.slots[slot].state == SlotState::Empty && !self.take_up(slot) {
+                self.slots[slot].state = SlotState::Awaiting;
+            }
         }
     }
 
@@ -273,6 +295,9 @@ impl Model {
         self.activity = Activity::Resting;
         self.idle_since = None;
         for slot in self.slots.iter_mut().filter(|slot| slot.state != SlotState::Closed) {
+            if matches!(slot.state, SlotState::Waiting { .. } | SlotState::Stopped { .. }) {
+                slot.resting = Some(slot.state);
+            }
             slot.state = SlotState::Empty;
         }
         self.owe_if_nobody_comes();
