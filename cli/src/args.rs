@@ -67,7 +67,7 @@ pub(crate) enum Command {
         /// Which bulkhead
         name: String,
     },
-    /// Forget the restart history of a bulkhead, so that failed workers start again now
+    /// Close the breaker of a bulkhead, let quarantined payloads in again, and start failed workers now
     Reset {
         /// Which bulkhead
         name: String,
@@ -97,7 +97,7 @@ pub(crate) struct Resize {
     pub(crate) name: String,
 
     /// Only for this tenant, in place of the bulkhead's numbers
-    #[arg(long, conflicts_with = "breaker")]
+    #[arg(long, conflicts_with = "breaker", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub(crate) tenant: Option<String>,
 
     /// Jobs in flight per worker process

@@ -180,6 +180,8 @@ pub struct Shard {
     failed_spawns: Vec<(usize, bulkhead_policy::WorkerId, String)>,
     /// What was seen of workers that are silent; policy is told at the end of the turn.
     looked: Vec<(usize, bulkhead_policy::WorkerId, bool)>,
+    /// The job that ended by a crash last, and what it was: an event that follows may be about it.
+    last_crashed: Option<(JobId, Box<str>, Box<str>)>,
     /// Whether what is told is told elsewhere already.
     is_quiet: bool,
     stopping: bool,
@@ -326,6 +328,7 @@ impl Shard {
             housekeeping_at: None,
             failed_spawns: Vec::new(),
             looked: Vec::new(),
+            last_crashed: None,
             is_quiet: false,
             stopping: false,
             started: false,

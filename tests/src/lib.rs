@@ -6,7 +6,9 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{JobError, Reply};
@@ -154,20 +156,52 @@ impl Supervisor {
         self.request("POST", path).expect("the admin socket answers")
     }
 
+    /// A PATCH on the admin socket: status and answer.
+    pub fn patch(&self, path: &str, body: &str) -> (u16, Value) {
+        let admin = self.folder.path().join("admin.sock");
+        let (status, answer) = request(&admin, "PATCH", path, body).expect("the admin socket answers");
+        (status, serde_json::from_str(&answer).expect("JSON"))
+    }
+
+    /// Gives a bulkhead other numbers; returns its snapshot.
+    pub fn resize(&self, bulkhead: &str, body: &str) -> Value {
+        let (status, answer) = self.patch(&format!("/v1/bulkheads/{bulkhead}"), body);
+        assert_eq!(status, 200, "{body}: {answer}");
+        answer
+    }
+
+    /// The events of one kind, as far as they are kept.
+    pub fn events(&self, kind: &str) -> Vec<Value> {
+        let (status, lines) = self.try_get("/v1/events?follow=false").expect("the admin socket answers");
+        assert_eq!(status, 200, "{lines}");
+        let parsed = lines.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        parsed.filter(|event| event["kind"] == kind).collect()
+    }
+
+    /// Waits until so many events of a kind are told, and returns them.
+    pub fn wait_events(&self, kind: &str, count: usize) -> Vec<Value> {
+        wait_for(&format!("{count} of {kind}"), || {
+            Some(self.events(kind)).filter(|events| events.len() >= count)
+        })
+    }
+
+    /// A file in its folder, which is also where workers start.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// How many bytes the file has; 0 if there is none.
+    pub fn file_bytes(&self, name: &str) -> usize {
+        std::fs::metadata(self.file(name)).map_or(0, |about| about.len() as usize)
+    }
+
+    /// Makes an empty file in its folder: a sign for workers.
+    pub fn touch(&self, name: &str) {
+        std::fs::write(self.file(name), "").expect("a writable folder");
+    }
+
     fn request(&self, method: &str, path: &str) -> Option<(u16, String)> {
-        let mut socket = UnixStream::connect(self.folder.path().join("admin.sock")).ok()?;
-        socket.set_read_timeout(Some(PATIENCE)).ok()?;
-        write!(
-            socket,
-            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-        )
-        .ok()?;
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer).ok()?;
-        let (head, body) = answer.split_once("\r\n\r\n")?;
-        let status = head.split(' ').nth(1)?.parse().ok()?;
-        let is_chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
-        Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
+        request(&self.folder.path().join("admin.sock"), method, path, "")
     }
 
     /// The snapshot of a bulkhead.
@@ -193,6 +227,92 @@ impl Supervisor {
             (self.number(bulkhead, field) == value).then_some(())
         });
     }
+}
+
+fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {
+    let mut socket = UnixStream::connect(admin).ok()?;
+    socket.set_read_timeout(Some(PATIENCE)).ok()?;
+    let length = body.len();
+    write!(
+        socket,
+        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
+    )
+    .ok()?;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).ok()?;
+    let (head, body) = answer.split_once("\r\n\r\n")?;
+    let status = head.split(' ').nth(1)?.parse().ok()?;
+    let is_chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
+    Some((status, if is_chunked { dechunk(body) } else { body.to_owned() }))
+}
+
+/// Looks again and again whether the books of a supervisor balance: every job that was submitted has its
+/// outcome, is in flight, or waits. The snapshots of all bulkheads are of one moment. No bulkhead may have one
+/// named `entry` as its fallback.
+pub struct Auditor {
+    is_over: Arc<AtomicBool>,
+    thread: JoinHandle<Result<u64, String>>,
+}
+
+impl Auditor {
+    /// Begins to look.
+    pub fn of(supervisor: &Supervisor) -> Self {
+        let admin = supervisor.folder.path().join("admin.sock");
+        let is_over = Arc::new(AtomicBool::new(false));
+        let told = is_over.clone();
+        let thread = std::thread::spawn(move || {
+            let mut looks = 0;
+            loop {
+                let is_last = told.load(Ordering::SeqCst);
+                let began = Instant::now();
+                let Some((200, body)) = request(&admin, "GET", "/v1/bulkheads", "") else {
+                    return Err(format!("the admin socket did not answer within {:?}", began.elapsed()));
+                };
+                let all: Value = serde_json::from_str(&body).map_err(|error| error.to_string())?;
+                audit(all["bulkheads"].as_array().expect("an array"))?;
+                looks += 1;
+                if is_last {
+                    return Ok(looks);
+                }
+                std::thread::park_timeout(Duration::from_millis(1));
+            }
+        });
+        Self { is_over, thread }
+    }
+
+    /// Looks a last time; panics if anything was wrong at any time.
+    pub fn finish(self) {
+        self.is_over.store(true, Ordering::SeqCst);
+        match self.thread.join().expect("the auditor does not panic") {
+            Ok(looks) => assert!(looks > 0, "nothing was looked at"),
+            Err(why) => panic!("the books do not balance: {why}"),
+        }
+    }
+}
+
+fn audit(bulkheads: &[Value]) -> Result<(), String> {
+    let number = |of: &Value, field: &str| of[field].as_u64().expect("a number");
+    let outcomes = |of: &Value| {
+        let told = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
+        let rejected = of["rejected"].as_object().expect("an object").values();
+        told.iter().map(|field| number(of, field)).sum::<u64>()
+            + rejected.filter_map(Value::as_u64).sum::<u64>()
+    };
+    let sum = |what: &dyn Fn(&Value) -> u64| bulkheads.iter().map(what).sum::<u64>();
+    let submitted = sum(&|of| number(of, "submitted"));
+    let open = sum(&|of| number(of, "in_flight") + number(of, "queued"));
+    let ended = sum(&outcomes);
+    if submitted != ended + open {
+        return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
+    }
+    // The one that takes no guests balances by itself, with what its fallbacks have of it.
+    for of in bulkheads.iter().filter(|of| of["name"] == "entry") {
+        let open = number(of, "in_flight") + number(of, "queued") + number(of, "elsewhere");
+        if number(of, "submitted") != outcomes(of) + open {
+            return Err(format!("by itself: {of}"));
+        }
+    }
+    Ok(())
 }
 
 impl Drop for Supervisor {

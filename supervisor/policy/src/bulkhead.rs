@@ -77,6 +77,8 @@ pub struct Bulkhead<T> {
     is_pressed: bool,
     evictions: Evictions,
     last_trouble: String,
+    /// What is told after the answers that it belongs to.
+    late_notes: Vec<Note>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,6 +128,7 @@ impl<T> Bulkhead<T> {
             is_pressed: false,
             evictions: Evictions::default(),
             last_trouble: String::new(),
+            late_notes: Vec::new(),
         };
         let slots = bulkhead.slots_wanted();
         bulkhead.slots.resize_with(slots, Slot::default);
@@ -168,6 +171,7 @@ impl<T> Bulkhead<T> {
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }
+        out.extend(self.late_notes.drain(..).map(Action::Note));
         let transition = self.breaker.advance(now, self.ready > 0);
         self.note_transition(transition, out);
         // Whatever happened may have freed a permit, or made one less reserved.
@@ -471,7 +475,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         match worker.phase {
             Phase::Ready | Phase::Draining => {}
-            _ => return,
+            _ => return self.refresh(place),
         }
         let is_stuck = !worker.jobs.is_empty() && (worker.wanted == 0 || worker.overdue > 0);
         if is_stuck && worker.kill_at.is_none() {
@@ -535,7 +539,8 @@ impl<T> Bulkhead<T> {
         }
         let permits = if is_available { capacity } else { 0 };
         // Whoever is alone takes all of them.
-        let in_use = if takes_jobs { level } else { permits };
+        // So does whoever is too many: its jobs are a debt.
+        let in_use = if takes_jobs || worker.is_surplus { level } else { permits };
         self.in_use = self.in_use + in_use - std::mem::replace(&mut worker.in_use, in_use);
         self.permits =
             self.permits + u64::from(permits) - u64::from(std::mem::replace(&mut worker.permits, permits));

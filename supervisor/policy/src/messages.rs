@@ -348,6 +348,8 @@ pub enum KillReason {
     NotReady,
     /// It was replaced, or is to stop, and does not go by itself.
     Overdue,
+    /// It had not begun yet, and is not needed any more.
+    Unwanted,
     /// Whoever keeps the workers died.
     KeeperDied,
 }
@@ -364,6 +366,7 @@ impl KillReason {
                 .into(),
             Self::NotReady => "it was not ready within start.ready".into(),
             Self::Overdue => "it was asked to stop and did not".into(),
+            Self::Unwanted => "it was still starting, and is not needed any more".into(),
             Self::KeeperDied => "the keeper died, and all workers with it".into(),
         }
     }

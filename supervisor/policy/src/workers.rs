@@ -42,6 +42,8 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
+    /// Whether it goes because there are to be fewer.
+    pub(crate) is_surplus: bool,
     /// Permits that it adds to the limit.
     pub(crate) permits: u32,
     /// Permits it has taken of the limit.
@@ -121,6 +123,7 @@ impl Worker {
             succession_after: Time::ZERO,
             listed: None,
             counted: false,
+            is_surplus: false,
             permits: 0,
             in_use: 0,
             last_words: None,

@@ -72,6 +72,13 @@ impl Shard {
             answer.cargo.journey = Some(journey);
             return Some(answer);
         };
+        if let Some(wait) = self.charge_at_entry(&journey, &answer) {
+            answer.retryable = wait <= left;
+            answer.retry_after = (wait < Duration::MAX).then_some(wait);
+            answer.verdict = Verdict::rejected(RejectReason::RateLimited);
+            answer.cargo.journey = Some(journey);
+            return Some(answer);
+        }
         self.note_fallback(&journey, place, &answer.verdict);
         if matches!(answer.verdict, Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
@@ -95,6 +102,20 @@ impl Shard {
         journey.next = place + 1;
         self.enter_as_guest(journey.chain[place], left, answer.cargo, journey, payload);
         None
+    }
+
+    /// A job that was refused as it came, before it was charged, is charged now, where it entered. Returns how
+    /// long it has to wait if it is over the rate.
+    fn charge_at_entry(&mut self, journey: &Journey, answer: &Answer<Cargo>) -> Option<Duration> {
+        let is_early = matches!(
+            &answer.verdict,
+            Verdict::Rejected { reason: RejectReason::CircuitOpen | RejectReason::Draining, .. }
+        );
+        if journey.before.is_some() || answer.job.is_some() || !is_early {
+            return None;
+        }
+        let (now, policy) = (self.now, &mut self.compartments[journey.entry.1].policy);
+        policy.charge_late(now, &answer.cargo.tenant, journey.cost, &answer.verdict)
     }
 
     /// The next bulkhead that a job can go to, as its place in the chain, and the time that is left for it.

@@ -69,6 +69,8 @@ pub(super) struct Link {
     closed_at: Option<bulkhead_policy::Time>,
     /// Whether it closed its end with something unread.
     left_unread: bool,
+    /// Whether the last frame for it was a job: what it left unread then is that job, or the end of it.
+    ends_with_job: bool,
     /// Replies for jobs it does not have.
     strays: u32,
     /// Nothing more comes than what waits in the socket.
@@ -163,6 +165,7 @@ impl Shard {
             is_dirty: false,
             closed_at: None,
             left_unread: false,
+            ends_with_job: false,
             strays: 0,
             is_read_closed: false,
         });
@@ -243,7 +246,7 @@ impl Shard {
         let Some(link) = self.take_link(spawn) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
         // What never left our own buffer was not read either.
-        let left_unread = link.left_unread || !link.outbox.is_empty();
+        let left_unread = link.ends_with_job && (link.left_unread || !link.outbox.is_empty());
         let event = match death {
             Some(death) => Event::Exited { worker, death, left_unread },
             None => Event::Lost { worker, left_unread },
@@ -356,6 +359,7 @@ impl Shard {
         let pushed =
             link.outbox.push_pooled(kind::JOB, job.0, &message, trace.as_slice(), payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "a job did not fit");
+        link.ends_with_job = true;
         self.mark_dirty(Endpoint::Link(index));
     }
 
@@ -372,6 +376,7 @@ impl Shard {
         if let Some(link) = self.links[index].as_mut() {
             let limits = Limits { max_in_flight };
             let _ = link.outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
+            link.ends_with_job = false;
             self.mark_dirty(Endpoint::Link(index));
         }
     }
@@ -380,6 +385,7 @@ impl Shard {
         let Some(index) = self.link_of(compartment, worker) else { return };
         if let Some(link) = self.links[index].as_mut() {
             let _ = link.outbox.push(kind, number, &Empty, &[], Payload::NONE);
+            link.ends_with_job = false;
             self.mark_dirty(Endpoint::Link(index));
         }
     }

@@ -25,6 +25,11 @@ impl Shard {
         if let Some(cargo) = job.and_then(|job| self.compartments[compartment].policy.cargo_mut(job)) {
             fields.push(("operation", json!(cargo.operation)));
             fields.push(("tenant", json!(cargo.tenant)));
+        } else if let Some((_, operation, tenant)) =
+            self.last_crashed.as_ref().filter(|(id, ..)| Some(*id) == job)
+        {
+            fields.push(("operation", json!(operation)));
+            fields.push(("tenant", json!(tenant)));
         }
         self.event(severity, kind, Some(compartment), fields);
         if !self.started {

@@ -388,7 +388,8 @@ impl Shard {
             return Ok(false);
         }
         self.check_number(index, header.number).map_err(Some)?;
-        match self.check_submit(header, metadata) {
+        let held = self.sessions[index].as_ref().map_or(0, |session| session.counted_held);
+        match self.check_submit(held, header, metadata) {
             Ok(_) => Ok(true),
             Err((reason, message)) => {
                 self.reject_frame(index, header, metadata, reason, &message);
@@ -409,8 +410,8 @@ impl Shard {
         self.check_number(index, header.number)?;
         let Some(session) = self.sessions[index].as_ref() else { return Ok(()) };
         let id = SessionId { index, epoch: session.epoch };
-        let has_room = session.requests.len() < REQUESTS_MAX;
-        let (named, submit, traceparent) = match self.check_submit(header, metadata) {
+        let (has_room, held) = (session.requests.len() < REQUESTS_MAX, session.counted_held);
+        let (named, submit, traceparent) = match self.check_submit(held, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -508,9 +509,10 @@ impl Shard {
         }
     }
 
-    /// The checks of shape, before policy hears of the job.
+    /// The checks of shape, before policy hears of the job. `held` bytes of it are counted as buffered already.
     fn check_submit<'m>(
         &self,
+        held: usize,
         header: Header,
         metadata: &'m [u8],
     ) -> Result<(usize, Submit<'m>, Option<&'m str>), (RejectReason, String)> {
@@ -538,7 +540,7 @@ impl Shard {
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
-        if self.buffered as u64 + size > self.limits.buffered_bytes_max as u64 {
+        if self.buffered.saturating_sub(held) as u64 + size > self.limits.buffered_bytes_max as u64 {
             return Err((RejectReason::Overloaded, self.buffered_full()));
         }
         let traceparent = extensions
@@ -607,6 +609,8 @@ impl Shard {
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
+            self.last_crashed =
+                answer.job.map(|job| (job, answer.cargo.operation.clone(), answer.cargo.tenant.clone()));
         }
         let SessionId { index, epoch } = answer.cargo.session;
         let request = answer.cargo.request;

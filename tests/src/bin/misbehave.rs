@@ -4,12 +4,13 @@
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, ExitCode};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use bulkhead_shared::client_protocol::{Hello, role};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
-use bulkhead_shared::worker_protocol::{Empty, LINK_VARIABLE, Status};
+use bulkhead_shared::worker_protocol::{Empty, LINK_VARIABLE, Status, WorkerWelcome};
 use bulkhead_worker::{Ctx, Fault, HandlerError, Job, Server};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
@@ -35,6 +36,23 @@ fn main() -> ExitCode {
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
+        // Is ready at once the first time, and later only when the file `go` is there.
+        ["slow-again", once] => {
+            let once = once.to_owned();
+            Server::new()
+                .init(move |_| -> Result<(), HandlerError> {
+                    if !count_up(&once).is_ok_and(|before| before == 0) {
+                        wait_for_file("go", || false);
+                    }
+                    Ok(())
+                })
+                .handler(|job: &Job, ctx: &Ctx<()>| match ctx.operation().strip_prefix("steps:") {
+                    Some(steps) => take_steps(steps, job, || ctx.is_cancelled()),
+                    None => Ok(job.payload().to_vec()),
+                })
+                .serve()
+        }
+        ["raw", "hoard"] => hoard(),
         ["raw", mode] => raw(mode),
         _ => ExitCode::from(2),
     }
@@ -61,7 +79,87 @@ fn die_later(after: Duration, how: impl FnOnce() + Send + 'static) {
     });
 }
 
+/// Appends a byte to a file; returns how many there were.
+fn count_up(path: &str) -> std::io::Result<u64> {
+    use std::io::Write;
+    let mut file = std::fs::OpenOptions::new().append(true).create(true).open(path)?;
+    file.write_all(b".")?;
+    Ok(file.metadata()?.len() - 1)
+}
+
+fn wait_for_file(path: &str, is_over: impl Fn() -> bool) {
+    while !std::path::Path::new(path).exists() && !is_over() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Jobs that run in this process now.
+static RUNNING: AtomicU32 = AtomicU32::new(0);
+
+struct Running;
+
+impl Running {
+    fn begin() -> Self {
+        RUNNING.fetch_add(1, Ordering::SeqCst);
+        Self
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        RUNNING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Takes steps parted by semicolons. They stand in the operation, so that the payload is free.
+fn take_steps(steps: &str, job: &Job, is_cancelled: impl Fn() -> bool) -> Result<Vec<u8>, HandlerError> {
+    let mut answer = b"done".to_vec();
+    for step in steps.split(';') {
+        match step.split(' ').collect::<Vec<_>>()[..] {
+            // The first so many that come here die; the file counts all.
+            ["die-first", count, path] => {
+                if count_up(path)? < count.parse().unwrap_or(0) {
+                    std::process::abort();
+                }
+            }
+            // Stops the whole process the first so many times, so that it reads nothing any more.
+            ["freeze-first", count, path] => {
+                if count_up(path)? < count.parse().unwrap_or(0) {
+                    kill(Pid::this(), Signal::SIGSTOP)?;
+                    forever();
+                }
+            }
+            ["die-on", payload] if payload.as_bytes() == job.payload() => std::process::abort(),
+            ["die-on", _] => {}
+            ["die"] => std::process::abort(),
+            ["count", path] => drop(count_up(path)?),
+            // A sign for this process alone.
+            ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
+            ["wait", path] => wait_for_file(path, &is_cancelled),
+            ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse().unwrap_or(0))),
+            ["echo"] => answer = job.payload().to_vec(),
+            ["pid"] => answer = std::process::id().to_string().into_bytes(),
+            // The most jobs that ran in this process within so many milliseconds, this one included.
+            ["peak", ms] => {
+                let until = Instant::now() + Duration::from_millis(ms.parse().unwrap_or(0));
+                let mut peak = RUNNING.load(Ordering::SeqCst);
+                while Instant::now() < until {
+                    std::thread::yield_now();
+                    peak = peak.max(RUNNING.load(Ordering::SeqCst));
+                }
+                answer = peak.to_string().into_bytes();
+            }
+            _ => return Err(HandlerError::new("unknown_step", step)),
+        }
+    }
+    Ok(answer)
+}
+
 fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
+    let _running = Running::begin();
+    if let Some(steps) = ctx.operation().strip_prefix("steps:") {
+        return take_steps(steps, job, || ctx.is_cancelled());
+    }
     match ctx.operation() {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
@@ -187,11 +285,7 @@ fn raw(mode: &str) -> ExitCode {
     if mode == "never-hello" {
         forever();
     }
-    let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
-    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
-    // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
-    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
-    let mut raw = Raw { socket, inbox: Inbox::default(), scratch: Scratch::default() };
+    let mut raw = Raw::by_hand();
     if mode == "rubbish-first" {
         raw.bytes(&[0xa5; 4096]);
         forever();
@@ -209,7 +303,68 @@ fn raw(mode: &str) -> ExitCode {
     }
 }
 
+/// A worker that cannot be resized: keeps the jobs it gets until the file `go` is there, and answers each with
+/// the most it has had at once. More than the welcome allows leaves the file `too-many`, and a LIMITS frame
+/// the file `told`.
+fn hoard() -> ExitCode {
+    use std::os::fd::AsFd;
+    let mut raw = Raw::by_hand();
+    raw.hello(1);
+    let (mut allowed, mut jobs, mut peak, mut is_draining) = (u32::MAX, Vec::new(), 0, false);
+    loop {
+        let mut poll = [nix::poll::PollFd::new(raw.socket.as_fd(), nix::poll::PollFlags::POLLIN)];
+        let _ = nix::poll::poll(&mut poll, nix::poll::PollTimeout::from(2_u8));
+        let mut is_welcome = false;
+        if poll[0].any() == Some(true) {
+            let Ok((received, mut batch)) = raw.inbox.receive(&raw.socket, &mut raw.scratch) else {
+                return ExitCode::SUCCESS;
+            };
+            while let Ok(Some(item)) = batch.next() {
+                let Item::Frame { header, metadata, .. } = item else { continue };
+                match header.kind {
+                    kind::WORKER_WELCOME => {
+                        let welcome = bulkhead_shared::codec::decode::<WorkerWelcome<'_>>(metadata, &[]);
+                        allowed = welcome.map_or(0, |(welcome, _)| welcome.max_in_flight);
+                        is_welcome = true;
+                    }
+                    kind::JOB => jobs.push(header.number),
+                    kind::CANCEL_JOB => {}
+                    kind::LIMITS => drop(count_up("told")),
+                    kind::DRAIN => is_draining = true,
+                    _ => {}
+                }
+            }
+            if received == bulkhead_shared::connection::Received::Closed {
+                return ExitCode::SUCCESS;
+            }
+        }
+        if is_welcome {
+            raw.send(kind::READY, 0, b"");
+        }
+        peak = jobs.len().max(peak);
+        if jobs.len() > allowed as usize {
+            let _ = count_up("too-many");
+        }
+        if std::path::Path::new("go").exists() {
+            for job in jobs.drain(..) {
+                raw.send(kind::RESULT, job, peak.to_string().as_bytes());
+            }
+        }
+        if is_draining && jobs.is_empty() {
+            return ExitCode::SUCCESS;
+        }
+    }
+}
+
 impl Raw {
+    fn by_hand() -> Self {
+        let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
+        #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+        // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
+        let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
+        Self { socket, inbox: Inbox::default(), scratch: Scratch::default() }
+    }
+
     fn bytes(&mut self, bytes: &[u8]) {
         use std::io::Write;
         if self.socket.write_all(bytes).is_err() {

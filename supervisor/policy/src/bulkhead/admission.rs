@@ -12,7 +12,7 @@ use crate::breaker::Admission;
 use crate::jobs::{Entry, Place};
 use crate::limits::Overflow;
 use crate::messages::{Action, Answer, Note, Submission, rejection};
-use crate::rate::{Excess, RatePer};
+use crate::rate::{Excess, RateLimit, RatePer};
 use crate::tenants::TenantId;
 use crate::time::Time;
 use crate::workers::SlotState;
@@ -168,12 +168,7 @@ impl<T> Bulkhead<T> {
         submission: &Submission<T>,
         out: &mut Vec<Action<T>>,
     ) -> Result<(), Refusal> {
-        let own = self.tenants.get(submission.tenant).own.rate_limit;
-        let Some(limit) = own.or(self.limits.rate_limit) else { return Ok(()) };
-        let whose = match limit.per {
-            RatePer::Bulkhead => TenantId::NOBODY,
-            RatePer::Tenant => submission.tenant,
-        };
+        let Some((limit, whose)) = self.rate_of(submission.tenant) else { return Ok(()) };
         match self.tenants.get(whose).bucket.take(now, &limit, submission.cost.max(1)) {
             Ok(()) => Ok(()),
             Err(Excess::For(wait)) => {
@@ -190,6 +185,26 @@ impl<T> Bulkhead<T> {
                 Err(Refusal { verdict, wait: Wait::ForEver })
             }
         }
+    }
+
+    /// The same without a word to anybody. Returns how long to wait, if it is over the limit.
+    pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
+        let (limit, whose) = self.rate_of(tenant)?;
+        match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
+            Ok(()) => None,
+            Err(Excess::For(wait)) => Some(wait),
+            Err(Excess::ForEver) => Some(Duration::MAX),
+        }
+    }
+
+    /// The rate limit that a tenant's jobs are under, and whose bucket it is.
+    fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
+        let limit = self.tenants.get(tenant).own.rate_limit.or(self.limits.rate_limit)?;
+        let whose = match limit.per {
+            RatePer::Bulkhead => TenantId::NOBODY,
+            RatePer::Tenant => tenant,
+        };
+        Some((limit, whose))
     }
 
     /// Whether a tenant has as many jobs in flight as it may.

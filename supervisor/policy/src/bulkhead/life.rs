@@ -171,7 +171,7 @@ impl<T> Bulkhead<T> {
                 out.push(Action::Drain { worker: id });
             }
             Phase::Handshaking { .. } | Phase::Initializing { .. } => {
-                self.kill(place, KillReason::Overdue, out);
+                self.kill(place, KillReason::Unwanted, out);
                 return;
             }
             Phase::Draining | Phase::Killing(_) => return,
@@ -326,11 +326,12 @@ impl<T> Bulkhead<T> {
         }
         worker.phase = Phase::Killing(reason.clone());
         worker.kill_at = None;
-        let (id, pid) = (worker.id, worker.pid.unwrap_or(0));
+        let (id, pid) = (worker.id, worker.pid);
         self.worker_timers.clear(place);
         self.refresh(place);
         out.push(Action::Kill { worker: id, reason: reason.clone() });
-        out.push(Action::Note(Note::WorkerKilled { pid, reason }));
+        // Before it is known to run there is nothing to tell of.
+        out.extend(pid.map(|pid| Action::Note(Note::WorkerKilled { pid, reason })));
     }
 
     /// Sets a worker's one timer to the next thing it can miss.
@@ -705,9 +706,10 @@ fn crash(death: Death, killed: Option<&KillReason>, message: String) -> Verdict 
         (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
         (Some(KillReason::Overdue), _) => (CrashReason::Stopped, None),
         (Some(KillReason::KeeperDied), _) => (CrashReason::Signal, Some(SIGKILL)),
-        (Some(KillReason::Deadline | KillReason::NoHello | KillReason::NotReady), _) => {
-            (CrashReason::Collateral, None)
-        }
+        (
+            Some(KillReason::Deadline | KillReason::NoHello | KillReason::NotReady | KillReason::Unwanted),
+            _,
+        ) => (CrashReason::Collateral, None),
     };
     Verdict::Crashed { reason, status, message }
 }

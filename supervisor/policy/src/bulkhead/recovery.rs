@@ -85,7 +85,7 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) -> bool {
         if matches!(loss, Loss::Alone | Loss::Program) {
-            self.suspect_payload(now, index, out);
+            self.suspect_payload(now, index);
         }
         if !self.may_be_tried_again(now, index) {
             return false;
@@ -103,11 +103,11 @@ impl<T> Bulkhead<T> {
         true
     }
 
-    fn suspect_payload(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
+    fn suspect_payload(&mut self, now: Time, index: u32) {
         let Some(digest) = self.jobs.get(index).digest else { return };
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
-            out.push(Action::Note(Note::JobQuarantined { job: self.jobs.id(index), digest }));
+            self.late_notes.push(Note::JobQuarantined { job: self.jobs.id(index), digest });
         }
     }
 

@@ -186,6 +186,18 @@ impl<T> Bulkhead<T> {
         self.poison.len(now)
     }
 
+    /// Charges the rate limit for a job that was refused before it was charged, and is to go elsewhere: a limit
+    /// that a closed door leads past would be none. If it is over the limit, that is why it is refused, and this
+    /// says for how long.
+    pub fn charge_late(&mut self, now: Time, tenant: &str, cost: u32, refused: &Verdict) -> Option<Duration> {
+        let tenant = self.tenant(tenant);
+        let wait = self.take_rate(now, tenant, cost)?;
+        let count = self.counters.of(refused);
+        *count = count.saturating_sub(1);
+        self.counters.rejected[RejectReason::RateLimited.code() as usize] += 1;
+        Some(wait)
+    }
+
     /// A job's answer was not told: it has gone to another bulkhead, whose answer will count here.
     pub fn passed_on(&mut self, verdict: &Verdict) {
         let count = self.counters.of(verdict);
@@ -213,7 +225,9 @@ impl<T> Bulkhead<T> {
     /// Permits that are free now.
     pub fn available(&self) -> u64 {
         let able = self.workers.iter().flatten().filter(|worker| worker.listed.is_some());
-        able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum()
+        let free: u64 =
+            able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum();
+        free.min(self.permits.saturating_sub(self.in_use.into()))
     }
 
     /// How many jobs may wait now.

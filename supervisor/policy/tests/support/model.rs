@@ -87,6 +87,8 @@ struct Worker {
     promised: u32,
     /// As the policy says; judged by what follows from it.
     is_apart: bool,
+    /// Whether it goes because there are to be fewer.
+    is_surplus: bool,
     /// Since when its silence is watched, and whether it is asked what was seen.
     watched_at: Option<Time>,
     was_looked_at: bool,
@@ -262,7 +264,8 @@ impl Model {
         let able = available.iter().filter(|w| !w.is_apart);
         let free: usize = able.map(|w| self.capacity(w).saturating_sub(w.jobs.len())).sum();
         assert_eq!(bulkhead.limit(), limit as u64);
-        assert_eq!(bulkhead.available(), free as u64);
+        let (in_use, limit_in_all) = self.permits();
+        assert_eq!(bulkhead.available(), free.min(limit_in_all.saturating_sub(in_use)) as u64);
         let most = self.limits.processes * self.limits.max_in_flight;
         assert!(limit <= most as usize, "more permits than there are");
         assert_eq!(bulkhead.activity(), self.activity);
@@ -351,7 +354,9 @@ impl Model {
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
         let taken = |w: &&Worker| if w.is_apart { self.capacity(w) } else { w.jobs.len() };
         let limit = available.iter().map(|w| self.capacity(w)).sum();
-        (available.iter().map(taken).sum(), limit)
+        let surplus = self.workers.values().filter(|worker| worker.is_surplus);
+        let debt: usize = surplus.map(|worker| worker.jobs.len()).sum();
+        (available.iter().map(taken).sum::<usize>() + debt, limit)
     }
 
     fn lowest_admitted(&self) -> Priority {

@@ -25,6 +25,7 @@ impl Worker {
             can_resize: false,
             promised: u32::MAX,
             is_apart: false,
+            is_surplus: false,
             watched_at: None,
             was_looked_at: false,
             forgiven: 0,
@@ -115,6 +116,10 @@ impl Model {
             }
             KillReason::Hung => self.step.cause == Cause::Looked(worker.id) && worker.was_looked_at,
             KillReason::Overdue => self.is_overdue(worker),
+            KillReason::Unwanted => {
+                let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
+                has_not_begun && (self.is_stopping() || !self.is_wanted(worker))
+            }
             KillReason::KeeperDied => false,
         }
     }
@@ -146,12 +151,8 @@ impl Model {
     }
 
     fn is_overdue(&self, worker: &Worker) -> bool {
-        let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
-        if has_not_begun && !self.is_wanted(worker) {
-            return true;
-        }
         match (self.mode, worker.phase) {
-            (Mode::Stopping { by }, _) if by <= self.now || has_not_begun => true,
+            (Mode::Stopping { by }, _) if by <= self.now => true,
             (_, Phase::Draining { idle_since: Some(since) }) => since + EXIT_PATIENCE <= self.now,
             _ => false,
         }
@@ -185,12 +186,12 @@ impl Model {
     }
 
     fn check_patience(&self, worker: &Worker) {
-        use KillReason::{Deadline, NoHello, NotReady, Overdue};
+        use KillReason::{Deadline, NoHello, NotReady, Overdue, Unwanted};
         let heartbeat = self.limits.health.heartbeat;
         let is_watched = worker.watched_at.is_some_and(|at| self.now < at + heartbeat);
         let is_fine = !self.is_silent(worker) || is_watched || worker.was_looked_at;
         assert!(is_fine, "{:?} is silent, and nobody cares", worker.id);
-        for reason in [Deadline, NoHello, NotReady, Overdue] {
+        for reason in [Deadline, NoHello, NotReady, Overdue, Unwanted] {
             assert!(!self.may_kill(worker, &reason), "{:?} lives on in spite of {reason:?}", worker.id);
         }
     }
@@ -324,6 +325,7 @@ fn kill_name(reason: &KillReason) -> &'static str {
         KillReason::NoHello => "no hello",
         KillReason::NotReady => "not ready",
         KillReason::Overdue => "overdue",
+        KillReason::Unwanted => "unwanted",
         KillReason::KeeperDied => "keeper died",
     }
 }

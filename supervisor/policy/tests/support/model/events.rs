@@ -350,8 +350,10 @@ impl Model {
         let Some(worker) = self.live(id) else { return };
         let (jobs, killed) = (worker.jobs.clone(), worker.killed.clone());
         let was_ready = worker.ready_at.is_some();
-        let is_ours =
-            matches!(killed, Some(KillReason::Deadline | KillReason::Overdue | KillReason::KeeperDied));
+        let is_ours = matches!(
+            killed,
+            Some(KillReason::Deadline | KillReason::Overdue | KillReason::KeeperDied | KillReason::Unwanted)
+        );
         let is_unfit = !is_ours && (!was_ready || (jobs.is_empty() && worker.served == 0));
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let verdict = verdict_of(death, killed.as_ref());
@@ -364,6 +366,7 @@ impl Model {
                     | KillReason::KeeperDied
                     | KillReason::NoHello
                     | KillReason::NotReady
+                    | KillReason::Unwanted
             )
         );
         if let &[job] = &jobs[..]
