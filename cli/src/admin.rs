@@ -204,13 +204,21 @@ fn bulkhead_table(rows: &[Value]) -> String {
 }
 
 fn worker_table(bulkhead: &Value) -> String {
-    let mut table = table(&["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"]);
-    for worker in bulkhead["workers"].as_array().into_iter().flatten() {
+    let workers = bulkhead["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
+    // Where tenants have workers of their own, each says whose it is.
+    let has_tenants = workers.iter().any(|worker| worker["tenant"].is_string());
+    let columns = ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
+    let mut table = match has_tenants {
+        true => table(&[&["TENANT"], &columns[..]].concat()),
+        false => table(&columns),
+    };
+    for worker in workers {
         let uptime = std::time::Duration::from_secs(worker["uptime_ms"].as_u64().unwrap_or(0) / 1000);
         let rss = worker["rss_bytes"]
             .as_u64()
             .map_or_else(|| "-".to_owned(), |b| format!("{:.1}MiB", b as f64 / 1_048_576.0));
-        table.add_row([
+        let tenant = has_tenants.then(|| format!("'{}'", text(&worker["tenant"])));
+        let rest = [
             text(&worker["pid"]),
             text(&worker["state"]),
             // One word, so that the columns can be told apart by programs.
@@ -220,7 +228,8 @@ fn worker_table(bulkhead: &Value) -> String {
             text(&worker["restarts"]),
             rss,
             text(&worker["last_exit"]),
-        ]);
+        ];
+        table.add_row(tenant.into_iter().chain(rest));
     }
     table.trim_fmt()
 }
