@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::SystemTime;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use tokio::sync::oneshot;
 
 use crate::config::defaults::{
@@ -108,8 +108,9 @@ pub struct Change {
     pub processes: Option<u32>,
     /// Jobs that may wait. Those that wait already stay.
     pub max_queue: Option<u32>,
-    /// How fast jobs may come.
-    pub rate_limit: Option<ChangedRate>,
+    /// How fast jobs may come; `null` for as fast as they like.
+    #[serde(default, deserialize_with = "named")]
+    pub rate_limit: Option<Option<ChangedRate>>,
     /// `forced_open`, or `auto` to leave it to itself.
     pub breaker: Option<BreakerMode>,
 }
@@ -177,7 +178,10 @@ pub struct TenantRate {
 impl Change {
     /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
-        let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
+        if *self == Self::default() {
+            return Some("nothing is to be changed: name a number, such as {\"max_queue\": 10}".into());
+        }
+        let rate = self.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
         check_numbers((0, IN_FLIGHT_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
     }
 }
@@ -185,9 +189,17 @@ impl Change {
 impl TenantChange {
     /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
+        if *self == Self::default() {
+            return Some("nothing is to be changed: name a number, such as {\"max_queue\": 10}".into());
+        }
         let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
         check_numbers((1, PERMITS_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
     }
+}
+
+/// A key that is there, be it with `null`.
+fn named<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
+    Option::deserialize(value).map(Some)
 }
 
 fn check_numbers(

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use bulkhead_policy::{RateLimit, RatePer};
 use serde::Serialize;
 
 /// The state of one bulkhead, as `GET /v1/bulkheads/{name}` shows it.
@@ -18,6 +19,11 @@ pub struct Snapshot {
     /// Why it is degraded or failed, for people.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
+    /// The numbers in force: worker processes, jobs in flight in each, and the rate limit; of one tenant, where
+    /// tenants are apart.
+    pub processes: u32,
+    pub max_in_flight: u32,
+    pub rate_limit: Option<RateSnapshot>,
     pub limit: u64,
     pub in_flight: u64,
     pub available: u64,
@@ -45,6 +51,25 @@ pub struct Snapshot {
     /// The busiest.
     pub tenants: Vec<TenantSnapshot>,
     pub workers: Vec<WorkerSnapshot>,
+}
+
+/// A rate limit in force.
+#[derive(Clone, Debug, Serialize)]
+#[expect(missing_docs, reason = "the names are those of the configuration")]
+pub struct RateSnapshot {
+    pub per_second: f64,
+    pub burst: u32,
+    pub per: &'static str,
+}
+
+impl From<RateLimit> for RateSnapshot {
+    fn from(limit: RateLimit) -> Self {
+        let per = match limit.per {
+            RatePer::Bulkhead => "bulkhead",
+            RatePer::Tenant => "tenant",
+        };
+        Self { per_second: limit.per_second, burst: limit.burst, per }
+    }
 }
 
 /// One tenant's share of a bulkhead.

@@ -332,7 +332,22 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         assert_eq!(changed.len(), 3, "{changed:?}");
         assert_eq!(changed[2]["rate_limit"]["per_second"], 0.01, "{changed:?}");
     });
+    // The numbers in force can be seen, and a limit be taken away.
+    let snapshot = supervisor.snapshot("b");
+    assert_eq!(
+        (&snapshot["max_in_flight"], &snapshot["rate_limit"]["burst"]),
+        (&1.into(), &1.into()),
+        "{snapshot}"
+    );
+    assert_eq!(patch(&supervisor, "b", r#"{"rate_limit": null}"#).1["rate_limit"], Value::Null);
+    run(async {
+        let client = connect(&supervisor).await;
+        for _ in 0..3 {
+            assert_eq!(outcome(&client.job("b", "").send().await), "ok");
+        }
+    });
     for (body, why) in [
+        ("{}", "nothing is to be changed"),
         ("", "not JSON"),
         (r#"{"max_queue": -1}"#, "max_queue"),
         (r#"{"max_queue": 99999999}"#, "0 to 1000000"),
@@ -348,5 +363,5 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         assert_eq!(status, 400, "{body}: {problem}");
         assert!(problem["detail"].as_str().unwrap().contains(why), "{body}: {problem}");
     }
-    assert_eq!(patch(&supervisor, "nobody", "{}").0, 404);
+    assert_eq!(patch(&supervisor, "nobody", r#"{"max_queue": 1}"#).0, 404);
 }

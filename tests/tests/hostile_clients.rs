@@ -636,10 +636,9 @@ fn results_that_nobody_reads_are_bounded() {
     let before = Held::by(&supervisor);
     let most = beside_an_honest_client(&supervisor, || {
         let sockets: Vec<UnixStream> = (0..10).map(|_| open(&path)).collect();
-        for (number, socket) in (0..20).flat_map(|number| sockets.iter().map(move |socket| (number, socket)))
-        {
-            push(socket, &submit(number, "big", b"1000000"));
-        }
+        // All of a client's in one piece: what it sends while it reads nothing is not read either.
+        let jobs: Vec<u8> = (0..20).flat_map(|number| submit(number, "big", b"1000000")).collect();
+        sockets.iter().for_each(|socket| push(socket, &jobs));
         // They would be 200 MB.
         wait_for("every job has ended", || {
             let snapshot = supervisor.snapshot("victim");

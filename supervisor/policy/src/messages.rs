@@ -304,8 +304,8 @@ pub struct Change {
     pub max_in_flight: Option<u32>,
     /// Jobs that may wait. A queue that is longer empties by itself.
     pub max_queue: Option<u32>,
-    /// What was charged under another rate limit stays charged.
-    pub rate_limit: Option<RateLimit>,
+    /// Another rate limit, or none. What was charged stays charged.
+    pub rate_limit: Option<Option<RateLimit>>,
 }
 
 /// What became of a job.
@@ -490,6 +490,10 @@ pub enum Note {
         job: JobId,
         /// How often it was given out so far.
         attempts: u32,
+        /// How it ended the last time.
+        crash: Verdict,
+        /// The process that had it.
+        worker_pid: Option<u32>,
     },
     /// A payload has killed so many workers that it is kept out.
     JobQuarantined {

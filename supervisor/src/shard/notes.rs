@@ -178,8 +178,15 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
         Note::BulkheadFailed { message, .. } => {
             (Critical, "bulkhead_failed", vec![("message", json!(message))])
         }
-        Note::JobRetried { job, attempts } => {
-            (Info, "job_retried", vec![("job", json!(job.to_string())), ("attempts", json!(attempts))])
+        Note::JobRetried { job, attempts, crash, worker_pid } => {
+            let fields = vec![
+                ("job", json!(job.to_string())),
+                ("attempts", json!(attempts)),
+                ("pid", json!(worker_pid)),
+                ("reason", json!(crash.reason())),
+                ("message", json!(crash.message())),
+            ];
+            (Warning, "job_retried", fields)
         }
         Note::JobQuarantined { job, digest } => {
             let digest = digest.to_string();
@@ -205,7 +212,9 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
 
 fn breaker_event(transition: &Transition) -> (Severity, &'static str, Fields) {
     let (severity, kind) = match transition.to {
-        BreakerState::Open | BreakerState::ForcedOpen => (Severity::Critical, "breaker_opened"),
+        BreakerState::Open => (Severity::Critical, "breaker_opened"),
+        // Somebody wanted that.
+        BreakerState::ForcedOpen => (Severity::Warning, "breaker_opened"),
         BreakerState::HalfOpen => (Severity::Info, "breaker_half_open"),
         BreakerState::Closed => (Severity::Info, "breaker_closed"),
     };

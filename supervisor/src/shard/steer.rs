@@ -12,7 +12,7 @@ use crate::command::{
 };
 use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use crate::program::TenantNumbers;
-use crate::snapshot::Snapshot;
+use crate::snapshot::{RateSnapshot, Snapshot};
 
 /// Tenants of one bulkhead that can have numbers of their own.
 const OWN_MAX: usize = 16_384;
@@ -102,12 +102,13 @@ impl Shard {
         let named = self.find(name)?;
         let so_far = self.limits_of(named).rate_limit.map_or(RatePer::Bulkhead, |limit| limit.per);
         let rate = change.rate_limit.as_ref().map(|rate| {
+            let rate = rate.as_ref()?;
             let per = match rate.per {
                 Some(ChangedPer::Bulkhead) => RatePer::Bulkhead,
                 Some(ChangedPer::Tenant) => RatePer::Tenant,
                 None => so_far,
             };
-            rate_limit(rate.per_second, rate.burst, per)
+            Some(rate_limit(rate.per_second, rate.burst, per))
         });
         let Change { processes, max_in_flight, max_queue, .. } = *change;
         let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
@@ -127,7 +128,7 @@ impl Shard {
             limits.processes = processes.unwrap_or(limits.processes);
             limits.max_in_flight = max_in_flight.unwrap_or(limits.max_in_flight);
             limits.max_queue = max_queue.unwrap_or(limits.max_queue);
-            limits.rate_limit = rate.or(limits.rate_limit);
+            limits.rate_limit = rate.unwrap_or(limits.rate_limit);
         }
         if let Some(mode) = change.breaker {
             self.force_breaker(named, mode == BreakerMode::ForcedOpen);
@@ -146,7 +147,7 @@ impl Shard {
         match (was_open, open) {
             (Some(false), true) => {
                 let fields = vec![("from", json!("closed")), ("to", json!("forced_open"))];
-                self.named_event(Severity::Critical, "breaker_opened", named, fields);
+                self.named_event(Severity::Warning, "breaker_opened", named, fields);
             }
             (Some(true), false) => {
                 let fields = vec![("from", json!("forced_open")), ("to", json!("closed"))];
@@ -167,7 +168,7 @@ impl Shard {
     }
 
     /// The numbers in force for all tenants of a bulkhead.
-    fn limits_of(&self, named: usize) -> &Limits {
+    pub(super) fn limits_of(&self, named: usize) -> &Limits {
         match &self.named[named].layout {
             Layout::Shared(compartment) => self.compartments[*compartment].policy.limits(),
             Layout::Isolated(isolated) => &isolated.limits,
@@ -187,7 +188,7 @@ impl Shard {
         if in_flight == 0 && queue > 0 {
             return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
         }
-        let is_common = numbers.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
+        let is_common = numbers.rate_limit.flatten().is_some_and(|limit| limit.per == RatePer::Bulkhead);
         let has_own = |own: &TenantNumbers| own.rate_limit.is_some();
         if is_common && self.named[named].own.values().any(has_own) && self.is_shared(named) {
             return unfit(
@@ -218,7 +219,7 @@ impl Shard {
         let rate = change.rate_limit.as_ref();
         let rate = rate.map(|rate| rate_limit(rate.per_second, rate.burst, RatePer::Tenant));
         let TenantChange { processes, max_in_flight, max_queue, .. } = *change;
-        let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
+        let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate.map(Some) };
         self.check_tenant(named, tenant, &numbers)?;
         let own = TenantNumbers { processes, max_in_flight, max_queue, rate_limit: rate };
         let all = match &mut self.named[named].layout {
@@ -307,10 +308,7 @@ impl Shard {
         fields.extend(numbers.max_in_flight.map(|most| ("max_in_flight", json!(most))));
         fields.extend(numbers.processes.map(|most| ("processes", json!(most))));
         fields.extend(numbers.max_queue.map(|most| ("max_queue", json!(most))));
-        fields.extend(numbers.rate_limit.map(|limit| {
-            let per = if limit.per == RatePer::Tenant { "tenant" } else { "bulkhead" };
-            ("rate_limit", json!({"per_second": limit.per_second, "burst": limit.burst, "per": per}))
-        }));
+        fields.extend(numbers.rate_limit.map(|limit| ("rate_limit", json!(limit.map(RateSnapshot::from)))));
         if fields.is_empty() {
             return;
         }

@@ -8,7 +8,7 @@ use bulkhead_shared::RejectReason;
 use super::Shard;
 use super::named::{Compartment, Layout};
 use crate::command::SteerError;
-use crate::snapshot::{Latencies, Snapshot, TenantSnapshot, WorkerSnapshot};
+use crate::snapshot::{Latencies, RateSnapshot, Snapshot, TenantSnapshot, WorkerSnapshot};
 
 /// Tenants that a snapshot shows.
 const TENANTS_SHOWN: usize = 10;
@@ -51,6 +51,9 @@ impl Shard {
         let mut snapshot = self.sum(named, &[part]);
         snapshot.tenant = Some(tenant.to_owned());
         snapshot.latency_ms = part.latency.percentiles();
+        let limits = part.policy.limits();
+        (snapshot.processes, snapshot.max_in_flight) = (limits.processes, limits.max_in_flight);
+        snapshot.rate_limit = limits.rate_limit.map(RateSnapshot::from);
         if isolated.is_draining {
             snapshot.state = BulkheadState::Draining.name();
         }
@@ -69,11 +72,15 @@ impl Shard {
         let state = state(parts);
         let trouble = policies().map(|policy| policy.last_trouble()).find(|trouble| !trouble.is_empty());
         let is_fine = state == BulkheadState::Ready;
+        let limits = self.limits_of(named);
         Snapshot {
             name: self.named[named].name.as_ref().to_owned(),
             tenant: None,
             state: state.name(),
             detail: trouble.filter(|_| !is_fine).map(str::to_owned),
+            processes: limits.processes,
+            max_in_flight: limits.max_in_flight,
+            rate_limit: limits.rate_limit.map(RateSnapshot::from),
             limit: policies().map(|policy| policy.limit()).sum(),
             in_flight: policies().map(|policy| policy.in_flight()).sum(),
             available: policies().map(|policy| policy.available()).sum(),

@@ -116,7 +116,7 @@ impl<T> Bulkhead<T> {
         }
         if self.is_quarantined(now, submission.digest) {
             let message = format!(
-                "this payload has killed {} workers; `reset` lets it in again",
+                "alone where it ran, this payload has crashed it, {} times at least; `reset` lets it in again",
                 self.limits.poison.as_ref().map_or(0, |poison| poison.crashes)
             );
             return Err(refusal(RejectReason::Quarantined, message));

@@ -459,6 +459,7 @@ impl<T> Bulkhead<T> {
         let mut jobs = std::mem::take(&mut worker.jobs);
         let last_words = worker.last_words.take();
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
+        let is_mute = killed.is_none() && matches!(worker.phase, Phase::Handshaking { .. });
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
         // By the worker's own doing, or because it would not start or hangs: not by ours.
         let is_own_doing = worker.role != Role::Retired
@@ -476,6 +477,10 @@ impl<T> Bulkhead<T> {
             self.last_trouble = match (was_ready, last_words) {
                 (true, _) if is_unfit => format!("the worker ended without having done a job: {sentence}"),
                 (true, _) => format!("the worker ended: {sentence}"),
+                (false, None) if is_mute => format!(
+                    "the worker did not start: {sentence} before it said hello; a program that is not built with \
+                     the worker SDK wants `exec` instead of `command`"
+                ),
                 (false, None) => format!("the worker did not start: {sentence}"),
                 (false, Some(words)) => format!("the worker did not start: {sentence}; it said: {words}"),
             };

@@ -99,7 +99,8 @@ impl<T> Bulkhead<T> {
         job.is_suspect |= matches!(loss, Loss::Alone | Loss::AmongOthers);
         let attempts = job.attempts;
         self.counters.retries += 1;
-        out.push(Action::Note(Note::JobRetried { job: self.jobs.id(index), attempts }));
+        let (job, crash) = (self.jobs.id(index), verdict.clone());
+        out.push(Action::Note(Note::JobRetried { job, attempts, crash, worker_pid }));
         true
     }
 

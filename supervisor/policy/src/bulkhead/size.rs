@@ -48,8 +48,10 @@ impl<T> Bulkhead<T> {
     pub(super) fn change(&mut self, now: Time, change: Change, out: &mut Vec<Action<T>>) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
         if let Some(limit) = change.rate_limit {
-            let before = self.limits.rate_limit.replace(limit);
-            self.tenants.rescale(now, before.as_ref(), &limit);
+            let before = std::mem::replace(&mut self.limits.rate_limit, limit);
+            if let Some(limit) = limit {
+                self.tenants.rescale(now, before.as_ref(), &limit);
+            }
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {

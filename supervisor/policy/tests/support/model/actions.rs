@@ -302,7 +302,7 @@ impl Model {
                     StopReason::Policy => "bulkhead failed by policy",
                 });
             }
-            Note::JobRetried { job, attempts } => self.retried(*job, *attempts),
+            Note::JobRetried { job, attempts, .. } => self.retried(*job, *attempts),
             Note::JobQuarantined { digest, .. } => {
                 let at = self.step.to_quarantine.iter().position(|d| d == digest);
                 self.step.to_quarantine.remove(at.expect("quarantined for no reason"));
