@@ -178,9 +178,6 @@ pub struct TenantRate {
 impl Change {
     /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
-        if *self == Self::default() {
-            return Some("nothing is to be changed: name a number, such as {\"max_queue\": 10}".into());
-        }
         let rate = self.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
         check_numbers((0, IN_FLIGHT_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
     }
@@ -189,9 +186,6 @@ impl Change {
 impl TenantChange {
     /// What is wrong with it by itself, for whoever asked.
     pub(crate) fn problem(&self) -> Option<String> {
-        if *self == Self::default() {
-            return Some("nothing is to be changed: name a number, such as {\"max_queue\": 10}".into());
-        }
         let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
         check_numbers((1, PERMITS_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
     }

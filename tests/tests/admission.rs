@@ -347,7 +347,6 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         }
     });
     for (body, why) in [
-        ("{}", "nothing is to be changed"),
         ("", "not JSON"),
         (r#"{"max_queue": -1}"#, "max_queue"),
         (r#"{"max_queue": 99999999}"#, "0 to 1000000"),
