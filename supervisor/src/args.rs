@@ -2,15 +2,16 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, ValueEnum};
+use clap::{Parser, Subcommand, ValueEnum};
 
 /// Runs untrusted code in bounded, confined worker processes.
 #[derive(Debug, Parser)]
 #[command(name = "bulkhead-supervisor", version)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {
     /// The configuration: which bulkheads there are and what they may do
-    #[arg(long, value_name = "FILE")]
-    pub config: PathBuf,
+    #[arg(long, value_name = "FILE", required = true)]
+    pub config: Option<PathBuf>,
 
     /// Verify the configuration, print what was understood, and exit with 0 or 2
     #[arg(long)]
@@ -23,6 +24,21 @@ pub struct Args {
     /// What is logged: error, warn, info, debug, trace, or a filter such as "info,bulkhead=debug"
     #[arg(long, default_value = "info", value_name = "LEVEL")]
     pub log_level: String,
+
+    /// What to do instead
+    #[command(subcommand)]
+    pub command: Option<Command>,
+}
+
+/// What the program can do beside running.
+#[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
+pub enum Command {
+    /// Print which layers of confinement this kernel and user can have, and why not
+    Doctor {
+        /// As one JSON array
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// How log lines look.
@@ -32,4 +48,21 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_or_a_command_is_needed_and_not_both() {
+        let parse = |line: &str| Args::try_parse_from(line.split(' '));
+        assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
+        assert_eq!(parse("x doctor --json").unwrap().command, Some(Command::Doctor { json: true }));
+        for line in
+            ["x", "x --check", "x --config a doctor", "x doctor --config a", "x doctor --check", "x other"]
+        {
+            assert!(parse(line).is_err(), "{line}");
+        }
+    }
 }

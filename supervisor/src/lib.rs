@@ -8,6 +8,7 @@ pub mod args;
 pub mod command;
 pub mod config;
 pub mod control;
+pub mod doctor;
 pub mod keeper;
 mod latency;
 pub mod observe;

@@ -1,11 +1,12 @@
 //! The `bulkhead-supervisor` program: arguments in, exit code out.
 
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
-use bulkhead_supervisor::args::{Args, LogFormat};
+use bulkhead_supervisor::args::{Args, Command, LogFormat};
 use bulkhead_supervisor::observe::logging;
-use bulkhead_supervisor::{config, keeper, supervisor};
+use bulkhead_supervisor::{config, doctor, keeper, supervisor};
 use clap::Parser;
 
 /// Invalid arguments or configuration.
@@ -16,7 +17,18 @@ fn main() -> ExitCode {
         keeper::run_as_keeper();
     }
     let args = Args::parse();
-    let config = match config::load(&args.config) {
+    match (&args.command, &args.config) {
+        (Some(Command::Doctor { json }), _) => {
+            let _ = doctor::run(*json, &mut std::io::stdout()); // A closed standard output leaves nobody to tell.
+            ExitCode::SUCCESS
+        }
+        (None, Some(config)) => run(&args, config),
+        (None, None) => ExitCode::from(USAGE), // Refused with a message when the arguments were read.
+    }
+}
+
+fn run(args: &Args, config: &Path) -> ExitCode {
+    let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {
             // A closed standard error leaves nobody to tell.

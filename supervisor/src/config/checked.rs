@@ -1,7 +1,9 @@
 //! What the rest of the supervisor works with: plain values, resolved and verified. Nothing here knows
 //! TOML, and nothing here can be impossible: whoever holds a [`Config`] checks nothing again.
 
+mod access;
 mod admission;
+mod confinement;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,10 +13,12 @@ use serde::Serialize;
 
 pub use super::rlimits::{Resource, Rlimit};
 use super::units;
+pub use access::{AccessConfig, Who};
 pub use admission::{
     BreakerConfig, IsolationConfig, Overflow, PoisonConfig, PressureConfig, PriorityConfig, RateLimitConfig,
     RatePer, RetryConfig, TenantConfig, TenantsConfig,
 };
+pub use confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser, UidRange};
 
 /// A whole configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -23,6 +27,8 @@ pub struct Config {
     pub path: PathBuf,
     /// `[supervisor]`.
     pub supervisor: SupervisorConfig,
+    /// `[[access]]`, in the order of the file; empty: the supervisor's own user and root may do all.
+    pub access: Vec<AccessConfig>,
     /// The bulkheads, in the order of the file; at least one, no name twice.
     pub bulkheads: Vec<BulkheadConfig>,
 }
@@ -32,8 +38,10 @@ pub struct Config {
 pub struct SupervisorConfig {
     /// The jobs socket, absolute, short enough to bind.
     pub socket: PathBuf,
-    /// Its mode, for example `0o600`.
+    /// Its mode, for example `0o600`; what `access` asks for unless the file says otherwise.
     pub socket_mode: u32,
+    /// The mode of its folder, if that is missing: `0o755` where `access` lets others in, else `0o700`.
+    pub folder_mode: u32,
     /// The admin socket, another path than `socket`.
     pub admin: PathBuf,
     /// How long a stop waits for jobs in flight; zero stops at once.
@@ -45,6 +53,12 @@ pub struct SupervisorConfig {
     pub max_payload: u64,
     /// Bytes of all waiting payloads together, at least `max_payload`.
     pub max_buffered: u64,
+    /// Where crash reports are kept, absolute; what exists there is a folder. `None`: in memory only.
+    pub crash_dir: Option<PathBuf>,
+    /// Crash reports that are kept, at least 1.
+    pub crash_keep: usize,
+    /// The ids that workers with [`SandboxUser::Auto`] get; `None`: there are none.
+    pub worker_uids: Option<UidRange>,
 }
 
 /// `[bulkhead.NAME]`, with `[defaults]` already in it.
@@ -110,6 +124,10 @@ pub struct BulkheadConfig {
     pub recycle: Recycle,
     /// Resource limits, hard = soft, in the order of [`Resource::ALL`]; `core` is always there, as 0.
     pub rlimits: Vec<Rlimit>,
+    /// How far the workers are confined.
+    pub sandbox: SandboxConfig,
+    /// A control group for each worker; `None`: none of its own.
+    pub cgroup: Option<CgroupConfig>,
 }
 
 impl BulkheadConfig {

@@ -22,6 +22,15 @@ pub const PAYLOAD_BYTES_MAX: u64 = 64 * 1024 * 1024;
 /// Bytes of all waiting payloads together.
 pub const BUFFERED_BYTES_MAX: u64 = 512 * 1024 * 1024;
 
+/// Mode of the jobs socket where the file has entries of `[[access]]`: who may is decided by them.
+pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
+/// Mode of the jobs socket's folder, if it is missing.
+pub const FOLDER_MODE: u32 = 0o700;
+/// The same where `[[access]]` lets others in.
+pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
+/// Crash reports that are kept.
+pub const CRASH_KEEP: u64 = 100;
+
 /// The symbol of a C library that serves jobs.
 pub const ENTRY: &str = "bulkhead_handle";
 /// Worker processes of a bulkhead.
@@ -95,6 +104,13 @@ pub const HEALTH_HEARTBEAT: Duration = Duration::from_secs(1);
 /// Heartbeats missed in a row after which a worker is hung.
 pub const HEALTH_MISSED: u64 = 5;
 
+/// How far the workers of a bulkhead that says nothing are confined.
+pub const SANDBOX_PROFILE: &str = "none";
+/// Whether confined workers may use the network.
+pub const SANDBOX_NETWORK: bool = false;
+/// Bytes of the private `/tmp` of confined workers.
+pub const SANDBOX_TMP_BYTES: u64 = 64 * 1024 * 1024;
+
 /// The longest duration a file may name, so that adding a few of them to a clock never overflows.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 /// The shortest duration where nothing at all makes no sense: the resolution of deadlines on the wire.
@@ -139,6 +155,24 @@ pub const TENANT_TABLES_MAX: usize = 1024;
 pub const RESTART_CEILING: u64 = 1000;
 /// The most heartbeats that may be missed.
 pub const MISSED_CEILING: u64 = 1000;
+/// The most crash reports that may be kept.
+pub const CRASH_KEEP_CEILING: u64 = 10_000;
+/// The largest id of a user or a group: the kernel takes the one above for none.
+pub const ID_MAX: u64 = u32::MAX as u64 - 1;
+/// The most ids that `worker_uids` may name.
+pub const WORKER_UIDS_MAX: u64 = 1_000_000;
+/// Entries of `[[access]]` in one file.
+pub const ACCESS_MAX: usize = 1024;
+/// Tenants that one entry of `[[access]]` may name.
+pub const ACCESS_TENANTS_MAX: usize = 1024;
+/// Paths that `sandbox.read` and `sandbox.write` may name, each.
+pub const SANDBOX_PATHS_MAX: usize = 256;
+/// System calls that `sandbox.syscalls` may allow and deny, each.
+pub const SYSCALLS_MAX: usize = 512;
+/// The least memory that a worker's control group may be given.
+pub const CGROUP_MEMORY_MIN: u64 = 1024 * 1024;
+/// The most processor cores that a worker's control group may be given.
+pub const CGROUP_CPU_CEILING: u64 = 1024;
 /// Bytes of a path of a Unix socket: `sun_path` less its closing NUL.
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// Bytes of arguments and environment of one program together.

@@ -142,6 +142,11 @@ impl Problems {
         self.found.is_empty()
     }
 
+    /// Whether something inside `span` was refused.
+    pub(super) fn any_within(&self, span: &Range<usize>) -> bool {
+        self.found.iter().any(|(found, ..)| span.start <= found.start && found.end <= span.end)
+    }
+
     /// Gives each problem its line and column. The same problem reached in two ways, as a bad default is
     /// through each bulkhead, is told once.
     pub(super) fn into_errors(mut self, path: &Path, text: &str) -> ConfigErrors {

@@ -8,6 +8,7 @@
 mod checked;
 pub mod defaults;
 mod diagnostics;
+mod identities;
 mod programs;
 mod raw;
 mod reader;
@@ -17,6 +18,7 @@ mod schema;
 mod settled;
 mod summary;
 mod syntax;
+mod system_calls;
 #[cfg(test)]
 mod tests;
 mod units;
@@ -28,12 +30,14 @@ use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 pub use checked::{
-    BreakerConfig, BulkheadConfig, Config, Health, IsolationConfig, Overflow, PoisonConfig, PressureConfig,
-    PriorityConfig, Program, RateLimitConfig, RatePer, Recycle, Resource, Restart, RestartPolicy,
-    RetryConfig, Rlimit, Start, SupervisorConfig, TenantConfig, TenantsConfig,
+    AccessConfig, BreakerConfig, BulkheadConfig, CgroupConfig, Config, Health, IsolationConfig, Layer,
+    Overflow, PoisonConfig, PressureConfig, PriorityConfig, Profile, Program, RateLimitConfig, RatePer,
+    Recycle, Resource, Restart, RestartPolicy, RetryConfig, Rlimit, SandboxConfig, SandboxUser, Start,
+    SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
 };
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};
+use schema::Supported;
 pub use schema::{Key, Kind, Preset, later, reference};
 use toml::de::DeTable;
 
@@ -108,7 +112,7 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
 /// # Ok::<(), config::ConfigErrors>(())
 /// ```
 pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
-    parse_in(text, path, &Surroundings::of_process())
+    parse_in(text, path, &Surroundings::of_process(), schema::SUPPORTED)
 }
 
 /// What of the process a file depends on.
@@ -141,7 +145,12 @@ impl Surroundings {
     }
 }
 
-fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Config, ConfigErrors> {
+fn parse_in(
+    text: &str,
+    path: &Path,
+    surroundings: &Surroundings,
+    supported: Supported,
+) -> Result<Config, ConfigErrors> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let absolute = std::path::absolute(path).map_err(|error| {
         let message =
@@ -155,7 +164,7 @@ fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Conf
     if !problems.is_empty() {
         return Err(problems.into_errors(path, text));
     }
-    let raw = raw::read(document.get_ref(), &mut problems);
+    let raw = raw::read(document.get_ref(), supported, &mut problems);
     let mut checker = relations::Checker { folder, surroundings, problems: &mut problems };
     let config = checker.check(&absolute, raw);
     if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(path, text)) }

@@ -97,6 +97,28 @@ pub(super) fn working_folder(label: &str, path: &Path, folder: &Path) -> Result<
     })
 }
 
+/// Checks that a folder can be made at `path`, or be used if it is there. What is above it is not judged.
+pub(super) fn folder_to_be(label: &str, path: &Path) -> Result<(), Complaint> {
+    match fs::metadata(path) {
+        Ok(found) if !found.is_dir() => Err(Complaint::new(
+            format!("`{label}`: {} is not a folder", path.display()),
+            "name a folder, or a path where there is nothing yet",
+        )),
+        Ok(_) => may(path, Access::WRITE_OK | Access::EXEC_OK).map_err(|error| {
+            Complaint::new(
+                format!("`{label}`: {} cannot be written to: {error}", path.display()),
+                "make it writable to the user of the supervisor",
+            )
+        }),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Checks that something is there.
+pub(super) fn present(label: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
+    look_up(label, "file or folder", path, folder).map(drop)
+}
+
 fn check_regular_file(label: &str, what: &str, path: &Path, folder: &Path) -> Result<(), Complaint> {
     let found = look_up(label, what, path, folder)?;
     if found.is_file() {

@@ -1,28 +1,35 @@
 //! What the file says, key by key, with places: each value in range by itself, none yet judged against
 //! another, nothing looked up on the disk. `[defaults]` and a bulkhead have the same shape.
 
+mod access;
 mod admission;
+mod confinement;
 mod tenants;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
+pub(super) use access::RawAccess;
 pub(super) use admission::{
     RawAdmission, RawBreaker, RawPoison, RawPressure, RawPriority, RawRateLimit, RawRetry, RawTenants,
 };
 use bulkhead_shared::limits::is_bulkhead_name;
-pub(super) use tenants::RawTenant;
+pub(super) use confinement::{RawCgroup, RawSandbox};
+pub(super) use tenants::{RawTenant, check_name as check_tenant_name};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Problems, shown};
 use super::reader::{Arguments, Field, Origin, TableReader};
-use super::{Resource, defaults, schema, values};
+use super::schema::Supported;
+use super::{Resource, UidRange, defaults, schema, values};
 
 /// A whole file.
 pub(super) struct RawFile {
     pub(super) supervisor: RawSupervisor,
+    /// In the order of the file.
+    pub(super) access: Vec<RawAccess>,
     /// In the order of the file, `[defaults]` merged in.
     pub(super) bulkheads: Vec<RawBulkhead>,
     /// Every name that the file has for a bulkhead, also of one that could not be read.
@@ -40,6 +47,9 @@ pub(super) struct RawSupervisor {
     pub(super) max_clients: Field<u64>,
     pub(super) max_payload: Field<u64>,
     pub(super) max_buffered: Field<u64>,
+    pub(super) crash_dir: Field<String>,
+    pub(super) crash_keep: Field<u64>,
+    pub(super) worker_uids: Field<UidRange>,
 }
 
 /// `[bulkhead.NAME]` or `[defaults]`.
@@ -72,6 +82,8 @@ pub(super) struct RawBulkhead {
     pub(super) recycle_age: Field<Duration>,
     /// In the order of [`Resource::ALL`].
     pub(super) rlimits: [Field<Option<u64>>; Resource::ALL.len()],
+    pub(super) sandbox: RawSandbox,
+    pub(super) cgroup: RawCgroup,
 }
 
 /// `restart`.
@@ -87,41 +99,45 @@ pub(super) struct RawRestart {
 const WHAT_RUNS: &[&str] = &["command", "library", "entry", "exec"];
 
 /// Reads a whole document.
-pub(super) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
-    let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, root, problems);
+pub(super) fn read(root: &DeTable<'_>, supported: Supported, problems: &mut Problems) -> RawFile {
+    let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, supported, root, problems);
     let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
     let empty = DeTable::new();
     let supervisor = match top.table("supervisor", schema::SUPERVISOR) {
         Some(mut table) => read_supervisor(heading, &mut table),
         None => {
             let mut nothing = Problems::default();
-            let title = String::new();
-            read_supervisor(
-                heading,
-                &mut TableReader::open(schema::SUPERVISOR, title, Origin::Own, &empty, &mut nothing),
-            )
+            let (schema, title) = (schema::SUPERVISOR, String::new());
+            let mut table = TableReader::open(schema, title, Origin::Own, supported, &empty, &mut nothing);
+            read_supervisor(heading, &mut table)
         }
     };
+    let access = access::read(&mut top);
     let shared = top.bare_table("defaults").unwrap_or(&empty);
     let named = top.bare_table("bulkhead");
     let missing = !root.contains_key("bulkhead");
 
-    let mut shared =
-        TableReader::open(schema::BULKHEAD, "defaults".to_owned(), Origin::Defaults, shared, problems);
+    let (schema, title) = (schema::BULKHEAD, "defaults".to_owned());
+    let mut shared = TableReader::open(schema, title, Origin::Defaults, supported, shared, problems);
     shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
     shared.refuse(&["tenant"], "each [bulkhead.NAME] names its own tenants");
     let shared = read_bulkhead(String::new(), 0..0, &mut shared);
-    let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
+    let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, supported, problems);
     let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
     if missing || named.is_some_and(|named| named.is_empty()) {
         let place = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
         let help = "add a section [bulkhead.NAME] that says what to run, as in `command = [\"./worker\"]`";
         problems.report(place, "the file has no bulkhead", help);
     }
-    RawFile { supervisor, bulkheads, names }
+    RawFile { supervisor, access, bulkheads, names }
 }
 
-fn read_bulkheads(named: &DeTable<'_>, shared: &RawBulkhead, problems: &mut Problems) -> Vec<RawBulkhead> {
+fn read_bulkheads(
+    named: &DeTable<'_>,
+    shared: &RawBulkhead,
+    supported: Supported,
+    problems: &mut Problems,
+) -> Vec<RawBulkhead> {
     let mut entries: Vec<_> = named.iter().collect();
     entries.sort_by_key(|(name, _)| name.span().start);
     if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
@@ -140,7 +156,7 @@ fn read_bulkheads(named: &DeTable<'_>, shared: &RawBulkhead, problems: &mut Prob
             report_not_a_bulkhead(name, value, problems);
             continue;
         };
-        let mut reader = TableReader::open(schema::BULKHEAD, title, Origin::Own, table, problems);
+        let mut reader = TableReader::open(schema::BULKHEAD, title, Origin::Own, supported, table, problems);
         let own = read_bulkhead(name.get_ref().to_string(), name.span(), &mut reader);
         bulkheads.push(own.over(shared));
     }
@@ -169,7 +185,7 @@ fn report_not_a_bulkhead(
     value: &Spanned<DeValue<'_>>,
     problems: &mut Problems,
 ) {
-    let help = match schema::find(schema::BULKHEAD, name.get_ref()) {
+    let help = match schema::find(schema::SUPPORTED, schema::BULKHEAD, name.get_ref()) {
         Some(_) => "keys for every bulkhead go into [defaults], keys for one into [bulkhead.NAME]".to_owned(),
         None => format!("write a section [bulkhead.{}]", shown(name.get_ref())),
     };
@@ -191,18 +207,18 @@ fn read_supervisor(heading: Range<usize>, table: &mut TableReader<'_, '_>) -> Ra
         max_clients: table.count("max_clients"),
         max_payload: table.size("max_payload"),
         max_buffered: table.size("max_buffered"),
+        crash_dir: table.text("crash_dir"),
+        crash_keep: table.count("crash_keep"),
+        worker_uids: table.ids("worker_uids"),
     }
 }
 
 fn read_bulkhead(name: String, heading: Range<usize>, table: &mut TableReader<'_, '_>) -> RawBulkhead {
-    // What later versions can do otherwise is checked, and has nothing to say yet.
-    if let Some(mut sandbox) = table.table("sandbox", schema::SANDBOX) {
-        sandbox.word("profile");
-    }
     let admission = RawAdmission::read(table);
     let restart = read_restart(table);
     let (handshake, ready) = match table.table("start", schema::START) {
         Some(mut start) => {
+            // What later versions can do otherwise is checked, and has nothing to say yet.
             start.word("mode");
             start.zero_for_now("spares");
             (start.duration("handshake"), start.duration("ready"))
@@ -221,6 +237,8 @@ fn read_bulkhead(name: String, heading: Range<usize>, table: &mut TableReader<'_
         Some(mut rlimits) => Resource::ALL.map(|resource| rlimits.limit(resource)),
         None => Resource::ALL.map(|_| Field::Absent),
     };
+    let sandbox = RawSandbox::read(table);
+    let cgroup = RawCgroup::read(table);
     RawBulkhead {
         name,
         heading,
@@ -249,6 +267,8 @@ fn read_bulkhead(name: String, heading: Range<usize>, table: &mut TableReader<'_
         recycle_rss,
         recycle_age,
         rlimits,
+        sandbox,
+        cgroup,
     }
 }
 
@@ -308,6 +328,8 @@ impl RawBulkhead {
             recycle_rss: self.recycle_rss.or(&defaults.recycle_rss),
             recycle_age: self.recycle_age.or(&defaults.recycle_age),
             rlimits,
+            sandbox: self.sandbox.over(&defaults.sandbox),
+            cgroup: self.cgroup.over(&defaults.cgroup),
         }
     }
 }

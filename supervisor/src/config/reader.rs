@@ -9,10 +9,10 @@ use std::time::Duration;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::Resource;
 use super::diagnostics::{Problems, nearest, shown, shown_key};
-use super::schema;
+use super::schema::{self, Key, Kind, Supported};
 use super::values::{self, Complaint, Named};
+use super::{Resource, UidRange};
 
 /// Where a value comes from, the nearest last: a relation that fails is shown at the nearer of its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,6 +75,7 @@ pub(super) struct TableReader<'t, 'p> {
     /// What stands before a key in a message: nothing, or `restart.`.
     prefix: String,
     origin: Origin,
+    supported: Supported,
     table: &'t DeTable<'t>,
     /// Keys that something else in the table was most likely meant to be.
     misspelt: Vec<&'static str>,
@@ -87,34 +88,46 @@ impl<'t, 'p> TableReader<'t, 'p> {
         schema: &'static str,
         title: String,
         origin: Origin,
+        supported: Supported,
         table: &'t DeTable<'t>,
         problems: &'p mut Problems,
     ) -> Self {
-        Self::open_inside(schema, title, String::new(), origin, table, problems)
+        let prefix = String::new();
+        Self { schema, title, prefix, origin, supported, table, misspelt: Vec::new(), problems }.checked()
     }
 
-    fn open_inside(
+    /// Opens a table that is somewhere in this one.
+    fn open_inside<'q>(
+        &'q mut self,
         schema: &'static str,
         title: String,
         prefix: String,
         origin: Origin,
         table: &'t DeTable<'t>,
-        problems: &'p mut Problems,
-    ) -> Self {
-        let mut reader = Self { schema, title, prefix, origin, table, misspelt: Vec::new(), problems };
-        for (name, value) in table.iter() {
-            if schema::find(schema, name.get_ref()).is_none() {
-                let complaint = reader.not_read(name.get_ref(), value.get_ref());
-                reader.problems.report(name.span(), complaint.message, complaint.help);
-                reader.misspelt.extend(nearest(name.get_ref(), reader.key_names()));
+    ) -> TableReader<'t, 'q> {
+        let (supported, misspelt, problems) = (self.supported, Vec::new(), &mut *self.problems);
+        TableReader { schema, title, prefix, origin, supported, table, misspelt, problems }.checked()
+    }
+
+    fn checked(mut self) -> Self {
+        for (name, value) in self.table.iter() {
+            if self.find(name.get_ref()).is_none() {
+                let complaint = self.not_read(name.get_ref(), value.get_ref());
+                self.problems.report(name.span(), complaint.message, complaint.help);
+                let meant = nearest(name.get_ref(), self.key_names());
+                self.misspelt.extend(meant);
             }
         }
-        reader
+        self
+    }
+
+    fn find(&self, name: &str) -> Option<Key> {
+        schema::find(self.supported, self.schema, name)
     }
 
     fn key_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
-        schema::all().filter(move |key| key.table == schema).map(|key| key.name)
+        schema::all(self.supported).filter(move |key| key.table == schema).map(|key| key.name)
     }
 
     /// What a key that is not there leaves: if it was misspelt, that was told, and is no reason to speak
@@ -124,7 +137,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     fn not_read(&self, name: &str, value: &DeValue<'_>) -> Complaint {
-        if schema::LATER.contains(&(self.schema, name)) {
+        if self.later_names().any(|later| later == name) {
             let help = match (self.schema, name) {
                 (schema::SANDBOX, _) => "remove it: the only sandbox of this version is `profile = \"none\"`",
                 _ => "remove it: this version runs without it",
@@ -138,24 +151,35 @@ impl<'t, 'p> TableReader<'t, 'p> {
         let place = if self.title.is_empty() {
             "at the top of the file".to_owned()
         } else {
-            format!("in [{}]", self.title)
+            format!("in {}", self.heading())
         };
         Complaint::new(format!("unknown key `{}` {place}", shown(name)), self.unknown_help(name, value))
     }
 
+    fn later_names(&self) -> impl Iterator<Item = &'static str> + use<> {
+        let schema = self.schema;
+        schema::later_keys(self.supported).filter(move |(table, _)| *table == schema).map(|(_, name)| name)
+    }
+
+    /// How the file has the heading of this table.
+    fn heading(&self) -> String {
+        if self.schema == schema::ACCESS { schema::heading(self.schema) } else { format!("[{}]", self.title) }
+    }
+
     /// A key of another table was misplaced; one that is nearly a key of this table was misspelt.
     fn unknown_help(&self, name: &str, value: &DeValue<'_>) -> String {
-        let here: Vec<&str> =
-            schema::all().filter(|key| key.table == self.schema).map(|key| key.name).collect();
-        let elsewhere: Vec<String> = schema::all()
-            .filter(|key| key.name == name && key.table != schema::TOP)
-            .map(|key| format!("[{}]", key.table))
+        let here: Vec<&str> = self.key_names().collect();
+        // What is a table is none of the keys that hold one value.
+        let is_table = matches!(value, DeValue::Table(_));
+        let fits = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
+        let elsewhere: Vec<String> = schema::all(self.supported)
+            .filter(|key| key.name == name && key.table != schema::TOP && fits(key))
+            .map(|key| schema::heading(key.table))
             .collect();
         if !elsewhere.is_empty() {
             return format!("`{name}` belongs in {}", elsewhere.join(" or "));
         }
-        let later = schema::LATER.iter().filter(|(table, _)| *table == self.schema).map(|(_, name)| *name);
-        if let Some(key) = nearest(name, here.iter().copied().chain(later)) {
+        if let Some(key) = nearest(name, here.iter().copied().chain(self.later_names())) {
             return format!("did you mean `{key}`?");
         }
         match (self.schema, value) {
@@ -175,7 +199,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
 
     fn entry(&self, name: &str) -> Option<(Named, &'t Spanned<DeValue<'t>>)> {
         let value = self.table.get(name)?;
-        let key = schema::find(self.schema, name)?;
+        let key = self.find(name)?;
         Some((Named::new(key, self.label(name)), value))
     }
 
@@ -239,6 +263,10 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self.take(name, values::word)
     }
 
+    pub(super) fn ids(&mut self, name: &str) -> Field<UidRange> {
+        self.take(name, values::ids)
+    }
+
     pub(super) fn zero_for_now(&mut self, name: &str) {
         self.take(name, values::zero_for_now);
     }
@@ -254,14 +282,42 @@ impl<'t, 'p> TableReader<'t, 'p> {
         let prefix =
             if self.schema == schema::TOP { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
-        Some(TableReader::open_inside(schema, title, prefix, self.origin, table, self.problems))
+        Some(self.open_inside(schema, title, prefix, self.origin, table))
+    }
+
+    /// Opens each table of an array of tables inside this one, with its place, in the order of the file.
+    pub(super) fn each_table(
+        &mut self,
+        name: &str,
+        schema: &'static str,
+        mut read: impl FnMut(Range<usize>, &mut TableReader<'t, '_>),
+    ) {
+        let Some((key, value)) = self.entry(name) else { return };
+        let DeValue::Array(array) = value.get_ref() else {
+            return self.complain(value.span(), values::not_tables(&key, value.get_ref()));
+        };
+        let Kind::Tables { max } = key.kind else {
+            return self.complain(value.span(), values::unreadable(&key));
+        };
+        if let Some(beyond) = array.get(max) {
+            let message = format!("`{}` has more than {max} entries", key.label);
+            self.complain(beyond.span(), Complaint::new(message, "give groups access, not single users"));
+        }
+        for (index, element) in array.iter().take(max).enumerate() {
+            let DeValue::Table(table) = element.get_ref() else {
+                self.complain(element.span(), values::not_a_table_of(&key, index, element.get_ref()));
+                continue;
+            };
+            let (title, prefix) = (self.title_of(name), format!("{}.", self.label(name)));
+            read(element.span(), &mut self.open_inside(schema, title, prefix, self.origin, table));
+        }
     }
 
     /// Opens a table inside the table `tenant`, whose keys the file chooses.
     pub(super) fn tenant(&mut self, name: &str, table: &'t DeTable<'t>) -> TableReader<'t, '_> {
         let path = format!("tenant.{}", shown_key(name));
         let (title, prefix) = (self.title_of(&path), format!("{path}."));
-        TableReader::open_inside(schema::TENANT, title, prefix, Origin::Tenant, table, self.problems)
+        self.open_inside(schema::TENANT, title, prefix, Origin::Tenant, table)
     }
 
     /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
@@ -271,7 +327,9 @@ impl<'t, 'p> TableReader<'t, 'p> {
             None => Field::Absent,
             Some((name, value)) => match value.get_ref() {
                 DeValue::Table(table)
-                    if table.keys().all(|key| schema::find(schema, key.get_ref()).is_some()) =>
+                    if table
+                        .keys()
+                        .all(|key| schema::find(self.supported, schema, key.get_ref()).is_some()) =>
                 {
                     Field::Given(Given { value: (), span: name.span(), origin: self.origin })
                 }

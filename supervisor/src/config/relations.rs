@@ -2,7 +2,9 @@
 //! keys judged once. A relation that fails is shown at the value nearest to the writer: a bulkhead's own
 //! before one of `[defaults]`, and either before one that was not written at all.
 
+mod access;
 mod admission;
+mod confinement;
 mod fallback;
 mod tenants;
 
@@ -11,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::checked::*;
-use super::diagnostics::{Problems, shown_key};
+use super::diagnostics::{Problems, shown, shown_key};
 use super::raw::{RawBulkhead, RawFile, RawRestart, RawSupervisor, RawTenant};
 use super::reader::{Arguments, Field, Given};
 use super::settled::{Settled, blame};
@@ -29,17 +31,23 @@ impl Checker<'_> {
     /// Judges a whole file. What it returns holds only if no problem was reported.
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
         let payload = raw.supervisor.max_payload.settle(defaults::PAYLOAD_BYTES_MAX);
-        let supervisor = self.supervisor(&raw.supervisor, &payload);
+        let access = self.access(&raw.access, &raw.names);
+        let supervisor = self.supervisor(&raw.supervisor, &payload, !access.is_empty());
         let bulkheads =
-            raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw.names)).collect();
-        Config { path: path.to_owned(), supervisor, bulkheads }
+            raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw)).collect();
+        Config { path: path.to_owned(), supervisor, access, bulkheads }
     }
 
     fn complain(&mut self, span: Range<usize>, complaint: Complaint) {
         self.problems.report(span, complaint.message, complaint.help);
     }
 
-    fn supervisor(&mut self, raw: &RawSupervisor, payload: &Settled<u64>) -> SupervisorConfig {
+    fn supervisor(
+        &mut self,
+        raw: &RawSupervisor,
+        payload: &Settled<u64>,
+        has_access: bool,
+    ) -> SupervisorConfig {
         let (socket, admin) = self.sockets(raw);
         let buffered = raw.max_buffered.settle(defaults::BUFFERED_BYTES_MAX);
         if buffered.value < payload.value
@@ -56,14 +64,19 @@ impl Checker<'_> {
                 format!("write `max_buffered = \"{large}\"` or more"),
             );
         }
+        let (socket_mode, folder_mode) = access::modes(raw.socket_mode.optional(), has_access);
         SupervisorConfig {
             socket,
-            socket_mode: raw.socket_mode.value_or(defaults::SOCKET_MODE),
+            socket_mode,
+            folder_mode,
             admin,
             drain_timeout: raw.drain_timeout.value_or(defaults::DRAIN_TIMEOUT),
             max_clients: raw.max_clients.value_or(defaults::CLIENTS_MAX) as usize,
             max_payload: payload.value,
             max_buffered: buffered.value,
+            crash_dir: self.crash_dir(&raw.crash_dir),
+            crash_keep: raw.crash_keep.value_or(defaults::CRASH_KEEP) as usize,
+            worker_uids: raw.worker_uids.optional(),
         }
     }
 
@@ -118,7 +131,7 @@ impl Checker<'_> {
         }
     }
 
-    fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Settled<u64>, names: &[String]) -> BulkheadConfig {
+    fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Settled<u64>, file: &RawFile) -> BulkheadConfig {
         let program = self.program(raw);
         self.check_argument_bytes(raw);
         let deadline = raw.deadline.settle(defaults::DEADLINE);
@@ -143,7 +156,7 @@ impl Checker<'_> {
             max_payload,
             max_result,
             overflow: self.overflow(&raw.admission.overflow, &queue),
-            fallback: self.fallback(raw, names),
+            fallback: self.fallback(raw, &file.names),
             priority: self.priority(&raw.admission.priority),
             pressure: self.pressure(&raw.admission.pressure, &queue),
             rate_limit: self.rate_limit(&raw.admission.rate_limit),
@@ -167,6 +180,8 @@ impl Checker<'_> {
                 age: raw.recycle_age.optional(),
             },
             rlimits: rlimits(&raw.rlimits),
+            sandbox: self.sandbox(&raw.sandbox, &file.supervisor.worker_uids),
+            cgroup: confinement::cgroup(&raw.cgroup),
         };
         self.check_workers(raw, &bulkhead);
         bulkhead
@@ -258,6 +273,25 @@ impl Checker<'_> {
             self.complain(given.span.clone(), complaint);
         }
         path
+    }
+
+    fn crash_dir(&mut self, crash_dir: &Field<String>) -> Option<PathBuf> {
+        let given = crash_dir.given()?;
+        let path = programs::resolve(self.folder, &given.value);
+        if let Err(complaint) = programs::folder_to_be("crash_dir", &path) {
+            self.complain(given.span.clone(), complaint);
+        }
+        Some(path)
+    }
+
+    /// Reports each string of an array that stands there before.
+    fn check_once(&mut self, label: &str, strings: &[Given<String>]) {
+        for (index, string) in strings.iter().enumerate() {
+            if strings[..index].iter().any(|before| before.value == string.value) {
+                let message = format!("`{label}` names `{}` twice", shown(&string.value));
+                self.problems.report(string.span.clone(), message, "remove one");
+            }
+        }
     }
 
     /// The kernel bounds what a program may be given at its start; ours is well below it, so that the

@@ -4,33 +4,60 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::checked::{Overflow, RatePer, RestartPolicy};
+use super::checked::{Layer, Overflow, Profile, RatePer, RestartPolicy};
 use super::rlimits::{Measure, Resource};
 use super::{defaults, units};
 
-/// Keys that `contract.md` names and this version does not have: (table, key). To support one, take its
-/// line out here, give it one in [`KEYS`], and read it in `raw.rs`.
+/// Keys that are read and judged in full, and refused as not supported yet until something acts on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Group {
+    /// The profiles of `sandbox` above `none`, its other keys, and `worker_uids`.
+    Sandbox,
+    /// `cgroup`.
+    Cgroup,
+    /// `[[access]]`.
+    Access,
+    /// `crash_dir` and `crash_keep`.
+    Crashes,
+}
+
+#[cfg(test)]
+impl Group {
+    pub(super) const ALL: Supported = &[Self::Sandbox, Self::Cgroup, Self::Access, Self::Crashes];
+}
+
+/// The groups that a file may use.
+pub(super) type Supported = &'static [Group];
+
+/// The switches: a group goes in here once the code that enforces its keys is in. Then write the
+/// documentation anew, as `tests/documentation.rs` says.
+pub(super) const SUPPORTED: Supported = &[];
+
+/// Keys that `contract.md` names and this version refuses: (table, key, the group that it waits for). To
+/// support one without a group, take its line out here, give it one in [`KEYS`], and read it in `raw.rs`.
+/// A table stands for all that is in it.
 #[rustfmt::skip]
-pub(super) const LATER: &[(&str, &str)] = &[
-    (TOP, "access"),
-    (SUPERVISOR, "http"),
-    (SUPERVISOR, "http_token_file"),
-    (SUPERVISOR, "crash_dir"),
-    (SUPERVISOR, "crash_keep"),
-    (SUPERVISOR, "worker_uids"),
-    (SUPERVISOR, "tenant_labels"),
-    (BULKHEAD, "adaptive"),
-    (BULKHEAD, "cgroup"),
-    (SANDBOX, "network"),
-    (SANDBOX, "read"),
-    (SANDBOX, "write"),
-    (SANDBOX, "tmp"),
-    (SANDBOX, "user"),
-    (SANDBOX, "syscalls"),
-    (SANDBOX, "best_effort"),
+const LATER: &[(&str, &str, Option<Group>)] = &[
+    (TOP, "access", Some(Group::Access)),
+    (SUPERVISOR, "http", None),
+    (SUPERVISOR, "http_token_file", None),
+    (SUPERVISOR, "crash_dir", Some(Group::Crashes)),
+    (SUPERVISOR, "crash_keep", Some(Group::Crashes)),
+    (SUPERVISOR, "worker_uids", Some(Group::Sandbox)),
+    (SUPERVISOR, "tenant_labels", None),
+    (BULKHEAD, "adaptive", None),
+    (BULKHEAD, "cgroup", Some(Group::Cgroup)),
+    (SANDBOX, "network", Some(Group::Sandbox)),
+    (SANDBOX, "read", Some(Group::Sandbox)),
+    (SANDBOX, "write", Some(Group::Sandbox)),
+    (SANDBOX, "tmp", Some(Group::Sandbox)),
+    (SANDBOX, "user", Some(Group::Sandbox)),
+    (SANDBOX, "syscalls", Some(Group::Sandbox)),
+    (SANDBOX, "best_effort", Some(Group::Sandbox)),
 ];
 
 pub(super) const TOP: &str = "";
+pub(super) const ACCESS: &str = "access";
 pub(super) const SUPERVISOR: &str = "supervisor";
 pub(super) const BULKHEAD: &str = "bulkhead.NAME";
 pub(super) const PRIORITY: &str = "bulkhead.NAME.priority";
@@ -48,6 +75,8 @@ pub(super) const HEALTH: &str = "bulkhead.NAME.health";
 pub(super) const RECYCLE: &str = "bulkhead.NAME.recycle";
 pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
 pub(super) const SANDBOX: &str = "bulkhead.NAME.sandbox";
+pub(super) const SYSCALLS: &str = "bulkhead.NAME.sandbox.syscalls";
+pub(super) const CGROUP: &str = "bulkhead.NAME.cgroup";
 
 /// One key of the configuration file.
 #[derive(Debug, Clone, Copy)]
@@ -115,19 +144,36 @@ pub enum Kind {
         /// Those that are for a later version.
         later: &'static [&'static str],
     },
+    /// Some of a few words, or none.
+    Words {
+        /// Those that there are.
+        of: &'static [&'static str],
+    },
     /// A program and its arguments.
     Program,
-    /// Other bulkheads, in order, or none.
+    /// Names, in order, or none.
     Names {
         /// The most that are allowed.
         max: usize,
     },
+    /// Paths, or none; relative ones start at the file's folder.
+    Paths {
+        /// The most that are allowed.
+        max: usize,
+    },
+    /// The first and the last of some user ids: `"200000-200999"`.
+    Ids,
     /// A table of strings.
     Environment,
     /// A value of setrlimit(2).
     Limit(Resource),
     /// A table with keys of its own.
     Table,
+    /// Any number of such tables.
+    Tables {
+        /// The most that are allowed.
+        max: usize,
+    },
 }
 
 /// What holds without a key. `Display` gives the value as TOML, or says it in words.
@@ -166,6 +212,21 @@ const RATES_PER: &[&str] = &{
     let [a, b] = RatePer::ALL;
     [a.name(), b.name()]
 };
+const PROFILES: &[&str] = &{
+    let [a, b, c] = Profile::ALL;
+    [a.name(), b.name(), c.name()]
+};
+const LAYERS: &[&str] = &{
+    let mut names = [""; Layer::ALL.len()];
+    let mut index = 0;
+    while index < names.len() {
+        names[index] = Layer::ALL[index].name();
+        index += 1;
+    }
+    names
+};
+/// The id of a user or a group.
+const ID: Kind = Kind::Count { min: 0, max: defaults::ID_MAX };
 /// A share that must be something.
 const PART: Kind = Kind::Share { none: false, all: true };
 
@@ -183,12 +244,13 @@ const fn table(table: &'static str, name: &'static str) -> Key {
     key(table, name, Kind::Table, Preset::Described("none"), "")
 }
 
-/// The keys of this version, but for those of `rlimits`, which [`Resource`] has.
+/// Every key, in a group or not, but for those of `rlimits`, which [`Resource`] has.
 #[rustfmt::skip]
 const KEYS: &[Key] = &[
     table(TOP, "supervisor"),
     table(TOP, "defaults"),
     table(TOP, "bulkhead"),
+    key(TOP, "access", Kind::Tables { max: defaults::ACCESS_MAX }, Preset::Described("none"), ""),
 
     key(SUPERVISOR, "socket", Kind::Path, Preset::Described("`$XDG_RUNTIME_DIR/bulkhead/jobs.sock`; for root `/run/bulkhead/jobs.sock`"),
         "The Unix socket that jobs come in by. At most 107 bytes."),
@@ -204,6 +266,25 @@ const KEYS: &[Key] = &[
         "The largest payload of any job, and the largest `max_payload` and `max_result` of any bulkhead."),
     key(SUPERVISOR, "max_buffered", Kind::Size { min: 1, max: defaults::NUMBER_MAX }, Preset::Size(defaults::BUFFERED_BYTES_MAX),
         "All waiting payloads together; beyond it jobs are rejected `overloaded`. At least `max_payload`."),
+    key(SUPERVISOR, "crash_dir", Kind::Path, Preset::Described("none: they are kept in memory only"),
+        "The folder that crash reports are kept in; made 0700 if it is missing. A report holds the payload of the job."),
+    key(SUPERVISOR, "crash_keep", Kind::Count { min: 1, max: defaults::CRASH_KEEP_CEILING }, Preset::Count(defaults::CRASH_KEEP),
+        "Crash reports that are kept: the newest."),
+    key(SUPERVISOR, "worker_uids", Kind::Ids, Preset::Described("none"),
+        "The ids that workers with `sandbox.user = \"auto\"` get, one each: the first and the last, from 1 to 4294967294, at most 1000000. They should be nobody else's."),
+
+    key(ACCESS, "uid", ID, Preset::Described("none"),
+        "The user that the entry is for, by id."),
+    key(ACCESS, "gid", ID, Preset::Described("none"),
+        "The group that the entry is for, by id."),
+    key(ACCESS, "user", Kind::Text, Preset::Described("none"),
+        "The user that the entry is for, by a name that there is when the file is read."),
+    key(ACCESS, "group", Kind::Text, Preset::Described("none"),
+        "The group that the entry is for, by a name that there is when the file is read."),
+    key(ACCESS, "bulkheads", Kind::Names { max: defaults::BULKHEADS_MAX }, Preset::Described("all"),
+        "The bulkheads of the file that they may use."),
+    key(ACCESS, "tenants", Kind::Names { max: defaults::ACCESS_TENANTS_MAX }, Preset::Described("any, or none"),
+        "The tenants that their jobs may name. With it each of their jobs names one."),
 
     key(BULKHEAD, "command", Kind::Program, Preset::Described("none"),
         "A program built with the worker SDK, and its arguments."),
@@ -253,6 +334,7 @@ const KEYS: &[Key] = &[
     table(BULKHEAD, "recycle"),
     table(BULKHEAD, "rlimits"),
     table(BULKHEAD, "sandbox"),
+    table(BULKHEAD, "cgroup"),
 
     key(PRIORITY, "critical_reserve", Kind::Share { none: true, all: false }, Preset::Described("required"),
         "The share of permits that only critical jobs may take, rounded up."),
@@ -351,8 +433,33 @@ const KEYS: &[Key] = &[
     key(RECYCLE, "age", Kind::Duration { min: SOME }, Preset::Described("off"),
         "Replace a worker this long after its start."),
 
-    key(SANDBOX, "profile", Kind::Word { now: &["none"], later: &["default", "strict"] }, Preset::Word("none"),
+    key(SANDBOX, "profile", Kind::Word { now: PROFILES, later: &[] }, Preset::Word(defaults::SANDBOX_PROFILE),
         "How far the workers are confined."),
+    key(SANDBOX, "network", Kind::Boolean, Preset::Boolean(defaults::SANDBOX_NETWORK),
+        "Whether the workers may use the network."),
+    key(SANDBOX, "read", Kind::Paths { max: defaults::SANDBOX_PATHS_MAX }, Preset::Described("`[]`"),
+        "Further files and folders that the workers may read. The program, its libraries and its loader come by themselves."),
+    key(SANDBOX, "write", Kind::Paths { max: defaults::SANDBOX_PATHS_MAX }, Preset::Described("`[]`"),
+        "Files and folders that the workers may write, besides their own `/tmp`."),
+    key(SANDBOX, "tmp", Kind::Size { min: 0, max: defaults::NUMBER_MAX }, Preset::Size(defaults::SANDBOX_TMP_BYTES),
+        "A private `/tmp` of this size; 0 for none."),
+    key(SANDBOX, "user", Kind::Text, Preset::Described("the supervisor's own user"),
+        "Whom the workers run as: `\"auto\"` for an unprivileged id of each worker's own from `worker_uids`, or the name of a user."),
+    table(SANDBOX, "syscalls"),
+    key(SANDBOX, "best_effort", Kind::Words { of: LAYERS }, Preset::Described("`[]`"),
+        "Layers of the profile that may be missing on this machine; without any other the workers do not start."),
+
+    key(SYSCALLS, "allow", Kind::Names { max: defaults::SYSCALLS_MAX }, Preset::Described("`[]`"),
+        "System calls that the workers may make on top of the profile."),
+    key(SYSCALLS, "deny", Kind::Names { max: defaults::SYSCALLS_MAX }, Preset::Described("`[]`"),
+        "System calls that the workers may not make, though the profile has them."),
+
+    key(CGROUP, "memory", Kind::Size { min: defaults::CGROUP_MEMORY_MIN, max: defaults::NUMBER_MAX }, Preset::Described("no limit"),
+        "Memory of one worker and all that it starts, page cache included."),
+    key(CGROUP, "pids", Kind::Count { min: 1, max: defaults::NUMBER_MAX }, Preset::Described("no limit"),
+        "Processes and threads of one worker and all that it starts."),
+    key(CGROUP, "cpu", Kind::Number { max: defaults::CGROUP_CPU_CEILING }, Preset::Described("no limit"),
+        "Processor cores that one worker and all that it starts may use."),
 ];
 
 /// Every key that a configuration file of this version may have, table by table: what the reader reads,
@@ -364,14 +471,19 @@ const KEYS: &[Key] = &[
 /// assert_eq!(key.default.to_string(), "`\"100ms\"`");
 /// ```
 pub fn reference() -> Vec<Key> {
-    all().filter(|key| key.kind != Kind::Table).collect()
+    reference_with(SUPPORTED)
+}
+
+/// The same with these groups.
+pub(super) fn reference_with(supported: Supported) -> Vec<Key> {
+    all(supported).filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables { .. })).collect()
 }
 
 /// What a file is refused for as not supported yet: keys as paths, words of supported keys as
 /// `path = "word"`.
 pub fn later() -> Vec<String> {
-    let keys = LATER.iter().map(|(table, name)| path(table, name));
-    let words = all().flat_map(|key| match key.kind {
+    let keys = later_keys(SUPPORTED).map(|(table, name)| path(table, name));
+    let words = all(SUPPORTED).flat_map(|key| match key.kind {
         Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
         Kind::ZeroForNow => vec![format!("{} above 0", key.path())],
         _ => Vec::new(),
@@ -379,8 +491,23 @@ pub fn later() -> Vec<String> {
     keys.chain(words).collect()
 }
 
-/// Every key, tables included.
-pub(super) fn all() -> impl Iterator<Item = Key> {
+/// The keys on [`LATER`], as (table, key), where only these groups are on.
+pub(super) fn later_keys(supported: Supported) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let is_off = move |group: Option<Group>| !group.is_some_and(|group| supported.contains(&group));
+    LATER.iter().filter(move |(.., group)| is_off(*group)).map(|(table, name, _)| (*table, *name))
+}
+
+/// Whether a key is on [`LATER`], or in a table that is.
+fn is_later(supported: Supported, key: &Key) -> bool {
+    later_keys(supported).any(|later| later == (key.table, key.name) || path(later.0, later.1) == key.table)
+}
+
+/// Every key that a file may have, tables included.
+pub(super) fn all(supported: Supported) -> impl Iterator<Item = Key> {
+    written().filter(move |key| !is_later(supported, key)).map(move |key| key.with_words_of(supported))
+}
+
+fn written() -> impl Iterator<Item = Key> {
     KEYS.iter().copied().chain(Resource::ALL.map(|resource| Key {
         table: RLIMITS,
         name: resource.name(),
@@ -394,9 +521,15 @@ pub(super) fn all() -> impl Iterator<Item = Key> {
     }))
 }
 
-/// The key `name` of `table`, if this version has it.
-pub(super) fn find(table: &str, name: &str) -> Option<Key> {
-    all().find(|key| key.table == table && key.name == name)
+/// The key `name` of `table`, if a file may have it.
+pub(super) fn find(supported: Supported, table: &str, name: &str) -> Option<Key> {
+    let key = written().find(|key| key.table == table && key.name == name)?;
+    (!is_later(supported, &key)).then(|| key.with_words_of(supported))
+}
+
+/// How the heading of a table is written.
+pub(super) fn heading(table: &str) -> String {
+    if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
 }
 
 fn path(table: &str, name: &str) -> String {
@@ -409,6 +542,19 @@ impl Key {
         path(self.table, self.name)
     }
 
+    /// Without the sandbox there is one profile, the first.
+    fn with_words_of(self, supported: Supported) -> Self {
+        match self.kind {
+            Kind::Word { now, .. }
+                if (self.table, self.name) == (SANDBOX, "profile")
+                    && !supported.contains(&Group::Sandbox) =>
+            {
+                Self { kind: Kind::Word { now: &now[..1], later: &now[1..] }, ..self }
+            }
+            _ => self,
+        }
+    }
+
     /// A value that would do, as TOML.
     pub(super) fn example(&self) -> String {
         match (self.default, self.kind) {
@@ -416,9 +562,17 @@ impl Key {
             (Preset::Described(_), Kind::Size { .. }) => "\"8MiB\"".to_owned(),
             (Preset::Described(_), Kind::Count { .. }) => self.count_example().to_owned(),
             (Preset::Described(_), Kind::Share { .. }) => "0.2".to_owned(),
+            (Preset::Described(_), Kind::Number { .. }) if self.table == CGROUP => "1.5".to_owned(),
             (Preset::Described(_), Kind::Number { .. }) => "100".to_owned(),
             (Preset::Described(_), Kind::Path) => self.path_example().to_owned(),
-            (Preset::Described(_), Kind::Names { .. }) => "[\"other\"]".to_owned(),
+            (Preset::Described(_), Kind::Names { .. }) => self.names_example().to_owned(),
+            (Preset::Described(_), Kind::Paths { .. }) => "[\"/usr/share/fonts\"]".to_owned(),
+            (Preset::Described(_), Kind::Words { of }) => {
+                format!("[\"{}\"]", of.first().copied().unwrap_or_default())
+            }
+            (Preset::Described(_), Kind::Ids) => "\"200000-200999\"".to_owned(),
+            (Preset::Described(_), Kind::Text) => self.text_example().to_owned(),
+            (_, Kind::Tables { .. }) => "[{ uid = 1001 }]".to_owned(),
             (_, Kind::Boolean) => "true".to_owned(),
             (Preset::Described(_), Kind::Program) => "[\"./worker\", \"--flag\"]".to_owned(),
             (Preset::Described(_), Kind::Environment) => "{ RUST_LOG = \"info\" }".to_owned(),
@@ -437,7 +591,25 @@ impl Key {
         match (self.table, self.name) {
             (TENANTS | TENANT, "max_in_flight" | "processes") => "2",
             (TENANTS | TENANT, _) => "20",
+            (ACCESS, _) => "1001",
+            (CGROUP, _) => "32",
             _ => "1000",
+        }
+    }
+
+    fn names_example(&self) -> &'static str {
+        match (self.table, self.name) {
+            (ACCESS, "bulkheads") => "[\"thumbnail\"]",
+            (ACCESS, _) => "[\"acme\"]",
+            (SYSCALLS, _) => "[\"mlock\"]",
+            _ => "[\"other\"]",
+        }
+    }
+
+    fn text_example(&self) -> &'static str {
+        match self.table {
+            SANDBOX => "\"auto\"",
+            _ => "\"www-data\"",
         }
     }
 
@@ -446,6 +618,7 @@ impl Key {
             "socket" => "\"/run/bulkhead/jobs.sock\"",
             "admin" => "\"/run/bulkhead/admin.sock\"",
             "library" => "\"./libworker.so\"",
+            "crash_dir" => "\"/var/lib/bulkhead/crashes\"",
             _ => "\"/srv/work\"",
         }
     }
@@ -481,7 +654,10 @@ impl fmt::Display for Kind {
         match *self {
             Self::Duration { min } if min.is_zero() => f.write_str("duration"),
             Self::Duration { min } => write!(f, "duration, at least {}", units::format_duration(min)),
-            Self::Size { max: defaults::NUMBER_MAX, .. } => f.write_str("size, at least 1"),
+            Self::Size { min: 0, max: defaults::NUMBER_MAX } => f.write_str("size"),
+            Self::Size { min, max: defaults::NUMBER_MAX } => {
+                write!(f, "size, at least {}", units::size_bound(min))
+            }
             Self::Size { min, max } => write!(f, "size, {min} to {}", units::format_size(max)),
             Self::Count { min, max: defaults::NUMBER_MAX } => write!(f, "number, at least {min}"),
             Self::Count { min, max } => write!(f, "number, {min} to {max}"),
@@ -503,8 +679,14 @@ impl fmt::Display for Kind {
                 let words: Vec<_> = now.iter().map(|word| format!("`\"{word}\"`")).collect();
                 f.write_str(&words.join(", "))
             }
+            Self::Words { of } => {
+                let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
+                write!(f, "array of {}", words.join(", "))
+            }
             Self::Program => f.write_str("array of strings"),
             Self::Names { max } => write!(f, "array of names, at most {max}"),
+            Self::Paths { max } => write!(f, "array of paths, at most {max}"),
+            Self::Ids => f.write_str("range of ids as a string"),
             Self::Environment => f.write_str("table of strings"),
             Self::Limit(resource) => f.write_str(match resource.measure() {
                 Measure::Bytes => "size or `\"unlimited\"`",
@@ -514,6 +696,7 @@ impl fmt::Display for Kind {
                 Measure::Zero => "`0`",
             }),
             Self::Table => f.write_str("table"),
+            Self::Tables { max } => write!(f, "array of tables, at most {max}"),
         }
     }
 }

@@ -2,12 +2,13 @@
 //! same place it gives an equal configuration.
 
 use std::fmt::{Display, Write as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::checked::*;
 use super::rlimits::Measure;
 use super::rlimits::UNLIMITED;
+use super::schema::{Group, SUPPORTED};
 use super::{defaults, units};
 
 impl Config {
@@ -25,6 +26,9 @@ impl Config {
         let mut out = Lines::default();
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
         out.supervisor(&self.supervisor);
+        for entry in &self.access {
+            out.access(entry);
+        }
         out.defaults(&self.bulkheads);
         for bulkhead in &self.bulkheads {
             out.bulkhead(bulkhead);
@@ -67,11 +71,47 @@ impl Lines {
         self.line("\n[supervisor]");
         self.set("socket", path(&supervisor.socket));
         self.set("socket_mode", format_args!("\"{:04o}\"", supervisor.socket_mode));
+        self.comment(format_args!("its folder, if it is missing, is made {:04o}", supervisor.folder_mode));
         self.set("admin", path(&supervisor.admin));
         self.set("drain_timeout", duration(supervisor.drain_timeout));
         self.set("max_clients", supervisor.max_clients);
         self.set("max_payload", size(supervisor.max_payload));
         self.set("max_buffered", size(supervisor.max_buffered));
+        self.crashes(supervisor);
+        match &supervisor.worker_uids {
+            Some(uids) => self.set("worker_uids", string(&uids.to_string())),
+            None if SUPPORTED.contains(&Group::Sandbox) => self.comment("worker_uids: none"),
+            None => {}
+        }
+    }
+
+    /// Defaults only where a file may have the keys.
+    fn crashes(&mut self, supervisor: &SupervisorConfig) {
+        let is_supported = SUPPORTED.contains(&Group::Crashes);
+        match &supervisor.crash_dir {
+            Some(folder) => self.set("crash_dir", path(folder)),
+            None if is_supported => self.comment("crash_dir: none, reports are kept in memory"),
+            None => {}
+        }
+        if is_supported || supervisor.crash_keep as u64 != defaults::CRASH_KEEP {
+            self.set("crash_keep", supervisor.crash_keep);
+        }
+    }
+
+    fn access(&mut self, entry: &AccessConfig) {
+        self.line("\n[[access]]");
+        match entry.who {
+            Who::Uid(uid) => self.set("uid", uid),
+            Who::Gid(gid) => self.set("gid", gid),
+        }
+        match &entry.bulkheads {
+            Some(names) => self.set("bulkheads", strings(names)),
+            None => self.comment("bulkheads: all"),
+        }
+        match &entry.tenants {
+            Some(names) => self.set("tenants", strings(names)),
+            None => self.comment("tenants: any, or none"),
+        }
     }
 
     /// Only what a bulkhead cannot say for itself: how a queue that it does not have would be pressed.
@@ -105,7 +145,12 @@ impl Lines {
         self.set("max_result", size(bulkhead.max_result));
         self.admission(bulkhead);
         self.life(bulkhead);
-        self.set("sandbox", "{ profile = \"none\" }");
+        self.set("sandbox", sandbox(&bulkhead.sandbox));
+        match &bulkhead.cgroup {
+            Some(limits) => self.set("cgroup", cgroup(limits)),
+            None if SUPPORTED.contains(&Group::Cgroup) => self.comment("cgroup: off"),
+            None => {}
+        }
         let rlimits: Vec<_> = bulkhead.rlimits.iter().map(rlimit).collect();
         self.set("rlimits", braced(&rlimits));
         for (name, tenant) in &bulkhead.tenant {
@@ -254,6 +299,33 @@ fn breaker(breaker: &BreakerConfig) -> String {
     braced(&entries)
 }
 
+/// Where nothing is confined, the other keys would have no effect.
+fn sandbox(sandbox: &SandboxConfig) -> String {
+    let SandboxConfig { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = sandbox;
+    let mut entries = vec![format!("profile = \"{}\"", profile.name())];
+    if *profile == Profile::None {
+        return braced(&entries);
+    }
+    entries.push(format!("network = {network}"));
+    entries.push(format!("read = {}", paths(read)));
+    entries.push(format!("write = {}", paths(write)));
+    entries.push(format!("tmp = {}", size(*tmp_bytes)));
+    entries.extend(user.as_ref().map(|user| format!("user = {}", string(user.name()))));
+    entries.push(format!("syscalls = {{ allow = {}, deny = {} }}", strings(allow), strings(deny)));
+    let layers: Vec<_> = best_effort.iter().map(|layer| layer.name().to_owned()).collect();
+    entries.push(format!("best_effort = {}", strings(&layers)));
+    braced(&entries)
+}
+
+fn cgroup(cgroup: &CgroupConfig) -> String {
+    let entries = [
+        cgroup.memory.map(|bytes| format!("memory = {}", size(bytes))),
+        cgroup.pids.map(|pids| format!("pids = {pids}")),
+        cgroup.cpu.map(|cores| format!("cpu = {cores}")),
+    ];
+    braced(&entries.into_iter().flatten().collect::<Vec<_>>())
+}
+
 fn rlimit(rlimit: &Rlimit) -> String {
     let value = match (rlimit.limit, rlimit.resource.measure()) {
         (None, _) => format!("\"{UNLIMITED}\""),
@@ -274,6 +346,11 @@ fn size(bytes: u64) -> String {
 
 fn path(path: &Path) -> String {
     string(&path.to_string_lossy())
+}
+
+fn paths(paths: &[PathBuf]) -> String {
+    let paths: Vec<_> = paths.iter().map(|each| path(each)).collect();
+    format!("[{}]", paths.join(", "))
 }
 
 /// A bare key where that is possible, else a quoted one.

@@ -113,6 +113,11 @@ pub(super) fn format_size(bytes: u64) -> String {
     }
 }
 
+/// A size as a bound in a message: small ones are numbers.
+pub(super) fn size_bound(bytes: u64) -> String {
+    if bytes < 1 << 10 { bytes.to_string() } else { format_size(bytes) }
+}
+
 /// Writes a duration as TOML has it, quotes included.
 pub(super) fn duration_literal(duration: &Duration) -> String {
     format!("\"{}\"", format_duration(*duration))

@@ -10,7 +10,7 @@ use super::diagnostics::{nearest, shown};
 use super::rlimits::{Measure, UNLIMITED};
 use super::schema::{Key, Kind};
 use super::units::{self, UnitError};
-use super::{Resource, defaults};
+use super::{Resource, UidRange, defaults};
 
 /// Why a value cannot be taken.
 #[derive(Debug, Clone, PartialEq)]
@@ -139,7 +139,7 @@ pub(super) fn size(key: &Named, value: &DeValue<'_>) -> Read<u64> {
     let bytes = size_value(key, value)?;
     if bytes < i128::from(min) || bytes > i128::from(max) {
         let range = match max {
-            defaults::NUMBER_MAX => format!("at least {min}"),
+            defaults::NUMBER_MAX => format!("at least {}", units::size_bound(min)),
             _ => format!("from {min} to {} bytes ({})", max, units::format_size(max)),
         };
         return Err(Complaint::new(
@@ -363,6 +363,12 @@ pub(super) fn text(key: &Named, value: &DeValue<'_>) -> Read<String> {
     Ok(text.to_string())
 }
 
+/// The same in an array of paths.
+pub(super) fn path_text(label: &str, text: &str, key: &Named) -> Read<()> {
+    not_empty(label, text, || write(key, &key.example()))?;
+    no_nul(label, text)
+}
+
 fn not_empty(label: &str, text: &str, help: impl FnOnce() -> String) -> Read<()> {
     if text.is_empty() { Err(Complaint::new(format!("`{label}` is empty"), help())) } else { Ok(()) }
 }
@@ -390,11 +396,85 @@ pub(super) fn word(key: &Named, value: &DeValue<'_>) -> Read<&'static str> {
             format!("this version has {choices}"),
         ));
     }
-    let help = match nearest(&text.to_lowercase().replace('_', "-"), now.iter().copied()) {
+    Err(not_one_of(&key.label, text, &text.to_lowercase().replace('_', "-"), now))
+}
+
+/// One word of an array of words.
+pub(super) fn one_of(label: &str, text: &str, words: &[&'static str]) -> Read<()> {
+    if words.contains(&text) {
+        return Ok(());
+    }
+    Err(not_one_of(label, text, &text.to_lowercase().replace('-', "_"), words))
+}
+
+/// `meant` is the text as the words are spelt.
+fn not_one_of(label: &str, text: &str, meant: &str, words: &[&'static str]) -> Complaint {
+    let help = match nearest(meant, words.iter().copied()) {
         Some(word) => format!("did you mean `\"{word}\"`?"),
-        None => format!("write one of {choices}"),
+        None => {
+            let choices = words.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");
+            format!("write one of {choices}")
+        }
     };
-    Err(Complaint::new(format!("`{}` cannot be \"{}\"", key.label, shown(text)), help))
+    Complaint::new(format!("`{label}` cannot be \"{}\"", shown(text)), help)
+}
+
+/// `"FIRST-LAST"`: ids of users, of which 0 is root and none of them.
+pub(super) fn ids(key: &Named, value: &DeValue<'_>) -> Read<UidRange> {
+    let DeValue::String(text) = value else {
+        return Err(wrong_type(key, "the first and the last id as a string", value));
+    };
+    let help = || write(key, &key.example());
+    let number = |digits: &str| {
+        let digits = digits.trim();
+        let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+        // Too long to be counted is far out of range.
+        plain.then(|| digits.parse::<u64>().unwrap_or(u64::MAX))
+    };
+    let Some((first, last)) =
+        text.split_once('-').and_then(|(first, last)| Some((number(first)?, number(last)?)))
+    else {
+        let message = format!("`{}` is not a range of ids: \"{}\"", key.label, shown(text));
+        return Err(Complaint::new(message, help()));
+    };
+    if first > last {
+        let message = format!("`{}` starts above its end: \"{}\"", key.label, shown(text));
+        return Err(Complaint::new(message, write(key, &format!("\"{last}-{first}\""))));
+    }
+    if first == 0 || last > defaults::ID_MAX {
+        let message =
+            format!("`{}` must be from 1 to {}, not \"{}\"", key.label, defaults::ID_MAX, shown(text));
+        return Err(Complaint::new(message, help()));
+    }
+    let max = defaults::WORKER_UIDS_MAX;
+    if last - first >= max {
+        let message = format!("`{}` has {} ids, more than {max}", key.label, last - first + 1);
+        let fewer = (first + max - 1).min(last);
+        return Err(Complaint::new(
+            message,
+            format!("{} or fewer", write(key, &format!("\"{first}-{fewer}\""))),
+        ));
+    }
+    // `ID_MAX` fits.
+    Ok(UidRange { first: first as u32, last: last as u32 })
+}
+
+/// Something else where tables were expected.
+pub(super) fn not_tables(key: &Named, value: &DeValue<'_>) -> Complaint {
+    let help = match value {
+        DeValue::Table(_) => format!("write [[{}]], with two brackets, for each entry", key.name),
+        _ => format!("write a section [[{}]] for each entry", key.name),
+    };
+    Complaint::new(format!("`{}` must be an array of tables, not {}", key.label, type_name(value)), help)
+}
+
+/// Something else among tables.
+pub(super) fn not_a_table_of(key: &Named, index: usize, value: &DeValue<'_>) -> Complaint {
+    let found = type_name(value);
+    Complaint::new(
+        format!("`{}[{index}]` must be a table, not {found}", key.label),
+        format!("write a section [[{}]] for each entry, or `{} = {}`", key.name, key.name, key.example()),
+    )
 }
 
 /// A limit in its resource's unit; `None` is unlimited.
@@ -475,7 +555,7 @@ fn zero_limit(value: &DeValue<'_>) -> Read<Option<u64>> {
 }
 
 /// Said if a reader asks for a key as another kind than the schema has; a test reads every key.
-fn unreadable(key: &Named) -> Complaint {
+pub(super) fn unreadable(key: &Named) -> Complaint {
     Complaint::new(
         format!("`{}` cannot be read by this version", key.label),
         "this is an error in bulkhead, not in your file; leave the key out and report it",

@@ -9,6 +9,8 @@
 //! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead.
 //! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
 //! - `wait`: the raw waits, and which thread of the keeper has which children.
+//! - `confine`: the layers that confine a worker.
+//! - `probe`: which of them can be had here, found by trying.
 //! - `socket`: whole messages with descriptors, never blocking.
 //!
 //! # Two threads, for a reason
@@ -22,6 +24,9 @@
 //! keeper when it is dead. What the keeper adopts thus belongs to the dead, and goes.
 
 mod client;
+#[cfg_attr(not(test), expect(dead_code, unused_imports, reason = "the steps of a child do not use it yet"))]
+mod confine;
+mod probe;
 mod process;
 mod socket;
 mod spawn;
@@ -32,6 +37,7 @@ use bulkhead_shared::codec;
 use std::io;
 
 pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
+pub use probe::{Ability, probe};
 pub use process::run_as_keeper;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].

@@ -65,7 +65,7 @@ macro_rules! raw_table {
         }
 
         impl $raw {
-            fn read(bulkhead: &mut TableReader<'_, '_>) -> Self {
+            pub(super) fn read(bulkhead: &mut TableReader<'_, '_>) -> Self {
                 let here = bulkhead.presence($name, $schema);
                 match bulkhead.table($name, $schema) {
                     Some(mut table) => Self { here, $($key: table.$kind(stringify!($key)),)+ },
@@ -73,12 +73,13 @@ macro_rules! raw_table {
                 }
             }
 
-            fn over(self, defaults: &Self) -> Self {
+            pub(super) fn over(self, defaults: &Self) -> Self {
                 Self { here: self.here.or(&defaults.here), $($key: self.$key.or(&defaults.$key),)+ }
             }
         }
     };
 }
+pub(super) use raw_table;
 
 raw_table!(
     /// `priority`.

@@ -1,4 +1,4 @@
-//! Values that are made of strings: a program with its arguments, names of bulkheads, an environment.
+//! Values that are made of strings: a program with its arguments, names, paths, an environment.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -38,27 +38,36 @@ impl TableReader<'_, '_> {
         }
     }
 
-    /// Takes an array of names. One that is wrong is reported and left out; there may be none.
+    /// Takes an array of names, words or paths. One that is wrong is reported and left out; there may be
+    /// none.
     pub(in crate::config) fn names(&mut self, name: &str) -> Field<Arguments> {
         let Some((key, value)) = self.entry(name) else { return self.missing(name) };
         let DeValue::Array(array) = value.get_ref() else {
             self.complain(value.span(), not_names(&key, value.get_ref()));
             return Field::Refused;
         };
-        if let Kind::Names { max } = key.kind
-            && let Some(beyond) = array.get(max)
-        {
+        let bound = match key.kind {
+            Kind::Names { max } => Some((max, "names")),
+            Kind::Paths { max } => Some((max, "paths")),
+            Kind::Words { of } => Some((of.len(), "words")),
+            _ => None,
+        };
+        let Some((max, what)) = bound else {
+            self.complain(value.span(), values::unreadable(&key));
+            return Field::Refused;
+        };
+        if let Some(beyond) = array.get(max) {
             self.complain(
                 beyond.span(),
                 Complaint::new(
-                    format!("`{}` has more than {max} names", key.label),
+                    format!("`{}` has more than {max} {what}", key.label),
                     format!("keep the first {max}, or fewer"),
                 ),
             );
         }
         let mut taken = Vec::new();
-        for (index, element) in array.iter().enumerate() {
-            match string(&key, index, element.get_ref()) {
+        for (index, element) in array.iter().take(max).enumerate() {
+            match element_of(&key, index, element.get_ref()) {
                 Ok(value) => taken.push(Given { value, span: element.span(), origin: self.origin }),
                 Err(complaint) => self.complain(element.span(), complaint),
             }
@@ -128,7 +137,18 @@ fn string(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, Comp
         _ => format!("write `{} = {}`", key.name, key.example()),
     };
     let found = values::type_name(value);
-    Err(Complaint::new(format!("`{}[{index}]` must be a string, not {found}", key.name), help))
+    Err(Complaint::new(format!("`{}[{index}]` must be a string, not {found}", key.label), help))
+}
+
+/// One name, word or path of an array.
+fn element_of(key: &Named, index: usize, value: &DeValue<'_>) -> Result<String, Complaint> {
+    let text = string(key, index, value)?;
+    match key.kind {
+        Kind::Words { of } => values::one_of(&format!("{}[{index}]", key.label), &text, of)?,
+        Kind::Paths { .. } => values::path_text(&format!("{}[{index}]", key.label), &text, key)?,
+        _ => {}
+    }
+    Ok(text)
 }
 
 /// An argument may be empty, a program may not.

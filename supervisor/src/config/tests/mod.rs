@@ -1,13 +1,17 @@
 //! Tests of the configuration through its boundary: text in, values or sentences out.
 
 mod accepted;
+mod access;
 mod admission;
+mod confinement;
+mod crashes;
 mod documentation;
 mod fallback;
 mod paths;
 mod random;
 mod refused;
 mod relations;
+mod switches;
 mod tenants;
 mod values;
 
@@ -16,12 +20,15 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use tempfile::TempDir;
 
+use super::schema::Group;
 use super::*;
 
 /// A folder with what example files name, and surroundings that do not depend on who runs the test.
 struct Folder {
     dir: TempDir,
     surroundings: Surroundings,
+    /// Every group, unless a test is about a file that the built program reads.
+    supported: Supported,
 }
 
 impl Folder {
@@ -31,13 +38,18 @@ impl Folder {
         fs::create_dir(&bin).unwrap();
         let surroundings =
             Surroundings { root: true, runtime_dir: None, search_path: Some(bin.into_os_string()) };
-        let folder = Self { dir, surroundings };
+        let folder = Self { dir, surroundings, supported: Group::ALL };
         fs::create_dir(folder.path("work")).unwrap();
         for program in ["thumbnail-worker", "bin/pdftotext", "bin/tool"] {
             folder.write(program, 0o755);
         }
         folder.write("libthumb.so", 0o644);
         folder
+    }
+
+    /// One whose files are read as the built program reads them.
+    fn shipped() -> Self {
+        Self { supported: schema::SUPPORTED, ..Self::new() }
     }
 
     fn write(&self, name: &str, mode: u32) {
@@ -50,7 +62,7 @@ impl Folder {
     }
 
     fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
-        parse_in(text, &self.path("workers.toml"), &self.surroundings)
+        parse_in(text, &self.path("workers.toml"), &self.surroundings, self.supported)
     }
 
     #[track_caller]
@@ -88,6 +100,11 @@ fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
 }
 
+/// Every key, whatever the switches say.
+fn all_keys() -> Vec<Key> {
+    schema::reference_with(Group::ALL)
+}
+
 /// A file that sets every key of this version to another value than its default.
 const FULL: &str = r#"
 [supervisor]
@@ -98,6 +115,20 @@ drain_timeout = "5s"
 max_clients = 7
 max_payload = "32MiB"
 max_buffered = "64MiB"
+crash_dir = "crashes"
+crash_keep = 7
+worker_uids = "200000-200999"
+
+[[access]]
+user = "root"
+bulkheads = ["aa", "zz.last"]
+
+[[access]]
+group = "root"
+
+[[access]]
+gid = 7
+tenants = ["acme", "big \"tenant\"\u0085"]
 
 [defaults]
 grace = "50ms"
@@ -107,6 +138,8 @@ pressure = { warn = 0.5 }
 breaker = { window = "1m", probes = 2 }
 fallback = ["mm"]
 poison = { within = "1d" }
+sandbox = { profile = "default", read = ["work"], best_effort = ["landlock"] }
+cgroup = { memory = "512MiB", cpu = 2 }
 
 [bulkhead."zz.last"]
 command = ["./thumbnail-worker", "--fast", ""]
@@ -129,9 +162,25 @@ breaker = { min_calls = 10, failure_rate = 0.25, slow_call = "1s", slow_rate = 0
 start = { handshake = "1s", ready = "2s", mode = "spawn", spares = 0 }
 health = { heartbeat = "250ms", missed = 3 }
 recycle = { jobs = 10000, rss = "300MiB", age = "1h" }
-sandbox = { profile = "none" }
 fallback = ["aa", "mm"]
 poison = { crashes = 2 }
+
+[bulkhead."zz.last".sandbox]
+profile = "strict"
+network = true
+read = ["/usr", "work/../bin"]
+write = ["work", "/tmp"]
+tmp = "1MiB"
+user = "auto"
+best_effort = ["user_namespace", "cgroup"]
+
+[bulkhead."zz.last".sandbox.syscalls]
+allow = ["mlock", "_sysctl"]
+deny = ["getpid"]
+
+[bulkhead."zz.last".cgroup]
+pids = 32
+cpu = 1.5
 
 [bulkhead."zz.last".retry]
 attempts = 3
@@ -168,11 +217,13 @@ rttime = "200ms"
 [bulkhead.aa]
 library = "libthumb.so"
 entry = "thumb_handle"
+sandbox = { profile = "none" }
 
 [bulkhead.mm]
 exec = ["pdftotext", "-", "-"]
 fallback = []
 max_queue = 7
+sandbox = { user = "root" }
 tenants = { isolate = true, max_active = 8, idle = "5m" }
 
 [bulkhead.mm.tenant.none]

@@ -249,6 +249,7 @@ fn with_key(table: &str, line: &str) -> String {
     match table {
         "" => format!("{line}\n{}", bulkhead("")),
         "supervisor" => format!("supervisor.{line}\n{}", bulkhead("")),
+        "access" => format!("access = [{{ {line} }}]\n{}", bulkhead("")),
         inner => {
             let inner = inner.strip_prefix("bulkhead.NAME").unwrap();
             let program = if line.starts_with("command") {
@@ -265,6 +266,7 @@ fn with_key(table: &str, line: &str) -> String {
 fn label(table: &str, name: &str) -> String {
     match table.strip_prefix("bulkhead.NAME.") {
         Some(inner) => format!("{inner}.{name}"),
+        None if table == schema::ACCESS => format!("{table}.{name}"),
         None => name.to_owned(),
     }
 }
@@ -272,7 +274,7 @@ fn label(table: &str, name: &str) -> String {
 #[test]
 fn every_key_of_the_reference_is_read_and_refuses_another_type() {
     let folder = Folder::new();
-    for key in reference() {
+    for key in all_keys() {
         let text = with_key(key.table, &format!("{} = 1979-05-27", key.name));
         let problems = folder.refuse(&text);
         let about_it =
@@ -285,20 +287,20 @@ fn every_key_of_the_reference_is_read_and_refuses_another_type() {
 
 #[test]
 fn every_key_of_later_is_refused_as_such() {
-    let folder = Folder::new();
-    for (table, name) in schema::LATER {
-        let text = with_key(table, &format!("{name} = 1979-05-27"));
-        let message = format!("`{}` is not supported yet", label(table, name));
-        let column = text.find(name).unwrap() + 1;
-        folder.refuse_one(&text, (1, column), &message, "remove it");
-        assert!(schema::find(table, name).is_none(), "{name} is both supported and not");
+    for folder in [Folder::new(), Folder::shipped()] {
+        for (table, name) in schema::later_keys(folder.supported) {
+            let text = with_key(table, &format!("{name} = 1979-05-27"));
+            let message = format!("`{}` is not supported yet", label(table, name));
+            let column = text.find(name).unwrap() + 1;
+            folder.refuse_one(&text, (1, column), &message, "remove it");
+            assert!(schema::find(folder.supported, table, name).is_none(), "{name} is supported and not");
+        }
     }
-    for line in ["start.mode = \"fork\"", "start.spares = 1", "sandbox.profile = \"strict\""] {
+    let folder = Folder::new();
+    for line in ["start.mode = \"fork\"", "start.spares = 1"] {
         let column = line.find("= ").unwrap() + 3;
         folder.refuse_one(&bulkhead(line), (3, column), "not supported yet", "");
     }
-    folder.refuse_one(&bulkhead("[bulkhead.a.cgroup]\npids = 3"), (3, 13), "is not supported yet", "");
-    folder.refuse_one(&bulkhead("[[access]]\nuid = 1"), (3, 3), "`access` is not supported yet", "");
     folder.refuse_one(
         &format!("[defaults]\nadaptive = 1\n{}", bulkhead("")),
         (2, 1),

@@ -372,6 +372,17 @@ fn the_summary_has_a_section_for_each_tenant() {
 #[test]
 fn the_example_of_the_contract_is_accepted() {
     let text = r#"
+        [supervisor]
+        socket = "/run/bulkhead/jobs.sock"
+        socket_mode = "0600"
+        admin = "/run/bulkhead/admin.sock"
+        drain_timeout = "30s"
+        crash_dir = "/var/lib/bulkhead/crashes"
+        max_clients = 1024
+        max_payload = "64MiB"
+        max_buffered = "512MiB"
+        worker_uids = "200000-200999"
+
         [defaults]
         deadline = "5s"
 
@@ -409,8 +420,28 @@ fn the_example_of_the_contract_is_accepted() {
         fsize = "16MiB"
         core = 0
 
+        [bulkhead.thumbnail.sandbox]
+        profile = "strict"
+        network = false
+        read = ["/usr/share"]
+        write = []
+        tmp = "64MiB"
+        user = "auto"
+        syscalls = { allow = [], deny = [] }
+        best_effort = []
+
+        [bulkhead.thumbnail.cgroup]
+        memory = "512MiB"
+        pids = 32
+        cpu = 1.5
+
         [bulkhead.thumbnail.tenant.acme]
         rate_limit = { per_second = 500, burst = 500 }
+
+        [[access]]
+        uid = 1001
+        bulkheads = ["thumbnail"]
+        tenants = ["acme"]
 
         [bulkhead.thumbnail-safe]
         command = ["./thumbnail-worker"]

@@ -1,0 +1,34 @@
+//! Users and groups by name. The only place of the configuration that asks the system's databases for
+//! them.
+
+use nix::unistd::{Group, User};
+
+use super::diagnostics::shown;
+use super::values::Complaint;
+
+/// The id of the user `name`.
+pub(super) fn user(label: &str, name: &str) -> Result<u32, Complaint> {
+    let found = User::from_name(name).map(|user| user.map(|user| user.uid.as_raw()));
+    known(label, "user", name, found)
+}
+
+/// The id of the group `name`.
+pub(super) fn group(label: &str, name: &str) -> Result<u32, Complaint> {
+    let found = Group::from_name(name).map(|group| group.map(|group| group.gid.as_raw()));
+    known(label, "group", name, found)
+}
+
+fn known(label: &str, what: &str, name: &str, found: nix::Result<Option<u32>>) -> Result<u32, Complaint> {
+    let database = if what == "user" { "passwd" } else { "group" };
+    match found {
+        Ok(Some(id)) => Ok(id),
+        Ok(None) => Err(Complaint::new(
+            format!("`{label}`: there is no {what} `{}`", shown(name)),
+            format!("name one that there is (`getent {database}` lists them), or add it to the system"),
+        )),
+        Err(error) => Err(Complaint::new(
+            format!("`{label}`: the {what} `{}` cannot be looked up: {error}", shown(name)),
+            format!("see whether `getent {database} {}` finds it", shown(name)),
+        )),
+    }
+}

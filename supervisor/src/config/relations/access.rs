@@ -1,0 +1,165 @@
+//! `[[access]]`: each entry is for one user or group that there is, names what there is, and allows
+//! something.
+
+use std::ops::Range;
+
+use super::Checker;
+use crate::config::checked::*;
+use crate::config::diagnostics::{nearest, shown};
+use crate::config::raw::{RawAccess, check_tenant_name};
+use crate::config::reader::{Arguments, Field, Given};
+use crate::config::values::Complaint;
+use crate::config::{defaults, identities};
+
+/// Names that a message lists.
+const LISTED_MAX: usize = 10;
+
+/// Who could connect by these bits is somebody else than the supervisor's own user.
+const OTHERS_MAY: u32 = 0o022;
+
+/// The mode of the jobs socket and of its folder. Where entries say who may, the file system need not.
+pub(super) fn modes(socket_mode: Option<u32>, has_access: bool) -> (u32, u32) {
+    let preset = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { defaults::SOCKET_MODE };
+    let socket_mode = socket_mode.unwrap_or(preset);
+    // A folder of its own user's would keep out whom the entries and the mode let in.
+    let open = has_access && socket_mode & OTHERS_MAY != 0;
+    (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
+}
+
+impl Checker<'_> {
+    /// `names` are those of all bulkheads in the file.
+    pub(super) fn access(&mut self, raw: &[RawAccess], names: &[String]) -> Vec<AccessConfig> {
+        raw.iter()
+            .map(|entry| AccessConfig {
+                who: self.who(entry),
+                bulkheads: self.access_bulkheads(&entry.bulkheads, names),
+                tenants: self.access_tenants(&entry.tenants),
+            })
+            .collect()
+    }
+
+    /// Exactly one of `uid`, `gid`, `user` and `group`.
+    fn who(&mut self, raw: &RawAccess) -> Who {
+        self.check_one_of_four(raw);
+        let uid = raw.uid.given().map(|uid| uid.value as u32);
+        let gid = raw.gid.given().map(|gid| gid.value as u32);
+        let user = raw.user.given().map(|name| self.identity("access.user", name, identities::user));
+        let group = raw.group.given().map(|name| self.identity("access.group", name, identities::group));
+        match (uid.or(user), gid.or(group)) {
+            (Some(uid), _) => Who::Uid(uid),
+            (None, gid) => Who::Gid(gid.unwrap_or_default()),
+        }
+    }
+
+    fn check_one_of_four(&mut self, raw: &RawAccess) {
+        let written: Vec<&str> = [
+            ("uid", raw.uid.is_absent()),
+            ("gid", raw.gid.is_absent()),
+            ("user", raw.user.is_absent()),
+            ("group", raw.group.is_absent()),
+        ]
+        .into_iter()
+        .filter(|(_, absent)| !absent)
+        .map(|(name, _)| name)
+        .collect();
+        match written.as_slice() {
+            [] => self.problems.report(
+                raw.heading.clone(),
+                "an entry of `access` does not say whom it is for",
+                "add one of `uid = 1001`, `gid = 1001`, `user = \"www-data\"` and `group = \"www-data\"`",
+            ),
+            [_] => {}
+            several => {
+                let several =
+                    several.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(" and ");
+                self.problems.report(
+                    raw.last_of_four().unwrap_or(raw.heading.clone()),
+                    format!("an entry of `access` has {several}, but it is for one user or group"),
+                    "keep one of them; what else is meant gets an [[access]] of its own",
+                );
+            }
+        }
+    }
+
+    /// The id of a name, which is reported if there is none.
+    fn identity(
+        &mut self,
+        label: &str,
+        name: &Given<String>,
+        look_up: impl FnOnce(&str, &str) -> Result<u32, Complaint>,
+    ) -> u32 {
+        look_up(label, &name.value).unwrap_or_else(|complaint| {
+            self.complain(name.span.clone(), complaint);
+            0
+        })
+    }
+
+    fn access_bulkheads(&mut self, field: &Field<Arguments>, names: &[String]) -> Option<Vec<String>> {
+        let given = field.given()?;
+        self.check_something("bulkheads", "all", given);
+        self.check_once("access.bulkheads", &given.value);
+        for name in given.value.iter().filter(|name| !names.contains(&name.value)) {
+            let message =
+                format!("`access.bulkheads` names `{}`, and there is no such bulkhead", shown(&name.value));
+            self.problems.report(name.span.clone(), message, instead(&name.value, names));
+        }
+        Some(strings(given))
+    }
+
+    fn access_tenants(&mut self, field: &Field<Arguments>) -> Option<Vec<String>> {
+        let given = field.given()?;
+        self.check_something("tenants", "any", given);
+        self.check_once("access.tenants", &given.value);
+        for name in &given.value {
+            let judged = match name.value.is_empty() {
+                true => Err(Complaint::new(
+                    "`access.tenants` names a tenant without a name",
+                    "leave `tenants` out to allow jobs that name no tenant",
+                )),
+                false => check_tenant_name(&name.value),
+            };
+            if let Err(complaint) = judged {
+                self.complain(name.span.clone(), complaint);
+            }
+        }
+        Some(strings(given))
+    }
+
+    /// An entry that allows nothing is none. An element that was refused may have been something.
+    fn check_something(&mut self, name: &str, without: &str, given: &Given<Arguments>) {
+        if given.value.is_empty() && !self.problems.any_within(&given.span) {
+            self.problems.report(
+                given.span.clone(),
+                format!("`access.{name}` is empty: the entry would allow nothing"),
+                format!("name some, or remove `{name}` for {without}"),
+            );
+        }
+    }
+}
+
+impl RawAccess {
+    fn last_of_four(&self) -> Option<Range<usize>> {
+        let spans = [
+            self.uid.given().map(|given| given.span.clone()),
+            self.gid.given().map(|given| given.span.clone()),
+            self.user.given().map(|given| given.span.clone()),
+            self.group.given().map(|given| given.span.clone()),
+        ];
+        spans.into_iter().flatten().max_by_key(|span| span.start)
+    }
+}
+
+fn strings(given: &Given<Arguments>) -> Vec<String> {
+    given.value.iter().map(|name| name.value.clone()).collect()
+}
+
+fn instead(name: &str, names: &[String]) -> String {
+    match nearest(name, names.iter().map(String::as_str)) {
+        Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
+        None if !names.is_empty() && names.len() <= LISTED_MAX => {
+            let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
+            format!("the bulkheads are {names}")
+        }
+        None => "name a bulkhead of this file".to_owned(),
+    }
+}

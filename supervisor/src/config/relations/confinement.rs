@@ -1,0 +1,181 @@
+//! What spans the keys of confinement: a profile that has no use for them, and what is named and not there.
+
+use std::path::PathBuf;
+
+use super::Checker;
+use crate::config::checked::*;
+use crate::config::diagnostics::shown;
+use crate::config::raw::{RawCgroup, RawSandbox};
+use crate::config::reader::{Arguments, Field, Given, Origin};
+use crate::config::settled::Settled;
+use crate::config::system_calls::is_system_call;
+use crate::config::{defaults, identities, programs};
+
+impl Checker<'_> {
+    pub(super) fn sandbox(&mut self, raw: &RawSandbox, worker_uids: &Field<UidRange>) -> SandboxConfig {
+        let word = raw.profile.settle(defaults::SANDBOX_PROFILE);
+        let profile = Profile::ALL.into_iter().find(|profile| profile.name() == word.value);
+        let profile = profile.unwrap_or(Profile::None);
+        let sandbox = SandboxConfig {
+            profile,
+            network: raw.network.value_or(defaults::SANDBOX_NETWORK),
+            read: self.paths("sandbox.read", &raw.read),
+            write: self.paths("sandbox.write", &raw.write),
+            tmp_bytes: raw.tmp.value_or(defaults::SANDBOX_TMP_BYTES),
+            user: self.user(&raw.user),
+            allow: self.system_calls("sandbox.syscalls.allow", &raw.syscalls.allow),
+            deny: self.system_calls("sandbox.syscalls.deny", &raw.syscalls.deny),
+            best_effort: self.layers(&raw.best_effort),
+        };
+        if profile == Profile::None {
+            self.check_profile(raw, &word);
+            return nothing_confined();
+        }
+        self.check_allowed_and_denied(raw);
+        if sandbox.user == Some(SandboxUser::Auto) && !sandbox.best_effort.contains(&Layer::Identity) {
+            self.check_worker_uids(raw, worker_uids);
+        }
+        sandbox
+    }
+
+    /// A sandbox that is not there confines nothing, whatever else is said of it.
+    fn check_profile(&mut self, raw: &RawSandbox, profile: &Settled<&'static str>) {
+        self.check_confined("network", &raw.network, raw, profile);
+        self.check_confined("read", &raw.read, raw, profile);
+        self.check_confined("write", &raw.write, raw, profile);
+        self.check_confined("tmp", &raw.tmp, raw, profile);
+        self.check_confined("user", &raw.user, raw, profile);
+        self.check_confined("syscalls", &raw.syscalls.here, raw, profile);
+        self.check_confined("best_effort", &raw.best_effort, raw, profile);
+    }
+
+    /// `profile = "none"` of a bulkhead silences what [defaults] have for confined ones; nothing else does.
+    fn check_confined<T: Clone>(
+        &mut self,
+        name: &str,
+        field: &Field<T>,
+        raw: &RawSandbox,
+        profile: &Settled<&'static str>,
+    ) {
+        let Some(given) = field.given() else { return };
+        let silenced = raw.profile.given().is_some_and(|profile| profile.origin > given.origin);
+        if silenced || raw.profile.is_refused() {
+            return;
+        }
+        let elsewhere = match given.origin {
+            Origin::Defaults => "; a bulkhead without a sandbox says `sandbox = { profile = \"none\" }`",
+            Origin::Own | Origin::Tenant => "",
+        };
+        let (default, strict) = (Profile::Default.name(), Profile::Strict.name());
+        self.problems.report(
+            given.span.clone(),
+            format!(
+                "`sandbox.{name}` has no effect: `sandbox.profile` is {}",
+                profile.told(format_args!("\"{}\"", profile.value))
+            ),
+            format!(
+                "set `profile = \"{default}\"` or `profile = \"{strict}\"`, or remove `{name}`{elsewhere}"
+            ),
+        );
+    }
+
+    fn paths(&mut self, label: &str, field: &Field<Arguments>) -> Vec<PathBuf> {
+        let Some(given) = field.given() else { return Vec::new() };
+        self.check_once(label, &given.value);
+        let mut paths = Vec::new();
+        for text in &given.value {
+            let path = programs::resolve(self.folder, &text.value);
+            if let Err(complaint) = programs::present(label, &path, self.folder) {
+                self.complain(text.span.clone(), complaint);
+            }
+            paths.push(path);
+        }
+        paths
+    }
+
+    fn user(&mut self, field: &Field<String>) -> Option<SandboxUser> {
+        let given = field.given()?;
+        if given.value == SandboxUser::AUTO {
+            return Some(SandboxUser::Auto);
+        }
+        if let Err(mut complaint) = identities::user("sandbox.user", &given.value) {
+            complaint.help = format!("write `user = \"{}\"`, or {}", SandboxUser::AUTO, complaint.help);
+            self.complain(given.span.clone(), complaint);
+        }
+        Some(SandboxUser::Named(given.value.clone()))
+    }
+
+    fn system_calls(&mut self, label: &str, field: &Field<Arguments>) -> Vec<String> {
+        let Some(given) = field.given() else { return Vec::new() };
+        self.check_once(label, &given.value);
+        for name in given.value.iter().filter(|name| !is_system_call(&name.value)) {
+            self.problems.report(
+                name.span.clone(),
+                format!("`{label}` names `{}`, and there is no such system call", shown(&name.value)),
+                "write names as syscalls(2) has them, as in \"mlock\"",
+            );
+        }
+        given.value.iter().map(|name| name.value.clone()).collect()
+    }
+
+    fn layers(&mut self, field: &Field<Arguments>) -> Vec<Layer> {
+        let Some(given) = field.given() else { return Vec::new() };
+        self.check_once("sandbox.best_effort", &given.value);
+        let layer = |word: &Given<String>| Layer::ALL.into_iter().find(|layer| layer.name() == word.value);
+        given.value.iter().filter_map(layer).collect()
+    }
+
+    fn check_allowed_and_denied(&mut self, raw: &RawSandbox) {
+        let (Some(allow), Some(deny)) = (raw.syscalls.allow.given(), raw.syscalls.deny.given()) else {
+            return;
+        };
+        for denied in &deny.value {
+            let Some(allowed) = allow.value.iter().find(|allowed| allowed.value == denied.value) else {
+                continue;
+            };
+            let nearest = if allowed.origin > denied.origin { allowed } else { denied };
+            self.problems.report(
+                nearest.span.clone(),
+                format!("`sandbox.syscalls` both allows and denies `{}`", shown(&denied.value)),
+                "remove it from one of the two",
+            );
+        }
+    }
+
+    fn check_worker_uids(&mut self, raw: &RawSandbox, worker_uids: &Field<UidRange>) {
+        let Some(user) = raw.user.given() else { return };
+        // A layer that was refused may have been this one.
+        let unsure = raw.best_effort.is_refused()
+            || raw.best_effort.given().is_some_and(|layers| self.problems.any_within(&layers.span));
+        if unsure || !worker_uids.is_absent() {
+            return;
+        }
+        self.problems.report(
+            user.span.clone(),
+            "`sandbox.user` is \"auto\", and [supervisor] has no `worker_uids` to take ids from",
+            format!(
+                "add `worker_uids = \"200000-200999\"` to [supervisor], or `best_effort = [\"{}\"]` to run without",
+                Layer::Identity.name()
+            ),
+        );
+    }
+}
+
+fn nothing_confined() -> SandboxConfig {
+    SandboxConfig {
+        profile: Profile::None,
+        network: false,
+        read: Vec::new(),
+        write: Vec::new(),
+        tmp_bytes: 0,
+        user: None,
+        allow: Vec::new(),
+        deny: Vec::new(),
+        best_effort: Vec::new(),
+    }
+}
+
+pub(super) fn cgroup(raw: &RawCgroup) -> Option<CgroupConfig> {
+    raw.here.given()?;
+    Some(CgroupConfig { memory: raw.memory.optional(), pids: raw.pids.optional(), cpu: raw.cpu.optional() })
+}

@@ -1,0 +1,188 @@
+//! Who may do what on the jobs socket: entries, and the modes that follow from them.
+
+use super::*;
+
+/// A file whose one entry starts on line 3, with `lines` from line 4 on.
+fn entry(lines: &str) -> String {
+    bulkhead(&format!("[[access]]\n{lines}"))
+}
+
+#[test]
+fn every_key_is_taken() {
+    let config = Folder::new().accept(FULL);
+    let names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
+    let expected = [
+        AccessConfig { who: Who::Uid(0), bulkheads: names(&["aa", "zz.last"]), tenants: None },
+        AccessConfig { who: Who::Gid(0), bulkheads: None, tenants: None },
+        AccessConfig { who: Who::Gid(7), bulkheads: None, tenants: names(&["acme", "big \"tenant\"\u{85}"]) },
+    ];
+    assert_eq!(config.access, expected);
+    let json = serde_json::to_value(&config.access[2]).unwrap();
+    assert_eq!(json["who"], serde_json::json!({ "gid": 7 }));
+}
+
+#[test]
+fn entries_may_be_written_in_one_line_and_there_may_be_none() {
+    let folder = Folder::new();
+    let config =
+        folder.accept(&format!("access = [{{ uid = 4294967294 }}, {{ gid = 0 }}]\n{}", bulkhead("")));
+    let whos: Vec<_> = config.access.iter().map(|entry| entry.who).collect();
+    assert_eq!(whos, [Who::Uid(u32::MAX - 1), Who::Gid(0)]);
+    assert_eq!(folder.accept(&config.summary()).access, config.access);
+    let config = folder.accept(&format!("access = []\n{}", bulkhead("")));
+    assert_eq!((config.supervisor.socket_mode, config.access.len()), (0o600, 0));
+}
+
+#[test]
+fn entries_open_the_socket_unless_its_mode_is_given() {
+    let modes = |text: &str| {
+        let supervisor = Folder::new().accept(text).supervisor;
+        (supervisor.socket_mode, supervisor.folder_mode)
+    };
+    let with_mode = |mode: &str, text: &str| format!("[supervisor]\nsocket_mode = \"{mode}\"\n{text}");
+    assert_eq!(modes(&bulkhead("")), (0o600, 0o700));
+    assert_eq!(modes(&with_mode("0666", &bulkhead(""))), (0o666, 0o700));
+    assert_eq!(modes(&entry("uid = 5")), (0o666, 0o755));
+    assert_eq!(modes(&with_mode("0660", &entry("uid = 5"))), (0o660, 0o755));
+    assert_eq!(modes(&with_mode("0600", &entry("uid = 5"))), (0o600, 0o700));
+    let summary = Folder::new().accept(&entry("uid = 5")).summary();
+    assert!(
+        summary.contains("socket_mode = \"0666\"\n# its folder, if it is missing, is made 0755\n"),
+        "{summary}"
+    );
+}
+
+#[test]
+fn an_entry_is_for_one_user_or_group() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &entry("bulkheads = [\"a\"]"),
+        (3, 1),
+        "an entry of `access` does not say whom it is for",
+        "add one of `uid = 1001`",
+    );
+    folder.refuse_one(
+        &entry("group = \"root\"\ntenants = [\"t\"]\nuid = 3"),
+        (6, 7),
+        "an entry of `access` has `uid` and `group`, but it is for one user or group",
+        "keep one of them",
+    );
+    folder.refuse_one(
+        &entry("usr = \"root\""),
+        (4, 1),
+        "unknown key `usr` in [[access]]",
+        "did you mean `user`?",
+    );
+    folder.refuse_one(&entry("uid = -1"), (4, 7), "`access.uid` must be from 0 to 4294967294, not -1", "");
+    folder.refuse_one(&entry("gid = 4294967295"), (4, 7), "`access.gid` must be from 0 to 4294967294", "");
+    folder.refuse_one(
+        &entry("uid = \"1001\""),
+        (4, 7),
+        "`access.uid` must be a whole number",
+        "`uid = 1001`",
+    );
+    folder.refuse_one(
+        &entry("user = 1001"),
+        (4, 8),
+        "`access.user` must be a string",
+        "write `user = \"www-data\"`",
+    );
+}
+
+#[test]
+fn names_of_users_and_groups_are_looked_up() {
+    let folder = Folder::new();
+    assert_eq!(folder.accept(&entry("user = \"root\"")).access[0].who, Who::Uid(0));
+    folder.refuse_one(
+        &entry("user = \"no-such-user\""),
+        (4, 8),
+        "`access.user`: there is no user `no-such-user`",
+        "name one that there is (`getent passwd` lists them), or add it to the system",
+    );
+    folder.refuse_one(
+        &entry("group = \"no such group\""),
+        (4, 9),
+        "`access.group`: there is no group `no such group`",
+        "`getent group` lists them",
+    );
+}
+
+#[test]
+fn bulkheads_of_an_entry_are_in_the_file() {
+    let folder = Folder::new();
+    let text = |names: &str| {
+        format!("[[access]]\nuid = 1\nbulkheads = {names}\n[bulkhead.thumbs]\nexec = [\"tool\"]\n")
+    };
+    folder.accept(&text("[\"thumbs\"]"));
+    folder.refuse_one(
+        &text("[\"thumbs\", \"thumb\"]"),
+        (3, 24),
+        "`access.bulkheads` names `thumb`, and there is no such bulkhead",
+        "did you mean `thumbs`?",
+    );
+    folder.refuse_one(&text("[\"pdf\"]"), (3, 14), "names `pdf`", "the bulkheads are thumbs");
+    folder.refuse_one(&text("[\"thumbs\", \"thumbs\"]"), (3, 24), "names `thumbs` twice", "remove one");
+    folder.refuse_one(
+        &text("\"thumbs\""),
+        (3, 13),
+        "must be an array of strings",
+        "`bulkheads = [\"thumbs\"]`",
+    );
+    folder.refuse_one(&text("[3]"), (3, 14), "`access.bulkheads[0]` must be a string, not a number", "");
+    folder.refuse_one(
+        &text("[]"),
+        (3, 13),
+        "`access.bulkheads` is empty: the entry would allow nothing",
+        "remove `bulkheads` for all",
+    );
+    // One that could not be read is there all the same.
+    let text = "bulkhead.b = 3\n[[access]]\nuid = 1\nbulkheads = [\"b\"]\n";
+    folder.refuse_one(text, (1, 14), "bulkhead `b` must be a table", "");
+}
+
+#[test]
+fn tenants_of_an_entry_are_those_that_a_job_can_have() {
+    let folder = Folder::new();
+    let text = |names: &str| entry(&format!("uid = 1\ntenants = {names}"));
+    folder.accept(&text(&format!("[\"{}\", \"Größe 3/π\"]", "x".repeat(256))));
+    folder.refuse_one(&text("[\"\"]"), (5, 12), "a tenant without a name", "jobs that name no tenant");
+    folder.refuse_one(&text(&format!("[\"{}\"]", "x".repeat(257))), (5, 12), "257 bytes", "at most 256");
+    folder.refuse_one(&text("[\"a\\u0000\"]"), (5, 12), "contains a NUL byte", "");
+    folder.refuse_one(&text("[\"a\", \"b\", \"a\"]"), (5, 22), "names `a` twice", "");
+    folder.refuse_one(&text("[]"), (5, 11), "the entry would allow nothing", "remove `tenants` for any");
+}
+
+#[test]
+fn entries_are_tables_and_bounded() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("[access]\nuid = 1"),
+        (3, 1),
+        "`access` must be an array of tables, not a table",
+        "write [[access]], with two brackets, for each entry",
+    );
+    folder.refuse_one(
+        &format!("access = 3\n{}", bulkhead("")),
+        (1, 10),
+        "`access` must be an array of tables, not a number",
+        "write a section [[access]] for each entry",
+    );
+    folder.refuse_one(
+        &format!("access = [{{ uid = 1 }}, 3]\n{}", bulkhead("")),
+        (1, 24),
+        "`access[1]` must be a table, not a number",
+        "write a section [[access]] for each entry, or `access = [{ uid = 1001 }]`",
+    );
+    let entries = "[[access]]\nuid = 1\n".repeat(1024);
+    folder.accept(&bulkhead(&entries));
+    folder.refuse_one(&bulkhead(&format!("{entries}[[access]]\n")), (2051, 1), "more than 1024 entries", "");
+}
+
+#[test]
+fn a_misplaced_key_is_shown_where_it_belongs() {
+    let folder = Folder::new();
+    folder.refuse_one(&bulkhead("uid = 3"), (3, 1), "unknown key `uid`", "`uid` belongs in [[access]]");
+    // A table is none of the keys that hold one value.
+    let text = format!("[bulkheads.b]\nexec = [\"tool\"]\n{}", bulkhead(""));
+    folder.refuse_one(&text, (1, 2), "unknown key `bulkheads`", "did you mean `bulkhead`?");
+}

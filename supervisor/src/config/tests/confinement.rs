@@ -1,0 +1,338 @@
+//! How far workers are confined: what the keys become, what each refuses, and what does not fit together.
+
+use super::*;
+
+/// A bulkhead with a sandbox of these entries on line 3.
+fn sandbox(entries: &str) -> String {
+    bulkhead(&format!("sandbox = {{ profile = \"strict\", {entries} }}"))
+}
+
+/// The column after `sandbox = { profile = "strict", ` and so much more.
+fn column(more: &str) -> usize {
+    "sandbox = { profile = \"strict\", ".len() + more.len() + 1
+}
+
+fn strings(strings: &[&str]) -> Vec<String> {
+    strings.iter().map(|string| (*string).to_owned()).collect()
+}
+
+#[test]
+fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
+    let folder = Folder::new();
+    let config = folder.accept(FULL);
+    assert_eq!(config.supervisor.worker_uids, Some(UidRange { first: 200_000, last: 200_999 }));
+    let [last, aa, mm] = config.bulkheads.as_slice() else { panic!() };
+    let expected = SandboxConfig {
+        profile: Profile::Strict,
+        network: true,
+        read: vec!["/usr".into(), folder.path("work/../bin")],
+        write: vec![folder.path("work"), "/tmp".into()],
+        tmp_bytes: 1 << 20,
+        user: Some(SandboxUser::Auto),
+        allow: strings(&["mlock", "_sysctl"]),
+        deny: strings(&["getpid"]),
+        best_effort: vec![Layer::UserNamespace, Layer::Cgroup],
+    };
+    assert_eq!(last.sandbox, expected);
+    assert_eq!(aa.sandbox.profile, Profile::None);
+    assert_eq!((&aa.sandbox.read, &aa.sandbox.best_effort), (&vec![], &vec![]), "silenced by the profile");
+    let expected = SandboxConfig {
+        profile: Profile::Default,
+        network: false,
+        read: vec![folder.path("work")],
+        write: vec![],
+        tmp_bytes: 64 << 20,
+        user: Some(SandboxUser::Named("root".to_owned())),
+        allow: vec![],
+        deny: vec![],
+        best_effort: vec![Layer::Landlock],
+    };
+    assert_eq!(mm.sandbox, expected);
+
+    let cgroup = CgroupConfig { memory: Some(512 << 20), pids: Some(32), cpu: Some(1.5) };
+    assert_eq!(last.cgroup, Some(cgroup));
+    let cgroup = CgroupConfig { memory: Some(512 << 20), pids: None, cpu: Some(2.0) };
+    assert_eq!(mm.cgroup, Some(cgroup));
+    let json = serde_json::to_value(last).unwrap();
+    assert_eq!(json["sandbox"]["user"], "auto");
+    assert_eq!(json["sandbox"]["best_effort"][0], "user_namespace");
+}
+
+#[test]
+fn a_bulkhead_that_says_nothing_has_the_documented_profile() {
+    let sandbox = &Folder::new().accept(&bulkhead("")).bulkheads[0].sandbox;
+    assert_eq!(sandbox.profile.name(), defaults::SANDBOX_PROFILE);
+    let key = reference().into_iter().find(|key| key.path() == "bulkhead.NAME.sandbox.profile").unwrap();
+    assert_eq!(key.default, Preset::Word(defaults::SANDBOX_PROFILE));
+}
+
+#[test]
+fn what_needs_a_sandbox_is_refused_without_one() {
+    let folder = Folder::new();
+    for (name, value) in [
+        ("network", "true"),
+        ("network", "false"),
+        ("read", "[]"),
+        ("write", "[\"work\"]"),
+        ("tmp", "0"),
+        ("user", "\"root\""),
+        ("user", "\"auto\""),
+        ("best_effort", "[\"identity\"]"),
+    ] {
+        let message = format!("`sandbox.{name}` has no effect: `sandbox.profile` is \"none\"");
+        let help = format!("set `profile = \"default\"` or `profile = \"strict\"`, or remove `{name}`");
+        let line = format!("sandbox = {{ profile = \"none\", {name} = {value} }}");
+        let column = line.find(value).unwrap() + 1;
+        folder.refuse_one(&bulkhead(&line), (3, column), &message, &help);
+        let defaults = format!("[defaults]\n{line}\n{}", bulkhead(""));
+        folder.refuse_one(&defaults, (2, column), &message, "; a bulkhead without a sandbox says");
+        // What the bulkhead itself says is not silenced by its own profile.
+        let text = format!("[defaults]\nsandbox = {{ profile = \"strict\" }}\n{}", bulkhead(&line));
+        folder.refuse_one(&text, (5, column), &message, &help);
+    }
+    folder.refuse_one(
+        &bulkhead("sandbox = { profile = \"none\", syscalls = {} }"),
+        (3, 31),
+        "`sandbox.syscalls` has no effect",
+        "",
+    );
+    let text = bulkhead("sandbox = { profile = \"nine\", network = true }");
+    folder.refuse_one(&text, (3, 23), "`sandbox.profile` cannot be \"nine\"", "did you mean `\"none\"`?");
+}
+
+#[test]
+fn a_profile_that_nobody_wrote_is_told() {
+    if defaults::SANDBOX_PROFILE == Profile::None.name() {
+        let text = bulkhead("sandbox = { network = true }");
+        Folder::new().refuse_one(&text, (3, 23), "`sandbox.profile` is \"none\", the default", "");
+    }
+}
+
+#[test]
+fn a_bulkhead_without_a_sandbox_silences_the_defaults() {
+    let folder = Folder::new();
+    let defaults =
+        "[defaults.sandbox]\nprofile = \"default\"\nnetwork = true\nsyscalls = { deny = [\"mlock\"] }\n";
+    let config = folder.accept(&format!("{defaults}{}", bulkhead("sandbox = { profile = \"none\" }")));
+    let sandbox = &config.bulkheads[0].sandbox;
+    assert_eq!((sandbox.profile, sandbox.network, sandbox.tmp_bytes), (Profile::None, false, 0));
+    assert!(sandbox.deny.is_empty());
+    let config = folder.accept(&format!("{defaults}{}", bulkhead("")));
+    assert_eq!(
+        (config.bulkheads[0].sandbox.network, config.bulkheads[0].sandbox.tmp_bytes),
+        (true, 64 << 20)
+    );
+}
+
+#[test]
+fn paths_are_there() {
+    let folder = Folder::new();
+    for name in ["read", "write"] {
+        let at = (3, column(&format!("{name} = [")));
+        folder.refuse_one(
+            &sandbox(&format!("{name} = [\"none\"]")),
+            at,
+            &format!("`sandbox.{name}`: there is no file or folder {}", folder.path("none").display()),
+            "relative paths start at the file's folder",
+        );
+        folder.refuse_one(
+            &sandbox(&format!("{name} = [\"\"]")),
+            at,
+            &format!("`sandbox.{name}[0]` is empty"),
+            &format!("write `{name} = [\"/usr/share/fonts\"]`"),
+        );
+        folder.refuse_one(&sandbox(&format!("{name} = [\"a\\u0000\"]")), at, "contains a NUL byte", "");
+        folder.refuse_one(
+            &sandbox(&format!("{name} = [3]")),
+            at,
+            "must be a string, not a number",
+            "write \"3\"",
+        );
+        folder.refuse_one(
+            &sandbox(&format!("{name} = \"/usr\"")),
+            (3, column(&format!("{name} = "))),
+            "must be an array of strings, not a string",
+            &format!("write `{name} = [\"/usr\"]`"),
+        );
+        let twice = sandbox(&format!("{name} = [\"work\", \"work\"]"));
+        folder.refuse_one(&twice, (3, at.1 + 8), "names `work` twice", "remove one");
+        let many = ["\"/\""; 257].join(", ");
+        let problems = folder.refuse(&sandbox(&format!("{name} = [{many}]")));
+        assert!(problems.iter().any(|problem| problem.message.contains("has more than 256 paths")));
+    }
+}
+
+#[test]
+fn a_private_tmp_may_be_none() {
+    let folder = Folder::new();
+    assert_eq!(folder.accept(&sandbox("tmp = 0")).bulkheads[0].sandbox.tmp_bytes, 0);
+    let message = "`sandbox.tmp` must be at least 0, not -1";
+    folder.refuse_one(&sandbox("tmp = -1"), (3, column("tmp = ")), message, "write `tmp = \"64MiB\"`");
+}
+
+#[test]
+fn a_user_is_there() {
+    let folder = Folder::new();
+    let at = (3, column("user = "));
+    folder.refuse_one(
+        &sandbox("user = \"no-such-user\""),
+        at,
+        "`sandbox.user`: there is no user `no-such-user`",
+        "write `user = \"auto\"`, or name one that there is",
+    );
+    folder.refuse_one(
+        &sandbox("user = 1001"),
+        at,
+        "`sandbox.user` must be a string",
+        "write `user = \"auto\"`",
+    );
+    folder.refuse_one(&sandbox("user = \"\""), at, "`sandbox.user` is empty", "");
+    let config = folder.accept(&bulkhead("sandbox.profile = \"strict\""));
+    assert_eq!(config.bulkheads[0].sandbox.user, None);
+}
+
+#[test]
+fn ids_of_their_own_come_from_somewhere() {
+    let folder = Folder::new();
+    let auto = sandbox("user = \"auto\"");
+    folder.refuse_one(
+        &auto,
+        (3, column("user = ")),
+        "`sandbox.user` is \"auto\", and [supervisor] has no `worker_uids` to take ids from",
+        "add `worker_uids = \"200000-200999\"` to [supervisor], or `best_effort = [\"identity\"]`",
+    );
+    folder.accept(&format!("{auto}[supervisor]\nworker_uids = \"5-5\"\n"));
+    folder.accept(&sandbox("user = \"auto\", best_effort = [\"identity\"]"));
+    let text = format!("[defaults]\nsandbox = {{ best_effort = [\"identity\"] }}\n{auto}");
+    assert_eq!(folder.accept(&text).bulkheads[0].sandbox.best_effort, [Layer::Identity]);
+    // Told once, and not if what was refused may have been the answer.
+    let text = format!(
+        "[defaults]\nsandbox = {{ profile = \"strict\", user = \"auto\" }}\n{}[bulkhead.b]\nexec = [\"tool\"]\n",
+        bulkhead("")
+    );
+    folder.refuse_one(&text, (2, 40), "no `worker_uids`", "");
+    let text = format!("{auto}[supervisor]\nworker_uids = 5\n");
+    folder.refuse_one(&text, (5, 15), "`worker_uids` must be the first and the last id", "");
+    let text = sandbox("user = \"auto\", best_effort = [\"identiy\"]");
+    folder.refuse_one(&text, (3, column("user = \"auto\", best_effort = [")), "cannot be \"identiy\"", "");
+}
+
+#[test]
+fn ids_are_a_range() {
+    let folder = Folder::new();
+    let text = |value: &str| format!("[supervisor]\nworker_uids = {value}\n{}", bulkhead(""));
+    for (value, first, last) in [
+        ("\"1-1000000\"", 1, 1_000_000),
+        ("\" 200000 - 200999 \"", 200_000, 200_999),
+        ("\"4294967294-4294967294\"", 4_294_967_294, 4_294_967_294),
+    ] {
+        let config = folder.accept(&text(value));
+        assert_eq!(config.supervisor.worker_uids, Some(UidRange { first, last }), "{value}");
+    }
+    let example = "write `worker_uids = \"200000-200999\"`";
+    for (value, message, help) in [
+        ("\"200000\"", "is not a range of ids: \"200000\"", example),
+        ("\"\"", "is not a range of ids", example),
+        ("\"a-b\"", "is not a range of ids: \"a-b\"", example),
+        ("\"-5-7\"", "is not a range of ids", example),
+        ("\"+5-7\"", "is not a range of ids", example),
+        ("\"5-7-9\"", "is not a range of ids", example),
+        ("\"9-5\"", "starts above its end: \"9-5\"", "write `worker_uids = \"5-9\"`"),
+        ("\"0-5\"", "must be from 1 to 4294967294, not \"0-5\"", example),
+        ("\"5-4294967295\"", "must be from 1 to 4294967294", example),
+        ("\"5-99999999999999999999999\"", "must be from 1 to 4294967294", example),
+        (
+            "\"1-1000001\"",
+            "has 1000001 ids, more than 1000000",
+            "write `worker_uids = \"1-1000000\"` or fewer",
+        ),
+        ("[200000, 200999]", "must be the first and the last id as a string, not an array", example),
+    ] {
+        folder.refuse_one(&text(value), (2, 15), &format!("`worker_uids` {message}"), help);
+    }
+}
+
+#[test]
+fn system_calls_have_names() {
+    let folder = Folder::new();
+    for name in ["allow", "deny"] {
+        let list = |names: &str| sandbox(&format!("syscalls = {{ {name} = [{names}] }}"));
+        let at = (3, column(&format!("syscalls = {{ {name} = [")));
+        folder.accept(&list("\"mlock\", \"clone3\", \"_sysctl\""));
+        for wrong in ["", "Mlock", "mlock(2)", "SYS-mlock", "größe"] {
+            let message =
+                format!("`sandbox.syscalls.{name}` names `{wrong}`, and there is no such system call");
+            folder.refuse_one(&list(&format!("\"{wrong}\"")), at, &message, "as in \"mlock\"");
+        }
+        let message = format!("`sandbox.syscalls.{name}[0]` must be a string, not a number");
+        folder.refuse_one(&list("5"), at, &message, "write \"5\"");
+        folder.refuse_one(&list("\"mlock\", \"mlock\""), (3, at.1 + 9), "names `mlock` twice", "");
+    }
+    folder.refuse_one(
+        &sandbox("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", \"mlock\"] }"),
+        (3, column("syscalls = { allow = [\"mlock\"], deny = [\"getpid\", ")),
+        "`sandbox.syscalls` both allows and denies `mlock`",
+        "remove it from one of the two",
+    );
+    let text = format!(
+        "[defaults.sandbox]\nsyscalls = {{ deny = [\"mlock\"] }}\n{}",
+        sandbox("syscalls = { allow = [\"mlock\"] }")
+    );
+    folder.refuse_one(&text, (5, column("syscalls = { allow = [")), "both allows and denies `mlock`", "");
+}
+
+#[test]
+fn layers_are_words() {
+    let folder = Folder::new();
+    let all: Vec<_> = Layer::ALL.iter().map(|layer| format!("\"{}\"", layer.name())).collect();
+    let config = folder.accept(&sandbox(&format!("best_effort = [{}]", all.join(", "))));
+    assert_eq!(config.bulkheads[0].sandbox.best_effort, Layer::ALL);
+    let at = (3, column("best_effort = ["));
+    folder.refuse_one(
+        &sandbox("best_effort = [\"pid-namespaces\"]"),
+        at,
+        "`sandbox.best_effort[0]` cannot be \"pid-namespaces\"",
+        "did you mean `\"pid_namespace\"`?",
+    );
+    folder.refuse_one(
+        &sandbox("best_effort = [\"all\"]"),
+        at,
+        "cannot be \"all\"",
+        "write one of `\"landlock\"`, ",
+    );
+}
+
+#[test]
+fn a_control_group_has_bounds() {
+    let folder = Folder::new();
+    let text = |entry: &str| bulkhead(&format!("[bulkhead.a.cgroup]\n{entry}"));
+    for (entry, column, message, help) in [
+        ("memory = 1000", 10, "`cgroup.memory` must be at least 1MiB, not 1000", "write `memory = \"8MiB\"`"),
+        ("memory = \"1023KiB\"", 10, "must be at least 1MiB, not 1047552", ""),
+        ("pids = 0", 8, "`cgroup.pids` must be at least 1, not 0", "write `pids = 1`"),
+        ("cpu = 0", 7, "`cgroup.cpu` must be above 0 and at most 1024, not 0", "write `cpu = 1.5`"),
+        ("cpu = -0.5", 7, "must be above 0 and at most 1024, not -0.5", "write `cpu = 1.5`"),
+        ("cpu = 1024.5", 7, "must be above 0 and at most 1024, not 1024.5", "write `cpu = 1024`"),
+        ("cpu = nan", 7, "must be above 0", ""),
+        ("cpu = \"150%\"", 7, "`cgroup.cpu` must be a number, not a string", "write `cpu = 1.5`"),
+        ("memry = 5", 1, "unknown key `memry` in [bulkhead.a.cgroup]", "did you mean `memory`?"),
+    ] {
+        folder.refuse_one(&text(entry), (4, column), message, help);
+    }
+    let cgroup = |entry: &str| folder.accept(&text(entry)).bulkheads.remove(0).cgroup;
+    let nothing = CgroupConfig { memory: None, pids: None, cpu: None };
+    assert_eq!(cgroup(""), Some(nothing.clone()), "it still ends whole trees");
+    assert_eq!(cgroup("cpu = 1024"), Some(CgroupConfig { cpu: Some(1024.0), ..nothing.clone() }));
+    assert_eq!(cgroup("memory = 1048576"), Some(CgroupConfig { memory: Some(1 << 20), ..nothing }));
+}
+
+#[test]
+fn the_summary_has_the_whole_sandbox() {
+    let folder = Folder::new();
+    let summary = folder.accept(&sandbox("tmp = 0, user = \"auto\", best_effort = [\"identity\"]")).summary();
+    let line = "sandbox = { profile = \"strict\", network = false, read = [], write = [], tmp = \"0B\", \
+                user = \"auto\", syscalls = { allow = [], deny = [] }, best_effort = [\"identity\"] }\n";
+    assert!(summary.contains(line), "{summary}");
+    let summary = folder.accept(&bulkhead("cgroup = {}\nsandbox = { profile = \"none\" }")).summary();
+    assert!(summary.contains("\nsandbox = { profile = \"none\" }\ncgroup = {}\n"), "{summary}");
+}

@@ -1,0 +1,68 @@
+//! `bulkhead-supervisor doctor`: which layers of confinement can be had here, and why not.
+
+use std::io::{self, Write};
+
+use comfy_table::{ContentArrangement, Table, presets};
+
+use crate::keeper::{Ability, probe};
+
+/// Tries all layers and writes what was found: a table, or one JSON array.
+pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
+    let abilities = probe();
+    if json {
+        serde_json::to_writer_pretty(&mut *out, &abilities)?;
+        return writeln!(out);
+    }
+    writeln!(out, "{}", table(&abilities))
+}
+
+fn table(abilities: &[Ability]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(["LAYER", "AVAILABLE", "FOUND OR WHY NOT", "WHAT TO DO"]);
+    for ability in abilities {
+        let available = if ability.is_available { "yes" } else { "no" };
+        let found = ability.found.as_deref().or(ability.why_not.as_deref()).unwrap_or("-");
+        table.add_row([ability.layer, available, found, ability.what_to_do.unwrap_or("-")]);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_a_line_for_each_layer() {
+        let missing = Ability {
+            layer: "pidfd",
+            is_available: false,
+            found: None,
+            why_not: Some("Function not implemented".into()),
+            what_to_do: Some("run a newer kernel"),
+        };
+        let there = Ability {
+            layer: "seccomp",
+            is_available: true,
+            why_not: None,
+            what_to_do: None,
+            ..missing.clone()
+        };
+        let table = table(&[missing, there]).to_string();
+        let lines: Vec<Vec<&str>> = table
+            .lines()
+            .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
+            .collect();
+        assert_eq!(lines[0], ["LAYER", "AVAILABLE", "FOUND OR WHY NOT", "WHAT TO DO"]);
+        assert_eq!(lines[1], ["pidfd", "no", "Function not implemented", "run a newer kernel"]);
+        assert_eq!(lines[2], ["seccomp", "yes", "-", "-"]);
+    }
+
+    #[test]
+    fn json_is_one_array() {
+        let mut out = Vec::new();
+        run(true, &mut out).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&out).unwrap();
+        assert!(value[0]["available"].is_boolean() && value[0]["layer"] == "landlock");
+    }
+}

@@ -1,0 +1,380 @@
+//! What the default rules leave to ordinary programs, and what they close. Threads are put under rules of
+//! their own where one is enough: the kernel does it by thread.
+
+use std::fs;
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, getppid, test_kill_process};
+use tempfile::TempDir;
+
+use super::{ETC, Rules, Ruleset, kernel_abi, missing};
+
+/// Whether the kernel has this version. If not, says so: a test that did not run is no success.
+fn has_abi(least: u32) -> bool {
+    match kernel_abi() {
+        Ok(abi) if abi >= least => true,
+        found => {
+            eprintln!("NOT TESTED: this kernel has no Landlock of version {least}, but {found:?}");
+            false
+        }
+    }
+}
+
+/// Whether there is such a program. If not, says so.
+fn has_program(path: &str) -> bool {
+    let is_there = Path::new(path).exists();
+    if !is_there {
+        eprintln!("NOT TESTED: there is no {path}");
+    }
+    is_there
+}
+
+/// Runs this on a thread of its own, under these rules.
+fn under<T: Send>(rules: &Rules<'_>, task: impl FnOnce() -> T + Send) -> T {
+    let ruleset = Ruleset::prepare(rules).unwrap();
+    std::thread::scope(|scope| {
+        let confined = scope.spawn(|| {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            ruleset.restrict().unwrap();
+            task()
+        });
+        confined.join().unwrap()
+    })
+}
+
+/// The command, to be run under these rules.
+fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
+    let ruleset = Ruleset::prepare(rules).unwrap();
+    // SAFETY: the child makes two system calls.
+    unsafe {
+        command.pre_exec(move || {
+            rustix::thread::set_no_new_privs(true)?;
+            ruleset.restrict().map_err(io::Error::from)
+        })
+    };
+    command
+}
+
+/// Runs a program with a working directory and a temporary folder, as a worker has them.
+fn run(program: &str, arguments: &[&str]) -> Output {
+    let (directory, temporary) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let mut command = Command::new(program);
+    command.args(arguments).env_clear().env("PATH", "/usr/bin:/bin");
+    command.env("TMPDIR", temporary.path()).current_dir(directory.path());
+    let programs = [Path::new(program)];
+    let rules = Rules {
+        programs: &programs,
+        directory: Some(directory.path()),
+        temporary: Some(temporary.path()),
+        ..Rules::default()
+    };
+    confined(command, &rules).output().unwrap()
+}
+
+fn assert_unharmed(program: &str, arguments: &[&str], expected: &str) {
+    if !has_abi(1) || !has_program(program) {
+        return;
+    }
+    let output = run(program, arguments);
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{program}: {}\n{out}\n{err}", output.status);
+    assert_eq!(out.trim(), expected, "{program}: {err}");
+    assert_eq!(err, "", "{program} complained");
+}
+
+fn is_refused<T>(result: io::Result<T>) -> bool {
+    result.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+}
+
+#[test]
+fn a_shell_runs_unharmed() {
+    let script = "ls /usr /etc/../bin >/dev/null; id -un >/dev/null; head -c 4 /dev/urandom | wc -c; \
+        echo x > $TMPDIR/a; mkdir $TMPDIR/b; mv $TMPDIR/a $TMPDIR/b; cat $TMPDIR/b/a; sleep 9 & kill $!; wait";
+    assert_unharmed("/bin/sh", &["-c", script], "4\nx");
+}
+
+#[test]
+fn python_runs_unharmed() {
+    let script = "
+import json, threading, subprocess, ssl, tempfile, os, pwd, socket, sqlite3, time, locale, mimetypes, random
+assert ssl.create_default_context()
+with tempfile.NamedTemporaryFile('w') as file:
+    file.write(json.dumps([1])); file.flush()
+    assert open(file.name).read() == '[1]'
+with tempfile.TemporaryDirectory() as folder:
+    sqlite3.connect(folder + '/db').execute('create table t (x)')
+thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
+assert subprocess.run(['/bin/echo', 'x'], capture_output=True, close_fds=True).stdout == b'x\\n'
+assert pwd.getpwuid(0).pw_name and os.cpu_count() and time.localtime() and mimetypes.guess_type('a.png')[0]
+assert len(os.listdir('/proc/self/fd')) and open('/proc/meminfo').read() and open(os.devnull, 'w').write('x')
+left, right = socket.socketpair(); left.send(b'x'); assert right.recv(1) == b'x'
+os.memfd_create('x'); print('fine')";
+    assert_unharmed("/usr/bin/python3", &["-c", script], "fine");
+}
+
+#[test]
+fn node_runs_unharmed() {
+    let script = "
+const fs = require('fs'), os = require('os'), { Worker } = require('worker_threads');
+require('crypto').randomBytes(8); require('tls').createSecureContext(); os.cpus(); os.userInfo();
+const folder = fs.mkdtempSync(os.tmpdir() + '/a'); fs.writeFileSync(folder + '/a', 'x');
+const child = require('child_process').execFileSync('/bin/echo', ['x']).toString().trim();
+new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFileSync(folder + '/a')));";
+    assert_unharmed("/usr/bin/node", &["-e", script], "xx");
+}
+
+#[test]
+fn java_runs_unharmed() {
+    if has_abi(1) && has_program("/usr/bin/java") {
+        let output = run("/usr/bin/java", &["--version"]);
+        assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    }
+}
+
+#[test]
+fn secrets_and_the_folders_of_others_are_closed() {
+    if !has_abi(1) {
+        return;
+    }
+    let other = TempDir::new().unwrap();
+    fs::write(other.path().join("secret"), "x").unwrap();
+    let closed = ["/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/ssh", "/etc/ssl/private", "/etc"];
+    let folders = ["/root", "/home", "/var", "/run", "/tmp", "/sys", "/dev", "/dev/shm", "/"];
+    let secret = other.path().join("secret");
+    under(&Rules::default(), || {
+        for path in closed.iter().chain(&folders).map(Path::new).chain([other.path(), &secret]) {
+            match fs::File::open(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    eprintln!("NOT TESTED: there is no {}", path.display());
+                }
+                opened => assert!(is_refused(opened), "{} is open", path.display()),
+            }
+        }
+        assert!(fs::read("/etc/passwd").is_ok() && fs::read("/etc/hosts").is_ok());
+    });
+}
+
+#[test]
+fn nothing_is_given_of_etc_that_others_may_not_read() {
+    if !has_abi(1) {
+        return;
+    }
+    let secret = ["shadow", "gshadow", "sudoers", "ssh", "ssl", "ssl/private", "pki", "security", "bulkhead"];
+    assert!(secret.iter().all(|name| !ETC.contains(name)));
+    let folder = TempDir::new().unwrap();
+    let given = |mode: u32| {
+        let path = folder.path().join(mode.to_string());
+        fs::write(&path, "x").unwrap();
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+        let mut ruleset = super::create(super::ABI::V1, true).unwrap();
+        let access = super::AccessFs::ReadFile.into();
+        let condition = super::Condition::IfOthersMayRead;
+        super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
+        let ruleset = Ruleset { descriptor: Option::from(ruleset).unwrap(), abi: 1 };
+        std::thread::spawn(move || {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            ruleset.restrict().unwrap();
+            fs::read(path).is_ok()
+        })
+        .join()
+        .unwrap()
+    };
+    assert!(given(0o644) && !given(0o640) && !given(0o600));
+}
+
+#[test]
+fn only_the_temporary_folder_and_what_was_named_can_be_written() {
+    if !has_abi(3) {
+        return;
+    }
+    let (directory, temporary, written) =
+        (TempDir::new().unwrap(), TempDir::new().unwrap(), TempDir::new().unwrap());
+    let (directory, temporary, written) = (directory.path(), temporary.path(), written.path());
+    fs::write(directory.join("a"), "x").unwrap();
+    let write = [written];
+    let rules =
+        Rules { directory: Some(directory), write: &write, temporary: Some(temporary), ..Rules::default() };
+    under(&rules, || {
+        assert_eq!(fs::read(directory.join("a")).unwrap(), b"x");
+        assert!(is_refused(fs::write(directory.join("b"), "x")));
+        assert!(is_refused(fs::write(directory.join("a"), "y")));
+        assert!(is_refused(fs::remove_file(directory.join("a"))));
+        assert!(is_refused(fs::rename(directory.join("a"), temporary.join("a"))));
+        assert!(is_refused(fs::write("/usr/share/bulkhead-test", "x")));
+        assert!(is_refused(fs::write("/proc/self/oom_score_adj", "1000")));
+        assert!(is_refused(fs::OpenOptions::new().write(true).open("/dev/urandom")));
+        for folder in [temporary, written] {
+            fs::write(folder.join("a"), "x").unwrap();
+            fs::create_dir(folder.join("b")).unwrap();
+            fs::rename(folder.join("a"), folder.join("b/a")).unwrap();
+            fs::write(folder.join("b/a"), "").unwrap();
+            std::os::unix::fs::symlink("a", folder.join("link")).unwrap();
+            fs::remove_dir_all(folder.join("b")).unwrap();
+            let (kind, mode) = (rustix::fs::FileType::CharacterDevice, rustix::fs::Mode::RUSR);
+            let made = rustix::fs::mknodat(rustix::fs::CWD, folder.join("null"), kind, mode, 0x103);
+            assert!(matches!(made, Err(Errno::ACCESS | Errno::PERM)));
+        }
+        assert!(UnixListener::bind(written.join("socket")).is_ok());
+        assert!(is_refused(UnixListener::bind(temporary.join("socket"))));
+    });
+}
+
+#[test]
+fn folders_of_programs_are_given_and_the_root_folder_is_not() {
+    if !has_abi(1) {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let program = folder.path().join("program");
+    fs::copy("/bin/true", &program).unwrap();
+    let link_folder = TempDir::new().unwrap();
+    let link = link_folder.path().join("program");
+    std::os::unix::fs::symlink(&program, &link).unwrap();
+    let programs = [link.as_path()];
+    let rules = Rules { programs: &programs, directory: Some(Path::new("/")), ..Rules::default() };
+    assert!(confined(Command::new(&link), &rules).status().unwrap().success());
+    let nothing = Rules { directory: Some(Path::new("/usr/..")), ..Rules::default() };
+    assert!(is_refused(confined(Command::new(&program), &nothing).status()));
+    under(&nothing, || assert!(is_refused(fs::read_dir("/")) && is_refused(fs::read_dir("/tmp"))));
+}
+
+#[test]
+fn what_somebody_named_must_be_there_and_the_rest_need_not() {
+    if !has_abi(1) {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let gone = folder.path().join("gone");
+    let paths = [gone.as_path()];
+    for rules in [
+        Rules { read: &paths, ..Rules::default() },
+        Rules { write: &paths, ..Rules::default() },
+        Rules { temporary: Some(&gone), ..Rules::default() },
+    ] {
+        let failure = Ruleset::prepare(&rules).unwrap_err();
+        assert_eq!(failure.errno, Errno::NOENT);
+        assert_eq!(failure.attempted, format!("open {} for a Landlock rule", gone.display()));
+    }
+    let rules = Rules { programs: &paths, directory: Some(&gone), ..Rules::default() };
+    assert_eq!(Ruleset::prepare(&rules).unwrap().abi(), kernel_abi().unwrap());
+    // A single file is as good as a folder.
+    let file = folder.path().join("file");
+    fs::write(&file, "x").unwrap();
+    let paths = [file.as_path()];
+    let rules = Rules { write: &paths, ..Rules::default() };
+    under(&rules, || {
+        fs::write(&file, "y").unwrap();
+        assert!(is_refused(fs::read_dir(folder.path())));
+    });
+}
+
+#[test]
+fn tcp_is_closed_unless_allowed() {
+    if !has_abi(4) {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    under(&Rules::default(), || {
+        assert!(is_refused(TcpStream::connect(address)));
+        assert!(is_refused(TcpListener::bind("127.0.0.1:0")));
+    });
+    under(&Rules { network: true, ..Rules::default() }, || assert!(TcpStream::connect(address).is_ok()));
+}
+
+#[test]
+fn abstract_sockets_outside_are_closed() {
+    if !has_abi(6) {
+        return;
+    }
+    let name =
+        |of: &str| SocketAddr::from_abstract_name(format!("bulkhead-{of}-{}", std::process::id())).unwrap();
+    let (outside, inside) = (name("outside"), name("inside"));
+    let _listener = UnixListener::bind_addr(&outside).unwrap();
+    under(&Rules { network: true, ..Rules::default() }, || {
+        assert!(is_refused(UnixStream::connect_addr(&outside)));
+        let _own = UnixListener::bind_addr(&inside).unwrap();
+        assert!(UnixStream::connect_addr(&inside).is_ok());
+    });
+}
+
+/// A process outside of the rules, of the same user.
+struct Outsider(Child);
+
+impl Outsider {
+    fn start() -> Self {
+        Self(Command::new("/bin/sleep").arg("600").spawn().unwrap())
+    }
+}
+
+impl Drop for Outsider {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn processes_outside_cannot_be_signalled() {
+    if !has_abi(6) {
+        return;
+    }
+    let outsider = Outsider::start();
+    let processes = [getppid().unwrap(), Pid::from_child(&outsider.0)];
+    let tries = || processes.map(test_kill_process);
+    if getppid() == Some(Pid::INIT) || tries() != [Ok(()); 2] {
+        eprintln!("NOT TESTED: the parent could not be signalled anyway");
+        return;
+    }
+    assert_eq!(under(&Rules::default(), tries), [Err(Errno::PERM); 2]);
+}
+
+/// As the child does: with CAP_PERFMON or CAP_SYS_ADMIN the kernel does not ask for the right to trace.
+fn drop_capabilities() {
+    use rustix::thread::{CapabilitySet as Set, CapabilitySets, set_capabilities};
+    let (effective, permitted, inheritable) = (Set::empty(), Set::empty(), Set::empty());
+    set_capabilities(None, CapabilitySets { effective, permitted, inheritable }).unwrap();
+}
+
+/// The reason why `/proc` can be given as a whole.
+#[test]
+fn what_matters_of_other_processes_is_closed_though_proc_is_open() {
+    if !has_abi(1) {
+        return;
+    }
+    let outsider = Outsider::start();
+    let folder = PathBuf::from(format!("/proc/{}", outsider.0.id()));
+    let read = |name: &str| fs::read(folder.join(name)).map(drop);
+    let files = ["environ", "maps", "auxv", "io", "stack"];
+    let links = ["cwd", "root", "exe"];
+    let open = || {
+        let mut open: Vec<&str> = files.into_iter().filter(|name| read(name).is_ok()).collect();
+        open.extend(links.iter().filter(|name| fs::read_link(folder.join(name)).is_ok()));
+        open.extend(fs::File::open(folder.join("mem")).is_ok().then_some("mem"));
+        open.extend(fs::read_link(folder.join("fd/0")).is_ok().then_some("fd/0"));
+        open
+    };
+    assert!(["environ", "maps", "cwd", "mem", "fd/0"].iter().all(|name| open().contains(name)));
+    under(&Rules::default(), || {
+        drop_capabilities();
+        assert_eq!(open(), Vec::<&str>::new());
+        assert!(read("stat").is_ok() && read("cmdline").is_ok(), "more is closed than the docs say");
+        assert!(fs::read("/proc/self/environ").is_ok() && fs::read_link("/proc/self/exe").is_ok());
+        let own_child = Command::new("/bin/sleep").arg("600").spawn().map(Outsider).unwrap();
+        assert!(fs::read(format!("/proc/{}/environ", own_child.0.id())).is_ok());
+    });
+}
+
+#[test]
+fn a_kernel_says_what_it_lacks() {
+    assert_eq!(missing(9).count(), 0);
+    assert_eq!(missing(5).count(), 2);
+    assert_eq!(missing(1).count(), 6);
+}

@@ -1,0 +1,10 @@
+//! What a worker is barred from, apart from its limits: prepared in the keeper before the fork, put in
+//! force by the child right before `execve`.
+//!
+//! - [`landlock`]: which files and sockets it can reach.
+//! - [`seccomp`]: which system calls it can make.
+//! - `syscalls`: their names and numbers.
+
+pub(super) mod landlock;
+pub(super) mod seccomp;
+pub(super) mod syscalls;

@@ -1,0 +1,299 @@
+//! Which system calls a worker can make, as a filter that the kernel runs on each of them.
+//!
+//! - [`Rules`] say what becomes of a call; `profiles` has the ready-made ones.
+//! - [`Filter`] is the program made of them: compiled before the fork, installed by the child.
+//! - `assembler`: the few instructions of classic BPF that it takes.
+//! - `notification`: how the keeper learns of a fatal call, and of which.
+//!
+//! A filter sees numbers and registers, never what a pointer points to: rules look at no more than the
+//! lower half of an argument, which is all that the kernel takes of the arguments looked at here.
+#![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe form")]
+
+mod assembler;
+mod notification;
+mod profiles;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::RawFd;
+
+use libc::sock_filter;
+use rustix::io::Errno;
+
+use self::assembler::{Block, Condition};
+use super::syscalls;
+
+pub(in crate::keeper) use self::notification::{Notification, receive, refuse};
+pub(in crate::keeper) use self::profiles::{default, sealed, strict};
+
+/// What the kernel calls this architecture, with 64 bits and little-endian.
+#[cfg(target_arch = "x86_64")]
+const ARCHITECTURE: u32 = 62 | 0xc000_0000;
+#[cfg(target_arch = "aarch64")]
+const ARCHITECTURE: u32 = 183 | 0xc000_0000;
+
+#[cfg(target_endian = "big")]
+compile_error!("the lower half of an argument would be the second one");
+
+/// The numbers of the x32 calls start here. They come under the name of the 64-bit architecture, and
+/// would get around every rule for the calls that they are.
+const X32: u32 = 0x4000_0000;
+
+/// What becomes of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::keeper) enum Verdict {
+    /// It is made.
+    Allow,
+    /// It fails with this error, and has no effect.
+    Errno(Errno),
+    /// No honest program makes it: the worker ends, as [`Ending`] says.
+    Fatal,
+}
+
+/// How a worker ends that makes a fatal call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::keeper) enum Ending {
+    /// By the kernel, which tells nothing but SIGSYS.
+    Kill,
+    /// By the keeper: the call waits until that has been told which one it is. It must kill the worker,
+    /// since for a call that is refused instead the worker lives on.
+    Notify,
+}
+
+/// What becomes of a call, given its arguments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Rule {
+    Always(Verdict),
+    Check(Box<Check>),
+}
+
+/// A look at the lower half of one argument, or at the bits in `mask` of it: the first case that holds
+/// decides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Check {
+    argument: u8,
+    mask: u32,
+    cases: Vec<(Condition, Rule)>,
+    otherwise: Rule,
+}
+
+impl From<Verdict> for Rule {
+    fn from(verdict: Verdict) -> Self {
+        Self::Always(verdict)
+    }
+}
+
+impl From<Check> for Rule {
+    fn from(check: Check) -> Self {
+        Self::Check(Box::new(check))
+    }
+}
+
+impl Rule {
+    fn assemble(&self, ending: Ending) -> Block {
+        match self {
+            Self::Always(verdict) => vec![assembler::give(verdict.action(ending))],
+            Self::Check(check) => {
+                let Check { argument, mask, cases, otherwise } = &**check;
+                let tests = cases.iter().rev().fold(otherwise.assemble(ending), |rest, (condition, rule)| {
+                    assembler::branch(*condition, rule.assemble(ending), rest)
+                });
+                let mut block = assembler::load_argument(*argument, *mask);
+                block.extend(tests);
+                block
+            }
+        }
+    }
+}
+
+impl Verdict {
+    fn action(self, ending: Ending) -> u32 {
+        match (self, ending) {
+            (Self::Allow, _) => libc::SECCOMP_RET_ALLOW,
+            (Self::Errno(errno), _) => libc::SECCOMP_RET_ERRNO | errno.raw_os_error() as u32,
+            (Self::Fatal, Ending::Kill) => libc::SECCOMP_RET_KILL_PROCESS,
+            (Self::Fatal, Ending::Notify) => libc::SECCOMP_RET_USER_NOTIF,
+        }
+    }
+}
+
+/// What becomes of each call. One that is newer than our table does not exist: programs cope with that,
+/// as they have to on older kernels, and what it can do, nobody here has looked at.
+#[derive(Clone, Debug)]
+pub(in crate::keeper) struct Rules {
+    calls: BTreeMap<u32, Rule>,
+    otherwise: Rule,
+}
+
+impl Rules {
+    fn new(otherwise: Verdict) -> Self {
+        Self { calls: BTreeMap::new(), otherwise: otherwise.into() }
+    }
+
+    /// For each of the names, which spaces separate. What this architecture lacks is left out.
+    fn set(&mut self, names: &str, rule: impl Into<Rule>) {
+        let rule = rule.into();
+        for name in names.split_ascii_whitespace() {
+            debug_assert!(syscalls::is_known(name), "there is no system call {name}");
+            if let Some(number) = syscalls::number(name) {
+                self.calls.insert(number, rule.clone());
+            }
+        }
+    }
+
+    /// These rules, but with some calls allowed, whatever their arguments, and some fatal. Errors: a
+    /// name that no architecture has.
+    pub(in crate::keeper) fn overridden<'n>(
+        mut self,
+        allow: &[&'n str],
+        deny: &[&'n str],
+    ) -> Result<Self, &'n str> {
+        if let Some(&unknown) = allow.iter().chain(deny).find(|name| !syscalls::is_known(name)) {
+            return Err(unknown);
+        }
+        for name in allow {
+            self.set(name, Verdict::Allow);
+        }
+        for name in deny {
+            self.set(name, Verdict::Fatal);
+        }
+        Ok(self)
+    }
+
+    /// The program. Each call takes a number of comparisons logarithmic in the number of rules, and for
+    /// those that are allowed whatever their arguments, the kernel remembers the outcome.
+    pub(in crate::keeper) fn compile(&self, ending: Ending) -> Filter {
+        let kill = libc::SECCOMP_RET_KILL_PROCESS;
+        let mut program = vec![assembler::load_architecture()];
+        program.extend(assembler::unless(Condition::Is(ARCHITECTURE), kill));
+        program.push(assembler::load_number());
+        if cfg!(target_arch = "x86_64") {
+            program.extend(assembler::when(Condition::AtLeast(X32), kill));
+        }
+        program.extend(search(&self.ranges(), ending));
+        Filter { program, ending }
+    }
+
+    /// The first number of each range with one rule, in order.
+    fn ranges(&self) -> Vec<(u32, &Rule)> {
+        const NEWER: Rule = Rule::Always(Verdict::Errno(Errno::NOSYS));
+        let known = (0..=syscalls::LAST).map(|number| (number, self.rule(number)));
+        let mut ranges: Vec<_> = known.chain([(syscalls::LAST + 1, &NEWER)]).collect();
+        ranges.dedup_by_key(|(_, rule)| *rule);
+        ranges
+    }
+
+    fn rule(&self, number: u32) -> &Rule {
+        self.calls.get(&number).unwrap_or(&self.otherwise)
+    }
+}
+
+/// Finds the range of the number that is loaded.
+fn search(ranges: &[(u32, &Rule)], ending: Ending) -> Block {
+    if let [(_, rule)] = ranges {
+        return rule.assemble(ending);
+    }
+    let (low, high) = ranges.split_at(ranges.len() / 2);
+    let (first, _) = high[0];
+    assembler::branch(Condition::AtLeast(first), search(high, ending), search(low, ending))
+}
+
+/// A program that the kernel runs on each call.
+#[derive(Clone)]
+pub(in crate::keeper) struct Filter {
+    program: Vec<sock_filter>,
+    ending: Ending,
+}
+
+impl Filter {
+    /// For whoever installs it elsewhere.
+    pub(in crate::keeper) fn instructions(&self) -> &[sock_filter] {
+        &self.program
+    }
+
+    /// Puts it in force for the calling thread, what that starts and what it executes, for ever. Made
+    /// for a forked child: one raw call, nothing allocated. `no_new_privs` must be set.
+    ///
+    /// Returns the listener, close-on-exec, if fatal calls are to be told; there is nobody to answer
+    /// unless it gets to the keeper, and a second one for the same process is refused with EBUSY.
+    pub(in crate::keeper) fn install(&self) -> Result<Option<RawFd>, Errno> {
+        let flags = match self.ending {
+            Ending::Kill => 0,
+            Ending::Notify => libc::SECCOMP_FILTER_FLAG_NEW_LISTENER,
+        };
+        // The kernel takes no program longer than a 16-bit number can say, and ours are far from that.
+        let program =
+            libc::sock_fprog { len: self.program.len() as u16, filter: self.program.as_ptr().cast_mut() };
+        // SAFETY: the pointer is to a local, and what that points to has the length that it tells; the
+        // kernel copies both and writes to neither.
+        let result =
+            unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &program) };
+        match (result, self.ending) {
+            (-1, _) => Err(last_errno()),
+            (_, Ending::Kill) => Ok(None),
+            (listener, Ending::Notify) => Ok(Some(listener as RawFd)),
+        }
+    }
+}
+
+/// How much of this the kernel, and whoever confines us, lets us have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::keeper) enum Support {
+    /// Nothing.
+    Missing,
+    /// Filters, but only [`Ending::Kill`]: an old kernel, or one that has a listener above us already.
+    Unnamed,
+    /// Everything.
+    Full,
+}
+
+/// Finds out by trying, in children that end at once. Not for while others wait for any child.
+pub(in crate::keeper) fn support() -> io::Result<Support> {
+    let allow = Rules::new(Verdict::Allow);
+    if !can_kill() || !can_install(&allow.compile(Ending::Kill))? {
+        return Ok(Support::Missing);
+    }
+    let can_notify = can_install(&allow.compile(Ending::Notify))?;
+    Ok(if can_notify { Support::Full } else { Support::Unnamed })
+}
+
+/// Whether the kernel knows how to kill a whole process; an older one would kill the thread.
+fn can_kill() -> bool {
+    let action = libc::SECCOMP_RET_KILL_PROCESS;
+    // SAFETY: reads the number that is pointed to, a local.
+    unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) == 0 }
+}
+
+fn can_install(filter: &Filter) -> io::Result<bool> {
+    // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls until it is gone.
+    let child = unsafe { libc::fork() };
+    match child {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            let installed = rustix::thread::set_no_new_privs(true).and_then(|()| filter.install());
+            // SAFETY: ends the process, without a thing being run that the parent registered.
+            unsafe { libc::_exit(i32::from(installed.is_err())) }
+        }
+        child => exit_code(child).map(|code| code == Some(0)),
+    }
+}
+
+/// Waits for this child. `None`: a signal ended it.
+fn exit_code(child: i32) -> io::Result<Option<i32>> {
+    let mut status = 0;
+    // SAFETY: the pointer is to a local.
+    while unsafe { libc::waitpid(child, &mut status, libc::__WALL) } == -1 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
+}
+
+fn last_errno() -> Errno {
+    // SAFETY: the address of this thread's `errno`, always there.
+    Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
+}

@@ -1,0 +1,82 @@
+//! Classic BPF, as much of it as a filter needs.
+//!
+//! Jumps are relative and lead forward, so that blocks are joined by putting one behind the other; it
+//! knows nothing of system calls but where the kernel puts their numbers and arguments.
+
+use std::mem::offset_of;
+
+use libc::{seccomp_data, sock_filter};
+
+/// Instructions that run from the first to a verdict, or to what is put behind.
+pub(super) type Block = Vec<sock_filter>;
+
+const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+const AND: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
+const JUMP: u16 = (libc::BPF_JMP | libc::BPF_JA) as u16;
+const JUMP_IF_IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+const JUMP_IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+const JUMP_IF_HAS_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
+const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+
+/// What can be asked of the number that is loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Condition {
+    Is(u32),
+    AtLeast(u32),
+    HasAny(u32),
+}
+
+pub(super) fn load_architecture() -> sock_filter {
+    plain(LOAD, offset_of!(seccomp_data, arch) as u32)
+}
+
+pub(super) fn load_number() -> sock_filter {
+    plain(LOAD, offset_of!(seccomp_data, nr) as u32)
+}
+
+/// Loads these bits of the lower half of an argument.
+pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
+    let load =
+        plain(LOAD, (offset_of!(seccomp_data, args) + usize::from(argument) * size_of::<u64>()) as u32);
+    if mask == u32::MAX { vec![load] } else { vec![load, plain(AND, mask)] }
+}
+
+/// Ends with this action.
+pub(super) fn give(action: u32) -> sock_filter {
+    plain(RETURN, action)
+}
+
+/// Ends with this action if the condition holds.
+pub(super) fn when(condition: Condition, action: u32) -> Block {
+    vec![jump_if(condition, 0, 1), give(action)]
+}
+
+/// Ends with this action if the condition does not hold.
+pub(super) fn unless(condition: Condition, action: u32) -> Block {
+    vec![jump_if(condition, 1, 0), give(action)]
+}
+
+/// Goes one way or the other. The first must end with a verdict, or it would run into the second.
+pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
+    let mut block = match u8::try_from(yes.len()) {
+        Ok(past) => vec![jump_if(condition, 0, past)],
+        // Further than a condition can jump.
+        Err(_) => vec![jump_if(condition, 1, 0), plain(JUMP, yes.len() as u32)],
+    };
+    block.extend(yes);
+    block.extend(no);
+    block
+}
+
+fn jump_if(condition: Condition, jt: u8, jf: u8) -> sock_filter {
+    let (code, k) = match condition {
+        Condition::Is(value) => (JUMP_IF_IS, value),
+        Condition::AtLeast(value) => (JUMP_IF_AT_LEAST, value),
+        Condition::HasAny(bits) => (JUMP_IF_HAS_ANY, bits),
+    };
+    sock_filter { code, jt, jf, k }
+}
+
+fn plain(code: u16, k: u32) -> sock_filter {
+    sock_filter { code, jt: 0, jf: 0, k }
+}

@@ -1,0 +1,76 @@
+//! The keeper's end of a listener: which call it was, and the answer to it.
+//!
+//! It never waits by itself: whoever calls has polled the listener. It decides nothing.
+#![expect(unsafe_code, reason = "the listener's ioctls have no safe form")]
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use libc::{seccomp_notif, seccomp_notif_resp, seccomp_notif_sizes};
+use rustix::io::Errno;
+
+use super::last_errno;
+
+/// A call that waits for an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::keeper) struct Notification {
+    /// Names it in the answer.
+    pub id: u64,
+    /// The number of the thread that makes it, which need not be the worker's first one, nor of the
+    /// worker's own process. 0: it is not in our pid namespace.
+    pub thread: u32,
+    /// The call's number.
+    pub number: u32,
+    /// Its arguments; what they point to may change at any time.
+    pub arguments: [u64; 6],
+}
+
+/// Takes a notification from a listener that is readable. `None`: the call has been interrupted, or its
+/// process killed, since it became so. With more than one reader this may wait.
+pub(in crate::keeper) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
+    let sizes = sizes()?;
+    let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
+    match control(listener, libc::SECCOMP_IOCTL_NOTIF_RECV, &mut buffer) {
+        Ok(()) => {}
+        Err(Errno::NOENT | Errno::INTR) => return Ok(None),
+        Err(errno) => return Err(errno.into()),
+    }
+    // SAFETY: the buffer is as large and as aligned as the structure, in which every bit pattern is valid.
+    let seccomp_notif { id, pid, data, .. } = unsafe { buffer.as_ptr().cast::<seccomp_notif>().read() };
+    Ok(Some(Notification { id, thread: pid, number: data.nr as u32, arguments: data.args }))
+}
+
+/// Lets a call fail with this error. One that does not wait any more is none.
+pub(in crate::keeper) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
+    let sizes = sizes()?;
+    let mut buffer = zeroed(sizes.seccomp_notif_resp, size_of::<seccomp_notif_resp>());
+    let answer = seccomp_notif_resp { id, val: 0, error: -errno.raw_os_error(), flags: 0 };
+    // SAFETY: the buffer is as large and as aligned as the structure.
+    unsafe { buffer.as_mut_ptr().cast::<seccomp_notif_resp>().write(answer) };
+    match control(listener, libc::SECCOMP_IOCTL_NOTIF_SEND, &mut buffer) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// The kernel's structures grow: it writes as many bytes as it has, and wants all of them zero before.
+fn zeroed(in_kernel: u16, here: usize) -> Vec<u64> {
+    vec![0; usize::from(in_kernel).max(here).div_ceil(size_of::<u64>())]
+}
+
+fn sizes() -> io::Result<seccomp_notif_sizes> {
+    let mut sizes = seccomp_notif_sizes { seccomp_notif: 0, seccomp_notif_resp: 0, seccomp_data: 0 };
+    // SAFETY: the pointer is to a local of the type that the call fills, which has not grown since it exists.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, &raw mut sizes) };
+    if result == -1 { Err(last_errno().into()) } else { Ok(sizes) }
+}
+
+fn control(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Result<(), Errno> {
+    let buffer: *mut c_void = buffer.as_mut_ptr().cast();
+    // SAFETY: both callers have made the buffer as large as the kernel's structure for the request, and a
+    // descriptor that is no listener does not know the request.
+    let result = unsafe { libc::ioctl(listener.as_raw_fd(), request, buffer) };
+    if result == -1 { Err(last_errno()) } else { Ok(()) }
+}

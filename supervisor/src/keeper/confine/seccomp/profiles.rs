@@ -1,0 +1,288 @@
+//! The ready-made rules.
+//!
+//! They deny gently where honest programs probe, with the error that makes these fall back; fatal is
+//! what no honest program does, and under `strict` whatever is not listed.
+//!
+//! Nothing here is about permission to files or about other users' processes: Landlock and identity are.
+
+use rustix::io::Errno;
+
+use super::assembler::Condition::{HasAny, Is};
+use super::{Check, Rule, Rules, Verdict};
+
+/// They change the kernel.
+const FATAL: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
+
+/// C libraries and Node fall back to older calls, whose arguments can be looked at.
+const MISSING: &str = "clone3 io_uring_enter io_uring_register io_uring_setup";
+
+/// Each group is refused, since it
+const REFUSED: &[&str] = &[
+    // changes what file systems there are, or where the root is,
+    "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree open_tree_attr \
+     pivot_root umount2",
+    // enters another namespace; new ones are refused by flags,
+    "setns",
+    // gets at files past their paths,
+    "fanotify_init name_to_handle_at open_by_handle_at",
+    // gets at other processes,
+    "kcmp pidfd_getfd process_madvise process_vm_readv process_vm_writev",
+    // has been a way into the kernel again and again,
+    "add_key keyctl perf_event_open request_key userfaultfd",
+    // is the machine's administration,
+    "acct adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
+     setdomainname sethostname settimeofday swapoff swapon syslog vhangup",
+    // or is a relic.
+    "lookup_dcookie nfsservctl uselib",
+];
+
+/// A deny list that leaves ordinary programs unharmed.
+pub(in crate::keeper) fn default(network: bool) -> Rules {
+    let mut rules = Rules::new(Verdict::Allow);
+    deny(&mut rules);
+    rules.set("socket", socket(network));
+    rules.set("ioctl", terminal_tricks());
+    rules
+}
+
+/// An allow list for computing, in force from before `execve`: it must let a program start, with its
+/// libraries and its interpreter. [`sealed`] takes some of that away again.
+pub(in crate::keeper) fn strict(network: bool) -> Rules {
+    let mut rules = Rules::new(Verdict::Fatal);
+    for names in COMPUTING {
+        rules.set(names, Verdict::Allow);
+    }
+    rules.set(CONNECTING, if network { Verdict::Allow } else { REFUSE });
+    rules.set(REFUSED_TO_COMPUTING, REFUSE);
+    rules.set(MISSING_TO_COMPUTING, Verdict::Errno(Errno::NOSYS));
+    deny(&mut rules);
+    rules.set("socket", socket(network));
+    rules.set("prctl", only(PROCESS_OPTIONS, Errno::INVAL));
+    rules.set("ioctl", only(DESCRIPTOR_REQUESTS, Errno::NOTTY));
+    rules
+}
+
+/// What comes on top of `strict` when the program is ready for its first job: no other program any more,
+/// and no new socket, unless it has the network. `allow` is the list that `strict` was overridden with.
+///
+/// Nothing in it is fatal, since for a second filter of one process there can be no second listener:
+/// what is fatal, the first one tells. Errors: a name that no architecture has.
+pub(in crate::keeper) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n str> {
+    let mut rules = Rules::new(Verdict::Allow);
+    rules.set("execve execveat", REFUSE);
+    if !network {
+        rules.set("socket socketpair", NO_FAMILY);
+    }
+    rules.overridden(allow, &[])
+}
+
+const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
+
+/// Programs take it for a kernel built without that family, and do without.
+const NO_FAMILY: Verdict = Verdict::Errno(Errno::AFNOSUPPORT);
+
+/// What both profiles deny.
+fn deny(rules: &mut Rules) {
+    rules.set(FATAL, Verdict::Fatal);
+    rules.set(MISSING, Verdict::Errno(Errno::NOSYS));
+    for names in REFUSED {
+        rules.set(names, REFUSE);
+    }
+    rules.set("clone", without(NEW_NAMESPACES | libc::CLONE_PARENT as u32));
+    // Among the flags of `clone`, this bit belongs to a signal's number.
+    rules.set("unshare", without(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
+    rules.set("personality", personality());
+    rules.set("ptrace", trace());
+    rules.set("socketpair", socketpair());
+}
+
+const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWNS
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWUTS) as u32;
+
+/// No flag of these in the first argument. CLONE_PARENT is one: its child would be the keeper's own.
+fn without(flags: u32) -> Rule {
+    check(0, vec![(HasAny(flags), REFUSE.into())], Verdict::Allow)
+}
+
+/// Asking which one it is, the normal one, and addresses that are not random, as sanitizers want them.
+/// Others have weakened programs that were meant to be safe.
+fn personality() -> Rule {
+    const ASK: u32 = u32::MAX;
+    only_these(0, &[ASK, 0, libc::ADDR_NO_RANDOMIZE as u32], REFUSE)
+}
+
+/// Asking to be traced is a way to find out whether one is. The rest is for debuggers.
+fn trace() -> Rule {
+    const TRACE_ME: u32 = 0;
+    check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
+}
+
+/// The families of the internet, Unix sockets, and the questions after addresses and routes.
+///
+/// Without the network there is none at all, not even of Unix sockets, with which a worker could reach
+/// whatever of its user listens on a path. Programs that list interfaces get an error then; for Node
+/// that is an exception, with whatever error.
+fn socket(network: bool) -> Rule {
+    if !network {
+        return NO_FAMILY.into();
+    }
+    let cases = vec![
+        (Is(libc::AF_UNIX as u32), Verdict::Allow.into()),
+        (Is(libc::AF_INET as u32), no_packets()),
+        (Is(libc::AF_INET6 as u32), Verdict::Allow.into()),
+        (Is(libc::AF_NETLINK as u32), routes_only()),
+    ];
+    check(0, cases, NO_FAMILY)
+}
+
+const SOCKET_TYPE_MASK: u32 = 0xf;
+
+/// The kernel takes this type of the internet's family for the packet family.
+fn no_packets() -> Rule {
+    const SOCK_PACKET: u32 = 10;
+    let cases = vec![(Is(SOCK_PACKET), NO_FAMILY.into())];
+    Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise: Verdict::Allow.into() }.into()
+}
+
+fn routes_only() -> Rule {
+    const NETLINK_ROUTE: u32 = 0;
+    only_these(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
+}
+
+/// Pairs are pipes that go both ways. Those of datagrams are more: they can send to any path, and so
+/// they are what `socket` is.
+fn socketpair() -> Rule {
+    let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
+    let cases = kinds.into_iter().map(|kind| (Is(kind as u32), Verdict::Allow.into())).collect();
+    let otherwise = Verdict::Errno(Errno::SOCKTNOSUPPORT).into();
+    let connected = Check { argument: 1, mask: SOCKET_TYPE_MASK, cases, otherwise };
+    check(0, vec![(Is(libc::AF_UNIX as u32), connected.into())], NO_FAMILY)
+}
+
+/// Typing into a terminal, pasting into a console, and loading what drives a line, each of which has
+/// led out of sandboxes.
+fn terminal_tricks() -> Rule {
+    let requests = [libc::TIOCSTI, libc::TIOCLINUX, libc::TIOCSETD];
+    check(
+        1,
+        requests.into_iter().map(|request| (Is(request as u32), REFUSE.into())).collect(),
+        Verdict::Allow,
+    )
+}
+
+fn check(argument: u8, cases: Vec<(super::Condition, Rule)>, otherwise: Verdict) -> Rule {
+    Check { argument, mask: u32::MAX, cases, otherwise: otherwise.into() }.into()
+}
+
+fn only_these(argument: u8, values: &[u32], otherwise: Verdict) -> Rule {
+    check(argument, values.iter().map(|&value| (Is(value), Verdict::Allow.into())).collect(), otherwise)
+}
+
+/// Requests that come as one of the first two arguments; which one, their list says.
+type Requests = (u8, &'static [u32]);
+
+fn only((argument, requests): Requests, errno: Errno) -> Rule {
+    only_these(argument, requests, Verdict::Errno(errno))
+}
+
+/// About the process itself: names, memory, and giving up more.
+const PROCESS_OPTIONS: Requests = (
+    0,
+    &[
+        libc::PR_CAPBSET_READ as u32,
+        libc::PR_GET_DUMPABLE as u32,
+        libc::PR_GET_NAME as u32,
+        libc::PR_GET_NO_NEW_PRIVS as u32,
+        libc::PR_GET_PDEATHSIG as u32,
+        libc::PR_GET_SECCOMP as u32,
+        libc::PR_GET_THP_DISABLE as u32,
+        libc::PR_GET_TIMERSLACK as u32,
+        libc::PR_SET_CHILD_SUBREAPER as u32,
+        libc::PR_SET_DUMPABLE as u32,
+        libc::PR_SET_NAME as u32,
+        libc::PR_SET_NO_NEW_PRIVS as u32,
+        libc::PR_SET_PDEATHSIG as u32,
+        libc::PR_SET_SECCOMP as u32,
+        libc::PR_SET_THP_DISABLE as u32,
+        libc::PR_SET_TIMERSLACK as u32,
+        libc::PR_SET_VMA as u32,
+    ],
+);
+
+/// What a program asks of its descriptors without knowing what they are: terminals answer some, which
+/// is how it finds out.
+const DESCRIPTOR_REQUESTS: Requests = (
+    1,
+    &[
+        libc::FIOCLEX as u32,
+        libc::FIONBIO as u32,
+        libc::FIONCLEX as u32,
+        libc::FIONREAD as u32,
+        libc::TCGETS as u32,
+        TCGETS2,
+        libc::TIOCGPGRP as u32,
+        libc::TIOCGWINSZ as u32,
+    ],
+);
+
+/// As [`libc::TCGETS`], in newer C libraries.
+const TCGETS2: u32 = 0x802c_542a;
+
+/// What it takes to compute: memory, files, threads, time, and the sockets that one was given.
+const COMPUTING: &[&str] = &[
+    // Memory.
+    "brk cachestat get_mempolicy madvise map_shadow_stack mbind membarrier memfd_create mincore \
+     mlock mlock2 mlockall mmap mprotect mremap mseal msync munlock munlockall munmap pkey_alloc \
+     pkey_free pkey_mprotect set_mempolicy",
+    // Files, and pipes.
+    "access chdir chmod close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 \
+     fadvise64 fallocate fchdir fchmod fchmodat fchmodat2 fcntl fdatasync fgetxattr file_getattr \
+     flistxattr flock fstat fstatfs fsync ftruncate futimesat getcwd getdents getdents64 getxattr \
+     getxattrat inotify_add_watch inotify_init inotify_init1 inotify_rm_watch lgetxattr link linkat \
+     listxattr listxattrat llistxattr lseek lstat mkdir mkdirat newfstatat open openat openat2 pipe \
+     pipe2 pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat \
+     readv rename renameat renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat \
+     sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes vmsplice \
+     write writev",
+    // Waiting.
+    "epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 \
+     pause poll ppoll pselect6 select signalfd signalfd4 timerfd_create timerfd_gettime \
+     timerfd_settime",
+    // Threads, processes and programs; `clone` has a rule of its own.
+    "arch_prctl execve execveat exit exit_group fork futex futex_requeue futex_wait futex_waitv \
+     futex_wake get_robust_list getcpu restart_syscall rseq sched_get_priority_max \
+     sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler \
+     sched_rr_get_interval sched_setaffinity sched_yield set_robust_list set_tid_address vfork \
+     wait4 waitid",
+    // Signals.
+    "kill pidfd_open pidfd_send_signal rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo \
+     rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo sigaltstack tgkill tkill",
+    // Time.
+    "alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer \
+     time timer_create timer_delete timer_getoverrun timer_gettime timer_settime times",
+    // The process itself, its limits, and what it can give up.
+    "capget getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getrandom \
+     getresgid getresuid getrlimit getrusage getsid gettid getuid ioprio_get landlock_add_rule \
+     landlock_create_ruleset landlock_restrict_self prlimit64 seccomp setpgid setpriority setrlimit \
+     setsid sysinfo uname",
+    // Sockets that are there.
+    "getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto \
+     setsockopt shutdown",
+];
+
+/// Only of use to sockets that were made with the network.
+const CONNECTING: &str = "accept accept4 bind connect listen";
+
+/// Honest programs try these, and go on without: on top of what nobody may.
+const REFUSED_TO_COMPUTING: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
+     lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
+     sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \
+     setuid setxattr setxattrat sync";
+
+/// As [`MISSING`]: there are older ways.
+const MISSING_TO_COMPUTING: &str = "io_setup listmount memfd_secret mq_open statmount";

@@ -1,0 +1,627 @@
+//! The program against the rules it was made of, for every number, and the profiles against real
+//! processes: what they bar, what they leave unharmed, and what the keeper is told.
+
+use std::io::{IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::IoSlice;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+
+use super::*;
+
+/// A program that runs longer is killed.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+// ---- The program against the rules.
+
+/// What the kernel does with a program, on the part of the language that we use.
+fn interpret(program: &[sock_filter], architecture: u32, number: u32, arguments: [u64; 6]) -> u32 {
+    let halves = arguments.iter().flat_map(|argument| [*argument as u32, (*argument >> 32) as u32]);
+    let data: Vec<u32> = [number, architecture, 0, 0].into_iter().chain(halves).collect();
+    let (mut at, mut loaded) = (0, 0);
+    loop {
+        let sock_filter { code, jt, jf, k } = program[at];
+        at += 1;
+        let code = u32::from(code);
+        let jump = |holds: bool| usize::from(if holds { jt } else { jf });
+        match code & 7 {
+            libc::BPF_LD => loaded = data[k as usize / 4],
+            libc::BPF_ALU => loaded &= k,
+            libc::BPF_RET => return k,
+            _ => {
+                at += match code & 0xf0 {
+                    libc::BPF_JA => k as usize,
+                    libc::BPF_JEQ => jump(loaded == k),
+                    libc::BPF_JGE => jump(loaded >= k),
+                    libc::BPF_JSET => jump(loaded & k != 0),
+                    other => panic!("jump {other:#x}"),
+                }
+            }
+        }
+    }
+}
+
+fn expected(rules: &Rules, number: u32, arguments: [u64; 6]) -> u32 {
+    if cfg!(target_arch = "x86_64") && number >= X32 {
+        return libc::SECCOMP_RET_KILL_PROCESS;
+    }
+    if number > syscalls::LAST {
+        return Verdict::Errno(Errno::NOSYS).action(Ending::Notify);
+    }
+    let mut rule = rules.calls.get(&number).unwrap_or(&rules.otherwise);
+    loop {
+        match rule {
+            Rule::Always(verdict) => return verdict.action(Ending::Notify),
+            Rule::Check(check) => {
+                let value = arguments[usize::from(check.argument)] as u32 & check.mask;
+                let holds = |condition: &Condition| match *condition {
+                    Condition::Is(number) => value == number,
+                    Condition::AtLeast(number) => value >= number,
+                    Condition::HasAny(bits) => value & bits != 0,
+                };
+                let case = check.cases.iter().find(|(condition, _)| holds(condition));
+                rule = case.map_or(&check.otherwise, |(_, rule)| rule);
+            }
+        }
+    }
+}
+
+fn all_profiles() -> Vec<Rules> {
+    let (allow, deny) = (["ptrace", "open", "mount"], ["getpid", "ioctl"]);
+    vec![
+        default(false),
+        default(true),
+        strict(false),
+        strict(true),
+        sealed(false, &["execve"]).unwrap(),
+        sealed(true, &[]).unwrap(),
+        default(false).overridden(&allow, &deny).unwrap(),
+        Rules::new(Verdict::Allow),
+    ]
+}
+
+#[test]
+fn the_program_does_what_the_rules_say_for_every_number() {
+    const SAMPLES: [u64; 20] = [
+        0,
+        1,
+        2,
+        3,
+        5,
+        10,
+        16,
+        17,
+        40,
+        0x80,
+        0x8000,
+        0x2_0000,
+        0x4_0000,
+        0x5401,
+        0x5412,
+        0x541c,
+        0x8_0802,
+        0x1_0000_0001,
+        0x1000_0011,
+        u64::MAX,
+    ];
+    for rules in all_profiles() {
+        let Filter { program, .. } = rules.compile(Ending::Notify);
+        assert!(program.len() < 1000, "{} instructions", program.len());
+        let numbers = (0..600).chain([X32 - 1, X32, X32 + 39, u32::MAX]);
+        for number in numbers {
+            let is_checked = matches!(rules.calls.get(&number), Some(Rule::Check(_)));
+            let thirds: &[u64] = if is_checked { &[0, 12] } else { &[0] };
+            let seconds = if is_checked { &SAMPLES[..] } else { &[0] };
+            for (&first, &second) in SAMPLES.iter().flat_map(|a| seconds.iter().map(move |b| (a, b))) {
+                for &third in thirds {
+                    let arguments = [first, second, third, 0, 0, 0];
+                    let is = interpret(&program, ARCHITECTURE, number, arguments);
+                    assert_eq!(is, expected(&rules, number, arguments), "{number} {arguments:x?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn any_other_architecture_is_killed() {
+    for rules in all_profiles() {
+        let filter = rules.compile(Ending::Notify);
+        for foreign in [0, 3 | 0x4000_0000, ARCHITECTURE ^ 1] {
+            let action = interpret(filter.instructions(), foreign, 0, [0; 6]);
+            assert_eq!(action, libc::SECCOMP_RET_KILL_PROCESS);
+        }
+    }
+}
+
+#[test]
+fn finding_a_call_takes_few_steps() {
+    fn depth(block: &[sock_filter]) -> usize {
+        let mut steps = vec![0_usize; block.len() + 1];
+        for (at, instruction) in block.iter().enumerate().rev() {
+            let next = |skip: usize| steps[at + 1 + skip];
+            steps[at] = 1 + match u32::from(instruction.code) {
+                code if code & 7 == libc::BPF_RET => 0,
+                code if code == libc::BPF_JMP | libc::BPF_JA => next(instruction.k as usize),
+                code if code & 7 == libc::BPF_JMP => {
+                    next(instruction.jt.into()).max(next(instruction.jf.into()))
+                }
+                _ => next(0),
+            };
+        }
+        steps[0]
+    }
+    for rules in all_profiles() {
+        let filter = rules.compile(Ending::Notify);
+        // The longest list of an argument's values, behind the search.
+        let steps = depth(filter.instructions());
+        assert!(steps < 45, "{steps} steps in {} instructions", filter.instructions().len());
+    }
+}
+
+#[test]
+fn every_name_in_a_profile_is_a_call() {
+    // Building them asserts it.
+    all_profiles();
+    assert_eq!(default(false).overridden(&["read"], &["raed"]).err(), Some("raed"));
+    assert_eq!(sealed(false, &["raed"]).err(), Some("raed"));
+}
+
+// ---- Real processes.
+
+/// A child under a filter, and the listener of that.
+struct Confined {
+    child: Child,
+    listener: Option<OwnedFd>,
+}
+
+impl Confined {
+    fn start(mut command: Command, filter: Filter) -> Self {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        // SAFETY: raw calls on what is prepared; nothing is allocated.
+        unsafe {
+            command.pre_exec(move || {
+                rustix::thread::set_no_new_privs(true)?;
+                let Some(listener) = filter.install()? else { return Ok(()) };
+                let listener = [BorrowedFd::borrow_raw(listener)];
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+                let mut ancillary = SendAncillaryBuffer::new(&mut space);
+                ancillary.push(SendAncillaryMessage::ScmRights(&listener));
+                rustix::net::sendmsg(&theirs, &[IoSlice::new(b"l")], &mut ancillary, SendFlags::empty())?;
+                Ok(())
+            })
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = command.spawn().expect("the filter lets a program start");
+        Self { child, listener: take_listener(&ours) }
+    }
+
+    /// Answers what is told with this error until the child and what it left behind are gone, and
+    /// returns the names of the calls with the rest.
+    fn finish(self, errno: Errno) -> Finished {
+        let Self { child, listener } = self;
+        let pid = child.id() as i32;
+        let answerer = std::thread::spawn(move || {
+            let mut named = Vec::new();
+            let start = Instant::now();
+            while let Some(listener) = &listener {
+                if start.elapsed() > PATIENCE {
+                    // SAFETY: ends a child of ours that has not been waited for, or whose number is free.
+                    unsafe { libc::kill(pid, libc::SIGKILL) };
+                }
+                let Some(notification) = next_notification(listener) else { break };
+                if let Some(Notification { id, number, .. }) = notification {
+                    named.push(syscalls::name(number).unwrap_or("unknown"));
+                    refuse(listener, id, errno).unwrap();
+                }
+            }
+            named
+        });
+        let output = child.wait_with_output().unwrap();
+        let named = answerer.join().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+        Finished { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr), named }
+    }
+}
+
+/// `None`: nobody is left. Otherwise what has come within a while.
+fn next_notification(listener: &OwnedFd) -> Option<Option<Notification>> {
+    let mut entries = [PollFd::new(listener, PollFlags::IN)];
+    let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
+    rustix::io::retry_on_intr(|| poll(&mut entries, Some(&wait))).unwrap();
+    let events = entries[0].revents();
+    if events.contains(PollFlags::IN) {
+        return Some(receive(listener).unwrap());
+    }
+    (!events.contains(PollFlags::HUP)).then_some(None)
+}
+
+fn take_listener(ours: &UnixStream) -> Option<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    rustix::net::recvmsg(ours, &mut [IoSliceMut::new(&mut byte)], &mut ancillary, flags).ok()?;
+    ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    })
+}
+
+#[derive(Debug)]
+struct Finished {
+    status: ExitStatus,
+    stdout: String,
+    stderr: String,
+    named: Vec<&'static str>,
+}
+
+impl Finished {
+    /// What [`helper`] printed: an error's number for each call, or 0.
+    fn outcomes(&self) -> Vec<i32> {
+        let outcome = |line: &str| line.split_once("outcome ").map(|(_, number)| number.parse().unwrap());
+        self.stdout.lines().filter_map(outcome).collect()
+    }
+}
+
+const CALLS: &str = "BULKHEAD_TEST_CALLS";
+const SEAL: &str = "BULKHEAD_TEST_SEAL";
+
+/// Not a test: this program, started again, makes the calls that a variable lists.
+#[test]
+fn helper() {
+    let Ok(calls) = std::env::var(CALLS) else { return };
+    if std::env::var_os(SEAL).is_some() {
+        rustix::thread::set_no_new_privs(true).unwrap();
+        sealed(false, &[]).unwrap().compile(Ending::Kill).install().unwrap();
+        assert_eq!(std::thread::spawn(|| 7).join().unwrap(), 7);
+    }
+    for call in calls.lines() {
+        let mut numbers = call.split(' ').map(|number| number.parse::<u64>().unwrap());
+        let number = numbers.next().unwrap();
+        if number == INT_80 {
+            enter_with_32_bits();
+        }
+        let [a, b, c]: [u64; 3] = std::array::from_fn(|_| numbers.next().unwrap());
+        // SAFETY: the calls that the tests list do nothing with such arguments but fail, or make a
+        // descriptor.
+        let result = unsafe { libc::syscall(number as _, a, b, c, c, c, c) };
+        println!("\noutcome {}", if result == -1 { last_errno().raw_os_error() } else { 0 });
+        std::io::stdout().flush().unwrap();
+    }
+}
+
+/// Stands for the way of 32-bit programs into the kernel.
+const INT_80: u64 = 1 << 40;
+
+fn enter_with_32_bits() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: asks for the process's number, and changes nothing else.
+    unsafe {
+        std::arch::asm!("int 0x80", inlateout("eax") 20 => _, out("r8") _, out("r9") _, out("r10") _, out("r11") _)
+    };
+}
+
+fn helper_with(calls: &[(u64, [u64; 3])]) -> Command {
+    let lines: Vec<_> = calls.iter().map(|(number, [a, b, c])| format!("{number} {a} {b} {c}")).collect();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let name = format!("{}::helper", module_path!().split_once("::").unwrap().1);
+    command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(CALLS, lines.join("\n"));
+    command
+}
+
+/// Arguments with which each call fails that is made after all.
+const NONSENSE: [u64; 3] = [u64::MAX; 3];
+
+fn call(name: &str, arguments: [u64; 3]) -> Option<(u64, [u64; 3])> {
+    assert!(syscalls::is_known(name), "{name}");
+    syscalls::number(name).map(|number| (u64::from(number), arguments))
+}
+
+/// Makes each call, and compares the error.
+fn assert_outcomes(filter: Filter, expectations: &[(&str, [u64; 3], i32)]) {
+    let here: Vec<_> = expectations
+        .iter()
+        .filter_map(|&(name, arguments, errno)| Some((call(name, arguments)?, errno)))
+        .collect();
+    let calls: Vec<_> = here.iter().map(|(call, _)| *call).collect();
+    let finished = Confined::start(helper_with(&calls), filter).finish(Errno::XDEV);
+    let outcomes = finished.outcomes();
+    assert_eq!(outcomes.len(), here.len(), "{finished:?}");
+    for (((number, arguments), expected), outcome) in here.iter().zip(outcomes) {
+        let name = syscalls::name(*number as u32).unwrap();
+        assert_eq!(outcome, *expected, "{name} {arguments:x?}, errors as numbers");
+    }
+}
+
+const UNIX: u64 = libc::AF_UNIX as u64;
+const INET: u64 = libc::AF_INET as u64;
+const NETLINK: u64 = libc::AF_NETLINK as u64;
+const STREAM: u64 = libc::SOCK_STREAM as u64;
+const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
+const CLOSED_BY_EXEC: u64 = libc::SOCK_CLOEXEC as u64;
+
+/// The answer of the tests to what is told: an error that none of these calls gives by itself.
+const TOLD: i32 = libc::EXDEV;
+
+/// What both profiles deny, with and without the network.
+fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
+    let refused = "chroot fsconfig fsmount fsopen fspick mount mount_setattr move_mount open_tree \
+                   open_tree_attr pivot_root umount2 setns fanotify_init name_to_handle_at \
+                   open_by_handle_at kcmp pidfd_getfd process_madvise process_vm_readv \
+                   process_vm_writev add_key keyctl perf_event_open request_key userfaultfd acct \
+                   adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
+                   setdomainname sethostname settimeofday swapoff swapon syslog vhangup";
+    let fatal = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
+    let missing = "clone3 io_uring_enter io_uring_register io_uring_setup";
+    let mut all = Vec::new();
+    for (names, errno) in [(refused, libc::EPERM), (fatal, TOLD), (missing, libc::ENOSYS)] {
+        all.extend(names.split(' ').filter(|name| !name.is_empty()).map(|name| (name, NONSENSE, errno)));
+    }
+    for flag in [libc::CLONE_NEWNS, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_NEWNET] {
+        // Another flag that makes it fail, should it be let through.
+        let broken = (flag | libc::CLONE_SIGHAND) as u64;
+        all.extend([("clone", [broken, 0, 0], libc::EPERM), ("unshare", [flag as u64, 0, 0], libc::EPERM)]);
+    }
+    all.extend([
+        ("clone", [libc::CLONE_PARENT as u64 | libc::CLONE_SIGHAND as u64, 0, 0], libc::EPERM),
+        ("clone", [libc::CLONE_SIGHAND as u64, 0, 0], libc::EINVAL),
+        ("unshare", [libc::CLONE_NEWTIME as u64, 0, 0], libc::EPERM),
+        ("personality", [0xffff_ffff, 0, 0], 0),
+        ("personality", [0, 0, 0], 0),
+        ("personality", [0x0040_0000, 0, 0], libc::EPERM),
+        ("ptrace", [libc::PTRACE_TRACEME as u64, 0, 0], libc::EPERM),
+        ("ptrace", [libc::PTRACE_ATTACH as u64, 0, 0], TOLD),
+        ("socketpair", [UNIX, DATAGRAM, 0], libc::ESOCKTNOSUPPORT),
+        ("socketpair", [UNIX, STREAM | CLOSED_BY_EXEC, 0], libc::EFAULT),
+        ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
+        ("getpid", [0; 3], 0),
+    ]);
+    all
+}
+
+fn without_network() -> Vec<(&'static str, [u64; 3], i32)> {
+    let families = [UNIX, INET, libc::AF_INET6 as u64, NETLINK, libc::AF_VSOCK as u64, libc::AF_ALG as u64];
+    families.map(|family| ("socket", [family, STREAM, 0], libc::EAFNOSUPPORT)).to_vec()
+}
+
+fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
+    let barred =
+        [libc::AF_VSOCK, libc::AF_ALG, libc::AF_PACKET, libc::AF_BLUETOOTH, libc::AF_CAN, libc::AF_XDP];
+    let mut all: Vec<_> =
+        barred.map(|family| ("socket", [family as u64, DATAGRAM, 0], libc::EAFNOSUPPORT)).to_vec();
+    all.extend([
+        ("socket", [UNIX, STREAM | CLOSED_BY_EXEC, 0], 0),
+        ("socket", [INET, STREAM, 0], 0),
+        ("socket", [INET, 10, 0], libc::EAFNOSUPPORT),
+        ("socket", [INET, 10 | CLOSED_BY_EXEC, 0], libc::EAFNOSUPPORT),
+        ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
+        ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
+    ]);
+    all
+}
+
+#[test]
+fn what_is_denied_fails_with_the_error_that_programs_expect() {
+    let terminal = [
+        ("ioctl", [0, libc::TIOCSTI, 0], libc::EPERM),
+        ("ioctl", [0, libc::TIOCLINUX, 0], libc::EPERM),
+        // The upper half of a request means nothing, and must not help.
+        ("ioctl", [0, libc::TIOCSTI | 1 << 32, 0], libc::EPERM),
+    ];
+    for (network, sockets) in [(false, without_network()), (true, with_network())] {
+        let common: Vec<_> = denied_by_both().into_iter().chain(sockets).collect();
+        let filter = default(network).compile(Ending::Notify);
+        assert_outcomes(filter, &[&common[..], &terminal].concat());
+        let filter = strict(network).compile(Ending::Notify);
+        let listed = [
+            ("ioctl", [0, libc::TIOCSTI, 0], libc::ENOTTY),
+            ("prctl", [0x7fff_0000, 0, 0], libc::EINVAL),
+            ("setuid", NONSENSE, libc::EPERM),
+            ("connect", NONSENSE, if network { libc::EBADF } else { libc::EPERM }),
+            ("msgget", NONSENSE, TOLD),
+            ("modify_ldt", NONSENSE, TOLD),
+        ];
+        assert_outcomes(filter, &[&common[..], &listed].concat());
+    }
+}
+
+#[test]
+fn sealing_takes_programs_and_sockets_away_and_nothing_else() {
+    let names = [("execve", libc::EPERM), ("socketpair", libc::EAFNOSUPPORT), ("bpf", TOLD), ("getppid", 0)];
+    let calls: Vec<_> = names.iter().filter_map(|(name, _)| call(name, NONSENSE)).collect();
+    let mut command = helper_with(&calls);
+    command.env(SEAL, "");
+    let finished = Confined::start(command, strict(false).compile(Ending::Notify)).finish(Errno::XDEV);
+    assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
+    // The first filter's listener is told, whatever the second one is.
+    assert_eq!(finished.named, ["bpf"], "{finished:?}");
+}
+
+#[test]
+fn a_fatal_call_is_told_with_its_arguments_and_waits() {
+    let command = helper_with(&[call("bpf", [77, 0, 1]).unwrap()]);
+    let mut confined = Confined::start(command, default(false).compile(Ending::Notify));
+    let listener = confined.listener.as_ref().unwrap();
+    let told = loop {
+        if let Some(told) = next_notification(listener).expect("it has not ended") {
+            break told;
+        }
+    };
+    assert_eq!(syscalls::name(told.number), Some("bpf"));
+    assert_eq!(told.arguments[..3], [77, 0, 1]);
+    // A thread of it, since the test harness makes one per test.
+    assert!(std::path::Path::new(&format!("/proc/{}/task/{}", confined.child.id(), told.thread)).exists());
+    assert_eq!(confined.child.try_wait().unwrap(), None);
+    confined.child.kill().unwrap();
+    confined.child.wait().unwrap();
+    // Nobody waits any more, and that is no error.
+    refuse(confined.listener.as_ref().unwrap(), told.id, Errno::PERM).unwrap();
+}
+
+#[test]
+fn without_a_listener_a_fatal_call_kills() {
+    let command = helper_with(&[call("getppid", NONSENSE).unwrap(), call("bpf", NONSENSE).unwrap()]);
+    let finished = Confined::start(command, default(false).compile(Ending::Kill)).finish(Errno::XDEV);
+    assert_eq!(finished.outcomes(), [0]);
+    assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
+}
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn the_other_ways_into_the_kernel_kill() {
+    let start = |number| {
+        let command = helper_with(&[(number, [0; 3])]);
+        Confined::start(command, default(true).compile(Ending::Notify)).finish(Errno::XDEV)
+    };
+    let finished = start(u64::from(X32) + libc::SYS_getpid as u64);
+    assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
+    let finished = start(INT_80);
+    if finished.status.signal() == Some(libc::SIGSEGV) {
+        eprintln!("SKIPPED: this kernel has no way in for 32-bit programs");
+        return;
+    }
+    assert_eq!(finished.status.signal(), Some(libc::SIGSYS), "{finished:?}");
+}
+
+#[test]
+fn an_override_goes_before_the_profile() {
+    let rules = default(false).overridden(&["socket", "setns"], &["getppid"]).unwrap();
+    let expectations = [
+        ("socket", [INET, STREAM, 0], 0),
+        ("setns", NONSENSE, libc::EBADF),
+        ("getppid", [0; 3], TOLD),
+        ("mount", NONSENSE, libc::EPERM),
+    ];
+    assert_outcomes(rules.compile(Ending::Notify), &expectations);
+}
+
+#[test]
+fn support_is_found_out_by_trying() {
+    // This machine's own; what matters is that the children end and the calling process is not confined.
+    let support = support().unwrap();
+    if support != Support::Full {
+        eprintln!("the other tests here cannot work: support is {support:?}");
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let of_ours = |line: &&str| line.starts_with("NoNewPrivs:") || line.starts_with("Seccomp:");
+    let ours: Vec<_> = status.lines().filter(of_ours).collect();
+    assert!(ours.iter().all(|line| line.ends_with('0')), "{ours:?}");
+}
+
+// ---- Ordinary programs, unharmed.
+
+const SHELL: &str = r#"
+    set -e
+    directory=$(mktemp -d); trap 'rm -r "$directory"' EXIT
+    seq 1 2000 | sort -rn | (head -1; cat > /dev/null) > "$directory/a"; cp "$directory/a" "$directory/b"
+    test "$(cat "$directory/b")" = 2000; sleep 0.01 & wait; ls -l "$directory" > /dev/null
+    id > /dev/null; date > /dev/null; echo unharmed
+"#;
+
+const PYTHON: &str = r#"
+import asyncio, ctypes, hashlib, json, multiprocessing, os, resource, shutil, socket, sqlite3, ssl
+import subprocess, sys, tempfile, threading, time, concurrent.futures, getpass, pwd, platform, mmap
+threads = [threading.Thread(target=time.sleep, args=(0.001,)) for _ in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert subprocess.run(["sh", "-c", "echo a | tr a b"], capture_output=True).stdout == b"b\n"
+assert subprocess.run(["true"], close_fds=False).returncode == 0
+ssl.create_default_context(); hashlib.sha256(b"x").hexdigest()
+async def main():
+    process = await asyncio.create_subprocess_exec("cat", stdin=-1, stdout=-1)
+    assert (await process.communicate(b"x"))[0] == b"x"
+    await asyncio.to_thread(time.sleep, 0.001)
+asyncio.run(main())
+with tempfile.TemporaryDirectory() as d:
+    open(d + "/a", "w").write("x"); shutil.copy2(d + "/a", d + "/b"); shutil.copytree(d, d + "/c")
+    c = sqlite3.connect(d + "/db"); c.execute("create table t(x)"); c.commit(); c.close()
+with concurrent.futures.ThreadPoolExecutor(4) as pool: assert list(pool.map(abs, [-1, 2])) == [1, 2]
+a, b = multiprocessing.Pipe()
+p = multiprocessing.Process(target=b.send, args=(5,)); p.start(); assert a.recv() == 5; p.join()
+mmap.mmap(-1, 4096).close(); pwd.getpwuid(os.getuid()); platform.platform(); resource.getrusage(0)
+socket.socketpair(); sys.stdout.isatty()
+print("unharmed")
+"#;
+
+const NODE: &str = r#"
+const { Worker } = require('worker_threads');
+const { execFileSync, spawn } = require('child_process');
+const fs = require('fs'), os = require('os'), crypto = require('crypto'), zlib = require('zlib');
+const worker = new Worker("require('worker_threads').parentPort.postMessage(6 * 7)", { eval: true });
+worker.on('message', async (answer) => {
+  if (answer !== 42) process.exit(2);
+  if (execFileSync('echo', ['a']).toString() !== 'a\n') process.exit(3);
+  const child = spawn('cat'); child.stdin.end('b');
+  let text = ''; for await (const chunk of child.stdout) text += chunk;
+  if (text !== 'b') process.exit(4);
+  const directory = fs.mkdtempSync(os.tmpdir() + '/x'); fs.writeFileSync(directory + '/a', 'x');
+  await fs.promises.copyFile(directory + '/a', directory + '/b'); fs.rmSync(directory, { recursive: true });
+  await new Promise((done) => crypto.pbkdf2('a', 'b', 10, 10, 'sha256', done));
+  zlib.gzipSync('x'); os.cpus(); os.userInfo(); os.totalmem(); fetch;
+  console.log('unharmed');
+});
+"#;
+
+/// What comes of running this program; `None` if there is no such program here.
+fn run(program: &str, arguments: &[&str], rules: &Rules) -> Option<Finished> {
+    let mut command = Command::new(program);
+    command.args(arguments);
+    if Command::new("which").arg(program).stdout(Stdio::null()).status().is_ok_and(|found| !found.success()) {
+        eprintln!("SKIPPED: there is no {program} on this machine");
+        return None;
+    }
+    Some(Confined::start(command, rules.compile(Ending::Notify)).finish(Errno::NOSYS))
+}
+
+fn assert_unharmed(program: &str, arguments: &[&str], rules: &Rules) {
+    if let Some(finished) = run(program, arguments, rules) {
+        assert!(finished.status.success() && finished.named.is_empty(), "{program}: {finished:#?}");
+        assert!(finished.stdout.contains("unharmed"), "{program}: {finished:#?}");
+    }
+}
+
+#[test]
+fn ordinary_programs_run_unharmed_under_each_profile() {
+    for (profile, rules) in [
+        ("default", default(false)),
+        ("default with the network", default(true)),
+        ("strict", strict(false)),
+        ("strict with the network", strict(true)),
+    ] {
+        eprintln!("under {profile}");
+        assert_unharmed("sh", &["-c", SHELL], &rules);
+        assert_unharmed("python3", &["-c", PYTHON], &rules);
+        assert_unharmed("node", &["-e", NODE], &rules);
+    }
+}
+
+#[test]
+fn a_java_machine_starts_under_the_default_profile() {
+    let Some(finished) = run("java", &["-Xmx64m", "-version"], &default(false)) else { return };
+    assert!(finished.status.success() && finished.named.is_empty(), "{finished:#?}");
+    assert!(finished.stderr.contains("version"), "{finished:#?}");
+}
+
+#[test]
+fn python_talks_over_the_loopback_if_it_has_the_network() {
+    const TALK: &str = r#"
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listener.getsockname()); server, _ = listener.accept()
+client.send(b"x"); assert server.recv(1) == b"x"
+socket.getaddrinfo("localhost", 80); socket.if_nameindex()
+print("unharmed")
+"#;
+    for rules in [default(true), strict(true)] {
+        assert_unharmed("python3", &["-c", TALK], &rules);
+    }
+}

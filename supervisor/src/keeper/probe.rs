@@ -1,0 +1,248 @@
+//! Which layers of confinement this kernel and user can have, found by trying.
+//!
+//! Versions and settings only hint at it: a distribution, a container or a security module may forbid what
+//! the kernel can do. Every try is bounded in time and leaves nothing behind.
+#![expect(unsafe_code, reason = "most of what is tried has no safe form, for want of anything to do")]
+
+mod cgroup;
+mod namespaces;
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use rustix::thread::{CapabilitySet, capabilities};
+use serde::Serialize;
+
+use super::confine::landlock;
+
+/// One layer, and whether it can be had.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Ability {
+    /// Its name.
+    pub layer: &'static str,
+    /// Whether it can be had.
+    #[serde(rename = "available")]
+    pub is_available: bool,
+    /// What was found, where there is more to say than yes: a version, a path.
+    pub found: Option<String>,
+    /// What the kernel said instead.
+    pub why_not: Option<String>,
+    /// What an administrator can do about it.
+    pub what_to_do: Option<&'static str>,
+}
+
+impl Ability {
+    /// From what a try returned.
+    fn of(layer: &'static str, tried: Result<Option<String>, String>, what_to_do: &'static str) -> Self {
+        let is_available = tried.is_ok();
+        let what_to_do = (!is_available).then_some(what_to_do);
+        let (found, why_not) = match tried {
+            Ok(found) => (found, None),
+            Err(why_not) => (None, Some(why_not)),
+        };
+        Self { layer, is_available, found, why_not, what_to_do }
+    }
+
+    /// The same, where there is nothing to say but yes or no.
+    fn plain(layer: &'static str, tried: Result<(), Errno>, what_to_do: &'static str) -> Self {
+        Self::of(layer, tried.map(|()| None).map_err(explain), what_to_do)
+    }
+}
+
+/// Tries all of it. Takes some milliseconds, and some seconds if something is stuck.
+pub fn probe() -> Vec<Ability> {
+    let mut abilities = landlock_layers();
+    abilities.extend(seccomp());
+    abilities.extend(namespaces::probe());
+    abilities.extend(cgroup::probe());
+    abilities.extend(descriptors());
+    abilities.extend(own_capabilities());
+    abilities.push(yama());
+    abilities
+}
+
+/// What the kernel said, in its words.
+fn explain(errno: Errno) -> String {
+    io::Error::from(errno).to_string()
+}
+
+const NEWER_KERNEL: &str = "run a newer kernel";
+
+fn landlock_layers() -> Vec<Ability> {
+    const PARTS: [(&str, u32, &str); 5] = [
+        (
+            "landlock",
+            1,
+            "run a kernel of 5.13 or later that has Landlock, with `landlock` in its boot parameter `lsm=`",
+        ),
+        ("landlock truncate", 3, "run a kernel of 6.2 or later"),
+        ("landlock tcp", 4, "run a kernel of 6.7 or later"),
+        ("landlock scopes", 6, "run a kernel of 6.12 or later"),
+        ("landlock unix sockets", 9, "run a kernel of 7.1 or later; seccomp stands in for it"),
+    ];
+    let abi = landlock::kernel_abi();
+    let tried = |least| match abi {
+        Ok(abi) if abi >= least => Ok(Some(format!("version {abi}"))),
+        Ok(abi) => Err(format!("version {abi} does not have it, version {least} does")),
+        Err(errno) => Err(explain(errno)),
+    };
+    PARTS.map(|(layer, least, what_to_do)| Ability::of(layer, tried(least), what_to_do)).into()
+}
+
+fn seccomp() -> [Ability; 3] {
+    [
+        Ability::plain("seccomp", seccomp_filter(), "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
+        Ability::plain("seccomp notify", seccomp_action(libc::SECCOMP_RET_USER_NOTIF), NEWER_KERNEL),
+        Ability::plain("seccomp kill", seccomp_action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
+    ]
+}
+
+/// Offers a filter at no address: who could use one says that nothing is there.
+fn seccomp_filter() -> Result<(), Errno> {
+    let nothing = std::ptr::null::<libc::c_void>();
+    // SAFETY: the kernel reads the filter from an address that cannot be read, and installs nothing.
+    let result = unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, nothing) };
+    match check(result) {
+        Err(Errno::FAULT) | Ok(()) => Ok(()),
+        Err(errno) => Err(errno),
+    }
+}
+
+fn seccomp_action(action: u32) -> Result<(), Errno> {
+    // SAFETY: reads the number that the pointer is to.
+    check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) })
+}
+
+fn descriptors() -> [Ability; 3] {
+    [
+        Ability::plain("pidfd", pidfd_open(getpid(), PidfdFlags::empty()).map(drop), NEWER_KERNEL),
+        Ability::plain("peer pidfd", peer_pidfd(), "run a kernel of 6.5 or later"),
+        Ability::plain("close_range", close_range(), NEWER_KERNEL),
+    ]
+}
+
+/// Whether a Unix socket tells the process at its other end, not only that one's number.
+fn peer_pidfd() -> Result<(), Errno> {
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let (socket, _peer) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let mut descriptor: RawFd = -1;
+    let mut length = size_of::<RawFd>() as libc::socklen_t;
+    // SAFETY: the kernel writes a number to where there is room for one.
+    let result = unsafe {
+        let to = (&raw mut descriptor).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, to, &mut length)
+    };
+    check(result.into())?;
+    // SAFETY: the call has made this descriptor, for us alone.
+    drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
+    Ok(())
+}
+
+/// Closes a descriptor that cannot exist.
+fn close_range() -> Result<(), Errno> {
+    const NONE: libc::c_uint = libc::c_uint::MAX;
+    // SAFETY: no descriptor has this number.
+    check(unsafe { libc::syscall(libc::SYS_close_range, NONE, NONE, 0) })
+}
+
+fn own_capabilities() -> [Ability; 3] {
+    let own = capabilities(None).map(|sets| sets.effective);
+    let tried = |wanted| match own {
+        Ok(own) if own.contains(wanted) => Ok(None),
+        Ok(_) => Err("this user does not have it".to_owned()),
+        Err(errno) => Err(explain(errno)),
+    };
+    [
+        Ability::of(
+            "CAP_SETUID",
+            tried(CapabilitySet::SETUID),
+            "needed for `user`: run as root, or give it to the supervisor's unit (AmbientCapabilities=)",
+        ),
+        Ability::of(
+            "CAP_SYS_ADMIN",
+            tried(CapabilitySet::SYS_ADMIN),
+            "not needed where user namespaces can be had",
+        ),
+        Ability::of(
+            "CAP_SYS_RESOURCE",
+            tried(CapabilitySet::SYS_RESOURCE),
+            "needed only for limits above the supervisor's own: raise those (ulimit -H, LimitNOFILE=)",
+        ),
+    ]
+}
+
+/// A second net below Landlock and the identity, for processes of one user.
+fn yama() -> Ability {
+    let path = "/proc/sys/kernel/yama/ptrace_scope";
+    let (tried, what_to_do) = match std::fs::read_to_string(path).as_deref().map(str::trim) {
+        Ok("0") => (
+            Err("kernel.yama.ptrace_scope is 0".to_owned()),
+            "set kernel.yama.ptrace_scope = 1 with sysctl; Landlock and a user of its own stand in for it",
+        ),
+        Ok(scope) => (Ok(Some(format!("kernel.yama.ptrace_scope is {scope}"))), ""),
+        Err(_) => (
+            Err("this kernel does not have it".to_owned()),
+            "boot with `yama` in `lsm=`; Landlock and a user of its own stand in for it",
+        ),
+    };
+    Ability::of("yama", tried, what_to_do)
+}
+
+fn check(result: libc::c_long) -> Result<(), Errno> {
+    if result != -1 {
+        return Ok(());
+    }
+    // SAFETY: the address of this thread's `errno`, always there.
+    Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    fn descriptors_open() -> usize {
+        std::fs::read_dir("/proc/self/fd").unwrap().count()
+    }
+
+    #[test]
+    fn every_layer_is_told_once_with_a_reason_or_without() {
+        let start = Instant::now();
+        let abilities = probe();
+        assert!(start.elapsed() < Duration::from_secs(20));
+        let mut layers: Vec<_> = abilities.iter().map(|ability| ability.layer).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        assert_eq!(layers.len(), abilities.len());
+        for ability in &abilities {
+            assert_eq!(ability.is_available, ability.why_not.is_none(), "{ability:?}");
+            assert_eq!(ability.is_available, ability.what_to_do.is_none(), "{ability:?}");
+        }
+        // What this project cannot do without.
+        let pidfd = abilities.iter().find(|ability| ability.layer == "pidfd").unwrap();
+        assert!(pidfd.is_available);
+    }
+
+    #[test]
+    fn nothing_is_left_behind() {
+        let namespaces = || {
+            let names = ["user", "net", "ipc", "uts", "pid_for_children", "mnt"];
+            names.map(|name| std::fs::read_link(format!("/proc/thread-self/ns/{name}")).unwrap())
+        };
+        let mounts = || std::fs::read("/proc/thread-self/mountinfo").unwrap();
+        let before = (namespaces(), mounts());
+        // Other tests of this program open and close descriptors, so it is tried until it is quiet.
+        let is_flat = || {
+            let before = descriptors_open();
+            (0..5).for_each(|_| drop(probe()));
+            descriptors_open() <= before
+        };
+        assert!((0..20).any(|_| is_flat()));
+        assert!((namespaces(), mounts()) == before);
+        assert!(cgroup::leaves().is_empty());
+    }
+}
