@@ -355,9 +355,7 @@ impl<T> Bulkhead<T> {
         let verdict = match reply {
             Reply::Ok => Verdict::Ok,
             Reply::Failed(failure) => Verdict::Failed(failure),
-            Reply::ProgramCrashed { signal, message } => {
-                Verdict::Crashed { reason: CrashReason::Signal, status: Some(signal), message }
-            }
+            Reply::ProgramCrashed { death, message } => life::crash(death, None, message),
         };
         if !self.recover_program(now, index, worker, &verdict, out) {
             self.answer(now, index, verdict, out);

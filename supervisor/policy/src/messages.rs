@@ -71,8 +71,8 @@ pub enum Reply {
     Failed(HandlerFailure),
     /// The program that ran it died by a signal; the worker is well.
     ProgramCrashed {
-        /// The signal's number.
-        signal: i32,
+        /// How: by a signal, as the worker saw it, or by what the supervisor knows to be behind that.
+        death: Death,
         /// A sentence for people.
         message: String,
     },
@@ -85,6 +85,10 @@ pub enum Death {
     Exit(i32),
     /// By the signal of this number.
     Signal(i32),
+    /// It made this system call, which its sandbox forbids; empty if it cannot be named.
+    Violation(&'static str),
+    /// The kernel killed it, since it had more memory than it may.
+    Oom,
 }
 
 /// What happened.

@@ -556,7 +556,7 @@ impl Shard {
             kind::PROGRAM_CRASHED => {
                 let crashed = decode::<ProgramCrashed<'_>>(metadata)?;
                 let message = cut(crashed.message, MESSAGE_BYTES_MAX).to_owned();
-                let reply = Reply::ProgramCrashed { signal: crashed.signal, message };
+                let reply = Reply::ProgramCrashed { death: Death::Signal(crashed.signal), message };
                 self.reply(compartment, worker, number, reply, Incoming::None);
             }
             _ => self.worker_notice(index, header, metadata)?,

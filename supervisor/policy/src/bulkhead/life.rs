@@ -703,10 +703,12 @@ impl<T> Bulkhead<T> {
 }
 
 /// What the jobs of a dead worker get.
-fn crash(death: Death, killed: Option<&KillReason>, message: String) -> Verdict {
+pub(super) fn crash(death: Death, killed: Option<&KillReason>, message: String) -> Verdict {
     let (reason, status) = match (killed, death) {
         (None, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
         (None, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
+        (None, Death::Violation(_)) => (CrashReason::Violation, None),
+        (None, Death::Oom) => (CrashReason::Oom, None),
         (Some(KillReason::Hung), _) => (CrashReason::Hung, None),
         (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
         (Some(KillReason::Overdue), _) => (CrashReason::Stopped, None),
@@ -724,6 +726,9 @@ fn describe(death: Death, killed: Option<&KillReason>) -> String {
         (Some(reason), _) => format!("killed by the supervisor: {}", reason.describe()),
         (None, Death::Exit(code)) => format!("exited with status {code}"),
         (None, Death::Signal(signal)) => format!("killed by {}", signal_name(signal)),
+        (None, Death::Violation("")) => "made a system call that its sandbox forbids".to_owned(),
+        (None, Death::Violation(call)) => format!("made the system call {call}, which its sandbox forbids"),
+        (None, Death::Oom) => "killed by the kernel: it had more memory than it may".to_owned(),
     }
 }
 

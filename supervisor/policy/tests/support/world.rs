@@ -337,7 +337,7 @@ impl World {
         }
         let reply = match self.random.range(0, 9) {
             0..7 => Reply::Ok,
-            7 => Reply::ProgramCrashed { signal: 11, message: "segmentation fault".into() },
+            7 => Reply::ProgramCrashed { death: Death::Signal(11), message: "segmentation fault".into() },
             _ => Reply::Failed(HandlerFailure {
                 code: "no".into(),
                 message: "it cannot".into(),
@@ -384,7 +384,14 @@ impl World {
 
     fn plan_death(&mut self, now: Time, worker: WorkerId, within_ms: u64) {
         let after = self.random.millis(0, within_ms);
-        let death = self.random.pick(&[Death::Exit(0), Death::Exit(1), Death::Signal(9), Death::Signal(11)]);
+        let death = self.random.pick(&[
+            Death::Exit(0),
+            Death::Exit(1),
+            Death::Signal(9),
+            Death::Signal(11),
+            Death::Violation("ptrace"),
+            Death::Oom,
+        ]);
         self.plan_sign(now + after, worker, Sign::Exited(death));
     }
 

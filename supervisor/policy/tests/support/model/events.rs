@@ -338,9 +338,9 @@ impl Model {
         let verdict = match reply {
             Reply::Ok => Verdict::Ok,
             Reply::Failed(failure) => Verdict::Failed(failure.clone()),
-            Reply::ProgramCrashed { signal, .. } => {
+            Reply::ProgramCrashed { death, .. } => {
                 self.may_be_retried(job, false);
-                crashed(CrashReason::Signal, Some(*signal))
+                verdict_of(*death, None)
             }
         };
         self.step.owed.insert(job, verdict);
@@ -473,6 +473,8 @@ fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
     match (killed, death) {
         (None, Death::Exit(status)) => crashed(CrashReason::Exit, Some(status)),
         (None, Death::Signal(signal)) => crashed(CrashReason::Signal, Some(signal)),
+        (None, Death::Violation(_)) => crashed(CrashReason::Violation, None),
+        (None, Death::Oom) => crashed(CrashReason::Oom, None),
         (Some(KillReason::Hung), _) => crashed(CrashReason::Hung, None),
         (Some(KillReason::Protocol(_)), _) => crashed(CrashReason::Protocol, None),
         (Some(KillReason::Overdue), _) => crashed(CrashReason::Stopped, None),
