@@ -31,6 +31,11 @@ pub const TAG_CRITICAL: u16 = 0x8000;
 pub mod tag {
     /// A W3C `traceparent`, as text; on a submit and on a job.
     pub const TRACEPARENT: u16 = 1;
+    /// A filter of system calls, as the kernel takes it, that the worker is to put in force for all its
+    /// threads before it says that it is ready; on a worker's welcome.
+    pub const SEAL: u16 = 2;
+    /// The process that a program was, as the worker numbers it: 4 bytes; on a program's crash.
+    pub const PROCESS: u16 = 3;
 }
 
 /// Why metadata could not be read.

@@ -7,6 +7,7 @@
 pub mod args;
 pub mod command;
 pub mod config;
+mod confinement;
 pub mod control;
 pub mod doctor;
 pub mod keeper;

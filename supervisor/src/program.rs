@@ -10,6 +10,7 @@ use bulkhead_policy::{
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::config::{self, BulkheadConfig, Resource};
+use crate::confinement::{Grounds, Sandbox};
 use crate::keeper::{Rlimit, SpawnOrder};
 
 /// The descriptor under which a worker finds its link.
@@ -22,14 +23,23 @@ pub(crate) struct Program {
     environment: Vec<String>,
     directory: String,
     rlimits: Vec<Rlimit>,
+    sandbox: Sandbox,
     /// What the user named, for messages.
     subject: String,
 }
 
 impl Program {
     /// Resolves what `bulkhead` runs. `host` is the program behind `exec` and `library`.
-    pub(crate) fn new(bulkhead: &BulkheadConfig, host: Option<&Path>) -> Self {
+    pub(crate) fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, grounds: &Grounds) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
+        let named = match &bulkhead.program {
+            config::Program::Command { path, .. }
+            | config::Program::Library { path, .. }
+            | config::Program::Exec { path, .. } => path.clone(),
+        };
+        let programs =
+            host.filter(|_| needs_host(bulkhead)).map(Path::to_path_buf).into_iter().chain([named]);
+        let sandbox = Sandbox::settle(bulkhead, programs.collect(), grounds);
         let host = host.map_or_else(|| HOST.to_owned(), text);
         let mut rlimits = kernel_limits(&bulkhead.rlimits);
         let (path, arguments, subject) = match &bulkhead.program {
@@ -56,11 +66,11 @@ impl Program {
         let mut environment: Vec<String> =
             bulkhead.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
         environment.push(format!("{LINK_VARIABLE}={LINK_DESCRIPTOR}"));
-        Self { path, arguments, environment, directory: text(&bulkhead.cwd), rlimits, subject }
+        Self { path, arguments, environment, directory: text(&bulkhead.cwd), rlimits, sandbox, subject }
     }
 
-    /// The order that starts it once.
-    pub(crate) fn order(&self, worker: u64) -> SpawnOrder<'_> {
+    /// The order that starts it once, with the user id that it has if each worker has its own.
+    pub(crate) fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
             program: &self.path,
@@ -68,7 +78,13 @@ impl Program {
             environment: self.environment.iter().map(String::as_str).collect(),
             directory: &self.directory,
             rlimits: self.rlimits.clone(),
+            confinement: self.sandbox.order(id),
         }
+    }
+
+    /// How its workers are confined.
+    pub(crate) fn sandbox(&self) -> &Sandbox {
+        &self.sandbox
     }
 
     /// What it is, for messages.

@@ -33,6 +33,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 
 use crate::command::{Command, Commander, Notice};
 use crate::config::Config;
+use crate::confinement::{Grounds, Ids};
 use crate::keeper::Keeper;
 
 use fallback::Journey;
@@ -161,6 +162,8 @@ pub struct Shard {
     free_links: Vec<usize>,
     freed_links: Vec<usize>,
     spawns: u64,
+    /// Of workers that have one each.
+    ids: Ids,
     links_by_spawn: HashMap<u64, usize>,
     scratch: Scratch,
     pool: BufferPool,
@@ -254,6 +257,8 @@ impl<'p> Incoming<'p> {
 pub struct Parts {
     /// The configuration.
     pub config: Config,
+    /// What there is to confine workers by.
+    pub(crate) grounds: Grounds,
     /// The bound jobs socket.
     pub listener: UnixListener,
     /// The running keeper.
@@ -269,7 +274,7 @@ pub struct Parts {
 impl Shard {
     /// A data plane that has not started anything yet, and the handle for commands to it.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, listener, keeper, notices, pulse, host } = parts;
+        let Parts { config, grounds, listener, keeper, notices, pulse, host } = parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
@@ -285,7 +290,7 @@ impl Shard {
             uid: rustix::process::geteuid().as_raw(),
         };
         let seed = seed();
-        let named = Named::all(&config, host.as_deref());
+        let named = Named::all(&config, host.as_deref(), &grounds);
         let by_name = named.iter().enumerate().map(|(i, named)| (named.name.clone(), i)).collect();
         let mut shard = Self {
             poll,
@@ -315,6 +320,7 @@ impl Shard {
             free_links: Vec::new(),
             freed_links: Vec::new(),
             spawns: 0,
+            ids: Ids::new(config.supervisor.worker_uids),
             links_by_spawn: HashMap::new(),
             scratch: Scratch::default(),
             pool: BufferPool::default(),

@@ -124,4 +124,31 @@ pub struct WorkerSnapshot {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<String>,
     pub last_exit: Option<String>,
+    /// How far it is confined, as read back from the kernel when its program ran.
+    pub confinement: Option<ConfinementSnapshot>,
+}
+
+/// How far a worker is confined.
+#[derive(Clone, Debug, Serialize)]
+pub struct ConfinementSnapshot {
+    /// What was ordered.
+    pub profile: &'static str,
+    /// Whether it gets no privileges by executing something.
+    pub no_new_privs: bool,
+    /// `filter`, or `none`.
+    pub seccomp: &'static str,
+    /// The version of the Landlock rules.
+    pub landlock: Option<u32>,
+    /// All its capabilities, as a mask in hexadecimal digits.
+    pub capabilities: String,
+    /// The namespaces that are not the supervisor's.
+    pub namespaces: Vec<&'static str>,
+    /// Its user, outside.
+    pub uid: Option<u32>,
+    /// Its group, outside.
+    pub gid: Option<u32>,
+    /// `own`, or `shared` with the supervisor.
+    pub identity: &'static str,
+    /// Layers of the profile that are missing here.
+    pub missing: Vec<&'static str>,
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::Config;
+use crate::confinement::Grounds;
 use crate::control::{self, Options};
 use crate::keeper::{self, Keeper};
 use crate::program;
@@ -39,6 +40,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     {
         return Err(RunError::NoHost(needy.name.clone()));
     }
+    let grounds = Grounds::find(&config);
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
@@ -54,6 +56,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let recycle_rss = watched.map(|b| b.name.clone()).collect();
     let parts = Parts {
         config,
+        grounds,
         listener: jobs.take_listener().map_err(system("take the jobs socket"))?,
         keeper,
         notices,

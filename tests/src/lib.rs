@@ -17,6 +17,10 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
+/// Workers of tests leave marks in the folder of their configuration, where the default sandbox would not
+/// let them; all else it does.
+const WRITABLE_FOLDER: &str = "\n[defaults.sandbox]\nwrite = [\".\"]\n";
+
 /// How long a condition may take that comes true at once on a healthy, idle machine.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -85,6 +89,7 @@ impl Supervisor {
             "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{supervisor_keys}\n{}",
             bulkheads.replace("MISBEHAVE", misbehave.to_str().expect("an ordinary path"))
         );
+        let config = if config.contains("sandbox") { config } else { config + WRITABLE_FOLDER };
         std::fs::write(folder.path().join("workers.toml"), config).expect("a writable folder");
         let log = std::fs::File::create(folder.path().join("log")).expect("a writable folder");
         let child = Command::new(programs.join("bulkhead-supervisor"))

@@ -16,6 +16,7 @@
 mod context;
 mod link;
 mod pool;
+mod seal;
 mod server;
 
 #[cfg(feature = "tokio")]

@@ -5,13 +5,15 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
-use bulkhead_shared::codec;
+use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::limits::IN_FLIGHT_CEILING;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::FdFlags;
+
+use crate::seal::Seal;
 
 /// Bytes that one read takes: a worker gets few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
@@ -37,6 +39,8 @@ pub(crate) fn inherited() -> Option<OwnedFd> {
 
 /// What the welcome said.
 pub(crate) struct Welcome {
+    /// To be put in force before the first job.
+    pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
     pub(crate) result_bytes_max: u64,
@@ -83,10 +87,12 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
             let Item::Frame { header, metadata, .. } = item else { continue };
             match header.kind {
                 kind::WORKER_WELCOME => {
-                    let (welcome, _) =
+                    let (welcome, extensions) =
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
+                    let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
                     batch.leave_rest();
                     return Ok(Welcome {
+                        seal,
                         threads_max: threads_max(welcome.max_in_flight),
                         heartbeat_ms: welcome.heartbeat_ms,
                         result_bytes_max: welcome.result_bytes_max,
@@ -128,9 +134,21 @@ impl Writer {
 
     /// Appends a frame; it leaves with the next flush.
     pub(crate) fn push(&self, kind: u8, number: u64, message: &impl bincode::Encode, payload: Payload<'_>) {
+        self.push_with(kind, number, message, &[], payload);
+    }
+
+    /// The same with extensions, each a tag and its bytes.
+    pub(crate) fn push_with(
+        &self,
+        kind: u8,
+        number: u64,
+        message: &impl bincode::Encode,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+    ) {
         // What handlers say was cut to size, so that the metadata fits.
         let (outbox, pool) = &mut *self.lock();
-        let _ = outbox.push_pooled(kind, number, message, &[], payload, pool);
+        let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
     }
 
     /// Sends all that waits, however long the supervisor takes to read it.

@@ -248,15 +248,24 @@ impl<S: Send + Sync + 'static> Pool<S> {
         match made {
             Ok(state) => {
                 let _ = self.shared.set(Arc::new(state));
+                if let Some(seal) = &self.welcome.seal
+                    && let Err(error) = seal.put_in_force()
+                {
+                    self.give_up(&format!("failed to seal the worker: seccomp: {error}"));
+                }
                 self.writer.send(kind::READY, 0, &Empty);
             }
             Err(error) => {
-                let text = format!("initialisation failed: {}: {}", error.code, error.message);
-                eprintln!("{text}");
-                self.writer.send(kind::STATUS, 0, &Status { text: cut(&text, MESSAGE_BYTES_MAX) });
-                std::process::exit(1);
+                self.give_up(&format!("initialisation failed: {}: {}", error.code, error.message));
             }
         }
+    }
+
+    /// Ends a worker that cannot start.
+    fn give_up(&self, text: &str) -> ! {
+        eprintln!("{text}");
+        self.writer.send(kind::STATUS, 0, &Status { text: cut(text, MESSAGE_BYTES_MAX) });
+        std::process::exit(1);
     }
 
     // Handler threads.
@@ -498,9 +507,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
             }
             Reply::Result(result) => self.writer.push(kind::RESULT, number, &Empty, Payload::Owned(result)),
             Reply::Failed(error) => self.fail(number, &error),
-            Reply::ProgramCrashed { signal, message } => {
+            Reply::ProgramCrashed { process, signal, message } => {
                 let crashed = ProgramCrashed { signal, message: cut(&message, MESSAGE_BYTES_MAX) };
-                self.writer.push(kind::PROGRAM_CRASHED, number, &crashed, Payload::NONE);
+                let process = process.to_le_bytes();
+                let extensions = [(tag::PROCESS, &process[..])];
+                self.writer.push_with(kind::PROGRAM_CRASHED, number, &crashed, &extensions, Payload::NONE);
             }
         }
     }

@@ -71,6 +71,8 @@ pub enum Reply {
     Failed(HandlerError),
     /// The program that did it died by a signal.
     ProgramCrashed {
+        /// What it was, as we number processes.
+        process: u32,
         /// The signal's number.
         signal: i32,
         /// A sentence for people.

@@ -105,7 +105,7 @@ pub const HEALTH_HEARTBEAT: Duration = Duration::from_secs(1);
 pub const HEALTH_MISSED: u64 = 5;
 
 /// How far the workers of a bulkhead that says nothing are confined.
-pub const SANDBOX_PROFILE: &str = "none";
+pub const SANDBOX_PROFILE: &str = "default";
 /// Whether confined workers may use the network.
 pub const SANDBOX_NETWORK: bool = false;
 /// Bytes of the private `/tmp` of confined workers.

@@ -1,6 +1,27 @@
 //! System calls by name.
 
-/// Whether `name` can be that of a system call: which ones this kernel has is the filter's to know.
+/// Whether there is such a system call; not every architecture has each of them.
 pub(super) fn is_system_call(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+    crate::keeper::is_call(name)
 }
+
+/// Calls without which no worker comes to its first job, or tells what became of it.
+pub(super) const NEEDED: [&str; 17] = [
+    "brk",
+    "close",
+    "execve",
+    "exit",
+    "exit_group",
+    "futex",
+    "mmap",
+    "mprotect",
+    "munmap",
+    "openat",
+    "poll",
+    "prctl",
+    "read",
+    "recvfrom",
+    "rt_sigreturn",
+    "sendmsg",
+    "write",
+];

@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::socket::{self, Outbox, Received};
 use super::{
-    Exit, KEEPER_ARGUMENT, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, Usage, invalid, wait,
+    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, Usage, wait,
 };
 
 /// Orders that may wait for the keeper; it takes each within a millisecond or so.
@@ -53,6 +53,17 @@ pub enum Report {
         pid: u32,
         /// Names the process for ever, and is readable when it has ended.
         pidfd: OwnedFd,
+        /// How far it is confined, as the kernel says.
+        observed: Observed,
+    },
+    /// A process of the worker's made a system call that its filter forbids, and is killed for it.
+    Violation {
+        /// The worker.
+        worker: u64,
+        /// The process, by the number that it has for the worker.
+        process: u32,
+        /// The call's number; see [`super::call_name`].
+        call: u32,
     },
     /// The worker's program never ran.
     SpawnFailed {
@@ -130,15 +141,7 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
-        let head = Order::Spawn {
-            worker: order.worker,
-            argument_count: u32::try_from(order.arguments.len())
-                .map_err(|_| invalid("there are too many arguments"))?,
-            rlimits: order.rlimits.clone(),
-        };
-        let paths = [order.program, order.directory].into_iter();
-        let lists = order.arguments.iter().chain(&order.environment).copied();
-        self.order(head.encode(paths.chain(lists))?, vec![link, stdout, stderr])
+        self.order(order.encode()?, vec![link, stdout, stderr])
     }
 
     /// Orders a worker to be killed at once, with all it leaves behind. [`Report::Exited`] follows,
@@ -201,10 +204,13 @@ impl Keeper {
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         Ok(match message {
             ReportMessage::Started { scan_always } => Some(Report::Started { scan_always }),
-            ReportMessage::Spawned { worker, pid } => match descriptors.into_iter().next() {
-                Some(pidfd) => Some(Report::Spawned { worker, pid, pidfd }),
+            ReportMessage::Spawned { worker, pid, observed } => match descriptors.into_iter().next() {
+                Some(pidfd) => Some(Report::Spawned { worker, pid, pidfd, observed }),
                 None => Some(self.disown(worker)?),
             },
+            ReportMessage::Violation { worker, process, call } => {
+                Some(Report::Violation { worker, process, call })
+            }
             ReportMessage::SpawnFailed { worker, step, errno } => {
                 let (step, error) = (step.to_owned(), io::Error::from_raw_os_error(errno));
                 Some(Report::SpawnFailed { worker, step, error })

@@ -8,6 +8,10 @@
 //! - [`client`](Keeper): the supervisor's end.
 //! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead.
 //! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
+//! - `confine`, [`confinement`](Confinement): what a worker is barred by, and how that is ordered.
+//! - `observe`: what the kernel says of it.
+//! - `temporary`: its folder for what nobody keeps.
+//! - `probe`: what of all that this machine can do.
 //! - `wait`: the raw waits, and which thread of the keeper has which children.
 //! - `confine`: the layers that confine a worker.
 //! - `probe`: which of them can be had here, found by trying.
@@ -24,12 +28,15 @@
 //! keeper when it is dead. What the keeper adopts thus belongs to the dead, and goes.
 
 mod client;
-#[cfg_attr(not(test), expect(dead_code, unused_imports, reason = "the steps of a child do not use it yet"))]
 mod confine;
+mod confinement;
+mod maps;
+mod observe;
 mod probe;
 mod process;
 mod socket;
 mod spawn;
+mod temporary;
 mod wait;
 
 use bincode::{BorrowDecode, Encode};
@@ -37,24 +44,31 @@ use bulkhead_shared::codec;
 use std::io;
 
 pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
+pub use confinement::{Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
 pub use probe::{Ability, probe};
 pub use process::run_as_keeper;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
 
-/// Bytes of one order: arguments and environment (96 KiB at most, says the configuration), two paths
-/// and the limits, with room to spare.
-pub const ORDER_BYTES_MAX: usize = 160 * 1024;
+/// Bytes of one order: arguments and environment (96 KiB at most, says the configuration), the limits,
+/// and what is left for the paths of a sandbox.
+pub const ORDER_BYTES_MAX: usize = 192 * 1024;
 
 /// Asked of the kernel for the socket's buffer: the largest order, and the kernel's own share of it.
 const SOCKET_BUFFER_BYTES: usize = 2 * ORDER_BYTES_MAX;
 
-/// Bytes of one report: the longest is a step's name and some numbers.
+/// Bytes of one report: the longest is a step's name, perhaps with a path in it, and some numbers.
 const REPORT_BYTES_MAX: usize = 1024;
+
+/// Bytes of a step's name in a report.
+const STEP_BYTES_MAX: usize = 768;
 
 /// Descriptors that come with [`Order::Spawn`]: link, stdout, stderr.
 const SPAWN_DESCRIPTORS: usize = 3;
+
+/// Descriptors that a worker starts with: standard input, output and error, and its link.
+const WORKER_DESCRIPTORS: u32 = 4;
 
 /// A worker to start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -71,6 +85,8 @@ pub struct SpawnOrder<'a> {
     pub directory: &'a str,
     /// Limits, set in this order.
     pub rlimits: Vec<Rlimit>,
+    /// What it is barred from.
+    pub confinement: Confinement<'a>,
 }
 
 /// One limit of `setrlimit(2)`; `u64::MAX` means unlimited.
@@ -96,6 +112,11 @@ pub enum Exit {
         /// Whether the kernel wrote a core file.
         core_dumped: bool,
     },
+    /// Killed by the keeper for a system call that its filter forbids; see [`call_name`].
+    Violation {
+        /// The call's number.
+        call: u32,
+    },
 }
 
 /// What a worker and those of its descendants that it waited for have used.
@@ -113,19 +134,95 @@ pub struct Usage {
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 enum Order {
     /// Behind the metadata follow texts, each ended by a NUL as `execve(2)` wants them: program,
-    /// directory, arguments, environment.
-    Spawn { worker: u64, argument_count: u32, rlimits: Vec<Rlimit> },
+    /// directory, and the lists of [`SpawnOrder::lists`] with as many texts as `counts` says.
+    Spawn { worker: u64, counts: [u32; LISTS], rlimits: Vec<Rlimit>, terms: Terms },
     /// Kill the worker at once. One that is not there (any more) is no error: its end is reported.
     Kill { worker: u64 },
     /// Say that you are there.
     Ping,
 }
 
+/// Lists of texts in an order.
+const LISTS: usize = 8;
+
+impl<'a> SpawnOrder<'a> {
+    fn lists(&self) -> [&[&'a str]; LISTS] {
+        let confinement = &self.confinement;
+        [
+            &self.arguments,
+            &self.environment,
+            &confinement.programs,
+            &confinement.read,
+            &confinement.write,
+            &confinement.withheld,
+            &confinement.allow,
+            &confinement.deny,
+        ]
+    }
+
+    fn encode(&self) -> io::Result<Vec<u8>> {
+        let lists = self.lists();
+        let mut counts = [0; LISTS];
+        for (count, list) in counts.iter_mut().zip(lists) {
+            *count =
+                u32::try_from(list.len()).map_err(|_| invalid("there are too many arguments or paths"))?;
+        }
+        let rlimits = self.rlimits.clone();
+        let order = Order::Spawn { worker: self.worker, counts, rlimits, terms: self.confinement.terms };
+        let paths = [self.program, self.directory].into_iter();
+        order.encode(paths.chain(lists.into_iter().flatten().copied()))
+    }
+
+    /// From an order's parts. `None`: they do not fit together.
+    fn decode(
+        worker: u64,
+        counts: [u32; LISTS],
+        rlimits: Vec<Rlimit>,
+        terms: Terms,
+        texts: &'a [u8],
+    ) -> Option<Self> {
+        let text = |bytes: &'a [u8]| std::str::from_utf8(bytes.strip_suffix(&[0])?).ok();
+        let mut texts = texts.split_inclusive(|&byte| byte == 0).map(text);
+        let (program, directory) = (texts.next()??, texts.next()??);
+        let mut lists: [Vec<&'a str>; LISTS] = Default::default();
+        for (list, count) in lists.iter_mut().zip(counts) {
+            *list = texts.by_ref().take(count as usize).collect::<Option<_>>()?;
+            if list.len() != count as usize {
+                return None;
+            }
+        }
+        let [arguments, environment, programs, read, write, withheld, allow, deny] = lists;
+        let confinement = Confinement { terms, programs, read, write, withheld, allow, deny };
+        let is_all = texts.next().is_none();
+        is_all.then_some(Self { worker, program, directory, arguments, environment, rlimits, confinement })
+    }
+}
+
+/// The name of a system call, or an empty text if it has none here.
+pub fn call_name(number: u32) -> &'static str {
+    confine::syscalls::name(number).unwrap_or_default()
+}
+
+/// What a worker puts in force by itself when it is ready for its first job: a filter on top of
+/// [`Seccomp::Allow`], as the kernel takes it. `allow` are names of system calls.
+pub fn seal(network: bool, allow: &[&str]) -> Vec<u8> {
+    let known: Vec<&str> = allow.iter().copied().filter(|name| is_call(name)).collect();
+    // Only a name that is not known is an error.
+    let rules = confine::seccomp::sealed(network, &known);
+    rules.map(|rules| rules.compile(confine::seccomp::Ending::Kill).bytes()).unwrap_or_default()
+}
+
+/// Whether some architecture has a system call of this name.
+pub fn is_call(name: &str) -> bool {
+    confine::syscalls::is_known(name)
+}
+
 /// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 enum ReportMessage<'a> {
     Started { scan_always: bool },
-    Spawned { worker: u64, pid: u32 },
+    Spawned { worker: u64, pid: u32, observed: Observed },
+    Violation { worker: u64, process: u32, call: u32 },
     SpawnFailed { worker: u64, step: &'a str, errno: i32 },
     Exited { worker: u64, exit: Exit, usage: Usage },
     Remains { count: u64 },
@@ -147,7 +244,9 @@ impl Order {
             out.push(0);
         }
         if out.len() > ORDER_BYTES_MAX {
-            return Err(invalid("the arguments and the environment take too many bytes together"));
+            return Err(invalid(
+                "the arguments, the environment and the paths of the sandbox take too many bytes together",
+            ));
         }
         Ok(out)
     }
@@ -171,15 +270,31 @@ mod tests {
 
     #[test]
     fn an_order_survives_the_way_and_garbage_does_not() {
-        let order = Order::Spawn {
+        let order = SpawnOrder {
             worker: 7,
-            argument_count: 1,
+            program: "/bin/sh",
+            directory: "/",
+            arguments: vec!["sh"],
+            environment: vec!["A=b"],
             rlimits: vec![Rlimit { resource: 9, soft: 1, hard: u64::MAX }],
+            confinement: Confinement {
+                read: vec!["/a", "/b"],
+                deny: vec!["mount"],
+                ..Confinement::default()
+            },
         };
-        let bytes = order.encode(["/bin/sh", "/", "sh", "A=b"].into_iter()).unwrap();
-        assert_eq!(Order::decode(&bytes), Some((order, &b"/bin/sh\0/\0sh\0A=b\0"[..])));
-        assert_eq!(Order::decode(&bytes[..20]), None);
-        assert_eq!(Order::decode(&[255; 100]), None);
+        let bytes = order.encode().unwrap();
+        let Some((Order::Spawn { worker, counts, rlimits, terms }, texts)) = Order::decode(&bytes) else {
+            panic!("not an order")
+        };
+        assert_eq!(texts, b"/bin/sh\0/\0sh\0A=b\0/a\0/b\0mount\0");
+        let decode = |counts, texts| SpawnOrder::decode(worker, counts, rlimits.clone(), terms, texts);
+        assert_eq!(decode(counts, texts), Some(order));
+        assert_eq!(decode([u32::MAX; LISTS], texts), None);
+        assert_eq!(decode([0; LISTS], texts), None);
+        assert_eq!(decode(counts, &texts[..texts.len() - 1]), None);
+        assert_eq!(Order::decode(&bytes[..20]).map(drop), None);
+        assert_eq!(Order::decode(&[255; 100]).map(drop), None);
         assert!(Order::Kill { worker: 1 }.encode(["a\0b"].into_iter()).is_err());
     }
 }

@@ -17,6 +17,7 @@ use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
 use super::confine::landlock;
+use super::confine::seccomp::Support;
 
 /// One layer, and whether it can be had.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -61,7 +62,32 @@ pub fn probe() -> Vec<Ability> {
     abilities.extend(descriptors());
     abilities.extend(own_capabilities());
     abilities.push(yama());
+    abilities.push(Ability::plain("no_new_privs", no_new_privs(), NEWER_KERNEL));
+    withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
     abilities
+}
+
+/// Names layers, separated by commas, that are taken for missing: to see what becomes of a configuration
+/// on a machine that lacks them.
+const WITHOUT: &str = "BULKHEAD_WITHOUT";
+
+fn withhold(abilities: &mut [Ability], layers: &str) {
+    let named = |ability: &Ability| match ability.layer {
+        "CAP_SETUID" => "identity".to_owned(),
+        "cgroup leaf" => "cgroup".to_owned(),
+        layer => layer.replace(' ', "_"),
+    };
+    let is_withheld = |ability: &Ability| layers.split(',').any(|layer| layer.trim() == named(ability));
+    for ability in abilities.iter_mut().filter(|ability| is_withheld(ability)) {
+        let what_to_do = Some("remove it from that variable");
+        let why_not = Some(format!("{WITHOUT} names it"));
+        *ability = Ability { is_available: false, found: None, why_not, what_to_do, ..ability.clone() };
+    }
+}
+
+fn no_new_privs() -> Result<(), Errno> {
+    // SAFETY: reads a flag of this thread.
+    check(unsafe { libc::prctl(libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) }.into())
 }
 
 /// What the kernel said, in its words.
@@ -95,7 +121,11 @@ fn landlock_layers() -> Vec<Ability> {
 fn seccomp() -> [Ability; 3] {
     [
         Ability::plain("seccomp", seccomp_filter(), "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
-        Ability::plain("seccomp notify", seccomp_action(libc::SECCOMP_RET_USER_NOTIF), NEWER_KERNEL),
+        Ability::plain(
+            "seccomp notify",
+            seccomp_notify(),
+            "without it a forbidden call is not told by name; run a newer kernel, or not below another supervisor",
+        ),
         Ability::plain("seccomp kill", seccomp_action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
     ]
 }
@@ -108,6 +138,16 @@ fn seccomp_filter() -> Result<(), Errno> {
     match check(result) {
         Err(Errno::FAULT) | Ok(()) => Ok(()),
         Err(errno) => Err(errno),
+    }
+}
+
+/// Whether a listener can be had: one below another is refused.
+fn seccomp_notify() -> Result<(), Errno> {
+    seccomp_action(libc::SECCOMP_RET_USER_NOTIF)?;
+    match super::confine::seccomp::support() {
+        Ok(Support::Full) => Ok(()),
+        Ok(Support::Unnamed | Support::Missing) => Err(Errno::BUSY),
+        Err(error) => Err(Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))),
     }
 }
 

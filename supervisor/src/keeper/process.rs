@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec;
@@ -17,10 +18,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags};
 
+use super::confine::seccomp;
+use super::confinement::{Identity, Observed, Temporary, Terms};
 use super::socket::{self, Outbox, Received};
-use super::spawn::{Forker, Job, LINK_FD, Prepared, Progress, put_at, read_failure};
+use super::spawn::{
+    self, Barriers, Ends, Filters, Forker, Job, LINK_FD, Prepared, Progress, Refusal, put_at,
+};
+use super::temporary::Folders;
 use super::wait::{self, Waited};
-use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, Usage};
+use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, STEP_BYTES_MAX, SpawnOrder, Usage, maps, observe};
 
 /// No order is taken while this many reports wait for the supervisor; what then still can come is the
 /// two last reports of each worker.
@@ -46,7 +52,10 @@ const PRIORITY: i32 = -20;
 /// What one turn of the loop takes from the kernel; the rest comes with the next.
 const EVENTS_MAX: usize = 64;
 
-// A worker's error pipe has its process number as token, and no worker is number 0 or 1.
+/// The token of a worker's listener is its process number, and this.
+const LISTENER: usize = 1 << 32;
+
+// A worker's progress has its process number as token, and no worker is number 0 or 1.
 const ORDERS: Token = Token(0);
 const DEATHS: Token = Token(1);
 
@@ -135,16 +144,32 @@ fn close_inherited() -> io::Result<()> {
     }
 }
 
+fn not_an_order() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version")
+}
+
 /// A child that has not been waited for.
 struct Child {
     worker: u64,
     pidfd: OwnedFd,
     stage: Stage,
+    terms: Terms,
+    /// The worker's process, once it is known: in a pid namespace it is a child of this one.
+    process: u32,
+    /// Where the kernel tells of forbidden system calls.
+    listener: Option<OwnedFd>,
+    /// The first such call of the worker's process itself.
+    violation: Option<u32>,
+    /// Its folder, which goes when nothing is left of it.
+    folder: Option<PathBuf>,
+    observed: Observed,
+    /// Where the first process of a pid namespace tells how the worker ended.
+    status: Option<OwnedFd>,
 }
 
 enum Stage {
-    /// On its way to `execve`; what goes wrong comes through this pipe.
-    Starting(OwnedFd),
+    /// On its way to `execve`.
+    Starting(Ends),
     /// Reported as spawned.
     Running,
     /// Reported as failed; it only has to be waited for.
@@ -156,6 +181,7 @@ struct Leaving {
     worker: u64,
     exit: Exit,
     usage: Usage,
+    folder: Option<PathBuf>,
     since: Instant,
 }
 
@@ -178,6 +204,9 @@ struct Process {
     deaths: SignalFd,
     forker: Forker,
     children: HashMap<u32, Child>,
+    own: observe::Own,
+    filters: Filters,
+    folders: Folders,
     leaving: Vec<Leaving>,
     scans: Scans,
     outbox: Outbox,
@@ -205,6 +234,9 @@ impl Process {
             deaths,
             forker,
             children: HashMap::new(),
+            own: observe::Own::read(),
+            filters: Filters::default(),
+            folders: Folders::default(),
             leaving: Vec::new(),
             scans: Scans { always, next: None, pause, found: 0, stuck: 0, audit: None },
             outbox: Outbox::default(),
@@ -249,6 +281,7 @@ impl Process {
                 // Or closed, or writable: then the look is for nothing.
                 ORDERS => self.has_orders = true,
                 DEATHS => while self.deaths.read_signal()?.is_some() {},
+                Token(token) if token & LISTENER != 0 => self.look_at_violation((token & !LISTENER) as u32),
                 Token(pid) => self.look_at_start(pid as u32),
             }
         }
@@ -293,9 +326,11 @@ impl Process {
 
     fn obey(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<bool> {
         match Order::decode(message) {
-            Some((Order::Spawn { worker, argument_count, rlimits }, texts)) => {
-                if let Err((step, errno)) = self.spawn(worker, texts, argument_count, rlimits, descriptors) {
-                    self.report(&ReportMessage::SpawnFailed { worker, step, errno }, None);
+            Some((Order::Spawn { worker, counts, rlimits, terms }, texts)) => {
+                let order = SpawnOrder::decode(worker, counts, rlimits, terms, texts);
+                let order = order.ok_or_else(not_an_order)?;
+                if let Err(refusal) = self.spawn(&order, descriptors) {
+                    self.report_failure(worker, &refusal);
                 }
                 Ok(true)
             }
@@ -311,27 +346,66 @@ impl Process {
                 self.report(&ReportMessage::Pong, None);
                 Ok(true)
             }
-            None => Err(io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version")),
+            None => Err(not_an_order()),
         }
     }
 
-    fn spawn(
-        &mut self,
-        worker: u64,
-        texts: &[u8],
-        argument_count: u32,
-        rlimits: Vec<Rlimit>,
-        descriptors: Vec<OwnedFd>,
-    ) -> Result<(), (&'static str, i32)> {
-        let (prepared, pipe) = Prepared::new(texts, argument_count, rlimits, descriptors)
-            .map_err(|(step, errno)| (step, errno.raw_os_error()))?;
-        let in_fork = |error: io::Error| ("fork", error.raw_os_error().unwrap_or(libc::EIO));
-        let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
-        match self.watch(pid, &pipe) {
-            Ok(pidfd) => {
-                self.children.insert(pid, Child { worker, pidfd, stage: Stage::Starting(pipe) });
+    fn spawn(&mut self, order: &SpawnOrder<'_>, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+        let terms = order.confinement.terms;
+        let folder = match terms.temporary {
+            Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
+            Temporary::None | Temporary::FileSystem(_) => None,
+        };
+        let started = self.start_in(order, descriptors, folder.as_deref());
+        match started {
+            Ok((pid, pidfd, mut ends, observed)) => {
+                let status = ends.status.take();
+                let child = Child {
+                    worker: order.worker,
+                    pidfd,
+                    stage: Stage::Starting(ends),
+                    terms,
+                    process: pid,
+                    listener: None,
+                    violation: None,
+                    folder,
+                    observed,
+                    status,
+                };
+                self.children.insert(pid, child);
                 Ok(())
             }
+            Err(refusal) => {
+                folder.into_iter().for_each(|folder| self.folders.remove(folder));
+                Err(refusal)
+            }
+        }
+    }
+
+    fn make_folder(&mut self, worker: u64, identity: Option<Identity>) -> Result<PathBuf, Refusal> {
+        self.folders.make(worker, identity).map_err(|error| {
+            let errno = rustix::io::Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO));
+            Refusal::new(&format!("temporary folder in {}", std::env::temp_dir().display()), errno)
+        })
+    }
+
+    fn start_in(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        descriptors: Vec<OwnedFd>,
+        folder: Option<&Path>,
+    ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
+        let barriers = Barriers::prepare(&order.confinement, order.directory, folder, &mut self.filters)?;
+        let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
+        let program = spawn::Program::new(order, folder)?;
+        let (prepared, ends) = Prepared::new(program, descriptors, barriers)?;
+        let in_fork = |error: io::Error| {
+            let errno = rustix::io::Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO));
+            Refusal::new(spawn::fork_step(order.confinement.terms.namespaces), errno)
+        };
+        let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
+        match self.watch(pid, &ends.progress) {
+            Ok(pidfd) => Ok((pid, pidfd, ends, observed)),
             Err(error) => {
                 wait::kill_child(pid);
                 Err(in_fork(error))
@@ -339,42 +413,176 @@ impl Process {
         }
     }
 
-    fn watch(&self, pid: u32, pipe: &OwnedFd) -> io::Result<OwnedFd> {
+    fn watch(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
         let number = Pid::from_raw(pid as i32).ok_or(rustix::io::Errno::SRCH)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-        let mut source = SourceFd(&pipe.as_raw_fd());
+        let mut source = SourceFd(&progress.as_raw_fd());
         self.poll.registry().register(&mut source, Token(pid as usize), Interest::READABLE)?;
         Ok(pidfd)
     }
 
-    /// Reads the error pipe of a starting child, and reports what it says.
+    /// Reads what a starting child says, does what it waits for, and reports how it ends.
     fn look_at_start(&mut self, pid: u32) {
+        while let Some(Child { stage: Stage::Starting(ends), terms, .. }) = self.children.get(&pid) {
+            let refusal = match spawn::read_progress(&ends.progress) {
+                Progress::Underway => return,
+                Progress::WantsMap => match maps::write(pid, terms.identity) {
+                    Ok(()) => {
+                        spawn::go_on(&ends.progress);
+                        continue;
+                    }
+                    Err(error) => {
+                        let errno = error.raw_os_error().unwrap_or(libc::EIO);
+                        Some(Refusal::new("user namespace", rustix::io::Errno::from_raw_os_error(errno)))
+                    }
+                },
+                Progress::Ready { pid: process, listener } => match self.confined(pid, process, listener) {
+                    Ok(()) => continue,
+                    Err(refusal) => Some(refusal),
+                },
+                Progress::Failed(failure) => Some(ends.refusal(&failure)),
+                Progress::Executed => None,
+            };
+            self.started(pid, refusal);
+        }
+    }
+
+    /// A child says that it is confined. If it is, it may execute its program.
+    fn confined(&mut self, pid: u32, process: u32, listener: Option<OwnedFd>) -> Result<(), Refusal> {
+        let Some(child) = self.children.get_mut(&pid) else { return Ok(()) };
+        let failed = |error: io::Error| {
+            let errno = rustix::io::Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO));
+            Refusal::new("read-back from /proc", errno)
+        };
+        child.process = process;
+        child.observed.namespaces = self.own.compare(process).map_err(failed)?;
+        // Beside those it keeps there are this one's other end, and the listener.
+        let closing = 1 + u32::from(listener.is_some());
+        let open = observe::descriptors(process).map_err(failed)?;
+        child.observed.descriptors = open.saturating_sub(closing);
+        observe::status(process, &mut child.observed).map_err(failed)?;
+        if let Some(what) = child.observed.mismatch(&child.terms) {
+            let step = format!("read-back from /proc: {what} is not as ordered");
+            return Err(Refusal::new(&step, rustix::io::Errno::PERM));
+        }
+        if let Some(listener) = listener {
+            let token = Token(pid as usize | LISTENER);
+            let mut source = SourceFd(&listener.as_raw_fd());
+            self.poll.registry().register(&mut source, token, Interest::READABLE).map_err(failed)?;
+            child.listener = Some(listener);
+        }
+        if let Stage::Starting(ends) = &child.stage {
+            spawn::go_on(&ends.progress);
+        }
+        Ok(())
+    }
+
+    /// A child has come to its program, or has failed.
+    fn started(&mut self, pid: u32, refusal: Option<Refusal>) {
         let Some(child) = self.children.get_mut(&pid) else { return };
-        let Stage::Starting(pipe) = &child.stage else { return };
-        let progress = read_failure(pipe);
-        if matches!(progress, Progress::Underway) {
-            return;
+        let stage = if refusal.is_some() { Stage::Failed } else { Stage::Running };
+        if let Stage::Starting(ends) = std::mem::replace(&mut child.stage, stage) {
+            // Closing alone would not do: a child that is being forked may have a copy, which keeps it
+            // registered. There is nothing to be done if it fails.
+            let _ = self.poll.registry().deregister(&mut SourceFd(&ends.progress.as_raw_fd()));
         }
-        // Closing alone would not do: a child that is being forked may have a copy, which keeps it
-        // registered. There is nothing to be done if it fails.
-        let _ = self.poll.registry().deregister(&mut SourceFd(&pipe.as_raw_fd()));
         let worker = child.worker;
-        if let Progress::Failed { step, errno } = progress {
-            child.stage = Stage::Failed;
-            self.report(&ReportMessage::SpawnFailed { worker, step: &step, errno }, None);
-            return;
+        if let Some(refusal) = refusal {
+            wait::kill_group(pid);
+            return self.report_failure(worker, &refusal);
         }
-        child.stage = Stage::Running;
+        // Executing can give, and must not have given. A process that has ended already has nothing.
+        let confined = child.observed;
+        let is_read = observe::status(child.process, &mut child.observed).is_ok();
+        if !is_read {
+            child.observed = confined;
+        }
+        let (process, observed, terms) = (child.process, child.observed, child.terms);
+        if is_read
+            && terms != Terms::default()
+            && let Some(what) = observed.mismatch(&terms)
+        {
+            child.stage = Stage::Failed;
+            wait::kill_group(pid);
+            let step = format!("read-back from /proc: {what} is not as ordered once the program runs");
+            return self.report_failure(worker, &Refusal::new(&step, rustix::io::Errno::PERM));
+        }
         // The kernel takes a descriptor of its own along with the message, as soon as that is sent.
         match child.pidfd.try_clone() {
-            Ok(pidfd) => self.report(&ReportMessage::Spawned { worker, pid }, Some(pidfd)),
+            Ok(pidfd) => self.report(&ReportMessage::Spawned { worker, pid: process, observed }, Some(pidfd)),
             Err(error) => {
-                wait::kill_child(pid);
                 child.stage = Stage::Failed;
+                wait::kill_group(pid);
                 let errno = error.raw_os_error().unwrap_or(libc::EMFILE);
-                self.report(&ReportMessage::SpawnFailed { worker, step: "descriptors", errno }, None);
+                let errno = rustix::io::Errno::from_raw_os_error(errno);
+                self.report_failure(worker, &Refusal::new("descriptors", errno));
             }
         }
+    }
+
+    /// The kernel tells of forbidden calls. The process that made one is killed, and the news goes out
+    /// before that of its death can.
+    fn look_at_violation(&mut self, pid: u32) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let Some(listener) = &child.listener else { return };
+        let notification = match seccomp::receive(listener) {
+            Ok(Some(notification)) => notification,
+            Ok(None) => return self.drop_idle_listener(pid),
+            Err(_) => return self.drop_listener(pid),
+        };
+        let (worker, call) = (child.worker, notification.number);
+        // The thread waits in the call, so that its number is its own.
+        let (process, inner) =
+            observe::process_of(notification.thread).unwrap_or((child.process, child.process));
+        let is_worker = process == child.process;
+        if is_worker {
+            child.violation.get_or_insert(call);
+        }
+        self.report(&ReportMessage::Violation { worker, process: inner, call }, None);
+        let _ = self.flush();
+        if is_worker {
+            wait::kill_group(pid);
+        } else {
+            self.kill_violator(pid, process, &notification);
+        }
+    }
+
+    /// Kills a process that a worker has started. If that cannot be told for sure, its call fails.
+    fn kill_violator(&mut self, pid: u32, process: u32, notification: &seccomp::Notification) {
+        let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
+        let killed = Pid::from_raw(process as i32).ok_or(rustix::io::Errno::SRCH).and_then(|number| {
+            let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
+            // Still waiting: then the descriptor is that of the process it belongs to.
+            seccomp::is_waiting(listener, notification.id)?;
+            rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL)
+        });
+        if killed.is_err() {
+            let _ = seccomp::refuse(listener, notification.id, rustix::io::Errno::PERM);
+        }
+    }
+
+    /// A listener is readable without news when nobody is under its filter any more.
+    fn drop_idle_listener(&mut self, pid: u32) {
+        let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
+        let mut fds = [rustix::event::PollFd::new(listener, rustix::event::PollFlags::IN)];
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let _ = rustix::event::poll(&mut fds, Some(&now));
+        if fds[0].revents().contains(rustix::event::PollFlags::HUP) {
+            self.drop_listener(pid);
+        }
+    }
+
+    fn drop_listener(&mut self, pid: u32) {
+        let listener = self.children.get_mut(&pid).and_then(|child| child.listener.take());
+        if let Some(listener) = listener {
+            let _ = self.poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
+        }
+    }
+
+    fn report_failure(&mut self, worker: u64, refusal: &Refusal) {
+        let step = bulkhead_shared::limits::cut(&refusal.step, STEP_BYTES_MAX);
+        let errno = refusal.errno.raw_os_error();
+        self.report(&ReportMessage::SpawnFailed { worker, step, errno }, None);
     }
 
     fn report(&mut self, message: &ReportMessage<'_>, pidfd: Option<OwnedFd>) {
@@ -413,13 +621,28 @@ impl Process {
                 Waited::NoChild | Waited::Nothing => return,
                 Waited::Stopped { pid } => wait::kill_child(pid),
                 Waited::Ended { pid, exit, usage } => {
-                    if let Some(Child { worker, stage: Stage::Running, .. }) = self.children.remove(&pid) {
-                        self.leaving.push(Leaving { worker, exit, usage, since: now });
-                        self.scans.audit.get_or_insert(now + AUDIT_PAUSE);
+                    if let Some(child) = self.children.remove(&pid) {
+                        self.left(child, (exit, usage), now);
                     }
                 }
             }
         }
+    }
+
+    /// A child has been waited for.
+    fn left(&mut self, child: Child, (exit, usage): (Exit, Usage), now: Instant) {
+        if let Some(listener) = &child.listener {
+            let _ = self.poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
+        }
+        let Child { worker, stage, violation, status, folder, .. } = child;
+        if !matches!(stage, Stage::Running) {
+            return folder.into_iter().for_each(|folder| self.folders.remove(folder));
+        }
+        // The first process of a pid namespace has told of the worker; if not, it was killed first.
+        let (exit, usage) = status.as_ref().and_then(spawn::read_status).unwrap_or((exit, usage));
+        let exit = violation.map_or(exit, |call| Exit::Violation { call });
+        self.leaving.push(Leaving { worker, exit, usage, folder, since: now });
+        self.scans.audit.get_or_insert(now + AUDIT_PAUSE);
     }
 
     /// Kills what the dead left behind, and reports those of whom nothing is left.
@@ -428,7 +651,7 @@ impl Process {
             self.audit(now);
         } else if self.is_swept(now) {
             for gone in std::mem::take(&mut self.leaving) {
-                self.report_exit(&gone);
+                self.report_exit(gone);
             }
         } else {
             self.give_up_on_overdue(now);
@@ -470,12 +693,13 @@ impl Process {
         self.scans.stuck = self.scans.found.max(1);
         self.report(&ReportMessage::Remains { count: self.scans.stuck as u64 }, None);
         for gone in overdue {
-            self.report_exit(&gone);
+            self.report_exit(gone);
         }
     }
 
-    fn report_exit(&mut self, gone: &Leaving) {
-        let &Leaving { worker, exit, usage, .. } = gone;
+    fn report_exit(&mut self, gone: Leaving) {
+        let Leaving { worker, exit, usage, folder, .. } = gone;
+        folder.into_iter().for_each(|folder| self.folders.remove(folder));
         self.report(&ReportMessage::Exited { worker, exit, usage }, None);
     }
 

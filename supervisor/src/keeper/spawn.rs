@@ -2,30 +2,48 @@
 //!
 //! The child is a copy of one thread of two, with locks perhaps held for ever: between the fork and
 //! `execve` it makes raw system calls on what was prepared, allocates nothing and cannot panic. Its way
-//! is a table, [`STEPS`]; a step that fails is named to the supervisor, and the worker does not start.
+//! is a table, [`steps`]; a step that fails is named to the supervisor, and the worker does not start.
+//!
+//! - `barriers`: what confines it, made ready before the fork.
+//! - `progress`: what it and the keeper say to each other meanwhile.
+//! - `root`: a root folder of its own.
+//! - `ended`: the first process of a pid namespace, which the worker is a child of.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
-use std::ffi::{CStr, CString, c_char};
+mod barriers;
+mod ended;
+mod progress;
+mod root;
+mod steps;
+
+use std::ffi::{CString, c_char};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
-use rustix::process::{Pid, Signal};
+use rustix::process::Pid;
 
-use super::{Rlimit, SPAWN_DESCRIPTORS};
+use self::progress::Failure;
+use self::root::Root;
+use self::steps::{INNER, OUTER, Stop};
+use super::confinement::Namespaces;
+use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
+
+pub(super) use self::barriers::{Barriers, Filters};
+pub(super) use self::ended::read as read_status;
+pub(super) use self::progress::{Progress, go_on, read as read_progress};
+pub(super) use self::steps::put_at;
 
 /// The worker's link. In the keeper this number is its own socket, so that none of the descriptors it
 /// ever receives or opens is in the way of the ones a child puts in place.
 pub(super) const LINK_FD: RawFd = 3;
 
-/// What a worker creates is its user's own business: readable and writable by nobody else.
-const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
-
-/// The last number of a signal.
-const SIGNAL_MAX: i32 = 64;
+/// The variable that names a folder for temporary files.
+const TEMPORARY: &str = "TMPDIR=";
 
 /// The exit code of a child that failed on its way; it is never shown.
 const FAILED: i32 = 127;
@@ -50,125 +68,109 @@ pub(super) struct Prepared {
     link: OwnedFd,
     stdout: OwnedFd,
     stderr: OwnedFd,
-    error: OwnedFd,
+    progress: OwnedFd,
+    /// Where the first process of a pid namespace tells how the worker ended.
+    status: Option<OwnedFd>,
+    barriers: Barriers,
+}
+
+/// What an order says of a worker's program.
+pub(super) struct Program {
+    pub(super) program: CString,
+    pub(super) directory: CString,
+    pub(super) arguments: Vec<CString>,
+    pub(super) environment: Vec<CString>,
+    pub(super) rlimits: Vec<Rlimit>,
+}
+
+impl Program {
+    /// From an order; `TMPDIR` is its temporary folder, if it has one.
+    pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
+        let text = |text: &str| CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL));
+        let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
+        let mut environment = texts(&order.environment)?;
+        let has_own = order.environment.iter().any(|variable| variable.starts_with(TEMPORARY));
+        if let Some(folder) = temporary.filter(|_| !has_own) {
+            environment.push(text(&format!("{TEMPORARY}{}", folder.display()))?);
+        }
+        Ok(Self {
+            program: text(order.program)?,
+            directory: text(order.directory)?,
+            arguments: texts(&order.arguments)?,
+            environment,
+            rlimits: order.rlimits.clone(),
+        })
+    }
+}
+
+/// Why a worker does not start: a step that failed, and an error's number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Refusal {
+    pub(super) step: String,
+    pub(super) errno: Errno,
+}
+
+impl Refusal {
+    pub(super) fn new(step: &str, errno: Errno) -> Self {
+        Self { step: step.to_owned(), errno }
+    }
+}
+
+/// The ends of a child's descriptors that stay with the keeper.
+pub(super) struct Ends {
+    /// How far it has come: see [`Progress`].
+    pub(super) progress: OwnedFd,
+    /// See [`read_status`].
+    pub(super) status: Option<OwnedFd>,
+    /// To name what failed.
+    root: Option<Arc<Root>>,
+}
+
+impl Ends {
+    /// What a child that failed was about.
+    pub(super) fn refusal(&self, failure: &Failure) -> Refusal {
+        let step = steps::describe(failure, self.root.as_deref());
+        Refusal { step, errno: Errno::from_raw_os_error(failure.errno) }
+    }
 }
 
 impl Prepared {
-    /// Takes an order apart. Returns the other end of the error pipe as well: what [`read_failure`] reads.
+    /// Puts together what the child needs.
     pub(super) fn new(
-        texts: &[u8],
-        argument_count: u32,
-        rlimits: Vec<Rlimit>,
+        program: Program,
         descriptors: Vec<OwnedFd>,
-    ) -> Result<(Box<Self>, OwnedFd), (&'static str, Errno)> {
+        barriers: Barriers,
+    ) -> Result<(Box<Self>, Ends), Refusal> {
         let in_the_way = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
         let descriptors: [OwnedFd; SPAWN_DESCRIPTORS] =
-            descriptors.try_into().map_err(|_| ("descriptors", Errno::MFILE))?;
+            descriptors.try_into().map_err(|_| Refusal::new("descriptors", Errno::MFILE))?;
         if in_the_way {
-            return Err(("descriptors", Errno::BADF));
+            return Err(Refusal::new("descriptors", Errno::BADF));
         }
         let [link, stdout, stderr] = descriptors;
-        let (program, directory, arguments, environment) =
-            split_texts(texts, argument_count as usize).ok_or(("order", Errno::INVAL))?;
-        let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK;
-        let (reader, error) = rustix::pipe::pipe_with(flags).map_err(|errno| ("fork", errno))?;
-        let prepared =
-            Self { program, directory, arguments, environment, rlimits, link, stdout, stderr, error };
-        Ok((Box::new(prepared), reader))
+        let (ours, progress) = progress::pair().map_err(|errno| Refusal::new("fork", errno))?;
+        let status = barriers.terms.namespaces.pid.then(|| {
+            rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
+                .map_err(|errno| Refusal::new("fork", errno))
+        });
+        let (status_ours, status) = status.transpose()?.unzip();
+        let root = barriers.root();
+        let Program { program, directory, arguments, environment, rlimits } = program;
+        let prepared = Self {
+            program,
+            directory,
+            arguments,
+            environment,
+            rlimits,
+            link,
+            stdout,
+            stderr,
+            progress,
+            status,
+            barriers,
+        };
+        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root }))
     }
-}
-
-type Texts = (CString, CString, Vec<CString>, Vec<CString>);
-
-fn split_texts(texts: &[u8], argument_count: usize) -> Option<Texts> {
-    let mut texts = texts.split_inclusive(|&byte| byte == 0).map(CStr::from_bytes_with_nul);
-    let program = texts.next()?.ok()?.to_owned();
-    let directory = texts.next()?.ok()?.to_owned();
-    let mut rest = texts.map(|text| text.map(CStr::to_owned)).collect::<Result<Vec<_>, _>>().ok()?;
-    if argument_count > rest.len() {
-        return None;
-    }
-    let environment = rest.split_off(argument_count);
-    Some((program, directory, rest, environment))
-}
-
-/// What a child says down the error pipe when it fails: two numbers and an error's.
-struct Failure {
-    step: u32,
-    detail: u32,
-    errno: i32,
-}
-
-impl Failure {
-    const BYTES: usize = 12;
-
-    fn encode(&self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        let numbers = [self.step.to_le_bytes(), self.detail.to_le_bytes(), self.errno.to_le_bytes()];
-        for (to, from) in bytes.chunks_exact_mut(4).zip(numbers) {
-            to.copy_from_slice(&from);
-        }
-        bytes
-    }
-
-    fn decode(bytes: &[u8; Self::BYTES]) -> Self {
-        let number = |at: usize| [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
-        Self {
-            step: u32::from_le_bytes(number(0)),
-            detail: u32::from_le_bytes(number(4)),
-            errno: i32::from_le_bytes(number(8)),
-        }
-    }
-}
-
-/// How far a child has come.
-pub(super) enum Progress {
-    /// Still on its way, or stuck on a file system.
-    Underway,
-    /// It is the worker's program (or was killed before it came to that).
-    Executed,
-    /// The step with this name failed.
-    Failed { step: String, errno: i32 },
-}
-
-/// Reads the error pipe of a child.
-pub(super) fn read_failure(pipe: &OwnedFd) -> Progress {
-    let mut bytes = [0; Failure::BYTES];
-    match rustix::io::retry_on_intr(|| rustix::io::read(pipe, &mut bytes)) {
-        Ok(Failure::BYTES) => {
-            let Failure { step, detail, errno } = Failure::decode(&bytes);
-            let name = STEPS.get(step as usize).map_or("unknown", |(name, _)| *name);
-            let step = if name == RLIMIT { format!("{name} {}", rlimit_name(detail)) } else { name.into() };
-            Progress::Failed { step, errno }
-        }
-        Err(Errno::AGAIN) => Progress::Underway,
-        Ok(_) | Err(_) => Progress::Executed,
-    }
-}
-
-const RLIMIT: &str = "rlimit";
-
-fn rlimit_name(resource: u32) -> &'static str {
-    #[expect(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
-    const NAMES: [(u32, &str); 16] = [
-        (libc::RLIMIT_AS as u32, "as"),
-        (libc::RLIMIT_CORE as u32, "core"),
-        (libc::RLIMIT_CPU as u32, "cpu"),
-        (libc::RLIMIT_DATA as u32, "data"),
-        (libc::RLIMIT_FSIZE as u32, "fsize"),
-        (libc::RLIMIT_LOCKS as u32, "locks"),
-        (libc::RLIMIT_MEMLOCK as u32, "memlock"),
-        (libc::RLIMIT_MSGQUEUE as u32, "msgqueue"),
-        (libc::RLIMIT_NICE as u32, "nice"),
-        (libc::RLIMIT_NOFILE as u32, "nofile"),
-        (libc::RLIMIT_NPROC as u32, "nproc"),
-        (libc::RLIMIT_RSS as u32, "rss"),
-        (libc::RLIMIT_RTPRIO as u32, "rtprio"),
-        (libc::RLIMIT_RTTIME as u32, "rttime"),
-        (libc::RLIMIT_SIGPENDING as u32, "sigpending"),
-        (libc::RLIMIT_STACK as u32, "stack"),
-    ];
-    NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
 }
 
 /// The second thread of the keeper: the parent of all workers. It lives as long as the process, since
@@ -214,22 +216,46 @@ fn fork(job: &Job, nice: i32) -> io::Result<u32> {
         }),
         Job::Child | Job::Grandchild => None,
     };
-    // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls until it is replaced
-    // or gone: see `Plan::run` and its steps.
-    match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
+    let namespaces = plan.as_ref().map_or(Namespaces::default(), |plan| plan.terms().namespaces);
+    match clone(namespaces)? {
         0 => match plan {
             Some(plan) => plan.run(),
             None => {
                 if matches!(job, Job::Grandchild) {
-                    // SAFETY: as above; both only exit.
-                    unsafe { libc::fork() };
+                    // Both only exit.
+                    let _ = clone(Namespaces::default());
                 }
                 exit(0)
             }
         },
+        pid => Ok(pid),
+    }
+}
+
+/// Forks, and returns twice: 0 in the child, which is in namespaces of its own.
+///
+/// The bare call, without what the C library does for programs that go on: the child, a copy of this
+/// thread alone, makes nothing but system calls until it is replaced or gone.
+fn clone(namespaces: Namespaces) -> Result<u32, Errno> {
+    let rows = [
+        (namespaces.user, libc::CLONE_NEWUSER),
+        (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
+        (namespaces.mount, libc::CLONE_NEWNS),
+        (namespaces.network, libc::CLONE_NEWNET),
+    ];
+    let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
+    let flags = wanted.fold(libc::SIGCHLD, |flags, (_, flag)| flags | flag);
+    const NONE: usize = 0;
+    // SAFETY: without a stack and without shared memory this is a fork; see above for the child.
+    match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
+        -1 => Err(steps::last_errno()),
         pid => Ok(pid as u32),
     }
+}
+
+/// What it is called if the fork fails.
+pub(super) fn fork_step(namespaces: Namespaces) -> &'static str {
+    if namespaces.any() { "fork into new namespaces" } else { "fork" }
 }
 
 fn pointers(texts: &[CString]) -> Vec<*const c_char> {
@@ -250,134 +276,47 @@ struct Plan<'p> {
     nice: i32,
 }
 
-/// Why a step failed; `detail` is the resource's number for limits.
-struct Stop {
-    errno: i32,
-    detail: u32,
-}
-
-impl From<Errno> for Stop {
-    fn from(errno: Errno) -> Self {
-        Self { errno: errno.raw_os_error(), detail: 0 }
-    }
-}
-
-type Step = fn(&Plan<'_>) -> Result<(), Stop>;
-
-/// The way of a child, in this order. The wrappers of `rustix` used here are bare system calls.
-const STEPS: [(&str, Step); 10] = [
-    ("signals", signals),
-    ("session", session),
-    ("priority", priority),
-    ("stdio", stdio),
-    ("child subreaper", child_subreaper),
-    (RLIMIT, rlimits),
-    ("parent-death signal", parent_death_signal),
-    ("descriptors", descriptors),
-    ("working directory", working_directory),
-    ("exec", exec),
-];
-
 impl Plan<'_> {
+    fn terms(&self) -> &super::confinement::Terms {
+        &self.prepared.barriers.terms
+    }
+
     fn run(&self) -> ! {
-        for (number, (_, step)) in STEPS.iter().enumerate() {
-            if let Err(Stop { errno, detail }) = step(self) {
-                let failure = Failure { step: number as u32, detail, errno };
-                // If even this fails, the supervisor sees a worker that ends at once with this code.
-                let _ = rustix::io::write(&self.prepared.error, &failure.encode());
-                break;
-            }
+        let namespaces = self.terms().namespaces;
+        if namespaces.any() {
+            self.take(0, &OUTER);
         }
+        if namespaces.pid {
+            self.become_two();
+        }
+        self.take(OUTER.len(), &INNER);
         exit(FAILED)
     }
-}
 
-/// The keeper ignores what ends a process, and blocks SIGCHLD; both would survive `execve`.
-fn signals(_: &Plan<'_>) -> Result<(), Stop> {
-    // The kernel's own structures: the C library's calls refuse the two signals that it uses itself.
-    const DEFAULT: [u64; 4] = [0; 4];
-    const NONE: u64 = 0;
-    let nowhere = std::ptr::null_mut::<u64>();
-    for signal in 1..=SIGNAL_MAX {
-        // SAFETY: all zeros is the default of every signal; what cannot be changed is refused.
-        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &DEFAULT, nowhere, size_of_val(&NONE)) };
+    /// Takes the steps of a table, the first of which has this number.
+    fn take(&self, first: usize, table: &[(&str, steps::Step)]) {
+        for (number, (_, step)) in table.iter().enumerate() {
+            if let Err(stop) = step(self) {
+                self.stop((first + number) as u32, stop);
+            }
+        }
     }
-    // SAFETY: the set of signals has this size, and the old one is not asked for.
-    let result = unsafe {
-        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &NONE, nowhere, size_of_val(&NONE))
-    };
-    Ok(check(result as i32)?)
-}
 
-fn session(_: &Plan<'_>) -> Result<(), Stop> {
-    rustix::process::setsid()?;
-    rustix::process::umask(UMASK);
-    Ok(())
-}
-
-/// The keeper may have a better one. In a session of its own, the child is out of its autogroup already.
-fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
-    Ok(rustix::process::setpriority_process(None, plan.nice)?)
-}
-
-/// Standard input is the keeper's own, `/dev/null`.
-fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
-    put_at(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
-    put_at(&plan.prepared.stderr, libc::STDERR_FILENO)?;
-    Ok(put_at(&plan.prepared.link, LINK_FD)?)
-}
-
-/// Makes a number mean this descriptor, whatever it meant before.
-pub(super) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
-    // SAFETY: what had the number is standard input, output or error, or in the child the keeper's
-    // socket: nothing that anybody here owns and goes on using.
-    check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
-}
-
-fn child_subreaper(_: &Plan<'_>) -> Result<(), Stop> {
-    // The kernel takes any number but zero for yes.
-    Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
-}
-
-fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
-    for limit in &plan.prepared.rlimits {
-        let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
-        // SAFETY: the pointer is to a local; a resource that does not exist is refused.
-        let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
-        result.map_err(|errno| Stop { errno: errno.raw_os_error(), detail: limit.resource })?;
+    fn stop(&self, step: u32, Stop { errno, detail }: Stop) -> ! {
+        progress::fail(
+            self.prepared.progress.as_fd(),
+            &Failure { step, detail, errno: errno.raw_os_error() },
+        );
+        exit(FAILED)
     }
-    Ok(())
-}
 
-/// The second net, should the keeper be killed. What comes later must not change the identity, which
-/// takes the signal away.
-fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    if rustix::process::getppid() == Some(plan.keeper) { Ok(()) } else { Err(Errno::SRCH.into()) }
-}
-
-/// The error pipe has to live until `execve`, so all is marked to be closed by that.
-fn descriptors(_: &Plan<'_>) -> Result<(), Stop> {
-    let (first, last) = (LINK_FD as libc::c_uint + 1, libc::c_uint::MAX);
-    // SAFETY: changes a flag of descriptors, and closes none.
-    let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, libc::CLOSE_RANGE_CLOEXEC) };
-    Ok(check(result as i32)?)
-}
-
-fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
-    Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
-}
-
-fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
-    let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
-    // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`.
-    Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
-}
-
-fn check(result: i32) -> rustix::io::Result<()> {
-    if result != -1 {
-        return Ok(());
+    /// The first process of the pid namespace stays behind; the worker is its child.
+    fn become_two(&self) {
+        match (clone(Namespaces::default()), &self.prepared.status) {
+            (Ok(0), _) => {}
+            (Ok(worker), Some(status)) => ended::keep(worker, status),
+            (Ok(_), None) => exit(FAILED),
+            (Err(errno), _) => self.stop(steps::PID_NAMESPACE, errno.into()),
+        }
     }
-    // SAFETY: the address of this thread's `errno`, always there.
-    Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() }))
 }

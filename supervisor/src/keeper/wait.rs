@@ -8,6 +8,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::process_tree::kill_descendants;
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal};
 
 use super::spawn::{Forker, Job};
@@ -51,35 +52,53 @@ pub(super) fn take(pid: u32) -> Waited {
 }
 
 fn wait(pid: i32, flags: i32) -> Waited {
-    let mut status = 0;
-    // SAFETY: all zeros is a valid `rusage`.
-    let mut rusage: libc::rusage = unsafe { std::mem::zeroed() };
     loop {
-        // SAFETY: both pointers are to variables of this function, of the types that the call fills.
-        match unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) } {
-            0 => return Waited::Nothing,
-            -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-            -1 => return Waited::NoChild,
-            pid => return news(pid as u32, status, &rusage),
+        match wait_raw(pid, flags) {
+            Ok((0, ..)) => return Waited::Nothing,
+            Err(Errno::INTR) => {}
+            Err(_) => return Waited::NoChild,
+            Ok((pid, status, rusage)) => {
+                return match exit(status) {
+                    Some(exit) => Waited::Ended { pid, exit, usage: usage(&rusage) },
+                    None => Waited::Stopped { pid },
+                };
+            }
         }
     }
 }
 
-fn news(pid: u32, status: i32, rusage: &libc::rusage) -> Waited {
-    let exit = if libc::WIFEXITED(status) {
-        Exit::Code(libc::WEXITSTATUS(status))
+/// The bare call: whose news (0: nobody's yet), the status, the usage.
+pub(super) fn wait_raw(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
+    let mut status = 0;
+    // SAFETY: all zeros is a valid `rusage`.
+    let mut rusage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are to variables of this function, of the types that the call fills.
+    match unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) } {
+        // SAFETY: the address of this thread's `errno`, always there.
+        -1 => Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })),
+        pid => Ok((pid as u32, status, rusage)),
+    }
+}
+
+/// How a process ended. `None`: it did not.
+pub(super) fn exit(status: i32) -> Option<Exit> {
+    if libc::WIFEXITED(status) {
+        Some(Exit::Code(libc::WEXITSTATUS(status)))
     } else if libc::WIFSIGNALED(status) {
-        Exit::Signal { number: libc::WTERMSIG(status), core_dumped: libc::WCOREDUMP(status) }
+        Some(Exit::Signal { number: libc::WTERMSIG(status), core_dumped: libc::WCOREDUMP(status) })
     } else {
-        return Waited::Stopped { pid };
-    };
+        None
+    }
+}
+
+/// What a process has used, in our units.
+pub(super) fn usage(rusage: &libc::rusage) -> Usage {
     let us = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
-    let usage = Usage {
+    Usage {
         user_us: us(rusage.ru_utime),
         system_us: us(rusage.ru_stime),
         maxrss_kib: rusage.ru_maxrss as u64,
-    };
-    Waited::Ended { pid, exit, usage }
+    }
 }
 
 /// Whether the calling thread itself has children, dead or alive. For the first thread of the keeper:

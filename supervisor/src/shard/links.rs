@@ -1,6 +1,7 @@
 //! The workers' side: spawning through the keeper, handshake, jobs out, replies in. A worker is trusted
 //! no more than a client: what it says is checked, and whoever breaks the protocol is killed.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -21,10 +22,12 @@ use mio::Interest;
 use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
+use serde_json::json;
 
 use super::{Endpoint, Incoming, Shard};
-use crate::command::Notice;
-use crate::keeper::{Exit, Report};
+use crate::command::{Notice, Severity};
+use crate::confinement::Whom;
+use crate::keeper::{self, Exit, Observed, Report};
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
@@ -44,6 +47,13 @@ const KEEPER_PAUSE: Duration = Duration::from_millis(100);
 /// Bytes of a worker's own words about itself that are kept.
 const STATUS_BYTES_MAX: usize = 256;
 
+/// Violations of a worker's programs that are remembered until that one says how they ended.
+const VIOLATIONS_MAX: usize = 64;
+
+/// Why a worker that is to have an id of its own is not started.
+const NO_ID_LEFT: &str =
+    "all ids of `worker_uids` are taken: write a larger range in [supervisor], or fewer `processes`";
+
 /// Messages in a turn that a worker may send without being about a job; more is a flood, and waits.
 const JOBS_UNKNOWN_MAX: u32 = 100_000;
 
@@ -58,6 +68,12 @@ pub(super) struct Link {
     pub(super) pid: Option<u32>,
     /// Since it is silent.
     pub(super) watch: Option<super::starvation::Watch>,
+    /// How far it is confined, once its process runs.
+    pub(super) observed: Option<Observed>,
+    /// Its user id, if that is its own.
+    id: Option<u32>,
+    /// Forbidden system calls of programs that it has started: by which process, and which call.
+    violations: VecDeque<(u32, u32)>,
     /// The reading ends of its output, until its process runs.
     output: Option<(OwnedFd, OwnedFd)>,
     stage: Stage,
@@ -127,12 +143,35 @@ impl Shard {
         slot: u32,
         spawn: u64,
     ) -> io::Result<usize> {
+        let sandbox = self.named[self.compartments[compartment].named].program.sandbox();
+        if let Some(obstacle) = sandbox.obstacle() {
+            return Err(io::Error::other(obstacle));
+        }
+        let id = match sandbox.whom() {
+            Whom::Each => Some(self.ids.take().ok_or_else(|| io::Error::other(NO_ID_LEFT))?),
+            Whom::Own | Whom::One(_) => None,
+        };
+        let tried = self.order_worker(compartment, worker, slot, spawn, id);
+        if tried.is_err() {
+            id.into_iter().for_each(|id| self.ids.give_back(id));
+        }
+        tried
+    }
+
+    fn order_worker(
+        &mut self,
+        compartment: usize,
+        worker: WorkerId,
+        slot: u32,
+        spawn: u64,
+        id: Option<u32>,
+    ) -> io::Result<usize> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
-        let order = self.named[self.compartments[compartment].named].program.order(spawn);
+        let order = self.named[self.compartments[compartment].named].program.order(spawn, id);
         self.keeper.spawn(&order, theirs, stdout_write, stderr_write)?;
         self.ask_keeper();
         let index = self.free_links.pop().unwrap_or_else(|| {
@@ -156,6 +195,9 @@ impl Shard {
             pidfd: None,
             pid: None,
             watch: None,
+            observed: None,
+            id,
+            violations: VecDeque::new(),
             output: Some((stdout_read, stderr_read)),
             stage: Stage::AwaitingHello,
             inbox: Inbox::default(),
@@ -197,19 +239,23 @@ impl Shard {
         self.keeper_asked_at = None;
         match report {
             Report::Started { .. } => {}
-            Report::Spawned { worker, pid, pidfd } => self.process_runs(worker, pid, pidfd),
+            Report::Spawned { worker, pid, pidfd, observed } => {
+                self.process_runs(worker, pid, pidfd, observed);
+            }
+            Report::Violation { worker, process, call } => self.violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
                 let Some(link) = self.take_link(worker) else { return };
                 let program = &self.owner(link.compartment).program;
-                let message = format!("failed to start {}: {step}: {error}", program.describe());
+                let message = format!(
+                    "failed to start {}: {step}: {error}{}",
+                    program.describe(),
+                    advice(&step, &error)
+                );
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
             }
             Report::Exited { worker, exit, .. } => {
-                let death = match exit {
-                    Exit::Code(code) => Death::Exit(code),
-                    Exit::Signal { number, .. } => Death::Signal(number),
-                };
+                let death = self.death(worker, exit);
                 self.process_gone(worker, Some(death));
             }
             Report::Pong => {}
@@ -219,9 +265,62 @@ impl Shard {
         }
     }
 
-    fn process_runs(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd) {
+    fn death(&self, spawn: u64, exit: Exit) -> Death {
+        match exit {
+            Exit::Code(code) => Death::Exit(code),
+            Exit::Violation { call } => Death::Violation(keeper::call_name(call)),
+            Exit::Signal { number: libc::SIGSYS, .. } if self.is_filtered(spawn) => Death::Violation(""),
+            Exit::Signal { number, .. } => Death::Signal(number),
+        }
+    }
+
+    /// Whether the system calls of a worker are filtered.
+    fn is_filtered(&self, spawn: u64) -> bool {
+        let link = self.links_by_spawn.get(&spawn).and_then(|&index| self.links[index].as_ref());
+        link.is_some_and(|link| self.owner(link.compartment).program.sandbox().filters())
+    }
+
+    /// A process of a worker's made a forbidden system call, and is being killed.
+    fn violation(&mut self, spawn: u64, process: u32, call: u32) {
         let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
         let Some(link) = self.links[index].as_mut() else { return };
+        if link.violations.len() >= VIOLATIONS_MAX {
+            link.violations.pop_front();
+        }
+        link.violations.push_back((process, call));
+        let (compartment, pid) = (link.compartment, link.pid);
+        let name = keeper::call_name(call);
+        let fields = vec![("pid", json!(pid)), ("process", json!(process)), ("system_call", json!(name))];
+        self.event(Severity::Critical, "sandbox_violation", Some(compartment), fields);
+    }
+
+    /// How a program of a worker's ended, by a signal as that one says: the keeper may know more.
+    fn program_death(&mut self, index: usize, signal: i32, process: Option<u32>) -> Death {
+        if signal == libc::SIGKILL && process.is_some() {
+            // What it said of a violation it said before it killed.
+            while let Ok(Some(report)) = self.keeper.receive() {
+                self.keeper_report(report);
+            }
+        }
+        let Some(link) = self.links[index].as_mut() else { return Death::Signal(signal) };
+        let at = link.violations.iter().position(|(violator, _)| Some(*violator) == process);
+        let call = at.and_then(|at| link.violations.remove(at)).map(|(_, call)| keeper::call_name(call));
+        let is_filtered = self.is_filtered_at(index);
+        match call {
+            Some(call) => Death::Violation(call),
+            None if signal == libc::SIGSYS && is_filtered => Death::Violation(""),
+            None => Death::Signal(signal),
+        }
+    }
+
+    fn is_filtered_at(&self, index: usize) -> bool {
+        self.links[index].as_ref().is_some_and(|link| self.is_filtered(link.spawn))
+    }
+
+    fn process_runs(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd, observed: Observed) {
+        let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
+        let Some(link) = self.links[index].as_mut() else { return };
+        link.observed = Some(observed);
         link.pidfd = Some(pidfd);
         link.pid = Some(pid);
         let (compartment, worker) = (link.compartment, link.worker);
@@ -257,6 +356,7 @@ impl Shard {
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let index = self.links_by_spawn.remove(&spawn)?;
         let link = self.links[index].take()?;
+        link.id.into_iter().for_each(|id| self.ids.give_back(id));
         self.freed_links.push(index);
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
@@ -554,9 +654,15 @@ impl Shard {
                 self.reply(compartment, worker, number, Reply::Failed(failure), Incoming::None);
             }
             kind::PROGRAM_CRASHED => {
-                let crashed = decode::<ProgramCrashed<'_>>(metadata)?;
-                let message = cut(crashed.message, MESSAGE_BYTES_MAX).to_owned();
-                let reply = Reply::ProgramCrashed { death: Death::Signal(crashed.signal), message };
+                let (crashed, extensions) =
+                    codec::decode::<ProgramCrashed<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
+                let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
+                let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
+                let message = match death {
+                    Death::Violation(_) => describe_program(death),
+                    _ => cut(crashed.message, MESSAGE_BYTES_MAX).to_owned(),
+                };
+                let reply = Reply::ProgramCrashed { death, message };
                 self.reply(compartment, worker, number, reply, Incoming::None);
             }
             _ => self.worker_notice(index, header, metadata)?,
@@ -642,7 +748,8 @@ impl Shard {
             result_bytes_max: entry.max_result,
             bulkhead: &entry.name,
         };
-        let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, &[], Payload::NONE);
+        let seal = entry.program.sandbox().seal().map(|program| (tag::SEAL, program));
+        let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
         link.stage = Stage::Welcomed;
         self.mark_dirty(Endpoint::Link(index));
         let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
@@ -725,4 +832,24 @@ fn too_large(size: u64, most: u64) -> HandlerFailure {
         retryable: false,
         fault: Fault::Dependency,
     }
+}
+
+/// What to do about a start that failed, where that can be known.
+fn advice(step: &str, error: &io::Error) -> &'static str {
+    let is_step = |name: &str| step == name;
+    if error.kind() != io::ErrorKind::PermissionDenied {
+        return "";
+    }
+    if is_step("exec") || is_step("working directory") {
+        return " (see whether the worker's user can reach it, and every folder above it)";
+    }
+    if step.starts_with("rlimit") {
+        return " (a limit above the supervisor's own takes CAP_SYS_RESOURCE)";
+    }
+    ""
+}
+
+/// How a program ended, for people.
+fn describe_program(death: Death) -> String {
+    format!("the program {death}")
 }

@@ -10,6 +10,7 @@ use foldhash::quality::RandomState;
 
 use super::Cargo;
 use crate::config::{BulkheadConfig, Config};
+use crate::confinement::Grounds;
 use crate::latency::Latency;
 use crate::program::{self, Program, TenantNumbers};
 
@@ -129,7 +130,7 @@ impl Compartment {
 
 impl Named {
     /// The bulkheads of a configuration. Shared ones have no compartment yet.
-    pub(super) fn all(config: &Config, host: Option<&Path>) -> Vec<Self> {
+    pub(super) fn all(config: &Config, host: Option<&Path>, grounds: &Grounds) -> Vec<Self> {
         let places: HashMap<&str, usize> =
             config.bulkheads.iter().enumerate().map(|(i, bulkhead)| (bulkhead.name.as_str(), i)).collect();
         let place = |name: &String| places.get(name.as_str()).copied();
@@ -137,7 +138,7 @@ impl Named {
             let fallback: Arc<[usize]> = bulkhead.fallback.iter().filter_map(place).collect();
             Self {
                 name: bulkhead.name.as_str().into(),
-                program: Program::new(bulkhead, host),
+                program: Program::new(bulkhead, host, grounds),
                 max_payload: bulkhead.max_payload,
                 max_result: bulkhead.max_result,
                 heartbeat: bulkhead.health.heartbeat,

@@ -6,9 +6,12 @@ use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantVie
 use bulkhead_shared::RejectReason;
 
 use super::Shard;
+use super::links::Link;
 use super::named::{Compartment, Layout};
 use crate::command::SteerError;
-use crate::snapshot::{Latencies, RateSnapshot, Snapshot, TenantSnapshot, WorkerSnapshot};
+use crate::snapshot::{
+    ConfinementSnapshot, Latencies, RateSnapshot, Snapshot, TenantSnapshot, WorkerSnapshot,
+};
 
 /// Tenants that a snapshot shows.
 const TENANTS_SHOWN: usize = 10;
@@ -124,14 +127,23 @@ impl Shard {
                 cpu_ms: None,
                 status: self.status_of(compartment, view.id),
                 last_exit: view.last_exit,
+                confinement: self.confinement_of(compartment, view.id),
             })
             .collect()
     }
 
     fn status_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<String> {
+        self.link_in(compartment, worker)?.status.clone()
+    }
+
+    fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<ConfinementSnapshot> {
+        let observed = self.link_in(compartment, worker)?.observed.as_ref()?;
+        Some(self.named[compartment.named].program.sandbox().describe(observed))
+    }
+
+    fn link_in(&self, compartment: &Compartment, worker: WorkerId) -> Option<&Link> {
         let index = (*compartment.links.get(worker.place as usize)?)?;
-        let link = self.links[index].as_ref().filter(|link| link.worker == worker)?;
-        link.status.clone()
+        self.links[index].as_ref().filter(|link| link.worker == worker)
     }
 }
 

@@ -120,7 +120,7 @@ fn run_program(plan: &Plan, orphans: &Orphans, job: &Job, ctx: &Ctx) -> Reply {
     orphans.programs().remove(&pid);
     orphans.sweep();
     match (watched, status) {
-        (Ok(run), Ok(status)) => run.reply(status, ctx),
+        (Ok(run), Ok(status)) => run.reply(child.id(), status, ctx),
         (Err(error), _) | (_, Err(error)) => {
             Reply::Failed(HandlerError::new("io", format!("failed to talk to {}: {error}", plan.program)))
         }
@@ -244,7 +244,7 @@ impl Run {
         }
     }
 
-    fn reply(self, status: ExitStatus, ctx: &Ctx) -> Reply {
+    fn reply(self, process: u32, status: ExitStatus, ctx: &Ctx) -> Reply {
         let tail = String::from_utf8_lossy(&self.tail).trim_end().to_owned();
         match self.end {
             End::Cancelled => {
@@ -265,7 +265,7 @@ impl Run {
                 message.push_str(": ");
                 message.push_str(&tail);
             }
-            return Reply::ProgramCrashed { signal, message };
+            return Reply::ProgramCrashed { process, signal, message };
         }
         match status.code().unwrap_or(0) {
             0 => Reply::Result(self.output),

@@ -50,8 +50,12 @@ impl Stage {
             }
             Reply::Result(Vec::new())
         };
-        let welcome =
-            Welcome { threads_max: threads_max(max_in_flight), heartbeat_ms: 0, result_bytes_max: 100 };
+        let welcome = Welcome {
+            seal: None,
+            threads_max: threads_max(max_in_flight),
+            heartbeat_ms: 0,
+            result_bytes_max: 100,
+        };
         let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();
         let (init, go) = channel();
         let (tell_thread, init_thread) = channel();

@@ -724,11 +724,19 @@ pub(super) fn crash(death: Death, killed: Option<&KillReason>, message: String) 
 fn describe(death: Death, killed: Option<&KillReason>) -> String {
     match (killed, death) {
         (Some(reason), _) => format!("killed by the supervisor: {}", reason.describe()),
-        (None, Death::Exit(code)) => format!("exited with status {code}"),
-        (None, Death::Signal(signal)) => format!("killed by {}", signal_name(signal)),
-        (None, Death::Violation("")) => "made a system call that its sandbox forbids".to_owned(),
-        (None, Death::Violation(call)) => format!("made the system call {call}, which its sandbox forbids"),
-        (None, Death::Oom) => "killed by the kernel: it had more memory than it may".to_owned(),
+        (None, death) => death.to_string(),
+    }
+}
+
+impl std::fmt::Display for Death {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Exit(code) => write!(f, "exited with status {code}"),
+            Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
+            Self::Violation("") => write!(f, "made a system call that its sandbox forbids"),
+            Self::Violation(call) => write!(f, "made the system call {call}, which its sandbox forbids"),
+            Self::Oom => write!(f, "killed by the kernel: it had more memory than it may"),
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::config::diagnostics::shown;
 use crate::config::raw::{RawCgroup, RawSandbox};
 use crate::config::reader::{Arguments, Field, Given, Origin};
 use crate::config::settled::Settled;
-use crate::config::system_calls::is_system_call;
+use crate::config::system_calls::{NEEDED, is_system_call};
 use crate::config::{defaults, identities, programs};
 
 impl Checker<'_> {
@@ -32,7 +32,9 @@ impl Checker<'_> {
             return nothing_confined();
         }
         self.check_allowed_and_denied(raw);
-        if sandbox.user == Some(SandboxUser::Auto) && !sandbox.best_effort.contains(&Layer::Identity) {
+        self.check_denied(raw);
+        let is_own = !matches!(sandbox.user, Some(SandboxUser::Named(_)));
+        if profile == Profile::Strict && is_own && !sandbox.best_effort.contains(&Layer::Identity) {
             self.check_worker_uids(raw, worker_uids);
         }
         sandbox
@@ -142,17 +144,34 @@ impl Checker<'_> {
         }
     }
 
+    /// Some calls no worker can do without, whatever it is for.
+    fn check_denied(&mut self, raw: &RawSandbox) {
+        let Some(deny) = raw.syscalls.deny.given() else { return };
+        for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {
+            self.problems.report(
+                denied.span.clone(),
+                format!("`sandbox.syscalls.deny` names `{}`, without which no worker starts", denied.value),
+                "remove it; a worker of the profile \"strict\" gives up execve by itself when it is ready",
+            );
+        }
+    }
+
+    /// Under the strict profile each worker has an id of its own, also where nothing is said of it.
     fn check_worker_uids(&mut self, raw: &RawSandbox, worker_uids: &Field<UidRange>) {
-        let Some(user) = raw.user.given() else { return };
+        let user = raw.user.given().map(|user| user.span.clone());
+        let profile = raw.profile.given().map(|profile| profile.span.clone());
+        let Some(span) = user.or(profile) else { return };
         // A layer that was refused may have been this one.
-        let unsure = raw.best_effort.is_refused()
+        let unsure = raw.user.is_refused()
+            || raw.best_effort.is_refused()
             || raw.best_effort.given().is_some_and(|layers| self.problems.any_within(&layers.span));
         if unsure || !worker_uids.is_absent() {
             return;
         }
         self.problems.report(
-            user.span.clone(),
-            "`sandbox.user` is \"auto\", and [supervisor] has no `worker_uids` to take ids from",
+            span,
+            "the profile \"strict\" gives each worker a user id of its own, and [supervisor] has no \
+             `worker_uids` to take them from",
             format!(
                 "add `worker_uids = \"200000-200999\"` to [supervisor], or `best_effort = [\"{}\"]` to run without",
                 Layer::Identity.name()

@@ -64,11 +64,11 @@ fn what_is_left_out_has_the_documented_default() {
         recycle: Recycle { jobs: None, rss: None, age: None },
         rlimits: vec![Rlimit { resource: Resource::Core, limit: Some(0) }],
         sandbox: SandboxConfig {
-            profile: Profile::None,
+            profile: Profile::Default,
             network: false,
             read: vec![],
             write: vec![],
-            tmp_bytes: 0,
+            tmp_bytes: 64 << 20,
             user: None,
             allow: vec![],
             deny: vec![],

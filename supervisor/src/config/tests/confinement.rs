@@ -4,12 +4,12 @@ use super::*;
 
 /// A bulkhead with a sandbox of these entries on line 3.
 fn sandbox(entries: &str) -> String {
-    bulkhead(&format!("sandbox = {{ profile = \"strict\", {entries} }}"))
+    bulkhead(&format!("sandbox = {{ profile = \"default\", {entries} }}"))
 }
 
-/// The column after `sandbox = { profile = "strict", ` and so much more.
+/// The column after `sandbox = { profile = "default", ` and so much more.
 fn column(more: &str) -> usize {
-    "sandbox = { profile = \"strict\", ".len() + more.len() + 1
+    "sandbox = { profile = \"default\", ".len() + more.len() + 1
 }
 
 fn strings(strings: &[&str]) -> Vec<String> {
@@ -29,7 +29,7 @@ fn every_key_is_taken_and_defaults_are_merged_key_by_key() {
         write: vec![folder.path("work"), "/tmp".into()],
         tmp_bytes: 1 << 20,
         user: Some(SandboxUser::Auto),
-        allow: strings(&["mlock", "_sysctl"]),
+        allow: strings(&["mlock", "mbind"]),
         deny: strings(&["getpid"]),
         best_effort: vec![Layer::UserNamespace, Layer::Cgroup],
     };
@@ -187,22 +187,26 @@ fn a_user_is_there() {
         "write `user = \"auto\"`",
     );
     folder.refuse_one(&sandbox("user = \"\""), at, "`sandbox.user` is empty", "");
-    let config = folder.accept(&bulkhead("sandbox.profile = \"strict\""));
-    assert_eq!(config.bulkheads[0].sandbox.user, None);
+    assert_eq!(folder.accept(&sandbox("")).bulkheads[0].sandbox.user, None);
 }
 
 #[test]
 fn ids_of_their_own_come_from_somewhere() {
     let folder = Folder::new();
-    let auto = sandbox("user = \"auto\"");
+    let strict = |entries: &str| bulkhead(&format!("sandbox = {{ profile = \"strict\"{entries} }}"));
+    let auto = strict(", user = \"auto\"");
+    let message = "the profile \"strict\" gives each worker a user id of its own, and [supervisor] has no";
+    folder.refuse_one(&strict(""), (3, 23), message, "");
+    folder.accept(&strict(", user = \"root\""));
+    folder.accept(&sandbox("user = \"auto\""));
     folder.refuse_one(
         &auto,
-        (3, column("user = ")),
-        "`sandbox.user` is \"auto\", and [supervisor] has no `worker_uids` to take ids from",
+        (3, 40),
+        message,
         "add `worker_uids = \"200000-200999\"` to [supervisor], or `best_effort = [\"identity\"]`",
     );
     folder.accept(&format!("{auto}[supervisor]\nworker_uids = \"5-5\"\n"));
-    folder.accept(&sandbox("user = \"auto\", best_effort = [\"identity\"]"));
+    folder.accept(&strict(", user = \"auto\", best_effort = [\"identity\"]"));
     let text = format!("[defaults]\nsandbox = {{ best_effort = [\"identity\"] }}\n{auto}");
     assert_eq!(folder.accept(&text).bulkheads[0].sandbox.best_effort, [Layer::Identity]);
     // Told once, and not if what was refused may have been the answer.
@@ -210,11 +214,15 @@ fn ids_of_their_own_come_from_somewhere() {
         "[defaults]\nsandbox = {{ profile = \"strict\", user = \"auto\" }}\n{}[bulkhead.b]\nexec = [\"tool\"]\n",
         bulkhead("")
     );
-    folder.refuse_one(&text, (2, 40), "no `worker_uids`", "");
+    folder.refuse_one(&text, (2, 40), message, "");
     let text = format!("{auto}[supervisor]\nworker_uids = 5\n");
     folder.refuse_one(&text, (5, 15), "`worker_uids` must be the first and the last id", "");
-    let text = sandbox("user = \"auto\", best_effort = [\"identiy\"]");
-    folder.refuse_one(&text, (3, column("user = \"auto\", best_effort = [")), "cannot be \"identiy\"", "");
+    let text = strict(", user = \"auto\", best_effort = [\"identiy\"]");
+    folder.refuse_one(&text, (3, 63), "cannot be \"identiy\"", "");
+    folder.refuse_one(&strict(", user = 7"), (3, 40), "`sandbox.user` must be a string", "");
+    let text = sandbox("syscalls = { deny = [\"execve\"] }");
+    let at = column("syscalls = { deny = [");
+    folder.refuse_one(&text, (3, at), "names `execve`, without which no worker starts", "remove it");
 }
 
 #[test]
@@ -258,7 +266,7 @@ fn system_calls_have_names() {
     for name in ["allow", "deny"] {
         let list = |names: &str| sandbox(&format!("syscalls = {{ {name} = [{names}] }}"));
         let at = (3, column(&format!("syscalls = {{ {name} = [")));
-        folder.accept(&list("\"mlock\", \"clone3\", \"_sysctl\""));
+        folder.accept(&list("\"mlock\", \"clone3\", \"mbind\""));
         for wrong in ["", "Mlock", "mlock(2)", "SYS-mlock", "größe"] {
             let message =
                 format!("`sandbox.syscalls.{name}` names `{wrong}`, and there is no such system call");
@@ -330,7 +338,7 @@ fn a_control_group_has_bounds() {
 fn the_summary_has_the_whole_sandbox() {
     let folder = Folder::new();
     let summary = folder.accept(&sandbox("tmp = 0, user = \"auto\", best_effort = [\"identity\"]")).summary();
-    let line = "sandbox = { profile = \"strict\", network = false, read = [], write = [], tmp = \"0B\", \
+    let line = "sandbox = { profile = \"default\", network = false, read = [], write = [], tmp = \"0B\", \
                 user = \"auto\", syscalls = { allow = [], deny = [] }, best_effort = [\"identity\"] }\n";
     assert!(summary.contains(line), "{summary}");
     let summary = folder.accept(&bulkhead("cgroup = {}\nsandbox = { profile = \"none\" }")).summary();

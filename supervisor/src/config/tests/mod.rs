@@ -175,7 +175,7 @@ user = "auto"
 best_effort = ["user_namespace", "cgroup"]
 
 [bulkhead."zz.last".sandbox.syscalls]
-allow = ["mlock", "_sysctl"]
+allow = ["mlock", "mbind"]
 deny = ["getpid"]
 
 [bulkhead."zz.last".cgroup]

@@ -2,16 +2,14 @@
 //!
 //! The rules are made in the keeper, before the fork; the child puts them in place with one system call.
 //! All rights that the running kernel knows are withheld, and given back for the paths below alone, never
-//! "as far as possible": a kernel that lacks a right has it named by [`missing`], and whether that will
-//! do is for others to decide. (Rights of kernels to come are not withheld until the library knows them.)
+//! "as far as possible"; what a kernel of which version lacks, `probe` tells. (Rights of kernels to come are not withheld until the library knows them.)
 //!
 //! What rules hold on to are the files themselves, not their names. So what is replaced under its name
 //! while a worker runs is closed to it until it is started anew.
 #![expect(unsafe_code, reason = "two system calls that no library offers in the form needed here")]
 
-use std::ffi::OsStr;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::CStr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use landlock::{
@@ -21,109 +19,7 @@ use landlock::{
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-/// Programs, libraries and what belongs to them: read and executed.
-const SYSTEM: [&str; 9] = [
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/libx32",
-    // Where NixOS and Guix have theirs; readable by everybody, by design.
-    "/nix/store",
-    "/gnu/store",
-];
-
-/// What ordinary programs look up in `/etc`. A list, since rules can only add: with all of `/etc` given,
-/// nothing in it could be held back. Only what others may read is given, so that a certificate store
-/// that somebody locked stays locked, even if the supervisor is root.
-const ETC: [&str; 52] = [
-    // Programs and libraries
-    "alternatives",
-    "os-release",
-    "debian_version",
-    "redhat-release",
-    "perl",
-    "node",
-    "OpenCL",
-    "glvnd",
-    "vulkan",
-    "ghostscript",
-    "papersize",
-    "paperspecs",
-    "poppler",
-    // Users and groups, without their passwords
-    "passwd",
-    "group",
-    "nsswitch.conf",
-    "shells",
-    // Names and numbers of the network
-    "hosts",
-    "host.conf",
-    "hostname",
-    "resolv.conf",
-    "gai.conf",
-    "networks",
-    "protocols",
-    "services",
-    "rpc",
-    "ethertypes",
-    "netconfig",
-    // Certificates and what cryptographic libraries are told; never private keys
-    "ca-certificates",
-    "ca-certificates.conf",
-    "crypto-policies",
-    "gnutls",
-    "pki/ca-trust",
-    "pki/java",
-    "pki/tls/cert.pem",
-    "pki/tls/certs",
-    "pki/tls/openssl.cnf",
-    "pki/tls/openssl.d",
-    "ssl/ca-bundle.pem",
-    "ssl/cert.pem",
-    "ssl/certs",
-    "ssl/openssl.cnf",
-    // Time, language, types of files, fonts
-    "localtime",
-    "timezone",
-    "inputrc",
-    "terminfo",
-    "mime.types",
-    "magic",
-    "magic.mime",
-    "fonts",
-    "sgml",
-    "xml",
-];
-
-/// The same for names that carry a version: whatever in `/etc` begins with one of these.
-const ETC_FAMILIES: [&str; 7] = ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
-
-/// What these devices do is harmless. Requests to them have to fail as on any other file, since many a
-/// program looks that way for a terminal.
-const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
-
-/// Read only: to write to them, or to send them requests, is to tamper with everybody's randomness.
-const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
-
-/// All of it, since rules cannot name "my own folder in here" for a process that does not exist yet, nor
-/// for its children. What matters of other processes is closed nevertheless: `environ`, `mem`, `maps`,
-/// `cwd`, `root` and what `fd` leads to ask for the right to trace, which a worker does not have to
-/// anything outside, once it has given up its capabilities: with CAP_PERFMON or CAP_SYS_ADMIN the kernel
-/// asks for less. Names, arguments and numbers of other processes it does see.
-const PROC: &str = "/proc";
-
-/// What came with which version, as far as it matters here: a kernel of an earlier one lacks it.
-const GAINS: [(u32, &str); 6] = [
-    (2, "moving files between folders (always refused)"),
-    (3, "truncating files (not refused)"),
-    (4, "TCP (not refused)"),
-    (5, "requests to devices (not refused)"),
-    (6, "signals and abstract Unix sockets (not refused)"),
-    (9, "Unix sockets with a path (not refused)"),
-];
+use super::paths::{self, PROC};
 
 /// Only to name the rights that there are for single files: what the kernel lacks is not given anyway.
 const NEWEST: ABI = ABI::V9;
@@ -143,6 +39,8 @@ pub(in crate::keeper) struct Rules<'a> {
     pub(in crate::keeper) write: &'a [&'a Path],
     /// A folder of its own: as `write`, without sockets.
     pub(in crate::keeper) temporary: Option<&'a Path>,
+    /// What none of the above gives, though it lies in there.
+    pub(in crate::keeper) withheld: &'a [&'a Path],
     /// Whether it may use TCP.
     pub(in crate::keeper) network: bool,
 }
@@ -170,7 +68,7 @@ impl Ruleset {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
-        for grant in grants(rules, known) {
+        for grant in grants(rules, known)? {
             add(&mut ruleset, &grant)?;
         }
         let descriptor = Option::<OwnedFd>::from(ruleset);
@@ -178,9 +76,40 @@ impl Ruleset {
         Ok(Self { descriptor, abi })
     }
 
-    /// The kernel's version of Landlock; see [`missing`].
+    /// For a child that closes all others.
+    pub(in crate::keeper) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+
+    /// The kernel's version of Landlock.
     pub(in crate::keeper) fn abi(&self) -> u32 {
         self.abi
+    }
+
+    /// Adds what a root folder of the child's own has in place of the system's: `/proc`, and `/tmp` if it
+    /// has that. For a forked child: system calls and nothing else.
+    pub(in crate::keeper) fn add_mounted(&self, has_tmp: bool) -> Result<(), Errno> {
+        self.add_raw(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
+        if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
+    }
+
+    fn add_raw(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
+        /// `struct landlock_path_beneath_attr`.
+        #[repr(C, packed)]
+        struct PathBeneathAttr {
+            allowed_access: u64,
+            parent_fd: i32,
+        }
+        const RULE_PATH_BENEATH: libc::c_int = 1;
+        const NO_FLAGS: libc::c_uint = 0;
+        let folder = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let rule = PathBeneathAttr { allowed_access: access.bits(), parent_fd: folder.as_raw_fd() };
+        // SAFETY: the pointer is to a local of the form that the kernel reads for this kind of rule.
+        let result = unsafe {
+            let ruleset = self.descriptor.as_raw_fd();
+            libc::syscall(libc::SYS_landlock_add_rule, ruleset, RULE_PATH_BENEATH, &raw const rule, NO_FLAGS)
+        };
+        if result == 0 { Ok(()) } else { Err(last_errno()) }
     }
 
     /// Puts the calling thread under the rules, for ever, and all that it starts. It must have given up
@@ -201,11 +130,6 @@ pub(in crate::keeper) fn kernel_abi() -> Result<u32, Errno> {
     // SAFETY: with this flag the call takes no memory, and makes no descriptor.
     let result = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, nothing, 0_usize, VERSION) };
     if result > 0 { Ok(result as u32) } else { Err(last_errno()) }
-}
-
-/// What a kernel of this version cannot refuse, or cannot but refuse.
-pub(in crate::keeper) fn missing(abi: u32) -> impl Iterator<Item = &'static str> {
-    GAINS.iter().filter(move |(since, _)| abi < *since).map(|(_, what)| *what)
 }
 
 /// A ruleset that refuses everything.
@@ -237,27 +161,44 @@ enum Condition {
     IfOthersMayRead,
 }
 
-fn grants(rules: &Rules<'_>, abi: ABI) -> Vec<Grant> {
+fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let execute = read | AccessFs::Execute;
     let device = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
     let write = AccessFs::from_all(abi) & !(AccessFs::MakeChar | AccessFs::MakeBlock);
-    let temporary = write & !(AccessFs::MakeSock | AccessFs::ResolveUnix | AccessFs::IoctlDev);
+    let temporary = temporary_access(abi);
 
     let fixed =
         |paths: &[&str], access| Grant::all(paths.iter().map(PathBuf::from), access, Condition::IfPresent);
     let named =
         |paths: &[&Path], access| Grant::all(paths.iter().map(PathBuf::from), access, Condition::Always);
-    let mut grants = fixed(&SYSTEM, execute);
-    grants.extend(Grant::all(etc(), read, Condition::IfOthersMayRead));
-    grants.extend(fixed(&DEVICES, device & AccessFs::from_all(abi)));
-    grants.extend(fixed(&RANDOM, AccessFs::ReadFile.into()));
+    let mut grants = fixed(&paths::SYSTEM, execute);
+    grants.extend(Grant::all(paths::etc(), read, Condition::IfOthersMayRead));
+    grants.extend(fixed(&paths::DEVICES, device & AccessFs::from_all(abi)));
+    grants.extend(fixed(&paths::RANDOM, AccessFs::ReadFile.into()));
     grants.extend(fixed(&[PROC], read));
-    grants.extend(Grant::all(own_folders(rules), execute, Condition::IfPresent));
+    for folder in paths::own_folders(rules.programs, rules.directory) {
+        let parts = paths::without(&folder, rules.withheld);
+        let parts = parts.map_err(|error| failed_to_list(&folder, &error))?;
+        if parts.len() != 1 || parts[0] != folder {
+            grants.extend(Grant::all([folder], AccessFs::ReadDir.into(), Condition::IfPresent));
+        }
+        grants.extend(Grant::all(parts, execute, Condition::IfPresent));
+    }
     grants.extend(named(rules.read, execute));
     grants.extend(named(rules.write, write));
     grants.extend(named(rules.temporary.as_slice(), temporary));
-    grants
+    Ok(grants)
+}
+
+/// What may be done in a temporary folder.
+fn temporary_access(abi: ABI) -> BitFlags<AccessFs> {
+    let never = AccessFs::MakeChar
+        | AccessFs::MakeBlock
+        | AccessFs::MakeSock
+        | AccessFs::ResolveUnix
+        | AccessFs::IoctlDev;
+    AccessFs::from_all(abi) & !never
 }
 
 impl Grant {
@@ -268,29 +209,6 @@ impl Grant {
     ) -> Vec<Self> {
         paths.into_iter().map(|path| Self { path, access, condition }).collect()
     }
-}
-
-/// The paths in `/etc` that are given if others may read them.
-fn etc() -> Vec<PathBuf> {
-    let etc = Path::new("/etc");
-    let belongs =
-        |name: &OsStr| ETC_FAMILIES.iter().any(|family| name.as_bytes().starts_with(family.as_bytes()));
-    let entries = std::fs::read_dir(etc).into_iter().flatten().flatten();
-    let families = entries.filter(|entry| belongs(&entry.file_name())).map(|entry| entry.path());
-    ETC.iter().map(|name| etc.join(name)).chain(families).collect()
-}
-
-/// The working directory, and the folders of the programs: as they were named and where they really lie.
-fn own_folders(rules: &Rules<'_>) -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = rules.directory.map(PathBuf::from).into_iter().collect();
-    for program in rules.programs {
-        let real = std::fs::canonicalize(program).ok();
-        let paths = [Some(program.to_path_buf()), real];
-        folders.extend(paths.iter().flatten().filter_map(|path| path.parent()).map(PathBuf::from));
-    }
-    // That would open everything, which nobody who starts a program in the root folder means.
-    folders.retain(|folder| std::fs::canonicalize(folder).is_ok_and(|real| real != Path::new("/")));
-    folders
 }
 
 fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
@@ -314,6 +232,11 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map(drop).map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))
+}
+
+fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {
+    let errno = Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EINVAL));
+    failure(&format!("list {} for its Landlock rules: {error}", folder.display()), errno)
 }
 
 fn failure(attempted: &str, errno: Errno) -> Failure {

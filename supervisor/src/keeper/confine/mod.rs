@@ -3,8 +3,10 @@
 //!
 //! - [`landlock`]: which files and sockets it can reach.
 //! - [`seccomp`]: which system calls it can make.
+//! - [`paths`]: what every program needs of the file system.
 //! - `syscalls`: their names and numbers.
 
 pub(super) mod landlock;
+pub(super) mod paths;
 pub(super) mod seccomp;
 pub(super) mod syscalls;

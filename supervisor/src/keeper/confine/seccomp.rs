@@ -25,7 +25,7 @@ use rustix::io::Errno;
 use self::assembler::{Block, Condition};
 use super::syscalls;
 
-pub(in crate::keeper) use self::notification::{Notification, receive, refuse};
+pub(in crate::keeper) use self::notification::{Notification, is_waiting, receive, refuse};
 pub(in crate::keeper) use self::profiles::{default, sealed, strict};
 
 /// What the kernel calls this architecture, with 64 bits and little-endian.
@@ -208,9 +208,14 @@ pub(in crate::keeper) struct Filter {
 }
 
 impl Filter {
-    /// For whoever installs it elsewhere.
-    pub(in crate::keeper) fn instructions(&self) -> &[sock_filter] {
-        &self.program
+    /// For whoever installs it elsewhere: the instructions as they are in memory.
+    pub(in crate::keeper) fn bytes(&self) -> Vec<u8> {
+        let instruction = |&sock_filter { code, jt, jf, k }: &sock_filter| {
+            let [low, high] = code.to_ne_bytes();
+            let [a, b, c, d] = k.to_ne_bytes();
+            [low, high, jt, jf, a, b, c, d]
+        };
+        self.program.iter().flat_map(instruction).collect()
     }
 
     /// Puts it in force for the calling thread, what that starts and what it executes, for ever. Made

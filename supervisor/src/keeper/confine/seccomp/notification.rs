@@ -54,6 +54,11 @@ pub(in crate::keeper) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io
     }
 }
 
+/// Whether a call still waits for its answer, so that its thread is what it was when it was told.
+pub(in crate::keeper) fn is_waiting(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
+    control(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
+}
+
 /// The kernel's structures grow: it writes as many bytes as it has, and wants all of them zero before.
 fn zeroed(in_kernel: u16, here: usize) -> Vec<u64> {
     vec![0; usize::from(in_kernel).max(here).div_ceil(size_of::<u64>())]
@@ -69,7 +74,7 @@ fn sizes() -> io::Result<seccomp_notif_sizes> {
 
 fn control(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Result<(), Errno> {
     let buffer: *mut c_void = buffer.as_mut_ptr().cast();
-    // SAFETY: both callers have made the buffer as large as the kernel's structure for the request, and a
+    // SAFETY: all callers have made the buffer as large as the kernel's structure for the request, and a
     // descriptor that is no listener does not know the request.
     let result = unsafe { libc::ioctl(listener.as_raw_fd(), request, buffer) };
     if result == -1 { Err(last_errno()) } else { Ok(()) }

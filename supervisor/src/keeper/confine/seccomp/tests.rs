@@ -137,7 +137,7 @@ fn any_other_architecture_is_killed() {
     for rules in all_profiles() {
         let filter = rules.compile(Ending::Notify);
         for foreign in [0, 3 | 0x4000_0000, ARCHITECTURE ^ 1] {
-            let action = interpret(filter.instructions(), foreign, 0, [0; 6]);
+            let action = interpret(&filter.program, foreign, 0, [0; 6]);
             assert_eq!(action, libc::SECCOMP_RET_KILL_PROCESS);
         }
     }
@@ -163,8 +163,8 @@ fn finding_a_call_takes_few_steps() {
     for rules in all_profiles() {
         let filter = rules.compile(Ending::Notify);
         // The longest list of an argument's values, behind the search.
-        let steps = depth(filter.instructions());
-        assert!(steps < 45, "{steps} steps in {} instructions", filter.instructions().len());
+        let steps = depth(&filter.program);
+        assert!(steps < 45, "{steps} steps in {} instructions", filter.program.len());
     }
 }
 

@@ -1,0 +1,358 @@
+//! From the words of `sandbox` to what the keeper is ordered: settled once, before the first worker.
+//!
+//! A layer that this machine cannot give and that is not in `best_effort` stops the bulkhead's workers
+//! from being started, with a sentence that says why. None is left out quietly.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig, UidRange};
+use crate::keeper::{self, Ability, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
+use crate::snapshot::ConfinementSnapshot;
+
+/// What this machine can do, and what the supervisor keeps to itself.
+pub(crate) struct Grounds {
+    abilities: BTreeMap<&'static str, Ability>,
+    withheld: Vec<String>,
+    has_ids: bool,
+}
+
+impl Grounds {
+    /// Finds out what is needed for these bulkheads.
+    pub(crate) fn find(config: &crate::config::Config) -> Self {
+        let is_confined = |bulkhead: &BulkheadConfig| {
+            bulkhead.sandbox.profile != Profile::None || bulkhead.cgroup.is_some()
+        };
+        let abilities = if config.bulkheads.iter().any(is_confined) { keeper::probe() } else { Vec::new() };
+        let abilities = abilities.into_iter().map(|ability| (ability.layer, ability)).collect();
+        let withheld = secrets(&config.path, &config.supervisor);
+        Self { abilities, withheld, has_ids: config.supervisor.worker_uids.is_some() }
+    }
+
+    /// Why none of these layers' parts can be had, or that they all can.
+    fn lack(&self, layer: Layer) -> Option<String> {
+        let missing = |part: &&str| match self.abilities.get(*part) {
+            Some(ability) if ability.is_available => None,
+            Some(ability) => {
+                let why = ability.why_not.as_deref().unwrap_or("it cannot be had");
+                let what_to_do = ability.what_to_do.map(|what| format!(" ({what})")).unwrap_or_default();
+                Some(format!("{part}: {why}{what_to_do}"))
+            }
+            None => Some(format!("{part}: nobody knows of it")),
+        };
+        parts(layer).iter().find_map(missing)
+    }
+
+    fn has(&self, part: &str) -> bool {
+        self.abilities.get(part).is_some_and(|ability| ability.is_available)
+    }
+}
+
+/// The lines of `bulkhead-supervisor doctor` that a layer stands on.
+fn parts(layer: Layer) -> &'static [&'static str] {
+    match layer {
+        Layer::Landlock => &["landlock"],
+        Layer::Seccomp => &["seccomp", "seccomp kill"],
+        Layer::UserNamespace => &["user namespace"],
+        Layer::PidNamespace => &["pid namespace", "ipc namespace", "uts namespace"],
+        Layer::MountNamespace => &["mount namespace", "own /proc", "pivot_root"],
+        Layer::NetworkNamespace => &["network namespace"],
+        Layer::Identity => &["CAP_SETUID"],
+        Layer::Cgroup => &["cgroup leaf", "cgroup kill"],
+        Layer::NoNewPrivs => &["no_new_privs"],
+    }
+}
+
+/// What no worker is given, though it may lie in a folder that is.
+fn secrets(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
+    let mut paths: Vec<&Path> = vec![config, &supervisor.socket, &supervisor.admin];
+    paths.extend(supervisor.crash_dir.as_deref());
+    paths.into_iter().map(text).collect()
+}
+
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// Whom a bulkhead's workers run as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Whom {
+    /// The supervisor's own user.
+    Own,
+    /// One user for all.
+    One(Identity),
+    /// Each an id of its own.
+    Each,
+}
+
+/// How the workers of one bulkhead are confined.
+pub(crate) struct Sandbox {
+    profile: Profile,
+    terms: Terms,
+    whom: Whom,
+    programs: Vec<String>,
+    read: Vec<String>,
+    write: Vec<String>,
+    withheld: Vec<String>,
+    allow: Vec<String>,
+    deny: Vec<String>,
+    /// Layers of the profile that this machine does not have, and need not.
+    missing: Vec<Layer>,
+    /// What a worker with our SDK puts in force before its first job.
+    seal: Option<Vec<u8>>,
+    /// Why no worker can be started.
+    obstacle: Option<String>,
+}
+
+impl Sandbox {
+    /// Settles what is ordered; `programs` are what a worker executes, or loads.
+    pub(crate) fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, grounds: &Grounds) -> Self {
+        let sandbox = &bulkhead.sandbox;
+        let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
+        let mut settling =
+            Settling { grounds, allowed: &sandbox.best_effort, missing: Vec::new(), lacking: Vec::new() };
+        let whom = settling.whom(bulkhead);
+        let terms = settling.terms(bulkhead);
+        let obstacle = settling.obstacle(sandbox.profile);
+        let missing = settling.missing;
+        let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
+        let allow = sandbox.allow.iter().map(String::as_str).collect::<Vec<_>>();
+        let seal = is_sealed.then(|| keeper::seal(sandbox.network, &allow));
+        Self {
+            profile: sandbox.profile,
+            terms,
+            whom,
+            programs: texts(&programs),
+            read: texts(&sandbox.read),
+            write: texts(&sandbox.write),
+            withheld: grounds.withheld.clone(),
+            allow: sandbox.allow.clone(),
+            deny: sandbox.deny.clone(),
+            missing,
+            seal,
+            obstacle,
+        }
+    }
+
+    /// Why no worker can be started, for people.
+    pub(crate) fn obstacle(&self) -> Option<&str> {
+        self.obstacle.as_deref()
+    }
+
+    pub(crate) fn whom(&self) -> Whom {
+        self.whom
+    }
+
+    pub(crate) fn seal(&self) -> Option<&[u8]> {
+        self.seal.as_deref()
+    }
+
+    /// Whether system calls are filtered: then SIGSYS is the sandbox's.
+    pub(crate) fn filters(&self) -> bool {
+        self.terms.seccomp != Seccomp::Off
+    }
+
+    /// What one worker is ordered, with the id that it has if each has its own.
+    pub(crate) fn order(&self, id: Option<u32>) -> Confinement<'_> {
+        if self.profile == Profile::None {
+            return Confinement::default();
+        }
+        let identity = match self.whom {
+            Whom::Own => None,
+            Whom::One(identity) => Some(identity),
+            Whom::Each => id.map(|id| Identity { uid: id, gid: id }),
+        };
+        Confinement {
+            terms: Terms { identity, ..self.terms },
+            programs: list(&self.programs),
+            read: list(&self.read),
+            write: list(&self.write),
+            withheld: list(&self.withheld),
+            allow: list(&self.allow),
+            deny: list(&self.deny),
+        }
+    }
+
+    /// What a snapshot says of a worker.
+    pub(crate) fn describe(&self, observed: &Observed) -> ConfinementSnapshot {
+        let Namespaces { user, pid, mount, network } = observed.namespaces;
+        let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
+        let namespaces = rows.iter().filter(|(is_own, _)| *is_own).map(|(_, name)| *name).collect();
+        ConfinementSnapshot {
+            profile: self.profile.name(),
+            no_new_privs: observed.no_new_privs,
+            seccomp: if observed.seccomp == 0 { "none" } else { "filter" },
+            landlock: observed.landlock,
+            capabilities: format!("{:016x}", observed.capabilities),
+            namespaces,
+            uid: observed.uid,
+            gid: observed.gid,
+            identity: if self.whom == Whom::Own { "shared" } else { "own" },
+            missing: self.missing.iter().map(|layer| layer.name()).collect(),
+        }
+    }
+}
+
+fn list(texts: &[String]) -> Vec<&str> {
+    texts.iter().map(String::as_str).collect()
+}
+
+/// One bulkhead's layers, while it is found out which there are.
+struct Settling<'g> {
+    grounds: &'g Grounds,
+    allowed: &'g [Layer],
+    missing: Vec<Layer>,
+    /// Layers that there must be, and are not.
+    lacking: Vec<(Layer, String)>,
+}
+
+impl Settling<'_> {
+    /// Whether a layer that the profile has can be had.
+    fn want(&mut self, layer: Layer) -> bool {
+        match self.grounds.lack(layer) {
+            None => true,
+            Some(why) => {
+                self.lack(layer, why);
+                false
+            }
+        }
+    }
+
+    fn lack(&mut self, layer: Layer, why: String) {
+        if self.allowed.contains(&layer) {
+            self.missing.push(layer);
+        } else {
+            self.lacking.push((layer, why));
+        }
+    }
+
+    fn whom(&mut self, bulkhead: &BulkheadConfig) -> Whom {
+        let sandbox = &bulkhead.sandbox;
+        let is_strict = sandbox.profile == Profile::Strict;
+        match &sandbox.user {
+            _ if sandbox.profile == Profile::None => Whom::Own,
+            Some(SandboxUser::Named(name)) => self.named(name),
+            None if !is_strict => Whom::Own,
+            Some(SandboxUser::Auto) | None => self.each(is_strict),
+        }
+    }
+
+    fn each(&mut self, is_strict: bool) -> Whom {
+        let why = if self.grounds.has_ids {
+            match self.grounds.lack(Layer::Identity) {
+                None => return Whom::Each,
+                Some(why) => why,
+            }
+        } else {
+            "[supervisor] has no `worker_uids` to take ids from".to_owned()
+        };
+        if is_strict {
+            self.lack(Layer::Identity, why);
+        } else {
+            // "When the supervisor may", says the word.
+            self.missing.push(Layer::Identity);
+        }
+        Whom::Own
+    }
+
+    fn named(&mut self, name: &str) -> Whom {
+        let found = nix::unistd::User::from_name(name).ok().flatten();
+        let Some(user) = found else {
+            self.lack(Layer::Identity, format!("there is no user {name} any more"));
+            return Whom::Own;
+        };
+        let identity = Identity { uid: user.uid.as_raw(), gid: user.gid.as_raw() };
+        let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        if own == (identity.uid, identity.gid) {
+            return Whom::Own;
+        }
+        if self.want(Layer::Identity) { Whom::One(identity) } else { Whom::Own }
+    }
+
+    fn terms(&mut self, bulkhead: &BulkheadConfig) -> Terms {
+        let sandbox = &bulkhead.sandbox;
+        let profile = sandbox.profile;
+        if profile == Profile::None {
+            return Terms::default();
+        }
+        let namespaces =
+            if profile == Profile::Strict { self.namespaces(sandbox.network) } else { Namespaces::default() };
+        let no_new_privs = self.want(Layer::NoNewPrivs);
+        let seccomp = match (self.want(Layer::Seccomp), profile) {
+            (false, _) => Seccomp::Off,
+            (true, Profile::Strict) => Seccomp::Allow,
+            (true, _) => Seccomp::Deny,
+        };
+        let temporary = match sandbox.tmp_bytes {
+            0 => Temporary::None,
+            bytes if namespaces.mount => Temporary::FileSystem(bytes),
+            _ => Temporary::Folder,
+        };
+        Terms {
+            no_new_privs,
+            no_capabilities: true,
+            landlock: self.want(Layer::Landlock),
+            seccomp,
+            seccomp_names: self.grounds.has("seccomp notify"),
+            namespaces,
+            identity: None,
+            network: sandbox.network,
+            temporary,
+        }
+    }
+
+    fn namespaces(&mut self, network: bool) -> Namespaces {
+        // Root makes the others without.
+        let is_root = self.grounds.has("CAP_SYS_ADMIN");
+        let user = if is_root {
+            self.grounds.lack(Layer::UserNamespace).is_none()
+        } else {
+            self.want(Layer::UserNamespace)
+        };
+        Namespaces {
+            user,
+            pid: self.want(Layer::PidNamespace),
+            mount: self.want(Layer::MountNamespace),
+            network: !network && self.want(Layer::NetworkNamespace),
+        }
+    }
+
+    fn obstacle(&self, profile: Profile) -> Option<String> {
+        let (first, why) = self.lacking.first()?;
+        let names: Vec<String> =
+            self.lacking.iter().map(|(layer, _)| format!("\"{}\"", layer.name())).collect();
+        Some(format!(
+            "the layer {} of the sandbox cannot be had here: {why}; what it takes is in `bulkhead-supervisor \
+             doctor`; to run without: `best_effort = [{}]`, or another `profile` than \"{}\"",
+            first.name(),
+            names.join(", "),
+            profile.name()
+        ))
+    }
+}
+
+/// The ids that workers take, one each.
+#[derive(Debug, Default)]
+pub(crate) struct Ids {
+    /// Given back, the oldest first: an id rests for as long as possible.
+    free: std::collections::VecDeque<u32>,
+    /// Those that nobody has had.
+    unused: std::ops::Range<u64>,
+}
+
+impl Ids {
+    pub(crate) fn new(range: Option<UidRange>) -> Self {
+        let unused = range.map_or(0..0, |range| u64::from(range.first)..u64::from(range.last) + 1);
+        Self { free: std::collections::VecDeque::new(), unused }
+    }
+
+    /// One that no other worker has.
+    pub(crate) fn take(&mut self) -> Option<u32> {
+        self.unused.next().and_then(|id| u32::try_from(id).ok()).or_else(|| self.free.pop_front())
+    }
+
+    /// Takes one back, of a worker of which nothing is left.
+    pub(crate) fn give_back(&mut self, id: u32) {
+        self.free.push_back(id);
+    }
+}

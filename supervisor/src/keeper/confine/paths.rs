@@ -1,0 +1,186 @@
+//! The paths that a worker has, whether by rules or by a root folder of its own: what every program needs
+//! of the system, and the folders of its own program.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+/// Programs, libraries and what belongs to them: read and executed.
+pub(in crate::keeper) const SYSTEM: [&str; 9] = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    // Where NixOS and Guix have theirs; readable by everybody, by design.
+    "/nix/store",
+    "/gnu/store",
+];
+
+/// What ordinary programs look up in `/etc`. A list, since rules can only add: with all of `/etc` given,
+/// nothing in it could be held back. Only what others may read is given, so that a certificate store
+/// that somebody locked stays locked, even if the supervisor is root.
+pub(in crate::keeper) const ETC: [&str; 52] = [
+    // Programs and libraries
+    "alternatives",
+    "os-release",
+    "debian_version",
+    "redhat-release",
+    "perl",
+    "node",
+    "OpenCL",
+    "glvnd",
+    "vulkan",
+    "ghostscript",
+    "papersize",
+    "paperspecs",
+    "poppler",
+    // Users and groups, without their passwords
+    "passwd",
+    "group",
+    "nsswitch.conf",
+    "shells",
+    // Names and numbers of the network
+    "hosts",
+    "host.conf",
+    "hostname",
+    "resolv.conf",
+    "gai.conf",
+    "networks",
+    "protocols",
+    "services",
+    "rpc",
+    "ethertypes",
+    "netconfig",
+    // Certificates and what cryptographic libraries are told; never private keys
+    "ca-certificates",
+    "ca-certificates.conf",
+    "crypto-policies",
+    "gnutls",
+    "pki/ca-trust",
+    "pki/java",
+    "pki/tls/cert.pem",
+    "pki/tls/certs",
+    "pki/tls/openssl.cnf",
+    "pki/tls/openssl.d",
+    "ssl/ca-bundle.pem",
+    "ssl/cert.pem",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+    // Time, language, types of files, fonts
+    "localtime",
+    "timezone",
+    "inputrc",
+    "terminfo",
+    "mime.types",
+    "magic",
+    "magic.mime",
+    "fonts",
+    "sgml",
+    "xml",
+];
+
+/// The same for names that carry a version: whatever in `/etc` begins with one of these.
+pub(in crate::keeper) const ETC_FAMILIES: [&str; 7] =
+    ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
+
+/// What these devices do is harmless. Requests to them have to fail as on any other file, since many a
+/// program looks that way for a terminal.
+pub(in crate::keeper) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
+
+/// Read only: to write to them, or to send them requests, is to tamper with everybody's randomness.
+pub(in crate::keeper) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
+
+/// All of it, since rules cannot name "my own folder in here" for a process that does not exist yet, nor
+/// for its children. What matters of other processes is closed nevertheless: `environ`, `mem`, `maps`,
+/// `cwd`, `root` and what `fd` leads to ask for the right to trace, which a worker does not have to
+/// anything outside, once it has given up its capabilities: with CAP_PERFMON or CAP_SYS_ADMIN the kernel
+/// asks for less. Names, arguments and numbers of other processes it does see.
+pub(in crate::keeper) const PROC: &str = "/proc";
+
+/// Entries of one folder that are given one by one, at most.
+const ENTRIES_MAX: usize = 4096;
+
+/// The paths in `/etc` that are given if others may read them.
+pub(in crate::keeper) fn etc() -> Vec<PathBuf> {
+    let etc = Path::new("/etc");
+    let belongs =
+        |name: &OsStr| ETC_FAMILIES.iter().any(|family| name.as_bytes().starts_with(family.as_bytes()));
+    let entries = std::fs::read_dir(etc).into_iter().flatten().flatten();
+    let families = entries.filter(|entry| belongs(&entry.file_name())).map(|entry| entry.path());
+    ETC.iter().map(|name| etc.join(name)).chain(families).collect()
+}
+
+/// The working directory, and the folders of the programs: as they were named and where they really lie.
+pub(in crate::keeper) fn own_folders(programs: &[&Path], directory: Option<&Path>) -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = directory.map(PathBuf::from).into_iter().collect();
+    for program in programs {
+        let real = std::fs::canonicalize(program).ok();
+        let paths = [Some(program.to_path_buf()), real];
+        folders.extend(paths.iter().flatten().filter_map(|path| path.parent()).map(PathBuf::from));
+    }
+    // That would open everything, which nobody who starts a program in the root folder means.
+    folders.retain(|folder| std::fs::canonicalize(folder).is_ok_and(|real| real != Path::new("/")));
+    folders.sort();
+    folders.dedup();
+    folders
+}
+
+/// What of this folder can be given so that nothing withheld is: the folder, or else its entries, as they
+/// are now, but for those.
+pub(in crate::keeper) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
+    let real = std::fs::canonicalize(folder)?;
+    let secrets: Vec<PathBuf> = withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+    let mut given = Vec::new();
+    let mut looked_at = 0;
+    let mut folders = vec![(folder.to_path_buf(), real)];
+    while let Some((named, real)) = folders.pop() {
+        if secrets.contains(&real) {
+            continue;
+        }
+        if !secrets.iter().any(|secret| secret.starts_with(&real)) {
+            given.push(named);
+            continue;
+        }
+        for entry in std::fs::read_dir(&named)? {
+            let entry = entry?;
+            looked_at += 1;
+            if looked_at > ENTRIES_MAX {
+                let text =
+                    format!("it has more than {ENTRIES_MAX} entries beside the supervisor's own files");
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+            // A link gives nothing: what it leads to is given by itself, or is not.
+            if !entry.file_type()?.is_symlink() {
+                folders.push((entry.path(), real.join(entry.file_name())));
+            }
+        }
+    }
+    Ok(given)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_withheld_is_not_given_with_its_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        std::fs::create_dir(path("deep")).unwrap();
+        for name in ["config", "deep/token", "deep/data", "data"] {
+            std::fs::write(path(name), "").unwrap();
+        }
+        std::os::unix::fs::symlink(path("config"), path("link")).unwrap();
+        let (config, token) = (path("config"), path("deep/token"));
+        let mut given = without(folder.path(), &[&config, &token]).unwrap();
+        given.sort();
+        assert_eq!(given, [path("data"), path("deep/data")]);
+        assert_eq!(without(folder.path(), &[Path::new("/etc/passwd")]).unwrap(), [folder.path()]);
+        assert_eq!(without(&path("deep"), &[&config]).unwrap(), [path("deep")]);
+        assert!(without(&path("deep"), &[folder.path()]).unwrap().contains(&path("deep")));
+    }
+}

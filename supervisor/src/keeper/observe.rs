@@ -1,0 +1,117 @@
+//! What the kernel says of a process: read from `/proc` when a worker is confined, and again when its
+//! program runs. Nothing that the child itself said is believed.
+
+use std::fs;
+use std::io;
+
+use super::confinement::{Namespaces, Observed};
+
+/// The namespaces that a worker can have of its own, as the kernel names them.
+const NAMES: [&str; 4] = ["user", "pid", "mnt", "net"];
+
+/// Bytes of `/proc/PID/status` that are read; it has about 1.5 KiB.
+const STATUS_BYTES_MAX: usize = 16 * 1024;
+
+/// The namespaces of this process, to compare with.
+pub(super) struct Own([Option<std::path::PathBuf>; 4]);
+
+impl Own {
+    pub(super) fn read() -> Self {
+        Self(NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok()))
+    }
+
+    /// Which namespaces of a process are others than ours.
+    pub(super) fn compare(&self, pid: u32) -> io::Result<Namespaces> {
+        let mut differs = [false; 4];
+        for ((name, own), differs) in NAMES.iter().zip(&self.0).zip(&mut differs) {
+            // A kernel built without this kind has no such file, neither for us.
+            let Some(own) = own else { continue };
+            *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
+        }
+        let [user, pid, mount, network] = differs;
+        Ok(Namespaces { user, pid, mount, network })
+    }
+}
+
+/// Descriptors that a process has.
+pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
+    Ok(fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u32)
+}
+
+/// Puts what `/proc/PID/status` says of a process in its place.
+pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<()> {
+    let text = read_bounded(&format!("/proc/{pid}/status"))?;
+    parse(&text, observed);
+    Ok(())
+}
+
+fn read_bounded(path: &str) -> io::Result<String> {
+    use std::io::Read;
+    let mut text = String::new();
+    fs::File::open(path)?.take(STATUS_BYTES_MAX as u64).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+fn parse(text: &str, observed: &mut Observed) {
+    let field =
+        |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+    let number = |name| field(name).and_then(|value| value.parse::<u32>().ok());
+    // What is not there is taken for the worst.
+    let set = |name| field(name).and_then(|value| u64::from_str_radix(value, 16).ok()).unwrap_or(u64::MAX);
+    let one = |name| {
+        let mut ids = field(name)?.split_whitespace().map(|id| id.parse::<u32>().ok());
+        let first = ids.next()??;
+        ids.all(|id| id == Some(first)).then_some(first)
+    };
+    observed.no_new_privs = number("NoNewPrivs") == Some(1);
+    observed.seccomp = number("Seccomp").unwrap_or(0);
+    // A kernel before 4.3 has no ambient set.
+    let ambient = if field("CapAmb").is_some() { set("CapAmb") } else { 0 };
+    observed.capabilities = set("CapEff") | set("CapPrm") | set("CapInh") | ambient;
+    observed.bounding = set("CapBnd");
+    (observed.uid, observed.gid) = (one("Uid"), one("Gid"));
+}
+
+/// The process that a thread belongs to, and that one's number where it lives.
+pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
+    let text = read_bounded(&format!("/proc/{thread}/status"))?;
+    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
+    let process = field("Tgid:").and_then(|value| value.trim().parse().ok());
+    let inner = field("NStgid:").and_then(|value| value.split_whitespace().last()?.parse().ok());
+    let process = process.ok_or(io::ErrorKind::InvalidData)?;
+    Ok((process, inner.unwrap_or(process)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_is_understood() {
+        let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nCapInh:\t0000000000000000\n\
+            CapPrm:\t0000000000000001\nCapEff:\t0000000000000002\nCapBnd:\t000000ffffffffff\n\
+            CapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n";
+        let mut observed = Observed::default();
+        parse(text, &mut observed);
+        let expected = Observed {
+            no_new_privs: true,
+            seccomp: 2,
+            capabilities: 3,
+            bounding: 0xff_ffff_ffff,
+            uid: Some(7),
+            gid: None,
+            ..Observed::default()
+        };
+        assert_eq!(observed, expected);
+        parse("", &mut observed);
+        assert_eq!((observed.capabilities, observed.seccomp), (u64::MAX, 0));
+    }
+
+    #[test]
+    fn this_process_is_like_itself() {
+        let own = Own::read();
+        assert_eq!(own.compare(std::process::id()).unwrap(), Namespaces::default());
+        assert_eq!(process_of(std::process::id()).unwrap().0, std::process::id());
+        assert!(descriptors(std::process::id()).unwrap() >= 3);
+    }
+}

@@ -1,0 +1,136 @@
+//! What a worker is barred by, made ready before the fork: rules, a filter, a root folder.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::Refusal;
+use super::root::{Root, View};
+use super::steps;
+use crate::keeper::confine::landlock::{self, Ruleset};
+use crate::keeper::confine::seccomp::{self, Ending, Filter};
+use crate::keeper::confinement::{Confinement, Seccomp, Temporary, Terms};
+
+/// Filters that are kept for the next worker with the same rules; there is one for each sandbox that
+/// differs from others in its system calls.
+const FILTERS_MAX: usize = 1024;
+
+/// What a child puts in force, step by step.
+#[derive(Default)]
+pub(in crate::keeper) struct Barriers {
+    pub(super) terms: Terms,
+    pub(super) ruleset: Option<Ruleset>,
+    pub(super) filter: Option<Arc<Filter>>,
+    pub(super) root: Option<Arc<Root>>,
+}
+
+/// Filters by what they are made of: to make one takes longer than the rest.
+#[derive(Default)]
+pub(in crate::keeper) struct Filters(HashMap<FilterKey, Arc<Filter>>);
+
+type FilterKey = (Seccomp, bool, bool, Vec<String>, Vec<String>);
+
+impl Barriers {
+    /// Makes them ready. `directory` is where the worker starts, and `temporary` the folder of its own that
+    /// [`Temporary::Folder`] asks for.
+    pub(in crate::keeper) fn prepare(
+        ordered: &Confinement<'_>,
+        directory: &str,
+        temporary: Option<&Path>,
+        filters: &mut Filters,
+    ) -> Result<Self, Refusal> {
+        let terms = ordered.terms;
+        let programs = as_paths(&ordered.programs);
+        let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
+        let withheld = as_paths(&ordered.withheld);
+        let directory = Path::new(directory);
+        let ruleset = terms.landlock.then(|| {
+            Ruleset::prepare(&landlock::Rules {
+                programs: &programs,
+                directory: Some(directory),
+                read: &read,
+                write: &write,
+                temporary,
+                withheld: &withheld,
+                network: terms.network,
+            })
+            .map_err(|failure| {
+                Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
+            })
+        });
+        let root = terms.namespaces.mount.then(|| {
+            let view = View {
+                programs: &programs,
+                directory,
+                read: &read,
+                write: &write,
+                withheld: &withheld,
+                has_own_processes: terms.namespaces.pid,
+                temporary: terms.temporary,
+                identity: terms.identity,
+            };
+            let missing = |path: &Path| {
+                Refusal::new(&format!("{}: show {}", steps::ROOT, path.display()), Errno::NOENT)
+            };
+            Root::prepare(&view).map(Arc::new).map_err(missing)
+        });
+        Ok(Self {
+            terms,
+            ruleset: ruleset.transpose()?,
+            filter: filters.get(ordered)?,
+            root: root.transpose()?,
+        })
+    }
+
+    /// The version of the Landlock rules, if there are any.
+    pub(in crate::keeper) fn landlock(&self) -> Option<u32> {
+        self.ruleset.as_ref().map(Ruleset::abi)
+    }
+
+    /// Whether the child tells when it is confined, and waits for the word to go on.
+    pub(super) fn are_any(&self) -> bool {
+        self.terms != Terms::default()
+    }
+
+    pub(super) fn root(&self) -> Option<Arc<Root>> {
+        self.root.clone()
+    }
+
+    /// Whether there is a `/tmp` of its own.
+    pub(super) fn has_tmp(&self) -> bool {
+        matches!(self.terms.temporary, Temporary::FileSystem(_))
+    }
+}
+
+impl Filters {
+    fn get(&mut self, ordered: &Confinement<'_>) -> Result<Option<Arc<Filter>>, Refusal> {
+        let terms = &ordered.terms;
+        let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let key =
+            (terms.seccomp, terms.seccomp_names, terms.network, owned(&ordered.allow), owned(&ordered.deny));
+        if let Some(filter) = self.0.get(&key) {
+            return Ok(Some(filter.clone()));
+        }
+        let rules = match terms.seccomp {
+            Seccomp::Off => return Ok(None),
+            Seccomp::Deny => seccomp::default(terms.network),
+            Seccomp::Allow => seccomp::strict(terms.network),
+        };
+        let unknown =
+            |name| Refusal::new(&format!("{}: there is no system call {name}", steps::SECCOMP), Errno::INVAL);
+        let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;
+        let ending = if terms.seccomp_names { Ending::Notify } else { Ending::Kill };
+        let filter = Arc::new(rules.compile(ending));
+        if self.0.len() >= FILTERS_MAX {
+            self.0.clear();
+        }
+        self.0.insert(key, filter.clone());
+        Ok(Some(filter))
+    }
+}
+
+fn as_paths<'p>(texts: &'p [&'p str]) -> Vec<&'p Path> {
+    texts.iter().map(Path::new).collect()
+}

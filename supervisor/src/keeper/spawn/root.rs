@@ -1,0 +1,394 @@
+//! A root folder of a worker's own: made of parts of the system's, nearly all of them to read only.
+//!
+//! What is to be where is settled in the keeper, before the fork; the child makes it, in a mount
+//! namespace of its own, with system calls and nothing else.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, CString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+use std::ptr::null;
+
+use rustix::fs::Mode;
+use rustix::io::Errno;
+
+use super::steps::check;
+use crate::keeper::confine::paths;
+use crate::keeper::confinement::{Identity, Temporary};
+
+/// Where the system's own root is while the new one is being made.
+const OLD: &CStr = c"/old";
+
+/// Where the new root is mounted first: a folder that every system has, and that nothing is taken from
+/// before the roots are changed.
+const STAGE: &CStr = c"/proc";
+
+/// What holds the folders and links of the new root; it is read-only in the end.
+const ROOT_OPTIONS: &CStr = c"size=1m,nr_inodes=65536,mode=0755";
+
+/// Bytes of a private `/tmp` for each file that there may be in it, and how many there may be in any case.
+const BYTES_PER_FILE: u64 = 4096;
+const FILES_MIN: u64 = 1024;
+
+/// Links that programs expect in `/dev`, and what they lead to. What is shared memory by name is a file of
+/// the private `/tmp`.
+const LINKS: [(&CStr, &CStr); 5] = [
+    (c"/proc/self/fd", c"/dev/fd"),
+    (c"/proc/self/fd/0", c"/dev/stdin"),
+    (c"/proc/self/fd/1", c"/dev/stdout"),
+    (c"/proc/self/fd/2", c"/dev/stderr"),
+    (c"/tmp", c"/dev/shm"),
+];
+
+/// What a worker's own root shows of the system.
+pub(super) struct View<'a> {
+    pub(super) programs: &'a [&'a Path],
+    pub(super) directory: &'a Path,
+    pub(super) read: &'a [&'a Path],
+    pub(super) write: &'a [&'a Path],
+    pub(super) withheld: &'a [&'a Path],
+    /// Whether it has process numbers of its own, and so a `/proc` that shows no others.
+    pub(super) has_own_processes: bool,
+    pub(super) temporary: Temporary,
+    /// Whose the private `/tmp` is, if not the keeper's own user's.
+    pub(super) identity: Option<Identity>,
+}
+
+/// One step towards a root folder.
+enum Make {
+    Folder(CString),
+    File(CString),
+    Link {
+        to: CString,
+        at: CString,
+    },
+    Bind {
+        from: CString,
+        at: CString,
+        access: Access,
+    },
+    /// Nothing is to be seen of a file, or of a folder.
+    Hide {
+        at: CString,
+        is_folder: bool,
+    },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Access {
+    Read,
+    Device,
+    Write,
+}
+
+/// Everything that makes a root folder, settled.
+pub(super) struct Root {
+    steps: Vec<Make>,
+    has_own_processes: bool,
+    tmp_options: Option<CString>,
+}
+
+/// Which step failed, and why.
+pub(super) struct Failed {
+    pub(super) errno: Errno,
+    /// For [`Root::describe`].
+    pub(super) step: u32,
+}
+
+/// Steps that are the same for every root have numbers above those of [`Root::steps`].
+const COMMON: u32 = 1 << 16;
+const COMMON_STEPS: [&str; 6] =
+    ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
+
+impl Root {
+    /// Settles what is to be where. Errors: a path that somebody named is missing.
+    pub(super) fn prepare<'v>(view: &View<'v>) -> Result<Self, &'v Path> {
+        let mut places = Places::default();
+        for path in paths::SYSTEM {
+            places.system(Path::new(path));
+        }
+        for path in paths::etc() {
+            places.file_for_all(&path);
+        }
+        for path in paths::DEVICES.iter().chain(&paths::RANDOM) {
+            places.bind(Path::new(path), Access::Device);
+        }
+        for folder in paths::own_folders(view.programs, Some(view.directory)) {
+            places.bind(&folder, Access::Read);
+        }
+        let named = view.read.iter().map(|path| (*path, Access::Read));
+        for (path, access) in named.chain(view.write.iter().map(|path| (*path, Access::Write))) {
+            if !path.exists() {
+                return Err(path);
+            }
+            places.bind(path, access);
+        }
+        let mut steps = places.steps();
+        for path in view.withheld {
+            steps.extend(places.hide(path));
+        }
+        let tmp_options = match view.temporary {
+            Temporary::FileSystem(bytes) => {
+                let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
+                let owner = view.identity.map(|own| format!(",uid={},gid={}", own.uid, own.gid));
+                let owner = owner.unwrap_or_default();
+                CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
+            }
+            Temporary::None | Temporary::Folder => None,
+        };
+        Ok(Self { steps, has_own_processes: view.has_own_processes, tmp_options })
+    }
+
+    /// What a step does, for people.
+    pub(super) fn describe(&self, step: u32) -> String {
+        if let Some(common) = step.checked_sub(COMMON) {
+            return COMMON_STEPS.get(common as usize).copied().unwrap_or_default().to_owned();
+        }
+        let text = |path: &CString| path.to_string_lossy().into_owned();
+        match self.steps.get(step as usize) {
+            Some(Make::Folder(at) | Make::File(at)) => format!("make {}", text(at)),
+            Some(Make::Link { at, .. }) => format!("make the link {}", text(at)),
+            Some(Make::Bind { at, .. }) => format!("show {}", text(at)),
+            Some(Make::Hide { at, .. }) => format!("hide {}", text(at)),
+            None => String::new(),
+        }
+    }
+
+    /// Makes it the root folder of this process, which is alone in its mount namespace, and the first of
+    /// its process numbers if these are its own.
+    pub(super) fn enter(&self) -> Result<(), Failed> {
+        let common = |number, result: Result<(), Errno>| {
+            result.map_err(|errno| Failed { errno, step: COMMON + number })
+        };
+        common(0, mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None))?;
+        common(1, change_root())?;
+        // Before what is shown of the system's, which may lie in there.
+        common(2, self.mount_proc())?;
+        common(3, self.mount_tmp())?;
+        for (number, step) in self.steps.iter().enumerate() {
+            step.make().map_err(|errno| Failed { errno, step: number as u32 })?;
+        }
+        common(4, LINKS.iter().try_for_each(|(to, at)| ignore_existing(rustix::fs::symlink(*to, *at))))?;
+        common(5, close_root())
+    }
+
+    fn mount_proc(&self) -> Result<(), Errno> {
+        make_folder(c"/proc")?;
+        if !self.has_own_processes {
+            return bind(c"/old/proc", c"/proc", Access::Read);
+        }
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
+        mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)
+    }
+
+    fn mount_tmp(&self) -> Result<(), Errno> {
+        make_folder(c"/tmp")?;
+        let Some(options) = &self.tmp_options else { return Ok(()) };
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+        mount(Some(c"tmpfs"), c"/tmp", Some(c"tmpfs"), flags, Some(options))
+    }
+}
+
+impl Make {
+    fn make(&self) -> Result<(), Errno> {
+        match self {
+            Self::Folder(at) => make_folder(at),
+            Self::File(at) => {
+                let flags = rustix::fs::OFlags::CREATE | rustix::fs::OFlags::CLOEXEC;
+                rustix::fs::open(at, flags, Mode::from_raw_mode(0o444)).map(drop)
+            }
+            Self::Link { to, at } => ignore_existing(rustix::fs::symlink(to, at)),
+            Self::Bind { from, at, access } => bind(from, at, *access),
+            Self::Hide { at, is_folder: false } => {
+                mount(Some(c"/old/dev/null"), at, None, libc::MS_BIND, None)
+            }
+            Self::Hide { at, is_folder: true } => {
+                let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
+                mount(Some(c"tmpfs"), at, Some(c"tmpfs"), flags, Some(c"size=4k,nr_inodes=2,mode=0555"))
+            }
+        }
+    }
+}
+
+/// What is to be where, by place: parents come before what is in them.
+#[derive(Default)]
+struct Places {
+    binds: BTreeMap<PathBuf, (PathBuf, Access)>,
+    links: BTreeMap<PathBuf, PathBuf>,
+}
+
+impl Places {
+    /// A folder of the system, or the link that newer systems have in its place.
+    fn system(&mut self, path: &Path) {
+        match std::fs::read_link(path) {
+            Ok(to) => drop(self.links.insert(path.to_owned(), to)),
+            Err(_) => self.bind(path, Access::Read),
+        }
+    }
+
+    /// Shows a path where it is named, and where it really is.
+    fn bind(&mut self, path: &Path, access: Access) {
+        let Ok(real) = std::fs::canonicalize(path) else { return };
+        if real == Path::new("/") {
+            return self.bind_root(access);
+        }
+        for place in [path.to_path_buf(), real.clone()] {
+            let entry = self.binds.entry(place).or_insert((real.clone(), access));
+            entry.1 = entry.1.max(access);
+        }
+    }
+
+    /// All of the system, but for what a worker has its own of.
+    fn bind_root(&mut self, access: Access) {
+        for entry in std::fs::read_dir("/").into_iter().flatten().flatten() {
+            if !["proc", "dev", "tmp"].iter().any(|own| entry.file_name() == *own) {
+                self.bind(&entry.path(), access);
+            }
+        }
+    }
+
+    /// Shows a file of the system that everybody may read, where it is named.
+    fn file_for_all(&mut self, path: &Path) {
+        use std::os::unix::fs::PermissionsExt;
+        let for_all = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
+        if let Ok(real) = std::fs::canonicalize(path)
+            && std::fs::metadata(&real).is_ok_and(|found| for_all(&found))
+        {
+            self.binds.insert(path.to_owned(), (real, Access::Read));
+        }
+    }
+
+    fn steps(&self) -> Vec<Make> {
+        let mut made = BTreeSet::new();
+        let mut steps: Vec<Make> = self
+            .links
+            .iter()
+            .filter_map(|(at, to)| Some(Make::Link { to: text(to)?, at: text(at)? }))
+            .collect();
+        for (at, (from, access)) in &self.binds {
+            let above = self.above(at);
+            // It is there already, or is reached by a link.
+            if above.is_some_and(|above| *access <= above) || self.is_behind_link(at) {
+                continue;
+            }
+            let (Some(source), Some(place)) = (old(from), text(at)) else { continue };
+            if above.is_none() {
+                steps.extend(
+                    folders_above(at).into_iter().filter(|f| made.insert(f.clone())).map(Make::Folder),
+                );
+                let node = place.clone();
+                steps.push(if from.is_dir() { Make::Folder(node) } else { Make::File(node) });
+            }
+            steps.push(Make::Bind { from: source, at: place, access: *access });
+        }
+        steps
+    }
+
+    /// How the nearest folder above this path is shown, if one is.
+    fn above(&self, path: &Path) -> Option<Access> {
+        path.ancestors().skip(1).find_map(|above| {
+            let (_, access) = self.binds.get(above)?;
+            (!self.is_behind_link(above)).then_some(*access)
+        })
+    }
+
+    fn is_behind_link(&self, path: &Path) -> bool {
+        path.ancestors().any(|above| self.links.contains_key(above))
+    }
+
+    /// Hides a path wherever it would be seen, unless it was asked for by itself.
+    fn hide(&self, path: &Path) -> Vec<Make> {
+        let Ok(real) = std::fs::canonicalize(path) else { return Vec::new() };
+        let is_folder = real.is_dir();
+        let places: BTreeSet<PathBuf> = self
+            .binds
+            .iter()
+            .filter(|(at, _)| !self.is_behind_link(at))
+            .filter_map(|(at, (from, _))| Some(at.join(real.strip_prefix(from).ok()?)))
+            .filter(|at| !self.binds.contains_key(at))
+            .collect();
+        places.iter().filter_map(|at| Some(Make::Hide { at: text(at)?, is_folder })).collect()
+    }
+}
+
+/// The folders that lead to a path, from the top, without the root.
+fn folders_above(path: &Path) -> Vec<CString> {
+    let mut folders = Vec::new();
+    let mut so_far = PathBuf::from("/");
+    let parts = path.components().filter(|part| matches!(part, Component::Normal(_)));
+    let count = parts.clone().count();
+    for part in parts.take(count.saturating_sub(1)) {
+        so_far.push(part);
+        folders.extend(text(&so_far));
+    }
+    folders
+}
+
+fn text(path: &Path) -> Option<CString> {
+    CString::new(path.as_os_str().as_bytes()).ok()
+}
+
+/// Where a path of the system is while the new root is being made.
+fn old(path: &Path) -> Option<CString> {
+    CString::new([OLD.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
+}
+
+/// Puts an empty root in the place of the system's, which is a folder in it from then on.
+fn change_root() -> Result<(), Errno> {
+    let flags = libc::MS_NOSUID | libc::MS_NODEV;
+    mount(Some(c"tmpfs"), STAGE, Some(c"tmpfs"), flags, Some(ROOT_OPTIONS))?;
+    rustix::process::chdir(STAGE)?;
+    make_folder(c"old")?;
+    // SAFETY: the texts end with NUL.
+    check(unsafe { libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c"old".as_ptr()) } as i32)?;
+    rustix::process::chdir(c"/")
+}
+
+/// Lets go of the system's root, and of the right to change this one.
+fn close_root() -> Result<(), Errno> {
+    // SAFETY: the text ends with NUL.
+    check(unsafe { libc::umount2(OLD.as_ptr(), libc::MNT_DETACH) })?;
+    rustix::fs::rmdir(OLD)?;
+    let flags = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
+    mount(None, c"/", None, flags, None)
+}
+
+fn make_folder(at: &CStr) -> Result<(), Errno> {
+    ignore_existing(rustix::fs::mkdir(at, Mode::from_raw_mode(0o755)))
+}
+
+fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
+    match result {
+        Err(Errno::EXIST) => Ok(()),
+        result => result,
+    }
+}
+
+/// Shows `from` at `at` as well, with all that is mounted below it.
+fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
+    mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
+    let restrictions = match access {
+        Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
+        Access::Device => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,
+        Access::Write => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
+    };
+    let attributes = libc::mount_attr { attr_set: restrictions, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
+    check(unsafe {
+        let (here, below) = (libc::AT_FDCWD, libc::AT_RECURSIVE);
+        let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
+        libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
+    } as i32)
+}
+
+fn mount(
+    from: Option<&CStr>,
+    at: &CStr,
+    kind: Option<&CStr>,
+    flags: libc::c_ulong,
+    options: Option<&CStr>,
+) -> Result<(), Errno> {
+    let pointer = |text: Option<&CStr>| text.map_or(null(), CStr::as_ptr);
+    // SAFETY: the texts end with NUL; null pointers stand for what this kind of mount has not.
+    check(unsafe { libc::mount(pointer(from), at.as_ptr(), pointer(kind), flags, pointer(options).cast()) })
+}

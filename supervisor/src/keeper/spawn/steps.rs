@@ -1,0 +1,315 @@
+//! The steps of a child: two tables, and what is in them.
+//!
+//! The first table is for the first process of new namespaces, the second for whoever becomes the
+//! worker's program. Each step is system calls on what was prepared, and can only succeed or be named.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::process::{Gid, Pid, Signal, Uid};
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+use super::progress::{self, Failure};
+use super::root::Root;
+use super::{LINK_FD, Plan};
+use crate::keeper::confinement::Identity;
+
+/// What a worker creates is its user's own business: readable and writable by nobody else.
+const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
+
+/// The last number of a signal.
+const SIGNAL_MAX: i32 = 64;
+
+/// The last number that a capability can have.
+const CAPABILITY_MAX: libc::c_ulong = 63;
+
+/// Why a step failed; `detail` is the resource's number for limits, and the number of its own step for
+/// the root folder.
+pub(super) struct Stop {
+    pub(super) errno: Errno,
+    pub(super) detail: u32,
+}
+
+impl From<Errno> for Stop {
+    fn from(errno: Errno) -> Self {
+        Self { errno, detail: 0 }
+    }
+}
+
+pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
+
+/// Of the first process in new namespaces.
+pub(super) const OUTER: [(&str, Step); 6] = [
+    ("session", session),
+    ("parent-death signal", parent_death_signal),
+    ("user namespace", user_namespace),
+    ("identity in the user namespace", inner_identity),
+    ("parent-death signal after the identity", parent_death_signal),
+    (ROOT, private_root),
+];
+
+/// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
+///
+/// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
+/// a limit or a filter could hinder is done before it is set.
+pub(super) const INNER: [(&str, Step); 15] = [
+    ("signals", signals),
+    ("session", session),
+    ("priority", priority),
+    ("stdio", stdio),
+    ("descriptors", descriptors),
+    ("child subreaper", child_subreaper),
+    (RLIMIT, rlimits),
+    ("identity", identity),
+    ("capabilities", capabilities),
+    ("parent-death signal", parent_death_signal),
+    ("working directory", working_directory),
+    ("no_new_privs", no_new_privs),
+    (LANDLOCK, landlock),
+    (SECCOMP, seccomp),
+    ("exec", exec),
+];
+
+pub(super) const ROOT: &str = "mount namespace";
+pub(super) const LANDLOCK: &str = "landlock";
+pub(super) const SECCOMP: &str = "seccomp";
+const RLIMIT: &str = "rlimit";
+
+/// The number of the fork between the tables.
+pub(super) const PID_NAMESPACE: u32 = u32::MAX;
+
+/// What a child that failed was about.
+pub(super) fn describe(failure: &Failure, root: Option<&Root>) -> String {
+    let mut steps = OUTER.iter().chain(&INNER);
+    match steps.nth(failure.step as usize).map(|(name, _)| *name) {
+        Some(RLIMIT) => format!("{RLIMIT} {}", rlimit_name(failure.detail)),
+        Some(ROOT) => {
+            let what = root.map(|root| root.describe(failure.detail)).unwrap_or_default();
+            format!("{ROOT}: {what}")
+        }
+        Some(name) => name.to_owned(),
+        None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
+        None => "unknown".to_owned(),
+    }
+}
+
+fn rlimit_name(resource: u32) -> &'static str {
+    #[expect(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
+    const NAMES: [(u32, &str); 16] = [
+        (libc::RLIMIT_AS as u32, "as"),
+        (libc::RLIMIT_CORE as u32, "core"),
+        (libc::RLIMIT_CPU as u32, "cpu"),
+        (libc::RLIMIT_DATA as u32, "data"),
+        (libc::RLIMIT_FSIZE as u32, "fsize"),
+        (libc::RLIMIT_LOCKS as u32, "locks"),
+        (libc::RLIMIT_MEMLOCK as u32, "memlock"),
+        (libc::RLIMIT_MSGQUEUE as u32, "msgqueue"),
+        (libc::RLIMIT_NICE as u32, "nice"),
+        (libc::RLIMIT_NOFILE as u32, "nofile"),
+        (libc::RLIMIT_NPROC as u32, "nproc"),
+        (libc::RLIMIT_RSS as u32, "rss"),
+        (libc::RLIMIT_RTPRIO as u32, "rtprio"),
+        (libc::RLIMIT_RTTIME as u32, "rttime"),
+        (libc::RLIMIT_SIGPENDING as u32, "sigpending"),
+        (libc::RLIMIT_STACK as u32, "stack"),
+    ];
+    NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
+}
+
+/// Waits until the keeper has said which users there are in the new namespace.
+fn user_namespace(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.user {
+        return Ok(());
+    }
+    Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+}
+
+/// In a user namespace a process has all rights, but can make no file as a user that there is not. So it
+/// becomes the worker's user at once, which takes no right from it.
+fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.user {
+        return Ok(());
+    }
+    // Refused where the keeper is nobody special: then it has no groups to give up that matter to others.
+    let _ = rustix::thread::set_thread_groups(&[]);
+    let own =
+        || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };
+    become_one(plan.terms().identity.unwrap_or_else(own))
+}
+
+/// Outside of user namespaces; in one, it has been done.
+fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
+    match plan.terms().identity {
+        Some(identity) if !plan.terms().namespaces.user => {
+            rustix::thread::set_thread_groups(&[])?;
+            become_one(identity)
+        }
+        _ => Ok(()),
+    }
+}
+
+fn become_one(Identity { uid, gid }: Identity) -> Result<(), Stop> {
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
+}
+
+fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    let barriers = &plan.prepared.barriers;
+    let Some(root) = &barriers.root else { return Ok(()) };
+    root.enter().map_err(|failed| Stop { errno: failed.errno, detail: failed.step })?;
+    // The rules know the files of the system, not what has been mounted just now.
+    let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
+    Ok(ruleset.add_mounted(barriers.has_tmp())?)
+}
+
+/// All of them, and the right to get any by executing something.
+fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().no_capabilities {
+        return Ok(());
+    }
+    for capability in 0..=CAPABILITY_MAX {
+        // SAFETY: changes a set of this process. Who may not do that has nothing to lose by executing,
+        // once it has given up new privileges.
+        unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+    }
+    // SAFETY: as above; only a kernel without such a set refuses.
+    unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) };
+    let none = CapabilitySet::empty();
+    let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
+    Ok(rustix::thread::set_capabilities(None, sets)?)
+}
+
+fn no_new_privs(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.terms().no_new_privs { Ok(rustix::thread::set_no_new_privs(true)?) } else { Ok(()) }
+}
+
+fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
+    let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
+    ruleset.restrict()?;
+    // SAFETY: nobody uses it any more in this process, which drops nothing.
+    unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };
+    Ok(())
+}
+
+/// The last barrier, and the keeper's look at all of them.
+fn seccomp(plan: &Plan<'_>) -> Result<(), Stop> {
+    let barriers = &plan.prepared.barriers;
+    let listener = barriers.filter.as_ref().map(|filter| filter.install()).transpose()?.flatten();
+    if barriers.are_any() {
+        progress::ready(plan.prepared.progress.as_fd(), listener)?;
+    }
+    Ok(())
+}
+
+/// The keeper ignores what ends a process, and blocks SIGCHLD; both would survive `execve`.
+fn signals(_: &Plan<'_>) -> Result<(), Stop> {
+    // The kernel's own structures: the C library's calls refuse the two signals that it uses itself.
+    const DEFAULT: [u64; 4] = [0; 4];
+    const NONE: u64 = 0;
+    let nowhere = std::ptr::null_mut::<u64>();
+    for signal in 1..=SIGNAL_MAX {
+        // SAFETY: all zeros is the default of every signal; what cannot be changed is refused.
+        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &DEFAULT, nowhere, size_of_val(&NONE)) };
+    }
+    // SAFETY: the set of signals has this size, and the old one is not asked for.
+    let result = unsafe {
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &NONE, nowhere, size_of_val(&NONE))
+    };
+    Ok(check(result as i32)?)
+}
+
+fn session(_: &Plan<'_>) -> Result<(), Stop> {
+    rustix::process::setsid()?;
+    rustix::process::umask(UMASK);
+    Ok(())
+}
+
+/// The keeper may have a better one. In a session of its own, the child is out of its autogroup already.
+fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
+    Ok(rustix::process::setpriority_process(None, plan.nice)?)
+}
+
+/// Standard input is the keeper's own, `/dev/null`.
+fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
+    put_at(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
+    put_at(&plan.prepared.stderr, libc::STDERR_FILENO)?;
+    Ok(put_at(&plan.prepared.link, LINK_FD)?)
+}
+
+/// Makes a number mean this descriptor, whatever it meant before.
+pub(in crate::keeper) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
+    // SAFETY: what had the number is standard input, output or error, or in the child the keeper's
+    // socket: nothing that anybody here owns and goes on using.
+    check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
+}
+
+fn child_subreaper(_: &Plan<'_>) -> Result<(), Stop> {
+    // The kernel takes any number but zero for yes.
+    Ok(rustix::process::set_child_subreaper(Some(Pid::INIT))?)
+}
+
+fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
+    for limit in &plan.prepared.rlimits {
+        let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
+        // SAFETY: the pointer is to a local; a resource that does not exist is refused.
+        let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
+        result.map_err(|errno| Stop { errno, detail: limit.resource })?;
+    }
+    Ok(())
+}
+
+/// The second net, should the keeper be killed. A change of the identity takes it away.
+fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // A parent outside of the namespace has no number here. That it lives shows when it lets us go on.
+    let is_numbered = !plan.terms().namespaces.pid;
+    if !is_numbered || rustix::process::getppid() == Some(plan.keeper) {
+        Ok(())
+    } else {
+        Err(Errno::SRCH.into())
+    }
+}
+
+/// Closes all but the standard ones, the link, and what the steps to come need, which is marked to be
+/// closed by `execve`.
+fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
+    let prepared = plan.prepared;
+    let ruleset = prepared.barriers.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
+    let progress = prepared.progress.as_raw_fd();
+    let other = ruleset.unwrap_or(progress);
+    let (low, high) = (progress.min(other), progress.max(other));
+    close_between(LINK_FD, low)?;
+    close_between(low, high)?;
+    close_between(high, RawFd::MAX)
+}
+
+/// Closes what lies between two descriptors.
+fn close_between(low: RawFd, high: RawFd) -> Result<(), Stop> {
+    if high - low < 2 {
+        return Ok(());
+    }
+    // SAFETY: what is closed belongs to the keeper's copy of itself, which this process gives up.
+    let result = unsafe { libc::syscall(libc::SYS_close_range, low + 1, high - 1, 0) };
+    Ok(check(result as i32)?)
+}
+
+fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
+    Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
+}
+
+fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
+    let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
+    // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`.
+    Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
+}
+
+pub(super) fn check(result: i32) -> rustix::io::Result<()> {
+    if result == -1 { Err(last_errno()) } else { Ok(()) }
+}
+
+pub(super) fn last_errno() -> Errno {
+    // SAFETY: the address of this thread's `errno`, always there.
+    Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
+}

@@ -1,0 +1,246 @@
+//! Temporary folders of workers that have no file system of their own for that.
+//!
+//! All of them are in one folder, which a lock tells from those that an earlier keeper could not remove.
+//! Nothing that a worker leaves in its folder is trusted: it is removed without following a link, without
+//! recursion, however deep it is, and on a thread of its own, however much it is.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Sender, channel};
+
+use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+use super::confinement::Identity;
+
+/// The names of these folders begin so, and with the user's number.
+const PREFIX: &str = "bulkhead-";
+
+/// Tries to find a name that nobody has.
+const TRIES_MAX: u32 = 100;
+
+/// Names of a folder's entries that are held at a time.
+const NAMES_MAX: usize = 16 * 1024;
+
+/// What a folder must not be followed by mistake for.
+const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// The folder of all folders, made when the first one is wanted.
+#[derive(Default)]
+pub(super) struct Folders {
+    base: Option<Base>,
+}
+
+struct Base {
+    path: PathBuf,
+    /// Held while the keeper lives: the lock.
+    _lock: OwnedFd,
+    /// Dropped, it ends the thread that removes.
+    doomed: Sender<PathBuf>,
+}
+
+impl Folders {
+    /// Makes a folder for a worker.
+    pub(super) fn make(&mut self, worker: u64, identity: Option<Identity>) -> io::Result<PathBuf> {
+        if self.base.is_none() {
+            self.base = Some(Base::make(&std::env::temp_dir())?);
+        }
+        let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
+        let path = base.path.join(worker.to_string());
+        std::fs::DirBuilder::new().mode(0o700).create(&path)?;
+        if let Some(Identity { uid, gid }) = identity {
+            std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
+        }
+        Ok(path)
+    }
+
+    /// Removes a folder of a worker of which nothing is left.
+    pub(super) fn remove(&self, folder: PathBuf) {
+        if let Some(base) = &self.base {
+            let _ = base.doomed.send(folder); // The thread ends with us.
+        }
+    }
+}
+
+impl Drop for Folders {
+    fn drop(&mut self) {
+        if let Some(base) = &self.base {
+            remove(&base.path);
+        }
+    }
+}
+
+impl Base {
+    fn make(parent: &Path) -> io::Result<Self> {
+        sweep(parent);
+        let (path, lock) = create(parent)?;
+        let (doomed, folders) = channel::<PathBuf>();
+        std::thread::Builder::new().name("remover".into()).spawn(move || {
+            folders.iter().for_each(|folder| remove(&folder));
+        })?;
+        Ok(Self { path, _lock: lock, doomed })
+    }
+}
+
+/// Makes a folder that others may go through but not look into, and locks it.
+fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
+    let prefix = prefix();
+    for number in 0..TRIES_MAX {
+        let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
+        match std::fs::DirBuilder::new().mode(0o711).create(&path) {
+            Ok(()) => {
+                let lock = rustix::fs::open(&path, FOLDER, Mode::empty())?;
+                rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+                // The keeper's mask may be narrower.
+                rustix::fs::fchmod(&lock, Mode::from_raw_mode(0o711))?;
+                return Ok((path, lock));
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+fn prefix() -> String {
+    format!("{PREFIX}{}-", rustix::process::geteuid().as_raw())
+}
+
+/// Removes what keepers of this user left that were killed.
+fn sweep(parent: &Path) {
+    let prefix = prefix();
+    let own = rustix::process::geteuid().as_raw();
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(&prefix));
+        let is_ours = || entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
+        if !is_named || !is_ours() {
+            continue;
+        }
+        let Ok(folder) = rustix::fs::open(entry.path(), FOLDER, Mode::empty()) else { continue };
+        if rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            remove(&entry.path());
+        }
+    }
+}
+
+/// Removes a folder and what is in it, as far as it can be.
+fn remove(path: &Path) {
+    if let Ok(folder) = open_folder(rustix::fs::CWD, path) {
+        let _ = empty(&folder); // What is left is seen by whoever looks, and tried again by the next keeper.
+    }
+    let _ = std::fs::remove_dir(path);
+}
+
+/// Opens a folder, whatever its mode was.
+fn open_folder(parent: BorrowedFd<'_>, path: impl rustix::path::Arg + Copy) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty()).or_else(|_| {
+        let bare = rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?;
+        rustix::fs::chmodat(&bare, c"", Mode::RWXU, AtFlags::EMPTY_PATH)
+            .or_else(|_| rustix::fs::chmodat(parent, path, Mode::RWXU, AtFlags::empty()))?;
+        rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty())
+    })
+}
+
+/// Empties a folder. What is in a folder in it is brought up first, so that there are two levels at any
+/// time: a tree that is a million deep takes no more descriptors than a flat one, and no stack.
+fn empty(top: &OwnedFd) -> rustix::io::Result<()> {
+    let mut number = 0_u64;
+    loop {
+        let mut is_empty = true;
+        for name in names(top)? {
+            is_empty = false;
+            if remove_file(top.as_fd(), &name.0, name.1)? {
+                continue;
+            }
+            let folder = open_folder(top.as_fd(), name.0.as_c_str())?;
+            let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
+            for (inner, kind) in names(&folder)? {
+                if !remove_file(folder.as_fd(), &inner, kind)? {
+                    number += 1;
+                    let free = format!(".bulkhead-{number}");
+                    let flags = RenameFlags::NOREPLACE;
+                    match rustix::fs::renameat_with(&folder, inner.as_c_str(), top, free.as_str(), flags) {
+                        Err(Errno::EXIST) => {} // The next round tries the next number.
+                        result => result?,
+                    }
+                }
+            }
+            match rustix::fs::unlinkat(top, name.0.as_c_str(), AtFlags::REMOVEDIR) {
+                Err(Errno::NOTEMPTY) => {}
+                result => result?,
+            }
+        }
+        if is_empty {
+            return Ok(());
+        }
+    }
+}
+
+type Name = (std::ffi::CString, FileType);
+
+/// The names of a folder's first entries; those behind them come when these are gone.
+fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<Name>> {
+    let entries = Dir::read_from(folder)?
+        .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
+    let named = entries
+        .take(NAMES_MAX)
+        .map(|entry| entry.map(|entry| (entry.file_name().to_owned(), entry.file_type())));
+    named.collect()
+}
+
+/// Removes what is not a folder; whether it was none.
+fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> rustix::io::Result<bool> {
+    if kind == FileType::Directory {
+        return Ok(false);
+    }
+    match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
+        Err(Errno::ISDIR) => Ok(false),
+        result => result.map(|()| true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tree_that_is_deep_and_locked_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let top = folder.path().join("top");
+        std::fs::create_dir(&top).unwrap();
+        // Deeper than a path can be long.
+        let mut here = rustix::fs::open(&top, FOLDER, Mode::empty()).unwrap();
+        for _ in 0..3000 {
+            rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
+            rustix::fs::symlinkat("/etc", &here, "link").unwrap();
+            here = rustix::fs::openat(&here, "d", FOLDER, Mode::empty()).unwrap();
+        }
+        std::fs::write(top.join("file"), "x").unwrap();
+        std::fs::create_dir(top.join("locked")).unwrap();
+        std::fs::write(top.join("locked/file"), "x").unwrap();
+        let closed = std::os::unix::fs::PermissionsExt::from_mode(0);
+        std::fs::set_permissions(top.join("locked"), closed).unwrap();
+        remove(&top);
+        assert!(!top.exists());
+        assert!(Path::new("/etc").exists());
+    }
+
+    #[test]
+    fn what_a_killed_keeper_left_is_swept_and_what_a_living_one_has_is_not() {
+        let parent = tempfile::tempdir().unwrap();
+        let (left, lock) = create(parent.path()).unwrap();
+        std::fs::write(left.join("file"), "x").unwrap();
+        sweep(parent.path());
+        assert!(left.exists());
+        drop(lock);
+        sweep(parent.path());
+        assert!(!left.exists());
+        let other = parent.path().join("bulkhead-x");
+        std::fs::create_dir(&other).unwrap();
+        sweep(parent.path());
+        assert!(other.exists());
+    }
+}

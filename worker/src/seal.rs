@@ -1,0 +1,55 @@
+//! The second filter of a strictly confined worker: what it needed to start, it gives up before its first
+//! job. The supervisor decides what that is and sends the filter; this puts it in force.
+
+use std::io;
+
+/// A filter of system calls, as the kernel takes it.
+pub(crate) struct Seal(Vec<libc::sock_filter>);
+
+impl Seal {
+    /// From the welcome's bytes: the instructions as they are in memory.
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
+        let (instructions, rest) = bytes.as_chunks::<8>();
+        let fits = !instructions.is_empty() && instructions.len() <= usize::from(u16::MAX) && rest.is_empty();
+        if !fits {
+            return Err("the supervisor's seal is not a filter".into());
+        }
+        let instruction = |&[low, high, jt, jf, a, b, c, d]: &[u8; 8]| libc::sock_filter {
+            code: u16::from_ne_bytes([low, high]),
+            jt,
+            jf,
+            k: u32::from_ne_bytes([a, b, c, d]),
+        };
+        Ok(Self(instructions.iter().map(instruction).collect()))
+    }
+
+    /// Puts it in force for all threads of this process, and those to come.
+    pub(crate) fn put_in_force(&self) -> io::Result<()> {
+        let program = libc::sock_fprog { len: self.0.len() as u16, filter: self.0.as_ptr().cast_mut() };
+        let flags = libc::SECCOMP_FILTER_FLAG_TSYNC;
+        // SAFETY: the pointer is to a local, and what that points to has the length that it tells; the
+        // kernel checks the program, copies it and writes to neither.
+        #[expect(unsafe_code, reason = "seccomp(2) has no safe form")]
+        let result =
+            unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &program) };
+        match result {
+            0 => Ok(()),
+            -1 => Err(io::Error::last_os_error()),
+            thread => Err(io::Error::other(format!("thread {thread} has a filter of its own"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_instructions_are_a_filter() {
+        assert!(Seal::read(&[]).is_err());
+        assert!(Seal::read(&[0; 9]).is_err());
+        assert!(Seal::read(&[0; 16]).is_ok());
+        // The kernel is the judge of what they say.
+        assert!(Seal::read(&[255; 8]).is_ok_and(|seal| seal.put_in_force().is_err()));
+    }
+}
