@@ -25,7 +25,7 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 const LAST_EVENTS: usize = 10;
 
 /// Sends a request and returns the answer's head, its body still to be read.
-async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
+pub(crate) async fn request(args: &Args, method: Method, path: &str) -> Result<Response<Incoming>, Failure> {
     request_with(args, method, path, String::new()).await
 }
 
@@ -48,7 +48,7 @@ async fn request_with(
     let detail = serde_json::from_slice::<Value>(&body).ok();
     let detail = detail.as_ref().and_then(|body| body["detail"].as_str()).unwrap_or(status.as_str());
     let code = match status {
-        StatusCode::BAD_REQUEST => exit::INVALID,
+        StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY => exit::INVALID,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::FORBIDDEN,
         StatusCode::NOT_FOUND => exit::NOT_FOUND,
         StatusCode::CONFLICT | StatusCode::TOO_MANY_REQUESTS => exit::TRY_LATER,
@@ -91,21 +91,21 @@ async fn send(
     sender.send_request(request).await.map_err(|error| unreachable(socket, &error))
 }
 
-async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
+pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
     let body = response.into_body().collect().await;
     let fail =
         |error: hyper::Error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}"));
     Ok(body.map_err(fail)?.to_bytes().to_vec())
 }
 
-async fn get_json(args: &Args, path: &str) -> Result<Value, Failure> {
+pub(crate) async fn get_json(args: &Args, path: &str) -> Result<Value, Failure> {
     let body = read(request(args, Method::GET, path).await?).await?;
     let fail = |error| Failure::new(exit::FAILED, format!("the supervisor's answer is no JSON: {error}"));
     serde_json::from_slice(&body).map_err(fail)
 }
 
 /// A name as part of a path.
-fn encoded(name: &str) -> String {
+pub(crate) fn encoded(name: &str) -> String {
     let is_plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
     name.bytes().map(|b| if is_plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }
@@ -146,14 +146,14 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     Ok(exit::OK)
 }
 
-fn table(head: &[&str]) -> Table {
+pub(crate) fn table(head: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled).set_header(head);
     table
 }
 
 /// A value in one line.
-fn text(value: &Value) -> String {
+pub(crate) fn text(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
         Value::String(text) => harmless(text).replace('\n', " "),

@@ -74,6 +74,20 @@ pub(crate) enum Command {
     },
     /// Give a bulkhead other numbers at once, without dropping a job
     Resize(Resize),
+    /// List the crash reports, or show one of them
+    Crashes(Crashes),
+    /// Run the payload of a crash report again, in a worker started for it alone, and say whether it crashes the
+    /// same way
+    ///
+    /// Runs the job that did it, if that is known; otherwise each job that was in flight, one after the other,
+    /// until one crashes the same way. Exits with 0 if a job was run, whatever came of it.
+    Replay {
+        /// Which report
+        id: String,
+        /// Only this job of it, counted from 0
+        #[arg(long, value_name = "N")]
+        job: Option<u32>,
+    },
     /// Load a bulkhead and print throughput and latency
     Bench(Bench),
     /// Print completions for a shell
@@ -87,6 +101,28 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Crashes {
+    /// Which report, with all that is known
+    pub(crate) id: Option<String>,
+
+    /// Only those of this bulkhead
+    #[arg(long, value_name = "NAME", conflicts_with = "id")]
+    pub(crate) bulkhead: Option<String>,
+
+    /// Only so many, the newest
+    #[arg(long, value_name = "N", conflicts_with = "id")]
+    pub(crate) limit: Option<usize>,
+
+    /// Write the payload of the job that did it, or of --job, to this file; - for standard output
+    #[arg(long, value_name = "FILE", requires = "id")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// Which of its jobs, counted from 0
+    #[arg(long, value_name = "N", requires = "output")]
+    pub(crate) job: Option<usize>,
 }
 
 /// Numbers to put in force; what is not named stays.

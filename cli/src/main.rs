@@ -4,6 +4,7 @@
 mod admin;
 mod args;
 mod bench;
+mod crashes;
 mod load;
 mod output;
 mod pages;
@@ -48,6 +49,8 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Resume { name } => admin::steer(args, name, "resume").await,
         Command::Reset { name } => admin::steer(args, name, "reset").await,
         Command::Resize(resize) => admin::resize(args, resize).await,
+        Command::Crashes(crashes) => crashes::run(args, crashes).await,
+        Command::Replay { id, job } => crashes::replay(args, id, *job).await,
         Command::Completions { .. } | Command::Man { .. } => Ok(exit::OK),
     }
 }

@@ -4,14 +4,16 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
+use bulkhead_shared::Verdict;
 use serde::{Deserialize, Deserializer, Serialize};
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
 };
+use crate::crash::{Cause, CrashReport};
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -78,6 +80,15 @@ pub enum Command {
         generation: u32,
         /// Resident bytes.
         rss_bytes: u64,
+    },
+    /// Run a job of a crash report again, in a worker that is started for it alone.
+    Replay {
+        /// What to run.
+        order: ReplayOrder,
+        /// Whether it is begun.
+        accepted: oneshot::Sender<Result<(), ReplayError>>,
+        /// What came of it, when the worker is gone. Dropped if the supervisor stops before.
+        done: oneshot::Sender<Replayed>,
     },
     /// Stop: drain for as long as `drain_timeout`, or, if already stopping, at once.
     Stop,
@@ -238,6 +249,49 @@ pub enum SteerError {
     Unfit(String),
 }
 
+/// A job of a crash report.
+#[derive(Debug)]
+pub struct ReplayOrder {
+    /// Whose worker died of it.
+    pub bulkhead: String,
+    /// What the handler is to do.
+    pub operation: String,
+    /// On whose behalf.
+    pub tenant: String,
+    /// The payload.
+    pub payload: Vec<u8>,
+}
+
+/// Why a job of a crash report was not run again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReplayError {
+    /// No bulkhead has that name any more.
+    #[error("its bulkhead is not configured any more")]
+    NotConfigured,
+    /// The supervisor is stopping.
+    #[error("the supervisor is stopping")]
+    Stopping,
+    /// As many as may be are under way.
+    #[error("{REPLAYS_MAX} replays are under way already; try again when one has ended")]
+    Busy,
+}
+
+/// Replays under way at once: each has a worker beyond those that are configured.
+pub const REPLAYS_MAX: usize = 2;
+
+/// What came of a job that was run again.
+#[derive(Debug)]
+pub struct Replayed {
+    /// The worker that was started for it.
+    pub pid: Option<u32>,
+    /// How the job ended, or why it was not run.
+    pub end: Result<Verdict, String>,
+    /// What worker or program died of, if one did.
+    pub cause: Option<Cause>,
+    /// How long the worker had it.
+    pub ran: Duration,
+}
+
 /// The data plane is gone, or has [`COMMANDS_MAX`] commands before this one.
 #[derive(Debug, thiserror::Error)]
 #[error("the supervisor does not take commands at the moment")]
@@ -270,6 +324,13 @@ impl Commander {
 pub enum Notice {
     /// Something happened that an operator may want to know.
     Event(Event),
+    /// Somebody crashed. What it said last is still to be added.
+    Crash {
+        /// What is known of it.
+        report: Box<CrashReport>,
+        /// Its place among those that are to be kept.
+        place: OwnedSemaphorePermit,
+    },
     /// A worker was started; these are the reading ends of its standard output and error.
     Output {
         /// Whose worker.

@@ -1,6 +1,7 @@
 //! The control plane: one thread with HTTP on the admin socket, signals, events and the output of
 //! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
 
+mod crashes;
 mod http;
 
 use std::io;
@@ -17,7 +18,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use crate::command::{Command, Commander, Event, Notice, Severity, SteerError};
+use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
+use crate::crash::{CrashReport, Victim};
+use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process;
@@ -37,6 +40,9 @@ const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 /// hold the pipe open, so that its end does not come.
 const LAST_WORDS_TURNS: u32 = 64;
 
+/// Bytes of a worker's last words in the event of its end; a crash report has more.
+const EVENT_TAIL_BYTES: usize = 2 * 1024;
+
 /// What the control plane needs.
 pub struct Options {
     /// The bound admin socket.
@@ -51,6 +57,8 @@ pub struct Options {
     pub bulkheads: Vec<String>,
     /// Those whose workers' memory is to be watched.
     pub recycle_rss: Vec<String>,
+    /// Where crash reports are kept, and the thread that does.
+    pub crashes: (Crashes, CrashThread),
     /// Who may connect.
     pub allowed_uids: Vec<u32>,
 }
@@ -60,6 +68,9 @@ pub(crate) struct Control {
     commander: Commander,
     events: Events,
     output: Arc<Output>,
+    crashes: Crashes,
+    /// The places for replays.
+    replays: Arc<Semaphore>,
     bulkheads: Vec<String>,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
@@ -84,12 +95,15 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, allowed_uids } = options;
+    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, crashes, allowed_uids } = options;
+    let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
         commander,
         events: Events::default(),
         output: Arc::default(),
+        crashes,
+        replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         bulkheads,
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
@@ -113,6 +127,9 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             control.end.send_replace(true);
             let _ = tokio::time::timeout(CLOSE_WITHIN, server).await;
         });
+        // With all who could ask for a report; so its thread ends.
+        drop(runtime);
+        crash_thread.settle();
         crate::observe::logging::settle();
     };
     Ok(ControlThread(std::thread::Builder::new().name("control".into()).spawn(run)?))
@@ -147,6 +164,10 @@ async fn take_notices(control: &Control, mut notices: mpsc::Receiver<Notice>, pu
                 }
                 control.events.add(event);
             }
+            Notice::Crash { mut report, place } => {
+                control.add_last_words(&mut report).await;
+                control.crashes.add(report, place);
+            }
             Notice::Started => control.announce_start(),
             Notice::Stopping => {
                 control.is_stopping.store(true, Ordering::SeqCst);
@@ -176,15 +197,27 @@ impl Control {
     async fn add_tail(&self, fields: &mut Vec<(&'static str, Value)>) {
         let pid = fields.iter().find(|(name, _)| *name == "pid").and_then(|(_, pid)| pid.as_u64());
         let Some(pid) = pid.and_then(|pid| u32::try_from(pid).ok()) else { return };
+        if let Some(tail) = self.last_words(pid).await {
+            fields.push(("stderr_tail", json!(end_of(&tail, EVENT_TAIL_BYTES))));
+        }
+    }
+
+    /// Of a program it is known already.
+    async fn add_last_words(&self, report: &mut CrashReport) {
+        if report.victim == Victim::Worker {
+            report.stderr_tail = self.last_words(report.pid).await;
+        }
+    }
+
+    /// What a process that is gone wrote to its standard error last.
+    async fn last_words(&self, pid: u32) -> Option<String> {
         for _ in 0..LAST_WORDS_TURNS {
             if !self.output.is_read_from(pid) {
                 break;
             }
             tokio::task::yield_now().await;
         }
-        if let Some(tail) = self.output.tail(pid) {
-            fields.push(("stderr_tail", json!(tail)));
-        }
+        self.output.tail(pid)
     }
 
     /// Asks the data plane for the state of one bulkhead or all, with what `/proc` knows of the workers.
@@ -211,6 +244,15 @@ impl Control {
         snapshot.iter_mut().for_each(|snapshot| add_usage(snapshot));
         Some(snapshot)
     }
+}
+
+/// The end of a text, without splitting a character.
+fn end_of(text: &str, bytes_max: usize) -> &str {
+    let mut start = text.len().saturating_sub(bytes_max);
+    while !text.is_char_boundary(start) {
+        start += 1;
+    }
+    &text[start..]
 }
 
 /// Adds what `/proc` knows of the workers.

@@ -9,6 +9,7 @@ pub mod command;
 pub mod config;
 mod confinement;
 pub mod control;
+pub mod crash;
 pub mod doctor;
 pub mod keeper;
 mod latency;

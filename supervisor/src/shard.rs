@@ -4,10 +4,12 @@
 //! concerned, performs the actions that come back, and flushes each socket once at the end of the turn.
 //! It decides nothing itself, never blocks, and never renders, formats or writes a log.
 
+mod crashes;
 mod fallback;
 mod links;
 mod named;
 mod notes;
+mod replay;
 mod sessions;
 mod starvation;
 mod steer;
@@ -34,11 +36,15 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use crate::command::{Command, Commander, Notice};
 use crate::config::Config;
 use crate::confinement::{Grounds, Ids};
+use crate::crash::CrashId;
 use crate::keeper::Keeper;
+use crate::observe::crashes::REPORTS_WAITING_MAX;
 
 use fallback::Journey;
 use links::Link;
 use named::{Compartment, Named};
+pub(crate) use notes::signal_name;
+use replay::Replay;
 use sessions::{Session, SessionId};
 
 /// Sockets that one turn of the loop looks at.
@@ -79,6 +85,21 @@ pub(crate) struct JobRecord {
     held: Held,
     /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
     journey: Option<Box<Journey>>,
+}
+
+impl JobRecord {
+    /// The payload, if it is held here.
+    fn payload(&self) -> Option<&[u8]> {
+        match self.payload_bytes {
+            0 => Some(&[]),
+            _ => self.held.copy.as_deref().or(self.held.payload.as_deref()),
+        }
+    }
+
+    /// The trace that the job is part of.
+    fn trace_id(&self) -> Option<&str> {
+        self.traceparent.as_deref().and_then(|text| text.split('-').nth(1))
+    }
 }
 
 /// What is kept of a job's payload.
@@ -185,6 +206,15 @@ pub struct Shard {
     looked: Vec<(usize, bulkhead_policy::WorkerId, bool)>,
     /// The job that ended by a crash last, and what it was: an event that follows may be about it.
     last_crashed: Option<(JobId, Box<str>, Box<str>)>,
+    /// Crash reports so far.
+    crashes: u32,
+    /// The places for reports on their way to be kept.
+    crash_places: Arc<tokio::sync::Semaphore>,
+    /// The report about the death that is being applied, and the process that died: events name it.
+    last_report: Option<(u32, CrashId)>,
+    replays: Vec<Replay>,
+    /// Compartments that replays have used, and that are free.
+    replay_places: Vec<usize>,
     /// Whether what is told is told elsewhere already.
     is_quiet: bool,
     stopping: bool,
@@ -335,6 +365,11 @@ impl Shard {
             failed_spawns: Vec::new(),
             looked: Vec::new(),
             last_crashed: None,
+            crashes: 0,
+            crash_places: Arc::new(tokio::sync::Semaphore::new(REPORTS_WAITING_MAX)),
+            last_report: None,
+            replays: Vec::new(),
+            replay_places: Vec::new(),
             is_quiet: false,
             stopping: false,
             started: false,
@@ -356,6 +391,7 @@ impl Shard {
             self.report_failed_spawns();
             self.report_looks();
             self.settle_tenants();
+            self.settle_replays();
             self.flush_dirty();
             self.set_timers();
             self.free_sessions.append(&mut self.freed_sessions);
@@ -498,6 +534,7 @@ impl Shard {
             self.look_after_sessions();
             self.look_after_links();
             self.look_after_keeper();
+            self.tell_unreported();
         }
     }
 

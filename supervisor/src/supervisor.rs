@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::confinement::Grounds;
 use crate::control::{self, Options};
 use crate::keeper::{self, Keeper};
+use crate::observe::crashes;
 use crate::program;
 use crate::shard::{Parts, Pulse, Shard};
 use crate::sockets::Bound;
@@ -17,6 +18,9 @@ pub enum RunError {
     /// A socket could not be had.
     #[error("failed to {0}")]
     Bind(#[from] crate::sockets::BindError),
+    /// Crash reports could not be kept where they are to be.
+    #[error("failed to {0}")]
+    Crashes(#[from] crate::observe::crashes::OpenError),
     /// The host for C libraries and plain programs is missing.
     #[error(
         "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
@@ -46,6 +50,8 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     let descriptors = raise_descriptor_limit();
     leave_descriptors(&mut config, descriptors);
+    let crash_dir = config.supervisor.crash_dir.as_deref();
+    let store = crashes::Store::open(crash_dir, config.supervisor.crash_keep)?;
     let mut jobs = Bound::bind(&config.supervisor.socket, config.supervisor.socket_mode)?;
     let mut admin = Bound::bind(&config.supervisor.admin, 0o600)?;
 
@@ -72,6 +78,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         pulse,
         bulkheads,
         recycle_rss,
+        crashes: crashes::start(store).map_err(system("start the thread for crash reports"))?,
         allowed_uids: vec![own, 0],
     };
     let control = control::start(options).map_err(system("start the control plane"))?;

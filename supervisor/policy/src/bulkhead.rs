@@ -29,8 +29,9 @@ use crate::workers::{Apart, Phase, Slot, Worker};
 
 use admission::Evictions;
 
+pub use life::describe as describe_end;
 pub use size::Activity;
-pub use view::{BulkheadState, Counters, TenantView, WorkerView};
+pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerView};
 
 /// One bulkhead. `T` is the caller's own record of a job.
 pub struct Bulkhead<T> {

@@ -39,7 +39,9 @@ mod workers;
 
 pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
-pub use bulkhead::{Activity, Bulkhead, BulkheadState, Counters, TenantView, WorkerView};
+pub use bulkhead::{
+    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerView, describe_end,
+};
 pub use limits::{
     Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits,
 };

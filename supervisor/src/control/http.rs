@@ -21,7 +21,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
 use tokio::time::Sleep;
 
-use super::Control;
+use super::{Control, crashes};
 use crate::command::{Change, Command, SteerError, TenantChange, Verb};
 
 /// Connections served at once; the next ones wait.
@@ -45,7 +45,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Events and lines that one answer holds, unless it asks for fewer.
 const LIMIT: usize = 4096;
 
-type Shared = Arc<Control>;
+pub(super) type Shared = Arc<Control>;
 
 /// Serves until the control plane ends.
 pub(super) async fn serve(control: Shared, listener: UnixListener, allowed_uids: Vec<u32>) {
@@ -72,6 +72,9 @@ fn router(control: Shared) -> Router {
         .route("/v1/bulkheads/{name}/drain", post(drain))
         .route("/v1/bulkheads/{name}/resume", post(resume))
         .route("/v1/bulkheads/{name}/reset", post(reset))
+        .route("/v1/crashes", get(crashes::list))
+        .route("/v1/crashes/{id}", get(crashes::show))
+        .route("/v1/crashes/{id}/replay", post(crashes::replay))
         .route("/v1/events", get(events))
         .fallback(async || problem(StatusCode::NOT_FOUND, "there is nothing at this path"))
         .method_not_allowed_fallback(async || {
@@ -190,10 +193,10 @@ impl tokio::io::AsyncWrite for Placed {
 // Answers.
 
 const PROBLEM: &str = "application/problem+json";
-const JSON: &str = "application/json";
+pub(super) const JSON: &str = "application/json";
 
 /// A problem document (RFC 9457).
-fn problem(status: StatusCode, detail: &str) -> Response {
+pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
     let body = json!({
         "type": "about:blank",
         "title": status.canonical_reason().unwrap_or("error"),
@@ -215,7 +218,7 @@ async fn complete(mut response: Response) -> Response {
     }
     // A place is not to be held by whoever may ask again some day.
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-    if status == StatusCode::SERVICE_UNAVAILABLE {
+    if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
     response
@@ -226,11 +229,11 @@ fn too_many_streams() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
 
-fn stuck() -> Response {
+pub(super) fn stuck() -> Response {
     problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane does not answer")
 }
 
-fn not_found(name: &str) -> Response {
+pub(super) fn not_found(name: &str) -> Response {
     problem(StatusCode::NOT_FOUND, &format!("there is no bulkhead '{}'", name.escape_debug()))
 }
 

@@ -24,7 +24,7 @@ const LINES_PER_SECOND: u32 = 1000;
 const BYTES_PER_SECOND: usize = 1024 * 1024;
 
 /// Bytes of the tail of standard error kept for each process, and processes whose tail is kept.
-const TAIL_BYTES: usize = 2 * 1024;
+const TAIL_BYTES: usize = 8 * 1024;
 const TAILS_MAX: usize = 256;
 
 /// Bytes that one read takes.

@@ -27,7 +27,7 @@ use serde_json::json;
 use super::{Endpoint, Incoming, Shard};
 use crate::command::{Notice, Severity};
 use crate::confinement::Whom;
-use crate::keeper::{self, Exit, Observed, Report};
+use crate::keeper::{self, Exit, Observed, Report, Usage};
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
@@ -254,9 +254,9 @@ impl Shard {
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
             }
-            Report::Exited { worker, exit, .. } => {
+            Report::Exited { worker, exit, usage } => {
                 let death = self.death(worker, exit);
-                self.process_gone(worker, Some(death));
+                self.process_gone(worker, Some((death, usage)));
             }
             Report::Pong => {}
             Report::Remains { count } => {
@@ -334,7 +334,7 @@ impl Shard {
     }
 
     /// A worker's process is gone; without a death of its own it was ended with its keeper.
-    fn process_gone(&mut self, spawn: u64, death: Option<Death>) {
+    fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
         // What it said before it died still counts.
         let mut rounds = 0;
@@ -347,10 +347,14 @@ impl Shard {
         // What never left our own buffer was not read either.
         let left_unread = link.ends_with_job && (link.left_unread || !link.outbox.is_empty());
         let event = match death {
-            Some(death) => Event::Exited { worker, death, left_unread },
+            Some((death, usage)) => {
+                self.report_death(&link, death, usage, left_unread);
+                Event::Exited { worker, death, left_unread }
+            }
             None => Event::Lost { worker, left_unread },
         };
         self.apply(compartment, event, Incoming::None);
+        self.last_report = None;
     }
 
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
@@ -662,8 +666,10 @@ impl Shard {
                     Death::Violation(_) => describe_program(death),
                     _ => cut(crashed.message, MESSAGE_BYTES_MAX).to_owned(),
                 };
+                self.report_program(compartment, worker, JobId(number), death, &message);
                 let reply = Reply::ProgramCrashed { death, message };
                 self.reply(compartment, worker, number, reply, Incoming::None);
+                self.last_report = None;
             }
             _ => self.worker_notice(index, header, metadata)?,
         }

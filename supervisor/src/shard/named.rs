@@ -9,6 +9,7 @@ use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
 use foldhash::quality::RandomState;
 
 use super::Cargo;
+use super::crashes::Allowance;
 use crate::config::{BulkheadConfig, Config};
 use crate::confinement::Grounds;
 use crate::latency::Latency;
@@ -30,6 +31,8 @@ pub(super) struct Named {
     /// Whether payloads that kill are to be recognised.
     pub(super) knows_poison: bool,
     pub(super) latency: Latency,
+    /// How many more of its crashes are reported now.
+    pub(super) crash_allowance: Allowance,
     /// What single tenants have of their own, if all share its workers.
     pub(super) own: BTreeMap<String, TenantNumbers>,
     pub(super) layout: Layout,
@@ -74,6 +77,8 @@ pub(super) struct Compartment {
     pub(super) named: usize,
     /// The only tenant that it serves, if that is so.
     pub(super) tenant: Option<Arc<str>>,
+    /// Whether it is there for one job of a crash report, and for nobody else.
+    pub(super) is_replay: bool,
     pub(super) policy: Bulkhead<Cargo>,
     /// By a worker's place: its link.
     pub(super) links: Vec<Option<usize>>,
@@ -105,6 +110,7 @@ impl Compartment {
         Self {
             named,
             tenant,
+            is_replay: false,
             policy: Bulkhead::new(limits, seed),
             links: Vec::new(),
             is_touched: false,
@@ -147,6 +153,7 @@ impl Named {
                 retries: bulkhead.retry.is_some(),
                 knows_poison: bulkhead.poison.is_some(),
                 latency: Latency::default(),
+                crash_allowance: Allowance::default(),
                 own: program::tenant_numbers(bulkhead),
                 layout: Layout::new(bulkhead),
             }

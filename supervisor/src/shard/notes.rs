@@ -17,6 +17,14 @@ impl Shard {
         if self.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
             return;
         }
+        if self.compartments[compartment].is_replay {
+            return self.note_replay(compartment, note);
+        }
+        let dead = match &note {
+            Note::WorkerExited { pid, .. } => Some(*pid),
+            Note::JobRetried { worker_pid, .. } => *worker_pid,
+            _ => None,
+        };
         let job = match &note {
             Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => Some(*job),
             _ => None,
@@ -31,6 +39,7 @@ impl Shard {
             fields.push(("operation", json!(operation)));
             fields.push(("tenant", json!(tenant)));
         }
+        fields.extend(self.report_about(dead));
         self.event(severity, kind, Some(compartment), fields);
         if !self.started {
             self.check_started();
@@ -84,7 +93,7 @@ impl Shard {
     }
 
     pub(super) fn check_started(&mut self) {
-        if !self.started && self.compartments.iter().all(|c| c.policy.has_settled()) {
+        if !self.started && self.compartments.iter().all(|c| c.is_replay || c.policy.has_settled()) {
             self.started = true;
             self.notify(Notice::Started);
         }
@@ -98,12 +107,11 @@ impl Shard {
             Verdict::Crashed { .. } => "job_crashed",
             _ => return,
         };
-        let trace_id = cargo.traceparent.as_deref().and_then(|text| text.split('-').nth(1));
         let mut fields = vec![
             ("job", json!(job.map(|id| id.to_string()))),
             ("operation", json!(cargo.operation)),
             ("tenant", json!(cargo.tenant)),
-            ("trace_id", json!(trace_id)),
+            ("trace_id", json!(cargo.trace_id())),
             ("pid", json!(answer.worker_pid)),
             ("payload_bytes", json!(cargo.payload_bytes)),
         ];
@@ -114,6 +122,7 @@ impl Shard {
             fields.push(("reason", json!(verdict.reason())));
             fields.push(("message", json!(verdict.message())));
             fields.push(("attempts", json!(answer.attempts)));
+            fields.extend(self.report_about(answer.worker_pid));
         }
         self.event(Severity::Warning, kind, Some(compartment), fields);
     }

@@ -474,7 +474,7 @@ impl Shard {
     }
 
     /// A record in memory that was used before, if there is some.
-    fn record(&mut self, record: JobRecord) -> Cargo {
+    pub(super) fn record(&mut self, record: JobRecord) -> Cargo {
         match self.records.pop() {
             Some(mut kept) => {
                 *kept = record;
@@ -589,6 +589,9 @@ impl Shard {
 
     pub(super) fn answer(&mut self, compartment: usize, answer: Answer<Cargo>, incoming: &mut Incoming<'_>) {
         let mut answer = answer;
+        if self.compartments[compartment].is_replay {
+            return self.replay_answered(compartment, answer);
+        }
         if answer.cargo.journey.is_some() {
             match self.pass_on(compartment, answer, incoming) {
                 Some(own) => answer = own,
@@ -643,7 +646,7 @@ impl Shard {
     }
 
     /// Keeps the memory of a record for the next job.
-    fn keep_record(&mut self, mut cargo: Cargo) {
+    pub(super) fn keep_record(&mut self, mut cargo: Cargo) {
         if self.records.len() < RECORDS_KEPT_MAX {
             *cargo = JobRecord::default();
             self.records.push(cargo);
@@ -669,9 +672,8 @@ impl Shard {
     }
 
     pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
-        let Some(entry) = self.sessions[session.index].as_mut().filter(|s| s.epoch == session.epoch) else {
-            return;
-        };
+        let entry = self.sessions.get_mut(session.index).and_then(Option::as_mut);
+        let Some(entry) = entry.filter(|entry| entry.epoch == session.epoch) else { return };
         // Progress is a courtesy: a client that does not keep up goes without.
         if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
             let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);

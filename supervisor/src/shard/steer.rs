@@ -41,6 +41,9 @@ impl Shard {
             Command::Memory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
             }
+            Command::Replay { order, accepted, done } => {
+                let _ = accepted.send(self.replay(order, done));
+            }
             Command::Stop => self.stop(),
             Command::Summarise => self.summarise(),
         }

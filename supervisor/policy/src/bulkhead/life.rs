@@ -721,7 +721,8 @@ pub(super) fn crash(death: Death, killed: Option<&KillReason>, message: String) 
     Verdict::Crashed { reason, status, message }
 }
 
-fn describe(death: Death, killed: Option<&KillReason>) -> String {
+/// How a worker ended, in a sentence that goes on from its name.
+pub fn describe(death: Death, killed: Option<&KillReason>) -> String {
     match (killed, death) {
         (Some(reason), _) => format!("killed by the supervisor: {}", reason.describe()),
         (None, death) => death.to_string(),

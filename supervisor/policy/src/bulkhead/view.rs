@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_shared::{RejectReason, Verdict};
+use bulkhead_shared::{JobId, RejectReason, Verdict};
 
 use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
-use crate::messages::WorkerId;
+use crate::jobs::Place;
+use crate::messages::{KillReason, WorkerId};
+use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Apart, Role, SlotState};
+use crate::workers::{Apart, Phase, Role, SlotState};
 
 const REASONS: usize = 18;
 const _: () = assert!(RejectReason::ALL.len() < REASONS);
@@ -131,6 +133,40 @@ pub struct WorkerView {
     pub is_current: bool,
     /// Whether it takes no jobs but one that is to be alone.
     pub is_apart: bool,
+}
+
+/// A worker whose process is gone, as long as its bulkhead has not been told.
+#[derive(Clone, Debug)]
+pub struct PostMortem {
+    /// Its slot.
+    pub slot: u32,
+    /// Its process.
+    pub pid: u32,
+    /// Why, if the supervisor killed it.
+    pub killed: Option<KillReason>,
+    /// Whether it was ever ready.
+    pub was_ready: bool,
+    /// How long it ran.
+    pub uptime: Duration,
+    /// How many jobs it answered.
+    pub served: u64,
+    /// Jobs that it held, and some of them, the oldest first.
+    pub in_flight: u32,
+    /// See there.
+    pub jobs: Vec<HeldJob>,
+}
+
+/// A job in the hands of a worker.
+#[derive(Clone, Copy, Debug)]
+pub struct HeldJob {
+    /// Which.
+    pub id: JobId,
+    /// How long the worker has had it.
+    pub ran: Duration,
+    /// How often it was given to a worker, this time included.
+    pub attempts: u32,
+    /// What tells its payload from all others, where that is asked for.
+    pub digest: Option<Digest>,
 }
 
 /// One tenant from outside.
@@ -273,6 +309,39 @@ impl<T> Bulkhead<T> {
             _ if !self.has_settled() => BulkheadState::Starting,
             _ => BulkheadState::Degraded,
         }
+    }
+
+    /// What is known of a worker that is about to be reported as gone, with at most so many of its jobs.
+    pub fn post_mortem(&mut self, now: Time, id: WorkerId, jobs_max: usize) -> Option<PostMortem> {
+        let worker = self.worker(id)?;
+        let killed = match &worker.phase {
+            Phase::Killing(reason) => Some(reason.clone()),
+            _ => None,
+        };
+        let (slot, pid, uptime) = (worker.slot, worker.pid.unwrap_or(0), now.since(worker.spawned_at));
+        let (was_ready, served) = (worker.ready_at.is_some(), worker.served);
+        let indexes = worker.jobs.clone();
+        let in_flight = indexes.len() as u32;
+        let mut jobs: Vec<HeldJob> = indexes.into_iter().map(|index| self.held_job(now, index)).collect();
+        jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
+        jobs.truncate(jobs_max);
+        Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, jobs })
+    }
+
+    /// A job that a worker has, for a report about its program.
+    pub fn held(&mut self, now: Time, id: JobId) -> Option<HeldJob> {
+        let index = self.jobs.find(id)?;
+        Some(self.held_job(now, index))
+    }
+
+    fn held_job(&mut self, now: Time, index: u32) -> HeldJob {
+        let id = self.jobs.id(index);
+        let job = self.jobs.get(index);
+        let ran = match job.place {
+            Place::InFlight { since, .. } => now.since(since),
+            Place::Entered | Place::Queued | Place::Apart => Duration::ZERO,
+        };
+        HeldJob { id, ran, attempts: job.attempts, digest: job.digest }
     }
 
     /// Its workers, by slot.

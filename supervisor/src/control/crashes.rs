@@ -1,0 +1,290 @@
+//! Crash reports over HTTP: a list, one of them, and its jobs run again.
+
+use std::convert::Infallible;
+use std::time::SystemTime;
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bulkhead_shared::Verdict;
+use futures_util::stream;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+
+use super::ANSWER_WITHIN;
+use super::http::{JSON, Shared, not_found, problem, stuck};
+use crate::command::{Command, Event, ReplayError, ReplayOrder, Replayed, Severity};
+use crate::crash::{Cause, CrashId, CrashReport};
+use crate::observe::crashes::ReadError;
+
+#[derive(Deserialize)]
+pub(super) struct ListQuery {
+    bulkhead: Option<String>,
+    limit: Option<usize>,
+}
+
+/// The newest `limit` of them, the oldest first.
+pub(super) async fn list(State(control): State<Shared>, Query(query): Query<ListQuery>) -> Response {
+    let Some(mut crashes) = control.crashes.list().await else { return busy() };
+    if let Some(name) = &query.bulkhead {
+        // One that is not configured any more may have left some.
+        crashes.retain(|crash| crash.bulkhead == *name);
+        if crashes.is_empty() && !control.bulkheads.contains(name) {
+            return not_found(name);
+        }
+    }
+    let surplus = crashes.len().saturating_sub(query.limit.unwrap_or(usize::MAX));
+    axum::Json(json!({"crashes": &crashes[surplus..]})).into_response()
+}
+
+pub(super) async fn show(State(control): State<Shared>, Path(id): Path<String>) -> Response {
+    match find(&control, &id).await {
+        Ok(report) => axum::Json(report).into_response(),
+        Err(refusal) => refusal,
+    }
+}
+
+fn busy() -> Response {
+    problem(StatusCode::SERVICE_UNAVAILABLE, "crash reports are being written; try again")
+}
+
+/// What users call an id never becomes a path.
+async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> {
+    let unknown = || {
+        let detail = format!("there is no crash report '{}'", id.escape_debug());
+        problem(StatusCode::NOT_FOUND, &detail)
+    };
+    let parsed: CrashId = id.parse().map_err(|_| unknown())?;
+    match control.crashes.get(parsed).await {
+        Some(Ok(report)) => Ok(report),
+        Some(Err(ReadError::NotFound)) => Err(unknown()),
+        Some(Err(error)) => Err(problem(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string())),
+        None => Err(busy()),
+    }
+}
+
+// Replays.
+
+#[derive(Deserialize)]
+pub(super) struct ReplayQuery {
+    job: Option<usize>,
+}
+
+/// Whether it happened again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Again {
+    /// The job was not run: there was no worker for it.
+    NotRun,
+    NoCrash,
+    Different,
+    Same,
+}
+
+pub(super) async fn replay(
+    State(control): State<Shared>,
+    Path(id): Path<String>,
+    Query(query): Query<ReplayQuery>,
+) -> Response {
+    let report = match find(&control, &id).await {
+        Ok(report) => report,
+        Err(refusal) => return refusal,
+    };
+    let places = match choose(&report, query.job) {
+        Ok(places) => places,
+        Err(sentence) => return problem(StatusCode::UNPROCESSABLE_ENTITY, &sentence),
+    };
+    let Ok(place) = control.replays.clone().try_acquire_owned() else {
+        return problem(StatusCode::TOO_MANY_REQUESTS, &ReplayError::Busy.to_string());
+    };
+    let first = match begin(&control, &report, places[0]).await {
+        Ok(first) => first,
+        Err(refusal) => return refusal,
+    };
+    // The answer is begun at once, since it may take longer to come than a request has.
+    let body = stream::once(async move {
+        let told = run(control, report, places, first, place).await;
+        Ok::<_, Infallible>(Bytes::from(format!("{told}\n")))
+    });
+    ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
+}
+
+/// The places of the jobs to run, in this order: the one that was asked for, the culprit, or else all.
+fn choose(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String> {
+    let count = report.jobs.len();
+    if count == 0 {
+        return Err("no job was in flight when it crashed: there is nothing to run again".into());
+    }
+    if let Some(job) = job.filter(|job| *job >= count) {
+        return Err(format!("there is no job {job} in this report: it has {count}, from 0"));
+    }
+    match job.or(report.culprit) {
+        Some(one) if report.jobs[one].is_replayable() => Ok(vec![one]),
+        Some(one) => {
+            let job = &report.jobs[one];
+            let why = match (job.is_answered, job.payload_bytes) {
+                (true, _) => "its client had been answered before the crash".to_owned(),
+                (false, bytes) => format!("it has {bytes} bytes, more than a report keeps"),
+            };
+            Err(format!("the payload of job {one} was not kept: {why}"))
+        }
+        None => {
+            let all: Vec<usize> = (0..count).filter(|&one| report.jobs[one].is_replayable()).collect();
+            if all.is_empty() { Err("the payload of none of its jobs was kept".into()) } else { Ok(all) }
+        }
+    }
+}
+
+type Begun = oneshot::Receiver<Replayed>;
+
+async fn begin(control: &Shared, report: &CrashReport, place: usize) -> Result<Begun, Response> {
+    let job = &report.jobs[place];
+    let order = ReplayOrder {
+        bulkhead: report.bulkhead.clone(),
+        operation: job.operation.clone(),
+        tenant: job.tenant.clone(),
+        payload: job.payload.clone().unwrap_or_default(),
+    };
+    let ((accepted, answer), (done, begun)) = (oneshot::channel(), oneshot::channel());
+    control.commander.send(Command::Replay { order, accepted, done }).map_err(|_| stuck())?;
+    match tokio::time::timeout(ANSWER_WITHIN, answer).await {
+        Ok(Ok(Ok(()))) => Ok(begun),
+        Ok(Ok(Err(error))) => {
+            let status = match error {
+                ReplayError::NotConfigured | ReplayError::Stopping => StatusCode::CONFLICT,
+                ReplayError::Busy => StatusCode::TOO_MANY_REQUESTS,
+            };
+            Err(problem(status, &error.to_string()))
+        }
+        Ok(Err(_)) | Err(_) => Err(stuck()),
+    }
+}
+
+/// Runs the jobs one after the other, each in a worker of its own, until it happens again.
+async fn run(
+    control: Shared,
+    report: Box<CrashReport>,
+    places: Vec<usize>,
+    first: Begun,
+    _place: OwnedSemaphorePermit,
+) -> Value {
+    let (mut replays, mut again, mut next) = (Vec::new(), Again::NotRun, Some(first));
+    for place in places {
+        let begun = match next.take() {
+            Some(begun) => Ok(begun),
+            None => begin(&control, &report, place).await,
+        };
+        let Ok(begun) = begun else { break };
+        let stopped = || Replayed {
+            pid: None,
+            end: Err("the supervisor stopped before".into()),
+            cause: None,
+            ran: std::time::Duration::ZERO,
+        };
+        let replayed = begun.await.unwrap_or_else(|_| stopped());
+        let verdict = judge(&report.cause, &replayed);
+        again = again.max(verdict);
+        replays.push(describe(&control, &report, place, &replayed, verdict));
+        if verdict == Again::Same {
+            break;
+        }
+    }
+    control.tell_replay(&report, again);
+    json!({
+        "id": report.id, "bulkhead": report.bulkhead, "verdict": again, "before": report.cause,
+        "replays": replays,
+    })
+}
+
+fn judge(before: &Cause, replayed: &Replayed) -> Again {
+    match (&replayed.end, &replayed.cause) {
+        (Err(_), _) => Again::NotRun,
+        (Ok(Verdict::Crashed { .. }), Some(cause)) if before.is_same(cause) => Again::Same,
+        (Ok(Verdict::Crashed { .. }), Some(_)) => Again::Different,
+        // The supervisor's own stop, or its keeper's end.
+        (Ok(Verdict::Crashed { .. }), None) => Again::NotRun,
+        (Ok(_), _) => Again::NoCrash,
+    }
+}
+
+fn describe(
+    control: &Shared,
+    report: &CrashReport,
+    place: usize,
+    replayed: &Replayed,
+    verdict: Again,
+) -> Value {
+    let job = &report.jobs[place];
+    let mut told = json!({
+        "job": place, "operation": job.operation, "tenant": job.tenant, "payload_bytes": job.payload_bytes,
+        "verdict": verdict, "worker_pid": replayed.pid, "cause": replayed.cause,
+        "ran_ms": (replayed.ran.as_secs_f64() * 1e6).round() / 1e3,
+        "stderr_tail": replayed.pid.and_then(|pid| control.output.tail(pid)),
+    });
+    match &replayed.end {
+        Ok(end) => {
+            told["outcome"] = json!(end.name());
+            told["reason"] = json!(end.reason());
+            told["message"] = json!(end.message());
+        }
+        Err(message) => told["message"] = json!(message),
+    }
+    told
+}
+
+impl super::Control {
+    fn tell_replay(&self, report: &CrashReport, again: Again) {
+        let fields = vec![("report", json!(report.id)), ("verdict", json!(again))];
+        self.events.add(Event {
+            at: SystemTime::now(),
+            severity: Severity::Info,
+            kind: "crash_replayed",
+            bulkhead: Some(report.bulkhead.as_str().into()),
+            fields,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::crash::tests::report;
+    use bulkhead_policy::{Death, KillReason};
+    use bulkhead_shared::CrashReason;
+
+    #[test]
+    fn a_crash_is_compared_by_its_cause() {
+        let segv = Cause::of(Death::Signal(11), None).unwrap();
+        let crashed = |cause| {
+            let end = Verdict::Crashed { reason: CrashReason::Signal, status: None, message: String::new() };
+            Replayed { pid: Some(1), end: Ok(end), cause, ran: std::time::Duration::ZERO }
+        };
+        let other = Cause::of(Death::Signal(9), Some(&KillReason::Hung));
+        assert_eq!(judge(&segv, &crashed(Some(segv.clone()))), Again::Same);
+        assert_eq!(judge(&segv, &crashed(other)), Again::Different);
+        assert_eq!(judge(&segv, &crashed(None)), Again::NotRun);
+        let ended = |end| Replayed { end, ..crashed(None) };
+        assert_eq!(judge(&segv, &ended(Ok(Verdict::DeadlineRunning))), Again::NoCrash);
+        assert_eq!(judge(&segv, &ended(Ok(Verdict::Ok))), Again::NoCrash);
+        assert_eq!(judge(&segv, &ended(Err("no worker".into()))), Again::NotRun);
+    }
+
+    #[test]
+    fn the_culprit_is_run_or_all_who_could_be_or_whoever_is_named() {
+        let mut crash = report(1, 1, b"x");
+        assert_eq!(choose(&crash, None), Ok(vec![0]));
+        assert!(choose(&crash, Some(1)).unwrap_err().contains("no job 1"));
+        crash.jobs.push(crash.jobs[0].clone());
+        crash.jobs.push(crash.jobs[0].clone());
+        crash.jobs[1].payload = None;
+        crash.jobs[1].payload_bytes = 1 << 20;
+        crash.culprit = None;
+        assert_eq!(choose(&crash, None), Ok(vec![0, 2]));
+        assert_eq!(choose(&crash, Some(2)), Ok(vec![2]));
+        assert!(choose(&crash, Some(1)).unwrap_err().contains("1048576 bytes"));
+        crash.jobs.clear();
+        assert!(choose(&crash, None).unwrap_err().contains("no job was in flight"));
+    }
+}

@@ -1,0 +1,557 @@
+//! Crash reports, kept: in a folder, or in memory where there is none. A thread of its own does the reading and
+//! writing, so that a slow disk delays neither jobs nor operators; whoever wants something of it asks by message.
+//!
+//! Files are written by nobody else, and yet not trusted when they are read.
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc as blocking;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, RenameFlags, flock};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+
+use crate::crash::{CrashId, CrashReport, Summary};
+
+/// Reports on their way from the data plane to here; what comes beyond is counted, and not kept.
+pub const REPORTS_WAITING_MAX: usize = 64;
+
+/// Messages that wait: all those reports, and a question from each connection of the admin socket.
+const MESSAGES_MAX: usize = REPORTS_WAITING_MAX + 256;
+
+/// Bytes of a file that is read as a report. One with all the payloads it may have is well below.
+const FILE_BYTES_MAX: u64 = 2 * 1024 * 1024;
+
+/// Bytes of all reports that are kept in memory, more or less; the oldest go first.
+const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
+
+/// Names in the folder that are looked at when it is opened.
+const NAMES_MAX: usize = 100_000;
+
+/// How long the end waits for reports to be written.
+const SETTLE_WITHIN: Duration = Duration::from_secs(2);
+
+/// Why reports cannot be kept in a folder. Fits after "failed to".
+#[derive(Debug, thiserror::Error)]
+#[error("keep crash reports in {}: {problem}", folder.display())]
+pub struct OpenError {
+    folder: PathBuf,
+    problem: String,
+}
+
+/// Why a report is not handed out.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReadError {
+    /// There is none of that name, or not any more.
+    #[error("there is no crash report of this id")]
+    NotFound,
+    /// Its file is not what was written.
+    #[error("the file of this crash report cannot be read: {0}")]
+    Unreadable(String),
+}
+
+/// The reports.
+#[derive(Debug)]
+pub struct Store {
+    folder: Option<Folder>,
+    keep: usize,
+    entries: BTreeMap<CrashId, Entry>,
+    held_bytes: usize,
+    /// Whether the last report could not be written: told once, not for each.
+    is_failing: bool,
+}
+
+#[derive(Debug)]
+struct Entry {
+    summary: Summary,
+    /// The report itself and its size, if it lies in no file.
+    held: Option<(Box<CrashReport>, usize)>,
+}
+
+impl Store {
+    /// Reports in `folder`, or in memory. A missing folder is made, with mode 0700.
+    pub fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
+        let open = |path: &Path| {
+            Folder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
+        };
+        let folder = folder.map(open).transpose()?;
+        Ok(Self { folder, keep: keep.max(1), entries: BTreeMap::new(), held_bytes: 0, is_failing: false })
+    }
+
+    /// Takes up what an earlier run of the supervisor has left.
+    fn load(&mut self) {
+        let Some(folder) = &self.folder else { return };
+        let (mut ids, mut skipped) = match folder.list() {
+            Ok(found) => found,
+            Err(error) => {
+                let path = folder.path.display();
+                return tracing::error!("the crash reports in {path} cannot be listed: {error}");
+            }
+        };
+        ids.sort_unstable();
+        let surplus = ids.len().saturating_sub(self.keep);
+        for id in ids.drain(..surplus) {
+            folder.remove(id);
+        }
+        for id in ids {
+            match folder.read(id) {
+                Ok(report) => {
+                    let summary = report.summary();
+                    self.entries.insert(id, Entry { summary, held: None });
+                }
+                Err(error) => skipped.push(format!("{id}.json ({error})")),
+            }
+        }
+        if let Some(first) = skipped.first() {
+            let (count, path) = (skipped.len(), folder.path.display());
+            tracing::warn!("{count} files in {path} are no crash reports and are ignored, such as {first:?}");
+        }
+    }
+
+    fn add(&mut self, mut report: Box<CrashReport>) {
+        for job in &mut report.jobs {
+            job.blake3 = job.payload.as_ref().map(|payload| blake3::hash(payload).to_hex().to_string());
+        }
+        let (id, summary) = (report.id, report.summary());
+        let held = if self.write(&report) {
+            None
+        } else {
+            let bytes = size(&report);
+            self.held_bytes += bytes;
+            Some((report, bytes))
+        };
+        if let Some(Entry { held: Some((_, bytes)), .. }) = self.entries.insert(id, Entry { summary, held }) {
+            self.held_bytes -= bytes;
+        }
+        while self.entries.len() > self.keep {
+            self.drop_oldest();
+        }
+        while self.held_bytes > MEMORY_BYTES_MAX && self.drop_oldest_held() {}
+    }
+
+    /// Whether the report lies in a file now.
+    fn write(&mut self, report: &CrashReport) -> bool {
+        let Some(folder) = &self.folder else { return false };
+        match folder.write(report) {
+            Ok(()) => {
+                if std::mem::take(&mut self.is_failing) {
+                    tracing::info!("crash reports can be written again");
+                }
+                true
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.is_failing, true) {
+                    let path = folder.path.display();
+                    tracing::error!(
+                        "a crash report cannot be written to {path}: {error}; as long as this lasts they are kept \
+                         in memory"
+                    );
+                }
+                false
+            }
+        }
+    }
+
+    fn drop_oldest(&mut self) {
+        let Some((id, entry)) = self.entries.pop_first() else { return };
+        match (entry.held, &self.folder) {
+            (Some((_, bytes)), _) => self.held_bytes -= bytes,
+            (None, Some(folder)) => folder.remove(id),
+            (None, None) => {}
+        }
+    }
+
+    fn drop_oldest_held(&mut self) -> bool {
+        let oldest = self.entries.iter().find_map(|(id, entry)| Some((*id, entry.held.as_ref()?.1)));
+        let Some((id, bytes)) = oldest else { return false };
+        self.entries.remove(&id);
+        self.held_bytes -= bytes;
+        true
+    }
+
+    /// The oldest first.
+    fn list(&self) -> Vec<Summary> {
+        self.entries.values().map(|entry| entry.summary.clone()).collect()
+    }
+
+    fn get(&mut self, id: CrashId) -> Result<Box<CrashReport>, ReadError> {
+        let entry = self.entries.get(&id).ok_or(ReadError::NotFound)?;
+        match (&entry.held, &self.folder) {
+            (Some((report, _)), _) => Ok(report.clone()),
+            (None, None) => Err(ReadError::NotFound),
+            (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
+                if error.kind() == io::ErrorKind::NotFound {
+                    // Somebody has removed it by hand.
+                    self.entries.remove(&id);
+                    return ReadError::NotFound;
+                }
+                ReadError::Unreadable(error.to_string())
+            }),
+        }
+    }
+}
+
+/// What a report takes in memory, more or less.
+fn size(report: &CrashReport) -> usize {
+    let jobs = report.jobs.iter().map(|job| {
+        job.payload.as_ref().map_or(0, Vec::len) + job.operation.len() + job.tenant.len() + size_of_val(job)
+    });
+    jobs.sum::<usize>() + report.stderr_tail.as_ref().map_or(0, String::len) + size_of::<CrashReport>()
+}
+
+// The folder.
+
+/// A folder that is this supervisor's alone.
+#[derive(Debug)]
+struct Folder {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl Folder {
+    fn open(path: &Path) -> Result<Self, String> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(path)
+            .map_err(|error| format!("the folder cannot be made: {error}"))?;
+        let about = std::fs::metadata(path).map_err(|error| error.to_string())?;
+        let own = rustix::process::geteuid().as_raw();
+        if about.uid() != own {
+            let owner = about.uid();
+            return Err(format!(
+                "the folder belongs to user {owner}, and reports hold the payloads of jobs: have it belong to user \
+                 {own}, or configure another `crash_dir`"
+            ));
+        }
+        let mode = about.mode() & 0o7777;
+        if mode & 0o077 != 0 {
+            return Err(format!(
+                "others may use the folder (its mode is {mode:04o}), and reports hold the payloads of jobs: \
+                 `chmod 700` it, or configure another `crash_dir`"
+            ));
+        }
+        std::fs::read_dir(path).map_err(|error| format!("the folder cannot be read: {error}"))?;
+        let lock = Self::lock(path)?;
+        Ok(Self { path: path.to_owned(), _lock: lock })
+    }
+
+    /// Two supervisors would remove each other's reports.
+    fn lock(path: &Path) -> Result<File, String> {
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path.join(LOCK))
+            .map_err(|error| format!("its file {LOCK} cannot be opened: {error}"))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(file),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                Err("another supervisor keeps its reports there; stop it, or configure another `crash_dir`"
+                    .into())
+            }
+            Err(error) => Err(format!("its file {LOCK} cannot be locked: {error}")),
+        }
+    }
+
+    fn file(&self, id: CrashId) -> PathBuf {
+        self.path.join(format!("{id}.json"))
+    }
+
+    /// The reports by their names, and the names that are none. What an interrupted write has left is removed.
+    fn list(&self) -> io::Result<(Vec<CrashId>, Vec<String>)> {
+        let (mut ids, mut others) = (Vec::new(), Vec::new());
+        for entry in std::fs::read_dir(&self.path)?.take(NAMES_MAX) {
+            let name = entry?.file_name();
+            let name = name.to_string_lossy();
+            let id_before = |suffix| name.strip_suffix(suffix).and_then(|text| text.parse::<CrashId>().ok());
+            if let Some(id) = id_before(REPORT_SUFFIX) {
+                ids.push(id);
+            } else if id_before(UNFINISHED_SUFFIX).is_some() {
+                // If it cannot be removed now, then next time.
+                let _ = std::fs::remove_file(self.path.join(&*name));
+            } else if name != LOCK {
+                others.push(name.into_owned());
+            }
+        }
+        Ok((ids, others))
+    }
+
+    fn read(&self, id: CrashId) -> io::Result<CrashReport> {
+        let unfit = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
+        // A pipe in the place of a file would block.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(self.file(id))?;
+        if !file.metadata()?.is_file() {
+            return Err(unfit("not a file".into()));
+        }
+        let mut text = Vec::new();
+        file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            return Err(unfit(format!("more than {FILE_BYTES_MAX} bytes")));
+        }
+        let report: CrashReport = serde_json::from_slice(&text).map_err(|error| unfit(error.to_string()))?;
+        if report.id != id || !report.is_sound() {
+            return Err(unfit("not a report of a supervisor".into()));
+        }
+        Ok(report)
+    }
+
+    /// Writes a file that is there as a whole or not at all.
+    fn write(&self, report: &CrashReport) -> io::Result<()> {
+        let unfinished = self.path.join(format!("{}{UNFINISHED_SUFFIX}", report.id));
+        let written = write_new(&unfinished, report).and_then(|()| {
+            let (directory, target) = (rustix::fs::CWD, self.file(report.id));
+            // A clock that was set back must not cost a report of an earlier run.
+            let flags = RenameFlags::NOREPLACE;
+            match rustix::fs::renameat_with(directory, &unfinished, directory, &target, flags) {
+                // Not every file system knows how.
+                Err(rustix::io::Errno::INVAL) if !target.exists() => std::fs::rename(&unfinished, &target),
+                renamed => Ok(renamed?),
+            }
+        });
+        if written.is_err() {
+            // It may not have come into being.
+            let _ = std::fs::remove_file(&unfinished);
+        }
+        written
+    }
+
+    fn remove(&self, id: CrashId) {
+        if let Err(error) = std::fs::remove_file(self.file(id))
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!("the crash report {} cannot be removed: {error}", self.file(id).display());
+        }
+    }
+}
+
+const LOCK: &str = ".lock";
+const REPORT_SUFFIX: &str = ".json";
+const UNFINISHED_SUFFIX: &str = ".json.new";
+
+fn write_new(path: &Path, report: &CrashReport) -> io::Result<()> {
+    let mut text = serde_json::to_vec_pretty(report)?;
+    text.push(b'\n');
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)?;
+    file.write_all(&text)?;
+    file.sync_all()
+}
+
+// The thread.
+
+enum Message {
+    Add { report: Box<CrashReport>, place: OwnedSemaphorePermit },
+    List(oneshot::Sender<Vec<Summary>>),
+    Get(CrashId, oneshot::Sender<Result<Box<CrashReport>, ReadError>>),
+}
+
+/// Asks the thread that keeps the reports.
+#[derive(Clone, Debug)]
+pub struct Crashes(mpsc::Sender<Message>);
+
+/// The thread that keeps the reports. It ends when nobody can ask it any more.
+#[derive(Debug)]
+pub struct CrashThread(blocking::Receiver<()>);
+
+/// Starts to keep reports.
+pub fn start(mut store: Store) -> io::Result<(Crashes, CrashThread)> {
+    let (sender, mut messages) = mpsc::channel(MESSAGES_MAX);
+    let (alive, ended) = blocking::channel::<()>();
+    let run = move || {
+        let _alive = alive;
+        store.load();
+        while let Some(message) = messages.blocking_recv() {
+            match message {
+                Message::Add { report, place } => {
+                    store.add(report);
+                    drop(place);
+                }
+                // Whoever asked may have gone.
+                Message::List(reply) => drop(reply.send(store.list())),
+                Message::Get(id, reply) => drop(reply.send(store.get(id))),
+            }
+        }
+    };
+    std::thread::Builder::new().name("crashes".into()).spawn(run)?;
+    Ok((Crashes(sender), CrashThread(ended)))
+}
+
+impl CrashThread {
+    /// Waits until what came so far is written, but not for ever: a disk may not answer at all.
+    pub fn settle(self) {
+        // The sender's end is the sign.
+        let _ = self.0.recv_timeout(SETTLE_WITHIN);
+    }
+}
+
+impl Crashes {
+    /// Hands over a report with its place among those that wait. It can be asked for from now on.
+    pub fn add(&self, report: Box<CrashReport>, place: OwnedSemaphorePermit) {
+        if self.0.try_send(Message::Add { report, place }).is_err() {
+            tracing::error!("a crash report was lost: too many wait to be written");
+        }
+    }
+
+    /// All of them, the oldest first; `None` if the thread is too busy.
+    pub async fn list(&self) -> Option<Vec<Summary>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.try_send(Message::List(reply)).ok()?;
+        answer.await.ok()
+    }
+
+    /// One of them; `None` if the thread is too busy.
+    pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.try_send(Message::Get(id, reply)).ok()?;
+        answer.await.ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::crash::tests::report;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn boxed(number: u32) -> Box<CrashReport> {
+        Box::new(report(1_772_878_530_123, number, b"payload"))
+    }
+
+    fn numbers(store: &Store) -> Vec<String> {
+        store.list().iter().map(|summary| summary.id.to_string()[19..].to_owned()).collect()
+    }
+
+    fn mode(path: &Path) -> u32 {
+        std::fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn the_newest_are_kept_and_found_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/crashes");
+        let mut store = Store::open(Some(&path), 3).unwrap();
+        store.load();
+        for number in 1..=5 {
+            store.add(boxed(number));
+        }
+        assert_eq!(numbers(&store), ["0003", "0004", "0005"]);
+        assert_eq!(mode(&path), 0o700);
+        let id = boxed(4).id;
+        assert_eq!(mode(&path.join(format!("{id}.json"))), 0o600);
+        let kept = store.get(id).unwrap();
+        assert_eq!(kept.jobs[0].blake3.as_deref().unwrap(), blake3::hash(b"payload").to_hex().as_str());
+        assert_eq!(store.get(boxed(1).id), Err(ReadError::NotFound));
+        let error = Store::open(Some(&path), 3).unwrap_err().to_string();
+        assert!(error.contains("another supervisor"), "{error}");
+        drop(store);
+
+        let mut again = Store::open(Some(&path), 2).unwrap();
+        again.load();
+        assert_eq!(numbers(&again), ["0004", "0005"]);
+        assert_eq!(again.get(id).unwrap(), kept);
+        std::fs::remove_file(path.join(format!("{id}.json"))).unwrap();
+        assert_eq!(again.get(id), Err(ReadError::NotFound));
+        assert_eq!(numbers(&again), ["0005"]);
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "a report and the lock");
+    }
+
+    #[test]
+    fn what_is_no_report_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let mut store = Store::open(Some(&path), 10).unwrap();
+        store.add(boxed(1));
+        let good = std::fs::read_to_string(path.join(format!("{}.json", boxed(1).id))).unwrap();
+        drop(store);
+        let put = |number: u32, text: &str| {
+            std::fs::write(path.join(format!("{}.json", boxed(number).id)), text).unwrap();
+        };
+        put(2, "");
+        put(3, &good[..good.len() / 2]);
+        put(4, &good);
+        put(5, &good.replace("-0001", "-0005").replace("\"b\"", "\"../b\""));
+        put(6, &"[".repeat(100_000));
+        put(7, &" ".repeat(FILE_BYTES_MAX as usize + 1));
+        let link = path.join(format!("{}.json", boxed(8).id));
+        std::os::unix::fs::symlink("/etc/passwd", link).unwrap();
+        std::fs::create_dir(path.join(format!("{}.json", boxed(9).id))).unwrap();
+        std::fs::write(path.join("notes.txt"), "mine").unwrap();
+        std::fs::write(path.join(format!("{}.json.new", boxed(1).id)), "half").unwrap();
+        let mut store = Store::open(Some(&path), 10).unwrap();
+        store.load();
+        assert_eq!(numbers(&store), ["0001"]);
+        assert!(path.join("notes.txt").exists());
+        assert!(!path.join(format!("{}.json.new", boxed(1).id)).exists());
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_kept_in_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let mut store = Store::open(Some(&path), 10).unwrap();
+        store.add(boxed(1));
+        std::fs::remove_dir_all(&path).unwrap();
+        store.add(boxed(2));
+        assert_eq!(store.get(boxed(2).id).unwrap().jobs[0].payload.as_deref(), Some(&b"payload"[..]));
+        assert!(store.held_bytes > 0);
+        std::fs::create_dir(&path).unwrap();
+        store.add(boxed(3));
+        assert_eq!(numbers(&store), ["0001", "0002", "0003"]);
+        assert!(path.join(format!("{}.json", boxed(3).id)).exists());
+    }
+
+    #[test]
+    fn a_report_of_an_earlier_run_is_never_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        let mut store = Store::open(Some(&path), 10).unwrap();
+        store.add(boxed(1));
+        drop(store);
+        let file = path.join(format!("{}.json", boxed(1).id));
+        let before = std::fs::read(&file).unwrap();
+        let mut store = Store::open(Some(&path), 10).unwrap();
+        let mut other = boxed(1);
+        other.pid = 99;
+        store.add(other);
+        assert_eq!(std::fs::read(&file).unwrap(), before);
+        assert_eq!(store.get(boxed(1).id).unwrap().pid, 99);
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let mut store = Store::open(None, 10_000).unwrap();
+        let payload = vec![7; crate::crash::PAYLOAD_BYTES_MAX];
+        for number in 0..2000 {
+            store.add(Box::new(report(1_772_878_530_123, number, &payload)));
+        }
+        assert!(store.held_bytes <= MEMORY_BYTES_MAX, "{}", store.held_bytes);
+        assert!(store.entries.len() > 500);
+        assert!(numbers(&store).contains(&"1999".to_owned()));
+    }
+
+    #[test]
+    fn a_folder_that_others_may_use_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("crashes");
+        std::fs::create_dir(&path).unwrap();
+        for bad in [0o755, 0o710, 0o707] {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(bad)).unwrap();
+            let error = Store::open(Some(&path), 10).unwrap_err().to_string();
+            assert!(error.contains("chmod 700") && error.contains(&format!("{bad:04o}")), "{error}");
+        }
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        assert!(Store::open(Some(&file), 10).is_err());
+    }
+}

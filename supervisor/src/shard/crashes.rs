@@ -1,0 +1,261 @@
+//! Crash reports, as far as the data plane makes them: what was known of a worker the moment it died, with the
+//! payloads that are at hand. A death is rare and costs a process; in a storm of them most are only counted.
+
+use std::time::{Duration, SystemTime};
+
+use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
+use bulkhead_shared::JobId;
+use serde_json::{Value, json};
+
+use super::links::Link;
+use super::{JobRecord, Shard};
+use crate::command::{Notice, Severity};
+use crate::crash::{
+    Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
+};
+use crate::keeper::Usage;
+
+/// Crashes of one bulkhead that are reported one after the other, at most; after that one a second.
+const BURST: u32 = 10;
+
+/// How often it is told that crashes were not reported.
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// How many more crashes of a bulkhead are reported now.
+#[derive(Debug)]
+pub(super) struct Allowance {
+    left: u32,
+    /// Up to when it has been filled up.
+    filled_to: Time,
+    /// Crashes that were not reported, since that was last told.
+    skipped: u64,
+    told_at: Option<Time>,
+}
+
+impl Default for Allowance {
+    fn default() -> Self {
+        Self { left: BURST, filled_to: Time::ZERO, skipped: 0, told_at: None }
+    }
+}
+
+impl Allowance {
+    fn take(&mut self, now: Time) -> bool {
+        let seconds = now.since(self.filled_to).as_secs();
+        self.filled_to = self.filled_to + Duration::from_secs(seconds);
+        self.left = self.left.saturating_add(u32::try_from(seconds).unwrap_or(u32::MAX)).min(BURST);
+        let has_some = self.left > 0;
+        self.left -= u32::from(has_some);
+        has_some
+    }
+
+    /// How many crashes were not reported, if that is to be told now.
+    fn to_tell(&mut self, now: Time) -> Option<u64> {
+        let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
+        if self.skipped == 0 || !is_due {
+            return None;
+        }
+        self.told_at = Some(now);
+        Some(std::mem::take(&mut self.skipped))
+    }
+}
+
+/// Who died, and how, in the words of the report.
+struct Finding {
+    victim: Victim,
+    cause: Cause,
+    stage: Stage,
+    culprit: Option<usize>,
+    usage: Option<Usage>,
+    stderr_tail: Option<String>,
+}
+
+impl Shard {
+    /// Reports the death of a worker that policy is about to be told of, unless it was a fine one.
+    pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage, left_unread: bool) {
+        let (compartment, worker) = (link.compartment, link.worker);
+        let (now, entry) = (self.now, &mut self.compartments[compartment]);
+        if entry.is_replay {
+            return;
+        }
+        let Some(post) = entry.policy.post_mortem(now, worker, JOBS_MAX) else { return };
+        let is_unread = left_unread && post.in_flight == 1;
+        let Some(cause) = cause_of(&post, death, is_unread) else { return };
+        let stage = match (post.was_ready, post.in_flight) {
+            (false, _) => Stage::Starting,
+            (true, 0) => Stage::Idle,
+            (true, _) => Stage::Working,
+        };
+        let culprit = (post.in_flight == 1 && !is_unread).then_some(0);
+        let (victim, usage, stderr_tail) = (Victim::Worker, Some(usage), None);
+        let death = Finding { victim, cause, stage, culprit, usage, stderr_tail };
+        self.report(compartment, worker, &post, death, is_unread);
+    }
+
+    /// Reports the death of a program by a signal. Its worker is well.
+    pub(super) fn report_program(
+        &mut self,
+        compartment: usize,
+        worker: WorkerId,
+        job: JobId,
+        death: Death,
+        message: &str,
+    ) {
+        let (now, policy) = (self.now, &mut self.compartments[compartment].policy);
+        // Whose client was answered before, was ended by us.
+        if !policy.holds(worker, job) || policy.cargo_mut(job).is_none() {
+            return;
+        }
+        let Some(mut post) = policy.post_mortem(now, worker, 0) else { return };
+        post.jobs.extend(policy.held(now, job));
+        let Some(cause) = Cause::of(death, None) else { return };
+        if self.compartments[compartment].is_replay {
+            return self.replay_program_died(compartment, Some(cause));
+        }
+        let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
+        let said = said.trim_start_matches(": ");
+        let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
+        let (victim, stage, culprit) = (Victim::Program, Stage::Working, Some(0));
+        let death = Finding { victim, cause, stage, culprit, usage: None, stderr_tail };
+        self.report(compartment, worker, &post, death, false);
+    }
+
+    fn report(
+        &mut self,
+        compartment: usize,
+        worker: WorkerId,
+        post: &PostMortem,
+        death: Finding,
+        is_unread: bool,
+    ) {
+        let entry = &self.compartments[compartment];
+        let (now, named) = (self.now, entry.named);
+        let tenant = entry.tenant.as_deref().map(str::to_owned);
+        let is_allowed = self.named[named].crash_allowance.take(now);
+        let place = self.crash_places.clone().try_acquire_owned().ok().filter(|_| is_allowed);
+        let Some(place) = place else {
+            self.named[named].crash_allowance.skipped += 1;
+            return self.want_housekeeping();
+        };
+        self.crashes = self.crashes.wrapping_add(1);
+        let at = SystemTime::now();
+        let id = CrashId::new(at, self.crashes);
+        let Finding { victim, cause, stage, culprit, usage, stderr_tail } = death;
+        let report = CrashReport {
+            id,
+            at,
+            bulkhead: self.named[named].name.as_ref().to_owned(),
+            tenant,
+            victim,
+            stage,
+            cause,
+            pid: post.pid,
+            slot: post.slot,
+            generation: worker.generation,
+            uptime_ms: millis(post.uptime),
+            served: post.served,
+            usage: usage.map(Into::into),
+            in_flight: post.in_flight,
+            culprit,
+            jobs: self.crash_jobs(compartment, &post.jobs, is_unread),
+            stderr_tail,
+            confinement: self.confinement_in_force(compartment, worker),
+        };
+        self.last_report = Some((post.pid, id));
+        self.notify(Notice::Crash { report: Box::new(report), place });
+    }
+
+    /// What confined a worker, as read back from the kernel.
+    fn confinement_in_force(&self, compartment: usize, worker: WorkerId) -> Option<Value> {
+        let confinement = self.confinement_of(&self.compartments[compartment], worker)?;
+        serde_json::to_value(confinement).ok()
+    }
+
+    fn crash_jobs(&mut self, compartment: usize, jobs: &[HeldJob], is_unread: bool) -> Vec<CrashJob> {
+        let mut room = PAYLOADS_BYTES_MAX;
+        let policy = &mut self.compartments[compartment].policy;
+        jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), is_unread, &mut room)).collect()
+    }
+
+    /// For an event about the death of a process: the report about it.
+    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<(&'static str, Value)> {
+        let (dead, id) = self.last_report?;
+        (pid == Some(dead)).then(|| ("report", json!(id)))
+    }
+
+    /// Tells how many crashes were not reported, now and then.
+    pub(super) fn tell_unreported(&mut self) {
+        let now = self.now;
+        for named in 0..self.named.len() {
+            if let Some(skipped) = self.named[named].crash_allowance.to_tell(now) {
+                let fields = vec![("crashes", json!(skipped)), ("reported_per_second", json!(1))];
+                self.named_event(Severity::Warning, "crashes_not_reported", named, fields);
+            } else if self.named[named].crash_allowance.skipped > 0 {
+                self.want_housekeeping();
+            }
+        }
+    }
+}
+
+/// What a worker died of; `None` if that was fine: it was told to end, or ended when it had nothing to do.
+fn cause_of(post: &PostMortem, death: Death, is_unread: bool) -> Option<Cause> {
+    let is_idle = post.in_flight == 0 || is_unread;
+    let is_fine = post.killed.is_none() && death == Death::Exit(0) && is_idle && post.was_ready;
+    if is_fine { None } else { Cause::of(death, post.killed.as_ref()) }
+}
+
+/// A job in the hands of a dead worker, and its payload if there is `room` for it.
+fn crash_job(
+    held: &HeldJob,
+    record: Option<&mut Box<JobRecord>>,
+    is_unread: bool,
+    room: &mut usize,
+) -> CrashJob {
+    let record = record.map(|record| &**record);
+    let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
+    let payload = record.and_then(JobRecord::payload).filter(|bytes| {
+        let fits = bytes.len() <= PAYLOAD_BYTES_MAX.min(*room);
+        *room -= if fits { bytes.len() } else { 0 };
+        fits
+    });
+    CrashJob {
+        job: held.id.to_string(),
+        operation: text(record.map(|record| &*record.operation)),
+        tenant: text(record.map(|record| &*record.tenant)),
+        trace_id: record.and_then(JobRecord::trace_id).map(str::to_owned),
+        attempts: held.attempts,
+        ran_ms: millis(held.ran),
+        is_answered: record.is_none(),
+        is_unread,
+        payload_bytes: record.map_or(0, |record| record.payload_bytes as u64),
+        payload: payload.map(<[u8]>::to_vec),
+        blake3: None,
+        digest: held.digest.map(|digest| digest.to_string()),
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_storm_is_reported_in_part_and_counted_as_a_whole() {
+        let mut allowance = Allowance::default();
+        let (mut reported, mut told) = (0, 0);
+        // A hundred crashes a second, for a minute.
+        for tick in 0..6000 {
+            let now = Time::ZERO + Duration::from_millis(10 * tick);
+            let is_reported = allowance.take(now);
+            reported += u32::from(is_reported);
+            allowance.skipped += u64::from(!is_reported);
+            told += allowance.to_tell(now).unwrap_or(0);
+        }
+        assert_eq!(reported, BURST + 59);
+        let later = Time::ZERO + Duration::from_secs(90);
+        assert_eq!(told + allowance.to_tell(later).unwrap_or(0), 6000 - u64::from(reported));
+        assert!((0..20).filter(|_| allowance.take(later)).count() == BURST as usize, "a pause fills it up");
+    }
+}

@@ -1,0 +1,212 @@
+//! A job of a crash report, run again: in a compartment that is there for this job alone, with one fresh worker,
+//! which counts nowhere. What became of the bulkhead meanwhile does not matter, as long as it is configured.
+
+use std::time::Duration;
+
+use bulkhead_policy::{
+    Answer, Event, Limits, Note, Pressure, Recycle, RestartPolicy, Submission, TenantLimits,
+};
+use bulkhead_shared::Verdict;
+use tokio::sync::oneshot;
+
+use super::named::Compartment;
+use super::{Cargo, Held, Incoming, JobRecord, Shard};
+use crate::command::{REPLAYS_MAX, ReplayError, ReplayOrder, Replayed};
+use crate::crash::Cause;
+
+/// How long a worker may take to end when its job is done.
+const ENDS_WITHIN: Duration = Duration::from_secs(2);
+
+pub(super) struct Replay {
+    compartment: usize,
+    stage: Stage,
+    pid: Option<u32>,
+    /// What its worker, or program, died of.
+    cause: Option<Cause>,
+    end: Option<(Result<Verdict, String>, Duration)>,
+    done: oneshot::Sender<Replayed>,
+}
+
+enum Stage {
+    /// The worker starts.
+    Starting(ReplayOrder),
+    /// The worker is ready for it.
+    Ready(ReplayOrder),
+    /// The worker has the job.
+    Running,
+    /// The worker is to end.
+    Ending,
+}
+
+impl Shard {
+    pub(super) fn replay(
+        &mut self,
+        order: ReplayOrder,
+        done: oneshot::Sender<Replayed>,
+    ) -> Result<(), ReplayError> {
+        let named = *self.by_name.get(order.bulkhead.as_str()).ok_or(ReplayError::NotConfigured)?;
+        if self.stopping {
+            return Err(ReplayError::Stopping);
+        }
+        if self.replays.len() >= REPLAYS_MAX {
+            return Err(ReplayError::Busy);
+        }
+        let limits = limits_for_one(self.limits_of(named));
+        let compartment = self.open_for_replay(named, limits);
+        let stage = Stage::Starting(order);
+        self.replays.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
+        self.apply(compartment, Event::Start, Incoming::None);
+        Ok(())
+    }
+
+    fn open_for_replay(&mut self, named: usize, limits: Limits) -> usize {
+        let place = self.replay_places.pop();
+        let seed = self.seed ^ self.now.0;
+        let mut compartment = Compartment::new(named, None, limits, seed, self.now);
+        compartment.is_replay = true;
+        match place {
+            Some(place) => {
+                compartment.is_touched = self.compartments[place].is_touched;
+                self.compartments[place] = compartment;
+                place
+            }
+            None => {
+                self.compartments.push(compartment);
+                self.compartments.len() - 1
+            }
+        }
+    }
+
+    fn replay_in(&mut self, compartment: usize) -> Option<&mut Replay> {
+        self.replays.iter_mut().find(|replay| replay.compartment == compartment)
+    }
+
+    /// What policy notes of a replay is for the replay alone.
+    pub(super) fn note_replay(&mut self, compartment: usize, note: Note) {
+        let Some(replay) = self.replay_in(compartment) else { return };
+        match note {
+            Note::WorkerStarted { pid, .. } => replay.pid = Some(pid),
+            Note::WorkerReady { .. } => {
+                if let Stage::Starting(order) = std::mem::replace(&mut replay.stage, Stage::Ending) {
+                    replay.stage = Stage::Ready(order);
+                }
+            }
+            Note::WorkerNotStarted { message, .. } => replay.fail(message),
+            Note::WorkerExited { death, killed, .. } if replay.end.is_none() => {
+                replay.cause = Cause::of(death, killed.as_ref());
+                if matches!(replay.stage, Stage::Starting(_) | Stage::Ready(_)) {
+                    replay.fail_unread();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The program of a replayed job has died, and its worker lives.
+    pub(super) fn replay_program_died(&mut self, compartment: usize, cause: Option<Cause>) {
+        if let Some(replay) = self.replay_in(compartment).filter(|replay| replay.end.is_none()) {
+            replay.cause = cause;
+        }
+    }
+
+    pub(super) fn replay_answered(&mut self, compartment: usize, mut answer: Answer<Cargo>) {
+        if let Some(payload) = answer.cargo.held.payload.take() {
+            self.buffered -= payload.len();
+            self.pool.give(payload);
+        }
+        if let Some(replay) = self.replay_in(compartment) {
+            match answer.verdict {
+                Verdict::Rejected { .. } if replay.cause.is_some() => replay.fail_unread(),
+                Verdict::Rejected { reason, message } => replay.fail(format!("{reason}: {message}")),
+                verdict => drop(replay.end.get_or_insert((Ok(verdict), answer.ran))),
+            }
+        }
+        self.keep_record(answer.cargo);
+    }
+
+    /// Brings each replay on as far as it goes now: what ends at once is not heard of again.
+    pub(super) fn settle_replays(&mut self) {
+        while (0..self.replays.len()).any(|index| self.step_replay(index)) {}
+    }
+
+    /// Whether there was a step to take.
+    fn step_replay(&mut self, index: usize) -> bool {
+        let replay = &mut self.replays[index];
+        let compartment = replay.compartment;
+        if self.compartments[compartment].policy.is_stopped() {
+            let replay = self.replays.remove(index);
+            self.replay_places.push(compartment);
+            replay.finish();
+            return true;
+        }
+        let next = if replay.end.is_some() { Stage::Ending } else { Stage::Running };
+        match (std::mem::replace(&mut replay.stage, next), replay.end.is_some()) {
+            (Stage::Ready(order), false) => self.submit_replay(compartment, order),
+            (stage @ (Stage::Starting(_) | Stage::Running), false) | (stage @ Stage::Ending, _) => {
+                replay.stage = stage;
+                return false;
+            }
+            (_, true) => {
+                let by = self.now + ENDS_WITHIN;
+                self.apply(compartment, Event::Stop { by }, Incoming::None);
+            }
+        }
+        true
+    }
+
+    fn submit_replay(&mut self, compartment: usize, order: ReplayOrder) {
+        let ReplayOrder { operation, tenant, payload, .. } = order;
+        let cargo = self.record(JobRecord {
+            operation: operation.into(),
+            tenant: tenant.as_str().into(),
+            payload_bytes: payload.len(),
+            held: Held { is_repeatable: true, ..Held::default() },
+            ..JobRecord::default()
+        });
+        let tenant = self.compartments[compartment].policy.tenant(&tenant);
+        let submission = Submission { tenant, ..Submission::new(cargo) };
+        self.apply(compartment, Event::Submit(submission), Incoming::Owned(payload));
+    }
+}
+
+impl Replay {
+    fn fail(&mut self, message: String) {
+        self.end.get_or_insert((Err(message), Duration::ZERO));
+    }
+
+    fn fail_unread(&mut self) {
+        let how = self.cause.as_ref().map_or("it was ended", |cause| &cause.message);
+        self.fail(format!("the worker ended before it had the job: {how}"));
+    }
+
+    fn finish(self) {
+        let stopping = || (Err("the supervisor is stopping".to_owned()), Duration::ZERO);
+        let (end, ran) = self.end.unwrap_or_else(stopping);
+        let is_crash = matches!(end, Ok(Verdict::Crashed { .. }));
+        let cause = self.cause.filter(|_| is_crash);
+        // Whoever asked may have gone.
+        let _ = self.done.send(Replayed { pid: self.pid, end, cause, ran });
+    }
+}
+
+/// A bulkhead's numbers for one worker with one job: the times are the bulkhead's own, and nothing keeps the
+/// job out.
+fn limits_for_one(limits: &Limits) -> Limits {
+    let mut limits = limits.clone();
+    limits.processes = 1;
+    limits.max_in_flight = 1;
+    limits.max_queue = 0;
+    limits.queue_timeout = None;
+    limits.deadline_max = limits.deadline;
+    limits.restart.policy = RestartPolicy::Never;
+    limits.recycle = Recycle::default();
+    limits.critical_reserve = 0.0;
+    limits.pressure = Pressure { warn: 1.0, reject: 1.0 };
+    limits.rate_limit = None;
+    limits.breaker = None;
+    limits.retry = None;
+    limits.poison = None;
+    limits.tenants = TenantLimits::default();
+    limits.idle = None;
+    limits
+}
