@@ -72,7 +72,7 @@ fn seconds(at: &Value) -> String {
 fn duration(ms: &Value) -> String {
     let Some(ms) = ms.as_u64() else { return "-".to_owned() };
     // Milliseconds say something only of a short life.
-    let ms = if ms < 10_000 { ms } else { ms / 1000 * 1000 };
+    let ms = if ms < 1000 { ms } else { ms / 1000 * 1000 };
     humantime::format_duration(Duration::from_millis(ms)).to_string().replace(' ', "")
 }
 
@@ -107,7 +107,8 @@ fn describe(report: &Value) -> String {
     if report["tenant"].is_string() {
         put("tenant", named(&report["tenant"]));
     }
-    put("cause", format!("the {} {}", text(&report["victim"]), text(&report["message"])));
+    let whose = if report["victim"] == "program" { "the program; its worker lives on" } else { "the worker" };
+    put("cause", format!("{} ({whose})", text(&report["message"])));
     let stage = text(&report["stage"]);
     let (pid, slot, generation) = (&report["pid"], &report["slot"], &report["generation"]);
     put("worker", format!("pid {pid}, slot {slot}, generation {generation}, {stage}"));
@@ -120,7 +121,9 @@ fn describe(report: &Value) -> String {
         let (user, system) = (number("user_ms"), number("system_ms"));
         put("usage", format!("user {user}ms, system {system}ms, at most {mib:.1}MiB resident"));
     }
-    put("confinement", text(&report["confinement"]));
+    if !report["confinement"].is_null() {
+        put("confinement", text(&report["confinement"]));
+    }
     lines.push_str(&jobs(report));
     if let Some(tail) = report["stderr_tail"].as_str() {
         lines.push_str("\nstderr\n");
@@ -169,7 +172,10 @@ fn describe_job(job: &Value) -> String {
         put("payload", format!("{bytes} bytes, too large to be kept"));
         return lines;
     };
-    put("payload", format!("{bytes} bytes, blake3 {}", text(&job["blake3"])));
+    match payload.len() {
+        0 => put("payload", "none".to_owned()),
+        _ => put("payload", format!("{bytes} bytes, blake3 {}", text(&job["blake3"]))),
+    }
     lines.push_str(&indented(&shown(&payload)));
     lines
 }

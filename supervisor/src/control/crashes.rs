@@ -186,7 +186,11 @@ async fn run(
         let replayed = begun.await.unwrap_or_else(|_| stopped());
         let verdict = judge(&report.cause, &replayed);
         again = again.max(verdict);
-        replays.push(describe(&control, &report, place, &replayed, verdict));
+        let tail = match replayed.pid {
+            Some(pid) => control.last_words(pid).await,
+            None => None,
+        };
+        replays.push(describe(&report, place, &replayed, verdict, tail));
         if verdict == Again::Same {
             break;
         }
@@ -210,18 +214,18 @@ fn judge(before: &Cause, replayed: &Replayed) -> Again {
 }
 
 fn describe(
-    control: &Shared,
     report: &CrashReport,
     place: usize,
     replayed: &Replayed,
     verdict: Again,
+    stderr_tail: Option<String>,
 ) -> Value {
     let job = &report.jobs[place];
     let mut told = json!({
         "job": place, "operation": job.operation, "tenant": job.tenant, "payload_bytes": job.payload_bytes,
         "verdict": verdict, "worker_pid": replayed.pid, "cause": replayed.cause,
         "ran_ms": (replayed.ran.as_secs_f64() * 1e6).round() / 1e3,
-        "stderr_tail": replayed.pid.and_then(|pid| control.output.tail(pid)),
+        "stderr_tail": stderr_tail,
     });
     match &replayed.end {
         Ok(end) => {

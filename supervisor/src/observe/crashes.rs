@@ -31,6 +31,9 @@ const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Names in the folder that are looked at when it is opened.
 const NAMES_MAX: usize = 100_000;
 
+/// How long an answer may take, before whoever asks is told to try again.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
 /// How long the end waits for reports to be written.
 const SETTLE_WITHIN: Duration = Duration::from_secs(2);
 
@@ -407,14 +410,14 @@ impl Crashes {
     pub async fn list(&self) -> Option<Vec<Summary>> {
         let (reply, answer) = oneshot::channel();
         self.0.try_send(Message::List(reply)).ok()?;
-        answer.await.ok()
+        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
     }
 
     /// One of them; `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
         let (reply, answer) = oneshot::channel();
         self.0.try_send(Message::Get(id, reply)).ok()?;
-        answer.await.ok()
+        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
     }
 }
 

@@ -49,7 +49,7 @@ impl Allowance {
     }
 
     /// How many crashes were not reported, if that is to be told now.
-    fn to_tell(&mut self, now: Time) -> Option<u64> {
+    fn untold(&mut self, now: Time) -> Option<u64> {
         let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
         if self.skipped == 0 || !is_due {
             return None;
@@ -59,7 +59,7 @@ impl Allowance {
     }
 }
 
-/// Who died, and how, in the words of the report.
+/// Who died, and how.
 struct Finding {
     victim: Victim,
     cause: Cause,
@@ -67,6 +67,7 @@ struct Finding {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
+    confinement: Option<Value>,
 }
 
 impl Shard {
@@ -86,8 +87,15 @@ impl Shard {
             (true, _) => Stage::Working,
         };
         let culprit = (post.in_flight == 1 && !is_unread).then_some(0);
-        let (victim, usage, stderr_tail) = (Victim::Worker, Some(usage), None);
-        let death = Finding { victim, cause, stage, culprit, usage, stderr_tail };
+        let death = Finding {
+            victim: Victim::Worker,
+            cause,
+            stage,
+            culprit,
+            usage: Some(usage),
+            stderr_tail: None,
+            confinement: self.confinement_in_force(link),
+        };
         self.report(compartment, worker, &post, death, is_unread);
     }
 
@@ -114,8 +122,16 @@ impl Shard {
         let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let said = said.trim_start_matches(": ");
         let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
-        let (victim, stage, culprit) = (Victim::Program, Stage::Working, Some(0));
-        let death = Finding { victim, cause, stage, culprit, usage: None, stderr_tail };
+        let link = self.link_of(compartment, worker).and_then(|index| self.links[index].as_ref());
+        let death = Finding {
+            victim: Victim::Program,
+            cause,
+            stage: Stage::Working,
+            culprit: Some(0),
+            usage: None,
+            stderr_tail,
+            confinement: link.and_then(|link| self.confinement_in_force(link)),
+        };
         self.report(compartment, worker, &post, death, false);
     }
 
@@ -139,7 +155,7 @@ impl Shard {
         self.crashes = self.crashes.wrapping_add(1);
         let at = SystemTime::now();
         let id = CrashId::new(at, self.crashes);
-        let Finding { victim, cause, stage, culprit, usage, stderr_tail } = death;
+        let Finding { victim, cause, stage, culprit, usage, stderr_tail, confinement } = death;
         let report = CrashReport {
             id,
             at,
@@ -158,16 +174,16 @@ impl Shard {
             culprit,
             jobs: self.crash_jobs(compartment, &post.jobs, is_unread),
             stderr_tail,
-            confinement: self.confinement_in_force(compartment, worker),
+            confinement,
         };
         self.last_report = Some((post.pid, id));
         self.notify(Notice::Crash { report: Box::new(report), place });
     }
 
     /// What confined a worker, as read back from the kernel.
-    fn confinement_in_force(&self, compartment: usize, worker: WorkerId) -> Option<Value> {
-        let confinement = self.confinement_of(&self.compartments[compartment], worker)?;
-        serde_json::to_value(confinement).ok()
+    fn confinement_in_force(&self, link: &Link) -> Option<Value> {
+        let sandbox = self.owner(link.compartment).program.sandbox();
+        serde_json::to_value(sandbox.describe(link.observed.as_ref()?)).ok()
     }
 
     fn crash_jobs(&mut self, compartment: usize, jobs: &[HeldJob], is_unread: bool) -> Vec<CrashJob> {
@@ -186,7 +202,7 @@ impl Shard {
     pub(super) fn tell_unreported(&mut self) {
         let now = self.now;
         for named in 0..self.named.len() {
-            if let Some(skipped) = self.named[named].crash_allowance.to_tell(now) {
+            if let Some(skipped) = self.named[named].crash_allowance.untold(now) {
                 let fields = vec![("crashes", json!(skipped)), ("reported_per_second", json!(1))];
                 self.named_event(Severity::Warning, "crashes_not_reported", named, fields);
             } else if self.named[named].crash_allowance.skipped > 0 {
@@ -251,11 +267,11 @@ mod tests {
             let is_reported = allowance.take(now);
             reported += u32::from(is_reported);
             allowance.skipped += u64::from(!is_reported);
-            told += allowance.to_tell(now).unwrap_or(0);
+            told += allowance.untold(now).unwrap_or(0);
         }
         assert_eq!(reported, BURST + 59);
         let later = Time::ZERO + Duration::from_secs(90);
-        assert_eq!(told + allowance.to_tell(later).unwrap_or(0), 6000 - u64::from(reported));
+        assert_eq!(told + allowance.untold(later).unwrap_or(0), 6000 - u64::from(reported));
         assert!((0..20).filter(|_| allowance.take(later)).count() == BURST as usize, "a pause fills it up");
     }
 }

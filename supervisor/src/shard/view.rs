@@ -136,11 +136,7 @@ impl Shard {
         self.link_in(compartment, worker)?.status.clone()
     }
 
-    pub(super) fn confinement_of(
-        &self,
-        compartment: &Compartment,
-        worker: WorkerId,
-    ) -> Option<ConfinementSnapshot> {
+    fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<ConfinementSnapshot> {
         let observed = self.link_in(compartment, worker)?.observed.as_ref()?;
         Some(self.named[compartment.named].program.sandbox().describe(observed))
     }
