@@ -292,7 +292,9 @@ fn how_it_ended(replay: &Value) -> String {
         (None, false) => return text(&replay["message"]),
         (Some("ok"), _) => "ended well".to_owned(),
         (Some("deadline_exceeded"), _) => "did not end before the bulkhead's deadline".to_owned(),
-        (Some(outcome), _) => format!("{outcome}: {} {}", text(&replay["reason"]), text(&replay["message"])),
+        (Some(outcome), _) => {
+            format!("{}: {} {}", harmless(outcome), text(&replay["reason"]), text(&replay["message"]))
+        }
     };
     if let (Some(pid), Some(ran)) = (replay["worker_pid"].as_u64(), replay["ran_ms"].as_f64()) {
         sentence.push_str(&format!(" (worker {pid}, after {ran:.1} ms)"));
