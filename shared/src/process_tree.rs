@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, test_kill_process};
 
 /// Rounds of looking for processes that were forked while the last round stopped their parents.
 const STOP_ROUNDS_MAX: usize = 32;
@@ -52,6 +52,24 @@ pub fn kill_descendants(spare: &HashSet<u32>) -> io::Result<usize> {
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
     let found = descendants(&processes()?, root, &HashSet::new());
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
+}
+
+/// When this process started, in the kernel's ticks: together with its number, this names one process for
+/// ever. `None`: there is no such process, or this user cannot see it.
+pub fn started(pid: u32) -> Option<u64> {
+    read_process(pid).map(|process| process.started)
+}
+
+/// Whether the process that had this number, and [`started`] then, still runs; a zombie does not. Where
+/// this user cannot see it, that counts as running.
+pub fn is_alive(pid: u32, started: u64) -> bool {
+    match read_process(pid) {
+        Some(process) => process.started == started && !process.is_zombie,
+        None => {
+            let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+            pid.is_some_and(|pid| test_kill_process(pid) != Err(Errno::SRCH))
+        }
+    }
 }
 
 fn descendants(table: &HashMap<u32, Process>, root: u32, spare: &HashSet<u32>) -> Vec<(u32, u64)> {

@@ -1,11 +1,13 @@
 //! What a worker is barred from, apart from its limits: prepared in the keeper before the fork, put in
 //! force by the child right before `execve`.
 //!
+//! - [`cgroup`]: what it may use together with all that it starts.
 //! - [`landlock`]: which files and sockets it can reach.
 //! - [`seccomp`]: which system calls it can make.
 //! - [`paths`]: what every program needs of the file system.
 //! - `syscalls`: their names and numbers.
 
+pub(super) mod cgroup;
 pub(super) mod landlock;
 pub(super) mod paths;
 pub(super) mod seccomp;

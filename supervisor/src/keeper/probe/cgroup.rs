@@ -2,20 +2,16 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use rustix::io::Errno;
 use rustix::thread::gettid;
 
-use super::{Ability, check, explain};
+use super::{Ability, explain};
+use crate::keeper::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
 
 /// The leaves that a try makes are called so, and a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";
-
-const MOUNT_IT: &str = "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1";
-const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start it by `systemd-run --user --scope -p Delegate=yes`";
-const FREE_IT: &str = "delegate it (Delegate=yes); where cgroup v1 holds it, boot with cgroup v2 alone";
 
 pub(super) fn probe() -> Vec<Ability> {
     let own = own();
@@ -41,26 +37,9 @@ pub(super) fn probe() -> Vec<Ability> {
     ]
 }
 
-/// The folder of the cgroup that this process is in.
 fn own() -> Result<PathBuf, String> {
-    let read = |path| fs::read_to_string(path).map_err(|error| format!("failed to read {path}: {error}"));
-    let (mounts, cgroups) = (read("/proc/self/mountinfo")?, read("/proc/self/cgroup")?);
-    find(&mounts, &cgroups)
-        .ok_or_else(|| "no file system of cgroup v2 is mounted that shows our own".to_owned())
-}
-
-/// From the lines of `/proc/self/mountinfo` and of `/proc/self/cgroup`.
-fn find(mounts: &str, cgroups: &str) -> Option<PathBuf> {
-    let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"))?;
-    mounts.lines().find_map(|line| {
-        let (before, after) = line.split_once(" - ")?;
-        let mut fields = before.split(' ').skip(3);
-        let (root, place) = (fields.next()?, fields.next()?);
-        let is_ours = after.split(' ').next() == Some("cgroup2");
-        let below = Path::new(own).strip_prefix(root).ok()?;
-        // Component by component: to join nothing would leave a slash behind.
-        is_ours.then(|| Path::new(place).components().chain(below.components()).collect())
-    })
+    cgroup::root_path()
+        .map_err(|failure| format!("failed to {}: {}", failure.attempted, explain(failure.errno)))
 }
 
 /// A cgroup of our own below ours, while this lives.
@@ -89,7 +68,12 @@ impl Leaf {
     /// Starts a process in there.
     fn clone_into(&self) -> Result<(), String> {
         let folder = File::open(&self.0).map_err(|error| error.to_string())?;
-        let pid = clone3_into(&folder).map_err(explain)?;
+        // SAFETY: the child only exits.
+        let pid = unsafe { cgroup::fork_into(folder.as_fd()) }.map_err(explain)?;
+        if pid == 0 {
+            // SAFETY: ends the process, without a thing being run that the parent registered.
+            unsafe { libc::_exit(0) };
+        }
         // SAFETY: the number is that of a child that ends at once, and the status is not asked for.
         unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::__WALL) };
         Ok(())
@@ -100,41 +84,6 @@ impl Drop for Leaf {
     fn drop(&mut self) {
         let _ = fs::remove_dir(&self.0); // Empty: whoever was in there has been waited for.
     }
-}
-
-/// What `clone3(2)` takes.
-#[repr(C)]
-#[derive(Default)]
-struct CloneArguments {
-    flags: u64,
-    pidfd: u64,
-    child_tid: u64,
-    parent_tid: u64,
-    exit_signal: u64,
-    stack: u64,
-    stack_size: u64,
-    tls: u64,
-    set_tid: u64,
-    set_tid_size: u64,
-    cgroup: u64,
-}
-
-/// Starts a process in this cgroup, which ends at once.
-fn clone3_into(cgroup: &File) -> Result<libc::pid_t, Errno> {
-    const CLONE_INTO_CGROUP: u64 = 1 << 33;
-    let arguments = CloneArguments {
-        flags: CLONE_INTO_CGROUP,
-        exit_signal: libc::SIGCHLD as u64,
-        cgroup: cgroup.as_raw_fd() as u64,
-        ..CloneArguments::default()
-    };
-    // SAFETY: like a fork, with a copy of all memory; the child only exits.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<CloneArguments>()) };
-    if pid == 0 {
-        // SAFETY: ends the process, without a thing being run that the parent registered.
-        unsafe { libc::_exit(0) };
-    }
-    check(pid).map(|()| pid as libc::pid_t)
 }
 
 /// Whether the parts of this cgroup could be given such a limit. Switches it on and off again for that.
@@ -171,20 +120,4 @@ pub(super) fn leaves() -> Vec<String> {
     let names = fs::read_dir(own).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let ours = format!("{LEAF_PREFIX}{}", gettid().as_raw_nonzero());
     names.filter(|name| *name == ours).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_own_cgroup_is_found_below_whatever_is_mounted() {
-        let mounts = "24 1 0:22 / /proc rw - proc proc rw\n\
-            30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
-            31 23 0:27 /a /sys/fs/cgroup rw,nosuid shared:10 - cgroup2 cgroup2 rw\n";
-        let find = |own: &str| find(mounts, &format!("4:memory:/x\n0::{own}\n"));
-        assert_eq!(find("/a/b"), Some("/sys/fs/cgroup/b".into()));
-        assert_eq!(find("/a").unwrap().as_os_str(), "/sys/fs/cgroup");
-        assert_eq!(find("/c"), None);
-    }
 }

@@ -1,0 +1,263 @@
+//! A cgroup as a folder of small files: each read and write has its bound, and names the file if it fails.
+
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::texts::{self, Events};
+use super::{Failure, MOUNT_IT, failure};
+
+/// Bytes of one file of a cgroup; the longest is the list of its processes.
+const FILE_BYTES_MAX: usize = 64 * 1024;
+
+/// Bytes of one file of `/proc`; the longest is the list of mounts, of which busy machines have thousands.
+const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
+
+/// Cgroups in cgroups: how deep is still followed down, and how many steps, down and up, are taken at a
+/// time. Who made more must have been free to make any number of them.
+const DEPTH_MAX: usize = 1024;
+const STEPS_MAX: usize = 4 * DEPTH_MAX;
+
+/// What the file system of cgroup v2 says it is.
+const CGROUP2_MAGIC: u64 = 0x6367_7270;
+
+/// Whoever made the cgroup and root may look into it.
+const MODE: Mode = Mode::from_raw_mode(0o755);
+
+/// An open folder of a cgroup.
+#[derive(Debug)]
+pub(super) struct Folder {
+    path: PathBuf,
+    descriptor: OwnedFd,
+}
+
+impl AsFd for Folder {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+impl Folder {
+    pub(super) fn open(path: &Path) -> Result<Self, Failure> {
+        let failed = |errno| failure(format!("open the cgroup {}", path.display()), errno);
+        let descriptor = open_folder(rustix::fs::CWD, path).map_err(failed)?;
+        let system = rustix::fs::fstatfs(&descriptor).map_err(failed)?;
+        // The field's type differs between architectures.
+        if system.f_type as u64 != CGROUP2_MAGIC {
+            let attempted = format!("find cgroup v2 at {}, where something else is mounted", path.display());
+            return Err(Failure { attempted, errno: Errno::NODEV, what_to_do: MOUNT_IT });
+        }
+        Ok(Self { path: path.to_owned(), descriptor })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The cgroup that it is part of.
+    pub(super) fn parent(&self) -> Result<Self, Failure> {
+        let path = self.path.parent().unwrap_or(&self.path);
+        Self::open(path)
+    }
+
+    pub(super) fn child(&self, name: &str) -> Result<Self, Failure> {
+        let path = self.path.join(name);
+        match open_folder(&self.descriptor, name) {
+            Ok(descriptor) => Ok(Self { path, descriptor }),
+            Err(errno) => Err(failure(format!("open the cgroup {}", path.display()), errno)),
+        }
+    }
+
+    pub(super) fn make_child(&self, name: &str) -> Result<Self, Failure> {
+        match rustix::fs::mkdirat(&self.descriptor, name, MODE) {
+            Ok(()) => self.child(name),
+            Err(errno) => Err(self.failed("make the cgroup", name, errno)),
+        }
+    }
+
+    /// The names of the cgroups in this one that are wanted, so many at most.
+    pub(super) fn children(
+        &self,
+        most: usize,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<Vec<String>, Failure> {
+        let failed = |errno| self.failed("list", ".", errno);
+        let mut wanted = Vec::new();
+        for name in child_names(&self.descriptor).map_err(failed)? {
+            let name = name.map_err(failed)?.into_string();
+            wanted.extend(name.ok().filter(|name| is_wanted(name)));
+            if wanted.len() == most {
+                break;
+            }
+        }
+        Ok(wanted)
+    }
+
+    pub(super) fn has(&self, file: &str) -> Result<bool, Failure> {
+        match rustix::fs::statat(&self.descriptor, file, AtFlags::empty()) {
+            Ok(_) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(self.failed("look for", file, errno)),
+        }
+    }
+
+    pub(super) fn check_writable(&self, file: &str) -> Result<(), Failure> {
+        rustix::fs::accessat(&self.descriptor, file, Access::WRITE_OK, AtFlags::EACCESS)
+            .map_err(|errno| self.failed("have the right to write to", file, errno))
+    }
+
+    pub(super) fn write(&self, file: &str, value: &str) -> Result<(), Failure> {
+        let written =
+            rustix::fs::openat(&self.descriptor, file, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())
+                .and_then(|file| rustix::io::retry_on_intr(|| rustix::io::write(&file, value.as_bytes())));
+        match written {
+            Ok(count) if count == value.len() => Ok(()),
+            Ok(_) => Err(self.failed(&format!("write `{value}` to"), file, Errno::IO)),
+            Err(errno) => Err(self.failed(&format!("write `{value}` to"), file, errno)),
+        }
+    }
+
+    /// What a file says.
+    pub(super) fn read<T>(&self, file: &str, parse: impl Fn(&str) -> Option<T>) -> Result<T, Failure> {
+        let failed = |errno| self.failed("read", file, errno);
+        let descriptor = open_file(&self.descriptor, file).map_err(failed)?;
+        let bytes = read_all(&descriptor, FILE_BYTES_MAX).map_err(failed)?;
+        let text = String::from_utf8(bytes).map_err(|_| self.failed("understand", file, Errno::ILSEQ))?;
+        parse(&text).ok_or_else(|| self.failed("understand", file, Errno::BADMSG))
+    }
+
+    pub(super) fn read_words(&self, file: &str) -> Result<Vec<String>, Failure> {
+        self.read(file, texts::words)
+    }
+
+    pub(super) fn read_processes(&self) -> Result<Vec<u32>, Failure> {
+        self.read("cgroup.procs", texts::processes)
+    }
+
+    pub(super) fn read_events(&self) -> Result<Events, Failure> {
+        self.read("cgroup.events", texts::events)
+    }
+
+    /// Removes a cgroup in this one, and what is in there; see [`Folder::remove`].
+    pub(super) fn remove_child(&self, name: &str) -> Result<bool, Failure> {
+        match self.child(name) {
+            Ok(child) => child.remove_from(&self.descriptor),
+            Err(Failure { errno: Errno::NOENT, .. }) => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes it, and the cgroups in it, innermost first. `false`: something in there still runs, or
+    /// there is more than one call takes on; the next goes on.
+    pub(super) fn remove(&self) -> Result<bool, Failure> {
+        match open_folder(&self.descriptor, c"..") {
+            Ok(parent) => self.remove_from(&parent),
+            Err(errno) if is_gone(errno) => Ok(true),
+            Err(errno) => Err(self.failed("open the cgroup above", ".", errno)),
+        }
+    }
+
+    fn remove_from(&self, parent: &OwnedFd) -> Result<bool, Failure> {
+        let failed = |errno| self.failed("remove", ".", errno);
+        let Some(name) = self.path.file_name() else { return Err(failed(Errno::INVAL)) };
+        let remove = || match rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) {
+            Ok(()) => Ok(true),
+            Err(Errno::BUSY) => Ok(false),
+            Err(errno) if is_gone(errno) => Ok(true),
+            Err(errno) => Err(failed(errno)),
+        };
+        if remove()? {
+            return Ok(true);
+        }
+        match self.read_events() {
+            // Who runs in there does so for a while yet.
+            Ok(events) if events.is_populated => return Ok(false),
+            Err(error) if !is_gone(error.errno) => return Err(error),
+            Ok(_) | Err(_) => {}
+        }
+        match remove_children(&self.descriptor) {
+            Ok(true) => remove(),
+            // Or somebody else removes them at the same time.
+            Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
+            Err(errno) => Err(failed(errno)),
+        }
+    }
+
+    fn failed(&self, attempted: &str, file: &str, errno: Errno) -> Failure {
+        let path = if file == "." { self.path.clone() } else { self.path.join(file) };
+        failure(format!("{attempted} {}", path.display()), errno)
+    }
+}
+
+/// Reads a file of `/proc`; what is not UTF-8 in there is somebody else's.
+pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
+    let read = || read_all(&open_file(rustix::fs::CWD, path)?, PROC_BYTES_MAX);
+    let bytes = read().map_err(|errno| failure(format!("read {path}"), errno))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat(at, path, flags, Mode::empty())
+}
+
+fn open_file(at: impl AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, Errno> {
+    rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+}
+
+fn read_all(file: &OwnedFd, most: usize) -> Result<Vec<u8>, Errno> {
+    let mut bytes = Vec::new();
+    let mut buffer = [0; 4096];
+    loop {
+        match rustix::io::retry_on_intr(|| rustix::io::read(file, &mut buffer))? {
+            0 => return Ok(bytes),
+            count if bytes.len() + count > most => return Err(Errno::FBIG),
+            count => bytes.extend_from_slice(&buffer[..count]),
+        }
+    }
+}
+
+/// What a cgroup says that somebody has removed.
+fn is_gone(errno: Errno) -> bool {
+    matches!(errno, Errno::NOENT | Errno::NODEV)
+}
+
+fn child_names(folder: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, Errno>> + use<>, Errno> {
+    let entries = rustix::fs::Dir::read_from(folder)?;
+    let is_dots = |name: &CStr| name == c"." || name == c"..";
+    Ok(entries.filter_map(move |entry| match entry {
+        Ok(entry) if entry.file_type() != FileType::Directory || is_dots(entry.file_name()) => None,
+        Ok(entry) => Some(Ok(entry.file_name().to_owned())),
+        Err(errno) => Some(Err(errno)),
+    }))
+}
+
+/// Removes all that is below, by going down to what has nothing in it and one step up again; no path gets
+/// too long for the kernel in this way, and nothing is kept but the names on the way down. `false`: not
+/// all is gone yet.
+fn remove_children(top: &OwnedFd) -> Result<bool, Errno> {
+    let mut here = top.try_clone().map_err(|_| Errno::MFILE)?;
+    let mut way: Vec<CString> = Vec::new();
+    for _ in 0..STEPS_MAX {
+        if let Some(name) = child_names(&here)?.next().transpose()? {
+            if way.len() == DEPTH_MAX {
+                return Err(Errno::LOOP);
+            }
+            here = open_folder(&here, &name)?;
+            way.push(name);
+            continue;
+        }
+        let Some(name) = way.pop() else { return Ok(true) };
+        here = open_folder(&here, c"..")?;
+        match rustix::fs::unlinkat(&here, &name, AtFlags::REMOVEDIR) {
+            Ok(()) => {}
+            Err(Errno::BUSY) => return Ok(false),
+            Err(errno) if is_gone(errno) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(false)
+}

@@ -1,0 +1,158 @@
+//! The limits of a leaf, as the kernel wants them written.
+
+use rustix::io::Errno;
+
+use super::folder::Folder;
+use super::{Failure, failure};
+
+/// What one worker and all that it starts may use together; unlimited where nothing is said.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(in crate::keeper) struct Limits {
+    /// Memory in bytes, without any swap beside it.
+    pub(in crate::keeper) memory_bytes: Option<u64>,
+    /// Processes and threads.
+    pub(in crate::keeper) pids: Option<u64>,
+    /// Processor cores, from [`CORES_MIN`].
+    pub(in crate::keeper) cpu_cores: Option<f64>,
+}
+
+/// One file and what is written to it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Setting {
+    file: &'static str,
+    value: String,
+    /// Some kernels do without it, and lose nothing by that.
+    is_optional: bool,
+}
+
+/// The period in which a share of the processors is measured, unless the share is too small for it.
+const PERIOD_US: f64 = 100_000.0;
+
+/// What the kernel takes at most for a period, and at least for a share.
+const PERIOD_US_MAX: f64 = 1_000_000.0;
+const QUOTA_US_MIN: f64 = 1_000.0;
+
+/// The smallest share that can be had of a core.
+const CORES_MIN: f64 = QUOTA_US_MIN / PERIOD_US_MAX;
+
+impl Limits {
+    /// The controllers that they need.
+    pub(super) fn controllers(&self) -> Vec<&'static str> {
+        let needed = [
+            ("memory", self.memory_bytes.is_some()),
+            ("pids", self.pids.is_some()),
+            ("cpu", self.cpu_cores.is_some()),
+        ];
+        needed.iter().filter(|(_, is_needed)| *is_needed).map(|(name, _)| *name).collect()
+    }
+
+    /// All that is written to a new leaf.
+    pub(super) fn settings(&self) -> Result<Vec<Setting>, Failure> {
+        let required = |file, value| Setting { file, value, is_optional: false };
+        let optional = |file, value| Setting { file, value, is_optional: true };
+        // A worker does not divide its own: its trees are to be ended and counted as one.
+        let mut settings = vec![required("cgroup.max.descendants", "0".to_owned())];
+        if let Some(bytes) = self.memory_bytes {
+            settings.push(required("memory.max", bytes.to_string()));
+            // Of all that is in there, the kernel would pick one; but half a worker is none.
+            settings.push(required("memory.oom.group", "1".to_owned()));
+            settings.push(optional("memory.swap.max", "0".to_owned()));
+        }
+        if let Some(pids) = self.pids {
+            settings.push(required("pids.max", pids.to_string()));
+        }
+        if let Some(cores) = self.cpu_cores {
+            let attempted = || format!("limit a worker to {cores} processor cores, less than {CORES_MIN}");
+            let value = cpu_max(cores).ok_or_else(|| failure(attempted(), Errno::INVAL))?;
+            settings.push(required("cpu.max", value));
+        }
+        Ok(settings)
+    }
+}
+
+impl Setting {
+    pub(super) fn write(&self, leaf: &Folder) -> Result<(), Failure> {
+        match leaf.write(self.file, &self.value) {
+            Err(Failure { errno: Errno::NOENT, .. }) if self.is_optional => Ok(()),
+            result => result,
+        }
+    }
+}
+
+/// Cores as time in a period, both in µs. `None`: the kernel cannot do so little, and more would not be
+/// what was asked for.
+fn cpu_max(cores: f64) -> Option<String> {
+    if !cores.is_finite() || cores < CORES_MIN {
+        return None;
+    }
+    let period = if cores * PERIOD_US < QUOTA_US_MIN { PERIOD_US_MAX } else { PERIOD_US };
+    // Down to whole µs, but not below what the kernel takes.
+    let quota = (cores * period).floor().max(QUOTA_US_MIN);
+    Some(format!("{quota:.0} {period:.0}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(limits: Limits) -> Vec<(&'static str, String)> {
+        limits.settings().unwrap().into_iter().map(|setting| (setting.file, setting.value)).collect()
+    }
+
+    #[test]
+    fn limits_are_written_as_the_kernel_reads_them() {
+        let limits = Limits { memory_bytes: Some(512 << 20), pids: Some(32), cpu_cores: Some(1.5) };
+        let expected = [
+            ("cgroup.max.descendants", "0"),
+            ("memory.max", "536870912"),
+            ("memory.oom.group", "1"),
+            ("memory.swap.max", "0"),
+            ("pids.max", "32"),
+            ("cpu.max", "150000 100000"),
+        ];
+        assert_eq!(written(limits), expected.map(|(file, value)| (file, value.to_owned())));
+        assert_eq!(limits.controllers(), ["memory", "pids", "cpu"]);
+    }
+
+    #[test]
+    fn what_is_not_limited_needs_no_controller() {
+        assert_eq!(written(Limits::default()), [("cgroup.max.descendants", "0".to_owned())]);
+        assert!(Limits::default().controllers().is_empty());
+        assert_eq!(Limits { pids: Some(1), ..Limits::default() }.controllers(), ["pids"]);
+    }
+
+    #[test]
+    fn only_a_kernel_without_swap_is_excused() {
+        let limits = Limits { memory_bytes: Some(1), pids: Some(1), cpu_cores: Some(1.0) };
+        let settings = limits.settings().unwrap();
+        let optional: Vec<_> = settings.iter().filter(|s| s.is_optional).map(|s| s.file).collect();
+        assert_eq!(optional, ["memory.swap.max"]);
+    }
+
+    #[test]
+    fn cores_become_time_in_a_period() {
+        let cases = [
+            (1.0, "100000 100000"),
+            (0.5, "50000 100000"),
+            (0.333, "33300 100000"),
+            (0.01, "1000 100000"),
+            (0.009, "9000 1000000"),
+            (0.001, "1000 1000000"),
+            (64.0, "6400000 100000"),
+            (1024.0, "102400000 100000"),
+        ];
+        for (cores, expected) in cases {
+            assert_eq!(cpu_max(cores).as_deref(), Some(expected), "{cores}");
+        }
+        for odd in [0.0, 0.0009, -1.0, f64::NAN, f64::INFINITY] {
+            assert_eq!(cpu_max(odd), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn too_little_of_a_core_is_refused() {
+        let refused = Limits { cpu_cores: Some(0.0001), ..Limits::default() }.settings().unwrap_err();
+        assert!(refused.attempted.contains("0.0001 processor cores"), "{refused}");
+        assert_eq!(refused.errno, Errno::INVAL);
+    }
+}

@@ -1,0 +1,103 @@
+//! Whose a leaf is: its name says it, so that a later keeper can tell the leaves of one that died.
+
+use bulkhead_shared::process_tree;
+use rustix::io::Errno;
+
+use super::{Failure, failure};
+
+const PREFIX: &str = "bulkhead";
+
+/// One process, for ever: numbers are used again, and each namespace has its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Owner {
+    /// The namespace of process numbers, by its inode.
+    pub(super) namespace: u64,
+    pub(super) pid: u32,
+    /// In the kernel's ticks since it booted.
+    pub(super) started: u64,
+}
+
+impl Owner {
+    pub(super) fn this_process() -> Result<Self, Failure> {
+        let pid = std::process::id();
+        let namespace = rustix::fs::stat("/proc/self/ns/pid")
+            .map_err(|errno| failure("look at /proc/self/ns/pid".into(), errno))?;
+        let started = process_tree::started(pid)
+            .ok_or_else(|| failure(format!("read /proc/{pid}/stat for the keeper's start"), Errno::SRCH))?;
+        Ok(Self { namespace: namespace.st_ino, pid, started })
+    }
+
+    /// What a leaf of this process is called.
+    pub(super) fn leaf_name(&self, worker: u64) -> String {
+        let Self { namespace, pid, started } = self;
+        format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
+    }
+
+    /// Who made the leaf with this name; `None` if it is no such name.
+    pub(super) fn of_leaf(name: &str) -> Option<Self> {
+        let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
+        let namespace = parts.next()?.parse().ok()?;
+        let (pid, started) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+        let worker = parts.next()?.parse().ok()?;
+        let owner = Self { namespace, pid, started };
+        // Nothing else, and no number written in another way.
+        (owner.leaf_name(worker) == name).then_some(owner)
+    }
+
+    /// Whether that one is gone for certain. Of another namespace's processes nothing is known.
+    pub(super) fn outlived(&self, other: &Self) -> bool {
+        other.namespace == self.namespace && !process_tree::is_alive(other.pid, other.started)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_tells_its_owner_and_nothing_else_does() {
+        let owner = Owner { namespace: 4026531836, pid: 17, started: 42 };
+        let name = owner.leaf_name(3);
+        assert_eq!(name, "bulkhead-4026531836-17-42-3");
+        assert_eq!(Owner::of_leaf(&name), Some(owner));
+        for other in [
+            "bulkhead-main",
+            "bulkhead-probe-17",
+            "bulkhead-1-17-42",
+            "bulkhead-1-17-42-3-4",
+            "bulkhead-1-17-42-+3",
+            "bulkhead-1-017-42-3",
+            "bulkhead-1--17-42-3",
+            "bulkhead-1-17-42-3.scope",
+            "xbulkhead-1-17-42-3",
+            "bulkhead",
+            "",
+        ] {
+            assert_eq!(Owner::of_leaf(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn only_the_dead_of_the_same_namespace_are_outlived() {
+        let own = Owner::this_process().unwrap();
+        assert!(!own.outlived(&own));
+        assert!(own.outlived(&Owner { started: own.started + 1, ..own }), "the number was used again");
+        assert!(own.outlived(&Owner { pid: u32::MAX, ..own }));
+        assert!(!own.outlived(&Owner { pid: u32::MAX, namespace: own.namespace + 1, ..own }));
+    }
+
+    #[test]
+    fn a_keeper_that_nobody_has_waited_for_is_dead() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let own = Owner::this_process().unwrap();
+        let started = process_tree::started(child.id()).unwrap();
+        let other = Owner { pid: child.id(), started, ..own };
+        assert!(!own.outlived(&other));
+        child.kill().unwrap();
+        while !own.outlived(&other) {
+            std::thread::yield_now();
+        }
+        child.wait().unwrap();
+        assert!(own.outlived(&other));
+    }
+}

@@ -1,0 +1,470 @@
+//! Real cgroups, below the one that the test itself is in: a folder for each test stands for what was
+//! delegated.
+#![expect(unsafe_code, reason = "starting programs in a cgroup, and waiting for them")]
+
+use std::ffi::CString;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::process_tree;
+use rustix::io::Errno;
+
+use super::folder::Folder;
+use super::owner::Owner;
+use super::{DELEGATE, FREE_IT, Failure, Leaf, Limits, MAIN, Root, Swept, fork_into, root_path};
+
+/// No condition takes nearly as long.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A cgroup for one test, emptied and removed behind it.
+struct Ground(Folder);
+
+impl Ground {
+    /// `None`, told loudly: no cgroup can be made here.
+    fn new(test: &str) -> Option<Self> {
+        let name = format!("bulkhead-test-{}-{test}", std::process::id());
+        let made = root_path().and_then(|path| Folder::open(&path)?.make_child(&name));
+        match made {
+            Ok(folder) => Some(Self(folder)),
+            Err(error) => {
+                eprintln!("NOT TESTED ({test}): failed to {error}");
+                None
+            }
+        }
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// This cgroup as the one to divide, with this process as the keeper, and a supervisor.
+    fn root(&self, supervisor: u32) -> Root {
+        Root::in_folder(Folder::open(self.path()).unwrap(), supervisor).unwrap()
+    }
+
+    fn leaf(&self, worker: u64) -> Leaf {
+        self.root(0).leaf(worker, &Limits::default()).unwrap()
+    }
+
+    /// Whether its parts can be given such limits. If not, says so.
+    fn has_controller(&self, controller: &str) -> bool {
+        let has = self.0.read_words("cgroup.controllers").unwrap().iter().any(|name| name == controller);
+        if !has {
+            eprintln!("NOT TESTED: no controller `{controller}` in {}", self.path().display());
+        }
+        has
+    }
+}
+
+impl Drop for Ground {
+    fn drop(&mut self) {
+        let _ = self.0.write("cgroup.kill", "1");
+        wait_until("the test's cgroups are removed", || self.0.remove().is_ok_and(|is_gone| is_gone));
+    }
+}
+
+/// A shell in a cgroup.
+struct Shell(libc::pid_t);
+
+impl Shell {
+    fn start(folder: &Folder, script: &str) -> Self {
+        let texts = ["/bin/sh", "-c", script].map(|text| CString::new(text).unwrap());
+        let mut arguments = texts.each_ref().map(|text| text.as_ptr()).to_vec();
+        arguments.push(std::ptr::null());
+        let environment = [c"PATH=/usr/bin:/bin".as_ptr(), std::ptr::null()];
+        // SAFETY: the child makes two system calls, on what was prepared.
+        let pid = unsafe { fork_into(std::os::fd::AsFd::as_fd(folder)) }.unwrap();
+        if pid == 0 {
+            // SAFETY: both lists end with a null pointer.
+            unsafe {
+                libc::execve(arguments[0], arguments.as_ptr(), environment.as_ptr());
+                libc::_exit(127)
+            }
+        }
+        Self(pid)
+    }
+
+    fn pid(&self) -> u32 {
+        self.0 as u32
+    }
+
+    /// How it ended: the status as `waitpid` tells it.
+    fn wait(self) -> i32 {
+        let mut status = 0;
+        // SAFETY: the number is that of a child nobody has waited for, the pointer to a local.
+        assert_eq!(unsafe { libc::waitpid(self.0, &mut status, libc::__WALL) }, self.0);
+        std::mem::forget(self);
+        status
+    }
+
+    fn wait_for_signal(self) -> i32 {
+        let status = self.wait();
+        assert!(libc::WIFSIGNALED(status), "status {status:#x}");
+        libc::WTERMSIG(status)
+    }
+}
+
+impl Drop for Shell {
+    fn drop(&mut self) {
+        // SAFETY: the child has not been waited for, so that the number is its own.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), libc::__WALL);
+        }
+    }
+}
+
+fn processes(path: &Path) -> Vec<u32> {
+    Folder::open(path).unwrap().read_processes().unwrap()
+}
+
+/// The folder of a leaf, to start something in there.
+fn folder(leaf: &Leaf) -> Folder {
+    Folder::open(leaf.path()).unwrap()
+}
+
+fn remove(leaf: &Leaf) {
+    wait_until("the leaf is removed", || leaf.remove().unwrap());
+    assert!(!leaf.path().exists());
+}
+
+#[test]
+fn a_process_is_in_its_leaf_from_its_first_moment() {
+    let Some(ground) = Ground::new("first-moment") else { return };
+    let leaf = ground.leaf(1);
+    assert!(leaf.is_empty().unwrap());
+    // It says it itself, before anybody could have moved it.
+    let script =
+        format!("grep -q '^0::.*/{}$' /proc/self/cgroup", leaf.path().file_name().unwrap().to_str().unwrap());
+    assert_eq!(Shell::start(&folder(&leaf), &script).wait(), 0);
+    let shell = Shell::start(&folder(&leaf), "sleep 1000; :");
+    assert!(!leaf.is_empty().unwrap());
+    assert!(processes(leaf.path()).contains(&shell.pid()));
+    assert_eq!(leaf.oom_kills().unwrap(), 0);
+    leaf.kill().unwrap();
+    assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
+    wait_until("nobody is left", || leaf.is_empty().unwrap());
+    remove(&leaf);
+}
+
+#[test]
+fn a_kill_ends_whoever_tried_to_get_away() {
+    let Some(ground) = Ground::new("kill") else { return };
+    let leaf = ground.leaf(1);
+    let script = "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000 & sleep 1000' &) & \
+        (trap '' TERM HUP; (setsid setsid sleep 1000 &) &) & while :; do sleep 1000; done";
+    let shell = Shell::start(&folder(&leaf), script);
+    // The shell, its two children, the two or three of the double fork, the one of the triple fork.
+    wait_until("all are there", || {
+        let names: Vec<String> = processes(leaf.path())
+            .iter()
+            .filter_map(|pid| fs::read_to_string(format!("/proc/{pid}/comm")).ok())
+            .collect();
+        names.iter().filter(|name| *name == "sleep\n").count() >= 6
+    });
+    let all = processes(leaf.path());
+    leaf.kill().unwrap();
+    assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
+    wait_until("nobody is left", || leaf.is_empty().unwrap());
+    for pid in all {
+        let is_here = fs::read_to_string(format!("/proc/{pid}/cgroup"))
+            .is_ok_and(|text| text.contains(leaf.path().to_str().unwrap()));
+        assert!(!is_here, "{pid} is still there");
+    }
+    remove(&leaf);
+}
+
+#[test]
+fn a_kill_outruns_those_who_fork_without_end() {
+    let Some(ground) = Ground::new("forking") else { return };
+    let leaf = ground.leaf(1);
+    let shell = Shell::start(&folder(&leaf), "while :; do (: & : &) & done");
+    wait_until("it forks", || processes(leaf.path()).len() > 1);
+    leaf.kill().unwrap();
+    assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
+    wait_until("nobody is left", || leaf.is_empty().unwrap());
+    remove(&leaf);
+}
+
+#[test]
+fn what_is_frozen_stands_still_and_dies_all_the_same() {
+    let Some(ground) = Ground::new("freeze") else { return };
+    let leaf = ground.leaf(1);
+    let shell = Shell::start(&folder(&leaf), "while :; do :; done");
+    leaf.freeze(true).unwrap();
+    wait_until("it is frozen", || leaf.is_frozen().unwrap());
+    assert!(!leaf.is_empty().unwrap());
+    leaf.freeze(false).unwrap();
+    wait_until("it goes on", || !leaf.is_frozen().unwrap());
+    leaf.freeze(true).unwrap();
+    wait_until("it is frozen again", || leaf.is_frozen().unwrap());
+    leaf.kill().unwrap();
+    assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
+    remove(&leaf);
+}
+
+#[test]
+fn a_leaf_goes_only_when_it_is_empty_and_twice_is_once() {
+    let Some(ground) = Ground::new("remove") else { return };
+    let leaf = ground.leaf(1);
+    let shell = Shell::start(&folder(&leaf), "sleep 1000; :");
+    assert_eq!(leaf.remove(), Ok(false));
+    assert!(leaf.path().exists());
+    leaf.kill().unwrap();
+    drop(shell);
+    remove(&leaf);
+    assert_eq!(leaf.remove(), Ok(true));
+    assert!(leaf.kill().is_err() && leaf.is_empty().is_err());
+    // SAFETY: the child, if there were one, would only exit.
+    let cloned = unsafe { fork_into(leaf.fd()) };
+    if cloned == Ok(0) {
+        // SAFETY: ends the process, without a thing being run that the parent registered.
+        unsafe { libc::_exit(0) };
+    }
+    assert!(cloned.is_err());
+}
+
+#[test]
+fn a_worker_does_not_divide_its_leaf() {
+    let Some(ground) = Ground::new("undivided") else { return };
+    let leaf = ground.leaf(1);
+    let error = folder(&leaf).make_child("inner").unwrap_err();
+    assert_eq!(error.errno, Errno::AGAIN, "{error}");
+    assert_eq!(ground.root(0).leaf(1, &Limits::default()).unwrap_err().errno, Errno::EXIST);
+}
+
+#[test]
+fn cgroups_that_were_made_in_a_leaf_go_with_it() {
+    let Some(ground) = Ground::new("nested") else { return };
+    let leaf = ground.leaf(1);
+    // Who has the right to make some can take this limit away first.
+    folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
+    let deep = leaf.path().join("deep/".repeat(300));
+    fs::create_dir_all(&deep).unwrap();
+    for number in 0..20 {
+        fs::create_dir_all(leaf.path().join(format!("a{number}/b/c"))).unwrap();
+    }
+    let shells = [leaf.path().join("a3/b/c"), deep]
+        .map(|path| Shell::start(&Folder::open(&path).unwrap(), "sleep 1000; :"));
+    assert!(!leaf.is_empty().unwrap());
+    assert_eq!(leaf.remove(), Ok(false));
+    leaf.kill().unwrap();
+    for shell in shells {
+        assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
+    }
+    remove(&leaf);
+}
+
+#[test]
+fn cgroups_nested_without_bounds_are_an_error_and_no_endless_walk() {
+    let Some(ground) = Ground::new("abyss") else { return };
+    let mut here = Folder::open(ground.path()).unwrap();
+    for _ in 0..1100 {
+        match here.make_child("d") {
+            Ok(child) => here = child,
+            Err(error) => return eprintln!("NOT TESTED (abyss): failed to {error}"),
+        }
+    }
+    let error = ground.0.remove().unwrap_err();
+    assert_eq!(error.errno, Errno::LOOP, "{error}");
+    // For the end of the test, some steps up.
+    for _ in 0..200 {
+        let parent = here.parent().unwrap();
+        assert_eq!(parent.remove_child("d"), Ok(true));
+        here = parent;
+    }
+}
+
+#[test]
+fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
+    let Some(ground) = Ground::new("sweep") else { return };
+    let root = ground.root(0);
+    let living = Owner::this_process().unwrap();
+    let mut keeper = Command::new("sleep").arg("1000").spawn().unwrap();
+    let other = Owner { pid: keeper.id(), started: process_tree::started(keeper.id()).unwrap(), ..living };
+    let foreign = Owner { namespace: living.namespace + 1, ..other };
+    let names = [other.leaf_name(1), other.leaf_name(2), foreign.leaf_name(1), living.leaf_name(1)];
+    let folders = names.each_ref().map(|name| ground.0.make_child(name).unwrap());
+    ground.0.make_child("bulkhead-main").unwrap();
+    ground.0.make_child("somebody-else").unwrap();
+    let shells = folders.each_ref().map(|folder| Shell::start(folder, "sleep 1000; :"));
+    fs::create_dir(folders[0].path().join("inner")).unwrap();
+    assert_eq!(root.sweep(), Ok(Swept::default()), "their keeper lives");
+
+    keeper.kill().unwrap();
+    keeper.wait().unwrap();
+    let mut removed = 0;
+    wait_until("the dead keeper's are swept", || {
+        let swept = root.sweep().unwrap();
+        removed += swept.removed;
+        swept.left == 0
+    });
+    assert_eq!(removed, 2);
+    let [first, second, third, fourth] = shells;
+    assert_eq!(first.wait_for_signal(), libc::SIGKILL);
+    assert_eq!(second.wait_for_signal(), libc::SIGKILL);
+    assert!(processes(folders[2].path()).contains(&third.pid()));
+    assert!(processes(folders[3].path()).contains(&fourth.pid()));
+    let left = ground.0.children(10, |_| true).unwrap().len();
+    assert_eq!(left, 4);
+    assert_eq!(root.sweep(), Ok(Swept::default()));
+}
+
+#[test]
+fn the_supervisors_own_processes_make_room_and_nobody_else_is_moved() {
+    let Some(ground) = Ground::new("vacate") else { return };
+    // Its child descends from this process as well, as the keeper's children do.
+    let supervisor = Shell::start(&ground.0, "sleep 1000 & sleep 1000");
+    wait_until("both are there", || processes(ground.path()).len() >= 2);
+    let root = ground.root(supervisor.pid());
+    root.vacate().unwrap();
+    assert!(processes(ground.path()).is_empty());
+    let main = ground.path().join(MAIN);
+    assert!(processes(&main).contains(&supervisor.pid()));
+    root.vacate().unwrap();
+
+    // An orphan: whose, nobody knows. The process that made it is gone, and it has been handed upwards.
+    assert_eq!(Shell::start(&ground.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
+    wait_until("it is an orphan", || {
+        let inside = processes(ground.path());
+        let ours = process_tree::descendants_of(std::process::id()).unwrap();
+        inside.len() == 1 && !ours.contains(&inside[0])
+    });
+    let orphan = processes(ground.path())[0];
+    wait_until("it is called so", || {
+        fs::read_to_string(format!("/proc/{orphan}/comm")).is_ok_and(|name| name == "sleep\n")
+    });
+    let error = root.vacate().unwrap_err();
+    assert_eq!(error.errno, Errno::BUSY);
+    assert!(error.attempted.ends_with(&format!("{orphan} (sleep)")), "{error}");
+    assert!(error.to_string().contains("DelegateSubgroup=bulkhead-main"), "{error}");
+    assert_eq!(processes(ground.path()), [orphan], "it was moved");
+}
+
+#[test]
+fn a_configured_limit_without_its_controller_is_an_error() {
+    let Some(ground) = Ground::new("absent") else { return };
+    let root = ground.root(0);
+    let all = [
+        ("memory", Limits { memory_bytes: Some(64 << 20), ..Limits::default() }),
+        ("pids", Limits { pids: Some(10), ..Limits::default() }),
+        ("cpu", Limits { cpu_cores: Some(0.5), ..Limits::default() }),
+    ];
+    let have = ground.0.read_words("cgroup.controllers").unwrap();
+    for (number, (controller, limits)) in all.into_iter().enumerate() {
+        if have.iter().any(|name| name == controller) {
+            eprintln!("NOT TESTED: what is told without `{controller}`, which is here");
+            continue;
+        }
+        let error = root.leaf(number as u64, &limits).unwrap_err();
+        assert!(error.attempted.starts_with(&format!("have the controller `{controller}` in /")), "{error}");
+        assert!(error.to_string().ends_with(FREE_IT), "{error}");
+    }
+    if have.is_empty() {
+        assert!(ground.0.children(10, |_| true).unwrap().is_empty(), "something was made all the same");
+    }
+}
+
+#[test]
+fn controllers_are_switched_on_once_the_cgroup_is_free() {
+    let Some(ground) = Ground::new("enable") else { return };
+    // Which one does not matter for this.
+    let have = ground.0.read_words("cgroup.controllers").unwrap();
+    let Some(controller) = have.first() else {
+        return eprintln!("NOT TESTED: no controller at all in {}", ground.path().display());
+    };
+    let supervisor = Shell::start(&ground.0, "sleep 1000; :");
+    let root = ground.root(supervisor.pid());
+    root.enable(&[controller]).unwrap();
+    root.enable(&[controller]).unwrap();
+    assert_eq!(ground.0.read_words("cgroup.subtree_control").unwrap(), std::slice::from_ref(controller));
+    assert!(processes(&ground.path().join(MAIN)).contains(&supervisor.pid()));
+    let leaf = root.leaf(1, &Limits::default()).unwrap();
+    assert_eq!(Shell::start(&folder(&leaf), ":").wait(), 0);
+    remove(&leaf);
+}
+
+#[test]
+fn a_worker_over_its_memory_dies_as_a_whole_and_it_is_told() {
+    let Some(ground) = Ground::new("memory") else { return };
+    if !ground.has_controller("memory") {
+        return;
+    }
+    let limits = Limits { memory_bytes: Some(32 << 20), ..Limits::default() };
+    let leaf = ground.root(0).leaf(1, &limits).unwrap();
+    assert_eq!(fs::read_to_string(leaf.path().join("memory.max")).unwrap(), "33554432\n");
+    // What takes the memory is not the first process.
+    let shell = Shell::start(&folder(&leaf), "tail /dev/zero & sleep 1000");
+    assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
+    assert!(leaf.oom_kills().unwrap() >= 1);
+    remove(&leaf);
+}
+
+#[test]
+fn a_worker_has_so_many_processes() {
+    let Some(ground) = Ground::new("pids") else { return };
+    if !ground.has_controller("pids") {
+        return;
+    }
+    let leaf = ground.root(0).leaf(1, &Limits { pids: Some(2), ..Limits::default() }).unwrap();
+    let shell = Shell::start(&folder(&leaf), "sleep 1000 & sleep 1000 & wait");
+    // The shell cannot fork a second time.
+    assert!(libc::WEXITSTATUS(shell.wait()) != 0);
+    leaf.kill().unwrap();
+    remove(&leaf);
+}
+
+#[test]
+fn a_worker_has_so_much_of_the_processors() {
+    let Some(ground) = Ground::new("cpu") else { return };
+    if !ground.has_controller("cpu") {
+        return;
+    }
+    let leaf = ground.root(0).leaf(1, &Limits { cpu_cores: Some(0.25), ..Limits::default() }).unwrap();
+    assert_eq!(fs::read_to_string(leaf.path().join("cpu.max")).unwrap(), "25000 100000\n");
+    remove(&leaf);
+}
+
+#[test]
+fn what_is_not_ours_to_write_is_told_with_what_to_do() {
+    let Some(ground) = Ground::new("delegated") else { return };
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("NOT TESTED: only root can become a user without rights");
+    }
+    const NOBODY: libc::c_long = 65534;
+    let path = ground.path();
+    let error = std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            // SAFETY: changes the identity of this thread alone, which ends with it.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
+            assert_eq!(changed, 0);
+            Root::in_folder(Folder::open(path).unwrap(), 0).unwrap_err()
+        });
+        other.join().unwrap()
+    });
+    assert_eq!(error.errno, Errno::ACCESS, "{error}");
+    assert!(error.attempted.ends_with(&format!(" {}", path.display())), "{error}");
+    assert!(error.to_string().ends_with(DELEGATE), "{error}");
+}
+
+#[test]
+fn the_own_cgroup_is_found_or_it_is_said_why_not() {
+    match Root::find(std::process::id()) {
+        Ok(root) => assert!(root.path().join("cgroup.procs").exists()),
+        Err(Failure { attempted, what_to_do, .. }) => {
+            eprintln!("NOT TESTED: failed to {attempted}; {what_to_do}");
+        }
+    }
+    let elsewhere = Folder::open(Path::new("/")).unwrap_err();
+    assert_eq!(elsewhere.errno, Errno::NODEV, "{elsewhere}");
+}

@@ -1,0 +1,183 @@
+//! What the kernel says of cgroups, taken apart. Pure, and strict: `None` is "this is not what it should be".
+
+use std::path::{Component, Path, PathBuf};
+
+/// What `cgroup.events` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Events {
+    /// Whether a process is in there, or in what is below.
+    pub(super) is_populated: bool,
+    pub(super) is_frozen: bool,
+}
+
+pub(super) fn events(text: &str) -> Option<Events> {
+    let flag = |key| match number(text, key)? {
+        Some(0) => Some(Some(false)),
+        Some(1) => Some(Some(true)),
+        Some(_) => None,
+        None => Some(None),
+    };
+    // Kernels before 5.2 do not freeze.
+    Some(Events { is_populated: flag("populated")??, is_frozen: flag("frozen")?.unwrap_or(false) })
+}
+
+/// How many processes died of their memory, from `memory.events`; those of a group that dies as a whole are
+/// counted one by one.
+pub(super) fn oom_kills(text: &str) -> Option<u64> {
+    number(text, "oom_kill")?
+}
+
+/// The number with this key, in a text of lines of one key and one number each. The outer `None`: it is
+/// no such text; the inner one: there is no such key.
+fn number(text: &str, key: &str) -> Option<Option<u64>> {
+    let mut found = None;
+    for line in text.lines() {
+        let (name, value) = line.split_once(' ')?;
+        let value = whole(value)?;
+        if name == key && found.replace(value).is_some() {
+            return None;
+        }
+    }
+    Some(found)
+}
+
+/// Digits alone: `parse` would take a sign too.
+fn whole<T: std::str::FromStr>(text: &str) -> Option<T> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
+}
+
+/// Process numbers, from `cgroup.procs`.
+pub(super) fn processes(text: &str) -> Option<Vec<u32>> {
+    text.lines().map(whole).collect()
+}
+
+/// Names of controllers, from `cgroup.controllers` and `cgroup.subtree_control`.
+pub(super) fn words(text: &str) -> Option<Vec<String>> {
+    let is_name = |word: &str| word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+    let words = text.strip_suffix('\n').unwrap_or(text).split(' ').filter(|word| !word.is_empty());
+    words.map(|word| is_name(word).then(|| word.to_owned())).collect()
+}
+
+/// The folders in which the own cgroup is mounted, from the lines of `/proc/self/mountinfo` and of
+/// `/proc/self/cgroup`. None, if all that is mounted is other parts of the tree.
+pub(super) fn own_cgroups(mounts: &str, cgroups: &str) -> Vec<PathBuf> {
+    let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
+    let own = own.map(Path::new).filter(|own| is_below(own));
+    own.map_or(Vec::new(), |own| mounts.lines().filter_map(|line| mounted(line, own)).collect())
+}
+
+/// Where the mount of this line shows a cgroup.
+fn mounted(line: &str, cgroup: &Path) -> Option<PathBuf> {
+    let (before, after) = line.split_once(" - ")?;
+    let mut fields = before.split(' ').skip(3);
+    let (root, place) = (unescape(fields.next()?)?, unescape(fields.next()?)?);
+    if after.split(' ').next() != Some("cgroup2") || !is_below(Path::new(&root)) {
+        return None;
+    }
+    let below = cgroup.strip_prefix(root).ok()?;
+    // Component by component: to join nothing would leave a slash behind.
+    Some(Path::new(&place).components().chain(below.components()).collect())
+}
+
+/// Whether a path stays below the root: cgroups outside of the own namespace are told with `/..`.
+fn is_below(path: &Path) -> bool {
+    path.is_absolute() && path.components().all(|part| part != Component::ParentDir)
+}
+
+/// Takes back what the kernel does to spaces, tabs, line ends and backslashes in `mountinfo`.
+fn unescape(field: &str) -> Option<String> {
+    let mut parts = field.split('\\');
+    let mut text = parts.next()?.to_owned();
+    for part in parts {
+        let (digits, rest) = part.split_at_checked(3)?;
+        text.push(char::from(u8::from_str_radix(digits, 8).ok().filter(u8::is_ascii)?));
+        text.push_str(rest);
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_say_whether_somebody_is_there() {
+        let told = |text: &str| events(text).map(|events| (events.is_populated, events.is_frozen));
+        assert_eq!(told("populated 1\nfrozen 0\n"), Some((true, false)));
+        assert_eq!(told("populated 0\nfrozen 1\n"), Some((false, true)));
+        assert_eq!(told("populated 0\n"), Some((false, false)));
+        assert_eq!(told("populated 0\nfrozen 0\nto_come 17\n"), Some((false, false)));
+        for odd in ["", "frozen 0\n", "populated\n", "populated x\n", "populated 2\n", "populated +1\n"] {
+            assert_eq!(told(odd), None, "{odd:?}");
+        }
+        assert_eq!(told("populated 1\npopulated 0\n"), None);
+    }
+
+    #[test]
+    fn who_died_of_memory_is_counted() {
+        let old = "low 0\nhigh 0\nmax 41\noom 2\noom_kill 1\n";
+        assert_eq!(oom_kills(old), Some(1));
+        assert_eq!(oom_kills(&format!("{old}oom_group_kill 1\n")), Some(1));
+        assert_eq!(oom_kills("low 0\nhigh 0\nmax 0\noom 0\noom_kill 0\noom_group_kill 0\n"), Some(0));
+        assert_eq!(oom_kills("oom 3\n"), None);
+        assert_eq!(oom_kills("oom_kill -1\n"), None);
+        assert_eq!(oom_kills("oom_kill 99999999999999999999\n"), None);
+    }
+
+    #[test]
+    fn processes_and_controllers_are_listed() {
+        assert_eq!(processes(""), Some(vec![]));
+        assert_eq!(processes("12\n0\n7\n"), Some(vec![12, 0, 7]));
+        assert_eq!(processes("12\nx\n"), None);
+        assert_eq!(processes("12\n\n"), None);
+        assert_eq!(words(""), Some(vec![]));
+        assert_eq!(words("\n"), Some(vec![]));
+        let all = "cpuset cpu io memory hugetlb pids rdma misc dmem\n";
+        assert_eq!(words(all).unwrap().len(), 9);
+        assert_eq!(words("memory pids\ncpu\n"), None);
+        assert_eq!(words("-memory\n"), None);
+    }
+
+    #[test]
+    fn the_own_cgroup_is_found_below_whatever_is_mounted() {
+        let mounts = "24 1 0:22 / /proc rw - proc proc rw\n\
+            30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n\
+            31 23 0:27 /a /sys/fs/cgroup rw,nosuid shared:10 - cgroup2 cgroup2 rw\n";
+        let find = |own: &str| own_cgroups(mounts, &format!("4:memory:/x\n0::{own}\n"));
+        assert_eq!(find("/a/b"), [Path::new("/sys/fs/cgroup/b")]);
+        assert_eq!(find("/a")[0].as_os_str(), "/sys/fs/cgroup");
+        assert!(find("/c").is_empty());
+        assert!(find("/ab").is_empty());
+        assert!(own_cgroups(mounts, "4:memory:/x\n").is_empty(), "only version 1");
+        assert!(own_cgroups("", "0::/a\n").is_empty());
+    }
+
+    #[test]
+    fn every_mount_that_shows_it_is_told_in_order() {
+        let mounts = "31 23 0:27 / /one rw - cgroup2 none rw\n32 23 0:27 /a /two rw - cgroup2 none rw\n";
+        assert_eq!(own_cgroups(mounts, "0::/a/b\n"), [Path::new("/one/a/b"), Path::new("/two/b")]);
+    }
+
+    #[test]
+    fn what_lies_outside_of_the_namespace_is_not_guessed_at() {
+        let mount = |root: &str| format!("31 23 0:27 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+        assert!(own_cgroups(&mount("/"), "0::/../other\n").is_empty());
+        assert!(own_cgroups(&mount("/.."), "0::/\n").is_empty());
+        assert_eq!(own_cgroups(&mount("/"), "0::/\n")[0].as_os_str(), "/sys/fs/cgroup");
+    }
+
+    #[test]
+    fn odd_characters_of_folders_are_understood() {
+        let mounts = r"31 23 0:27 /a\134x2db.slice /sys/fs/my\040cgroup rw - cgroup2 cgroup2 rw";
+        assert_eq!(own_cgroups(mounts, "0::/a\\x2db.slice/c\n"), [Path::new("/sys/fs/my cgroup/c")]);
+        for odd in [r"/a\", r"/a\13", r"/a\999", r"/a\x2d"] {
+            assert_eq!(unescape(odd), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn lines_of_nonsense_are_passed_over() {
+        let mounts = "x\n - \n1 2 3 - cgroup2\n1 2 3 /\n\n31 23 0:27 / /cg rw - cgroup2 cgroup2 rw\n";
+        assert_eq!(own_cgroups(mounts, "nonsense\n0::/\n"), [Path::new("/cg")]);
+    }
+}
