@@ -6,6 +6,7 @@
 //! whatever else the machine does hits both; medians of the rounds are compared.
 
 mod bare;
+mod confinement;
 mod load;
 mod measures;
 mod policy;

@@ -12,7 +12,7 @@ use crate::load::{self, Round, median};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};
-use crate::{Result, bare, policy};
+use crate::{Result, bare, confinement, policy};
 
 /// How much of everything.
 pub(crate) struct Plan {
@@ -29,6 +29,7 @@ pub(crate) struct Plan {
     crowd: usize,
     /// Jobs for the decisions alone in each round.
     decisions: usize,
+    confinement: confinement::Plan,
 }
 
 impl Plan {
@@ -41,11 +42,21 @@ impl Plan {
             deaths: 30,
             crowd: 10_000,
             decisions: 100_000,
+            confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
         }
     }
 
     pub(crate) fn smoke() -> Self {
-        Self { rounds: 1, small: 200, large: 5, many: 4_096, deaths: 2, crowd: 200, decisions: 2_000 }
+        Self {
+            rounds: 1,
+            small: 200,
+            large: 5,
+            many: 4_096,
+            deaths: 2,
+            crowd: 200,
+            decisions: 2_000,
+            confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
+        }
     }
 }
 
@@ -67,7 +78,7 @@ impl Chains {
         let relay = Process::role(&["relay", &text(&near)?, &text(&far)?])?;
         processes::wait_for(&near)?;
         let bare = bare::Client::connect(&near).await?;
-        let real = Rc::new(Chain::start(&processes::programs()?).await?);
+        let real = Rc::new(Chain::start_all(&processes::programs()?).await?);
         Ok(Self { bare, real, _relay: relay, _echo: echo })
     }
 
@@ -99,9 +110,11 @@ fn check(got: usize, wanted: usize) -> Result<()> {
 pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
     // Before anything else runs that could disturb it.
     let mut figures = policy::all(&policy::Plan { rounds: plan.rounds, cycles: plan.decisions }, only)?;
-    if only.is_none_or(|only| !only.starts_with(policy::GROUP)) {
+    let is_other = |group: &str| only.is_some_and(|only| only.starts_with(group));
+    if !is_other(policy::GROUP) && !confinement::GROUPS.iter().copied().any(is_other) {
         figures.extend(LocalSet::new().run_until(measure(plan, only)).await?);
     }
+    figures.extend(LocalSet::new().run_until(confinement::all(&plan.confinement, only)).await?);
     Ok(figures)
 }
 
@@ -142,7 +155,13 @@ async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
 }
 
 /// A figure from pairs of rounds, bare and real.
-fn paired(name: String, unit: &'static str, pairs: &[(f64, f64)], target: Target, limit: f64) -> Figure {
+pub(crate) fn paired(
+    name: String,
+    unit: &'static str,
+    pairs: &[(f64, f64)],
+    target: Target,
+    limit: f64,
+) -> Figure {
     Figure {
         name,
         unit,
@@ -151,6 +170,7 @@ fn paired(name: String, unit: &'static str, pairs: &[(f64, f64)], target: Target
         ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
         target,
         limit,
+        difference: None,
     }
 }
 
@@ -201,6 +221,7 @@ async fn throughput(chains: &Chains, plan: &Plan, name: &str, lanes: usize) -> R
             ratio: None,
             target: Target::AtMost,
             limit: 1.5,
+            difference: None,
         },
     ])
 }
@@ -263,6 +284,7 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
         target: Target::AtMost,
         // 10 ms and the start of a worker, which the figure above has.
         limit: 12.0,
+        difference: None,
     })
 }
 
@@ -330,5 +352,6 @@ async fn idle_memory(chains: &Chains) -> Result<Figure> {
         ratio: None,
         target: Target::AtMost,
         limit: 600.0,
+        difference: None,
     })
 }

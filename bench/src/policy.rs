@@ -58,7 +58,7 @@ pub(crate) fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
 
 fn figure(name: &str, bare: Option<f64>, real: f64, ratio: Option<f64>) -> Figure {
     let (target, limit) = (Target::FigureAtMost, LIMIT_NS);
-    Figure { name: name.to_owned(), unit: "ns", bare, real, ratio, target, limit }
+    Figure { name: name.to_owned(), unit: "ns", bare, real, ratio, target, limit, difference: None }
 }
 
 /// All settings in turns, round after round, so that whatever else the machine does hits each.

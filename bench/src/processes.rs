@@ -89,3 +89,30 @@ pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).ok_or("no Pss")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
+
+/// The first process of the namespace of processes that this one is in, if that is neither itself nor the
+/// namespace of the bench.
+pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
+    let numbers = |pid: u32| -> Result<Vec<u32>> {
+        let text = field(pid, "NSpid:")?;
+        Ok(text.split_whitespace().map(str::parse).collect::<std::result::Result<_, _>>()?)
+    };
+    let own = numbers(pid)?;
+    if own.len() < 2 || own.last() == Some(&1) {
+        return Ok(None);
+    }
+    // Workers are its children.
+    let parent = field(pid, "PPid:")?.trim().parse()?;
+    if numbers(parent)?.last() == Some(&1) {
+        Ok(Some(parent))
+    } else {
+        Err(format!("process {pid} is in a namespace, and its parent {parent} is not the first one there")
+            .into())
+    }
+}
+
+fn field(pid: u32, name: &str) -> Result<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let found = status.lines().find_map(|line| line.strip_prefix(name));
+    found.map(str::to_owned).ok_or_else(|| format!("no {name} in the status of process {pid}").into())
+}

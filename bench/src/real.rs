@@ -36,21 +36,22 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    pub(crate) async fn start(programs: &Path) -> Result<Self> {
+    /// Starts a supervisor with the bulkheads of the bench, and a worker in each.
+    pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
+        let chain = Self::start(programs, &config(&std::env::current_exe()?)?).await?;
+        for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES] {
+            chain.client.job(bulkhead, "ready?").send().await?;
+        }
+        Ok(chain)
+    }
+
+    /// Starts a supervisor with this configuration, whose socket is called `jobs.sock`.
+    pub(crate) async fn start(programs: &Path, config: &str) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        std::fs::write(folder.path().join("workers.toml"), config(&std::env::current_exe()?)?)?;
-        let supervisor = Process::start(
-            Command::new(programs.join("bulkhead-supervisor"))
-                .args(["--log-level", "error", "--config"])
-                .arg(folder.path().join("workers.toml"))
-                .stdin(Stdio::null()),
-        )?;
+        let supervisor = Process::start(&mut supervisor(programs, folder.path(), config)?)?;
         let socket = folder.path().join("jobs.sock");
         processes::wait_for(&socket)?;
         let client = Client::connect(&socket).await?;
-        for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES] {
-            client.job(bulkhead, "ready?").send().await?;
-        }
         Ok(Self { supervisor, client, _folder: folder })
     }
 
@@ -64,6 +65,27 @@ impl Chain {
         let reply = self.client.job(bulkhead, "").send().await?;
         Ok(reply.outcome().worker_pid.ok_or("no worker served the job")?)
     }
+}
+
+/// What a supervisor says of this configuration: nothing, or why it refuses it.
+pub(crate) fn check(programs: &Path, config: &str) -> Result<std::result::Result<(), String>> {
+    let folder = tempfile::tempdir()?;
+    let output = supervisor(programs, folder.path(), config)?.arg("--check").output()?;
+    if output.status.success() {
+        return Ok(Ok(()));
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    let errors: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("error: ")).collect();
+    Ok(Err(if errors.is_empty() { text.trim_end().to_owned() } else { errors.join("; ") }))
+}
+
+/// A supervisor with this configuration, in this folder.
+fn supervisor(programs: &Path, folder: &Path, config: &str) -> Result<Command> {
+    let file = folder.join("workers.toml");
+    std::fs::write(&file, config)?;
+    let mut command = Command::new(programs.join("bulkhead-supervisor"));
+    command.args(["--log-level", "error", "--config"]).arg(file).stdin(Stdio::null());
+    Ok(command)
 }
 
 fn config(own: &Path) -> Result<String> {

@@ -12,6 +12,17 @@ pub(crate) enum Target {
     AtLeast,
     /// The figure itself is to be at most this, whatever its ratio.
     FigureAtMost,
+    /// There is none.
+    Told,
+}
+
+/// By how much the real one differs from the bare one, pair by pair.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Difference {
+    pub(crate) mean: f64,
+    /// Within these two it is with 95 % confidence.
+    pub(crate) low: f64,
+    pub(crate) high: f64,
 }
 
 /// One line of the report.
@@ -27,6 +38,8 @@ pub(crate) struct Figure {
     pub(crate) target: Target,
     /// What the ratio is to be, or the figure itself where there is no ratio.
     pub(crate) limit: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) difference: Option<Difference>,
 }
 
 impl Figure {
@@ -36,6 +49,7 @@ impl Figure {
             Target::AtMost => judged <= self.limit,
             Target::AtLeast => judged >= self.limit,
             Target::FigureAtMost => self.real <= self.limit,
+            Target::Told => true,
         }
     }
 
@@ -44,6 +58,10 @@ impl Figure {
             Target::AtMost => format!("≤ {}", self.limit),
             Target::AtLeast => format!("≥ {}", self.limit),
             Target::FigureAtMost => format!("≤ {} {}", self.limit, self.unit),
+            Target::Told => self.difference.map_or("–".to_owned(), |difference| {
+                let Difference { mean, low, high } = difference;
+                format!("{} (95 %: {} to {})", signed(mean), signed(low), signed(high))
+            }),
         }
     }
 }
@@ -75,6 +93,10 @@ pub(crate) fn print(figures: &[Figure], is_json: bool) {
             if figure.is_met() { "" } else { "   MISSED" },
         );
     }
+}
+
+fn signed(value: f64) -> String {
+    format!("{}{}", if value < 0.0 { '−' } else { '+' }, short(value.abs()))
 }
 
 /// Three digits that mean something.

@@ -1,0 +1,262 @@
+//! What confinement costs: starting a worker under each profile, its memory, and jobs under `strict`
+//! beside the same jobs under `none`.
+
+use std::path::Path;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::load;
+use crate::measures::paired;
+use crate::processes::{self, Process};
+use crate::real::{self, Chain};
+use crate::report::{Difference, Figure, Target};
+
+/// What the names of these measurements begin with.
+pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
+
+/// How much of everything.
+pub(crate) struct Plan {
+    /// Workers started under each profile.
+    pub(crate) starts: usize,
+    /// Pairs of rounds, one under `none` and one under `strict`.
+    pub(crate) pairs: usize,
+    /// Jobs in each such round, one at a time and [`WIDE`] at a time.
+    pub(crate) one_by_one: usize,
+    pub(crate) many: usize,
+}
+
+const PROFILES: [&str; 3] = ["none", "default", "strict"];
+
+/// Jobs in flight where the throughput is measured.
+const WIDE: usize = 64;
+
+/// Bytes of each job.
+const BYTES: usize = 64;
+
+/// How long a worker may take to start, and how long it is waited for one that does not.
+const START_PATIENCE: Duration = Duration::from_secs(15);
+
+const STARTUP: &str = "startup: new worker's first answer";
+const MEMORY: &str = "startup: idle worker's memory (PSS)";
+const INIT_MEMORY: &str = "startup: its init's memory (PSS)";
+const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
+const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
+
+/// Takes every measurement whose name holds `only`; within a `LocalSet`. Profiles that cannot be had here are
+/// told.
+pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+    let is_wanted = |name: &str| only.is_none_or(|only| name.contains(only));
+    let is_one_wanted = |names: &[&str]| {
+        names.iter().any(|name| PROFILES.iter().any(|profile| is_wanted(&format!("{name}, {profile}"))))
+    };
+    let wants_startup = is_one_wanted(&[STARTUP, MEMORY, INIT_MEMORY]);
+    let wants_confined = is_wanted(LATENCY) || is_wanted(THROUGHPUT);
+    let mut figures = Vec::new();
+    if !wants_startup && !wants_confined {
+        return Ok(figures);
+    }
+    let Some((chain, profiles)) = start().await? else { return Ok(figures) };
+    if wants_startup {
+        figures.extend(startup(&chain, plan, &profiles).await?);
+    }
+    if wants_confined {
+        figures.extend(confined(&chain, plan, &profiles).await?);
+    }
+    figures.retain(|figure| is_wanted(&figure.name));
+    Ok(figures)
+}
+
+/// A supervisor, and the profiles that can be had from it. `None`: it knows of none.
+async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
+    let programs = processes::programs()?;
+    let own = std::env::current_exe()?;
+    let mut accepted = Vec::new();
+    for profile in PROFILES {
+        match real::check(&programs, &config(&own, &[profile])?)? {
+            Ok(()) => accepted.push(profile),
+            Err(refused) => tell_missing(profile, &refused),
+        }
+    }
+    if accepted.is_empty() {
+        return Ok(None);
+    }
+    let chain = Chain::start(&programs, &config(&own, &accepted)?).await?;
+    let mut profiles = Vec::new();
+    for profile in accepted {
+        match first_answer(&chain, profile, "ready?").await {
+            Ok(_) => profiles.push(profile),
+            Err(error) => tell_missing(profile, &format!("its workers do not start: {error}")),
+        }
+    }
+    Ok(Some((Rc::new(chain), profiles)))
+}
+
+fn tell_missing(profile: &str, why: &str) {
+    eprintln!("NOT MEASURED: the profile `{profile}` cannot be had here: {why}");
+}
+
+fn config(own: &Path, profiles: &[&str]) -> Result<String> {
+    let own = own.to_str().ok_or("this program has an odd path")?;
+    let is_root = rustix::process::geteuid().is_root();
+    let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
+    // Who may not change identities has `strict` refused, and that is told.
+    if is_root && profiles.contains(&"strict") {
+        text += "worker_uids = \"200000-200999\"\n";
+    }
+    for &profile in profiles {
+        let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
+        let common =
+            format!("command = [{own:?}, \"worker\"]\nsandbox = {{ profile = {profile:?}{user} }}\n");
+        // Each tenant has a worker of its own, started by its first job.
+        let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
+        text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
+        text += &format!("[bulkhead.{}]\n{common}max_in_flight = {WIDE}\n", wide(profile));
+    }
+    Ok(text)
+}
+
+/// The bulkhead of a profile whose worker takes many jobs at once.
+fn wide(profile: &str) -> String {
+    format!("{profile}-wide")
+}
+
+/// From the first job of a tenant, whose worker is started for it, to the answer; and the worker's number.
+async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Duration, u32)> {
+    let began = Instant::now();
+    let job = chain.client.job(profile, "").tenant(tenant).deadline(START_PATIENCE);
+    let reply = job.send().await?;
+    let took = began.elapsed();
+    Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
+}
+
+/// The same of this program, spawned as the standard library does it, with no supervisor.
+fn bare_first_answer() -> Result<Duration> {
+    use std::io::{Read, Write};
+    let began = Instant::now();
+    let (_process, mut socket) = Process::echo()?;
+    let mut byte = [0];
+    socket.write_all(b"x")?;
+    socket.read_exact(&mut byte)?;
+    Ok(began.elapsed())
+}
+
+async fn startup(chain: &Chain, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
+    let mut figures = memory(chain, profiles).await?;
+    let mut bare = Vec::new();
+    let mut real = vec![Vec::new(); profiles.len()];
+    for round in 0..plan.starts {
+        bare.push(bare_first_answer()?.as_secs_f64() * 1e3);
+        let tenant = format!("t{round}");
+        for (times, profile) in real.iter_mut().zip(profiles) {
+            times.push(first_answer(chain, profile, &tenant).await?.0.as_secs_f64() * 1e3);
+        }
+    }
+    figures.extend(profiles.iter().zip(real).map(|(profile, real)| {
+        let pairs: Vec<_> = bare.iter().copied().zip(real).collect();
+        paired(format!("{STARTUP}, {profile}"), "ms", &pairs, Target::Told, f64::NAN)
+    }));
+    Ok(figures)
+}
+
+/// Of a worker that has had one job, and of the first process of its namespace, if that is another.
+async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
+    let mut workers = Vec::new();
+    for profile in profiles {
+        workers.push(first_answer(chain, profile, "idle").await?.1);
+    }
+    let mut figures = Vec::new();
+    // All are there before the first is looked at: the more share a page, the smaller is each one's part.
+    for (profile, worker) in profiles.iter().zip(workers) {
+        figures.push(proportional(format!("{MEMORY}, {profile}"), worker)?);
+        if let Some(init) = processes::init_of(worker)? {
+            figures.push(proportional(format!("{INIT_MEMORY}, {profile}"), init)?);
+        }
+    }
+    Ok(figures)
+}
+
+fn proportional(name: String, pid: u32) -> Result<Figure> {
+    let real = processes::proportional_bytes(pid)? as f64 / 1024.0;
+    let (target, limit) = (Target::Told, f64::NAN);
+    Ok(Figure { name, unit: "KiB", bare: None, real, ratio: None, target, limit, difference: None })
+}
+
+/// The same load under `none` and under `strict`, in turns; which of them goes first changes as well.
+async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<Vec<Figure>> {
+    const COMPARED: [&str; 2] = ["none", "strict"];
+    if let Some(missing) = COMPARED.iter().find(|profile| !profiles.contains(profile)) {
+        eprintln!("NOT MEASURED: none and strict side by side, for want of `{missing}`");
+        return Ok(Vec::new());
+    }
+    for profile in COMPARED {
+        load(chain, profile, 1, plan.one_by_one / 4).await?;
+        load(chain, &wide(profile), WIDE, plan.many / 4).await?;
+    }
+    let (mut p50, mut rate) = (Vec::new(), Vec::new());
+    for pair in 0..plan.pairs {
+        let mut found = [(0.0, 0.0); 2];
+        let order = if pair % 2 == 0 { [0, 1] } else { [1, 0] };
+        for which in order {
+            let one = load(chain, COMPARED[which], 1, plan.one_by_one).await?;
+            let many = load(chain, &wide(COMPARED[which]), WIDE, plan.many).await?;
+            found[which] = (one.quantile(0.5), many.rate());
+        }
+        p50.push((found[0].0, found[1].0));
+        rate.push((found[0].1, found[1].1));
+    }
+    Ok(vec![compared(LATENCY, "µs", &p50), compared(THROUGHPUT, "jobs/s", &rate)])
+}
+
+async fn load(chain: &Rc<Chain>, profile: &str, lanes: usize, total: usize) -> Result<load::Round> {
+    let (chain, profile): (_, Rc<str>) = (chain.clone(), profile.into());
+    let payload = Rc::new(vec![b'x'; BYTES]);
+    load::run(lanes, total, move || {
+        let (chain, profile, payload) = (chain.clone(), profile.clone(), payload.clone());
+        async move {
+            let reply = chain.client.job(&*profile, &payload[..]).send().await?;
+            if reply.into_payload().len() == BYTES { Ok(()) } else { Err("too few bytes came back".into()) }
+        }
+    })
+    .await
+}
+
+fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
+    let differences: Vec<f64> = pairs.iter().map(|(none, strict)| strict - none).collect();
+    let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);
+    Figure { difference: difference(&differences), ..figure }
+}
+
+/// Two-sided 95 % quantiles of Student's t, from one degree of freedom on.
+const T_95: [f64; 30] = [
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+];
+
+/// The mean of paired differences, and where the true one lies with 95 % confidence. `None`: too few.
+fn difference(differences: &[f64]) -> Option<Difference> {
+    let freedom = differences.len().checked_sub(1).filter(|freedom| *freedom > 0)?;
+    let count = differences.len() as f64;
+    let mean = differences.iter().sum::<f64>() / count;
+    let variance = differences.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / freedom as f64;
+    // Beyond the table the quantile changes no more than the noise.
+    let half = T_95[(freedom - 1).min(T_95.len() - 1)] * (variance / count).sqrt();
+    Some(Difference { mean, low: mean - half, high: mean + half })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interval_is_that_of_students_t() {
+        // Mean 2, standard deviation 1, standard error 1 / sqrt(3).
+        let found = difference(&[1.0, 2.0, 3.0]).unwrap();
+        assert!((found.mean - 2.0).abs() < 1e-9);
+        assert!((found.high - found.mean - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);
+        assert!((found.mean - found.low - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);
+        assert!(difference(&[1.0]).is_none() && difference(&[]).is_none());
+        let same = difference(&[0.5; 100]).unwrap();
+        assert_eq!((same.low, same.high), (0.5, 0.5));
+    }
+}
