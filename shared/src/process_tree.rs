@@ -14,6 +14,12 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, te
 /// Rounds of looking for processes that were forked while the last round stopped their parents.
 const STOP_ROUNDS_MAX: usize = 32;
 
+/// Ancestors that are looked up for one process; the deepest sessions of honest people have some twenty.
+const ANCESTORS_MAX: usize = 64;
+
+/// Looks at a process's ancestors while some of them die.
+const LOOKS_MAX: usize = 8;
+
 #[derive(Clone, Copy)]
 struct Process {
     parent: u32,
@@ -70,6 +76,58 @@ pub fn is_alive(pid: u32, started: u64) -> bool {
             pid.is_some_and(|pid| test_kill_process(pid) != Err(Errno::SRCH))
         }
     }
+}
+
+/// A process and its ancestors, nearest first, up to `root`, or else to the outermost that can be seen from
+/// here. The line is true of one moment, provided that the process itself has lived all the while: that is
+/// for the caller to know.
+///
+/// Takes some microseconds for each. Errors: one of them is not to be seen in `/proc`, they are more than 64,
+/// or they kept changing.
+pub fn lineage(pid: u32, root: u32) -> io::Result<Vec<u32>> {
+    let mut trouble = None;
+    for _ in 0..LOOKS_MAX {
+        match look_up(pid, root) {
+            Ok(line) if is_still(&line) => return Ok(line),
+            Ok(_) => trouble = None,
+            // An ancestor may have died just then.
+            Err(error) => trouble = Some(error),
+        }
+    }
+    Err(trouble.unwrap_or_else(|| io::Error::other("its ancestors kept changing")))
+}
+
+fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
+    let mut line = vec![pid];
+    let mut last = pid;
+    while last != root {
+        match parent_of(last)? {
+            0 => break,
+            _ if line.len() > ANCESTORS_MAX => {
+                return Err(io::Error::other(format!("it has more than {ANCESTORS_MAX} ancestors")));
+            }
+            parent => last = parent,
+        }
+        line.push(last);
+    }
+    Ok(line)
+}
+
+/// Whether each is still the child of the next, looked at from the far end: who has been the parent of
+/// somebody alive from one look to the other has lived all the while as well, so that its number, too, was
+/// its own when its parent was read. A process that loses its parent never gets one of the same number: its
+/// next one is an ancestor, who lived beside the dead one.
+fn is_still(line: &[u32]) -> bool {
+    line.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
+}
+
+/// The file about the first thread costs the same however many threads there are.
+fn parent_of(pid: u32) -> io::Result<u32> {
+    let path = format!("/proc/{pid}/task/{pid}/stat");
+    let stat = std::fs::read(&path)
+        .map_err(|error| io::Error::new(error.kind(), format!("{path} cannot be read: {error}")))?;
+    let process = parse(&String::from_utf8_lossy(&stat));
+    process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} makes no sense")))
 }
 
 fn descendants(table: &HashMap<u32, Process>, root: u32, spare: &HashSet<u32>) -> Vec<(u32, u64)> {
@@ -130,6 +188,10 @@ fn read_process(pid: u32) -> Option<Process> {
             .ok()
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
     })?;
+    parse(&stat)
+}
+
+fn parse(stat: &str) -> Option<Process> {
     // The second field is the program's name in parentheses, which may itself hold any of them.
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
@@ -160,6 +222,47 @@ mod tests {
             assert!(read_process(pid).is_some(), "a process of another time was killed");
             signal(pid, table[&pid].started, Signal::KILL);
         }
+        child.wait().unwrap();
+    }
+    #[test]
+    fn a_line_goes_up_to_its_root_or_to_the_outermost() {
+        let own = std::process::id();
+        let mut child = Command::new("sh").args(["-c", "(sleep 100 & wait) & wait"]).spawn().unwrap();
+        let deepest = loop {
+            match descendants_of(child.id()).unwrap()[..] {
+                [_, deepest] => break deepest,
+                _ => std::thread::yield_now(),
+            }
+        };
+        let line = lineage(deepest, own).unwrap();
+        assert_eq!((line.len(), line[0], line[2], line[3]), (4, deepest, child.id(), own));
+        // Nobody has the number 0, so that it is never met.
+        let whole = lineage(deepest, 0).unwrap();
+        assert!(whole.len() >= 4 && whole[..4] == line[..], "{whole:?} {line:?}");
+        assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);
+        for pid in line[..3].iter().rev() {
+            signal(*pid, read_process(*pid).unwrap().started, Signal::KILL);
+        }
+        child.wait().unwrap();
+        assert!(lineage(child.id(), own).unwrap_err().to_string().contains("cannot be read"));
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_no_line() {
+        let script = "[ $0 = 0 ] && exec sleep 100; sh -c \"$1\" $(($0 - 1)) \"$1\" & wait";
+        let mut child = Command::new("sh").args(["-c", script, "70", script]).spawn().unwrap();
+        let deepest = loop {
+            match descendants_of(child.id()).unwrap() {
+                found if found.len() == 70 => break found[69],
+                _ => std::thread::yield_now(),
+            }
+        };
+        let error = lineage(deepest, std::process::id()).unwrap_err().to_string();
+        assert!(error.contains("more than 64 ancestors"), "{error}");
+        for (pid, started) in descendants(&processes().unwrap(), child.id(), &HashSet::new()) {
+            signal(pid, started, Signal::KILL);
+        }
+        child.kill().unwrap();
         child.wait().unwrap();
     }
 }
