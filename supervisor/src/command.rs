@@ -14,6 +14,7 @@ use crate::config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
 };
 use crate::crash::{Cause, CrashReport};
+use crate::entry::Refusal;
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -89,6 +90,13 @@ pub enum Command {
         accepted: oneshot::Sender<Result<(), ReplayError>>,
         /// What came of it, when the worker is gone. Dropped if the supervisor stops before.
         done: oneshot::Sender<Replayed>,
+    },
+    /// Somebody was turned away at the admin socket.
+    Refused {
+        /// Who, and why.
+        refusal: Refusal,
+        /// Of the few that may wait.
+        _place: OwnedSemaphorePermit,
     },
     /// Stop: drain for as long as `drain_timeout`, or, if already stopping, at once.
     Stop,

@@ -59,8 +59,8 @@ pub struct Options {
     pub recycle_rss: Vec<String>,
     /// Where crash reports are kept, and the thread that does.
     pub crashes: (Crashes, CrashThread),
-    /// Who may connect.
-    pub allowed_uids: Vec<u32>,
+    /// The user who may connect, beside root.
+    pub own: u32,
 }
 
 /// What the parts of the control plane share.
@@ -95,7 +95,7 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, crashes, allowed_uids } = options;
+    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, crashes, own } = options;
     let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
@@ -118,7 +118,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
     let run = move || {
         runtime.block_on(async {
             tokio::spawn(obey_signals(control.clone(), signals));
-            let server = tokio::spawn(http::serve(control.clone(), listener, allowed_uids));
+            let server = tokio::spawn(http::serve(control.clone(), listener, own));
             if !recycle_rss.is_empty() {
                 tokio::spawn(watch_memory(control.clone(), recycle_rss));
             }

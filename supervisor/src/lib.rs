@@ -11,6 +11,7 @@ mod confinement;
 pub mod control;
 pub mod crash;
 pub mod doctor;
+pub mod entry;
 pub mod keeper;
 mod latency;
 pub mod observe;

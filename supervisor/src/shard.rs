@@ -4,11 +4,13 @@
 //! concerned, performs the actions that come back, and flushes each socket once at the end of the turn.
 //! It decides nothing itself, never blocks, and never renders, formats or writes a log.
 
+mod access;
 mod crashes;
 mod fallback;
 mod links;
 mod named;
 mod notes;
+mod refusals;
 mod replay;
 mod sessions;
 mod starvation;
@@ -40,11 +42,13 @@ use crate::crash::CrashId;
 use crate::keeper::Keeper;
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 
+use access::Access;
 use fallback::Journey;
 use links::Link;
 use named::{Compartment, Named};
 pub(crate) use notes::signal_name;
 use replay::Replay;
+use refusals::Refusals;
 use sessions::{Session, SessionId};
 
 /// Sockets that one turn of the loop looks at.
@@ -179,6 +183,10 @@ pub struct Shard {
     freed_sessions: Vec<usize>,
     session_epochs: u64,
     clients: usize,
+    access: Access,
+    refusals: Refusals,
+    /// Whether somebody may be waiting to be let in.
+    is_called: bool,
     links: Vec<Option<Link>>,
     free_links: Vec<usize>,
     freed_links: Vec<usize>,
@@ -226,7 +234,6 @@ struct ShardLimits {
     payload_bytes_max: u64,
     buffered_bytes_max: usize,
     drain_timeout: Duration,
-    uid: u32,
 }
 
 /// One end of a connection that the loop serves.
@@ -317,7 +324,6 @@ impl Shard {
             payload_bytes_max: config.supervisor.max_payload,
             buffered_bytes_max: usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX),
             drain_timeout: config.supervisor.drain_timeout,
-            uid: rustix::process::geteuid().as_raw(),
         };
         let seed = seed();
         let named = Named::all(&config, host.as_deref(), &grounds);
@@ -346,6 +352,9 @@ impl Shard {
             freed_sessions: Vec::new(),
             session_epochs: 0,
             clients: 0,
+            access: Access::new(&config, rustix::process::geteuid().as_raw()),
+            refusals: Refusals::default(),
+            is_called: false,
             links: Vec::new(),
             free_links: Vec::new(),
             freed_links: Vec::new(),
@@ -415,7 +424,7 @@ impl Shard {
         // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
         let again = std::mem::take(&mut self.again);
         again.iter().filter(|endpoint| endpoint.is_link()).for_each(|&link| self.readable(link));
-        let mut has_others = false;
+        let mut has_others = self.is_called;
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (KEEPER, _) => self.keeper_ready()?,
@@ -435,7 +444,7 @@ impl Shard {
     fn hear_others(&mut self, events: &Events) {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
-                (LISTENER, _) => self.accept(),
+                (LISTENER, _) => self.is_called = true,
                 (WAKER, _) => {
                     while let Ok(command) = self.commands.try_recv() {
                         self.command(command);
@@ -444,6 +453,9 @@ impl Shard {
                 (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
                 _ => {}
             }
+        }
+        if self.is_called {
+            self.accept();
         }
     }
 
@@ -497,7 +509,7 @@ impl Shard {
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
-        if !self.again.is_empty() {
+        if !self.again.is_empty() || self.is_called {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.
@@ -532,6 +544,7 @@ impl Shard {
         if self.housekeeping_at.is_some_and(|at| at <= self.now) {
             self.housekeeping_at = None;
             self.look_after_sessions();
+            self.look_after_refusals();
             self.look_after_links();
             self.look_after_keeper();
             self.tell_unreported();

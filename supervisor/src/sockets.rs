@@ -29,17 +29,14 @@ pub struct BindError {
 }
 
 impl Bound {
-    /// Binds `path` with exactly `mode`. A missing parent folder is made, with mode 0700.
+    /// Binds `path` with exactly `mode`. A missing parent folder is made, with exactly `folder_mode`.
     ///
     /// Changes the process's umask for a moment: call it while there is one thread.
-    pub fn bind(path: &Path, mode: u32) -> Result<Self, BindError> {
+    pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
         if let Some(parent) = path.parent() {
-            DirBuilder::new()
-                .recursive(true)
-                .mode(0o700)
-                .create(parent)
-                .map_err(|error| fail(format!("the folder {} cannot be made: {error}", parent.display())))?;
+            let made = with_umask(0, || DirBuilder::new().recursive(true).mode(folder_mode).create(parent));
+            made.map_err(|error| fail(format!("the folder {} cannot be made: {error}", parent.display())))?;
         }
         let lock = lock(path).map_err(fail)?;
         clear_stale(path).map_err(fail)?;
@@ -74,16 +71,20 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
         // What a supervisor that was killed just then has left.
         let _ = std::fs::remove_file(first);
     }
-    let before = rustix::process::umask(Mode::from_raw_mode(0o777));
-    let bound = UnixListener::bind(first);
-    rustix::process::umask(before);
-    let listener = bound.map_err(|error| error.to_string())?;
+    let listener = with_umask(0o777, || UnixListener::bind(first)).map_err(|error| error.to_string())?;
     std::fs::set_permissions(first, Permissions::from_mode(mode))
         .map_err(|error| format!("its mode cannot be set: {error}"))?;
     if is_short {
         std::fs::rename(first, path).map_err(|error| format!("it cannot be put in its place: {error}"))?;
     }
     Ok(listener)
+}
+
+fn with_umask<T>(mask: u32, make: impl FnOnce() -> T) -> T {
+    let before = rustix::process::umask(Mode::from_raw_mode(mask));
+    let made = make();
+    rustix::process::umask(before);
+    made
 }
 
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
@@ -141,34 +142,58 @@ fn clear_stale(path: &Path) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, PoisonError};
+
     use super::*;
+
+    /// The umask is the process's, and tests are threads.
+    static UMASK: Mutex<()> = Mutex::new(());
 
     #[test]
     fn a_stale_socket_is_cleared_and_a_live_one_is_not_taken() {
+        let _alone = UMASK.lock().unwrap_or_else(PoisonError::into_inner);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/jobs.sock");
-        let bound = Bound::bind(&path, 0o600).unwrap();
+        let bound = Bound::bind(&path, 0o600, 0o700).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
         assert_eq!(std::fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o700);
-        let error = Bound::bind(&path, 0o600).unwrap_err().to_string();
+        let error = Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string();
         assert!(error.contains("another supervisor"), "{error}");
         drop(bound);
         assert!(!path.exists());
 
         drop(UnixListener::bind(&path).unwrap());
-        drop(Bound::bind(&path, 0o660).unwrap());
+        drop(Bound::bind(&path, 0o660, 0o700).unwrap());
 
-        let removed = Bound::bind(&path, 0o600).unwrap();
+        let removed = Bound::bind(&path, 0o600, 0o700).unwrap();
         std::fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
         drop(removed);
         assert!(path.exists(), "another's socket");
-        let error = Bound::bind(&path, 0o600).unwrap_err().to_string();
+        let error = Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string();
         assert!(error.contains("listens there already"), "{error}");
 
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();
-        assert!(Bound::bind(&path, 0o600).unwrap_err().to_string().contains("not a socket"));
+        assert!(Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string().contains("not a socket"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn a_folder_that_is_made_has_its_mode_and_one_that_is_there_keeps_it() {
+        let _alone = UMASK.lock().unwrap_or_else(PoisonError::into_inner);
+        let folder = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+        let jobs = folder.path().join("a/b/jobs.sock");
+        let _jobs = Bound::bind(&jobs, 0o666, 0o755).unwrap();
+        assert_eq!([mode(&folder.path().join("a")), mode(&folder.path().join("a/b"))], [0o755, 0o755]);
+        let admin = folder.path().join("a/b/admin.sock");
+        let _admin = Bound::bind(&admin, 0o600, 0o700).unwrap();
+        assert_eq!(mode(&folder.path().join("a/b")), 0o755);
+        assert_eq!([mode(&jobs), mode(&admin)], [0o666, 0o600]);
+        // Whoever could open a lock file could hold the lock.
+        for socket in [&jobs, &admin] {
+            assert_eq!(mode(&with_suffix(socket, ".lock")), 0o600);
+        }
     }
 }

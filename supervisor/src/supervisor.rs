@@ -1,10 +1,12 @@
 //! Start and stop, in order: keeper, sockets, control plane, data plane; and back.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::Config;
 use crate::confinement::Grounds;
+use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use crate::control::{self, Options};
 use crate::keeper::{self, Keeper};
 use crate::observe::crashes;
@@ -47,13 +49,21 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let grounds = Grounds::find(&config);
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
+    keeper::check_sight().map_err(system(
+        "tell workers from clients by /proc; mount that of this PID namespace, without hidepid \
+         (ProtectProc=default in a unit of systemd)",
+    ))?;
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     let descriptors = raise_descriptor_limit();
     leave_descriptors(&mut config, descriptors);
     let crash_dir = config.supervisor.crash_dir.as_deref();
     let store = crashes::Store::open(crash_dir, config.supervisor.crash_keep)?;
-    let mut jobs = Bound::bind(&config.supervisor.socket, config.supervisor.socket_mode)?;
-    let mut admin = Bound::bind(&config.supervisor.admin, 0o600)?;
+    let (socket_mode, folder_mode) = (config.supervisor.socket_mode, config.supervisor.folder_mode);
+    let mut jobs = Bound::bind(&config.supervisor.socket, socket_mode, folder_mode)?;
+    let mut admin = Bound::bind(&config.supervisor.admin, ADMIN_MODE, FOLDER_MODE)?;
+    if folder_mode != FOLDER_MODE {
+        warn_of_closed_folder(&config.supervisor.socket);
+    }
 
     let (notices, received) = tokio::sync::mpsc::channel(crate::command::NOTICES_MAX);
     let pulse = Arc::new(Pulse::default());
@@ -70,7 +80,6 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         host,
     };
     let (shard, commander) = Shard::new(parts).map_err(system("prepare the event loop"))?;
-    let own = rustix::process::geteuid().as_raw();
     let options = Options {
         admin: admin.take_listener().map_err(system("take the admin socket"))?,
         commander,
@@ -79,12 +88,27 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         bulkheads,
         recycle_rss,
         crashes: crashes::start(store).map_err(system("start the thread for crash reports"))?,
-        allowed_uids: vec![own, 0],
+        own: rustix::process::geteuid().as_raw(),
     };
     let control = control::start(options).map_err(system("start the control plane"))?;
     let ran = shard.run();
     control.join();
     ran.map_err(system("run the event loop"))
+}
+
+/// A folder that was there before keeps its mode, and may keep out whom the entries of `[[access]]` let in.
+fn warn_of_closed_folder(socket: &Path) {
+    const OTHERS_SEARCH: u32 = 0o011;
+    let Some(folder) = socket.parent() else { return };
+    let mode = std::fs::metadata(folder).map_or(OTHERS_SEARCH, |found| found.permissions().mode());
+    if mode & OTHERS_SEARCH == 0 {
+        tracing::warn!(
+            "the folder {} has the mode {:04o}, so that no other user gets to the jobs socket in it: \
+             `chmod 755` it for those whom [[access]] lets in",
+            folder.display(),
+            mode & 0o7777
+        );
+    }
 }
 
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.

@@ -22,6 +22,8 @@ pub const PAYLOAD_BYTES_MAX: u64 = 64 * 1024 * 1024;
 /// Bytes of all waiting payloads together.
 pub const BUFFERED_BYTES_MAX: u64 = 512 * 1024 * 1024;
 
+/// Mode of the admin socket.
+pub const ADMIN_MODE: u32 = 0o600;
 /// Mode of the jobs socket where the file has entries of `[[access]]`: who may is decided by them.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
 /// Mode of the jobs socket's folder, if it is missing.

@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::extract::connect_info::{ConnectInfo, Connected};
+use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
-use axum::middleware::map_response;
+use axum::middleware::{Next, from_fn, map_response};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, patch, post};
+use axum::serve::IncomingStream;
 use futures_util::stream::{self, Stream, StreamExt};
 use serde::{Deserialize, Deserializer};
 use serde_json::json;
@@ -22,7 +24,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
 use tokio::time::Sleep;
 
 use super::{Control, crashes};
-use crate::command::{Change, Command, SteerError, TenantChange, Verb};
+use crate::command::{Change, Command, Commander, SteerError, TenantChange, Verb};
+use crate::entry::{self, Refusal};
+
+/// Connections at once that are told why they are not served; the next ones are told nothing. As many reports
+/// of such wait for the data plane.
+const REFUSED_MAX: usize = 16;
 
 /// Connections served at once; the next ones wait.
 const CONNECTIONS_MAX: usize = 256;
@@ -48,13 +55,21 @@ const LIMIT: usize = 4096;
 pub(super) type Shared = Arc<Control>;
 
 /// Serves until the control plane ends.
-pub(super) async fn serve(control: Shared, listener: UnixListener, allowed_uids: Vec<u32>) {
+pub(super) async fn serve(control: Shared, listener: UnixListener, own: u32) {
     let mut end = control.end.subscribe();
-    let listener = Guarded { listener, allowed_uids, places: Arc::new(Semaphore::new(CONNECTIONS_MAX)) };
+    let listener = Guarded {
+        listener,
+        own,
+        commander: control.commander.clone(),
+        places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
+        places_for_refused: Arc::new(Semaphore::new(REFUSED_MAX)),
+        places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
+    };
     let shutdown = async move {
         let _ = end.wait_for(|is_over| *is_over).await;
     };
-    let served = axum::serve(listener, router(control)).with_graceful_shutdown(shutdown).await;
+    let service = router(control).into_make_service_with_connect_info::<Entry>();
+    let served = axum::serve(listener, service).with_graceful_shutdown(shutdown).await;
     if let Err(error) = served {
         tracing::error!("the admin socket is not served any more: {error}");
     }
@@ -81,15 +96,60 @@ fn router(control: Shared) -> Router {
             problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
         })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(from_fn(let_in))
         .layer(map_response(complete))
         .with_state(control)
 }
 
-/// A listener that lets in only whom it may, and only so many.
+/// A listener that takes only so many, and finds out whom it may serve.
 struct Guarded {
     listener: UnixListener,
-    allowed_uids: Vec<u32>,
+    /// The user who may, beside root.
+    own: u32,
+    commander: Commander,
     places: Arc<Semaphore>,
+    places_for_refused: Arc<Semaphore>,
+    places_for_reports: Arc<Semaphore>,
+}
+
+/// Whether a connection is served; if not, why, in a sentence.
+#[derive(Clone, Debug)]
+struct Entry(Result<(), Arc<str>>);
+
+impl Connected<IncomingStream<'_, Guarded>> for Entry {
+    fn connect_info(stream: IncomingStream<'_, Guarded>) -> Self {
+        stream.remote_addr().clone()
+    }
+}
+
+async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: Next) -> Response {
+    match entry.0 {
+        Ok(()) => next.run(request).await,
+        Err(why) => problem(StatusCode::FORBIDDEN, &why),
+    }
+}
+
+impl Guarded {
+    fn check(&self, socket: &UnixStream) -> Result<(), Refusal> {
+        let peer = entry::peer_of(socket)?;
+        let (uid, own) = (peer.uid, self.own);
+        if uid != own && uid != 0 {
+            let message = format!("user {uid} may not use the admin socket: only user {own} and root may");
+            return Err(Refusal::forbidden(peer, message));
+        }
+        entry::check_descent(socket, peer)
+    }
+
+    /// Reports it. Returns what there is to say and a place to say it in, if there is one.
+    fn refuse(&self, refusal: Refusal) -> Option<(Entry, OwnedSemaphorePermit)> {
+        let place = self.places_for_refused.clone().try_acquire_owned();
+        let entry = Entry(Err(refusal.message.as_str().into()));
+        // A crowd must not fill the queue of commands, and has been heard of.
+        if let Ok(place) = self.places_for_reports.clone().try_acquire_owned() {
+            let _ = self.commander.send(Command::Refused { refusal, _place: place });
+        }
+        Some((entry, place.ok()?))
+    }
 }
 
 /// A connection that holds its place, and not for ever: one request is served on each.
@@ -125,28 +185,31 @@ impl Placed {
 
 impl axum::serve::Listener for Guarded {
     type Io = Placed;
-    type Addr = ();
+    type Addr = Entry;
 
-    async fn accept(&mut self) -> (Placed, ()) {
+    async fn accept(&mut self) -> (Placed, Entry) {
+        let Ok(place) = self.places.clone().acquire_owned().await else {
+            // The semaphore is never closed.
+            return std::future::pending().await;
+        };
         loop {
-            let Ok(place) = self.places.clone().acquire_owned().await else {
-                // The semaphore is never closed.
-                return std::future::pending().await;
+            let Ok((socket, _)) = self.listener.accept().await else {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
             };
-            match self.listener.accept().await {
-                Ok((socket, _)) => {
-                    let uid = socket.peer_cred().map(|peer| peer.uid());
-                    if uid.is_ok_and(|uid| self.allowed_uids.contains(&uid)) {
-                        return (Placed::new(socket, place), ());
+            match self.check(&socket) {
+                Ok(()) => return (Placed::new(socket, place), Entry(Ok(()))),
+                Err(refusal) => {
+                    if let Some((entry, place)) = self.refuse(refusal) {
+                        return (Placed::new(socket, place), entry);
                     }
                 }
-                Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
             }
         }
     }
 
-    fn local_addr(&self) -> std::io::Result<()> {
-        Ok(())
+    fn local_addr(&self) -> std::io::Result<Entry> {
+        Ok(Entry(Ok(())))
     }
 }
 

@@ -15,6 +15,7 @@
 //! - `wait`: the raw waits, and which thread of the keeper has which children.
 //! - `confine`: the layers that confine a worker.
 //! - `probe`: which of them can be had here, found by trying.
+//! - `peer`: who is at the other end of a socket, and whether it is one of those that are kept.
 //! - `socket`: whole messages with descriptors, never blocking.
 //!
 //! # Two threads, for a reason
@@ -32,6 +33,7 @@ mod confine;
 mod confinement;
 mod maps;
 mod observe;
+mod peer;
 mod probe;
 mod process;
 mod socket;
@@ -45,6 +47,7 @@ use std::io;
 
 pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
 pub use confinement::{Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
+pub use peer::{Descent, Peer, check_sight, groups};
 pub use probe::{Ability, probe};
 pub use process::run_as_keeper;
 

@@ -23,8 +23,14 @@ use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
 
+use super::access::Grant;
 use super::fallback::Journey;
 use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
+use crate::entry::{self, Door, Refusal};
+use crate::keeper::Peer;
+
+/// Connections that one turn of the loop takes. Whoever is in comes first: to find out who comes is work.
+const ACCEPTS_PER_TURN: usize = 4;
 
 /// Time for a client's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
@@ -58,6 +64,10 @@ pub(super) struct SessionId {
 
 pub(super) struct Session {
     socket: UnixStream,
+    /// Whoever connected, if that could be told.
+    peer: Option<Peer>,
+    /// What they may do.
+    grant: Grant,
     epoch: u64,
     stage: Stage,
     inbox: Inbox,
@@ -103,17 +113,21 @@ fn no_hello() -> Breach {
 impl Shard {
     // Coming and going.
 
+    /// Lets in some of those who wait; if there may be more, `is_called` stays set.
     pub(super) fn accept(&mut self) {
-        loop {
+        self.is_called = true;
+        for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
                 Ok((socket, _)) => self.welcome_socket(socket),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
-                    // come twice, so ask again.
-                    self.note_trouble("a client could not be accepted", &error.to_string());
-                    self.want_housekeeping();
+                    self.is_called = false;
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
+                        // come twice, so ask again.
+                        self.note_trouble("a client could not be accepted", &error.to_string());
+                        self.want_housekeeping();
+                    }
                     return;
                 }
             }
@@ -124,7 +138,10 @@ impl Shard {
         if socket.set_nonblocking(true).is_err() {
             return;
         }
-        let refusal = self.entry_refusal(&socket);
+        let (peer, grant, refusal) = match self.admit(&socket) {
+            Ok((peer, grant)) => (Some(peer), grant, None),
+            Err(refusal) => (refusal.peer, Grant::nothing(), Some(refusal)),
+        };
         self.session_epochs += 1;
         let index = self.free_sessions.pop().unwrap_or_else(|| {
             self.sessions.push(None);
@@ -134,6 +151,8 @@ impl Shard {
         let fd = socket.as_raw_fd();
         self.sessions[index] = Some(Session {
             socket,
+            peer,
+            grant,
             epoch: self.session_epochs,
             stage: Stage::AwaitingHello { since: self.now },
             inbox: Inbox::default(),
@@ -154,35 +173,30 @@ impl Shard {
         let interest = Interest::READABLE | Interest::WRITABLE;
         if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), interest).is_err() {
             self.drop_session(index);
-        } else if let Some(Breach(reason, message)) = refusal {
-            self.refuse_session(index, reason, &message);
+        } else if let Some(refusal) = refusal {
+            self.refuse_session(index, refusal.reason, &refusal.message);
             // At once: a crowd that is turned away must not take the descriptors of those who are in.
             self.flush_session(index);
+            if refusal.reason != RejectReason::Overloaded {
+                self.note_refusal(Door::Jobs, refusal);
+            }
         }
     }
 
-    fn entry_refusal(&self, socket: &UnixStream) -> Option<Breach> {
-        let own = self.limits.uid;
-        match rustix::net::sockopt::socket_peercred(socket) {
-            Ok(peer) if peer.uid.as_raw() == own || peer.uid.is_root() => {}
-            Ok(peer) => {
-                let uid = peer.uid.as_raw();
-                let message = format!("user {uid} may not submit jobs here: only user {own} and root may");
-                return Some(Breach(RejectReason::Forbidden, message));
-            }
-            Err(error) => {
-                let message = format!("the supervisor cannot tell who you are: {error}");
-                return Some(Breach(RejectReason::Unauthenticated, message));
-            }
-        }
+    /// Who connected, and what they may do; or why they may not come in. The cheap looks come first.
+    fn admit(&self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
+        let peer = entry::peer_of(socket)?;
+        let grant = self.access.grant(peer, socket)?;
         let most = self.limits.clients_max;
-        (self.clients >= most).then(|| {
+        if self.clients >= most {
             let message = format!(
                 "{most} clients are connected already, which is as many as max_clients and the limit of open \
                  files allow; try again later"
             );
-            Breach(RejectReason::Overloaded, message)
-        })
+            return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
+        }
+        entry::check_descent(socket, peer)?;
+        Ok((peer, grant))
     }
 
     fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
@@ -388,8 +402,7 @@ impl Shard {
             return Ok(false);
         }
         self.check_number(index, header.number).map_err(Some)?;
-        let held = self.sessions[index].as_ref().map_or(0, |session| session.counted_held);
-        match self.check_submit(held, header, metadata) {
+        match self.check_submit(session, header, metadata) {
             Ok(_) => Ok(true),
             Err((reason, message)) => {
                 self.reject_frame(index, header, metadata, reason, &message);
@@ -410,8 +423,8 @@ impl Shard {
         self.check_number(index, header.number)?;
         let Some(session) = self.sessions[index].as_ref() else { return Ok(()) };
         let id = SessionId { index, epoch: session.epoch };
-        let (has_room, held) = (session.requests.len() < REQUESTS_MAX, session.counted_held);
-        let (named, submit, traceparent) = match self.check_submit(held, header, metadata) {
+        let has_room = session.requests.len() < REQUESTS_MAX;
+        let (named, submit, traceparent) = match self.check_submit(session, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -509,16 +522,20 @@ impl Shard {
         }
     }
 
-    /// The checks of shape, before policy hears of the job. `held` bytes of it are counted as buffered already.
+    /// The checks of shape and of what the client may do, before policy hears of the job.
     fn check_submit<'m>(
         &self,
-        held: usize,
+        session: &Session,
         header: Header,
         metadata: &'m [u8],
     ) -> Result<(usize, Submit<'m>, Option<&'m str>), (RejectReason, String)> {
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        let Some(&named) = self.by_name.get(submit.bulkhead) else {
+        let found = self.by_name.get(submit.bulkhead).copied();
+        if let Some(message) = self.access.refusal(&session.grant, (submit.bulkhead, found), submit.tenant) {
+            return Err((RejectReason::Forbidden, message));
+        }
+        let Some(named) = found else {
             let name = bulkhead_shared::limits::cut(submit.bulkhead, 64);
             return Err((RejectReason::NotFound, format!("there is no bulkhead '{}'", name.escape_debug())));
         };
@@ -540,7 +557,10 @@ impl Shard {
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
-        if self.buffered.saturating_sub(held) as u64 + size > self.limits.buffered_bytes_max as u64 {
+        // Some of it may be counted as buffered already.
+        if self.buffered.saturating_sub(session.counted_held) as u64 + size
+            > self.limits.buffered_bytes_max as u64
+        {
             return Err((RejectReason::Overloaded, self.buffered_full()));
         }
         let traceparent = extensions
@@ -566,6 +586,10 @@ impl Shard {
         let name = codec::decode::<Submit<'_>>(metadata, &[]).map_or("", |(submit, _)| submit.bulkhead);
         if let Some(&named) = self.by_name.get(name) {
             self.count_refused(named, reason);
+        }
+        let peer = self.sessions[index].as_ref().and_then(|session| session.peer);
+        if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
+            self.note_refusal(Door::Jobs, Refusal::forbidden(peer, message.to_owned()));
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));

@@ -11,6 +11,7 @@ use crate::command::{
     BreakerMode, Change, ChangedPer, Command, Notice, Severity, SteerError, TenantChange, TenantRate, Verb,
 };
 use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use crate::entry::Door;
 use crate::program::TenantNumbers;
 use crate::snapshot::{RateSnapshot, Snapshot};
 
@@ -44,6 +45,7 @@ impl Shard {
             Command::Replay { order, accepted, done } => {
                 let _ = accepted.send(self.replay(order, done));
             }
+            Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
             Command::Stop => self.stop(),
             Command::Summarise => self.summarise(),
         }

@@ -1,0 +1,85 @@
+//! Who comes in at either socket, beyond what the one or the other asks: a process that can be told, and none
+//! that descends from here.
+
+use std::os::fd::AsFd;
+
+use bulkhead_shared::RejectReason;
+use rustix::io::Errno;
+
+use crate::keeper::{Descent, Peer};
+
+/// One of the supervisor's sockets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Door {
+    /// Where jobs come in.
+    Jobs,
+    /// Where operators come in.
+    Admin,
+}
+
+impl Door {
+    /// As events have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Jobs => "jobs",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+/// Why somebody is turned away.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// What they are told: this and the message.
+    pub reason: RejectReason,
+    /// What they are told, in a sentence.
+    pub message: String,
+    /// Who they are; `None` if that cannot be told.
+    pub peer: Option<Peer>,
+    /// Of a process that descends from this one: its line of ancestors up to here, itself the first.
+    pub line: Vec<u32>,
+}
+
+impl Refusal {
+    /// Of somebody who is known, and may not.
+    pub fn forbidden(peer: Peer, message: String) -> Self {
+        Self { reason: RejectReason::Forbidden, message, peer: Some(peer), line: Vec::new() }
+    }
+
+    /// Of somebody of whom too little can be told.
+    pub(crate) fn unknown(peer: Option<Peer>, error: &std::io::Error) -> Self {
+        // Without a descriptor to look with, it is for want of room.
+        let is_full =
+            [Errno::MFILE, Errno::NFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()));
+        let reason = if is_full { RejectReason::Overloaded } else { RejectReason::Unauthenticated };
+        Self {
+            reason,
+            message: format!("the supervisor cannot tell who you are: {error}"),
+            peer,
+            line: Vec::new(),
+        }
+    }
+}
+
+/// Whoever connected this socket.
+pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
+    Peer::of(socket).map_err(|error| Refusal::unknown(None, &error))
+}
+
+/// A worker has no business at our sockets, whoever's user it runs as, and nor has what it started.
+pub fn check_descent(socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
+    match peer.descent(socket) {
+        Ok(Descent::Outside) => Ok(()),
+        Ok(Descent::Ours(line)) => {
+            let message = "workers, and what they start, may not connect to the supervisor that runs them; \
+                           connect from a process of your own";
+            Err(Refusal { line, ..Refusal::forbidden(peer, message.into()) })
+        }
+        Ok(Descent::Ended) => {
+            let message = "the process that connected has ended, so that the supervisor cannot tell who it \
+                           was; connect from the process that goes on";
+            Err(Refusal { reason: RejectReason::Unauthenticated, ..Refusal::forbidden(peer, message.into()) })
+        }
+        Err(error) => Err(Refusal::unknown(Some(peer), &error)),
+    }
+}

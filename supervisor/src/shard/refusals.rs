@@ -1,0 +1,178 @@
+//! Telling operators who is turned away, at either socket and with single jobs: each once at first, and then
+//! now and then how often. However many come, what is told of them is bounded.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bulkhead_policy::Time;
+use bulkhead_shared::RejectReason;
+use serde_json::json;
+
+use super::Shard;
+use crate::command::Severity;
+use crate::entry::{Door, Refusal};
+
+/// What happens to the same again is told no more often than this.
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// Users and bulkheads that are told of each by itself; all others are told of together.
+const TOLD_MAX: usize = 64;
+
+/// Whose refusals are told of together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Whose {
+    /// A user's. Its processes come and go as it likes.
+    User(u32),
+    /// Those of the workers of a bulkhead; `None` if it cannot be told of which.
+    Worker(Option<usize>),
+    /// Those of users beyond [`TOLD_MAX`], and of whom nothing is known.
+    Others,
+}
+
+/// What was told, and what was not yet.
+pub(super) struct Told {
+    at: Time,
+    untold: u64,
+    last: (Door, Refusal),
+}
+
+/// Who was turned away lately.
+#[derive(Default)]
+pub(super) struct Refusals(HashMap<Whose, Told>);
+
+impl Refusals {
+    /// Whose it is counted as.
+    fn whose(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<usize>) -> Whose {
+        let whose = match refusal.peer {
+            _ if !refusal.line.is_empty() => Whose::Worker(worker(&refusal.line)),
+            Some(peer) => Whose::User(peer.uid),
+            None => Whose::Others,
+        };
+        // There are no more bulkheads than the file has; users are as many as somebody likes.
+        let is_known = self.0.contains_key(&whose) || matches!(whose, Whose::Worker(_));
+        if is_known || self.0.len() < TOLD_MAX { whose } else { Whose::Others }
+    }
+
+    /// Takes one in. Returns it if it is to be told now.
+    fn add(&mut self, now: Time, whose: Whose, door: Door, refusal: Refusal) -> Option<(Door, Refusal)> {
+        if let Some(told) = self.0.get_mut(&whose) {
+            told.untold += 1;
+            told.last = (door, refusal);
+            return None;
+        }
+        self.0.insert(whose, Told { at: now, untold: 0, last: (door, refusal.clone()) });
+        Some((door, refusal))
+    }
+
+    /// What has become due, and how many each stands for. Who was quiet is forgotten.
+    fn due(&mut self, now: Time) -> Vec<(Whose, u64, Door, Refusal)> {
+        let mut due = Vec::new();
+        self.0.retain(|&whose, told| {
+            if now < told.at + TELL_AGAIN_AFTER {
+                return true;
+            }
+            if told.untold == 0 {
+                return false;
+            }
+            let (door, refusal) = told.last.clone();
+            due.push((whose, std::mem::take(&mut told.untold), door, refusal));
+            told.at = now;
+            true
+        });
+        due
+    }
+}
+
+impl Shard {
+    /// Somebody was turned away.
+    pub(super) fn note_refusal(&mut self, door: Door, refusal: Refusal) {
+        let worker = |line: &[u32]| self.bulkhead_of_line(line);
+        let whose = self.refusals.whose(&refusal, worker);
+        if let Some((door, refusal)) = self.refusals.add(self.now, whose, door, refusal) {
+            self.tell_refusal(whose, 1, door, &refusal);
+        }
+        self.want_housekeeping();
+    }
+
+    pub(super) fn look_after_refusals(&mut self) {
+        for (whose, count, door, refusal) in self.refusals.due(self.now) {
+            self.tell_refusal(whose, count, door, &refusal);
+        }
+        if !self.refusals.0.is_empty() {
+            self.want_housekeeping();
+        }
+    }
+
+    /// The bulkhead with a worker in this line of ancestors.
+    fn bulkhead_of_line(&self, line: &[u32]) -> Option<usize> {
+        let mut links = self.links.iter().flatten();
+        let link = links.find(|link| link.pid.is_some_and(|pid| line.contains(&pid)))?;
+        Some(self.compartments[link.compartment].named)
+    }
+
+    fn tell_refusal(&mut self, whose: Whose, count: u64, door: Door, refusal: &Refusal) {
+        let fields = vec![
+            ("socket", json!(door.name())),
+            ("uid", json!(refusal.peer.map(|peer| peer.uid))),
+            ("gid", json!(refusal.peer.map(|peer| peer.gid))),
+            ("pid", json!(refusal.peer.and_then(|peer| peer.pid))),
+            ("reason", json!(refusal.reason.name())),
+            ("message", json!(refusal.message)),
+            ("refused", json!(count)),
+        ];
+        match whose {
+            // No honest worker does that.
+            Whose::Worker(Some(named)) => {
+                self.named_event(Severity::Critical, "worker_refused", named, fields);
+            }
+            Whose::Worker(None) => self.event(Severity::Critical, "worker_refused", None, fields),
+            Whose::User(_) | Whose::Others => {
+                let is_forbidden = refusal.reason == RejectReason::Forbidden;
+                // Others have gone before they could be looked at, as probes do.
+                let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
+                self.event(severity, "access_refused", None, fields);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keeper::Peer;
+
+    fn refusal(uid: u32, line: &[u32]) -> Refusal {
+        let peer = Peer { uid, gid: uid, pid: Some(uid) };
+        Refusal { line: line.to_vec(), ..Refusal::forbidden(peer, "no".into()) }
+    }
+
+    #[test]
+    fn a_crowd_is_told_of_now_and_then() {
+        let mut refusals = Refusals::default();
+        let mut told = 0;
+        for n in 0..100_000u32 {
+            let refusal = refusal(n % 1000, &[]);
+            let whose = refusals.whose(&refusal, |_| None);
+            told += usize::from(refusals.add(Time::ZERO, whose, Door::Jobs, refusal).is_some());
+        }
+        // All those who have no place of their own have one together.
+        assert_eq!((told, refusals.0.len()), (TOLD_MAX + 1, TOLD_MAX + 1));
+        assert!(refusals.due(Time::ZERO).is_empty());
+        let later = Time::ZERO + TELL_AGAIN_AFTER;
+        let due = refusals.due(later);
+        let counted: u64 = due.iter().map(|(_, count, ..)| count).sum();
+        assert_eq!((due.len(), counted), (TOLD_MAX + 1, 100_000 - told as u64));
+        assert!(refusals.due(later).is_empty());
+        assert!(refusals.due(later + TELL_AGAIN_AFTER).is_empty());
+        assert!(refusals.0.is_empty());
+        // Workers are not lost in a crowd.
+        for uid in 0..100 {
+            let refusal = refusal(uid, &[]);
+            let whose = refusals.whose(&refusal, |_| None);
+            refusals.add(later, whose, Door::Jobs, refusal);
+        }
+        let worker = refusal(7, &[3, 2, 1]);
+        assert_eq!(refusals.whose(&worker, |line| (line == [3, 2, 1]).then_some(5)), Whose::Worker(Some(5)));
+        assert_eq!(worker.reason, RejectReason::Forbidden);
+    }
+}
