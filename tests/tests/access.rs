@@ -398,6 +398,20 @@ fn a_worker_reaches_neither_socket() {
 }
 
 #[test]
+fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
+    if !may_be_others() {
+        return;
+    }
+    let supervisor = start(&format!("[[access]]\nuid = {ALICE}\n"), SHELL);
+    let file = supervisor.file("script");
+    std::fs::write(&file, script(&supervisor, "SUBMIT")).unwrap();
+    let ran = submit(&supervisor, (ALICE, NOBODYS, ""), &["shell", "--payload-file", file.to_str().unwrap()]);
+    assert_eq!(ran.end(), (1, "failed/exit_77".into()), "{ran:?}");
+    assert_eq!(supervisor.wait_events("worker_refused", 1)[0]["bulkhead"], "shell");
+    assert_eq!(supervisor.events("access_refused").len(), 0);
+}
+
+#[test]
 fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
     let supervisor = Supervisor::start(SHELL);
     // With no one to accept, whoever connects has time to die.

@@ -4,6 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
 
@@ -12,11 +13,11 @@ use crate::entry::Refusal;
 use crate::keeper::{self, Peer};
 
 /// Who may do what.
-pub(super) enum Access {
-    /// The supervisor's own user, which this is, and root: everything.
-    Own(u32),
-    /// Those of the entries, root and the own user not excepted.
-    Entries(Vec<Entry>),
+pub(super) struct Access {
+    /// The supervisor's own user.
+    own: u32,
+    /// Those who may, root and the own user not excepted; without any, these two may do everything.
+    entries: Vec<Arc<Entry>>,
 }
 
 /// One entry, with bulkheads by their places.
@@ -30,8 +31,8 @@ pub(super) struct Entry {
 pub(super) enum Grant {
     /// Everything.
     Everything,
-    /// What any of the entries at these places allows.
-    Entries(Box<[usize]>),
+    /// What any of these entries allows.
+    Entries(Box<[Arc<Entry>]>),
 }
 
 impl Grant {
@@ -42,75 +43,42 @@ impl Grant {
 
 impl Access {
     pub(super) fn new(config: &Config, own: u32) -> Self {
-        if config.access.is_empty() {
-            return Self::Own(own);
-        }
         let places: HashMap<&str, usize> =
             config.bulkheads.iter().enumerate().map(|(place, b)| (b.name.as_str(), place)).collect();
         let place = |name: &String| places.get(name.as_str()).copied();
-        let entry = |entry: &AccessConfig| Entry {
-            who: entry.who,
-            bulkheads: entry.bulkheads.as_ref().map(|names| names.iter().filter_map(place).collect()),
-            tenants: entry
-                .tenants
-                .as_ref()
-                .map(|names| names.iter().map(|name| name.as_str().into()).collect()),
+        let entry = |AccessConfig { who, bulkheads, tenants }: &AccessConfig| {
+            let bulkheads = bulkheads.as_ref().map(|names| names.iter().filter_map(place).collect());
+            let tenants =
+                tenants.as_ref().map(|names| names.iter().map(|name| name.as_str().into()).collect());
+            Arc::new(Entry { who: *who, bulkheads, tenants })
         };
-        Self::Entries(config.access.iter().map(entry).collect())
+        Self { own, entries: config.access.iter().map(entry).collect() }
+    }
+
+    /// Whether it is the user that workers share, unless they are given another.
+    pub(super) fn is_own(&self, peer: Peer) -> bool {
+        peer.uid == self.own
     }
 
     /// What whoever connected this socket may do.
     pub(super) fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
-        let uid = peer.uid;
-        let entries = match self {
-            Self::Own(own) if uid == *own || uid == 0 => return Ok(Grant::Everything),
-            Self::Own(own) => {
-                let message = format!("user {uid} may not submit jobs here: only user {own} and root may");
-                return Err(Refusal::forbidden(peer, message));
+        let (uid, own, entries) = (peer.uid, self.own, &self.entries);
+        if entries.is_empty() {
+            if self.is_own(peer) || uid == 0 {
+                return Ok(Grant::Everything);
             }
-            Self::Entries(entries) => entries,
-        };
-        let places = fitting(entries, peer, socket).map_err(|error| Refusal::unknown(Some(peer), &error))?;
-        if places.is_empty() {
+            let message = format!("user {uid} may not submit jobs here: only user {own} and root may");
+            return Err(Refusal::forbidden(peer, message));
+        }
+        let fitting = fitting(entries, peer, socket).map_err(|error| Refusal::unknown(Some(peer), &error))?;
+        if fitting.is_empty() {
             let message = format!(
                 "user {uid} may not submit jobs here: no [[access]] in the supervisor's configuration is for \
                  that user or its groups"
             );
             return Err(Refusal::forbidden(peer, message));
         }
-        Ok(Grant::Entries(places))
-    }
-
-    /// Why a client may not send a job of this tenant to this bulkhead; `None` if it may. `place` is that of
-    /// the bulkhead, if there is one of the name: whether there is, is told only to those who may use all.
-    pub(super) fn refusal(
-        &self,
-        grant: &Grant,
-        (name, place): (&str, Option<usize>),
-        tenant: &str,
-    ) -> Option<String> {
-        let Grant::Entries(places) = grant else { return None };
-        let entries = match self {
-            Self::Own(_) => &[],
-            Self::Entries(entries) => &entries[..],
-        };
-        let mut reaching = places.iter().map(|&at| &entries[at]).filter(|e| e.reaches(place)).peekable();
-        let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
-        if reaching.peek().is_none() {
-            return Some(format!("you may not use a bulkhead '{name}'"));
-        }
-        // There is nothing that tenants could be of.
-        place?;
-        if reaching.any(|entry| entry.takes(tenant)) {
-            return None;
-        }
-        Some(match cut(tenant, TENANT_BYTES_MAX) {
-            "" => format!("each of your jobs for bulkhead '{name}' must name a tenant that it may be of"),
-            tenant => {
-                let tenant = tenant.escape_debug();
-                format!("you may not send jobs of tenant '{tenant}' to bulkhead '{name}'")
-            }
-        })
+        Ok(Grant::Entries(fitting))
     }
 }
 
@@ -128,14 +96,41 @@ impl Entry {
     }
 }
 
-/// The places of the entries that fit.
-fn fitting(entries: &[Entry], peer: Peer, socket: &impl AsFd) -> io::Result<Box<[usize]>> {
+/// The entries that are for whoever connected this socket.
+fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result<Box<[Arc<Entry>]>> {
     let has_groups = entries.iter().any(|entry| matches!(entry.who, Who::Gid(_)));
     let mut groups = if has_groups { keeper::groups(socket)? } else { Vec::new() };
     groups.push(peer.gid);
-    let fits = |entry: &Entry| match entry.who {
+    let fits = |entry: &&Arc<Entry>| match entry.who {
         Who::Uid(uid) => uid == peer.uid,
         Who::Gid(gid) => groups.contains(&gid),
     };
-    Ok(entries.iter().enumerate().filter(|(_, entry)| fits(entry)).map(|(place, _)| place).collect())
+    Ok(entries.iter().filter(fits).cloned().collect())
+}
+
+/// Why a client whom these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
+/// `place` is that of the bulkhead, if there is one of the name: whether there is, is told only to those who
+/// may use all.
+pub(super) fn refusal(
+    entries: &[Arc<Entry>],
+    (name, place): (&str, Option<usize>),
+    tenant: &str,
+) -> Option<String> {
+    let mut reaching = entries.iter().filter(|entry| entry.reaches(place)).peekable();
+    let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
+    if reaching.peek().is_none() {
+        return Some(format!("you may not use a bulkhead '{name}'"));
+    }
+    // There is nothing that tenants could be of.
+    place?;
+    if reaching.any(|entry| entry.takes(tenant)) {
+        return None;
+    }
+    Some(match cut(tenant, TENANT_BYTES_MAX) {
+        "" => format!("each of your jobs for bulkhead '{name}' must name a tenant that it may be of"),
+        tenant => {
+            let tenant = tenant.escape_debug();
+            format!("you may not send jobs of tenant '{tenant}' to bulkhead '{name}'")
+        }
+    })
 }

@@ -23,7 +23,7 @@ use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
 
-use super::access::Grant;
+use super::access::{self, Grant};
 use super::fallback::Journey;
 use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
 use crate::entry::{self, Door, Refusal};
@@ -186,17 +186,20 @@ impl Shard {
     /// Who connected, and what they may do; or why they may not come in. The cheap looks come first.
     fn admit(&self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
         let peer = entry::peer_of(socket)?;
-        let grant = self.access.grant(peer, socket)?;
+        let grant = self.access.grant(peer, socket);
         let most = self.limits.clients_max;
-        if self.clients >= most {
+        if grant.is_ok() && self.clients >= most {
             let message = format!(
                 "{most} clients are connected already, which is as many as max_clients and the limit of open \
                  files allow; try again later"
             );
             return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
         }
-        entry::check_descent(socket, peer)?;
-        Ok((peer, grant))
+        // A worker that tries is told of as one, also where its user may not come in anyway.
+        if grant.is_ok() || self.access.is_own(peer) {
+            entry::check_descent(socket, peer)?;
+        }
+        Ok((peer, grant?))
     }
 
     fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
@@ -532,7 +535,9 @@ impl Shard {
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
         let found = self.by_name.get(submit.bulkhead).copied();
-        if let Some(message) = self.access.refusal(&session.grant, (submit.bulkhead, found), submit.tenant) {
+        if let Grant::Entries(entries) = &session.grant
+            && let Some(message) = access::refusal(entries, (submit.bulkhead, found), submit.tenant)
+        {
             return Err((RejectReason::Forbidden, message));
         }
         let Some(named) = found else {
