@@ -47,8 +47,8 @@ use fallback::Journey;
 use links::Link;
 use named::{Compartment, Named};
 pub(crate) use notes::signal_name;
-use replay::Replay;
 use refusals::Refusals;
+use replay::Replay;
 use sessions::{Session, SessionId};
 
 /// Sockets that one turn of the loop looks at.

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::Config;
-use crate::confinement::Grounds;
 use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
+use crate::confinement::Grounds;
 use crate::control::{self, Options};
 use crate::keeper::{self, Keeper};
 use crate::observe::crashes;
