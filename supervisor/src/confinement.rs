@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig, UidRange};
-use crate::keeper::{self, Ability, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
+use crate::keeper::{
+    self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms,
+};
 use crate::snapshot::ConfinementSnapshot;
 
 /// What this machine can do, and what the supervisor keeps to itself.
@@ -31,7 +33,12 @@ impl Grounds {
 
     /// Why none of these layers' parts can be had, or that they all can.
     fn lack(&self, layer: Layer) -> Option<String> {
-        let missing = |part: &&str| match self.abilities.get(*part) {
+        parts(layer).iter().find_map(|part| self.misses(part))
+    }
+
+    /// Why this part cannot be had, or that it can.
+    fn misses(&self, part: &str) -> Option<String> {
+        match self.abilities.get(part) {
             Some(ability) if ability.is_available => None,
             Some(ability) => {
                 let why = ability.why_not.as_deref().unwrap_or("it cannot be had");
@@ -39,8 +46,7 @@ impl Grounds {
                 Some(format!("{part}: {why}{what_to_do}"))
             }
             None => Some(format!("{part}: nobody knows of it")),
-        };
-        parts(layer).iter().find_map(missing)
+        }
     }
 
     fn has(&self, part: &str) -> bool {
@@ -58,7 +64,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
         Layer::MountNamespace => &["mount namespace", "own /proc", "pivot_root"],
         Layer::NetworkNamespace => &["network namespace"],
         Layer::Identity => &["CAP_SETUID"],
-        Layer::Cgroup => &["cgroup leaf", "cgroup kill"],
+        Layer::Cgroup => &["cgroup leaf", "cgroup clone", "cgroup kill"],
         Layer::NoNewPrivs => &["no_new_privs"],
     }
 }
@@ -112,7 +118,7 @@ impl Sandbox {
         let mut settling =
             Settling { grounds, allowed: &sandbox.best_effort, missing: Vec::new(), lacking: Vec::new() };
         let whom = settling.whom(bulkhead);
-        let terms = settling.terms(bulkhead);
+        let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead) };
         let obstacle = settling.obstacle(sandbox.profile);
         let missing = settling.missing;
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
@@ -155,7 +161,7 @@ impl Sandbox {
     /// What one worker is ordered, with the id that it has if each has its own.
     pub(crate) fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
-            return Confinement::default();
+            return Confinement { terms: self.terms, ..Confinement::default() };
         }
         let identity = match self.whom {
             Whom::Own => None,
@@ -187,6 +193,7 @@ impl Sandbox {
             namespaces,
             uid: observed.uid,
             gid: observed.gid,
+            cgroup: observed.cgroup,
             identity: if self.whom == Whom::Own { "shared" } else { "own" },
             missing: self.missing.iter().map(|layer| layer.name()).collect(),
         }
@@ -298,7 +305,31 @@ impl Settling<'_> {
             identity: None,
             network: sandbox.network,
             temporary,
+            cgroup: None,
         }
+    }
+
+    /// Its control group, whatever its profile.
+    fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<Cgroup> {
+        let limits = bulkhead.cgroup.as_ref()?;
+        let controllers = [
+            ("cgroup memory", limits.memory.is_some()),
+            ("cgroup pids", limits.pids.is_some()),
+            ("cgroup cpu", limits.cpu.is_some()),
+        ];
+        let wanted = controllers.iter().filter(|(_, is_wanted)| *is_wanted).map(|(part, _)| *part);
+        let missing =
+            parts(Layer::Cgroup).iter().copied().chain(wanted).find_map(|part| self.grounds.misses(part));
+        if let Some(why) = missing {
+            self.lack(Layer::Cgroup, why);
+            return None;
+        }
+        let thousandths = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
+        Some(Cgroup {
+            memory_bytes: limits.memory,
+            pids: limits.pids,
+            cpu_thousandths: limits.cpu.map(thousandths),
+        })
     }
 
     fn namespaces(&mut self, network: bool) -> Namespaces {

@@ -147,6 +147,8 @@ pub struct ConfinementSnapshot {
     pub uid: Option<u32>,
     /// Its group, outside.
     pub gid: Option<u32>,
+    /// Whether it is in a control group of its own.
+    pub cgroup: bool,
     /// `own`, or `shared` with the supervisor.
     pub identity: &'static str,
     /// Layers of the profile that are missing here.

@@ -17,10 +17,6 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Workers of tests leave marks in the folder of their configuration, where the default sandbox would not
-/// let them; all else it does.
-const WRITABLE_FOLDER: &str = "\n[defaults.sandbox]\nwrite = [\".\"]\n";
-
 /// How long a condition may take that comes true at once on a healthy, idle machine.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -89,7 +85,7 @@ impl Supervisor {
             "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{supervisor_keys}\n{}",
             bulkheads.replace("MISBEHAVE", misbehave.to_str().expect("an ordinary path"))
         );
-        let config = if config.contains("sandbox") { config } else { config + WRITABLE_FOLDER };
+        let config = if config.contains("sandbox") { config } else { config + &sandbox() };
         std::fs::write(folder.path().join("workers.toml"), config).expect("a writable folder");
         let log = std::fs::File::create(folder.path().join("log")).expect("a writable folder");
         let child = Command::new(programs.join("bulkhead-supervisor"))
@@ -431,4 +427,12 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
             None => format!("no outcome: {error}"),
         },
     }
+}
+
+/// The default sandbox, in which workers of tests may leave marks in the folder of their configuration, and
+/// shells may become one of our programs.
+fn sandbox() -> String {
+    let programs = programs();
+    let programs = programs.to_str().expect("an ordinary path");
+    format!("\n[defaults.sandbox]\nwrite = [\".\"]\nread = [\"{programs}\"]\n")
 }

@@ -344,7 +344,7 @@ fn a_crowd_that_is_turned_away_floods_nothing() {
 // Workers.
 
 /// A bulkhead whose programs are shell scripts, and one to be reached.
-const SHELL: &str = "[bulkhead.shell]\nexec = [\"/bin/sh\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
+const SHELL: &str = "[bulkhead.shell]\nsandbox = { profile = \"none\" }\nexec = [\"/bin/sh\"]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
                      deadline = \"60s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
 
 /// A script in which `SUBMIT`, `STATUS`, `CALLER` and `JOBS` stand for what is meant.

@@ -45,6 +45,19 @@ pub struct Terms {
     pub network: bool,
     /// Where it can write what nobody keeps.
     pub temporary: Temporary,
+    /// What it may use together with all that it starts, in a control group of its own; `None`: no group.
+    pub cgroup: Option<Cgroup>,
+}
+
+/// The limits of a control group; unlimited where nothing is said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
+pub struct Cgroup {
+    /// Bytes of memory.
+    pub memory_bytes: Option<u64>,
+    /// Processes and threads.
+    pub pids: Option<u64>,
+    /// Thousandths of a processor core.
+    pub cpu_thousandths: Option<u64>,
 }
 
 /// A filter of system calls.
@@ -119,6 +132,8 @@ pub struct Observed {
     pub namespaces: Namespaces,
     /// The version of the Landlock rules that it was put under; the kernel tells nobody.
     pub landlock: Option<u32>,
+    /// Whether it is in the control group that was made for it.
+    pub cgroup: bool,
     /// Descriptors that it started its program with.
     pub descriptors: u32,
 }
@@ -140,6 +155,7 @@ impl Observed {
             ("mount namespace", !wanted.mount || found.mount),
             ("network namespace", !wanted.network || found.network),
             ("Landlock", !terms.landlock || self.landlock.is_some()),
+            ("cgroup", terms.cgroup.is_none() || self.cgroup),
             ("descriptors", self.descriptors == super::WORKER_DESCRIPTORS),
         ];
         rows.iter().find(|(_, is_right)| !is_right).map(|(name, _)| *name)

@@ -31,6 +31,7 @@
 mod client;
 mod confine;
 mod confinement;
+mod groups;
 mod maps;
 mod observe;
 mod peer;
@@ -46,7 +47,7 @@ use bulkhead_shared::codec;
 use std::io;
 
 pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
-pub use confinement::{Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
+pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
 pub use peer::{Descent, Peer, check_sight, groups};
 pub use probe::{Ability, probe};
 pub use process::run_as_keeper;
@@ -115,6 +116,8 @@ pub enum Exit {
         /// Whether the kernel wrote a core file.
         core_dumped: bool,
     },
+    /// Killed by the kernel, since its control group had all the memory that it may, or there was no more.
+    Oom,
     /// Killed by the keeper for a system call that its filter forbids; see [`call_name`].
     Violation {
         /// The call's number.

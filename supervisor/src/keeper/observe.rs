@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io;
+use std::path::Path;
 
 use super::confinement::{Namespaces, Observed};
 
@@ -70,6 +71,13 @@ fn parse(text: &str, observed: &mut Observed) {
     observed.capabilities = set("CapEff") | set("CapPrm") | set("CapInh") | ambient;
     observed.bounding = set("CapBnd");
     (observed.uid, observed.gid) = (one("Uid"), one("Gid"));
+}
+
+/// Whether a process is in the control group of this folder.
+pub(super) fn is_in(pid: u32, leaf: &Path) -> bool {
+    let Ok(text) = read_bounded(&format!("/proc/{pid}/cgroup")) else { return false };
+    let own = text.lines().find_map(|line| line.strip_prefix("0::"));
+    own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
 /// The process that a thread belongs to, and that one's number where it lives.

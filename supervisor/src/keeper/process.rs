@@ -18,8 +18,10 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags};
 
+use super::confine::cgroup::Leaf;
 use super::confine::seccomp;
 use super::confinement::{Identity, Observed, Temporary, Terms};
+use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
 use super::spawn::{
     self, Barriers, Ends, Filters, Forker, Job, LINK_FD, Prepared, Progress, Refusal, put_at,
@@ -144,6 +146,11 @@ fn close_inherited() -> io::Result<()> {
     }
 }
 
+/// Whether the kernel has killed something in a worker's group for want of memory.
+fn is_out_of_memory(leaf: &Leaf) -> bool {
+    leaf.oom_kills().is_ok_and(|kills| kills > 0)
+}
+
 fn not_an_order() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "this is not an order of this version")
 }
@@ -162,6 +169,7 @@ struct Child {
     violation: Option<u32>,
     /// Its folder, which goes when nothing is left of it.
     folder: Option<PathBuf>,
+    leaf: Option<Leaf>,
     observed: Observed,
     /// Where the first process of a pid namespace tells how the worker ended.
     status: Option<OwnedFd>,
@@ -182,6 +190,7 @@ struct Leaving {
     exit: Exit,
     usage: Usage,
     folder: Option<PathBuf>,
+    leaf: Option<Leaf>,
     since: Instant,
 }
 
@@ -207,6 +216,7 @@ struct Process {
     own: observe::Own,
     filters: Filters,
     folders: Folders,
+    groups: Groups,
     leaving: Vec<Leaving>,
     scans: Scans,
     outbox: Outbox,
@@ -237,6 +247,7 @@ impl Process {
             own: observe::Own::read(),
             filters: Filters::default(),
             folders: Folders::default(),
+            groups: Groups::default(),
             leaving: Vec::new(),
             scans: Scans { always, next: None, pause, found: 0, stuck: 0, audit: None },
             outbox: Outbox::default(),
@@ -338,7 +349,7 @@ impl Process {
                 // Whoever is in the table has not been waited for.
                 let child = self.children.iter().find(|(_, child)| child.worker == worker);
                 if let Some((&pid, _)) = child {
-                    wait::kill_group(pid);
+                    self.kill(pid);
                 }
                 Ok(true)
             }
@@ -356,9 +367,19 @@ impl Process {
             Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
             Temporary::None | Temporary::FileSystem(_) => None,
         };
-        let started = self.start_in(order, descriptors, folder.as_deref());
+        let leaf = terms.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
+        let started = leaf.and_then(|leaf| {
+            let started = self.start_in(order, descriptors, folder.as_deref(), leaf.as_ref());
+            match started {
+                Ok(started) => Ok((started, leaf)),
+                Err(refusal) => {
+                    leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
+                    Err(refusal)
+                }
+            }
+        });
         match started {
-            Ok((pid, pidfd, mut ends, observed)) => {
+            Ok(((pid, pidfd, mut ends, observed), leaf)) => {
                 let status = ends.status.take();
                 let child = Child {
                     worker: order.worker,
@@ -369,6 +390,7 @@ impl Process {
                     listener: None,
                     violation: None,
                     folder,
+                    leaf,
                     observed,
                     status,
                 };
@@ -384,8 +406,7 @@ impl Process {
 
     fn make_folder(&mut self, worker: u64, identity: Option<Identity>) -> Result<PathBuf, Refusal> {
         self.folders.make(worker, identity).map_err(|error| {
-            let errno = rustix::io::Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO));
-            Refusal::new(&format!("temporary folder in {}", std::env::temp_dir().display()), errno)
+            Refusal::of(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
         })
     }
 
@@ -394,15 +415,16 @@ impl Process {
         order: &SpawnOrder<'_>,
         descriptors: Vec<OwnedFd>,
         folder: Option<&Path>,
+        leaf: Option<&Leaf>,
     ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
         let barriers = Barriers::prepare(&order.confinement, order.directory, folder, &mut self.filters)?;
         let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
         let program = spawn::Program::new(order, folder)?;
-        let (prepared, ends) = Prepared::new(program, descriptors, barriers)?;
-        let in_fork = |error: io::Error| {
-            let errno = rustix::io::Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO));
-            Refusal::new(spawn::fork_step(order.confinement.terms.namespaces), errno)
-        };
+        let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
+        let cgroup = cgroup.map_err(|error| Refusal::of("cgroup", &error))?;
+        let (prepared, ends) = Prepared::new(program, descriptors, barriers, cgroup)?;
+        let step = spawn::fork_step(order.confinement.terms.namespaces);
+        let in_fork = |error: io::Error| Refusal::of(step, &error);
         let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
         match self.watch(pid, &ends.progress) {
             Ok(pidfd) => Ok((pid, pidfd, ends, observed)),
@@ -431,10 +453,7 @@ impl Process {
                         spawn::go_on(&ends.progress);
                         continue;
                     }
-                    Err(error) => {
-                        let errno = error.raw_os_error().unwrap_or(libc::EIO);
-                        Some(Refusal::new("user namespace", rustix::io::Errno::from_raw_os_error(errno)))
-                    }
+                    Err(error) => Some(Refusal::of("user namespace", &error)),
                 },
                 Progress::Ready { pid: process, listener } => match self.confined(pid, process, listener) {
                     Ok(()) => continue,
@@ -450,16 +469,14 @@ impl Process {
     /// A child says that it is confined. If it is, it may execute its program.
     fn confined(&mut self, pid: u32, process: u32, listener: Option<OwnedFd>) -> Result<(), Refusal> {
         let Some(child) = self.children.get_mut(&pid) else { return Ok(()) };
-        let failed = |error: io::Error| {
-            let errno = rustix::io::Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO));
-            Refusal::new("read-back from /proc", errno)
-        };
+        let failed = |error: io::Error| Refusal::of("read-back from /proc", &error);
         child.process = process;
         child.observed.namespaces = self.own.compare(process).map_err(failed)?;
         // Beside those it keeps there are this one's other end, and the listener.
         let closing = 1 + u32::from(listener.is_some());
         let open = observe::descriptors(process).map_err(failed)?;
         child.observed.descriptors = open.saturating_sub(closing);
+        child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
         observe::status(process, &mut child.observed).map_err(failed)?;
         if let Some(what) = child.observed.mismatch(&child.terms) {
             let step = format!("read-back from /proc: {what} is not as ordered");
@@ -488,7 +505,7 @@ impl Process {
         }
         let worker = child.worker;
         if let Some(refusal) = refusal {
-            wait::kill_group(pid);
+            self.kill(pid);
             return self.report_failure(worker, &refusal);
         }
         // Executing can give, and must not have given. A process that has ended already has nothing.
@@ -513,9 +530,7 @@ impl Process {
             Err(error) => {
                 child.stage = Stage::Failed;
                 wait::kill_group(pid);
-                let errno = error.raw_os_error().unwrap_or(libc::EMFILE);
-                let errno = rustix::io::Errno::from_raw_os_error(errno);
-                self.report_failure(worker, &Refusal::new("descriptors", errno));
+                self.report_failure(worker, &Refusal::of("descriptors", &error));
             }
         }
     }
@@ -634,14 +649,24 @@ impl Process {
         if let Some(listener) = &child.listener {
             let _ = self.poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
         }
-        let Child { worker, stage, violation, status, folder, .. } = child;
+        let Child { worker, stage, violation, status, folder, leaf, .. } = child;
+        // What it leaves behind goes with it.
+        leaf.iter().for_each(|leaf| _ = leaf.kill());
         if !matches!(stage, Stage::Running) {
-            return folder.into_iter().for_each(|folder| self.folders.remove(folder));
+            return self.clear(folder, leaf);
         }
         // The first process of a pid namespace has told of the worker; if not, it was killed first.
         let (exit, usage) = status.as_ref().and_then(spawn::read_status).unwrap_or((exit, usage));
-        let exit = violation.map_or(exit, |call| Exit::Violation { call });
-        self.leaving.push(Leaving { worker, exit, usage, folder, since: now });
+        let exit = match (exit, violation) {
+            (_, Some(call)) => Exit::Violation { call },
+            (Exit::Signal { number: libc::SIGKILL, .. }, None)
+                if leaf.as_ref().is_some_and(is_out_of_memory) =>
+            {
+                Exit::Oom
+            }
+            (exit, None) => exit,
+        };
+        self.leaving.push(Leaving { worker, exit, usage, folder, leaf, since: now });
         self.scans.audit.get_or_insert(now + AUDIT_PAUSE);
     }
 
@@ -698,15 +723,30 @@ impl Process {
     }
 
     fn report_exit(&mut self, gone: Leaving) {
-        let Leaving { worker, exit, usage, folder, .. } = gone;
-        folder.into_iter().for_each(|folder| self.folders.remove(folder));
+        let Leaving { worker, exit, usage, folder, leaf, .. } = gone;
+        self.clear(folder, leaf);
         self.report(&ReportMessage::Exited { worker, exit, usage }, None);
+    }
+
+    /// Removes what a worker had, when nothing is left of it.
+    fn clear(&mut self, folder: Option<PathBuf>, leaf: Option<Leaf>) {
+        folder.into_iter().for_each(|folder| self.folders.remove(folder));
+        leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
+    }
+
+    /// Kills a worker and all that it has started, as far as one call reaches.
+    fn kill(&self, pid: u32) {
+        if let Some(Child { leaf: Some(leaf), .. }) = self.children.get(&pid) {
+            // What it misses the other ways reach.
+            let _ = leaf.kill();
+        }
+        wait::kill_group(pid);
     }
 
     fn audit(&mut self, now: Instant) {
         if self.scans.audit.is_some_and(|due| due <= now) {
             // Until a look finds nothing: who kills, finds the victims' children the next time.
-            let found_something = !matches!(self.scan(), Ok(0));
+            let found_something = !matches!(self.scan(), Ok(0)) | !self.groups.retry();
             self.scans.audit = found_something.then(|| now + AUDIT_PAUSE);
         }
     }

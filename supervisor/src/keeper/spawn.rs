@@ -30,6 +30,7 @@ use rustix::process::Pid;
 use self::progress::Failure;
 use self::root::Root;
 use self::steps::{INNER, OUTER, Stop};
+use super::confine::cgroup;
 use super::confinement::Namespaces;
 use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
@@ -69,6 +70,8 @@ pub(super) struct Prepared {
     stdout: OwnedFd,
     stderr: OwnedFd,
     progress: OwnedFd,
+    /// Where it starts.
+    cgroup: Option<OwnedFd>,
     /// Where the first process of a pid namespace tells how the worker ended.
     status: Option<OwnedFd>,
     barriers: Barriers,
@@ -114,6 +117,10 @@ impl Refusal {
     pub(super) fn new(step: &str, errno: Errno) -> Self {
         Self { step: step.to_owned(), errno }
     }
+
+    pub(super) fn of(step: &str, error: &io::Error) -> Self {
+        Self::new(step, Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))
+    }
 }
 
 /// The ends of a child's descriptors that stay with the keeper.
@@ -140,6 +147,7 @@ impl Prepared {
         program: Program,
         descriptors: Vec<OwnedFd>,
         barriers: Barriers,
+        cgroup: Option<OwnedFd>,
     ) -> Result<(Box<Self>, Ends), Refusal> {
         let in_the_way = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
         let descriptors: [OwnedFd; SPAWN_DESCRIPTORS] =
@@ -166,6 +174,7 @@ impl Prepared {
             stdout,
             stderr,
             progress,
+            cgroup,
             status,
             barriers,
         };
@@ -217,13 +226,14 @@ fn fork(job: &Job, nice: i32) -> io::Result<u32> {
         Job::Child | Job::Grandchild => None,
     };
     let namespaces = plan.as_ref().map_or(Namespaces::default(), |plan| plan.terms().namespaces);
-    match clone(namespaces)? {
+    let cgroup = plan.as_ref().and_then(|plan| plan.prepared.cgroup.as_ref());
+    match clone(namespaces, cgroup)? {
         0 => match plan {
             Some(plan) => plan.run(),
             None => {
                 if matches!(job, Job::Grandchild) {
                     // Both only exit.
-                    let _ = clone(Namespaces::default());
+                    let _ = clone(Namespaces::default(), None);
                 }
                 exit(0)
             }
@@ -232,11 +242,11 @@ fn fork(job: &Job, nice: i32) -> io::Result<u32> {
     }
 }
 
-/// Forks, and returns twice: 0 in the child, which is in namespaces of its own.
+/// Forks, and returns twice: 0 in the child, which is in namespaces and a control group of its own.
 ///
 /// The bare call, without what the C library does for programs that go on: the child, a copy of this
 /// thread alone, makes nothing but system calls until it is replaced or gone.
-fn clone(namespaces: Namespaces) -> Result<u32, Errno> {
+fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
     let rows = [
         (namespaces.user, libc::CLONE_NEWUSER),
         (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
@@ -244,7 +254,12 @@ fn clone(namespaces: Namespaces) -> Result<u32, Errno> {
         (namespaces.network, libc::CLONE_NEWNET),
     ];
     let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
-    let flags = wanted.fold(libc::SIGCHLD, |flags, (_, flag)| flags | flag);
+    let flags = wanted.fold(0, |flags, (_, flag)| flags | flag);
+    if let Some(cgroup) = cgroup {
+        // SAFETY: see above for the child.
+        return unsafe { cgroup::fork_into(cgroup.as_fd(), flags) }.map(|pid| pid as u32);
+    }
+    let flags = flags | libc::SIGCHLD;
     const NONE: usize = 0;
     // SAFETY: without a stack and without shared memory this is a fork; see above for the child.
     match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
@@ -312,7 +327,7 @@ impl Plan<'_> {
 
     /// The first process of the pid namespace stays behind; the worker is its child.
     fn become_two(&self) {
-        match (clone(Namespaces::default()), &self.prepared.status) {
+        match (clone(Namespaces::default(), None), &self.prepared.status) {
             (Ok(0), _) => {}
             (Ok(worker), Some(status)) => ended::keep(worker, status),
             (Ok(_), None) => exit(FAILED),

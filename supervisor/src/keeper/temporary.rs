@@ -221,7 +221,7 @@ mod tests {
         std::fs::write(top.join("file"), "x").unwrap();
         std::fs::create_dir(top.join("locked")).unwrap();
         std::fs::write(top.join("locked/file"), "x").unwrap();
-        let closed = std::os::unix::fs::PermissionsExt::from_mode(0);
+        let closed = std::os::unix::fs::PermissionsExt::from_mode(0o000);
         std::fs::set_permissions(top.join("locked"), closed).unwrap();
         remove(&top);
         assert!(!top.exists());

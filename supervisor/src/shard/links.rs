@@ -268,6 +268,7 @@ impl Shard {
     fn death(&self, spawn: u64, exit: Exit) -> Death {
         match exit {
             Exit::Code(code) => Death::Exit(code),
+            Exit::Oom => Death::Oom,
             Exit::Violation { call } => Death::Violation(keeper::call_name(call)),
             Exit::Signal { number: libc::SIGSYS, .. } if self.is_filtered(spawn) => Death::Violation(""),
             Exit::Signal { number, .. } => Death::Signal(number),

@@ -69,7 +69,7 @@ impl Leaf {
     fn clone_into(&self) -> Result<(), String> {
         let folder = File::open(&self.0).map_err(|error| error.to_string())?;
         // SAFETY: the child only exits.
-        let pid = unsafe { cgroup::fork_into(folder.as_fd()) }.map_err(explain)?;
+        let pid = unsafe { cgroup::fork_into(folder.as_fd(), 0) }.map_err(explain)?;
         if pid == 0 {
             // SAFETY: ends the process, without a thing being run that the parent registered.
             unsafe { libc::_exit(0) };

@@ -22,16 +22,20 @@ struct CloneArguments {
     cgroup: u64,
 }
 
-/// Forks, with the child in this cgroup from its first moment on. Returns the child's number, in the child
+/// Forks, with the child in this cgroup and in these new namespaces (flags of `clone`) from its first
+/// moment on. Returns the child's number, in the child
 /// zero.
 ///
 /// # Safety
 /// The child is a copy of the calling thread alone, of which not even the C library knows: until `execve`
 /// or `_exit` it may make nothing but raw system calls.
-pub(in crate::keeper) unsafe fn fork_into(cgroup: BorrowedFd<'_>) -> Result<libc::pid_t, Errno> {
+pub(in crate::keeper) unsafe fn fork_into(
+    cgroup: BorrowedFd<'_>,
+    namespaces: libc::c_int,
+) -> Result<libc::pid_t, Errno> {
     const CLONE_INTO_CGROUP: u64 = 1 << 33;
     let arguments = CloneArguments {
-        flags: CLONE_INTO_CGROUP,
+        flags: CLONE_INTO_CGROUP | namespaces as u64,
         exit_signal: libc::SIGCHLD as u64,
         cgroup: cgroup.as_raw_fd() as u64,
         ..CloneArguments::default()

@@ -35,16 +35,19 @@ impl Leaf {
     }
 
     /// Stops all that is in there, or lets it go on. It takes effect a little later.
+    #[cfg(test)]
     pub(in crate::keeper) fn freeze(&self, is_frozen: bool) -> Result<(), Failure> {
         self.folder.write("cgroup.freeze", if is_frozen { "1" } else { "0" })
     }
 
     /// Whether no process is in there that still runs. The dead may still have to be waited for.
+    #[cfg(test)]
     pub(in crate::keeper) fn is_empty(&self) -> Result<bool, Failure> {
         Ok(!self.folder.read_events()?.is_populated)
     }
 
     /// Whether all that is in there has stopped.
+    #[cfg(test)]
     pub(in crate::keeper) fn is_frozen(&self) -> Result<bool, Failure> {
         Ok(self.folder.read_events()?.is_frozen)
     }

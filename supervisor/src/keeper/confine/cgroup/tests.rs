@@ -83,7 +83,7 @@ impl Shell {
         arguments.push(std::ptr::null());
         let environment = [c"PATH=/usr/bin:/bin".as_ptr(), std::ptr::null()];
         // SAFETY: the child makes two system calls, on what was prepared.
-        let pid = unsafe { fork_into(std::os::fd::AsFd::as_fd(folder)) }.unwrap();
+        let pid = unsafe { fork_into(std::os::fd::AsFd::as_fd(folder), 0) }.unwrap();
         if pid == 0 {
             // SAFETY: both lists end with a null pointer.
             unsafe {
@@ -226,7 +226,7 @@ fn a_leaf_goes_only_when_it_is_empty_and_twice_is_once() {
     assert_eq!(leaf.remove(), Ok(true));
     assert!(leaf.kill().is_err() && leaf.is_empty().is_err());
     // SAFETY: the child, if there were one, would only exit.
-    let cloned = unsafe { fork_into(leaf.fd()) };
+    let cloned = unsafe { fork_into(leaf.fd(), 0) };
     if cloned == Ok(0) {
         // SAFETY: ends the process, without a thing being run that the parent registered.
         unsafe { libc::_exit(0) };
