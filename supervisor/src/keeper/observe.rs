@@ -5,6 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
 
 /// The namespaces that a worker can have of its own, as the kernel names them.
@@ -73,6 +74,46 @@ fn parse(text: &str, observed: &mut Observed) {
     (observed.uid, observed.gid) = (one("Uid"), one("Gid"));
 }
 
+/// The first of these limits that a process does not have, by its name in `/proc/PID/limits`.
+pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
+    let text = read_bounded(&format!("/proc/{pid}/limits"))?;
+    let is_wrong = |limit: &&Rlimit| limit_of(&text, limit.resource) != Some((limit.soft, limit.hard));
+    Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
+}
+
+/// What a table of limits says of one.
+fn limit_of(text: &str, resource: u32) -> Option<(u64, u64)> {
+    let line = text.lines().find_map(|line| line.strip_prefix(limit_name(resource)))?;
+    let mut numbers = line.split_whitespace().map(|number| match number {
+        "unlimited" => Some(u64::MAX),
+        number => number.parse().ok(),
+    });
+    Some((numbers.next()??, numbers.next()??))
+}
+
+fn limit_name(resource: u32) -> &'static str {
+    #[allow(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
+    const NAMES: [(u32, &str); 16] = [
+        (libc::RLIMIT_CPU as u32, "Max cpu time"),
+        (libc::RLIMIT_FSIZE as u32, "Max file size"),
+        (libc::RLIMIT_DATA as u32, "Max data size"),
+        (libc::RLIMIT_STACK as u32, "Max stack size"),
+        (libc::RLIMIT_CORE as u32, "Max core file size"),
+        (libc::RLIMIT_RSS as u32, "Max resident set"),
+        (libc::RLIMIT_NPROC as u32, "Max processes"),
+        (libc::RLIMIT_NOFILE as u32, "Max open files"),
+        (libc::RLIMIT_MEMLOCK as u32, "Max locked memory"),
+        (libc::RLIMIT_AS as u32, "Max address space"),
+        (libc::RLIMIT_LOCKS as u32, "Max file locks"),
+        (libc::RLIMIT_SIGPENDING as u32, "Max pending signals"),
+        (libc::RLIMIT_MSGQUEUE as u32, "Max msgqueue size"),
+        (libc::RLIMIT_NICE as u32, "Max nice priority"),
+        (libc::RLIMIT_RTPRIO as u32, "Max realtime priority"),
+        (libc::RLIMIT_RTTIME as u32, "Max realtime timeout"),
+    ];
+    NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
+}
+
 /// Whether a process is in the control group of this folder.
 pub(super) fn is_in(pid: u32, leaf: &Path) -> bool {
     let Ok(text) = read_bounded(&format!("/proc/{pid}/cgroup")) else { return false };
@@ -113,6 +154,26 @@ mod tests {
         assert_eq!(observed, expected);
         parse("", &mut observed);
         assert_eq!((observed.capabilities, observed.seccomp), (u64::MAX, 0));
+    }
+
+    #[test]
+    fn limits_are_found_by_their_numbers() {
+        let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
+            Max cpu time              60                   61                   seconds   \n\
+            Max open files            1024                 unlimited            files     \n\
+            Max nice priority         0                    0                    \n";
+        assert_eq!(limit_of(text, libc::RLIMIT_CPU as u32), Some((60, 61)));
+        assert_eq!(limit_of(text, libc::RLIMIT_NOFILE as u32), Some((1024, u64::MAX)));
+        assert_eq!(limit_of(text, libc::RLIMIT_NICE as u32), Some((0, 0)));
+        assert_eq!(limit_of(text, libc::RLIMIT_AS as u32), None);
+        let own = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let bound = |value: Option<u64>| value.unwrap_or(u64::MAX);
+        let resource = libc::RLIMIT_NOFILE as u32;
+        let right = Rlimit { resource, soft: bound(own.current), hard: bound(own.maximum) };
+        let wrong = Rlimit { soft: 3, ..right };
+        let mismatch = |limits: &[Rlimit]| limit_mismatch(std::process::id(), limits).unwrap();
+        assert_eq!(mismatch(&[right]), None);
+        assert_eq!(mismatch(&[right, wrong]), Some("Max open files"));
     }
 
     #[test]

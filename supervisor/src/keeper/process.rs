@@ -28,7 +28,9 @@ use super::spawn::{
 };
 use super::temporary::Folders;
 use super::wait::{self, Waited};
-use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, STEP_BYTES_MAX, SpawnOrder, Usage, maps, observe};
+use super::{
+    Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, SpawnOrder, Usage, maps, observe,
+};
 
 /// No order is taken while this many reports wait for the supervisor; what then still can come is the
 /// two last reports of each worker.
@@ -161,6 +163,7 @@ struct Child {
     pidfd: OwnedFd,
     stage: Stage,
     terms: Terms,
+    rlimits: Vec<Rlimit>,
     /// The worker's process, once it is known: in a pid namespace it is a child of this one.
     process: u32,
     /// Where the kernel tells of forbidden system calls.
@@ -386,6 +389,7 @@ impl Process {
                     pidfd,
                     stage: Stage::Starting(ends),
                     terms,
+                    rlimits: order.rlimits.clone(),
                     process: pid,
                     listener: None,
                     violation: None,
@@ -478,7 +482,8 @@ impl Process {
         child.observed.descriptors = open.saturating_sub(closing);
         child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
         observe::status(process, &mut child.observed).map_err(failed)?;
-        if let Some(what) = child.observed.mismatch(&child.terms) {
+        let limit = observe::limit_mismatch(process, &child.rlimits).map_err(failed)?;
+        if let Some(what) = child.observed.mismatch(&child.terms).or(limit) {
             let step = format!("read-back from /proc: {what} is not as ordered");
             return Err(Refusal::new(&step, rustix::io::Errno::PERM));
         }

@@ -734,7 +734,10 @@ impl std::fmt::Display for Death {
         match self {
             Self::Exit(code) => write!(f, "exited with status {code}"),
             Self::Signal(signal) => write!(f, "killed by {}", signal_name(*signal)),
-            Self::Violation("") => write!(f, "made a system call that its sandbox forbids"),
+            Self::Violation("") => write!(
+                f,
+                "made a system call that its sandbox forbids; which, the kernel does not tell (calls of 32 bits have no name)"
+            ),
             Self::Violation(call) => write!(f, "made the system call {call}, which its sandbox forbids"),
             Self::Oom => write!(f, "killed by the kernel: it had more memory than it may"),
         }

@@ -101,6 +101,12 @@ pub(in crate::keeper) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
 /// asks for less. Names, arguments and numbers of other processes it does see.
 pub(in crate::keeper) const PROC: &str = "/proc";
 
+/// What installers put beside a program's `bin`: libraries, data, and the note of a virtual environment.
+const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
+
+/// Bytes of a script that the kernel looks at for its interpreter.
+const SHEBANG_BYTES_MAX: u64 = 256;
+
 /// Entries of one folder that are given one by one, at most.
 const ENTRIES_MAX: usize = 4096;
 
@@ -114,19 +120,42 @@ pub(in crate::keeper) fn etc() -> Vec<PathBuf> {
     ETC.iter().map(|name| etc.join(name)).chain(families).collect()
 }
 
-/// The working directory, and the folders of the programs: as they were named and where they really lie.
+/// The working directory, and the folders of the programs and of what interprets them: as they were named and
+/// where they really lie.
 pub(in crate::keeper) fn own_folders(programs: &[&Path], directory: Option<&Path>) -> Vec<PathBuf> {
+    let interpreters: Vec<PathBuf> = programs.iter().filter_map(|program| interpreter(program)).collect();
+    let programs = programs.iter().copied().chain(interpreters.iter().map(PathBuf::as_path));
     let mut folders: Vec<PathBuf> = directory.map(PathBuf::from).into_iter().collect();
     for program in programs {
         let real = std::fs::canonicalize(program).ok();
         let paths = [Some(program.to_path_buf()), real];
-        folders.extend(paths.iter().flatten().filter_map(|path| path.parent()).map(PathBuf::from));
+        folders.extend(paths.iter().flatten().flat_map(|path| installed_with(path)));
     }
     // That would open everything, which nobody who starts a program in the root folder means.
     folders.retain(|folder| std::fs::canonicalize(folder).is_ok_and(|real| real != Path::new("/")));
     folders.sort();
     folders.dedup();
     folders
+}
+
+/// What belongs to a program: its folder, and beside a `bin` what is installed along with that.
+fn installed_with(program: &Path) -> Vec<PathBuf> {
+    let Some(folder) = program.parent() else { return Vec::new() };
+    let is_bin = folder.file_name().is_some_and(|name| name == "bin" || name == "sbin");
+    let beside = folder.parent().filter(|_| is_bin);
+    let beside = beside.into_iter().flat_map(|prefix| BESIDE_BIN.iter().map(|name| prefix.join(name)));
+    std::iter::once(folder.to_path_buf()).chain(beside).collect()
+}
+
+/// What a script names in its first line.
+fn interpreter(script: &Path) -> Option<PathBuf> {
+    use std::io::Read;
+    let mut start = Vec::new();
+    std::fs::File::open(script).ok()?.take(SHEBANG_BYTES_MAX).read_to_end(&mut start).ok()?;
+    let line = start.strip_prefix(b"#!")?.split(|&byte| byte == b'\n').next()?;
+    let mut words = line.split(|byte| byte.is_ascii_whitespace()).filter(|word| !word.is_empty());
+    let path = PathBuf::from(OsStr::from_bytes(words.next()?));
+    path.is_absolute().then_some(path)
 }
 
 /// What of this folder can be given so that nothing withheld is: the folder, or else its entries, as they
@@ -165,6 +194,23 @@ pub(in crate::keeper) fn without(folder: &Path, withheld: &[&Path]) -> io::Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_belongs_to_a_program_comes_along() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["own/bin", "own/lib", "tool/bin", "tool/libexec", "tool/other"] {
+            std::fs::create_dir_all(path(name)).unwrap();
+        }
+        std::fs::write(path("own/bin/script"), format!("#! {} -x\n", path("tool/bin/run").display()))
+            .unwrap();
+        std::fs::write(path("tool/bin/run"), "").unwrap();
+        std::fs::write(path("own/pyvenv.cfg"), "").unwrap();
+        let folders = own_folders(&[&path("own/bin/script")], None);
+        let expected = ["own/bin", "own/lib", "own/pyvenv.cfg", "tool/bin", "tool/libexec"];
+        assert_eq!(folders, expected.map(path));
+        assert_eq!(own_folders(&[Path::new("/program")], Some(Path::new("/"))), Vec::<PathBuf>::new());
+    }
 
     #[test]
     fn what_is_withheld_is_not_given_with_its_folder() {
