@@ -129,7 +129,7 @@ impl Sandbox {
             terms,
             whom,
             programs: texts(&programs),
-            read: texts(&sandbox.read),
+            read: sandbox.read.iter().map(|path| text(path)).chain(named_files(&bulkhead.program)).collect(),
             write: texts(&sandbox.write),
             withheld: grounds.withheld.clone(),
             allow: sandbox.allow.clone(),
@@ -198,6 +198,14 @@ impl Sandbox {
             missing: self.missing.iter().map(|layer| layer.name()).collect(),
         }
     }
+}
+
+/// Files that the command line names: whoever writes `["python3", "/srv/app/main.py"]` means it to be read.
+/// Folders are not among them: they may be anything.
+fn named_files(program: &Program) -> Vec<String> {
+    let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = program else { return Vec::new() };
+    let is_file = |text: &&String| text.starts_with('/') && Path::new(text).is_file();
+    argv.iter().skip(1).filter(is_file).cloned().collect()
 }
 
 fn list(texts: &[String]) -> Vec<&str> {

@@ -135,8 +135,15 @@ fn the_environment_is_the_jobs_and_nothing_else() {
     let job = client.job("x", "").operation("turn left").tenant("acme").deadline(Duration::from_secs(40));
     let first = variables(&text(job.send()));
     let names: Vec<_> = first.keys().map(String::as_str).collect();
-    let expected =
-        ["BULKHEAD_DEADLINE_MS", "BULKHEAD_JOB", "BULKHEAD_OPERATION", "BULKHEAD_TENANT", "MOTTO", "PATH"];
+    let expected = [
+        "BULKHEAD_DEADLINE_MS",
+        "BULKHEAD_JOB",
+        "BULKHEAD_OPERATION",
+        "BULKHEAD_TENANT",
+        "MOTTO",
+        "PATH",
+        "TMPDIR",
+    ];
     assert_eq!(names, expected);
     assert_eq!(first["BULKHEAD_OPERATION"], "turn left");
     assert_eq!(first["BULKHEAD_TENANT"], "acme");
