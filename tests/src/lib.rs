@@ -1,6 +1,9 @@
 //! What the end-to-end tests share: a real supervisor in a folder of its own, its processes, its admin
 //! socket. Nothing here stands in for the real thing.
 
+pub mod attempts;
+pub mod confined;
+
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

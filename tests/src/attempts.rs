@@ -1,0 +1,339 @@
+//! What the hostile worker tries, and what comes of it under each profile: the one place where that is
+//! written. The tests hold it against the running system; `docs/confinement.md` has it as a table.
+//!
+//! The system is one with a root supervisor whose workers keep its user, but under `strict`: so that no
+//! other user id stands in for a layer that is missing.
+
+use std::fmt;
+
+/// What comes of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expected {
+    /// It succeeds.
+    Succeeds,
+    /// It succeeds, as far as the kernel was built with what it takes and this user may have it.
+    Machine,
+    /// It fails with one of these errors, and the worker goes on; this is what stops it. `NOTHING` stands for
+    /// an answer that is worth nothing.
+    Refused(&'static [&'static str], &'static str),
+    /// It ends the worker, as a violation whose message has this word, mostly a system call.
+    Violation(&'static str),
+    /// It ends the worker for this reason.
+    Crashes(&'static str),
+}
+
+/// How the bulkhead is configured, beside its profile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setting {
+    /// Paths to read and to write, and a `tmp` of 1 MiB.
+    Plain,
+    /// Limits as well: 64 descriptors, files of 1 MiB, addresses of 1 GiB.
+    Limited,
+}
+
+/// One thing that a worker may try.
+#[derive(Clone, Copy, Debug)]
+pub struct Attempt {
+    /// The operation of the hostile worker.
+    pub name: &'static str,
+    /// What it tries, after "it tries to".
+    pub tries: &'static str,
+    /// The bulkhead that it is tried in.
+    pub setting: Setting,
+    /// Under `none`.
+    pub none: Expected,
+    /// Under `default`.
+    pub default: Expected,
+    /// Under `strict`, in a worker that is sealed.
+    pub strict: Expected,
+}
+
+use Expected::{Crashes, Machine, Refused, Succeeds, Violation};
+
+const FAMILIES: &str = "seccomp: no sockets";
+const FILTER: &str = "seccomp";
+const HIDDEN: Expected = Refused(&["ENOENT"], "its own root folder");
+const HIDDEN_PROCESS: Expected = Refused(&["ENOENT"], "its own process numbers");
+const LANDLOCK: Expected = Refused(&["EACCES"], "Landlock");
+const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
+const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
+const NO_PROCESS: Expected = Refused(&["ESRCH"], "its own process numbers");
+const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor lets no worker in");
+const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
+const NOT_PERMITTED: Expected = Refused(&["EPERM"], FILTER);
+const NOT_TRACEABLE: Expected = Refused(&["EACCES", "EPERM"], "Landlock: not to be traced");
+const OUT_OF_SCOPE: Expected = Refused(&["EPERM"], "Landlock: no signals outside");
+const READ_ONLY: Expected = Refused(&["EACCES", "EROFS"], "Landlock, and a root folder that is only read");
+const RUNNING: Expected = Refused(&["ETXTBSY", "EACCES", "EROFS"], "the kernel");
+const SEALED: Expected = Refused(&["EPERM"], "sealed: no other program");
+
+const fn plain(
+    name: &'static str,
+    tries: &'static str,
+    none: Expected,
+    default: Expected,
+    strict: Expected,
+) -> Attempt {
+    Attempt { name, tries, setting: Setting::Plain, none, default, strict }
+}
+
+const fn limited(
+    name: &'static str,
+    tries: &'static str,
+    none: Expected,
+    default: Expected,
+    strict: Expected,
+) -> Attempt {
+    Attempt { name, tries, setting: Setting::Limited, none, default, strict }
+}
+
+/// A group of attempts under its heading.
+pub type Group = (&'static str, &'static [Attempt]);
+
+/// Every attempt.
+#[rustfmt::skip] // One row each.
+pub const ATTEMPTS: &[Group] = &[
+    (
+        "Files",
+        &[
+            plain("read-shadow", "read `/etc/shadow`", Succeeds, LANDLOCK, HIDDEN),
+            plain("list-root-home", "list `/root`", Succeeds, LANDLOCK, HIDDEN),
+            plain("list-temporary-files", "list everybody's `/tmp`", Succeeds, LANDLOCK, Refused(&["NOTHING"], "its own `/tmp`")),
+            plain("read-neighbour", "read a file of another bulkhead or tenant", Succeeds, LANDLOCK, HIDDEN),
+            plain("list-neighbour", "list the folder of another bulkhead", Succeeds, LANDLOCK, HIDDEN),
+            plain("read-by-symlink", "read it by a symbolic link of its own", Succeeds, LANDLOCK, HIDDEN),
+            plain("read-by-hard-link", "link it into its own folder, and read that", Succeeds, Refused(&["EACCES", "EXDEV", "EPERM"], "Landlock"), HIDDEN),
+            plain("read-by-root-link", "read it by `/proc/self/root`", Succeeds, LANDLOCK, HIDDEN),
+            plain("read-by-parent-root", "read it by its parent's `/proc/N/root`", Succeeds, NOT_TRACEABLE, Refused(&["EACCES", "EPERM", "ENOENT"], "its own root folder")),
+            plain("read-by-dots", "read it by `../../..`", Succeeds, LANDLOCK, HIDDEN),
+            plain("read-by-handle", "open it by its handle, past any path (\"shocker\")", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("stat-neighbour", "ask for the size and times of another's file", Succeeds, Succeeds, HIDDEN),
+            plain("watch-neighbour", "be told what happens in another's folder (inotify)", Succeeds, Succeeds, HIDDEN),
+            plain("chmod-neighbour", "change the mode of another's file", Succeeds, Succeeds, HIDDEN),
+            plain("remove-neighbour", "remove another's folder", Succeeds, LANDLOCK, HIDDEN),
+            plain("write-outside", "make a file in a folder that everybody may write", Succeeds, LANDLOCK, HIDDEN),
+            plain("write-to-usr", "make a file in `/usr/share`", Succeeds, LANDLOCK, READ_ONLY),
+            plain("read-shared-memory", "read what another program shares in `/dev/shm`", Succeeds, LANDLOCK, HIDDEN),
+            plain("write-beside-own-program", "make a file beside its own program", Succeeds, LANDLOCK, READ_ONLY),
+            plain("link-beside-own-program", "make a symbolic link beside its own program", Succeeds, LANDLOCK, READ_ONLY),
+            plain("write-to-own-program", "change its own program while it runs", RUNNING, RUNNING, RUNNING),
+            plain("write-to-working-folder", "make a file in its working folder", Succeeds, LANDLOCK, READ_ONLY),
+            plain("read-what-is-given", "read what `read` names", Succeeds, Succeeds, Succeeds),
+            plain("write-to-what-is-only-read", "write to what `read` names", Succeeds, LANDLOCK, READ_ONLY),
+            plain("truncate-what-is-only-read", "truncate what `read` names", Succeeds, LANDLOCK, READ_ONLY),
+            plain("replace-what-is-only-read", "rename what `read` names", Succeeds, LANDLOCK, Refused(&["EACCES", "EROFS", "EXDEV", "EBUSY"], "Landlock, and a root folder that is only read")),
+            plain("write-to-what-is-given", "write to what `write` names", Succeeds, Succeeds, Succeeds),
+            plain("write-to-own-temporary-folder", "write to its own temporary folder", Succeeds, Succeeds, Succeeds),
+            plain("fill-temporary-folder", "write more than `tmp` to it", Succeeds, Succeeds, Refused(&["ENOSPC"], "`tmp`")),
+            plain("make-a-device", "make a device node", Succeeds, Refused(&["EACCES", "EPERM"], "Landlock, no capabilities"), NOT_PERMITTED),
+            plain("give-a-file-away", "give a file to another user", Succeeds, NO_CAPABILITY, NOT_PERMITTED),
+            plain("inherited-descriptors", "find a descriptor that nobody meant to give", Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed")),
+        ],
+    ),
+    (
+        "Devices and the kernel's files",
+        &[
+            plain("open-physical-memory", "open `/dev/mem`", Machine, Refused(&["EACCES", "ENOENT"], "Landlock"), HIDDEN),
+            plain("open-kernel-log", "open `/dev/kmsg`", Machine, LANDLOCK, HIDDEN),
+            plain("open-kernel-core", "open `/proc/kcore`", Machine, Refused(&["EACCES", "EPERM", "ENOENT"], "no capabilities"), Refused(&["EACCES", "EPERM", "ENOENT"], "no capabilities")),
+            plain("open-a-disk", "open a disk", Machine, Refused(&["EACCES", "ENOENT"], "Landlock"), HIDDEN),
+            plain("write-to-random-pool", "open `/dev/urandom` for writing", Succeeds, LANDLOCK, READ_ONLY),
+            plain("type-into-a-terminal", "type into a terminal (TIOCSTI)", Machine, LANDLOCK, HIDDEN),
+            plain("list-devices-of-the-machine", "list `/sys`", Succeeds, LANDLOCK, HIDDEN),
+            plain("write-to-sys", "write to `/sys`", Machine, LANDLOCK, HIDDEN),
+            plain("write-core-pattern", "write `core_pattern` in `/proc/sys`", Succeeds, LANDLOCK, READ_ONLY),
+            plain("write-magic-key", "write to `/proc/sysrq-trigger`", Machine, Refused(&["EACCES", "ENOENT"], "Landlock"), Refused(&["EACCES", "EROFS", "ENOENT"], "Landlock")),
+            plain("write-own-oom-score", "write its own `oom_score_adj`", Succeeds, LANDLOCK, READ_ONLY),
+            plain("leave-the-cgroup", "open `cgroup.procs` to leave its cgroup", Machine, Refused(&["EACCES", "ENOENT"], "Landlock"), HIDDEN),
+            plain("read-kernel-addresses", "read addresses from `/proc/kallsyms`", Machine, Refused(&["NOTHING"], "no capabilities"), Refused(&["NOTHING"], "no capabilities")),
+        ],
+    ),
+    (
+        "Network",
+        &[
+            plain("connect-by-tcp", "connect by TCP", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("listen-on-tcp", "listen on TCP", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("send-by-udp", "send by UDP", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("connect-to-abstract-socket", "connect to an abstract Unix socket", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("connect-to-path-socket", "connect to a Unix socket by its path", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("send-to-path-socket", "send to a Unix socket by its path, from a pair", Succeeds, Refused(&["ESOCKTNOSUPPORT"], FAMILIES), Refused(&["EAFNOSUPPORT", "ESOCKTNOSUPPORT"], FAMILIES)),
+            plain("submit-jobs", "connect to the supervisor's jobs socket", NOT_SERVED, NO_FAMILY, NO_FAMILY),
+            plain("administer", "ask the supervisor's admin socket", NOT_SERVED, NO_FAMILY, NO_FAMILY),
+            plain("pair-of-sockets", "make a pair of connected sockets", Succeeds, Succeeds, Refused(&["EAFNOSUPPORT"], "sealed: no new sockets")),
+            plain("raw-socket", "make a raw socket", Machine, NO_FAMILY, NO_FAMILY),
+            plain("packet-socket", "make a packet socket", Machine, NO_FAMILY, NO_FAMILY),
+            plain("routing-socket", "make a netlink socket for routes", Succeeds, NO_FAMILY, NO_FAMILY),
+            plain("netfilter-socket", "make a netlink socket for the firewall", Machine, NO_FAMILY, NO_FAMILY),
+            plain("virtual-machine-socket", "make a vsock socket", Machine, NO_FAMILY, NO_FAMILY),
+            plain("cryptography-socket", "make an AF_ALG socket", Machine, NO_FAMILY, NO_FAMILY),
+        ],
+    ),
+    (
+        "Other processes",
+        &[
+            plain("list-processes", "find the supervisor in `/proc`", Succeeds, Succeeds, Refused(&["NOTHING"], "its own `/proc`")),
+            plain("read-arguments-of-supervisor", "read the supervisor's arguments", Succeeds, Succeeds, HIDDEN_PROCESS),
+            plain("read-environment-of-supervisor", "read the supervisor's environment", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("read-environment-of-sibling", "read the environment of another worker", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("read-maps-of-keeper", "read what the keeper has mapped", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("open-memory-of-supervisor", "open the supervisor's memory", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("open-memory-of-sibling", "open the memory of another worker", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("look-at-descriptors-of-supervisor", "see what the supervisor has open", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("look-at-descriptors-of-sibling", "see what another worker has open", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("trace-sibling", "trace another worker", Succeeds, Violation("ptrace"), Violation("ptrace")),
+            plain("ask-to-be-traced", "be traced by its parent", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("read-sibling-directly", "read the memory of another worker (process_vm_readv)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("write-sibling-directly", "write the memory of another worker (process_vm_writev)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("compare-with-sibling", "learn of kernel addresses by kcmp", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("take-descriptor-of-sibling", "take a descriptor out of another worker", Succeeds, NOT_PERMITTED, Refused(&["ESRCH", "EPERM", "EINVAL"], "seccomp, its own process numbers")),
+            plain("signal-supervisor", "signal the supervisor", Succeeds, OUT_OF_SCOPE, NO_PROCESS),
+            plain("signal-keeper", "signal the keeper", Succeeds, OUT_OF_SCOPE, NO_PROCESS),
+            plain("signal-sibling", "signal another worker", Succeeds, OUT_OF_SCOPE, NO_PROCESS),
+            plain("signal-sibling-by-descriptor", "signal another worker by a pidfd", Succeeds, OUT_OF_SCOPE, Refused(&["ESRCH", "EINVAL"], "its own process numbers")),
+            plain("kill-parent", "kill its parent", Succeeds, OUT_OF_SCOPE, Refused(&["EPERM", "NOTHING"], "Landlock: no signals outside")),
+            plain("kill-everything", "kill every process", Succeeds, Refused(&["NOTHING", "EPERM", "ESRCH"], "Landlock: no signals outside"), Refused(&["NOTHING", "EPERM", "ESRCH"], "its own process numbers")),
+            plain("limit-supervisor", "limit the supervisor's processor time (prlimit)", Succeeds, Refused(&["EPERM"], FILTER), Refused(&["ESRCH", "EPERM"], "its own process numbers")),
+            plain("renice-supervisor", "give the supervisor a lower priority", Succeeds, NO_CAPABILITY, Refused(&["ESRCH", "EPERM"], "its own process numbers")),
+            plain("reschedule-supervisor", "give the supervisor another scheduling policy", Succeeds, NO_CAPABILITY, Refused(&["ESRCH", "EPERM"], "its own process numbers")),
+            plain("pin-supervisor", "take processors from the supervisor", Succeeds, NO_CAPABILITY, Refused(&["ESRCH", "EPERM"], "its own process numbers")),
+            plain("become-child-of-keeper", "make a process that the keeper has to wait for", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("leave-the-session", "leave its session and process group (the keeper finds it all the same)", Succeeds, Succeeds, Succeeds),
+            plain("outlive-the-parent", "give up its parent-death signal (the keeper ends it all the same)", Succeeds, Succeeds, Succeeds),
+            plain("let-anybody-trace", "ask to be traced by anybody (PR_SET_PTRACER)", Machine, Machine, Refused(&["EINVAL"], FILTER)),
+            plain("become-dumpable", "make itself traceable (by whoever may anyway)", Succeeds, Succeeds, Succeeds),
+        ],
+    ),
+    (
+        "Privileges",
+        &[
+            plain("become-another-user", "become another user", Succeeds, NO_CAPABILITY, NOT_PERMITTED),
+            plain("change-groups", "change its groups", Succeeds, NO_CAPABILITY, NOT_PERMITTED),
+            plain("regain-capabilities", "regain capabilities", Succeeds, NO_CAPABILITY, NOT_PERMITTED),
+            plain("new-user-namespace", "make a user namespace, to be root in it", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("new-user-namespace-by-clone3", "the same by clone3", Succeeds, NO_SUCH_CALL, NO_SUCH_CALL),
+            plain("new-namespaces", "make mount, network, ipc and uts namespaces", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("enter-a-namespace", "enter a namespace", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("open-namespace-of-supervisor", "open the supervisor's namespace", Succeeds, NOT_TRACEABLE, HIDDEN_PROCESS),
+            plain("mount", "mount something", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("unmount", "unmount something", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("mount-by-the-new-calls", "prepare a mount (fsopen)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("copy-of-the-mounts", "copy what is mounted (open_tree)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("change-the-root", "change the root folder", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("pivot-the-root", "pivot the root folder", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("real-time-scheduling", "be scheduled in real time", Machine, NO_CAPABILITY, NOT_PERMITTED),
+            plain("higher-priority", "raise its own priority", Machine, Refused(&["EACCES", "EPERM"], "no capabilities"), Refused(&["EACCES", "EPERM"], "no capabilities")),
+            plain("real-time-disk", "come first at the disk", Machine, NO_CAPABILITY, NOT_PERMITTED),
+            plain("raise-a-limit", "raise a hard limit", Machine, NO_CAPABILITY, NO_CAPABILITY),
+            plain("lower-and-raise-a-limit", "lower a hard limit, and raise it again", Machine, NO_CAPABILITY, NO_CAPABILITY),
+        ],
+    ),
+    (
+        "The kernel and the machine",
+        &[
+            plain("io-uring", "make an io_uring", Machine, NO_SUCH_CALL, NO_SUCH_CALL),
+            plain("load-bpf", "load a BPF program", Succeeds, Violation("bpf"), Violation("bpf")),
+            plain("load-bpf-in-a-thread", "the same in another thread", Succeeds, Violation("bpf"), Violation("bpf")),
+            plain("load-bpf-in-a-child", "the same in a child, which alone ends", Succeeds, Refused(&["SIGKILL", "SIGSYS"], FILTER), Refused(&["SIGKILL", "SIGSYS"], FILTER)),
+            plain("handle-page-faults", "handle page faults (userfaultfd)", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("handle-page-faults-by-device", "open `/dev/userfaultfd`", Machine, Refused(&["EACCES", "ENOENT"], "Landlock"), HIDDEN),
+            plain("keyring", "use the kernel's keys", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("add-a-key", "keep a key in the kernel", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("performance-events", "watch performance events", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("load-another-kernel", "load another kernel (kexec)", Machine, Violation("kexec_load"), Violation("kexec_load")),
+            plain("load-a-module", "load a kernel module", Machine, Violation("init_module"), Violation("init_module")),
+            plain("load-a-module-by-descriptor", "the same by a descriptor", Machine, Violation("finit_module"), Violation("finit_module")),
+            plain("remove-a-module", "remove a kernel module", Machine, Violation("delete_module"), Violation("delete_module")),
+            plain("x32-call", "make a call as an x32 program", Succeeds, Violation(""), Violation("")),
+            plain("32-bit-call", "make a call as a program of 32 bits (`int 0x80`)", Machine, Violation(""), Violation("")),
+            plain("reboot", "reboot the machine", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("set-the-time", "set the time", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("set-the-host-name", "set the host's name", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("read-kernel-log", "read the kernel's log", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("disk-quotas", "manage disk quotas", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("swap", "add swap", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("accounting", "have processes written down (acct)", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("ports-of-devices", "use the ports of devices (iopl)", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("segment-descriptors", "use segment descriptors (modify_ldt)", Machine, Machine, Violation("modify_ldt")),
+            plain("weaken-memory", "make all memory executable (personality)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("watch-all-files", "watch all files (fanotify)", Machine, NOT_PERMITTED, NOT_PERMITTED),
+            plain("shared-memory-by-number", "make shared memory of System V", Machine, Machine, Violation("shmget")),
+            plain("message-queue", "make a POSIX message queue", Machine, Machine, NO_SUCH_CALL),
+        ],
+    ),
+    (
+        "Programs",
+        &[
+            plain("run-a-program", "run another program", Succeeds, Succeeds, SEALED),
+            plain("run-from-temporary-folder", "write a program and run it", Succeeds, Succeeds, SEALED),
+            plain("run-from-memory", "run a program from memory (memfd)", Succeeds, Succeeds, SEALED),
+        ],
+    ),
+    (
+        "More than its share",
+        &[
+            limited("open-many-descriptors", "open more descriptors than `nofile`", Refused(&["EMFILE"], "`nofile`"), Refused(&["EMFILE"], "`nofile`"), Refused(&["EMFILE"], "`nofile`")),
+            limited("reserve-much-memory", "map more memory than `as`", Refused(&["ENOMEM"], "`as`"), Refused(&["ENOMEM"], "`as`"), Refused(&["ENOMEM"], "`as`")),
+            limited("grow-a-file", "make a file of 1 TiB", Refused(&["EFBIG"], "`fsize`"), Refused(&["EFBIG"], "`fsize`"), Refused(&["EFBIG"], "`fsize`")),
+        ],
+    ),
+    (
+        "The link",
+        &[
+            plain("garbage-on-the-link", "write garbage to its link", Crashes("protocol"), Crashes("protocol"), Crashes("protocol")),
+            plain("pass-descriptors", "pass descriptors to the supervisor, which does not take them", Succeeds, Succeeds, Succeeds),
+        ],
+    ),
+];
+
+/// What the table above does not have, since it takes something of its own to be judged.
+pub const ELSEWHERE: &[&str] = &[
+    "booby-trap-temporary-folder",
+    "kill-sibling-by-input",
+    "leave-processes-behind",
+    "make-many-processes",
+    "run-set-user-id-program",
+    "touch-much-memory",
+];
+
+/// What is otherwise for a program run by `exec`, under `default` and `strict`: it is not sealed, and its parent
+/// and whatever else it may signal is its own worker.
+pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
+    ("pair-of-sockets", Succeeds, Succeeds),
+    ("run-a-program", Succeeds, Succeeds),
+    ("run-from-temporary-folder", Succeeds, Refused(&["EACCES"], "no programs in `/tmp`")),
+    ("run-from-memory", Succeeds, Succeeds),
+    ("kill-parent", Succeeds, Succeeds),
+    ("kill-everything", Crashes("signal"), Crashes("signal")),
+];
+
+/// What succeeds under `default` where supervisor and workers are one user without privileges: with a root
+/// supervisor, its capabilities protect it.
+pub const OF_ONE_USER: &[&str] = &["renice-supervisor", "reschedule-supervisor", "pin-supervisor"];
+
+impl fmt::Display for Expected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Succeeds => f.write_str("succeeds"),
+            Machine => f.write_str("up to the kernel"),
+            Refused(["NOTHING" | "FORBIDDEN", ..], by) => f.write_str(by),
+            Refused(errors, by) => write!(f, "`{}`: {by}", errors[0]),
+            Violation("") => f.write_str("**violation**"),
+            Violation(call) => write!(f, "**violation** `{call}`"),
+            Crashes(reason) => write!(f, "worker ends: `{reason}`"),
+        }
+    }
+}
+
+/// The tables of the document, one for each group.
+pub fn markdown() -> String {
+    use fmt::Write as _;
+    let mut text = String::new();
+    for (heading, attempts) in ATTEMPTS {
+        let _ = write!(text, "\n**{heading}.** A worker tries to …\n\n");
+        text.push_str("| … | `none` | `default` | `strict` |\n| --- | --- | --- | --- |\n");
+        for Attempt { tries, none, default, strict, .. } in *attempts {
+            let _ = writeln!(text, "| {tries} | {none} | {default} | {strict} |");
+        }
+    }
+    text
+}

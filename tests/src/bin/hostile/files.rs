@@ -1,0 +1,287 @@
+//! Other people's files, and ways around the path.
+
+use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use rustix::fs::{Mode, OFlags};
+
+use crate::calls::{At, Refused, Tried, address, address_mut, call, close};
+use crate::{Attempt, INHERITED, Targets};
+
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("read-shadow", |_| read("/etc/shadow")),
+    ("list-root-home", |_| list("/root")),
+    ("list-temporary-files", list_temporary_files),
+    ("read-neighbour", |to| read(to.text("secret")?)),
+    ("list-neighbour", |to| list(parent(to.text("secret")?)?)),
+    ("read-by-symlink", read_by_symlink),
+    ("read-by-hard-link", read_by_hard_link),
+    ("read-by-root-link", |to| read(&format!("/proc/self/root{}", to.text("secret")?))),
+    ("read-by-parent-root", |to| {
+        read(&format!("/proc/{}/root{}", nix::unistd::getppid(), to.text("secret")?))
+    }),
+    ("read-by-dots", |to| read(&format!("{}{}", "../".repeat(40), to.text("secret")?))),
+    ("read-by-handle", read_by_handle),
+    ("stat-neighbour", |to| {
+        let what = fs::metadata(to.text("secret")?).at("stat another's file")?;
+        Ok(format!("{} bytes", what.len()))
+    }),
+    ("watch-neighbour", watch_neighbour),
+    ("chmod-neighbour", chmod_neighbour),
+    ("remove-neighbour", |to| {
+        // It is not empty, so that it cannot go; whether it might have is decided before.
+        match fs::remove_dir(parent(to.text("secret")?)?) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOTEMPTY) => Ok("it is only not empty".into()),
+            other => other.map(|()| "removed".into()).at("remove another's folder"),
+        }
+    }),
+    ("write-outside", |to| unnamed_file(to.text("outside")?)),
+    ("write-to-usr", |_| unnamed_file("/usr/share")),
+    ("read-shared-memory", |to| read(to.text("shared")?)),
+    ("write-beside-own-program", write_beside_own_program),
+    ("link-beside-own-program", link_beside_own_program),
+    ("write-to-own-program", |_| {
+        let program = std::env::current_exe().at("find the own program")?;
+        open_for_writing(program.to_str().unwrap_or_default())
+    }),
+    ("write-to-working-folder", |_| unnamed_file(".")),
+    ("read-what-is-given", |to| read(to.text("readable")?)),
+    ("write-to-what-is-only-read", |to| open_for_writing(to.text("readable")?)),
+    ("truncate-what-is-only-read", truncate_readable),
+    ("replace-what-is-only-read", replace_readable),
+    ("write-to-what-is-given", |to| write_and_remove(Path::new(to.text("writable")?))),
+    ("write-to-own-temporary-folder", |_| write_and_remove(&std::env::temp_dir())),
+    ("make-a-device", make_a_device),
+    ("give-a-file-away", give_a_file_away),
+    ("inherited-descriptors", inherited_descriptors),
+    ("booby-trap-temporary-folder", booby_trap),
+];
+
+/// Bytes that are read at most: enough to know.
+const ENOUGH: u64 = 4096;
+
+pub(crate) fn read(path: &str) -> Tried {
+    let what = format!("read {path}");
+    let mut bytes = Vec::new();
+    File::open(path).and_then(|file| file.take(ENOUGH).read_to_end(&mut bytes)).at(&what)?;
+    Ok(format!("{} bytes of {path}", bytes.len()))
+}
+
+pub(crate) fn list(path: impl AsRef<Path>) -> Tried {
+    let path = path.as_ref();
+    let entries = fs::read_dir(path).at(&format!("list {}", path.display()))?;
+    Ok(format!("{} entries", entries.count()))
+}
+
+/// What leads to what it is given does not count.
+fn list_temporary_files(to: &Targets) -> Tried {
+    let given = Path::new(to.text("readable")?);
+    let entries = fs::read_dir("/tmp").at("list /tmp")?.flatten();
+    match entries.filter(|entry| !given.starts_with(entry.path())).count() {
+        0 => Err(Refused::nothing("list /tmp")),
+        count => Ok(format!("{count} entries")),
+    }
+}
+
+/// Opens and does nothing with it.
+pub(crate) fn open_for_writing(path: &str) -> Tried {
+    OpenOptions::new().write(true).open(path).at(&format!("open {path} for writing"))?;
+    Ok(format!("opened {path}"))
+}
+
+fn parent(path: &str) -> Result<&Path, Refused> {
+    Path::new(path).parent().ok_or_else(|| Refused::because("NOTARGET", "a path has no parent"))
+}
+
+/// A file that has no name and so is gone when it is closed.
+fn unnamed_file(folder: &str) -> Tried {
+    let mut options = OpenOptions::new();
+    let opened = options.write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder);
+    opened.at(&format!("make a file in {folder}"))?;
+    Ok(format!("made a file in {folder}"))
+}
+
+/// A name that nobody else here uses.
+fn fresh(folder: &Path) -> PathBuf {
+    folder.join(format!("hostile-{}", std::process::id()))
+}
+
+fn write_and_remove(folder: &Path) -> Tried {
+    let path = fresh(folder);
+    let what = format!("write to {}", folder.display());
+    File::create(&path).and_then(|mut file| file.write_all(b"x")).at(&what)?;
+    fs::remove_file(&path).at(&what)?;
+    Ok("written and removed".into())
+}
+
+/// Removes the name when the attempt is over, however it went.
+struct Gone<'p>(&'p Path);
+
+impl Drop for Gone<'_> {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(self.0);
+    }
+}
+
+fn read_by_symlink(to: &Targets) -> Tried {
+    let link = fresh(&std::env::temp_dir());
+    let _gone = Gone(&link);
+    symlink(to.text("secret")?, &link).at("make a symbolic link in the own temporary folder")?;
+    fs::read(&link).at("read another's file by a symbolic link")?;
+    Ok("read".into())
+}
+
+fn read_by_hard_link(to: &Targets) -> Tried {
+    let link = fresh(&std::env::temp_dir());
+    let _gone = Gone(&link);
+    fs::hard_link(to.text("secret")?, &link).at("link another's file into the own temporary folder")?;
+    fs::read(&link).at("read another's file by a hard link")?;
+    Ok("read".into())
+}
+
+/// As the exploit called shocker did it to get out of containers.
+fn read_by_handle(to: &Targets) -> Tried {
+    const HANDLE_BYTES: usize = 128;
+    #[repr(C)]
+    struct Handle {
+        bytes: u32,
+        kind: i32,
+        handle: [u8; HANDLE_BYTES],
+    }
+    let path = CString::new(to.text("secret")?).map_err(|_| Refused::nothing("a path"))?;
+    let mut handle = Handle { bytes: HANDLE_BYTES as u32, kind: 0, handle: [0; HANDLE_BYTES] };
+    let (mut mount, here) = (0_i32, libc::AT_FDCWD as usize);
+    let arguments = [here, path.as_ptr() as usize, address_mut(&mut handle), address_mut(&mut mount), 0];
+    call(libc::SYS_name_to_handle_at, arguments).at("take a handle of another's file")?;
+    let opened = call(libc::SYS_open_by_handle_at, [here, address(&handle), libc::O_RDONLY as usize]);
+    close(opened.at("open another's file by its handle")?);
+    Ok("opened".into())
+}
+
+fn watch_neighbour(to: &Targets) -> Tried {
+    let folder = parent(to.text("secret")?)?.to_str().unwrap_or_default();
+    let path = CString::new(folder).map_err(|_| Refused::nothing("a path"))?;
+    let watch = call(libc::SYS_inotify_init1, [libc::IN_CLOEXEC as usize]).at("make a watch")?;
+    let added =
+        call(libc::SYS_inotify_add_watch, [watch, path.as_ptr() as usize, libc::IN_ALL_EVENTS as usize]);
+    close(watch);
+    added.at("watch another's folder")?;
+    Ok("sees when files are opened and changed there".into())
+}
+
+/// Sets the mode that the file has.
+fn chmod_neighbour(to: &Targets) -> Tried {
+    const SECRET_MODE: u32 = 0o600;
+    let permissions = fs::Permissions::from_mode(SECRET_MODE);
+    fs::set_permissions(to.text("secret")?, permissions).at("change the mode of another's file")?;
+    Ok("changed".into())
+}
+
+fn write_beside_own_program(_: &Targets) -> Tried {
+    let program = std::env::current_exe().at("find the own program")?;
+    unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
+}
+
+/// Whoever looks for a program there might find another one.
+fn link_beside_own_program(_: &Targets) -> Tried {
+    let program = std::env::current_exe().at("find the own program")?;
+    let link = fresh(parent(program.to_str().unwrap_or_default())?);
+    let _gone = Gone(&link);
+    symlink("/bin/true", &link).at("make a symbolic link beside the own program")?;
+    Ok("made and removed".into())
+}
+
+/// To the length that it has.
+fn truncate_readable(to: &Targets) -> Tried {
+    let path = to.text("readable")?;
+    let length = fs::metadata(path).at("stat what is only read")?.size();
+    let path = CString::new(path).map_err(|_| Refused::nothing("a path"))?;
+    call(libc::SYS_truncate, [path.as_ptr() as usize, length as usize]).at("truncate what is only read")?;
+    Ok("truncated".into())
+}
+
+/// By itself, which changes nothing.
+fn replace_readable(to: &Targets) -> Tried {
+    let path = to.text("readable")?;
+    let aside = format!("{path}.aside");
+    fs::rename(path, &aside).and_then(|()| fs::rename(&aside, path)).at("rename what is only read")?;
+    Ok("renamed and renamed back".into())
+}
+
+fn make_a_device(_: &Targets) -> Tried {
+    /// What `/dev/null` is.
+    const NULL: usize = 0x103;
+    let node = fresh(&std::env::temp_dir());
+    let _gone = Gone(&node);
+    let path = CString::new(node.to_str().unwrap_or_default()).map_err(|_| Refused::nothing("a path"))?;
+    let mode = (libc::S_IFCHR | 0o600) as usize;
+    call(libc::SYS_mknodat, [libc::AT_FDCWD as usize, path.as_ptr() as usize, mode, NULL])
+        .at("make a device node")?;
+    Ok("made and removed".into())
+}
+
+fn give_a_file_away(_: &Targets) -> Tried {
+    const NOBODY: u32 = 65534;
+    let path = fresh(&std::env::temp_dir());
+    let _gone = Gone(&path);
+    let file = File::create(&path).at("make a file in the own temporary folder")?;
+    let own = file.metadata().at("stat it")?.uid();
+    let other = if own == NOBODY { 0 } else { NOBODY };
+    call(libc::SYS_fchown, [file.as_raw_fd() as usize, other as usize, other as usize])
+        .at("give a file to somebody else")?;
+    Ok("given away".into())
+}
+
+/// Fills its temporary folder with what is hard to remove, or removes something else: links to elsewhere, a
+/// folder that nobody may enter, many files, and more levels than anybody has descriptors, or paths bytes.
+fn booby_trap(to: &Targets) -> Tried {
+    const FILES: usize = 2000;
+    const LEVELS: usize = 1500;
+    let what = "fill the own temporary folder with traps";
+    let (folder, outside) = (std::env::temp_dir(), to.text("outside")?);
+    symlink(outside, folder.join("link")).at(what)?;
+    fs::create_dir(folder.join("closed")).at(what)?;
+    symlink(outside, folder.join("closed/link")).at(what)?;
+    File::create(folder.join("closed/file")).at(what)?;
+    fs::set_permissions(folder.join("closed"), fs::Permissions::from_mode(0o0)).at(what)?;
+    for number in 0..FILES {
+        File::create(folder.join(number.to_string())).at(what)?;
+    }
+    let mut level = rustix::fs::open(&folder, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).at(what)?;
+    for _ in 0..LEVELS {
+        rustix::fs::mkdirat(&level, "level", Mode::RWXU).at(what)?;
+        level =
+            rustix::fs::openat(&level, "level", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).at(what)?;
+    }
+    Ok(folder.to_string_lossy().into_owned())
+}
+
+/// The descriptors that are open, without the one that this takes.
+pub(crate) fn open_descriptors() -> BTreeSet<i32> {
+    let Ok(folder) = fs::read_dir("/proc/self/fd") else { return BTreeSet::new() };
+    let open: BTreeSet<i32> =
+        folder.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
+    let is_open =
+        |fd: &i32| call(libc::SYS_fcntl, [*fd as usize, libc::F_GETFD as usize]) != Err(Errno::EBADF);
+    open.into_iter().filter(is_open).collect()
+}
+
+fn inherited_descriptors(_: &Targets) -> Tried {
+    let link = std::env::var(bulkhead_shared::worker_protocol::LINK_VARIABLE);
+    let link = link.ok().and_then(|text| text.parse().ok());
+    let due: BTreeSet<i32> = [0, 1, 2].into_iter().chain(link).collect();
+    let inherited = INHERITED.get_or_init(open_descriptors);
+    if inherited.is_empty() {
+        return Err(Refused::because("NOTARGET", "list the own descriptors"));
+    }
+    match inherited.difference(&due).collect::<Vec<_>>()[..] {
+        [] => Err(Refused::nothing("find a descriptor that nobody meant to give")),
+        ref extra => Ok(format!("has {extra:?} as well")),
+    }
+}

@@ -1,0 +1,62 @@
+//! The link to the supervisor, used otherwise than agreed.
+
+use std::fs::File;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use bulkhead_shared::codec;
+use bulkhead_shared::frame::{Header, kind};
+use bulkhead_shared::worker_protocol::{LINK_VARIABLE, Status};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use crate::Attempt;
+use crate::calls::{At, Refused, Tried};
+
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] =
+    &[("pass-descriptors", |_| pass_descriptors()), ("garbage-on-the-link", |_| garbage_on_the_link())];
+
+fn link() -> Result<BorrowedFd<'static>, Refused> {
+    let number = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok());
+    let number = number.ok_or_else(|| Refused::because("NOTARGET", "find the link"))?;
+    #[expect(unsafe_code, reason = "the link belongs to the SDK, which does not lend it")]
+    // SAFETY: the SDK keeps it open as long as there are jobs.
+    Ok(unsafe { BorrowedFd::borrow_raw(number) })
+}
+
+/// A frame without payload.
+pub(crate) fn frame(kind: u8, number: u64, message: &impl bincode::Encode) -> Result<Vec<u8>, Refused> {
+    let mut metadata = Vec::new();
+    let encoded = codec::encode(message, &[], &mut metadata);
+    encoded.map_err(|error| Refused::because("OTHER", error.to_string()))?;
+    let length = metadata.len();
+    let header = Header { length: length as u32, kind, flags: 0, metadata_length: length as u16, number };
+    Ok([&header.encode()[..], &metadata].concat())
+}
+
+/// With a frame that is as it should be.
+fn pass_descriptors() -> Tried {
+    /// Nearly as many as the kernel passes at once.
+    const DESCRIPTORS: usize = 250;
+    const TIMES: usize = 2;
+    let what = "pass descriptors to the supervisor";
+    let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
+    let files: Vec<File> = (0..DESCRIPTORS).map_while(|_| File::open("/dev/null").ok()).collect();
+    let descriptors: Vec<_> = files.iter().map(File::as_fd).collect();
+    for _ in 0..TIMES {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+        let mut rights = SendAncillaryBuffer::new(&mut space);
+        rights.push(SendAncillaryMessage::ScmRights(&descriptors));
+        sendmsg(link()?, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at(what)?;
+    }
+    Ok(format!("passed {}", TIMES * descriptors.len()))
+}
+
+/// And then nothing, for as long as it takes the supervisor to notice.
+fn garbage_on_the_link() -> Tried {
+    let garbage = [0xa5_u8; 64 << 10];
+    rustix::io::write(link()?, &garbage).at("write garbage")?;
+    loop {
+        std::thread::park();
+    }
+}

@@ -1,0 +1,160 @@
+//! A worker that tries what a worker must not be able to do, one attempt for each job, and says how far it
+//! came. The operation names the attempt; the payload is a JSON object with what to aim at ([`Targets`]).
+//!
+//! - `hostile`: a worker of the SDK. With `prepare`, it tries what the payload cannot name, while it starts.
+//! - `hostile once [ATTEMPT]`: an ordinary program for `exec`; the targets are its standard input.
+//! - `hostile list`: the attempts that there are.
+//! - `hostile whoami`: its effective user, for attempts that run a set-user-id program.
+//!
+//! **It must be safe to run without any confinement, as root.** An attempt stops where the kernel has
+//! decided: it asks for nothing, with arguments that cannot work, or for what is the case already. Whatever
+//! it makes, it takes away again; whatever it repeats, it repeats a bounded number of times.
+
+mod calls;
+mod devices;
+mod files;
+mod identity;
+mod kernel;
+mod link;
+mod namespaces;
+mod network;
+mod processes;
+mod resources;
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::process::ExitCode;
+use std::sync::OnceLock;
+
+use bulkhead_worker::{Ctx, HandlerError, Job, Server};
+use calls::{Refused, Tried};
+use serde_json::{Value, json};
+
+/// What the attempts aim at, by name: paths, process numbers, addresses.
+struct Targets(Value);
+
+impl Targets {
+    fn parse(payload: &[u8]) -> Self {
+        Self(serde_json::from_slice(payload).unwrap_or_default())
+    }
+
+    fn text(&self, name: &str) -> Result<&str, Refused> {
+        self.0[name]
+            .as_str()
+            .ok_or_else(|| Refused::because("NOTARGET", format!("there is no target {name}")))
+    }
+
+    fn pid(&self, name: &str) -> Result<i32, Refused> {
+        let number = self.0[name].as_i64().and_then(|pid| i32::try_from(pid).ok());
+        number.ok_or_else(|| Refused::because("NOTARGET", format!("there is no target {name}")))
+    }
+}
+
+type Attempt = fn(&Targets) -> Tried;
+
+/// Every attempt, by the modules' order.
+fn attempts() -> impl Iterator<Item = (&'static str, Attempt)> {
+    [
+        files::ATTEMPTS,
+        devices::ATTEMPTS,
+        network::ATTEMPTS,
+        processes::ATTEMPTS,
+        identity::ATTEMPTS,
+        namespaces::ATTEMPTS,
+        kernel::ATTEMPTS,
+        resources::ATTEMPTS,
+        link::ATTEMPTS,
+    ]
+    .into_iter()
+    .flatten()
+    .copied()
+}
+
+/// The descriptors that there were when the program began.
+static INHERITED: OnceLock<BTreeSet<i32>> = OnceLock::new();
+
+fn main() -> ExitCode {
+    INHERITED.get_or_init(files::open_descriptors);
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments[..] {
+        [] => Server::new().handler(|job: &Job, ctx: &Ctx| tell(ctx.operation(), job.payload())).serve(),
+        ["prepare"] => prepared().serve(),
+        ["once", ref rest @ ..] => once(rest),
+        ["list"] => {
+            attempts().for_each(|(name, _)| println!("{name}"));
+            ExitCode::SUCCESS
+        }
+        ["whoami"] => {
+            println!("{}", nix::unistd::geteuid());
+            ExitCode::SUCCESS
+        }
+        ["sleep"] => resources::sleep_bounded(),
+        _ => ExitCode::from(2),
+    }
+}
+
+/// Tries, while it starts, what a sealed worker cannot do any more; the operation `prepared` tells.
+fn prepared() -> Server<Vec<u8>> {
+    let init = |_: &bulkhead_worker::StartCtx| -> Result<Vec<u8>, HandlerError> {
+        let early = ["run-a-program", "pair-of-sockets"];
+        let told: Result<Vec<Value>, HandlerError> =
+            early.into_iter().map(|name| attempt(name, b"{}")).collect();
+        Ok(Value::from(told?).to_string().into_bytes())
+    };
+    Server::new().init(init).handler(|job: &Job, ctx: &Ctx<Vec<u8>>| match ctx.operation() {
+        "prepared" => Ok(ctx.state().clone()),
+        other => tell(other, job.payload()),
+    })
+}
+
+fn once(arguments: &[&str]) -> ExitCode {
+    let named = arguments.first().map(|name| (*name).to_owned());
+    let operation = named.or_else(|| std::env::var("BULKHEAD_OPERATION").ok()).unwrap_or_default();
+    let mut payload = Vec::new();
+    let _ = std::io::stdin().read_to_end(&mut payload);
+    match tell(&operation, &payload) {
+        Ok(told) => {
+            println!("{}", String::from_utf8_lossy(&told));
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{}", error.message);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
+    match operation {
+        "" => Ok(payload.to_vec()),
+        "pid" => Ok(std::process::id().to_string().into_bytes()),
+        "crash" => std::process::abort(),
+        "environment" => {
+            let all: serde_json::Map<_, _> = std::env::vars().map(|(k, v)| (k, v.into())).collect();
+            Ok(Value::from(all).to_string().into_bytes())
+        }
+        // Leaves a file in its temporary folder, and tells where.
+        "leave-a-file" => {
+            let path = std::env::temp_dir().join("left");
+            std::fs::write(&path, "left")?;
+            Ok(path.to_string_lossy().into_owned().into_bytes())
+        }
+        "status" => Ok(std::fs::read("/proc/self/status")?),
+        "limits" => Ok(std::fs::read("/proc/self/limits")?),
+        "namespaces" => Ok(namespaces::own().to_string().into_bytes()),
+        name => attempt(name, payload).map(|told| told.to_string().into_bytes()),
+    }
+}
+
+fn attempt(name: &str, payload: &[u8]) -> Result<Value, HandlerError> {
+    let (_, attempt) = attempts()
+        .find(|(known, _)| *known == name)
+        .ok_or_else(|| HandlerError::new("unknown_attempt", name).caller())?;
+    Ok(match attempt(&Targets::parse(payload)) {
+        Ok(what) => json!({ "attempt": name, "succeeded": true, "what": what }),
+        Err(Refused { errno, what }) => {
+            json!({ "attempt": name, "succeeded": false, "errno": errno, "what": what })
+        }
+    })
+}

@@ -1,0 +1,100 @@
+//! New namespaces, those of others, and what is mounted where.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+
+use nix::errno::Errno;
+use serde_json::Value;
+
+use crate::Attempt;
+use crate::calls::{At, Tried, address, call, child, close, ended, reached, thread, wait};
+
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("new-user-namespace", |_| {
+        let what = "make a user namespace";
+        ended(child(libc::CLONE_NEWUSER, || Ok(())).at(what)?, what)
+    }),
+    ("new-user-namespace-by-clone3", |_| by_clone3()),
+    ("new-namespaces", |_| new_namespaces()),
+    ("enter-a-namespace", |_| enter_a_namespace()),
+    ("open-namespace-of-supervisor", |to| {
+        let path = format!("/proc/{}/ns/mnt", to.pid("supervisor")?);
+        File::open(&path).at(&format!("open {path}"))?;
+        Ok(format!("opened {path}"))
+    }),
+    ("mount", |_| mount()),
+    ("unmount", |_| unmount()),
+    ("mount-by-the-new-calls", |_| {
+        close(call(libc::SYS_fsopen, [c"tmpfs".as_ptr() as usize, 0]).at("prepare a mount")?);
+        Ok("prepared".into())
+    }),
+    ("copy-of-the-mounts", |_| {
+        const CLONE: usize = 1;
+        let here = libc::AT_FDCWD as usize;
+        let opened = call(libc::SYS_open_tree, [here, c"/".as_ptr() as usize, CLONE]);
+        close(opened.at("copy what is mounted")?);
+        Ok("copied".into())
+    }),
+    // To where it is already.
+    ("change-the-root", |_| {
+        call(libc::SYS_chroot, [c"/".as_ptr() as usize]).at("change the root folder")?;
+        Ok("changed".into())
+    }),
+    ("pivot-the-root", |_| {
+        let root = c"/".as_ptr() as usize;
+        reached(
+            call(libc::SYS_pivot_root, [root, root]),
+            &[Errno::EBUSY, Errno::EINVAL],
+            "pivot the root folder",
+        )
+    }),
+];
+
+/// The namespaces that this process is in, by kind.
+pub(crate) fn own() -> Value {
+    let entries = fs::read_dir("/proc/self/ns").into_iter().flatten().flatten();
+    let one = |entry: fs::DirEntry| {
+        let target = fs::read_link(entry.path()).ok()?;
+        Some((entry.file_name().to_str()?.to_owned(), Value::from(target.to_str()?)))
+    };
+    entries.filter_map(one).collect::<serde_json::Map<_, _>>().into()
+}
+
+fn by_clone3() -> Tried {
+    const ARGUMENTS: usize = 8;
+    let what = "make a user namespace by clone3";
+    let mut arguments = [0_u64; ARGUMENTS];
+    arguments[0] = libc::CLONE_NEWUSER as u64;
+    arguments[4] = libc::SIGCHLD as u64;
+    let pid = call(libc::SYS_clone3, [address(&arguments), size_of_val(&arguments)]).at(what)?;
+    if pid == 0 {
+        let _ = call(libc::SYS_exit_group, [0]);
+    }
+    ended(wait(pid).at(what)?, what)
+}
+
+/// Of one thread, and only while it lives.
+fn new_namespaces() -> Tried {
+    let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
+    thread(|| call(libc::SYS_unshare, [flags as usize])).at("make new namespaces")?;
+    Ok("made".into())
+}
+
+/// The one that it is in already.
+fn enter_a_namespace() -> Tried {
+    let namespace = File::open("/proc/self/ns/uts").at("open the own namespace")?;
+    thread(|| call(libc::SYS_setns, [namespace.as_raw_fd() as usize, 0])).at("enter a namespace")?;
+    Ok("entered".into())
+}
+
+/// There is no such kind of file system, which is noticed after who asks was looked at.
+fn mount() -> Tried {
+    let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
+    reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount something")
+}
+
+/// Nothing is mounted there, which is noticed after who asks was looked at.
+fn unmount() -> Tried {
+    let place = c"/proc/self".as_ptr() as usize;
+    reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount something")
+}

@@ -1,0 +1,117 @@
+//! Sockets of all kinds.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::time::Duration;
+
+use bulkhead_shared::client_protocol::{Hello, role};
+use bulkhead_shared::frame::{Header, MAGIC, kind};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sendto, socketpair};
+
+use crate::calls::{At, Refused, Tried, call, close};
+use crate::link::frame;
+use crate::{Attempt, Targets};
+
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("connect-by-tcp", |to| {
+        TcpStream::connect(to.text("tcp")?).at("connect by TCP")?;
+        Ok("connected".into())
+    }),
+    ("listen-on-tcp", |_| {
+        let listener = TcpListener::bind("127.0.0.1:0").at("listen on TCP")?;
+        Ok(format!("listens at {:?}", listener.local_addr()))
+    }),
+    ("send-by-udp", |to| {
+        let target = to.text("udp")?;
+        let sent = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.send_to(b"x", target));
+        sent.at("send by UDP")?;
+        Ok("sent".into())
+    }),
+    ("connect-to-abstract-socket", |to| {
+        let name = SocketAddr::from_abstract_name(to.text("abstract")?).at("make an address")?;
+        UnixStream::connect_addr(&name).at("connect to an abstract Unix socket")?;
+        Ok("connected".into())
+    }),
+    ("connect-to-path-socket", |to| {
+        UnixStream::connect(to.text("unix")?).at("connect to a Unix socket by its path")?;
+        Ok("connected".into())
+    }),
+    ("send-to-path-socket", send_to_path_socket),
+    ("submit-jobs", |to| submit_jobs(to.text("jobs")?)),
+    ("administer", |to| administer(to.text("admin")?)),
+    ("pair-of-sockets", |_| {
+        UnixStream::pair().at("make a pair of sockets")?;
+        Ok("made".into())
+    }),
+    ("raw-socket", |_| socket(libc::AF_INET, libc::SOCK_RAW, libc::IPPROTO_ICMP, "a raw socket")),
+    ("packet-socket", |_| socket(libc::AF_PACKET, libc::SOCK_RAW, 0, "a packet socket")),
+    ("routing-socket", |_| socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_ROUTE, "a routing socket")),
+    ("netfilter-socket", |_| {
+        socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_NETFILTER, "a netfilter socket")
+    }),
+    ("virtual-machine-socket", |_| socket(libc::AF_VSOCK, libc::SOCK_STREAM, 0, "a vsock socket")),
+    ("cryptography-socket", |_| socket(libc::AF_ALG, libc::SOCK_SEQPACKET, 0, "an AF_ALG socket")),
+];
+
+/// How long a server may take to close what it does not want, or to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
+    let what = format!("make {what}");
+    let made = call(libc::SYS_socket, [family as usize, kind as usize, protocol as usize]).at(&what)?;
+    close(made);
+    Ok(what)
+}
+
+/// A pair of datagram sockets does not need `socket`, and each end of it can send to any path.
+fn send_to_path_socket(to: &Targets) -> Tried {
+    let pair = socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
+    let (socket, _other) = pair.at("make a pair of datagram sockets")?;
+    let path = SocketAddrUnix::new(to.text("datagram")?).at("make an address")?;
+    sendto(&socket, b"x", SendFlags::empty(), &path).at("send to a Unix socket by its path")?;
+    Ok("sent".into())
+}
+
+/// What the supervisor answers to this; nothing if it closes its socket.
+fn ask_supervisor(path: &str, question: &[u8]) -> Result<Vec<u8>, Refused> {
+    const ENOUGH: usize = 1024;
+    let what = "be served by the supervisor";
+    let mut socket = UnixStream::connect(path).at(what)?;
+    socket.set_read_timeout(Some(PATIENCE)).at(what)?;
+    // It may have closed it already, and said why.
+    let _ = socket.write_all(question);
+    let mut answer = vec![0; ENOUGH];
+    let count = socket.read(&mut answer).at(what)?;
+    answer.truncate(count);
+    Ok(answer)
+}
+
+fn submit_jobs(path: &str) -> Tried {
+    let hello = Hello {
+        version_min: 1,
+        version_max: 1,
+        role: role::CLIENT,
+        frame_bytes_max: u32::MAX,
+        capabilities: 0,
+        name: "hostile",
+        version: "0",
+    };
+    let what = "be welcomed as a client";
+    let answer = ask_supervisor(path, &frame(kind::HELLO, MAGIC, &hello)?)?;
+    match answer.first_chunk().map(|header| Header::decode(header).kind) {
+        Some(kind::REFUSED) | None => Err(Refused::because("FORBIDDEN", what)),
+        Some(other) => Ok(format!("it answered with a frame of kind {other}")),
+    }
+}
+
+fn administer(path: &str) -> Tried {
+    let question = b"GET /v1/bulkheads HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    let answer = ask_supervisor(path, question)?;
+    let answer = String::from_utf8_lossy(&answer);
+    match answer.split(' ').nth(1) {
+        Some("403") | None => Err(Refused::because("FORBIDDEN", "look at the bulkheads")),
+        Some(status) => Ok(format!("it answered {status}")),
+    }
+}

@@ -1,0 +1,240 @@
+//! Other processes: the supervisor, the keeper, a sibling of another bulkhead, everybody.
+
+use std::fs;
+use std::os::fd::AsRawFd;
+
+use nix::errno::Errno;
+use nix::unistd::getppid;
+
+use crate::calls::{
+    At, MINUS_ONE, Refused, Tried, address, address_mut, call, child, close, ended, reached, thread,
+};
+use crate::files::read;
+use crate::{Attempt, Targets};
+
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("list-processes", |_| list_processes()),
+    ("read-arguments-of-supervisor", |to| read(&format!("/proc/{}/cmdline", to.pid("supervisor")?))),
+    ("read-environment-of-supervisor", |to| read(&format!("/proc/{}/environ", to.pid("supervisor")?))),
+    ("read-environment-of-sibling", |to| read(&format!("/proc/{}/environ", to.pid("sibling")?))),
+    ("read-maps-of-keeper", |to| read(&format!("/proc/{}/maps", to.pid("keeper")?))),
+    ("open-memory-of-supervisor", |to| open_memory(to.pid("supervisor")?)),
+    ("open-memory-of-sibling", |to| open_memory(to.pid("sibling")?)),
+    ("look-at-descriptors-of-supervisor", |to| look_at_descriptor(to.pid("supervisor")?)),
+    ("look-at-descriptors-of-sibling", |to| look_at_descriptor(to.pid("sibling")?)),
+    ("trace-sibling", trace_sibling),
+    ("ask-to-be-traced", |_| ask_to_be_traced()),
+    ("read-sibling-directly", |to| between_memories(libc::SYS_process_vm_readv, to.pid("sibling")?)),
+    ("write-sibling-directly", |to| between_memories(libc::SYS_process_vm_writev, to.pid("sibling")?)),
+    ("compare-with-sibling", compare_with_sibling),
+    ("take-descriptor-of-sibling", take_descriptor_of_sibling),
+    ("signal-supervisor", |to| signal_nothing(to.pid("supervisor")?)),
+    ("signal-keeper", |to| signal_nothing(to.pid("keeper")?)),
+    ("signal-sibling", |to| signal_nothing(to.pid("sibling")?)),
+    ("signal-sibling-by-descriptor", signal_sibling_by_descriptor),
+    ("kill-sibling-by-input", kill_sibling_by_input),
+    ("kill-parent", kill_parent),
+    ("kill-everything", kill_everything),
+    ("limit-supervisor", limit_supervisor),
+    ("renice-supervisor", renice_supervisor),
+    ("reschedule-supervisor", reschedule_supervisor),
+    ("pin-supervisor", pin_supervisor),
+    ("become-child-of-keeper", |_| become_child_of_keeper()),
+    ("leave-the-session", |_| leave_the_session()),
+];
+
+fn list_processes() -> Tried {
+    let what = "find the supervisor among the processes";
+    let numbers = fs::read_dir("/proc").at(what)?.filter_map(|entry| {
+        entry
+            .ok()?
+            .file_name()
+            .to_str()
+            .filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
+            .map(str::to_owned)
+    });
+    let name = |number: &String| fs::read_to_string(format!("/proc/{number}/comm")).unwrap_or_default();
+    match numbers.filter(|number| name(number).starts_with("bulkhead-superv")).count() {
+        0 => Err(Refused::nothing(what)),
+        count => Ok(format!("{count} supervisors")),
+    }
+}
+
+fn open_memory(pid: i32) -> Tried {
+    let path = format!("/proc/{pid}/mem");
+    fs::File::open(&path).at(&format!("open {path}"))?;
+    Ok(format!("opened {path}"))
+}
+
+fn look_at_descriptor(pid: i32) -> Tried {
+    let path = format!("/proc/{pid}/fd/0");
+    let target = fs::read_link(&path).at(&format!("look at {path}"))?;
+    Ok(format!("{path} is {}", target.display()))
+}
+
+/// Without stopping it; the end of the tracing thread lets it go again.
+fn trace_sibling(to: &Targets) -> Tried {
+    let pid = to.pid("sibling")? as usize;
+    thread(|| call(libc::SYS_ptrace, [libc::PTRACE_SEIZE as usize, pid, 0, 0])).at("trace a sibling")?;
+    Ok("traced".into())
+}
+
+/// In a child, whose parent is this process.
+fn ask_to_be_traced() -> Tried {
+    let what = "be traced by the parent";
+    let ask = || call(libc::SYS_ptrace, [libc::PTRACE_TRACEME as usize, 0, 0, 0]).map(drop);
+    ended(child(0, ask).at(what)?, what)
+}
+
+/// Nothing is mapped at the address: that this is noticed means that it was permitted.
+fn between_memories(number: libc::c_long, pid: i32) -> Tried {
+    let mut byte = 0_u8;
+    let here = [address_mut(&mut byte), 1];
+    let there = [0_usize, 1];
+    let result = call(number, [pid as usize, address(&here), 1, address(&there), 1, 0]);
+    reached(result, &[Errno::EFAULT], "reach into a sibling's memory")
+}
+
+fn compare_with_sibling(to: &Targets) -> Tried {
+    const KCMP_VM: usize = 1;
+    let own = std::process::id() as usize;
+    let result = call(libc::SYS_kcmp, [own, to.pid("sibling")? as usize, KCMP_VM, 0, 0]);
+    result.at("compare the addresses of kernel objects with a sibling's")?;
+    Ok("compared".into())
+}
+
+fn pidfd(pid: i32) -> Result<usize, Refused> {
+    call(libc::SYS_pidfd_open, [pid as usize, 0]).at("open a descriptor of a sibling")
+}
+
+fn take_descriptor_of_sibling(to: &Targets) -> Tried {
+    let pidfd = pidfd(to.pid("sibling")?)?;
+    let taken = call(libc::SYS_pidfd_getfd, [pidfd, 0, 0]);
+    close(pidfd);
+    close(taken.at("take a descriptor out of a sibling")?);
+    Ok("taken".into())
+}
+
+/// Signal 0 asks whether another one could be sent, and sends none.
+fn signal_nothing(pid: i32) -> Tried {
+    call(libc::SYS_kill, [pid as usize, 0]).at("send a signal to another process")?;
+    Ok("could be signalled".into())
+}
+
+fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
+    let pidfd = pidfd(to.pid("sibling")?)?;
+    let sent = call(libc::SYS_pidfd_send_signal, [pidfd, 0, 0, 0]);
+    close(pidfd);
+    sent.at("send a signal to a sibling by a descriptor")?;
+    Ok("could be signalled".into())
+}
+
+/// Has the kernel send the signal that tells of input on a descriptor, which ends whoever does not expect it.
+/// Whether it did, only the sibling knows.
+fn kill_sibling_by_input(to: &Targets) -> Tried {
+    let what = "have a sibling told of input";
+    let (reader, writer) = rustix::pipe::pipe().at(what)?;
+    let descriptor = reader.as_raw_fd() as usize;
+    let (own, flags) = (libc::F_SETOWN as usize, libc::F_SETFL as usize);
+    call(libc::SYS_fcntl, [descriptor, own, to.pid("sibling")? as usize]).at(what)?;
+    call(libc::SYS_fcntl, [descriptor, flags, libc::O_ASYNC as usize]).at(what)?;
+    rustix::io::write(&writer, b"x").at(what)?;
+    Ok("told".into())
+}
+
+fn all_processes() -> Vec<i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Whether process numbers here are not those of the machine, and few are there.
+fn is_in_own_pid_namespace() -> bool {
+    const FEW: usize = 10;
+    getppid().as_raw() == 1 && (1..FEW).contains(&all_processes().len()) && std::process::id() < 100
+}
+
+/// The first process of a pid namespace lives, whatever its children send: then this comes to nothing.
+fn kill_parent(_: &Targets) -> Tried {
+    let what = "kill the parent process";
+    let signal = if is_in_own_pid_namespace() { libc::SIGKILL } else { 0 };
+    call(libc::SYS_kill, [getppid().as_raw() as usize, signal as usize]).at(what)?;
+    if signal == 0 { Ok("could be killed".into()) } else { Err(Refused::nothing(what)) }
+}
+
+/// Only where it is certain that the machine survives: when not one process that can be seen could be
+/// signalled, but for the host of a program, which may.
+fn kill_everything(_: &Targets) -> Tried {
+    let what = "kill every process";
+    let (own, parent) = (std::process::id() as i32, getppid().as_raw());
+    let is_host = fs::read_to_string(format!("/proc/{parent}/comm"))
+        .is_ok_and(|name| name.starts_with("bulkhead-worker"));
+    let is_other = |pid: &i32| *pid != own && !(is_host && *pid == parent);
+    let can_signal = |pid: &i32| call(libc::SYS_kill, [*pid as usize, 0]).is_ok();
+    let others = if is_in_own_pid_namespace() { Vec::new() } else { all_processes() };
+    match others.into_iter().filter(is_other).filter(can_signal).count() {
+        0 => {}
+        count => return Ok(format!("{count} other processes could be killed")),
+    }
+    if !fs::read_to_string("/proc/self/status").unwrap_or_default().contains("\nSeccomp:\t2") {
+        return Ok("not tried: this process does not look confined".into());
+    }
+    call(libc::SYS_kill, [MINUS_ONE, libc::SIGKILL as usize]).at(what)?;
+    Err(Refused::nothing(what))
+}
+
+/// Sets the limit that there is: a lower one could end the supervisor.
+fn limit_supervisor(to: &Targets) -> Tried {
+    let pid = to.pid("supervisor")? as usize;
+    let resource = libc::RLIMIT_CPU as usize;
+    let mut limit = [0_u64; 2];
+    let what = "limit the supervisor's processor time";
+    call(libc::SYS_prlimit64, [pid, resource, 0, address_mut(&mut limit)]).at(what)?;
+    call(libc::SYS_prlimit64, [pid, resource, address(&limit), 0]).at(what)?;
+    Ok("limited".into())
+}
+
+/// To the value that it has.
+fn renice_supervisor(to: &Targets) -> Tried {
+    let pid = to.pid("supervisor")? as usize;
+    let what = "change the supervisor's priority";
+    // The raw call answers 20 minus the value.
+    let nice = call(libc::SYS_getpriority, [libc::PRIO_PROCESS as usize, pid]).at(what)?;
+    let nice = 20_isize.wrapping_sub_unsigned(nice);
+    call(libc::SYS_setpriority, [libc::PRIO_PROCESS as usize, pid, nice as usize]).at(what)?;
+    Ok("changed".into())
+}
+
+/// To the policy that it has.
+fn reschedule_supervisor(to: &Targets) -> Tried {
+    let pid = to.pid("supervisor")? as usize;
+    let what = "change the supervisor's scheduling";
+    let policy = call(libc::SYS_sched_getscheduler, [pid]).at(what)?;
+    call(libc::SYS_sched_setscheduler, [pid, policy, address(&0_i32)]).at(what)?;
+    Ok("changed".into())
+}
+
+/// To the processors that it may use.
+fn pin_supervisor(to: &Targets) -> Tried {
+    const MASK_BYTES: usize = 128;
+    let pid = to.pid("supervisor")? as usize;
+    let what = "change the supervisor's processors";
+    let mut mask = [0_u8; MASK_BYTES];
+    call(libc::SYS_sched_getaffinity, [pid, MASK_BYTES, address_mut(&mut mask)]).at(what)?;
+    call(libc::SYS_sched_setaffinity, [pid, MASK_BYTES, address(&mask)]).at(what)?;
+    Ok("changed".into())
+}
+
+/// Somebody else would have to wait for it.
+fn become_child_of_keeper() -> Tried {
+    let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
+    let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("make a child of the own parent")?;
+    if pid == 0 {
+        let _ = call(libc::SYS_exit_group, [0]);
+    }
+    Ok("made".into())
+}
+
+fn leave_the_session() -> Tried {
+    let what = "leave the session";
+    ended(child(0, || call(libc::SYS_setsid, []).map(drop)).at(what)?, what)
+}

@@ -1,0 +1,433 @@
+//! A supervisor whose workers are confined, for tests: programs and folders that any user can reach, things to
+//! attack, and what became of an attempt.
+
+use std::any::Any;
+use std::fs;
+use std::net::{TcpListener, UdpSocket};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_client::{JobError, Reply};
+use bulkhead_shared::{CrashReason, Verdict};
+use serde_json::{Value, json};
+
+use crate::attempts::Expected;
+use crate::{PATIENCE, Supervisor, programs, wait_for};
+
+/// Who owns nothing, and whose processes may do nothing in particular.
+pub const NOBODY: u32 = 65534;
+
+/// Ids that nobody on this machine has, for workers of their own user.
+pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
+
+/// The programs that a test here starts, in a folder that every user can reach.
+const PROGRAMS: [&str; 4] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile"];
+
+/// A secret of somebody else; that it is readable proves that there is nothing in the way.
+const SECRET_MODE: u32 = 0o600;
+
+/// Whether this test runs as root. If not, says so.
+pub fn is_root() -> bool {
+    let is_root = nix::unistd::geteuid().is_root();
+    if !is_root {
+        eprintln!("NOT TESTED: this needs root");
+    }
+    is_root
+}
+
+/// Whether there is such a program. If not, says so.
+pub fn has_program(path: &str) -> bool {
+    let is_there = Path::new(path).exists();
+    if !is_there {
+        eprintln!("NOT TESTED: there is no {path}");
+    }
+    is_there
+}
+
+/// Whether this machine can have these layers, by their names in `doctor`. If not, says so.
+pub fn has_layers(layers: &[&str]) -> bool {
+    let output = Command::new(programs().join("bulkhead-supervisor")).args(["doctor", "--json"]).output();
+    let output = output.expect("the supervisor's program runs").stdout;
+    let abilities: Value = serde_json::from_slice(&output).expect("doctor prints JSON");
+    let all = abilities["layers"].as_array().or(abilities.as_array()).expect("a list of layers");
+    let is_there = |layer: &&&str| all.iter().any(|one| one["layer"] == **layer && one["available"] == true);
+    let missing: Vec<_> = layers.iter().filter(|layer| !is_there(layer)).collect();
+    if !missing.is_empty() {
+        eprintln!("NOT TESTED: this machine cannot have {missing:?}");
+    }
+    missing.is_empty()
+}
+
+/// What `strict` takes.
+pub const STRICT_LAYERS: &[&str] = &[
+    "landlock scopes",
+    "seccomp notify",
+    "user namespace",
+    "network namespace",
+    "ipc namespace",
+    "uts namespace",
+    "pid namespace",
+    "mount namespace",
+    "own /proc",
+    "pivot_root",
+];
+
+/// What `default` takes to hold what the tests say of it.
+pub const DEFAULT_LAYERS: &[&str] = &["landlock scopes", "seccomp notify"];
+
+/// A supervisor to be.
+#[derive(Clone, Copy, Default)]
+pub struct Setup<'s> {
+    /// Further keys of `[supervisor]`.
+    pub supervisor: &'s str,
+    /// The bulkheads, in TOML. `HOSTILE` stands for the path of the hostile worker, `PLACE` for that of the
+    /// folder with everything.
+    pub bulkheads: &'s str,
+    /// Whom it runs as; `None`: as this test.
+    pub user: Option<u32>,
+    /// Layers that it does not find.
+    pub without: &'s str,
+}
+
+/// A supervisor that runs, and what there is around it.
+pub struct Place {
+    /// It.
+    pub supervisor: Supervisor,
+    /// Open sockets to attack.
+    _sockets: Vec<Box<dyn Any + Send + Sync>>,
+    /// Shared memory to attack.
+    _shared: tempfile::NamedTempFile,
+    targets: Value,
+}
+
+impl Setup<'_> {
+    /// Starts it and waits until every bulkhead's first start has ended, well or not.
+    pub fn start(self) -> Place {
+        let mut place = self.launch();
+        let supervisor = &mut place.supervisor;
+        wait_for("the supervisor is ready", || {
+            if let Some(status) = supervisor.child.try_wait().expect("our own child") {
+                panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+            }
+            (supervisor.try_get("/readyz")?.0 == 200).then_some(())
+        });
+        place.targets["supervisor"] = place.supervisor.pid().into();
+        place.targets["keeper"] = place.supervisor.keeper().into();
+        place
+    }
+
+    /// Starts it, and does not wait for anything.
+    pub fn launch(self) -> Place {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().to_owned();
+        let targets = furnish(&path);
+        let (sockets, addresses) = listeners(&path);
+        let bulkheads = self.bulkheads.replace("HOSTILE", text(&path.join("bin/hostile")));
+        let config = format!(
+            "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}\n{}",
+            self.supervisor,
+            bulkheads.replace("PLACE", text(&path))
+        );
+        fs::write(path.join("workers.toml"), config).expect("a writable folder");
+        let log = fs::File::create(path.join("log")).expect("a writable folder");
+        let mut command = Command::new(path.join("bin/bulkhead-supervisor"));
+        command.arg("--config").arg(path.join("workers.toml")).env("TMPDIR", path.join("tmp"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        if !self.without.is_empty() {
+            command.env("BULKHEAD_WITHOUT", self.without);
+        }
+        if let Some(user) = self.user {
+            own(&path, user);
+            command.uid(user).gid(user).env("HOME", &path);
+        }
+        let child = command.spawn().expect("the supervisor's program runs");
+        let mut all = targets;
+        merge(&mut all, addresses);
+        let shared = shared_memory();
+        all["shared"] = text(shared.path()).into();
+        Place { supervisor: Supervisor { child, folder }, _sockets: sockets, _shared: shared, targets: all }
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("an ordinary path")
+}
+
+fn merge(into: &mut Value, other: Value) {
+    let Value::Object(other) = other else { return };
+    other.into_iter().for_each(|(name, value)| into[name] = value);
+}
+
+fn folder(path: PathBuf, mode: u32) -> PathBuf {
+    fs::create_dir_all(&path).expect("a writable folder");
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("our own folder");
+    path
+}
+
+fn file(path: PathBuf, mode: u32) -> PathBuf {
+    fs::write(&path, "something").expect("a writable folder");
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("our own file");
+    path
+}
+
+/// Programs, folders and files: `work` to start in, `read` and `write` to be given, `neighbour` that belongs
+/// to somebody else, `outside` that everybody may write, `tmp` for the supervisor.
+fn furnish(place: &Path) -> Value {
+    folder(place.to_owned(), 0o755);
+    let bin = folder(place.join("bin"), 0o755);
+    for name in PROGRAMS {
+        let (from, to) = (programs().join(name), bin.join(name));
+        if fs::hard_link(&from, &to).is_err() {
+            fs::copy(&from, &to).expect("a program can be copied");
+        }
+    }
+    folder(place.join("work"), 0o755);
+    folder(place.join("tmp"), 0o1777);
+    let readable = file(folder(place.join("read"), 0o755).join("file"), 0o644);
+    let secret = file(folder(place.join("neighbour"), 0o700).join("secret"), SECRET_MODE);
+    let (writable, outside) = (folder(place.join("write"), 0o777), folder(place.join("outside"), 0o777));
+    json!({
+        "readable": text(&readable),
+        "secret": text(&secret),
+        "writable": text(&writable),
+        "outside": text(&outside),
+        "jobs": text(&place.join("jobs.sock")),
+        "admin": text(&place.join("admin.sock")),
+    })
+}
+
+/// Gives all of it to this user, but for the programs.
+fn own(place: &Path, user: u32) {
+    let names = [
+        "",
+        "workers.toml",
+        "log",
+        "work",
+        "tmp",
+        "read",
+        "read/file",
+        "neighbour",
+        "neighbour/secret",
+        "write",
+    ];
+    for name in names {
+        std::os::unix::fs::chown(place.join(name), Some(user), Some(user)).expect("root may do that");
+    }
+}
+
+/// As `shm_open` makes it, readable by everybody.
+fn shared_memory() -> tempfile::NamedTempFile {
+    let shared = tempfile::NamedTempFile::new_in("/dev/shm").expect("shared memory");
+    fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o644)).expect("our own file");
+    shared
+}
+
+/// Sockets of somebody who is not confined, and their addresses.
+fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
+    let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
+    let (by_path, datagrams) = (place.join("outside/stream"), place.join("outside/datagram"));
+    let unix = UnixListener::bind(&by_path).expect("a socket");
+    let datagram = UnixDatagram::bind(&datagrams).expect("a socket");
+    for path in [&by_path, &datagrams] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o777)).expect("our own socket");
+    }
+    let name = format!("bulkhead-test-{}", text(place));
+    let address = SocketAddr::from_abstract_name(&name).expect("a name");
+    let hidden = UnixListener::bind_addr(&address).expect("a socket");
+    let addresses = json!({
+        "tcp": tcp.local_addr().expect("an address").to_string(),
+        "udp": udp.local_addr().expect("an address").to_string(),
+        "unix": text(&by_path),
+        "datagram": text(&datagrams),
+        "abstract": name,
+    });
+    (vec![Box::new(tcp), Box::new(udp), Box::new(unix), Box::new(datagram), Box::new(hidden)], addresses)
+}
+
+impl Place {
+    /// The folder with everything.
+    pub fn path(&self) -> &Path {
+        self.supervisor.folder.path()
+    }
+
+    /// A client of it.
+    pub fn client(&self) -> Client {
+        Client::connect(self.supervisor.socket()).expect("the jobs socket answers")
+    }
+
+    /// What attempts aim at, with the only worker of this bulkhead as the sibling.
+    pub fn targets(&self, sibling: &str) -> Value {
+        let mut targets = self.targets.clone();
+        targets["sibling"] = self.worker(sibling).into();
+        targets
+    }
+
+    /// Has a worker of this bulkhead try something.
+    pub fn attempt(&self, client: &Client, bulkhead: &str, name: &str, targets: &Value) -> Ended {
+        Ended::of(client.job(bulkhead, targets.to_string()).operation(name).deadline(PATIENCE).send())
+    }
+
+    /// The only worker of a bulkhead.
+    pub fn worker(&self, bulkhead: &str) -> u32 {
+        wait_for("a worker runs", || self.supervisor.worker_pids(bulkhead).first().copied())
+    }
+
+    /// Waits until a bulkhead has failed, and returns why.
+    pub fn failure(&self, bulkhead: &str) -> String {
+        wait_for(&format!("{bulkhead} has failed"), || {
+            let snapshot = self.supervisor.snapshot(bulkhead);
+            (snapshot["state"] == "failed")
+                .then(|| snapshot["detail"].as_str().unwrap_or_default().to_owned())
+        })
+    }
+
+    /// The text that a worker of this bulkhead answers.
+    pub fn ask(&self, bulkhead: &str, operation: &str) -> String {
+        let reply = self.client().job(bulkhead, "").operation(operation).deadline(PATIENCE).send();
+        let reply = reply.unwrap_or_else(|error| panic!("{bulkhead} does not answer {operation}: {error}"));
+        String::from_utf8_lossy(reply.payload()).into_owned()
+    }
+
+    /// How the workers of a bulkhead are confined, by the snapshot.
+    pub fn confinement(&self, bulkhead: &str) -> Vec<Confinement> {
+        let snapshot = self.supervisor.snapshot(bulkhead);
+        let workers = snapshot["workers"].as_array().expect("workers").clone();
+        workers.iter().filter(|worker| worker["pid"].is_u64()).map(Confinement::of).collect()
+    }
+}
+
+/// How one worker is confined; the only reader of that part of the snapshot.
+#[derive(Debug)]
+pub struct Confinement {
+    /// The process.
+    pub pid: u32,
+    /// The word of the configuration.
+    pub profile: String,
+    /// Whether programs that it runs give it no privileges.
+    pub no_new_privs: bool,
+    /// Whether a filter is in force.
+    pub is_filtered: bool,
+    /// Its effective user, as the machine knows it.
+    pub uid: u64,
+    /// Namespaces that are not the supervisor's.
+    pub namespaces: Vec<String>,
+    /// Landlock's version.
+    pub landlock: Option<u64>,
+    /// Whether it has any capability.
+    pub has_capabilities: bool,
+    /// Layers of the profile that it has not.
+    pub missing: Vec<String>,
+}
+
+impl Confinement {
+    fn of(worker: &Value) -> Self {
+        let part = &worker["confinement"];
+        let texts = |name: &str| -> Vec<String> {
+            let all = part[name].as_array().cloned().unwrap_or_default();
+            all.iter().filter_map(|text| Some(text.as_str()?.to_owned())).collect()
+        };
+        let has_capabilities = match &part["capabilities"] {
+            Value::Array(names) => !names.is_empty(),
+            Value::String(digits) => digits.bytes().any(|digit| digit != b'0' && digit != b'x'),
+            _ => true,
+        };
+        Self {
+            pid: worker["pid"].as_u64().unwrap_or_default() as u32,
+            profile: part["profile"].as_str().unwrap_or_default().to_owned(),
+            no_new_privs: part["no_new_privs"] == true,
+            is_filtered: part["seccomp"] == "filter",
+            uid: part["uid"].as_u64().unwrap_or(u64::MAX),
+            namespaces: texts("namespaces"),
+            landlock: part["landlock"].as_u64(),
+            has_capabilities,
+            missing: texts("missing"),
+        }
+    }
+}
+
+/// How an attempt ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// It succeeded; what it got.
+    Succeeded(String),
+    /// It was refused with this error; what was attempted.
+    Refused(String, String),
+    /// It ended the worker as a violation, with this message.
+    Violation(String),
+    /// Otherwise.
+    Otherwise(String),
+}
+
+impl Ended {
+    /// From what became of the job.
+    pub fn of(result: Result<Reply, JobError>) -> Self {
+        let error = match result {
+            Ok(reply) => return Self::told(reply.payload()),
+            Err(error) => error,
+        };
+        match error.outcome().map(|outcome| outcome.verdict.clone()) {
+            Some(Verdict::Crashed { reason: CrashReason::Violation, message, .. }) => {
+                Self::Violation(message)
+            }
+            Some(verdict) => Self::Otherwise(format!(
+                "{}/{}: {}",
+                verdict.name(),
+                verdict.reason().unwrap_or_default(),
+                verdict.message().unwrap_or_default()
+            )),
+            None => Self::Otherwise(error.to_string()),
+        }
+    }
+
+    fn told(payload: &[u8]) -> Self {
+        let told: Value = serde_json::from_slice(payload).unwrap_or_default();
+        let what = told["what"].as_str().unwrap_or_default().to_owned();
+        match (&told["succeeded"], told["errno"].as_str()) {
+            (Value::Bool(true), _) => Self::Succeeded(what),
+            (Value::Bool(false), Some(errno)) => Self::Refused(errno.to_owned(), what),
+            _ => Self::Otherwise(format!("answered {}", String::from_utf8_lossy(payload))),
+        }
+    }
+
+    /// Whether what was attempted could not be aimed at anything in this kind of worker.
+    pub fn had_no_target(&self) -> bool {
+        matches!(self, Self::Refused(errno, _) if errno == "NOTARGET")
+    }
+
+    /// Whether it is as the table says.
+    pub fn is(&self, expected: Expected) -> bool {
+        match (expected, self) {
+            (Expected::Succeeds, Self::Succeeded(_)) => true,
+            (Expected::Machine, Self::Succeeded(_) | Self::Refused(..)) => true,
+            (Expected::Refused(errors, _), Self::Refused(errno, _)) => errors.contains(&errno.as_str()),
+            (Expected::Violation(call), Self::Violation(message)) => message.contains(call),
+            (Expected::Crashes(reason), Self::Otherwise(how)) => {
+                how.starts_with(&format!("crashed/{reason}"))
+            }
+            _ => false,
+        }
+    }
+}
+
+/// A field of `/proc/PID/status`, without its name.
+pub fn status_field(pid: u32, name: &str) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let field = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    field.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// The namespaces of a process, by kind; empty if it is gone.
+pub fn namespaces(pid: u32) -> std::collections::BTreeMap<String, String> {
+    let entries = fs::read_dir(format!("/proc/{pid}/ns")).into_iter().flatten().flatten();
+    let one = |entry: fs::DirEntry| {
+        let target = fs::read_link(entry.path()).ok()?.to_str()?.to_owned();
+        Some((entry.file_name().into_string().ok()?, target))
+    };
+    entries.filter_map(one).collect()
+}

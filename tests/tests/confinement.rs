@@ -1,0 +1,195 @@
+//! The hostile worker against each profile: what it tries, and what must come of it, stands in
+//! `bulkhead_tests::attempts`.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use bulkhead_tests::attempts::{
+    ATTEMPTS, Attempt, ELSEWHERE, Expected, OF_ONE_USER, OF_PROGRAMS, Setting, markdown,
+};
+use bulkhead_tests::confined::{
+    DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
+};
+use bulkhead_tests::{descriptors, programs, wait_for};
+
+const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/confinement.md");
+const MARKER: &str = "<!-- attempts -->\n";
+
+fn all() -> impl Iterator<Item = &'static Attempt> {
+    ATTEMPTS.iter().flat_map(|(_, attempts)| *attempts)
+}
+
+const WORKER: &str = "command = [\"HOSTILE\"]";
+const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
+
+/// What is given to each worker; the supervisor's own user, so that a user id stands in for nothing.
+const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
+const NONE: &str = "profile = \"none\"";
+const DEFAULT: &str = "profile = \"default\"";
+const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
+
+/// A bulkhead for each setting, and one that is attacked. Each attempt has a process of its own.
+fn bulkheads(runs: &str, profile: &str) -> String {
+    let given = if profile == NONE { String::new() } else { format!(", {GIVEN}") };
+    let bulkhead = |name: &str, more: &str| {
+        format!(
+            "[bulkhead.{name}]\n{runs}\ncwd = \"work\"\nmax_queue = 10\ndeadline = \"60s\"\n{more}\n\
+             restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n\
+             sandbox = {{ {profile}{given} }}\n"
+        )
+    };
+    let limits = "recycle = { jobs = 1 }\nrlimits = { nofile = 64, fsize = \"1MiB\", as = \"1GiB\" }";
+    let plain = bulkhead("plain", "recycle = { jobs = 1 }");
+    plain + &bulkhead("limited", limits) + &bulkhead("sibling", "")
+}
+
+/// Tries everything; panics with all that did not end as `judge` wants it.
+fn try_all(place: &Place, judge: impl Fn(&Attempt, &Ended) -> Result<(), String>) {
+    let client = place.client();
+    let tried = all().map(|attempt| {
+        let bulkhead = match attempt.setting {
+            Setting::Plain => "plain",
+            Setting::Limited => "limited",
+        };
+        let ended = place.attempt(&client, bulkhead, attempt.name, &place.targets("sibling"));
+        judge(attempt, &ended).map_err(|why| format!("{}: {ended:?}, {why}", attempt.name))
+    });
+    let wrong: Vec<String> = tried.filter_map(Result::err).collect();
+    assert!(wrong.is_empty(), "{} attempts did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+fn as_written(expected: Expected, ended: &Ended) -> Result<(), String> {
+    if ended.is(expected) { Ok(()) } else { Err(format!("expected {expected:?}")) }
+}
+
+fn start(runs: &str, profile: &str, user: Option<u32>) -> Place {
+    Setup { bulkheads: &bulkheads(runs, profile), user, ..Setup::default() }.start()
+}
+
+#[test]
+fn the_table_and_the_hostile_worker_name_the_same_attempts() {
+    let output = Command::new(programs().join("hostile")).arg("list").output().unwrap();
+    let listed = String::from_utf8(output.stdout).unwrap();
+    let listed: BTreeSet<&str> = listed.lines().collect();
+    let written: BTreeSet<&str> =
+        all().map(|attempt| attempt.name).chain(ELSEWHERE.iter().copied()).collect();
+    // Some calls are of one architecture.
+    let gone: Vec<_> = written.difference(&listed).collect();
+    assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not know {gone:?}");
+    assert_eq!(listed.difference(&written).count(), 0, "{listed:?}");
+    assert_eq!(written.len(), all().count() + ELSEWHERE.len(), "a name stands there twice");
+    let others = OF_PROGRAMS.iter().map(|(name, ..)| name).chain(OF_ONE_USER);
+    assert!(others.into_iter().all(|name| written.contains(name)));
+}
+
+#[test]
+fn the_document_has_what_is_tested() {
+    let docs = std::fs::read_to_string(DOCS).unwrap();
+    let start = docs.find(MARKER).unwrap_or_else(|| panic!("{DOCS} has no {MARKER}")) + MARKER.len();
+    let end = start + docs[start..].find("<!-- end -->").expect("the marker has an end");
+    let current = format!("{}{}{}", &docs[..start], markdown(), &docs[end..]);
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(DOCS, current).unwrap();
+        return;
+    }
+    assert!(docs == current, "docs/confinement.md is not what is tested; run this test with UPDATE_DOCS=1");
+}
+
+/// Also shows that the attempts work: what is refused elsewhere is refused by the layer that is named.
+#[test]
+fn without_confinement_the_attempts_succeed() {
+    if is_root() {
+        let place = start(WORKER, NONE, None);
+        try_all(&place, |attempt, ended| as_written(attempt.none, ended));
+    }
+}
+
+#[test]
+fn default_stops_what_the_table_says() {
+    if is_root() && has_layers(DEFAULT_LAYERS) {
+        let place = start(WORKER, DEFAULT, None);
+        try_all(&place, |attempt, ended| as_written(attempt.default, ended));
+    }
+}
+
+/// The same of a program: by the table, but for what is otherwise. With the link it has nothing to do.
+fn as_written_of_program(
+    attempt: &Attempt,
+    ended: &Ended,
+    profile: impl Fn(Expected, Expected) -> Expected,
+) -> Result<(), String> {
+    let otherwise = OF_PROGRAMS.iter().find(|(name, ..)| *name == attempt.name);
+    let (default, strict) = otherwise.map_or((attempt.default, attempt.strict), |(_, d, s)| (*d, *s));
+    if ended.had_no_target() { Ok(()) } else { as_written(profile(default, strict), ended) }
+}
+
+#[test]
+fn default_stops_a_program_as_it_does_a_worker() {
+    if is_root() && has_layers(DEFAULT_LAYERS) {
+        let place = start(PROGRAM, DEFAULT, None);
+        try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |default, _| default));
+    }
+}
+
+#[test]
+fn strict_stops_what_the_table_says() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        let place = start(WORKER, STRICT, None);
+        try_all(&place, |attempt, ended| as_written(attempt.strict, ended));
+    }
+}
+
+#[test]
+fn strict_stops_a_program_as_it_does_a_worker_but_for_what_is_sealed() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        let place = start(PROGRAM, STRICT, None);
+        try_all(&place, |attempt, ended| as_written_of_program(attempt, ended, |_, strict| strict));
+    }
+}
+
+/// An unprivileged supervisor's workers can do no more; what is refused may be refused for other reasons.
+fn no_more_than_written(expected: Expected, ended: &Ended) -> Result<(), String> {
+    let is_right = match (expected, ended) {
+        (Expected::Refused(..), Ended::Refused(..)) | (Expected::Machine, _) => true,
+        (expected, ended) => ended.is(expected),
+    };
+    if is_right { Ok(()) } else { Err(format!("expected {expected:?}")) }
+}
+
+#[test]
+fn default_stops_as_much_under_a_supervisor_without_privileges() {
+    if is_root() && has_layers(DEFAULT_LAYERS) {
+        let place = start(WORKER, DEFAULT, Some(NOBODY));
+        try_all(&place, |attempt, ended| {
+            let is_open = OF_ONE_USER.contains(&attempt.name);
+            no_more_than_written(if is_open { Expected::Succeeds } else { attempt.default }, ended)
+        });
+    }
+}
+
+#[test]
+fn strict_stops_as_much_under_a_supervisor_without_privileges() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        let place = start(WORKER, STRICT, Some(NOBODY));
+        try_all(&place, |attempt, ended| no_more_than_written(attempt.strict, ended));
+    }
+}
+
+/// What a worker passes along is nobody's; the supervisor does not keep it.
+#[test]
+fn descriptors_that_a_worker_sends_do_not_pile_up() {
+    for profile in [NONE, STRICT] {
+        if profile == STRICT && !has_layers(STRICT_LAYERS) {
+            return;
+        }
+        let place = start(WORKER, profile, None);
+        let client = place.client();
+        let send = || place.attempt(&client, "sibling", "pass-descriptors", &place.targets("sibling"));
+        assert!(matches!(send(), Ended::Succeeded(_)), "{profile}");
+        let before = descriptors(place.supervisor.pid());
+        (0..3).for_each(|_| assert!(matches!(send(), Ended::Succeeded(_)), "{profile}"));
+        wait_for("the supervisor has as many descriptors as before", || {
+            (descriptors(place.supervisor.pid()) <= before).then_some(())
+        });
+    }
+}

@@ -1,0 +1,438 @@
+//! What is in force for each worker, told and real; what happens where a layer is missing; users and limits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use bulkhead_tests::attempts::Expected;
+use bulkhead_tests::confined::{
+    Confinement, DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers,
+    is_root, namespaces, status_field,
+};
+use bulkhead_tests::{descriptors, kill_pid, outcome, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+const DEFAULT: &str = "profile = \"default\"";
+const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
+const WORKER: &str = "command = [\"HOSTILE\"]";
+
+/// A bulkhead that runs this, in this sandbox.
+fn bulkhead(name: &str, runs: &str, sandbox: &str) -> String {
+    format!(
+        "[bulkhead.{name}]\n{runs}\ncwd = \"work\"\nmax_queue = 10\ndeadline = \"60s\"\n\
+         restart = {{ backoff = \"1ms\", max = 1 }}\nsandbox = {{ {sandbox} }}\n"
+    )
+}
+
+fn only(place: &Place, name: &str) -> Confinement {
+    wait_for("the worker's confinement is told", || {
+        place.confinement(name).pop().filter(|one| !one.profile.is_empty())
+    })
+}
+
+/// What the kernel says of this process, whatever the snapshot does.
+fn assert_powerless(pid: u32) {
+    assert_powerless_but_for_bounds(pid);
+    assert_eq!(status_field(pid, "CapBnd").trim_start_matches('0'), "", "CapBnd of {pid}");
+}
+
+/// The bounding set takes a capability to empty it, and means nothing without new privileges.
+fn assert_powerless_but_for_bounds(pid: u32) {
+    for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        assert_eq!(status_field(pid, set).trim_start_matches('0'), "", "{set} of {pid}");
+    }
+    assert_eq!(status_field(pid, "NoNewPrivs"), "1", "of {pid}");
+    assert_eq!(status_field(pid, "Seccomp"), "2", "of {pid}");
+}
+
+const NAMESPACES: [&str; 6] = ["user", "pid", "mnt", "net", "ipc", "uts"];
+
+fn foreign_namespaces(pid: u32) -> BTreeSet<String> {
+    let own = namespaces(std::process::id());
+    let theirs = namespaces(pid);
+    let differs = |name: &str| theirs.get(name).is_some_and(|id| own.get(name) != Some(id));
+    NAMESPACES.into_iter().filter(|name| differs(name)).map(str::to_owned).collect()
+}
+
+#[test]
+fn what_the_snapshot_says_is_so() {
+    if !has_layers(DEFAULT_LAYERS) || !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    for user in [None, Some(NOBODY)] {
+        if user.is_some() && !is_root() {
+            return;
+        }
+        let bulkheads = bulkhead("none", WORKER, "profile = \"none\"")
+            + &bulkhead("default", WORKER, DEFAULT)
+            + &bulkhead("strict", WORKER, STRICT);
+        let place = Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start();
+        let none = only(&place, "none");
+        assert_eq!((none.profile.as_str(), none.is_filtered, none.no_new_privs), ("none", false, false));
+        for name in ["default", "strict"] {
+            let told = only(&place, name);
+            assert_eq!(told.profile, name);
+            assert!(told.is_filtered && told.no_new_privs && !told.has_capabilities, "{told:?}");
+            assert!(told.landlock.is_some(), "{told:?}");
+            match user {
+                None => assert_powerless(told.pid),
+                Some(_) => assert_powerless_but_for_bounds(told.pid),
+            }
+            let foreign = foreign_namespaces(told.pid);
+            let expected: &[&str] = if name == "strict" { &NAMESPACES } else { &[] };
+            assert_eq!(foreign, expected.iter().map(|name| (*name).to_owned()).collect(), "{name}");
+            // With processes go System V objects and host names.
+            let told_of: Vec<_> = told.namespaces.iter().map(String::as_str).collect();
+            let all = ["user", "pid", "mount", "network"];
+            assert_eq!(told_of, if name == "strict" { &all[..] } else { &[] }, "{told:?}");
+            assert_eq!(status_field(told.pid, "Uid").split(' ').nth(1), Some(told.uid.to_string().as_str()));
+            let missing: &[&str] = if name == "strict" { &["identity"] } else { &[] };
+            assert_eq!(told.missing, missing, "{told:?}");
+        }
+    }
+}
+
+/// The pid that the supervisor names is the worker's, not that of the first process of its namespace.
+#[test]
+fn the_pid_that_is_told_is_the_workers() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let place = Setup { bulkheads: &bulkhead("x", WORKER, STRICT), ..Setup::default() }.start();
+    let pid = place.worker("x");
+    let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    assert!(line.contains("hostile"), "{line}");
+    let inside = place.ask("x", "pid");
+    assert_eq!(status_field(pid, "NSpid").split(' ').next_back(), Some(inside.as_str()));
+    assert!(inside.parse::<u32>().unwrap() < 10, "{inside}");
+}
+
+/// With these layers missing, a bulkhead that wants all of `profile` fails and names `layer`; one that may go
+/// without them runs, and tells.
+fn assert_error_or_told(profile: &str, layer: &str, missing: &[&str], user: Option<u32>) {
+    let lenient: String = missing.iter().map(|layer| format!(", \"{layer}\"")).collect();
+    let sandbox = |more: &str| format!("profile = \"{profile}\", best_effort = [\"identity\"{more}]");
+    let bulkheads =
+        bulkhead("required", WORKER, &sandbox("")) + &bulkhead("lenient", WORKER, &sandbox(&lenient));
+    let without = missing.join(",");
+    let place = Setup { bulkheads: &bulkheads, without: &without, user, ..Setup::default() }.start();
+    let told = only(&place, "lenient");
+    assert!(told.missing.iter().any(|missing| missing == layer), "{profile} without {layer}: {told:?}");
+    assert!(place.ask("lenient", "pid").parse::<u32>().is_ok(), "{profile} without {layer}");
+    let state = place.supervisor.snapshot("required")["state"].clone();
+    assert_eq!(state, "failed", "{profile} without {layer} runs");
+    assert!(
+        place.failure("required").contains(layer),
+        "{profile} without {layer}: {}",
+        place.failure("required")
+    );
+    assert_eq!(outcome(&place.client().job("required", "").send()), "rejected/unavailable");
+}
+
+#[test]
+fn a_layer_that_is_missing_is_an_error_or_told() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let of_both = [("landlock", &["landlock"][..]), ("seccomp", &["seccomp"])];
+    // The kernel takes neither rules nor filters from whoever may still gain privileges.
+    let of_both = of_both.into_iter().chain([("no_new_privs", &["no_new_privs", "landlock", "seccomp"][..])]);
+    for (layer, missing) in of_both {
+        assert_error_or_told("default", layer, missing, None);
+        assert_error_or_told("strict", layer, missing, None);
+    }
+}
+
+#[test]
+fn missing_process_numbers_are_an_error_or_told() {
+    if has_layers(STRICT_LAYERS) {
+        assert_error_or_told("strict", "pid_namespace", &["pid_namespace"], None);
+    }
+}
+
+#[test]
+fn a_missing_root_folder_is_an_error_or_told() {
+    if has_layers(STRICT_LAYERS) {
+        assert_error_or_told("strict", "mount_namespace", &["mount_namespace"], None);
+    }
+}
+
+#[test]
+fn missing_network_namespaces_are_an_error_or_told() {
+    if has_layers(STRICT_LAYERS) {
+        assert_error_or_told("strict", "network_namespace", &["network_namespace"], None);
+    }
+}
+
+#[test]
+fn a_user_namespace_that_is_missing_is_an_error_or_told_even_if_the_others_can_be_had() {
+    if has_layers(STRICT_LAYERS) && is_root() {
+        assert_error_or_told("strict", "user_namespace", &["user_namespace"], None);
+    }
+}
+
+#[test]
+fn without_privileges_a_missing_user_namespace_takes_the_others_along() {
+    if has_layers(STRICT_LAYERS) && is_root() {
+        let missing = ["user_namespace", "pid_namespace", "mount_namespace", "network_namespace"];
+        assert_error_or_told("strict", "user_namespace", &missing, Some(NOBODY));
+    }
+}
+
+/// The variable is for tests, and must never weaken anything that is required.
+#[test]
+fn what_is_not_missing_is_in_force_beside_what_is() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let sandbox = "profile = \"strict\", best_effort = [\"identity\", \"landlock\"]";
+    let bulkheads = bulkhead("x", WORKER, sandbox);
+    let place = Setup { bulkheads: &bulkheads, without: "landlock", ..Setup::default() }.start();
+    assert_powerless(place.worker("x"));
+    assert_eq!(foreign_namespaces(place.worker("x")).len(), NAMESPACES.len());
+    let client = place.client();
+    for name in ["read-neighbour", "connect-by-tcp", "mount", "signal-supervisor"] {
+        let ended = place.attempt(&client, "x", name, &place.targets("x"));
+        assert!(matches!(ended, Ended::Refused(..)), "{name}: {ended:?}");
+    }
+}
+
+/// The signal that tells of input goes wherever a descriptor's owner says.
+#[test]
+fn a_worker_cannot_have_another_one_killed_by_the_kernel() {
+    let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
+    for (sandbox, layers) in all {
+        if !has_layers(layers) {
+            continue;
+        }
+        let bulkheads = bulkhead("x", WORKER, sandbox) + &bulkhead("sibling", WORKER, sandbox);
+        let place = Setup { bulkheads: &bulkheads, ..Setup::default() }.start();
+        let targets = place.targets("sibling");
+        place.attempt(&place.client(), "x", "kill-sibling-by-input", &targets);
+        if sandbox.contains("none") {
+            // So the attempt works.
+            place.supervisor.wait_number("sibling", "restarts", 1);
+            continue;
+        }
+        // The signal would have come before the answer.
+        place.ask("sibling", "pid");
+        assert_eq!(targets["sibling"], place.worker("sibling"), "{sandbox}");
+        assert_eq!(place.supervisor.number("sibling", "restarts"), 0, "{sandbox}");
+    }
+}
+
+// Users.
+
+fn uids(pids: &[u32]) -> BTreeSet<u32> {
+    let effective = |pid: &u32| status_field(*pid, "Uid").split(' ').nth(1)?.parse().ok();
+    pids.iter().filter_map(effective).collect()
+}
+
+#[test]
+fn each_worker_has_a_user_of_its_own() {
+    if !is_root() || !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    for profile in ["default", "strict"] {
+        let sandbox = format!("profile = \"{profile}\", user = \"auto\"");
+        let bulkheads = bulkhead("x", &format!("{WORKER}\nprocesses = 3"), &sandbox)
+            + &bulkhead("y", "exec = [\"/usr/bin/id\", \"-u\"]", &sandbox);
+        let place = Setup { supervisor: WORKER_UIDS, bulkheads: &bulkheads, ..Setup::default() }.start();
+        let mut pids =
+            wait_for("all run", || Some(place.supervisor.worker_pids("x")).filter(|pids| pids.len() == 3));
+        pids.push(place.worker("y"));
+        let ids = uids(&pids);
+        assert_eq!(ids.len(), 4, "{profile}: {ids:?}");
+        assert!(ids.iter().all(|id| (1_879_048_192..=1_879_048_447).contains(id)), "{profile}: {ids:?}");
+        for &pid in &pids {
+            assert_powerless(pid);
+            assert_eq!(status_field(pid, "Groups"), "", "{profile}");
+            assert_eq!(status_field(pid, "Uid").split(' ').collect::<BTreeSet<_>>().len(), 1, "{profile}");
+            assert_eq!(status_field(pid, "Gid").split(' ').collect::<BTreeSet<_>>().len(), 1, "{profile}");
+            assert_ne!(status_field(pid, "Gid").split(' ').next(), Some("0"), "{profile}");
+        }
+        assert!(outcome(&place.client().job("y", "").send()) == "ok");
+        // What the file's mode leaves to the supervisor's own user is out of reach, Landlock or not.
+        let ended = place.attempt(&place.client(), "x", "chmod-neighbour", &place.targets("y"));
+        assert!(matches!(ended, Ended::Refused(..)), "{profile}: {ended:?}");
+    }
+}
+
+#[test]
+fn a_worker_can_be_given_to_a_user_by_name() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let bulkheads = bulkhead("x", WORKER, "profile = \"default\", user = \"nobody\"");
+    let place = Setup { bulkheads: &bulkheads, ..Setup::default() }.start();
+    assert_eq!(uids(&[place.worker("x")]), BTreeSet::from([NOBODY]));
+    assert_powerless(place.worker("x"));
+}
+
+#[test]
+fn processes_are_limited_where_the_user_is_not_root() {
+    if !is_root() || !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    for profile in ["default", "strict"] {
+        let sandbox = format!("profile = \"{profile}\", user = \"auto\"");
+        let bulkheads = bulkhead("x", &format!("{WORKER}\nrlimits = {{ nproc = 20 }}"), &sandbox);
+        let place = Setup { supervisor: WORKER_UIDS, bulkheads: &bulkheads, ..Setup::default() }.start();
+        let ended = place.attempt(&place.client(), "x", "make-many-processes", &json!({}));
+        assert!(ended.is(Expected::Refused(&["EAGAIN"], "")), "{profile}: {ended:?}");
+    }
+}
+
+/// The set-user-id bit of a program that root owns.
+#[test]
+fn a_program_gives_no_privileges() {
+    if !is_root() || !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    use std::os::unix::fs::PermissionsExt;
+    let sandbox = |profile: &str| format!("{profile}, read = [\"PLACE/read\"]");
+    let bulkheads = bulkhead("none", "exec = [\"HOSTILE\", \"once\"]", "profile = \"none\"")
+        + &bulkhead("default", "exec = [\"HOSTILE\", \"once\"]", &sandbox(DEFAULT))
+        + &bulkhead("strict", "exec = [\"HOSTILE\", \"once\"]", &sandbox(STRICT));
+    let place = Setup { bulkheads: &bulkheads, user: Some(NOBODY), ..Setup::default() }.start();
+    let program = place.path().join("read/become-root");
+    std::fs::copy(place.path().join("bin/hostile"), &program).unwrap();
+    std::os::unix::fs::chown(&program, Some(0), Some(0)).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o4755)).unwrap();
+    let targets = json!({ "set_user_id": program.to_str().unwrap() });
+    let client = place.client();
+    let attempt = |name: &str| place.attempt(&client, name, "run-set-user-id-program", &targets);
+    match attempt("none") {
+        Ended::Succeeded(_) => {}
+        other => eprintln!("NOT TESTED: set-user-id programs do not work here at all: {other:?}"),
+    }
+    for name in ["default", "strict"] {
+        let ended = attempt(name);
+        assert!(matches!(ended, Ended::Refused(..)), "{name}: {ended:?}");
+    }
+}
+
+// Limits.
+
+/// Name in `/proc/PID/limits` → soft and hard.
+fn limits(text: &str) -> BTreeMap<String, (String, String)> {
+    let one = |line: &str| {
+        let (name, rest) = line.split_at_checked(26)?;
+        let mut values = rest.split_whitespace().map(str::to_owned);
+        Some((name.trim().to_owned(), (values.next()?, values.next()?)))
+    };
+    text.lines().filter_map(one).collect()
+}
+
+const RLIMITS: &str = "rlimits = { as = \"3GiB\", cpu = \"100s\", nofile = 77, fsize = \"5MiB\", \
+    nproc = 300, stack = \"4MiB\", memlock = 0, core = 0 }\n";
+
+const EXPECTED: [(&str, &str, &str); 8] = [
+    ("Max address space", "3221225472", "3221225472"),
+    ("Max cpu time", "100", "101"),
+    ("Max open files", "77", "77"),
+    ("Max file size", "5242880", "5242880"),
+    ("Max processes", "300", "300"),
+    ("Max stack size", "4194304", "4194304"),
+    ("Max locked memory", "0", "0"),
+    ("Max core file size", "0", "0"),
+];
+
+fn compile_library(folder: &Path) -> PathBuf {
+    let source = "#include <bulkhead.h>\nBULKHEAD_LIBRARY\n\
+        int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host) { return 0; }\n";
+    let (input, output) = (folder.join("library.c"), folder.join("library.so"));
+    std::fs::write(&input, source).unwrap();
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/include");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-I"]).arg(include).arg("-o").arg(&output).arg(&input);
+    assert!(cc.status().expect("a C compiler named `cc`").success());
+    output
+}
+
+#[test]
+fn limits_are_as_configured_whatever_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let library = compile_library(folder.path());
+    let all = [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
+    for (sandbox, layers) in all {
+        if !has_layers(layers) {
+            continue;
+        }
+        let bulkheads = bulkhead("command", &format!("{WORKER}\n{RLIMITS}"), sandbox)
+            + &bulkhead("library", &format!("library = {library:?}\n{RLIMITS}"), sandbox)
+            + &bulkhead("exec", &format!("exec = [\"/bin/cat\", \"/proc/self/limits\"]\n{RLIMITS}"), sandbox);
+        let place = Setup { bulkheads: &bulkheads, ..Setup::default() }.start();
+        let of = |name: &str| {
+            let path = format!("/proc/{}/limits", place.worker(name));
+            std::fs::read_to_string(path).unwrap()
+        };
+        let texts = [("command", of("command")), ("library", of("library")), ("exec", place.ask("exec", ""))];
+        for (name, text) in texts {
+            let limits = limits(&text);
+            for (limit, soft, hard) in EXPECTED {
+                let expected = (soft.to_owned(), hard.to_owned());
+                assert_eq!(limits.get(limit), Some(&expected), "{sandbox}, {name}: {limit}");
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_over_the_limit_costs_the_worker() {
+    for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
+        if !has_layers(layers) {
+            continue;
+        }
+        let runs = format!("{WORKER}\nrlimits = {{ as = \"200MiB\" }}");
+        let place = Setup { bulkheads: &bulkhead("x", &runs, sandbox), ..Setup::default() }.start();
+        let client = place.client();
+        let send = |operation: &str| outcome(&client.job("x", "{}").operation(operation).send());
+        assert_eq!(send("touch-much-memory"), "crashed/signal", "{sandbox}");
+        assert_eq!(send("pid"), "ok", "{sandbox}");
+    }
+}
+
+#[test]
+fn memory_over_the_cgroups_limit_is_told_as_that() {
+    if !has_layers(&["cgroup leaf", "cgroup memory"]) {
+        return;
+    }
+    let runs = format!("{WORKER}\ncgroup = {{ memory = \"100MiB\" }}");
+    let place = Setup { bulkheads: &bulkhead("x", &runs, DEFAULT), ..Setup::default() }.start();
+    let client = place.client();
+    let send = |operation: &str| outcome(&client.job("x", "{}").operation(operation).send());
+    assert_eq!(send("touch-much-memory"), "crashed/oom");
+    assert_eq!(send("pid"), "ok");
+}
+
+// Without privileges.
+
+#[test]
+fn a_supervisor_without_privileges_confines_as_well() {
+    if !is_root() || !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let bulkheads = bulkhead("default", WORKER, DEFAULT)
+        + &bulkhead("strict", &format!("{WORKER}\nprocesses = 2"), STRICT)
+        + &bulkhead("program", "exec = [\"/usr/bin/id\", \"-u\"]", STRICT);
+    let mut place = Setup { bulkheads: &bulkheads, user: Some(NOBODY), ..Setup::default() }.start();
+    for name in ["default", "strict"] {
+        assert_eq!(uids(&[place.worker(name)]), BTreeSet::from([NOBODY]));
+        assert_powerless_but_for_bounds(place.worker(name));
+        let before = descriptors(place.supervisor.keeper());
+        let pid = place.worker(name);
+        kill_pid(pid, Signal::SIGKILL);
+        wait_for("another worker is there", || {
+            (!place.supervisor.worker_pids(name).contains(&pid)).then_some(())
+        });
+        assert!(place.ask(name, "status").contains("NoNewPrivs:\t1"));
+        wait_for("the keeper has no more descriptors than before", || {
+            (descriptors(place.supervisor.keeper()) <= before).then_some(())
+        });
+    }
+    place.ask("program", "");
+    place.supervisor.signal(Signal::SIGTERM);
+    assert_eq!(place.supervisor.wait().code(), Some(0));
+}

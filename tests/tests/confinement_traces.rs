@@ -1,0 +1,276 @@
+//! What is left of confined workers when they are gone: nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bulkhead_tests::confined::{
+    DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root, namespaces,
+};
+use bulkhead_tests::{descriptors, is_alive, kill_pid, outcome, processes_with, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+/// How many workers are started and killed.
+const STARTS: usize = 1000;
+
+/// How long so many may take.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
+const DEFAULT: &str = "profile = \"default\"";
+
+fn bulkhead(sandbox: &str, processes: u32) -> String {
+    format!(
+        "[bulkhead.x]\ncommand = [\"HOSTILE\"]\ncwd = \"work\"\nprocesses = {processes}\nmax_queue = 100\n\
+         deadline = \"60s\"\nsandbox = {{ {sandbox} }}\n\
+         restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000, within = \"1ms\" }}\n"
+    )
+}
+
+/// Everything that could be left, counted or listed.
+#[derive(Debug, PartialEq, Eq)]
+struct Traces {
+    descriptors_of_supervisor: usize,
+    descriptors_of_keeper: usize,
+    processes: usize,
+    zombies: usize,
+    mounts_of_keeper: String,
+    mounts_of_machine: String,
+    namespaces: BTreeMap<String, usize>,
+    temporary: usize,
+}
+
+impl Traces {
+    fn of(place: &Place) -> Self {
+        let (supervisor, keeper) = (place.supervisor.pid(), place.supervisor.keeper());
+        let family = descendants(supervisor);
+        let mounts = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+        let mut different: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for (pid, _) in &family {
+            for (kind, id) in namespaces(*pid) {
+                different.entry(kind).or_default().insert(id);
+            }
+        }
+        Self {
+            descriptors_of_supervisor: descriptors(supervisor),
+            descriptors_of_keeper: descriptors(keeper),
+            processes: family.len(),
+            zombies: family.iter().filter(|(_, state)| *state == 'Z').count(),
+            mounts_of_keeper: mounts(keeper),
+            mounts_of_machine: mounts(1),
+            namespaces: different.into_iter().map(|(kind, ids)| (kind, ids.len())).collect(),
+            temporary: walk(place.path().join("tmp")),
+        }
+    }
+}
+
+/// Every process below this one, with its state.
+fn descendants(of: u32) -> Vec<(u32, char)> {
+    let stat = |pid: u32| -> Option<(u32, char)> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
+        let state = fields.next()?.chars().next()?;
+        Some((fields.next()?.parse().ok()?, state))
+    };
+    let entries = std::fs::read_dir("/proc").unwrap();
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let all: BTreeMap<u32, (u32, char)> = pids.filter_map(|pid| Some((pid, stat(pid)?))).collect();
+    let is_below = |mut pid: u32| loop {
+        match all.get(&pid) {
+            Some((parent, _)) if *parent == of => return true,
+            Some((parent, _)) if *parent != 0 => pid = *parent,
+            _ => return false,
+        }
+    };
+    all.iter().filter(|(pid, _)| is_below(**pid)).map(|(pid, (_, state))| (*pid, *state)).collect()
+}
+
+/// How many files and folders there are in here.
+fn walk(folder: PathBuf) -> usize {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| 1 + if entry.path().is_dir() { walk(entry.path()) } else { 0 }).sum()
+}
+
+/// The cgroup of a process, as a folder.
+fn cgroup(pid: u32) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
+}
+
+fn cgroup_exists(path: &str) -> bool {
+    let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
+    roots.iter().any(|root| std::path::Path::new(&format!("{root}{path}/cgroup.procs")).exists())
+}
+
+/// Ends one worker after the other: most by a crash, the others by a signal.
+fn start_and_kill(place: &Place, lanes: usize) -> BTreeSet<String> {
+    let done = AtomicUsize::new(0);
+    let cgroups = Mutex::new(BTreeSet::new());
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for _ in 0..lanes {
+            scope.spawn(|| {
+                let client = place.client();
+                while done.fetch_add(1, Ordering::Relaxed) < STARTS {
+                    assert!(began.elapsed() < PATIENCE, "{} of {STARTS}", done.load(Ordering::Relaxed));
+                    let found = client.job("x", "").operation("pid").deadline(PATIENCE).send();
+                    let pid = found.ok().and_then(|reply| reply.outcome().worker_pid);
+                    cgroups.lock().unwrap().extend(pid.and_then(cgroup));
+                    match pid {
+                        Some(pid) if pid % 4 == 0 => kill_pid(pid, Signal::SIGKILL),
+                        _ => {
+                            let result = client.job("x", "").operation("crash").deadline(PATIENCE).send();
+                            assert!(outcome(&result).starts_with("crashed/"), "{result:?}");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    cgroups.into_inner().unwrap()
+}
+
+fn assert_no_traces(sandbox: &str, user: Option<u32>) {
+    const PROCESSES: u32 = 4;
+    let bulkheads = bulkhead(sandbox, PROCESSES);
+    let mut place = Setup { bulkheads: &bulkheads, user, ..Setup::default() }.start();
+    let settled = || place.supervisor.wait_number("x", "limit", PROCESSES.into());
+    // Whatever is made once is made now.
+    settled();
+    place.ask("x", "leave-a-file");
+    let _ = place.client().job("x", "").operation("crash").send();
+    settled();
+    let before = Traces::of(&place);
+    let own = cgroup(place.supervisor.pid());
+    let cgroups = start_and_kill(&place, PROCESSES as usize);
+    settled();
+    wait_for("all is as before", || {
+        let after = Traces::of(&place);
+        let is_same = after == before;
+        if !is_same {
+            eprintln!("before: {before:?}\nafter: {after:?}");
+        }
+        is_same.then_some(())
+    });
+    let restarts = place.supervisor.number("x", "restarts");
+    assert!(restarts as usize > STARTS / 2, "{restarts}");
+    // Those that live have theirs.
+    let living: BTreeSet<String> = place.supervisor.worker_pids("x").into_iter().filter_map(cgroup).collect();
+    place.supervisor.signal(Signal::SIGTERM);
+    place.supervisor.wait();
+    for path in cgroups.union(&living).filter(|path| Some(*path) != own.as_ref()) {
+        assert!(!cgroup_exists(path), "the cgroup {path} is left");
+    }
+    assert_eq!(walk(place.path().join("tmp")), 0, "files are left");
+}
+
+#[test]
+fn a_thousand_strict_workers_leave_nothing() {
+    if has_layers(STRICT_LAYERS) {
+        assert_no_traces(STRICT, None);
+    }
+}
+
+#[test]
+fn a_thousand_strict_workers_of_an_unprivileged_supervisor_leave_nothing() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        assert_no_traces(STRICT, Some(NOBODY));
+    }
+}
+
+#[test]
+fn a_thousand_default_workers_leave_nothing() {
+    if has_layers(DEFAULT_LAYERS) {
+        assert_no_traces(DEFAULT, None);
+    }
+}
+
+/// A marker in the command line of whatever a place runs.
+fn marker(place: &Place) -> String {
+    place.path().join("bin/hostile").to_str().unwrap().to_owned()
+}
+
+#[test]
+fn processes_that_a_worker_left_behind_end_with_it() {
+    for (sandbox, layers) in
+        [("profile = \"none\"", &[][..]), (DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)]
+    {
+        if !has_layers(layers) {
+            continue;
+        }
+        let place = Setup { bulkheads: &bulkhead(sandbox, 1), ..Setup::default() }.start();
+        let left = place.attempt(&place.client(), "x", "leave-processes-behind", &json!({}));
+        assert!(matches!(left, Ended::Succeeded(_)), "{sandbox}: {left:?}");
+        let family = || processes_with(&marker(&place));
+        let before = wait_for("they are there", || Some(family()).filter(|all| all.len() >= 6));
+        let worker = place.worker("x");
+        kill_pid(worker, Signal::SIGKILL);
+        wait_for("they are gone", || (!before.iter().any(|&pid| is_alive(pid))).then_some(()));
+        place.supervisor.wait_number("x", "limit", 1);
+    }
+}
+
+#[test]
+fn the_supervisors_sudden_death_leaves_nothing() {
+    for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
+        if !has_layers(layers) {
+            continue;
+        }
+        let mut place = Setup { bulkheads: &bulkhead(sandbox, 2), ..Setup::default() }.start();
+        place.ask("x", "leave-a-file");
+        let left = place.attempt(&place.client(), "x", "leave-processes-behind", &json!({}));
+        assert!(matches!(left, Ended::Succeeded(_)), "{sandbox}: {left:?}");
+        let own = cgroup(place.supervisor.pid());
+        let family = descendants(place.supervisor.pid());
+        let cgroups: BTreeSet<_> = family.iter().filter_map(|(pid, _)| cgroup(*pid)).collect();
+        place.supervisor.signal(Signal::SIGKILL);
+        place.supervisor.wait();
+        wait_for("every process is gone", || (!family.iter().any(|(pid, _)| is_alive(*pid))).then_some(()));
+        wait_for("every cgroup is gone", || {
+            (!cgroups.iter().filter(|path| Some(*path) != own.as_ref()).any(|path| cgroup_exists(path)))
+                .then_some(())
+        });
+        wait_for("the temporary folders are gone", || (walk(place.path().join("tmp")) == 0).then_some(()));
+    }
+}
+
+#[test]
+fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let place = Setup { bulkheads: &bulkhead(STRICT, 2), ..Setup::default() }.start();
+    let keeper = place.supervisor.keeper();
+    let family: Vec<u32> = descendants(keeper).into_iter().map(|(pid, _)| pid).collect();
+    kill_pid(keeper, Signal::SIGKILL);
+    wait_for("its processes are gone", || (!family.iter().any(|&pid| is_alive(pid))).then_some(()));
+    place.supervisor.wait_number("x", "limit", 2);
+    assert_ne!(place.supervisor.keeper(), keeper);
+}
+
+#[test]
+fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
+    for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {
+        for user in [None, Some(NOBODY)] {
+            if !has_layers(layers) || (user.is_some() && !is_root()) {
+                continue;
+            }
+            let place = Setup { bulkheads: &bulkhead(sandbox, 1), user, ..Setup::default() }.start();
+            let targets = place.targets("x");
+            let before = walk(place.path().join("tmp"));
+            let precious = place.path().join("outside/precious");
+            std::fs::write(&precious, "x").unwrap();
+            let ended = place.attempt(&place.client(), "x", "booby-trap-temporary-folder", &targets);
+            let Ended::Succeeded(folder) = ended else { panic!("{sandbox}: {ended:?}") };
+            kill_pid(place.worker("x"), Signal::SIGKILL);
+            // Another one starts in good time, whatever there is to remove.
+            wait_for("another worker is there", || place.client().job("x", "").send().ok());
+            let temporary = || walk(place.path().join("tmp"));
+            wait_for(&format!("{folder} is gone, {sandbox}"), || (temporary() == before).then_some(()));
+            assert_eq!(std::fs::read(&precious).unwrap(), b"x", "{sandbox}, {user:?}");
+        }
+    }
+}
