@@ -53,7 +53,7 @@ pub(super) const OUTER: [(&str, Step); 6] = [
 ///
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set.
-pub(super) const INNER: [(&str, Step); 15] = [
+pub(super) const INNER: [(&str, Step); 16] = [
     ("signals", signals),
     ("session", session),
     ("priority", priority),
@@ -61,6 +61,7 @@ pub(super) const INNER: [(&str, Step); 15] = [
     ("descriptors", descriptors),
     ("child subreaper", child_subreaper),
     (RLIMIT, rlimits),
+    ("bounding set", bounding_set),
     ("identity", identity),
     ("capabilities", capabilities),
     ("parent-death signal", parent_death_signal),
@@ -164,8 +165,9 @@ fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(ruleset.add_mounted(barriers.has_tmp())?)
 }
 
-/// All of them, and the right to get any by executing something.
-fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
+/// The right to get any capability by executing something. Before the identity, which takes along the
+/// capability that this takes.
+fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().no_capabilities {
         return Ok(());
     }
@@ -174,7 +176,15 @@ fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
         // once it has given up new privileges.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
-    // SAFETY: as above; only a kernel without such a set refuses.
+    Ok(())
+}
+
+/// All of them.
+fn capabilities(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().no_capabilities {
+        return Ok(());
+    }
+    // SAFETY: changes a set of this process; only a kernel without such a set refuses.
     unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) };
     let none = CapabilitySet::empty();
     let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
