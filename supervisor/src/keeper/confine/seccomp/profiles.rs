@@ -93,6 +93,7 @@ fn deny(rules: &mut Rules) {
     rules.set("unshare", without(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
     rules.set("ptrace", trace());
+    rules.set("prlimit64", own_limits());
     rules.set("socketpair", socketpair());
 }
 
@@ -120,6 +121,13 @@ fn personality() -> Rule {
 fn trace() -> Rule {
     const TRACE_ME: u32 = 0;
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
+}
+
+/// Of the process itself. A limit of another one can end it, and whoever shares a user with the
+/// supervisor may set that one's: neither Landlock nor missing capabilities stand in the way.
+fn own_limits() -> Rule {
+    const ITSELF: u32 = 0;
+    only_these(0, &[ITSELF], REFUSE)
 }
 
 /// The families of the internet, Unix sockets, and the questions after addresses and routes.
