@@ -18,7 +18,7 @@ mod steer;
 mod tenants;
 mod view;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
@@ -39,7 +39,7 @@ use crate::command::{Command, Commander, Notice};
 use crate::config::Config;
 use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
-use crate::keeper::Keeper;
+use crate::keeper::{Keeper, Report};
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 
 use access::Access;
@@ -168,6 +168,8 @@ pub struct Shard {
     keeper_deaths: u32,
     /// Since when an answer of the keeper's is due.
     keeper_asked_at: Option<Time>,
+    /// What the keeper said while something else was being done.
+    late_reports: VecDeque<Report>,
     named: Vec<Named>,
     by_name: HashMap<Arc<str>, usize, RandomState>,
     compartments: Vec<Compartment>,
@@ -340,6 +342,7 @@ impl Shard {
             keeper_since: Time::ZERO,
             keeper_deaths: 0,
             keeper_asked_at: None,
+            late_reports: VecDeque::new(),
             named,
             compartments: Vec::new(),
             by_name,
@@ -432,6 +435,7 @@ impl Shard {
                 _ => has_others = true,
             }
         }
+        self.hear_late_reports();
         again.iter().filter(|endpoint| !endpoint.is_link()).for_each(|&session| self.readable(session));
         if has_others {
             self.hear_others(events);

@@ -235,6 +235,13 @@ impl Shard {
         Ok(())
     }
 
+    /// What could not be heard when it came.
+    pub(super) fn hear_late_reports(&mut self) {
+        while let Some(report) = self.late_reports.pop_front() {
+            self.keeper_report(report);
+        }
+    }
+
     fn keeper_report(&mut self, report: Report) {
         self.keeper_asked_at = None;
         match report {
@@ -298,9 +305,13 @@ impl Shard {
     /// How a program of a worker's ended, by a signal as that one says: the keeper may know more.
     fn program_death(&mut self, index: usize, signal: i32, process: Option<u32>) -> Death {
         if signal == libc::SIGKILL && process.is_some() {
-            // What it said of a violation it said before it killed.
+            // What it said of a violation it said before it killed. The rest has to wait: it may be the end
+            // of this very worker, whose answer is being read.
             while let Ok(Some(report)) = self.keeper.receive() {
-                self.keeper_report(report);
+                match report {
+                    Report::Violation { worker, process, call } => self.violation(worker, process, call),
+                    other => self.late_reports.push_back(other),
+                }
             }
         }
         let Some(link) = self.links[index].as_mut() else { return Death::Signal(signal) };
