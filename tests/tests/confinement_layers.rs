@@ -165,10 +165,21 @@ fn missing_network_namespaces_are_an_error_or_told() {
     }
 }
 
+/// Root makes the other namespaces without one of users, and needs none to give up its rights.
 #[test]
-fn a_user_namespace_that_is_missing_is_an_error_or_told_even_if_the_others_can_be_had() {
-    if has_layers(STRICT_LAYERS) && is_root() {
-        assert_error_or_told("strict", "user_namespace", &["user_namespace"], None);
+fn root_does_without_a_user_namespace_and_that_is_told() {
+    if !has_layers(STRICT_LAYERS) || !is_root() {
+        return;
+    }
+    let bulkheads = bulkhead("x", WORKER, STRICT);
+    let place = Setup { bulkheads: &bulkheads, without: "user_namespace", ..Setup::default() }.start();
+    let told = only(&place, "x");
+    assert_eq!(told.namespaces, ["pid", "mount", "network"], "{told:?}");
+    assert_powerless(told.pid);
+    let client = place.client();
+    for name in ["read-neighbour", "mount", "signal-supervisor", "open-kernel-log", "write-core-pattern"] {
+        let ended = place.attempt(&client, "x", name, &place.targets("x"));
+        assert!(matches!(ended, Ended::Refused(..)), "{name}: {ended:?}");
     }
 }
 
