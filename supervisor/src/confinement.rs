@@ -201,10 +201,13 @@ impl Sandbox {
 }
 
 /// Files that the command line names: whoever writes `["python3", "/srv/app/main.py"]` means it to be read.
-/// Folders are not among them: they may be anything.
+/// Folders are not among them: they may be anything. Nor is `/proc`, which workers have, and which is not the
+/// same for each.
 fn named_files(program: &Program) -> Vec<String> {
     let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = program else { return Vec::new() };
-    let is_file = |text: &&String| text.starts_with('/') && Path::new(text).is_file();
+    let is_file = |text: &&String| {
+        text.starts_with('/') && !Path::new(text).starts_with("/proc") && Path::new(text).is_file()
+    };
     argv.iter().skip(1).filter(is_file).cloned().collect()
 }
 
