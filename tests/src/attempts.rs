@@ -308,7 +308,7 @@ pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
 
 /// What succeeds under `default` where supervisor and workers are one user without privileges: with a root
 /// supervisor, its capabilities protect it.
-pub const OF_ONE_USER: &[&str] = &["renice-supervisor", "reschedule-supervisor", "pin-supervisor"];
+pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
 
 impl fmt::Display for Expected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -158,17 +158,25 @@ mod tests {
 
     #[test]
     fn limits_are_found_by_their_numbers() {
+        #[allow(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
+        const NUMBERS: [u32; 4] = [
+            libc::RLIMIT_CPU as u32,
+            libc::RLIMIT_NOFILE as u32,
+            libc::RLIMIT_NICE as u32,
+            libc::RLIMIT_AS as u32,
+        ];
+        let [cpu, nofile, nice, address_space] = NUMBERS;
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
             Max cpu time              60                   61                   seconds   \n\
             Max open files            1024                 unlimited            files     \n\
             Max nice priority         0                    0                    \n";
-        assert_eq!(limit_of(text, libc::RLIMIT_CPU as u32), Some((60, 61)));
-        assert_eq!(limit_of(text, libc::RLIMIT_NOFILE as u32), Some((1024, u64::MAX)));
-        assert_eq!(limit_of(text, libc::RLIMIT_NICE as u32), Some((0, 0)));
-        assert_eq!(limit_of(text, libc::RLIMIT_AS as u32), None);
+        assert_eq!(limit_of(text, cpu), Some((60, 61)));
+        assert_eq!(limit_of(text, nofile), Some((1024, u64::MAX)));
+        assert_eq!(limit_of(text, nice), Some((0, 0)));
+        assert_eq!(limit_of(text, address_space), None);
         let own = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let bound = |value: Option<u64>| value.unwrap_or(u64::MAX);
-        let resource = libc::RLIMIT_NOFILE as u32;
+        let resource = nofile;
         let right = Rlimit { resource, soft: bound(own.current), hard: bound(own.maximum) };
         let wrong = Rlimit { soft: 3, ..right };
         let mismatch = |limits: &[Rlimit]| limit_mismatch(std::process::id(), limits).unwrap();

@@ -858,7 +858,7 @@ fn advice(step: &str, error: &io::Error) -> &'static str {
     if error.kind() != io::ErrorKind::PermissionDenied {
         return "";
     }
-    if is_step("exec") || is_step("working directory") {
+    if is_step("exec") || is_step("working directory") || step.starts_with("mount namespace: show") {
         return " (see whether the worker's user can reach it, and every folder above it)";
     }
     if step.starts_with("rlimit") {

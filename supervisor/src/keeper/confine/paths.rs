@@ -104,6 +104,10 @@ pub(in crate::keeper) const PROC: &str = "/proc";
 /// What installers put beside a program's `bin`: libraries, data, and the note of a virtual environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
 
+/// Where version managers (pyenv, rbenv, nodenv, asdf, mise) keep the scripts that stand for programs. These
+/// lie below the same folder.
+const SHIMS: &str = "shims";
+
 /// Bytes of a script that the kernel looks at for its interpreter.
 const SHEBANG_BYTES_MAX: u64 = 256;
 
@@ -142,6 +146,10 @@ pub(in crate::keeper) fn own_folders(programs: &[&Path], directory: Option<&Path
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
     let is_bin = folder.file_name().is_some_and(|name| name == "bin" || name == "sbin");
+    let is_shims = folder.file_name().is_some_and(|name| name == SHIMS);
+    if let Some(prefix) = folder.parent().filter(|_| is_shims) {
+        return vec![prefix.to_path_buf()];
+    }
     let beside = folder.parent().filter(|_| is_bin);
     let beside = beside.into_iter().flat_map(|prefix| BESIDE_BIN.iter().map(|name| prefix.join(name)));
     std::iter::once(folder.to_path_buf()).chain(beside).collect()
@@ -209,6 +217,9 @@ mod tests {
         let folders = own_folders(&[&path("own/bin/script")], None);
         let expected = ["own/bin", "own/lib", "own/pyvenv.cfg", "tool/bin", "tool/libexec"];
         assert_eq!(folders, expected.map(path));
+        std::fs::create_dir_all(path("pyenv/shims")).unwrap();
+        std::fs::write(path("pyenv/shims/python"), "").unwrap();
+        assert_eq!(own_folders(&[&path("pyenv/shims/python")], None), [path("pyenv")]);
         assert_eq!(own_folders(&[Path::new("/program")], Some(Path::new("/"))), Vec::<PathBuf>::new());
     }
 

@@ -171,7 +171,7 @@ mod tests {
         fail(theirs.as_fd(), &failure);
         assert!(matches!(read(&ours), Progress::Failed(said) if said == failure));
         drop(ours);
-        assert_eq!(want_map(theirs.as_fd()), Err(Errno::PIPE));
+        assert!(want_map(theirs.as_fd()).is_err());
         let (ours, theirs) = pair().unwrap();
         drop(theirs);
         assert!(matches!(read(&ours), Progress::Executed));

@@ -40,6 +40,8 @@ const REFUSED: &[&str] = &[
 pub(in crate::keeper) fn default(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
+    rules.set("sched_setattr sched_setparam sched_setscheduler migrate_pages move_pages", of_itself(0));
+    rules.set("ioprio_set", of_one_process(IOPRIO_WHO_PROCESS, of_itself(1)));
     rules.set("socket", socket(network));
     rules.set("ioctl", terminal_tricks());
     rules
@@ -93,7 +95,8 @@ fn deny(rules: &mut Rules) {
     rules.set("unshare", without(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
     rules.set("ptrace", trace());
-    rules.set("prlimit64", own_limits());
+    rules.set("prlimit64", of_itself(0));
+    rules.set("setpriority", of_one_process(libc::PRIO_PROCESS, of_itself(1)));
     rules.set("socketpair", socketpair());
 }
 
@@ -123,12 +126,22 @@ fn trace() -> Rule {
     check(0, vec![(Is(TRACE_ME), REFUSE.into())], Verdict::Fatal)
 }
 
-/// Of the process itself. A limit of another one can end it, and whoever shares a user with the
-/// supervisor may set that one's: neither Landlock nor missing capabilities stand in the way.
-fn own_limits() -> Rule {
+/// Of the process, or the thread, that asks. A limit of another one can end it, and a priority starve it, and
+/// whoever shares a user with the supervisor may set them: neither Landlock nor missing capabilities stand
+/// in the way. (To which processors another one is bound cannot be told from here: threads of one process
+/// bind each other.)
+fn of_itself(argument: u8) -> Rule {
     const ITSELF: u32 = 0;
-    only_these(0, &[ITSELF], REFUSE)
+    only_these(argument, &[ITSELF], REFUSE)
 }
+
+/// Not of a group, nor of all processes of a user.
+fn of_one_process(kind: impl TryInto<u32>, rule: Rule) -> Rule {
+    let kind = kind.try_into().unwrap_or_default();
+    check(0, vec![(Is(kind), rule)], REFUSE)
+}
+
+const IOPRIO_WHO_PROCESS: u32 = 1;
 
 /// The families of the internet, Unix sockets, and the questions after addresses and routes.
 ///
