@@ -24,6 +24,8 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
         None,
         CapabilitySets { effective: none, permitted: none, inheritable: none },
     );
+    // What it is called in lists of processes. It cannot fail with a name this short.
+    let _ = rustix::thread::set_name(c"bulkhead-init");
     // SAFETY: sets a flag of this process: nobody in there is to look into it.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
     close_all_but(status);
