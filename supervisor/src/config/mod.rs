@@ -37,7 +37,6 @@ pub use checked::{
 };
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};
-use schema::Supported;
 pub use schema::{Key, Kind, Preset, later, reference};
 use toml::de::DeTable;
 
@@ -112,7 +111,7 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
 /// # Ok::<(), config::ConfigErrors>(())
 /// ```
 pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
-    parse_in(text, path, &Surroundings::of_process(), schema::SUPPORTED)
+    parse_in(text, path, &Surroundings::of_process())
 }
 
 /// What of the process a file depends on.
@@ -145,12 +144,7 @@ impl Surroundings {
     }
 }
 
-fn parse_in(
-    text: &str,
-    path: &Path,
-    surroundings: &Surroundings,
-    supported: Supported,
-) -> Result<Config, ConfigErrors> {
+fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Config, ConfigErrors> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let absolute = std::path::absolute(path).map_err(|error| {
         let message =
@@ -164,7 +158,7 @@ fn parse_in(
     if !problems.is_empty() {
         return Err(problems.into_errors(path, text));
     }
-    let raw = raw::read(document.get_ref(), supported, &mut problems);
+    let raw = raw::read(document.get_ref(), &mut problems);
     let mut checker = relations::Checker { folder, surroundings, problems: &mut problems };
     let config = checker.check(&absolute, raw);
     if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(path, text)) }

@@ -22,7 +22,6 @@ use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Problems, shown};
 use super::reader::{Arguments, Field, Origin, TableReader};
-use super::schema::Supported;
 use super::{Resource, UidRange, defaults, schema, values};
 
 /// A whole file.
@@ -99,8 +98,8 @@ pub(super) struct RawRestart {
 const WHAT_RUNS: &[&str] = &["command", "library", "entry", "exec"];
 
 /// Reads a whole document.
-pub(super) fn read(root: &DeTable<'_>, supported: Supported, problems: &mut Problems) -> RawFile {
-    let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, supported, root, problems);
+pub(super) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
+    let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, root, problems);
     let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
     let empty = DeTable::new();
     let supervisor = match top.table("supervisor", schema::SUPERVISOR) {
@@ -108,7 +107,7 @@ pub(super) fn read(root: &DeTable<'_>, supported: Supported, problems: &mut Prob
         None => {
             let mut nothing = Problems::default();
             let (schema, title) = (schema::SUPERVISOR, String::new());
-            let mut table = TableReader::open(schema, title, Origin::Own, supported, &empty, &mut nothing);
+            let mut table = TableReader::open(schema, title, Origin::Own, &empty, &mut nothing);
             read_supervisor(heading, &mut table)
         }
     };
@@ -118,11 +117,11 @@ pub(super) fn read(root: &DeTable<'_>, supported: Supported, problems: &mut Prob
     let missing = !root.contains_key("bulkhead");
 
     let (schema, title) = (schema::BULKHEAD, "defaults".to_owned());
-    let mut shared = TableReader::open(schema, title, Origin::Defaults, supported, shared, problems);
+    let mut shared = TableReader::open(schema, title, Origin::Defaults, shared, problems);
     shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
     shared.refuse(&["tenant"], "each [bulkhead.NAME] names its own tenants");
     let shared = read_bulkhead(String::new(), 0..0, &mut shared);
-    let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, supported, problems);
+    let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
     let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
     if missing || named.is_some_and(|named| named.is_empty()) {
         let place = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
@@ -132,12 +131,7 @@ pub(super) fn read(root: &DeTable<'_>, supported: Supported, problems: &mut Prob
     RawFile { supervisor, access, bulkheads, names }
 }
 
-fn read_bulkheads(
-    named: &DeTable<'_>,
-    shared: &RawBulkhead,
-    supported: Supported,
-    problems: &mut Problems,
-) -> Vec<RawBulkhead> {
+fn read_bulkheads(named: &DeTable<'_>, shared: &RawBulkhead, problems: &mut Problems) -> Vec<RawBulkhead> {
     let mut entries: Vec<_> = named.iter().collect();
     entries.sort_by_key(|(name, _)| name.span().start);
     if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
@@ -156,7 +150,7 @@ fn read_bulkheads(
             report_not_a_bulkhead(name, value, problems);
             continue;
         };
-        let mut reader = TableReader::open(schema::BULKHEAD, title, Origin::Own, supported, table, problems);
+        let mut reader = TableReader::open(schema::BULKHEAD, title, Origin::Own, table, problems);
         let own = read_bulkhead(name.get_ref().to_string(), name.span(), &mut reader);
         bulkheads.push(own.over(shared));
     }
@@ -185,7 +179,7 @@ fn report_not_a_bulkhead(
     value: &Spanned<DeValue<'_>>,
     problems: &mut Problems,
 ) {
-    let help = match schema::find(schema::SUPPORTED, schema::BULKHEAD, name.get_ref()) {
+    let help = match schema::find(schema::BULKHEAD, name.get_ref()) {
         Some(_) => "keys for every bulkhead go into [defaults], keys for one into [bulkhead.NAME]".to_owned(),
         None => format!("write a section [bulkhead.{}]", shown(name.get_ref())),
     };

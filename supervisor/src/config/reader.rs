@@ -10,7 +10,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Problems, nearest, shown, shown_key};
-use super::schema::{self, Key, Kind, Supported};
+use super::schema::{self, Key, Kind};
 use super::values::{self, Complaint, Named};
 use super::{Resource, UidRange};
 
@@ -75,7 +75,6 @@ pub(super) struct TableReader<'t, 'p> {
     /// What stands before a key in a message: nothing, or `restart.`.
     prefix: String,
     origin: Origin,
-    supported: Supported,
     table: &'t DeTable<'t>,
     /// Keys that something else in the table was most likely meant to be.
     misspelt: Vec<&'static str>,
@@ -88,12 +87,11 @@ impl<'t, 'p> TableReader<'t, 'p> {
         schema: &'static str,
         title: String,
         origin: Origin,
-        supported: Supported,
         table: &'t DeTable<'t>,
         problems: &'p mut Problems,
     ) -> Self {
         let prefix = String::new();
-        Self { schema, title, prefix, origin, supported, table, misspelt: Vec::new(), problems }.checked()
+        Self { schema, title, prefix, origin, table, misspelt: Vec::new(), problems }.checked()
     }
 
     /// Opens a table that is somewhere in this one.
@@ -105,8 +103,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
         origin: Origin,
         table: &'t DeTable<'t>,
     ) -> TableReader<'t, 'q> {
-        let (supported, misspelt, problems) = (self.supported, Vec::new(), &mut *self.problems);
-        TableReader { schema, title, prefix, origin, supported, table, misspelt, problems }.checked()
+        let (misspelt, problems) = (Vec::new(), &mut *self.problems);
+        TableReader { schema, title, prefix, origin, table, misspelt, problems }.checked()
     }
 
     fn checked(mut self) -> Self {
@@ -122,12 +120,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     fn find(&self, name: &str) -> Option<Key> {
-        schema::find(self.supported, self.schema, name)
+        schema::find(self.schema, name)
     }
 
     fn key_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
-        schema::all(self.supported).filter(move |key| key.table == schema).map(|key| key.name)
+        schema::all().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
     /// What a key that is not there leaves: if it was misspelt, that was told, and is no reason to speak
@@ -138,11 +136,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
 
     fn not_read(&self, name: &str, value: &DeValue<'_>) -> Complaint {
         if self.later_names().any(|later| later == name) {
-            let help = match (self.schema, name) {
-                (schema::SANDBOX, _) => "remove it: the only sandbox of this version is `profile = \"none\"`",
-                _ => "remove it: this version runs without it",
-            };
-            return Complaint::new(format!("`{}` is not supported yet", self.label(name)), help);
+            let message = format!("`{}` is not supported yet", self.label(name));
+            return Complaint::new(message, "remove it: this version runs without it");
         }
         if (self.schema, name) == (schema::TENANT_RATE_LIMIT, "per") {
             let message = format!("`{}` says nothing: a tenant's own limit is per tenant", self.label(name));
@@ -158,7 +153,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
 
     fn later_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
-        schema::later_keys(self.supported).filter(move |(table, _)| *table == schema).map(|(_, name)| name)
+        schema::LATER.iter().filter(move |(table, _)| *table == schema).map(|(_, name)| *name)
     }
 
     /// How the file has the heading of this table.
@@ -172,7 +167,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         // What is a table is none of the keys that hold one value.
         let is_table = matches!(value, DeValue::Table(_));
         let fits = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
-        let elsewhere: Vec<String> = schema::all(self.supported)
+        let elsewhere: Vec<String> = schema::all()
             .filter(|key| key.name == name && key.table != schema::TOP && fits(key))
             .map(|key| schema::heading(key.table))
             .collect();
@@ -327,9 +322,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             None => Field::Absent,
             Some((name, value)) => match value.get_ref() {
                 DeValue::Table(table)
-                    if table
-                        .keys()
-                        .all(|key| schema::find(self.supported, schema, key.get_ref()).is_some()) =>
+                    if table.keys().all(|key| schema::find(schema, key.get_ref()).is_some()) =>
                 {
                     Field::Given(Given { value: (), span: name.span(), origin: self.origin })
                 }

@@ -8,51 +8,13 @@ use super::checked::{Layer, Overflow, Profile, RatePer, RestartPolicy};
 use super::rlimits::{Measure, Resource};
 use super::{defaults, units};
 
-/// Keys that are read and judged in full, and refused as not supported yet until something acts on them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Group {
-    /// The profiles of `sandbox` above `none`, its other keys, and `worker_uids`.
-    Sandbox,
-    /// `cgroup`.
-    Cgroup,
-    /// `[[access]]`.
-    Access,
-    /// `crash_dir` and `crash_keep`.
-    Crashes,
-}
-
-impl Group {
-    pub(super) const ALL: Supported = &[Self::Sandbox, Self::Cgroup, Self::Access, Self::Crashes];
-}
-
-/// The groups that a file may use.
-pub(super) type Supported = &'static [Group];
-
-/// The switches: a group goes in here once the code that enforces its keys is in. Then write the
-/// documentation anew, as `tests/documentation.rs` says.
-pub(super) const SUPPORTED: Supported = Group::ALL;
-
-/// Keys that `contract.md` names and this version refuses: (table, key, the group that it waits for). To
-/// support one without a group, take its line out here, give it one in [`KEYS`], and read it in `raw.rs`.
-/// A table stands for all that is in it.
-#[rustfmt::skip]
-const LATER: &[(&str, &str, Option<Group>)] = &[
-    (TOP, "access", Some(Group::Access)),
-    (SUPERVISOR, "http", None),
-    (SUPERVISOR, "http_token_file", None),
-    (SUPERVISOR, "crash_dir", Some(Group::Crashes)),
-    (SUPERVISOR, "crash_keep", Some(Group::Crashes)),
-    (SUPERVISOR, "worker_uids", Some(Group::Sandbox)),
-    (SUPERVISOR, "tenant_labels", None),
-    (BULKHEAD, "adaptive", None),
-    (BULKHEAD, "cgroup", Some(Group::Cgroup)),
-    (SANDBOX, "network", Some(Group::Sandbox)),
-    (SANDBOX, "read", Some(Group::Sandbox)),
-    (SANDBOX, "write", Some(Group::Sandbox)),
-    (SANDBOX, "tmp", Some(Group::Sandbox)),
-    (SANDBOX, "user", Some(Group::Sandbox)),
-    (SANDBOX, "syscalls", Some(Group::Sandbox)),
-    (SANDBOX, "best_effort", Some(Group::Sandbox)),
+/// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
+/// give it one in [`KEYS`], and read it in `raw.rs`. A table stands for all that is in it.
+pub(super) const LATER: &[(&str, &str)] = &[
+    (SUPERVISOR, "http"),
+    (SUPERVISOR, "http_token_file"),
+    (SUPERVISOR, "tenant_labels"),
+    (BULKHEAD, "adaptive"),
 ];
 
 pub(super) const TOP: &str = "";
@@ -243,7 +205,7 @@ const fn table(table: &'static str, name: &'static str) -> Key {
     key(table, name, Kind::Table, Preset::Described("none"), "")
 }
 
-/// Every key, in a group or not, but for those of `rlimits`, which [`Resource`] has.
+/// Every key but for those of `rlimits`, which [`Resource`] has.
 #[rustfmt::skip]
 const KEYS: &[Key] = &[
     table(TOP, "supervisor"),
@@ -470,19 +432,14 @@ const KEYS: &[Key] = &[
 /// assert_eq!(key.default.to_string(), "`\"100ms\"`");
 /// ```
 pub fn reference() -> Vec<Key> {
-    reference_with(SUPPORTED)
-}
-
-/// The same with these groups.
-pub(super) fn reference_with(supported: Supported) -> Vec<Key> {
-    all(supported).filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables { .. })).collect()
+    all().filter(|key| !matches!(key.kind, Kind::Table | Kind::Tables { .. })).collect()
 }
 
 /// What a file is refused for as not supported yet: keys as paths, words of supported keys as
 /// `path = "word"`.
 pub fn later() -> Vec<String> {
-    let keys = later_keys(SUPPORTED).map(|(table, name)| path(table, name));
-    let words = all(SUPPORTED).flat_map(|key| match key.kind {
+    let keys = LATER.iter().map(|(table, name)| path(table, name));
+    let words = all().flat_map(|key| match key.kind {
         Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
         Kind::ZeroForNow => vec![format!("{} above 0", key.path())],
         _ => Vec::new(),
@@ -490,23 +447,8 @@ pub fn later() -> Vec<String> {
     keys.chain(words).collect()
 }
 
-/// The keys on [`LATER`], as (table, key), where only these groups are on.
-pub(super) fn later_keys(supported: Supported) -> impl Iterator<Item = (&'static str, &'static str)> {
-    let is_off = move |group: Option<Group>| !group.is_some_and(|group| supported.contains(&group));
-    LATER.iter().filter(move |(.., group)| is_off(*group)).map(|(table, name, _)| (*table, *name))
-}
-
-/// Whether a key is on [`LATER`], or in a table that is.
-fn is_later(supported: Supported, key: &Key) -> bool {
-    later_keys(supported).any(|later| later == (key.table, key.name) || path(later.0, later.1) == key.table)
-}
-
 /// Every key that a file may have, tables included.
-pub(super) fn all(supported: Supported) -> impl Iterator<Item = Key> {
-    written().filter(move |key| !is_later(supported, key)).map(move |key| key.with_words_of(supported))
-}
-
-fn written() -> impl Iterator<Item = Key> {
+pub(super) fn all() -> impl Iterator<Item = Key> {
     KEYS.iter().copied().chain(Resource::ALL.map(|resource| Key {
         table: RLIMITS,
         name: resource.name(),
@@ -521,9 +463,8 @@ fn written() -> impl Iterator<Item = Key> {
 }
 
 /// The key `name` of `table`, if a file may have it.
-pub(super) fn find(supported: Supported, table: &str, name: &str) -> Option<Key> {
-    let key = written().find(|key| key.table == table && key.name == name)?;
-    (!is_later(supported, &key)).then(|| key.with_words_of(supported))
+pub(super) fn find(table: &str, name: &str) -> Option<Key> {
+    all().find(|key| key.table == table && key.name == name)
 }
 
 /// How the heading of a table is written.
@@ -539,19 +480,6 @@ impl Key {
     /// Table and name: `bulkhead.NAME.restart.backoff`.
     pub fn path(&self) -> String {
         path(self.table, self.name)
-    }
-
-    /// Without the sandbox there is one profile, the first.
-    fn with_words_of(self, supported: Supported) -> Self {
-        match self.kind {
-            Kind::Word { now, .. }
-                if (self.table, self.name) == (SANDBOX, "profile")
-                    && !supported.contains(&Group::Sandbox) =>
-            {
-                Self { kind: Kind::Word { now: &now[..1], later: &now[1..] }, ..self }
-            }
-            _ => self,
-        }
     }
 
     /// A value that would do, as TOML.

@@ -8,7 +8,6 @@ use std::time::Duration;
 use super::checked::*;
 use super::rlimits::Measure;
 use super::rlimits::UNLIMITED;
-use super::schema::{Group, SUPPORTED};
 use super::{defaults, units};
 
 impl Config {
@@ -80,22 +79,16 @@ impl Lines {
         self.crashes(supervisor);
         match &supervisor.worker_uids {
             Some(uids) => self.set("worker_uids", string(&uids.to_string())),
-            None if SUPPORTED.contains(&Group::Sandbox) => self.comment("worker_uids: none"),
-            None => {}
+            None => self.comment("worker_uids: none"),
         }
     }
 
-    /// Defaults only where a file may have the keys.
     fn crashes(&mut self, supervisor: &SupervisorConfig) {
-        let is_supported = SUPPORTED.contains(&Group::Crashes);
         match &supervisor.crash_dir {
             Some(folder) => self.set("crash_dir", path(folder)),
-            None if is_supported => self.comment("crash_dir: none, reports are kept in memory"),
-            None => {}
+            None => self.comment("crash_dir: none, reports are kept in memory"),
         }
-        if is_supported || supervisor.crash_keep as u64 != defaults::CRASH_KEEP {
-            self.set("crash_keep", supervisor.crash_keep);
-        }
+        self.set("crash_keep", supervisor.crash_keep);
     }
 
     fn access(&mut self, entry: &AccessConfig) {
@@ -148,8 +141,7 @@ impl Lines {
         self.set("sandbox", sandbox(&bulkhead.sandbox));
         match &bulkhead.cgroup {
             Some(limits) => self.set("cgroup", cgroup(limits)),
-            None if SUPPORTED.contains(&Group::Cgroup) => self.comment("cgroup: off"),
-            None => {}
+            None => self.comment("cgroup: off"),
         }
         let rlimits: Vec<_> = bulkhead.rlimits.iter().map(rlimit).collect();
         self.set("rlimits", braced(&rlimits));

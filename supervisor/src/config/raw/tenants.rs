@@ -82,7 +82,7 @@ pub(in crate::config) fn check_name(name: &str) -> Result<(), Complaint> {
 
 /// Keys straight below `tenant` are most likely meant for all tenants.
 fn not_a_tenant(name: &str, value: &DeValue<'_>) -> Complaint {
-    let help = match schema::find(schema::SUPPORTED, schema::TENANTS, name) {
+    let help = match schema::find(schema::TENANTS, name) {
         Some(_) => "keys for every tenant go into [bulkhead.NAME.tenants], keys for one into [bulkhead.NAME.tenant.TENANT]"
             .to_owned(),
         None => format!("write a section [bulkhead.NAME.tenant.{}]", shown_key(name)),

@@ -94,8 +94,7 @@ impl Checker<'_> {
         let here = here.given()?;
         if field.is_absent() {
             let table_name = leaf(table);
-            let example =
-                schema::find(schema::SUPPORTED, table, name).as_ref().map(Key::example).unwrap_or_default();
+            let example = schema::find(table, name).as_ref().map(Key::example).unwrap_or_default();
             self.problems.report(
                 here.span.clone(),
                 format!("`{table_name}` needs `{name}`"),

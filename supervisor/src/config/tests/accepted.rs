@@ -207,8 +207,16 @@ fn the_summary_writes_every_key() {
     let summary = folder.accept(FULL).summary();
     // Names are there as ids.
     let is_name = |key: &Key| key.table == schema::ACCESS && matches!(key.name, "user" | "group");
-    for key in all_keys().into_iter().filter(|key| !is_name(key)) {
+    for key in reference().into_iter().filter(|key| !is_name(key)) {
         assert!(summary.contains(&format!("{} = ", key.name)), "{} is not in\n{summary}", key.path());
+    }
+}
+
+#[test]
+fn the_summary_says_what_there_is_not() {
+    let summary = Folder::new().accept(&bulkhead("")).summary();
+    for line in ["# crash_dir: none, reports are kept in memory", "# worker_uids: none", "# cgroup: off"] {
+        assert!(summary.lines().any(|each| each == line), "{line} is not in\n{summary}");
     }
 }
 

@@ -7,17 +7,6 @@ use super::*;
 
 const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
 
-/// What the meaning of a key begins with while its group is off.
-const NOT_YET: &str = "*Not supported yet.* ";
-
-/// What stands before the prose about each group.
-const WAITING: [(Group, &str); 4] = [
-    (Group::Sandbox, "sandbox"),
-    (Group::Cgroup, "cgroup"),
-    (Group::Access, "access"),
-    (Group::Crashes, "crashes"),
-];
-
 fn docs() -> String {
     fs::read_to_string(DOCS).unwrap_or_else(|error| panic!("cannot read {DOCS}: {error}"))
 }
@@ -25,11 +14,8 @@ fn docs() -> String {
 /// The table that stands between `<!-- keys: TABLE -->` and `<!-- end -->`.
 fn table(name: &str) -> String {
     let mut table = String::from("| key | value | default | meaning |\n| --- | --- | --- | --- |\n");
-    for key in all_keys().into_iter().filter(|key| key.table == name) {
-        let shipped = schema::find(schema::SUPPORTED, key.table, key.name);
-        let mark = if shipped.is_none() { NOT_YET } else { "" };
-        let key = shipped.unwrap_or(key);
-        writeln!(table, "| `{}` | {} | {} | {mark}{} |", key.name, key.kind, key.default, key.about).unwrap();
+    for key in reference().into_iter().filter(|key| key.table == name) {
+        writeln!(table, "| `{}` | {} | {} | {} |", key.name, key.kind, key.default, key.about).unwrap();
     }
     table
 }
@@ -41,14 +27,10 @@ fn later_list() -> String {
 
 /// The document with every generated part as it should be.
 fn current(docs: &str) -> String {
-    let mut names: Vec<&str> = all_keys().into_iter().map(|key| key.table).collect();
+    let mut names: Vec<&str> = reference().into_iter().map(|key| key.table).collect();
     names.dedup();
     let parts = names.iter().map(|name| (format!("<!-- keys: {name} -->\n"), table(name)));
     let parts = parts.chain([("<!-- later -->\n".to_owned(), later_list())]);
-    let parts = parts.chain(WAITING.map(|(group, name)| {
-        let note = if schema::SUPPORTED.contains(&group) { "" } else { "*Not supported yet:*\n" };
-        (format!("<!-- waiting: {name} -->\n"), note.to_owned())
-    }));
     let mut docs = docs.to_owned();
     for (marker, content) in parts {
         let start = docs.find(&marker).unwrap_or_else(|| panic!("{DOCS} has no {marker}")) + marker.len();
@@ -78,7 +60,7 @@ fn the_examples_are_accepted() {
     let examples: Vec<&str> =
         docs.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default()).collect();
     assert!(examples.len() >= 3, "the examples have gone");
-    let folder = Folder::shipped();
+    let folder = Folder::new();
     for example in examples {
         let text = if example.contains("[bulkhead") {
             example.to_owned()
@@ -91,7 +73,7 @@ fn the_examples_are_accepted() {
 
 #[test]
 fn every_key_says_what_it_does_in_a_sentence() {
-    for key in all_keys() {
+    for key in reference() {
         assert!(key.about.ends_with('.') && !key.about.contains('|'), "{}: {}", key.path(), key.about);
         assert!(!key.example().is_empty(), "{} has no example", key.path());
     }

@@ -11,7 +11,6 @@ mod paths;
 mod random;
 mod refused;
 mod relations;
-mod switches;
 mod tenants;
 mod values;
 
@@ -20,15 +19,12 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use tempfile::TempDir;
 
-use super::schema::Group;
 use super::*;
 
 /// A folder with what example files name, and surroundings that do not depend on who runs the test.
 struct Folder {
     dir: TempDir,
     surroundings: Surroundings,
-    /// Every group, unless a test is about a file that the built program reads.
-    supported: Supported,
 }
 
 impl Folder {
@@ -38,18 +34,13 @@ impl Folder {
         fs::create_dir(&bin).unwrap();
         let surroundings =
             Surroundings { root: true, runtime_dir: None, search_path: Some(bin.into_os_string()) };
-        let folder = Self { dir, surroundings, supported: Group::ALL };
+        let folder = Self { dir, surroundings };
         fs::create_dir(folder.path("work")).unwrap();
         for program in ["thumbnail-worker", "bin/pdftotext", "bin/tool"] {
             folder.write(program, 0o755);
         }
         folder.write("libthumb.so", 0o644);
         folder
-    }
-
-    /// One whose files are read as the built program reads them.
-    fn shipped() -> Self {
-        Self { supported: schema::SUPPORTED, ..Self::new() }
     }
 
     fn write(&self, name: &str, mode: u32) {
@@ -62,7 +53,7 @@ impl Folder {
     }
 
     fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
-        parse_in(text, &self.path("workers.toml"), &self.surroundings, self.supported)
+        parse_in(text, &self.path("workers.toml"), &self.surroundings)
     }
 
     #[track_caller]
@@ -98,11 +89,6 @@ fn assert_problem(problem: &Problem, (line, column): (usize, usize), message: &s
 /// A bulkhead that needs nothing, on line 2, with `lines` from line 3 on.
 fn bulkhead(lines: &str) -> String {
     format!("[bulkhead.a]\nexec = [\"tool\"]\n{lines}\n")
-}
-
-/// Every key, whatever the switches say.
-fn all_keys() -> Vec<Key> {
-    schema::reference_with(Group::ALL)
 }
 
 /// A file that sets every key of this version to another value than its default.

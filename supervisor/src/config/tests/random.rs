@@ -20,12 +20,12 @@ fn answer(text: &str) {
 
 /// Pieces that bring a random file further than the parser of TOML.
 fn token() -> impl Strategy<Value = String> {
-    let words: Vec<String> = all_keys()
+    let words: Vec<String> = reference()
         .into_iter()
         .flat_map(|key| {
             [format!("[{}]\n", key.table.replace("NAME", "a")), format!("{} = ", key.name), key.example()]
         })
-        .chain(schema::later_keys(Group::ALL).map(|(_, name)| format!("{name} = ")))
+        .chain(schema::LATER.iter().map(|(_, name)| format!("{name} = ")))
         .chain(
             ["\n", "=", "{", "}", "[", "]", ",", "\"", "\r\n", "\t", "-1\n", "0\n", "\"5s\"\n", "{}\n", "ä"]
                 .map(str::to_owned),
