@@ -138,7 +138,7 @@ impl Lines {
         self.set("max_result", size(bulkhead.max_result));
         self.admission(bulkhead);
         self.life(bulkhead);
-        self.set("sandbox", sandbox(&bulkhead.sandbox));
+        self.sandbox(&bulkhead.sandbox);
         match &bulkhead.cgroup {
             Some(limits) => self.set("cgroup", cgroup(limits)),
             None => self.comment("cgroup: off"),
@@ -148,6 +148,14 @@ impl Lines {
         for (name, tenant) in &bulkhead.tenant {
             self.line(format_args!("\n[bulkhead.{}.tenant.{}]", key(&bulkhead.name), key(name)));
             self.tenant(tenant);
+        }
+    }
+
+    /// Only `strict` holds `tmp` to its size: whoever reads one under `default` is told so.
+    fn sandbox(&mut self, confinement: &SandboxConfig) {
+        self.set("sandbox", sandbox(confinement));
+        if confinement.profile == Profile::Default && confinement.tmp_bytes > 0 {
+            self.comment("sandbox.tmp: a folder on disk, which the profile \"default\" does not bound");
         }
     }
 

@@ -344,3 +344,23 @@ fn the_summary_has_the_whole_sandbox() {
     let summary = folder.accept(&bulkhead("cgroup = {}\nsandbox = { profile = \"none\" }")).summary();
     assert!(summary.contains("\nsandbox = { profile = \"none\" }\ncgroup = {}\n"), "{summary}");
 }
+
+#[test]
+fn the_summary_tells_that_the_default_profile_does_not_bound_tmp() {
+    let folder = Folder::new();
+    let strict = "profile = \"strict\", user = \"root\"";
+    for (entries, is_told) in [
+        ("profile = \"default\", tmp = \"8MiB\"", true),
+        ("profile = \"default\", tmp = \"64MiB\"", true),
+        ("profile = \"default\"", true),
+        ("profile = \"default\", tmp = 0", false),
+        (&format!("{strict}, tmp = \"8MiB\""), false),
+        ("profile = \"none\"", false),
+    ] {
+        let config = folder.accept(&bulkhead(&format!("sandbox = {{ {entries} }}")));
+        let summary = config.summary();
+        let told = "\n# sandbox.tmp: a folder on disk, which the profile \"default\" does not bound\n";
+        assert_eq!(summary.contains(told), is_told, "{entries}: {summary}");
+        assert_eq!(folder.accept(&summary), config, "{entries}");
+    }
+}
