@@ -237,6 +237,10 @@ impl Settling<'_> {
     }
 
     fn lack(&mut self, layer: Layer, why: String) {
+        let is_told = self.missing.contains(&layer) || self.lacking.iter().any(|(told, _)| *told == layer);
+        if is_told {
+            return;
+        }
         if self.allowed.contains(&layer) {
             self.missing.push(layer);
         } else {
@@ -323,24 +327,28 @@ impl Settling<'_> {
     /// Its control group, whatever its profile.
     fn cgroup(&mut self, bulkhead: &BulkheadConfig) -> Option<Cgroup> {
         let limits = bulkhead.cgroup.as_ref()?;
-        let controllers = [
-            ("cgroup memory", limits.memory.is_some()),
-            ("cgroup pids", limits.pids.is_some()),
-            ("cgroup cpu", limits.cpu.is_some()),
-        ];
-        let wanted = controllers.iter().filter(|(_, is_wanted)| *is_wanted).map(|(part, _)| *part);
-        let missing =
-            parts(Layer::Cgroup).iter().copied().chain(wanted).find_map(|part| self.grounds.misses(part));
-        if let Some(why) = missing {
-            self.lack(Layer::Cgroup, why);
+        if !self.want(Layer::Cgroup) {
             return None;
         }
+        // Where a limit may be missing, the group still ends whole trees, and has the other limits.
         let thousandths = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(Cgroup {
-            memory_bytes: limits.memory,
-            pids: limits.pids,
-            cpu_thousandths: limits.cpu.map(thousandths),
+            memory_bytes: self.controlled("cgroup memory", limits.memory),
+            pids: self.controlled("cgroup pids", limits.pids),
+            cpu_thousandths: self.controlled("cgroup cpu", limits.cpu.map(thousandths)),
         })
+    }
+
+    /// A limit of a control group, if its controller can be had.
+    fn controlled(&mut self, controller: &str, limit: Option<u64>) -> Option<u64> {
+        let limit = limit?;
+        match self.grounds.misses(controller) {
+            None => Some(limit),
+            Some(why) => {
+                self.lack(Layer::Cgroup, why);
+                None
+            }
+        }
     }
 
     fn namespaces(&mut self, network: bool) -> Namespaces {
@@ -363,12 +371,15 @@ impl Settling<'_> {
         let (first, why) = self.lacking.first()?;
         let names: Vec<String> =
             self.lacking.iter().map(|(layer, _)| format!("\"{}\"", layer.name())).collect();
+        let names = names.join(", ");
+        let without = match profile {
+            Profile::None => "no `cgroup`, or a `profile` with `best_effort`".to_owned(),
+            profile => format!("`best_effort = [{names}]`, or another `profile` than \"{}\"", profile.name()),
+        };
         Some(format!(
             "the layer {} of the sandbox cannot be had here: {why}; what it takes is in `bulkhead-supervisor \
-             doctor`; to run without: `best_effort = [{}]`, or another `profile` than \"{}\"",
+             doctor`; to run without: {without}",
             first.name(),
-            names.join(", "),
-            profile.name()
         ))
     }
 }
