@@ -129,7 +129,13 @@ impl Sandbox {
             terms,
             whom,
             programs: texts(&programs),
-            read: sandbox.read.iter().map(|path| text(path)).chain(named_files(&bulkhead.program)).collect(),
+            read: sandbox
+                .read
+                .iter()
+                .map(|path| text(path))
+                .chain(named_files(&bulkhead.program))
+                .chain(named_folders(&bulkhead.env))
+                .collect(),
             write: texts(&sandbox.write),
             withheld: grounds.withheld.clone(),
             allow: sandbox.allow.clone(),
@@ -209,6 +215,20 @@ fn named_files(program: &Program) -> Vec<String> {
         text.starts_with('/') && !Path::new(text).starts_with("/proc") && Path::new(text).is_file()
     };
     argv.iter().skip(1).filter(is_file).cloned().collect()
+}
+
+/// Variables of the environment that say where programs find programs and libraries.
+const SEARCH_PATHS: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "NODE_PATH"];
+
+/// Folders that the configured environment has programs search.
+fn named_folders(environment: &[(String, String)]) -> Vec<String> {
+    let lists = environment.iter().filter(|(name, _)| SEARCH_PATHS.contains(&name.as_str()));
+    let folders = lists.flat_map(|(_, list)| list.split(':'));
+    let is_folder = |text: &&str| {
+        let real = std::fs::canonicalize(text);
+        text.starts_with('/') && real.is_ok_and(|real| real.is_dir() && real != Path::new("/"))
+    };
+    folders.filter(is_folder).map(str::to_owned).collect()
 }
 
 fn list(texts: &[String]) -> Vec<&str> {
