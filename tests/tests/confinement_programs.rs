@@ -200,6 +200,18 @@ fn a_child_that_violates_ends_alone() {
 }
 
 #[test]
+fn of_many_that_violate_at_once_none_is_left_waiting() {
+    for profile in profiles() {
+        let script = "for i in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19; do \
+            HOSTILE once load-bpf </dev/null & done; wait; echo lives";
+        let place = start(&bulkhead("x", &format!("exec = [\"/bin/sh\", \"-c\", {script:?}]"), profile));
+        for _ in 0..5 {
+            assert_eq!(place.ask("x", "").trim(), "lives", "{profile}");
+        }
+    }
+}
+
+#[test]
 fn a_program_that_violates_ends_without_its_neighbours() {
     for profile in profiles() {
         let script = "if [ $BULKHEAD_OPERATION = violate ]; then exec HOSTILE once load-bpf; fi; \

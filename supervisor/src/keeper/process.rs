@@ -19,7 +19,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags};
 
 use super::confine::cgroup::Leaf;
-use super::confine::seccomp;
+use super::confine::seccomp::{self, News};
 use super::confinement::{Identity, Observed, Temporary, Terms};
 use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
@@ -540,56 +540,62 @@ impl Process {
         }
     }
 
-    /// The kernel tells of forbidden calls. The process that made one is killed, and the news goes out
-    /// before that of its death can.
+    /// The kernel tells of forbidden calls.
     fn look_at_violation(&mut self, pid: u32) {
-        let Some(child) = self.children.get_mut(&pid) else { return };
-        let Some(listener) = &child.listener else { return };
-        let notification = match seccomp::receive(listener) {
-            Ok(Some(notification)) => notification,
-            Ok(None) => return self.drop_idle_listener(pid),
-            Err(_) => return self.drop_listener(pid),
+        let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
+        let received = match seccomp::news(listener) {
+            Ok(News::Call) => seccomp::receive(listener),
+            Ok(News::None) => return,
+            Ok(News::Over) => return self.drop_listener(pid),
+            Err(errno) => Err(errno.into()),
         };
-        let (worker, call) = (child.worker, notification.number);
-        // The thread waits in the call, so that its number is its own.
-        let (process, inner) =
-            observe::process_of(notification.thread).unwrap_or((child.process, child.process));
-        let is_worker = process == child.process;
-        if is_worker {
-            child.violation.get_or_insert(call);
-        }
-        self.report(&ReportMessage::Violation { worker, process: inner, call }, None);
-        let _ = self.flush();
-        if is_worker {
-            wait::kill_group(pid);
-        } else {
-            self.kill_violator(pid, process, &notification);
+        let Ok(received) = received else { return self.drop_listener(pid) };
+        // Others may wait in their calls, and of those that came meanwhile there is no event.
+        let (token, mut source) = (Token(pid as usize | LISTENER), SourceFd(&listener.as_raw_fd()));
+        let _ = self.poll.registry().reregister(&mut source, token, Interest::READABLE);
+        if let Some(notification) = received {
+            self.end_violator(pid, &notification);
         }
     }
 
-    /// Kills a process that a worker has started. If that cannot be told for sure, its call fails.
-    fn kill_violator(&mut self, pid: u32, process: u32, notification: &seccomp::Notification) {
-        let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
-        let killed = Pid::from_raw(process as i32).ok_or(rustix::io::Errno::SRCH).and_then(|number| {
-            let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-            // Still waiting: then the descriptor is that of the process it belongs to.
-            seccomp::is_waiting(listener, notification.id)?;
-            rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL)
+    /// The process that made a forbidden call is killed, and the news goes out before that of its death can.
+    fn end_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let (worker, worker_process, call) = (child.worker, child.process, notification.number);
+        let Some(listener) = &child.listener else { return };
+        let found = observe::process_of(notification.thread).and_then(|(process, inner)| {
+            let number = Pid::from_raw(process as i32).ok_or(rustix::io::Errno::SRCH)?;
+            Ok((process, inner, rustix::process::pidfd_open(number, PidfdFlags::empty())?))
         });
-        if killed.is_err() {
+        // Still waiting: then numbers and descriptor are those of the thread that waits, and of its process.
+        if seccomp::is_waiting(listener, notification.id).is_err() {
+            return;
+        }
+        // Who cannot be found is taken for the worker itself: then all of it goes.
+        let (process, inner, pidfd) = match found {
+            Ok((process, inner, pidfd)) => (process, inner, Some(pidfd)),
+            Err(_) => (worker_process, worker_process, None),
+        };
+        let other = pidfd.filter(|_| process != worker_process);
+        if other.is_none() {
+            child.violation.get_or_insert(call);
+        }
+        self.report_violation(worker, inner, call);
+        let Some(pidfd) = other else { return wait::kill_group(pid) };
+        if rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL).is_err()
+            && let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid)
+        {
             let _ = seccomp::refuse(listener, notification.id, rustix::io::Errno::PERM);
         }
     }
 
-    /// A listener is readable without news when nobody is under its filter any more.
-    fn drop_idle_listener(&mut self, pid: u32) {
-        let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
-        let mut fds = [rustix::event::PollFd::new(listener, rustix::event::PollFlags::IN)];
-        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let _ = rustix::event::poll(&mut fds, Some(&now));
-        if fds[0].revents().contains(rustix::event::PollFlags::HUP) {
-            self.drop_listener(pid);
+    /// A worker can have as many processes made and killed as it likes: where the supervisor does not keep up,
+    /// their end has to do as news.
+    fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
+        if self.outbox.len() < REPORTS_WAITING_MAX {
+            self.report(&ReportMessage::Violation { worker, process, call }, None);
         }
+        let _ = self.flush();
     }
 
     fn drop_listener(&mut self, pid: u32) {

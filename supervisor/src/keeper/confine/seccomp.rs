@@ -25,7 +25,7 @@ use rustix::io::Errno;
 use self::assembler::{Block, Condition};
 use super::syscalls;
 
-pub(in crate::keeper) use self::notification::{Notification, is_waiting, receive, refuse};
+pub(in crate::keeper) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
 pub(in crate::keeper) use self::profiles::{default, sealed, strict};
 
 /// What the kernel calls this architecture, with 64 bits and little-endian.
@@ -224,22 +224,34 @@ impl Filter {
     /// Returns the listener, close-on-exec, if fatal calls are to be told; there is nobody to answer
     /// unless it gets to the keeper, and a second one for the same process is refused with EBUSY.
     pub(in crate::keeper) fn install(&self) -> Result<Option<RawFd>, Errno> {
-        let flags = match self.ending {
-            Ending::Kill => 0,
-            Ending::Notify => libc::SECCOMP_FILTER_FLAG_NEW_LISTENER,
+        let flags: &[libc::c_ulong] = match self.ending {
+            Ending::Kill => &[0],
+            // Or else a process that gets signals without end is never seen waiting in its call.
+            Ending::Notify => &[
+                libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | libc::SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV,
+                libc::SECCOMP_FILTER_FLAG_NEW_LISTENER, // Before Linux 5.19.
+            ],
         };
         // The kernel takes no program longer than a 16-bit number can say, and ours are far from that.
         let program =
             libc::sock_fprog { len: self.program.len() as u16, filter: self.program.as_ptr().cast_mut() };
-        // SAFETY: the pointer is to a local, and what that points to has the length that it tells; the
-        // kernel copies both and writes to neither.
-        let result =
-            unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &program) };
-        match (result, self.ending) {
-            (-1, _) => Err(last_errno()),
-            (_, Ending::Kill) => Ok(None),
-            (listener, Ending::Notify) => Ok(Some(listener as RawFd)),
+        let mut refused = Errno::INVAL;
+        for flags in flags {
+            // SAFETY: the pointer is to a local, and what that points to has the length that it tells; the
+            // kernel copies both and writes to neither.
+            let result = unsafe {
+                libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, *flags, &raw const program)
+            };
+            match (result, self.ending) {
+                (-1, _) => refused = last_errno(),
+                (_, Ending::Kill) => return Ok(None),
+                (listener, Ending::Notify) => return Ok(Some(listener as RawFd)),
+            }
+            if refused != Errno::INVAL {
+                break;
+            }
         }
+        Err(refused)
     }
 }
 

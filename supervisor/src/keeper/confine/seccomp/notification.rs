@@ -8,6 +8,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use libc::{seccomp_notif, seccomp_notif_resp, seccomp_notif_sizes};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use super::last_errno;
@@ -26,8 +27,33 @@ pub(in crate::keeper) struct Notification {
     pub arguments: [u64; 6],
 }
 
-/// Takes a notification from a listener that is readable. `None`: the call has been interrupted, or its
-/// process killed, since it became so. With more than one reader this may wait.
+/// What there is to hear from a listener.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::keeper) enum News {
+    /// A call waits: [`receive`] does not.
+    Call,
+    /// Nothing now.
+    None,
+    /// Nothing ever again, for nobody is under the filter any more.
+    Over,
+}
+
+/// Looks whether there is something to receive.
+pub(in crate::keeper) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
+    let mut fds = [PollFd::new(listener, PollFlags::IN)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&at_once)))?;
+    let found = fds[0].revents();
+    Ok(match (found.contains(PollFlags::IN), found.is_empty()) {
+        (true, _) => News::Call,
+        (false, true) => News::None,
+        (false, false) => News::Over,
+    })
+}
+
+/// Takes a notification from a listener that has one, by [`news`]: without, kernels before 6.11 wait for
+/// ever, also when nobody is left to make a call. `None`: the call has been interrupted, or its process
+/// killed, since.
 pub(in crate::keeper) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
