@@ -107,6 +107,27 @@ fn the_examples_run_unharmed() {
     assert_eq!(submit("hostile", "fork", b""), "deadline_exceeded/running");
 }
 
+/// The next worker of a program that this one may change is given no more than this one was.
+#[test]
+fn what_a_worker_writes_beside_its_program_gives_the_next_one_nothing() {
+    for profile in profiles() {
+        let folder = tempfile::tempdir().unwrap();
+        let (bin, secret) = (folder.path().join("own/bin"), folder.path().join("secret"));
+        std::fs::create_dir_all(&bin).unwrap();
+        std::fs::create_dir(&secret).unwrap();
+        std::fs::write(secret.join("key"), "SECRET").unwrap();
+        let program = bin.join("run");
+        let script = format!("#!/bin/sh\ncat {}/key 2>/dev/null; echo done\n", secret.display());
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        // As such a worker could have left it.
+        std::os::unix::fs::symlink(&secret, folder.path().join("own/share")).unwrap();
+        let sandbox = format!("{profile}, write = [{:?}]", folder.path().join("own"));
+        let place = start(&bulkhead("x", &format!("exec = [{program:?}]"), &sandbox));
+        assert_eq!(place.ask("x", "").trim(), "done", "{profile}");
+    }
+}
+
 // The ways in which a violation is told.
 
 /// A C library that makes a forbidden call, and runs a program.

@@ -177,7 +177,7 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
     grants.extend(fixed(&paths::DEVICES, device & AccessFs::from_all(abi)));
     grants.extend(fixed(&paths::RANDOM, AccessFs::ReadFile.into()));
     grants.extend(fixed(&[PROC], read));
-    for folder in paths::own_folders(rules.programs, rules.directory) {
+    for folder in paths::own_folders(rules.programs, rules.directory, rules.write) {
         let parts = paths::without(&folder, rules.withheld);
         let parts = parts.map_err(|error| failed_to_list(&folder, &error))?;
         if parts.len() != 1 || parts[0] != folder {
@@ -185,8 +185,12 @@ fn grants(rules: &Rules<'_>, abi: ABI) -> Result<Vec<Grant>, Failure> {
         }
         grants.extend(Grant::all(parts, execute, Condition::IfPresent));
     }
-    grants.extend(named(rules.read, execute));
-    grants.extend(named(rules.write, write));
+    for (paths, access) in [(rules.read, execute), (rules.write, write)] {
+        for path in paths {
+            let leads = paths::leads_as_named(path, rules.write).map_err(|errno| led_away(path, errno))?;
+            grants.extend(leads.then(|| named(&[path], access)).into_iter().flatten());
+        }
+    }
     grants.extend(named(rules.temporary.as_slice(), temporary));
     Ok(grants)
 }
@@ -232,6 +236,19 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map(drop).map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))
+}
+
+fn led_away(path: &Path, errno: Errno) -> Failure {
+    let path = path.display();
+    match errno {
+        Errno::XDEV => failure(
+            &format!(
+                "give {path}, which leads out of a folder of `write` by a link that the worker can change"
+            ),
+            errno,
+        ),
+        errno => failure(&format!("open {path} for a Landlock rule"), errno),
+    }
 }
 
 fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {

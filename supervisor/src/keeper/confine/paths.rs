@@ -1,10 +1,13 @@
 //! The paths that a worker has, whether by rules or by a root folder of its own: what every program needs
 //! of the system, and the folders of its own program.
 
-use std::ffi::OsStr;
-use std::io;
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 /// Programs, libraries and what belongs to them: read and executed.
 pub(in crate::keeper) const SYSTEM: [&str; 9] = [
@@ -124,27 +127,126 @@ pub(in crate::keeper) fn etc() -> Vec<PathBuf> {
     ETC.iter().map(|name| etc.join(name)).chain(families).collect()
 }
 
+/// Folders that belong to everybody, or hold all that somebody has: who starts a program that lies in one of
+/// them, or works there, does not mean all of it.
+const SHARED: [&str; 16] = [
+    "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
+    "/sys", "/tmp", "/var", "/var/tmp",
+];
+
+/// Where the folders of users are.
+const HOMES: &str = "/home";
+
+/// Links on the way to one file, as the kernel counts them.
+const LINKS_MAX: usize = 40;
+
 /// The working directory, and the folders of the programs and of what interprets them: as they were named and
-/// where they really lie.
-pub(in crate::keeper) fn own_folders(programs: &[&Path], directory: Option<&Path>) -> Vec<PathBuf> {
-    let interpreters: Vec<PathBuf> = programs.iter().filter_map(|program| interpreter(program)).collect();
-    let programs = programs.iter().copied().chain(interpreters.iter().map(PathBuf::as_path));
-    let mut folders: Vec<PathBuf> = directory.map(PathBuf::from).into_iter().collect();
+/// where they really lie; of a program in a folder that others share, the program alone.
+///
+/// Nothing is taken from what a worker may write to: it would choose what the next one is given, by a link or
+/// the first line of a script. What lies there is given already.
+pub(in crate::keeper) fn own_folders(
+    programs: &[&Path],
+    directory: Option<&Path>,
+    write: &[&Path],
+) -> Vec<PathBuf> {
+    let writable = real_paths(write);
+    let trusted: Vec<&Path> =
+        programs.iter().copied().filter(|path| resolve(path, &writable).is_some()).collect();
+    let interpreters: Vec<PathBuf> = trusted
+        .iter()
+        .filter(|path| resolve(path, &writable).is_some_and(|real| !is_in(&real, &writable)))
+        .filter_map(|program| interpreter(program))
+        .filter(|path| resolve(path, &writable).is_some())
+        .collect();
+    let programs = trusted.iter().copied().chain(interpreters.iter().map(PathBuf::as_path));
+    let mut given: Vec<PathBuf> = directory.map(PathBuf::from).into_iter().collect();
     for program in programs {
         let real = std::fs::canonicalize(program).ok();
         let paths = [Some(program.to_path_buf()), real];
-        folders.extend(paths.iter().flatten().flat_map(|path| installed_with(path)));
+        given.extend(paths.iter().flatten().flat_map(|path| installed_with(path)));
     }
-    // That would open everything, which nobody who starts a program in the root folder means.
-    folders.retain(|folder| std::fs::canonicalize(folder).is_ok_and(|real| real != Path::new("/")));
-    folders.sort();
-    folders.dedup();
-    folders
+    given.retain(|path| {
+        let real = resolve(path, &writable);
+        real.is_some_and(|real| real.exists() && !is_shared(&real))
+    });
+    given.sort();
+    given.dedup();
+    given
+}
+
+/// Where these really lie, as far as they are there.
+fn real_paths(paths: &[&Path]) -> Vec<PathBuf> {
+    paths.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect()
+}
+
+fn is_in(path: &Path, folders: &[PathBuf]) -> bool {
+    folders.iter().any(|folder| path.starts_with(folder))
+}
+
+fn is_shared(real: &Path) -> bool {
+    SHARED.iter().any(|shared| real == Path::new(shared)) || real.parent() == Some(Path::new(HOMES))
+}
+
+/// Whether a path that somebody named can be given as it is. Not if it leads through a folder of `write`,
+/// where the worker can make it lead anywhere; then `Ok(false)` says that it stays in there, and is given
+/// with it.
+pub(in crate::keeper) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
+    let writable = real_paths(write);
+    if resolve(path, &writable).is_some() {
+        return Ok(true);
+    }
+    match std::fs::canonicalize(path) {
+        Ok(real) if !is_in(&real, &writable) => Err(Errno::XDEV),
+        Ok(_) => Ok(false),
+        Err(error) => Err(Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::ENOENT))),
+    }
+}
+
+/// Where a path leads. `None`: on the way there is something in one of these folders, or too many links.
+fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
+    let mut real = PathBuf::from("/");
+    let mut ahead: Vec<OsString> = parts(path);
+    let mut links = 0;
+    while let Some(part) = ahead.pop() {
+        if part == ".." {
+            real.pop();
+            continue;
+        }
+        if is_in(&real, writable) {
+            return None;
+        }
+        let next = real.join(&part);
+        let Ok(to) = std::fs::read_link(&next) else {
+            real = next; // No link, or not there: whoever opens it will say so.
+            continue;
+        };
+        links += 1;
+        if links > LINKS_MAX {
+            return None;
+        }
+        if to.is_absolute() {
+            real = PathBuf::from("/");
+        }
+        ahead.extend(parts(&to));
+    }
+    Some(real)
+}
+
+/// The names in a path, the first one last.
+fn parts(path: &Path) -> Vec<OsString> {
+    let named = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
+    let mut parts: Vec<OsString> = named.map(|part| part.as_os_str().to_owned()).collect();
+    parts.reverse();
+    parts
 }
 
 /// What belongs to a program: its folder, and beside a `bin` what is installed along with that.
 fn installed_with(program: &Path) -> Vec<PathBuf> {
     let Some(folder) = program.parent() else { return Vec::new() };
+    if std::fs::canonicalize(folder).is_ok_and(|real| is_shared(&real)) {
+        return vec![program.to_path_buf()];
+    }
     let is_bin = folder.file_name().is_some_and(|name| name == "bin" || name == "sbin");
     let is_shims = folder.file_name().is_some_and(|name| name == SHIMS);
     if let Some(prefix) = folder.parent().filter(|_| is_shims) {
@@ -157,9 +259,14 @@ fn installed_with(program: &Path) -> Vec<PathBuf> {
 
 /// What a script names in its first line.
 fn interpreter(script: &Path) -> Option<PathBuf> {
-    use std::io::Read;
     let mut start = Vec::new();
-    std::fs::File::open(script).ok()?.take(SHEBANG_BYTES_MAX).read_to_end(&mut start).ok()?;
+    // A pipe under this name would be waited for.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let script = std::fs::File::from(rustix::fs::open(script, flags, Mode::empty()).ok()?);
+    if !script.metadata().ok()?.is_file() {
+        return None;
+    }
+    script.take(SHEBANG_BYTES_MAX).read_to_end(&mut start).ok()?;
     let line = start.strip_prefix(b"#!")?.split(|&byte| byte == b'\n').next()?;
     let mut words = line.split(|byte| byte.is_ascii_whitespace()).filter(|word| !word.is_empty());
     let path = PathBuf::from(OsStr::from_bytes(words.next()?));
@@ -214,13 +321,64 @@ mod tests {
             .unwrap();
         std::fs::write(path("tool/bin/run"), "").unwrap();
         std::fs::write(path("own/pyvenv.cfg"), "").unwrap();
-        let folders = own_folders(&[&path("own/bin/script")], None);
+        let folders = own_folders(&[&path("own/bin/script")], None, &[]);
         let expected = ["own/bin", "own/lib", "own/pyvenv.cfg", "tool/bin", "tool/libexec"];
         assert_eq!(folders, expected.map(path));
         std::fs::create_dir_all(path("pyenv/shims")).unwrap();
         std::fs::write(path("pyenv/shims/python"), "").unwrap();
-        assert_eq!(own_folders(&[&path("pyenv/shims/python")], None), [path("pyenv")]);
-        assert_eq!(own_folders(&[Path::new("/program")], Some(Path::new("/"))), Vec::<PathBuf>::new());
+        assert_eq!(own_folders(&[&path("pyenv/shims/python")], None, &[]), [path("pyenv")]);
+        assert_eq!(own_folders(&[Path::new("/program")], Some(Path::new("/")), &[]), Vec::<PathBuf>::new());
+    }
+
+    #[test]
+    fn nothing_is_taken_from_what_a_worker_may_write_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["own/bin", "other/bin", "secret", "work"] {
+            std::fs::create_dir_all(path(name)).unwrap();
+        }
+        let program = path("own/bin/run");
+        std::fs::write(&program, format!("#!{}\n", path("other/bin/run").display())).unwrap();
+        std::fs::write(path("other/bin/run"), "").unwrap();
+        std::os::unix::fs::symlink(path("secret"), path("own/share")).unwrap();
+        std::os::unix::fs::symlink(path("secret"), path("own/cwd")).unwrap();
+        std::os::unix::fs::symlink(path("own/cwd"), path("to-cwd")).unwrap();
+        let given = own_folders(&[&program], None, &[&path("work")]);
+        assert_eq!(given, ["other/bin", "own/bin", "own/share"].map(path));
+        for cwd in ["own/cwd", "to-cwd", "work/../own/cwd"] {
+            let given = own_folders(&[&program], Some(&path(cwd)), &[&path("own")]);
+            assert_eq!(given, Vec::<PathBuf>::new(), "{cwd}");
+        }
+        // The script alone can be written: its folder is not the worker's choice, its first line is.
+        let given = own_folders(&[&program], Some(&path("work")), &[&program]);
+        assert_eq!(given, ["own/bin", "own/share", "work"].map(path));
+
+        let leads = |name: &str| leads_as_named(&path(name), &[&path("own")]);
+        assert_eq!(leads("work"), Ok(true));
+        assert_eq!(leads("own"), Ok(true));
+        assert_eq!(leads("own/bin"), Ok(false));
+        assert_eq!(leads("own/share"), Err(Errno::XDEV));
+        assert_eq!(leads("to-cwd"), Err(Errno::XDEV));
+        assert_eq!(leads("own/none"), Err(Errno::NOENT));
+    }
+
+    #[test]
+    fn of_a_shared_folder_the_program_alone_is_given() {
+        let own = std::env::temp_dir();
+        let file = tempfile::NamedTempFile::new_in("/tmp").unwrap();
+        assert_eq!(own_folders(&[file.path()], Some(&own), &[]), [file.path()]);
+        let etc = Path::new("/etc");
+        assert_eq!(own_folders(&[], Some(etc), &[]), Vec::<PathBuf>::new());
+        assert_eq!(own_folders(&[], Some(Path::new("/usr/../etc/.")), &[]), Vec::<PathBuf>::new());
+        assert!(is_shared(Path::new("/home/alice")) && !is_shared(Path::new("/home/alice/work")));
+    }
+
+    #[test]
+    fn a_pipe_in_place_of_a_script_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
+        assert_eq!(interpreter(&pipe), None);
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl Root {
         for path in paths::DEVICES.iter().chain(&paths::RANDOM) {
             places.bind(Path::new(path), Access::Device);
         }
-        for folder in paths::own_folders(view.programs, Some(view.directory)) {
+        for folder in paths::own_folders(view.programs, Some(view.directory), view.write) {
             places.bind(&folder, Access::Read);
         }
         let named = view.read.iter().map(|path| (*path, Access::Read));
@@ -121,9 +121,15 @@ impl Root {
             if !path.exists() {
                 return Err(path);
             }
-            places.bind(path, access);
+            if paths::leads_as_named(path, view.write) == Ok(true) {
+                places.bind(path, access);
+            }
         }
         let mut steps = places.steps();
+        // It need not be given to be worked in.
+        if paths::leads_as_named(view.directory, view.write) == Ok(true) {
+            steps.extend(folders_to(view.directory).into_iter().map(Make::Folder));
+        }
         for path in view.withheld {
             steps.extend(places.hide(path));
         }
@@ -320,11 +326,14 @@ impl Places {
 
 /// The folders that lead to a path, from the top, without the root.
 fn folders_above(path: &Path) -> Vec<CString> {
+    path.parent().map(folders_to).unwrap_or_default()
+}
+
+/// The same, and the path itself.
+fn folders_to(path: &Path) -> Vec<CString> {
     let mut folders = Vec::new();
     let mut so_far = PathBuf::from("/");
-    let parts = path.components().filter(|part| matches!(part, Component::Normal(_)));
-    let count = parts.clone().count();
-    for part in parts.take(count.saturating_sub(1)) {
+    for part in path.components().filter(|part| matches!(part, Component::Normal(_))) {
         so_far.push(part);
         folders.extend(text(&so_far));
     }
