@@ -128,6 +128,8 @@ pub struct Observed {
     pub uid: Option<u32>,
     /// The four of `Gid`, if they are one.
     pub gid: Option<u32>,
+    /// How many there are in `Groups`.
+    pub groups: u32,
     /// Which namespaces are not the keeper's.
     pub namespaces: Namespaces,
     /// The version of the Landlock rules that it was put under; the kernel tells nobody.
@@ -150,6 +152,7 @@ impl Observed {
             ("capabilities", !terms.no_capabilities || self.capabilities == 0),
             ("Seccomp", self.seccomp >= filter),
             ("Uid or Gid", terms.identity.is_none_or(is)),
+            ("Groups", terms.identity.is_none() || self.groups == 0),
             ("user namespace", !wanted.user || found.user),
             ("pid namespace", !wanted.pid || found.pid),
             ("mount namespace", !wanted.mount || found.mount),
@@ -199,6 +202,7 @@ mod tests {
             (Observed { seccomp: 0, ..right }, "Seccomp"),
             (Observed { uid: Some(0), ..right }, "Uid or Gid"),
             (Observed { gid: None, ..right }, "Uid or Gid"),
+            (Observed { groups: 1, ..right }, "Groups"),
             (Observed { landlock: None, ..right }, "Landlock"),
             (Observed { descriptors: 9, ..right }, "descriptors"),
             (Observed { namespaces: Namespaces { pid: false, ..everything }, ..right }, "pid namespace"),

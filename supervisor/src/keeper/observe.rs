@@ -9,13 +9,13 @@ use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
 
 /// The namespaces that a worker can have of its own, as the kernel names them.
-const NAMES: [&str; 4] = ["user", "pid", "mnt", "net"];
+const NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 
 /// Bytes of `/proc/PID/status` that are read; it has about 1.5 KiB.
 const STATUS_BYTES_MAX: usize = 16 * 1024;
 
 /// The namespaces of this process, to compare with.
-pub(super) struct Own([Option<std::path::PathBuf>; 4]);
+pub(super) struct Own([Option<std::path::PathBuf>; NAMES.len()]);
 
 impl Own {
     pub(super) fn read() -> Self {
@@ -24,14 +24,14 @@ impl Own {
 
     /// Which namespaces of a process are others than ours.
     pub(super) fn compare(&self, pid: u32) -> io::Result<Namespaces> {
-        let mut differs = [false; 4];
+        let mut differs = [false; NAMES.len()];
         for ((name, own), differs) in NAMES.iter().zip(&self.0).zip(&mut differs) {
             // A kernel built without this kind has no such file, neither for us.
             let Some(own) = own else { continue };
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
         }
-        let [user, pid, mount, network] = differs;
-        Ok(Namespaces { user, pid, mount, network })
+        let [user, pid, ipc, uts, mount, network] = differs;
+        Ok(Namespaces { user, pid: pid && ipc && uts, mount, network })
     }
 }
 
@@ -72,6 +72,7 @@ fn parse(text: &str, observed: &mut Observed) {
     observed.capabilities = set("CapEff") | set("CapPrm") | set("CapInh") | ambient;
     observed.bounding = set("CapBnd");
     (observed.uid, observed.gid) = (one("Uid"), one("Gid"));
+    observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
 /// The first of these limits that a process does not have, by its name in `/proc/PID/limits`.
@@ -137,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_status_is_understood() {
-        let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nCapInh:\t0000000000000000\n\
+        let text = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t8\t7\t7\nGroups:\t4 24 \nCapInh:\t0000000000000000\n\
             CapPrm:\t0000000000000001\nCapEff:\t0000000000000002\nCapBnd:\t000000ffffffffff\n\
             CapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t1\n";
         let mut observed = Observed::default();
@@ -149,6 +150,7 @@ mod tests {
             bounding: 0xff_ffff_ffff,
             uid: Some(7),
             gid: None,
+            groups: 2,
             ..Observed::default()
         };
         assert_eq!(observed, expected);

@@ -70,6 +70,8 @@ pub(super) struct Prepared {
     stdout: OwnedFd,
     stderr: OwnedFd,
     progress: OwnedFd,
+    /// The keeper's end of that, of which the child has a copy.
+    other_end: RawFd,
     /// Where it starts.
     cgroup: Option<OwnedFd>,
     /// Where the first process of a pid namespace tells how the worker ended.
@@ -174,6 +176,7 @@ impl Prepared {
             stdout,
             stderr,
             progress,
+            other_end: ours.as_raw_fd(),
             cgroup,
             status,
             barriers,
@@ -297,6 +300,10 @@ impl Plan<'_> {
     }
 
     fn run(&self) -> ! {
+        // Or else it would wait for ever for the word of a keeper that died before the parent-death signal was
+        // set.
+        // SAFETY: the keeper's copy stays, and nothing of this process uses it.
+        unsafe { libc::close(self.prepared.other_end) };
         let namespaces = self.terms().namespaces;
         if namespaces.any() {
             self.take(0, &OUTER);
