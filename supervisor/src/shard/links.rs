@@ -50,6 +50,9 @@ const STATUS_BYTES_MAX: usize = 256;
 /// Violations of a worker's programs that are remembered until that one says how they ended.
 const VIOLATIONS_MAX: usize = 64;
 
+/// Reports that are read ahead to find one: as many as the keeper has waiting at most.
+const REPORTS_AHEAD_MAX: usize = 1024;
+
 /// Why a worker that is to have an id of its own is not started.
 const NO_ID_LEFT: &str =
     "all ids of `worker_uids` are taken: write a larger range in [supervisor], or fewer `processes`";
@@ -307,7 +310,8 @@ impl Shard {
         if signal == libc::SIGKILL && process.is_some() {
             // What it said of a violation it said before it killed. The rest has to wait: it may be the end
             // of this very worker, whose answer is being read.
-            while let Ok(Some(report)) = self.keeper.receive() {
+            for _ in 0..REPORTS_AHEAD_MAX {
+                let Ok(Some(report)) = self.keeper.receive() else { break };
                 match report {
                     Report::Violation { worker, process, call } => self.violation(worker, process, call),
                     other => self.late_reports.push_back(other),
