@@ -133,7 +133,7 @@ impl Sandbox {
                 .read
                 .iter()
                 .map(|path| text(path))
-                .chain(named_files(&bulkhead.program))
+                .chain(named_files(bulkhead))
                 .chain(named_folders(&bulkhead.env))
                 .collect(),
             write: texts(&sandbox.write),
@@ -206,15 +206,15 @@ impl Sandbox {
     }
 }
 
-/// Files that the command line names: whoever writes `["python3", "/srv/app/main.py"]` means it to be read.
-/// Folders are not among them: they may be anything. Nor is `/proc`, which workers have, and which is not the
-/// same for each.
-fn named_files(program: &Program) -> Vec<String> {
-    let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = program else { return Vec::new() };
-    let is_file = |text: &&String| {
-        text.starts_with('/') && !Path::new(text).starts_with("/proc") && Path::new(text).is_file()
+/// Files that the command line names: whoever writes `["python3", "main.py"]` means it to be read. Folders are
+/// not among them: they may be anything.
+fn named_files(bulkhead: &BulkheadConfig) -> Vec<String> {
+    let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = &bulkhead.program else {
+        return Vec::new();
     };
-    argv.iter().skip(1).filter(is_file).cloned().collect()
+    let paths = argv.iter().skip(1).map(|text| bulkhead.cwd.join(text));
+    let files = paths.filter(|path| !path.starts_with("/proc") && path.is_file());
+    files.map(|path| text(&path)).collect()
 }
 
 /// Variables of the environment that say where programs find programs and libraries.
