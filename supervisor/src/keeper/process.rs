@@ -164,6 +164,8 @@ struct Child {
     stage: Stage,
     terms: Terms,
     rlimits: Vec<Rlimit>,
+    /// Whether it was let go on to its program.
+    is_confined: bool,
     /// The worker's process, once it is known: in a pid namespace it is a child of this one.
     process: u32,
     /// Where the kernel tells of forbidden system calls.
@@ -176,6 +178,17 @@ struct Child {
     observed: Observed,
     /// Where the first process of a pid namespace tells how the worker ended.
     status: Option<OwnedFd>,
+}
+
+impl Child {
+    /// Reads its status back once its program runs: to execute can give, and must not have given. What is not
+    /// as ordered, by name; of a process that has ended already there is nothing to say.
+    fn look_again(&mut self) -> Option<&'static str> {
+        let mut observed = self.observed;
+        observe::status(self.process, &mut observed).ok()?;
+        self.observed = observed;
+        if self.terms == Terms::default() { None } else { observed.mismatch(&self.terms) }
+    }
 }
 
 enum Stage {
@@ -390,6 +403,8 @@ impl Process {
                     stage: Stage::Starting(ends),
                     terms,
                     rlimits: order.rlimits.clone(),
+                    // Who is not confined asks nobody.
+                    is_confined: terms == Terms::default(),
                     process: pid,
                     listener: None,
                     violation: None,
@@ -493,6 +508,7 @@ impl Process {
             self.poll.registry().register(&mut source, token, Interest::READABLE).map_err(failed)?;
             child.listener = Some(listener);
         }
+        child.is_confined = true;
         if let Stage::Starting(ends) = &child.stage {
             spawn::go_on(&ends.progress);
         }
@@ -513,28 +529,23 @@ impl Process {
             self.kill(pid);
             return self.report_failure(worker, &refusal);
         }
-        // Executing can give, and must not have given. A process that has ended already has nothing.
-        let confined = child.observed;
-        let is_read = observe::status(child.process, &mut child.observed).is_ok();
-        if !is_read {
-            child.observed = confined;
-        }
-        let (process, observed, terms) = (child.process, child.observed, child.terms);
-        if is_read
-            && terms != Terms::default()
-            && let Some(what) = observed.mismatch(&terms)
-        {
+        if !child.is_confined {
+            // It was killed on its way, for it never got the word to go on. Its end is reported next.
+            self.kill(pid);
+        } else if let Some(what) = child.look_again() {
             child.stage = Stage::Failed;
-            wait::kill_group(pid);
+            self.kill(pid);
             let step = format!("read-back from /proc: {what} is not as ordered once the program runs");
             return self.report_failure(worker, &Refusal::new(&step, rustix::io::Errno::PERM));
         }
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let (process, observed) = (child.process, child.observed);
         // The kernel takes a descriptor of its own along with the message, as soon as that is sent.
         match child.pidfd.try_clone() {
             Ok(pidfd) => self.report(&ReportMessage::Spawned { worker, pid: process, observed }, Some(pidfd)),
             Err(error) => {
                 child.stage = Stage::Failed;
-                wait::kill_group(pid);
+                self.kill(pid);
                 self.report_failure(worker, &Refusal::of("descriptors", &error));
             }
         }
