@@ -256,8 +256,8 @@ pub const ATTEMPTS: &[Group] = &[
             plain("segment-descriptors", "use segment descriptors (modify_ldt)", Machine, Machine, Violation("modify_ldt")),
             plain("weaken-memory", "make all memory executable (personality)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("watch-all-files", "watch all files (fanotify)", Machine, NOT_PERMITTED, NOT_PERMITTED),
-            plain("shared-memory-by-number", "make shared memory of System V", Machine, Machine, Violation("shmget")),
-            plain("message-queue", "make a POSIX message queue", Machine, Machine, NO_SUCH_CALL),
+            plain("shared-memory-by-number", "make shared memory of System V", Machine, NO_SUCH_CALL, Violation("shmget")),
+            plain("message-queue", "make a POSIX message queue", Machine, NO_SUCH_CALL, NO_SUCH_CALL),
         ],
     ),
     (

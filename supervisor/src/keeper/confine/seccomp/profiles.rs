@@ -36,12 +36,18 @@ const REFUSED: &[&str] = &[
     "lookup_dcookie nfsservctl uselib",
 ];
 
+/// What they make belongs to everybody of the same user, counts as nobody's memory, and stays when all who used
+/// it have ended. Kernels can be built without them, so that programs ask first.
+const OUTLASTING: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
+     msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
+
 /// A deny list that leaves ordinary programs unharmed.
 pub(in crate::keeper) fn default(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
     rules.set("sched_setattr sched_setparam sched_setscheduler migrate_pages move_pages", of_itself(0));
     rules.set("ioprio_set", of_one_process(IOPRIO_WHO_PROCESS, of_itself(1)));
+    rules.set(OUTLASTING, Verdict::Errno(Errno::NOSYS));
     rules.set("socket", socket(network));
     rules.set("ioctl", terminal_tricks());
     rules
