@@ -63,7 +63,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
         Layer::PidNamespace => &["pid namespace", "ipc namespace", "uts namespace"],
         Layer::MountNamespace => &["mount namespace", "own /proc", "pivot_root"],
         Layer::NetworkNamespace => &["network namespace"],
-        Layer::Identity => &["CAP_SETUID"],
+        Layer::Identity => &["other users"],
         Layer::Cgroup => &["cgroup leaf", "cgroup clone", "cgroup kill"],
         Layer::NoNewPrivs => &["no_new_privs"],
     }
@@ -102,8 +102,10 @@ pub(crate) struct Sandbox {
     withheld: Vec<String>,
     allow: Vec<String>,
     deny: Vec<String>,
-    /// Layers of the profile that this machine does not have, and need not.
-    missing: Vec<Layer>,
+    /// Layers of the profile, and parts of them, that this machine does not have and need not.
+    missing: Vec<&'static str>,
+    /// What an operator should know of it.
+    remarks: Vec<String>,
     /// What a worker with our SDK puts in force before its first job.
     seal: Option<Vec<u8>>,
     /// Why no worker can be started.
@@ -120,7 +122,12 @@ impl Sandbox {
         let whom = settling.whom(bulkhead);
         let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead) };
         let obstacle = settling.obstacle(sandbox.profile);
-        let missing = settling.missing;
+        let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
+        if terms.landlock {
+            missing
+                .extend(LANDLOCK_PARTS.iter().filter(|(part, _)| !grounds.has(part)).map(|(_, name)| *name));
+        }
+        let remarks = remarks(bulkhead, &missing, whom, grounds);
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
         let allow = sandbox.allow.iter().map(String::as_str).collect::<Vec<_>>();
         let seal = is_sealed.then(|| keeper::seal(sandbox.network, &allow));
@@ -141,6 +148,7 @@ impl Sandbox {
             allow: sandbox.allow.clone(),
             deny: sandbox.deny.clone(),
             missing,
+            remarks,
             seal,
             obstacle,
         }
@@ -149,6 +157,11 @@ impl Sandbox {
     /// Why no worker can be started, for people.
     pub(crate) fn obstacle(&self) -> Option<&str> {
         self.obstacle.as_deref()
+    }
+
+    /// What an operator should know of it, each a sentence.
+    pub(crate) fn remarks(&self) -> &[String] {
+        &self.remarks
     }
 
     pub(crate) fn whom(&self) -> Whom {
@@ -201,9 +214,37 @@ impl Sandbox {
             gid: observed.gid,
             cgroup: observed.cgroup,
             identity: if self.whom == Whom::Own { "shared" } else { "own" },
-            missing: self.missing.iter().map(|layer| layer.name()).collect(),
+            missing: self.missing.clone(),
         }
     }
+}
+
+/// Parts of Landlock that came later than the rest, and what they are called where they are missing.
+const LANDLOCK_PARTS: [(&str, &str); 2] =
+    [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
+
+/// What is as configured and may yet surprise.
+fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Grounds) -> Vec<String> {
+    let mut remarks = Vec::new();
+    if bulkhead.sandbox.profile == Profile::None {
+        return remarks;
+    }
+    if !missing.is_empty() {
+        remarks.push(format!("its sandbox is without {}", missing.join(", ")));
+    }
+    if whom == Whom::Own && rustix::process::geteuid().is_root() {
+        remarks.push(
+            "its workers are root, without capabilities, and can change what root owns where the sandbox lets \
+             them: give them a `user`, or `worker_uids` and `user = \"auto\"`"
+                .to_owned(),
+        );
+    }
+    let is_open =
+        |secret: &&String| bulkhead.sandbox.write.iter().any(|folder| Path::new(secret).starts_with(folder));
+    if let Some(secret) = grounds.withheld.iter().find(is_open) {
+        remarks.push(format!("its workers may write to a folder of the supervisor's own files: {secret}"));
+    }
+    remarks
 }
 
 /// Files that the command line names: whoever writes `["python3", "main.py"]` means it to be read. Folders are

@@ -329,6 +329,11 @@ impl Shard {
         };
         let seed = seed();
         let named = Named::all(&config, host.as_deref(), &grounds);
+        for named in &named {
+            for remark in named.program.sandbox().remarks() {
+                tracing::warn!(bulkhead = %named.name, "{remark}");
+            }
+        }
         let by_name = named.iter().enumerate().map(|(i, named)| (named.name.clone(), i)).collect();
         let mut shard = Self {
             poll,

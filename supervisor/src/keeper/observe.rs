@@ -14,18 +14,30 @@ const NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 /// Bytes of `/proc/PID/status` that are read; it has about 1.5 KiB.
 const STATUS_BYTES_MAX: usize = 16 * 1024;
 
-/// The namespaces of this process, to compare with.
-pub(super) struct Own([Option<std::path::PathBuf>; NAMES.len()]);
+/// Filters of system calls that a process is under; 0 on kernels that do not tell.
+pub(super) fn filters(pid: u32) -> u32 {
+    let text = read_bounded(&format!("/proc/{pid}/status")).unwrap_or_default();
+    let count = text.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
+    count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+}
+
+/// What this process has itself, to compare with.
+pub(super) struct Own {
+    namespaces: [Option<std::path::PathBuf>; NAMES.len()],
+    /// Filters of system calls that this process is under itself.
+    pub(super) filters: u32,
+}
 
 impl Own {
     pub(super) fn read() -> Self {
-        Self(NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok()))
+        let namespaces = NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok());
+        Self { namespaces, filters: filters(std::process::id()) }
     }
 
     /// Which namespaces of a process are others than ours.
     pub(super) fn compare(&self, pid: u32) -> io::Result<Namespaces> {
         let mut differs = [false; NAMES.len()];
-        for ((name, own), differs) in NAMES.iter().zip(&self.0).zip(&mut differs) {
+        for ((name, own), differs) in NAMES.iter().zip(&self.namespaces).zip(&mut differs) {
             // A kernel built without this kind has no such file, neither for us.
             let Some(own) = own else { continue };
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;

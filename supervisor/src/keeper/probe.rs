@@ -73,7 +73,7 @@ const WITHOUT: &str = "BULKHEAD_WITHOUT";
 
 fn withhold(abilities: &mut [Ability], layers: &str) {
     let named = |ability: &Ability| match ability.layer {
-        "CAP_SETUID" => "identity".to_owned(),
+        "other users" => "identity".to_owned(),
         "cgroup leaf" => "cgroup".to_owned(),
         layer => layer.replace(' ', "_"),
     };
@@ -196,11 +196,7 @@ fn own_capabilities() -> [Ability; 3] {
         Err(errno) => Err(explain(errno)),
     };
     [
-        Ability::of(
-            "CAP_SETUID",
-            tried(CapabilitySet::SETUID),
-            "needed for `user`: run as root, or give it to the supervisor's unit (AmbientCapabilities=)",
-        ),
+        Ability::of("other users", other_users(own), "needed for `user`: run the supervisor as root"),
         Ability::of(
             "CAP_SYS_ADMIN",
             tried(CapabilitySet::SYS_ADMIN),
@@ -212,6 +208,23 @@ fn own_capabilities() -> [Ability; 3] {
             "needed only for limits above the supervisor's own: raise those (ulimit -H, LimitNOFILE=)",
         ),
     ]
+}
+
+/// To start a worker as somebody else takes one right, to give it its folder, to look at it and to end it
+/// others.
+fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
+    let needed = [
+        ("CAP_SETUID", CapabilitySet::SETUID),
+        ("CAP_SETGID", CapabilitySet::SETGID),
+        ("CAP_CHOWN", CapabilitySet::CHOWN),
+        ("CAP_KILL", CapabilitySet::KILL),
+        ("CAP_DAC_OVERRIDE", CapabilitySet::DAC_OVERRIDE),
+        ("CAP_SYS_PTRACE", CapabilitySet::SYS_PTRACE),
+    ];
+    let own = own.map_err(explain)?;
+    let missing: Vec<&str> =
+        needed.iter().filter(|(_, one)| !own.contains(*one)).map(|(name, _)| *name).collect();
+    if missing.is_empty() { Ok(None) } else { Err(format!("this user does not have {}", missing.join(", "))) }
 }
 
 /// A second net below Landlock and the identity, for processes of one user.

@@ -20,11 +20,11 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::confine::cgroup::Leaf;
 use super::confine::seccomp::{self, News};
-use super::confinement::{Identity, Observed, Temporary, Terms};
+use super::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
 use super::spawn::{
-    self, Barriers, Ends, Filters, Forker, Job, LINK_FD, Prepared, Progress, Refusal, put_at,
+    self, Barriers, Ends, Filters, Forker, Job, LINK_FD, Prepared, Progress, Refusal, Standing, put_at,
 };
 use super::temporary::Folders;
 use super::wait::{self, Waited};
@@ -77,8 +77,8 @@ pub fn run_as_keeper() -> ! {
 }
 
 /// Makes the process what it has to be before its second thread starts. Returns the order socket, and
-/// the nice value for workers.
-fn prepare() -> io::Result<(OwnedFd, i32)> {
+/// how this process stands before it takes precedence.
+fn prepare() -> io::Result<(OwnedFd, Standing)> {
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
@@ -92,9 +92,13 @@ fn prepare() -> io::Result<(OwnedFd, i32)> {
     // Fails only for the leader of a process group, which a spawned process becomes by request only.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    let nice = rustix::process::getpriority_process(None)?;
+    let score = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
+    let standing = Standing {
+        nice: rustix::process::getpriority_process(None)?,
+        is_spared: score.trim().parse::<i32>().is_ok_and(|score| score < 0),
+    };
     take_precedence();
-    Ok((socket, nice))
+    Ok((socket, standing))
 }
 
 /// Whoever has to end a fork bomb must not wait for its turn behind a thousand processes. Workers start
@@ -244,8 +248,8 @@ struct Process {
 }
 
 impl Process {
-    fn start((socket, nice): (OwnedFd, i32)) -> io::Result<Self> {
-        let forker = Forker::start(nice)?;
+    fn start((socket, standing): (OwnedFd, Standing)) -> io::Result<Self> {
+        let forker = Forker::start(standing)?;
         let always = !wait::tells_orphans_apart(&forker)?;
         let mut blocked = SigSet::empty();
         blocked.add(nix::sys::signal::SIGCHLD);
@@ -498,7 +502,11 @@ impl Process {
         child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
         observe::status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits).map_err(failed)?;
-        if let Some(what) = child.observed.mismatch(&child.terms).or(limit) {
+        // The supervisor may be under a filter itself, which counts for nothing here.
+        let filters = observe::filters(process);
+        let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
+        let filter = is_bare.then_some("Seccomp_filters");
+        if let Some(what) = child.observed.mismatch(&child.terms).or(limit).or(filter) {
             let step = format!("read-back from /proc: {what} is not as ordered");
             return Err(Refusal::new(&step, rustix::io::Errno::PERM));
         }

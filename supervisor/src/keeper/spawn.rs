@@ -185,6 +185,15 @@ impl Prepared {
     }
 }
 
+/// How the keeper stands with the kernel before it takes precedence.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Standing {
+    /// The nice value, which workers get.
+    pub(super) nice: i32,
+    /// Whether the kernel is to spare it when memory runs out; workers it is not.
+    pub(super) is_spared: bool,
+}
+
 /// The second thread of the keeper: the parent of all workers. It lives as long as the process, since
 /// the parent-death signal is that of the thread.
 pub(super) struct Forker {
@@ -193,13 +202,13 @@ pub(super) struct Forker {
 }
 
 impl Forker {
-    /// `nice` is what workers get.
-    pub(super) fn start(nice: i32) -> io::Result<Self> {
+    /// `standing` is how the keeper was started, which workers are not to profit from.
+    pub(super) fn start(standing: Standing) -> io::Result<Self> {
         let (jobs, todo) = sync_channel::<Job>(0);
         let (done, results) = sync_channel(1);
         std::thread::Builder::new().name("forker".into()).spawn(move || {
             for job in todo {
-                let result = fork(&job, nice);
+                let result = fork(&job, standing);
                 drop(job); // Closes our copies of the child's descriptors before anybody hears of it.
                 if done.send(result).is_err() {
                     return;
@@ -217,14 +226,14 @@ impl Forker {
     }
 }
 
-fn fork(job: &Job, nice: i32) -> io::Result<u32> {
+fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
     let plan = match job {
         Job::Worker(prepared) => Some(Plan {
             prepared,
             arguments: pointers(&prepared.arguments),
             environment: pointers(&prepared.environment),
             keeper: rustix::process::getpid(),
-            nice,
+            standing,
         }),
         Job::Child | Job::Grandchild => None,
     };
@@ -291,7 +300,7 @@ struct Plan<'p> {
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
     keeper: Pid,
-    nice: i32,
+    standing: Standing,
 }
 
 impl Plan<'_> {

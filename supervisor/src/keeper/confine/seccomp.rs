@@ -26,7 +26,7 @@ use self::assembler::{Block, Condition};
 use super::syscalls;
 
 pub(in crate::keeper) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
-pub(in crate::keeper) use self::profiles::{default, sealed, strict};
+pub(in crate::keeper) use self::profiles::{default, sealed, strict, without_unix_sockets};
 
 /// What the kernel calls this architecture, with 64 bits and little-endian.
 #[cfg(target_arch = "x86_64")]

@@ -118,6 +118,11 @@ impl Filters {
             Seccomp::Deny => seccomp::default(terms.network),
             Seccomp::Allow => seccomp::strict(terms.network),
         };
+        let rules = if terms.network && !keeps_from_unix_sockets(terms) {
+            seccomp::without_unix_sockets(rules)
+        } else {
+            rules
+        };
         let unknown =
             |name| Refusal::new(&format!("{}: there is no system call {name}", steps::SECCOMP), Errno::INVAL);
         let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;
@@ -129,6 +134,15 @@ impl Filters {
         self.0.insert(key, filter.clone());
         Ok(Some(filter))
     }
+}
+
+/// Whether a worker with the network reaches no Unix socket but those in its own folders: newer versions of
+/// Landlock see to that, and a root folder of its own, if Landlock bars the sockets without a path.
+fn keeps_from_unix_sockets(terms: &Terms) -> bool {
+    const SCOPES_SINCE: u32 = 6;
+    const PATHS_SINCE: u32 = 9;
+    let version = landlock::kernel_abi().ok().filter(|_| terms.landlock).unwrap_or(0);
+    version >= PATHS_SINCE || version >= SCOPES_SINCE && terms.namespaces.mount
 }
 
 fn as_paths<'p>(texts: &'p [&'p str]) -> Vec<&'p Path> {

@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
-use rustix::fs::Mode;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
@@ -230,19 +230,30 @@ fn signals(_: &Plan<'_>) -> Result<(), Stop> {
     Ok(check(result as i32)?)
 }
 
-fn session(_: &Plan<'_>) -> Result<(), Stop> {
+fn session(plan: &Plan<'_>) -> Result<(), Stop> {
     match rustix::process::setsid() {
         // Both tables want one, and there is a fork between them only for a pid namespace.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
     rustix::process::umask(UMASK);
+    if plan.standing.is_spared {
+        // It is the supervisor that the kernel should spare when memory runs out. Only here does the file
+        // belong to the user that this process still is.
+        let file = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())?;
+        rustix::io::write(file, b"0")?;
+    }
     Ok(())
 }
 
 /// The keeper may have a better one. In a session of its own, the child is out of its autogroup already.
 fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
-    Ok(rustix::process::setpriority_process(None, plan.nice)?)
+    // The supervisor's unit may be served before everybody else, and a worker must not. Where it is not, there
+    // is nothing to give up.
+    let ordinary = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the pointer is to a local; the call is about this thread.
+    unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &raw const ordinary) };
+    Ok(rustix::process::setpriority_process(None, plan.standing.nice)?)
 }
 
 /// Standard input is the keeper's own, `/dev/null`.

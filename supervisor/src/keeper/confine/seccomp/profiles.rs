@@ -158,13 +158,24 @@ fn socket(network: bool) -> Rule {
     if !network {
         return NO_FAMILY.into();
     }
-    let cases = vec![
-        (Is(libc::AF_UNIX as u32), Verdict::Allow.into()),
+    let mut cases = internet();
+    cases.push((Is(libc::AF_UNIX as u32), Verdict::Allow.into()));
+    check(0, cases, NO_FAMILY)
+}
+
+fn internet() -> Vec<(super::Condition, Rule)> {
+    vec![
         (Is(libc::AF_INET as u32), no_packets()),
         (Is(libc::AF_INET6 as u32), Verdict::Allow.into()),
         (Is(libc::AF_NETLINK as u32), routes_only()),
-    ];
-    check(0, cases, NO_FAMILY)
+    ]
+}
+
+/// These rules, with the network but without Unix sockets: for where nothing else keeps a worker from those
+/// that others of its user listen on, such as a message bus that starts programs.
+pub(in crate::keeper) fn without_unix_sockets(mut rules: Rules) -> Rules {
+    rules.set("socket", check(0, internet(), NO_FAMILY));
+    rules
 }
 
 const SOCKET_TYPE_MASK: u32 = 0xf;
