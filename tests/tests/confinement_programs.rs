@@ -302,9 +302,14 @@ fn the_network_is_there_when_it_is_given_and_the_supervisor_is_not() {
         }
         let sent = attempt("send-by-udp");
         assert!(sent.is(Expected::Succeeds), "{profile}: {sent:?}");
-        let closed =
-            ["submit-jobs", "administer", "connect-to-abstract-socket", "packet-socket", "raw-socket"];
-        for name in closed.into_iter().chain(["netfilter-socket", "virtual-machine-socket"]) {
+        let closed = [
+            "submit-jobs",
+            "administer",
+            "connect-to-abstract-socket",
+            "connect-to-path-socket",
+            "packet-socket",
+        ];
+        for name in closed.into_iter().chain(["raw-socket", "netfilter-socket", "virtual-machine-socket"]) {
             let ended = attempt(name);
             assert!(matches!(ended, Ended::Refused(..)), "{profile}, {name}: {ended:?}");
         }
