@@ -6,7 +6,7 @@ pub(super) fn is_system_call(name: &str) -> bool {
 }
 
 /// Calls without which no worker comes to its first job, or tells what became of it.
-pub(super) const NEEDED: [&str; 17] = [
+pub(super) const NEEDED: [&str; 18] = [
     "brk",
     "close",
     "execve",
@@ -19,6 +19,7 @@ pub(super) const NEEDED: [&str; 17] = [
     "openat",
     "poll",
     "prctl",
+    "prlimit64",
     "read",
     "recvfrom",
     "rt_sigreturn",

@@ -87,10 +87,23 @@ fn parse(text: &str, observed: &mut Observed) {
     observed.groups = field("Groups").map_or(u32::MAX, |groups| groups.split_whitespace().count() as u32);
 }
 
-/// The first of these limits that a process does not have, by its name in `/proc/PID/limits`.
-pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
+/// The first of these limits that a process does not have, by its name in `/proc/PID/limits`; but for one
+/// that it still has to get.
+pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::Result<Option<&'static str>> {
     let text = read_bounded(&format!("/proc/{pid}/limits"))?;
-    let is_wrong = |limit: &&Rlimit| limit_of(&text, limit.resource) != Some((limit.soft, limit.hard));
+    let is_wrong = |limit: &&Rlimit| {
+        limit.resource != to_come && limit_of(&text, limit.resource) != Some((limit.soft, limit.hard))
+    };
+    Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
+}
+
+/// The first of these limits that a process has more of.
+pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
+    let text = read_bounded(&format!("/proc/{pid}/limits"))?;
+    let is_wrong = |limit: &&Rlimit| {
+        let found = limit_of(&text, limit.resource);
+        found.is_none_or(|(soft, hard)| soft > limit.soft || hard > limit.hard)
+    };
     Ok(ordered.iter().find(is_wrong).map(|limit| limit_name(limit.resource)))
 }
 
@@ -193,9 +206,13 @@ mod tests {
         let resource = nofile;
         let right = Rlimit { resource, soft: bound(own.current), hard: bound(own.maximum) };
         let wrong = Rlimit { soft: 3, ..right };
-        let mismatch = |limits: &[Rlimit]| limit_mismatch(std::process::id(), limits).unwrap();
+        let mismatch = |limits: &[Rlimit]| limit_mismatch(std::process::id(), limits, u32::MAX).unwrap();
         assert_eq!(mismatch(&[right]), None);
         assert_eq!(mismatch(&[right, wrong]), Some("Max open files"));
+        assert_eq!(limit_mismatch(std::process::id(), &[wrong], resource).unwrap(), None);
+        let exceeded = |limit| limit_exceeded(std::process::id(), &[limit]).unwrap();
+        assert_eq!(exceeded(wrong), Some("Max open files"));
+        assert_eq!(exceeded(Rlimit { soft: u64::MAX, hard: u64::MAX, ..right }), None);
     }
 
     #[test]

@@ -24,7 +24,8 @@ use super::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
 use super::spawn::{
-    self, Barriers, Ends, Filters, Forker, Job, LINK_FD, Prepared, Progress, Refusal, Standing, put_at,
+    self, Barriers, Ends, Filters, Forker, Job, LINK_FD, OPEN_FILES, Prepared, Progress, Refusal, Standing,
+    put_at,
 };
 use super::temporary::Folders;
 use super::wait::{self, Waited};
@@ -96,9 +97,19 @@ fn prepare() -> io::Result<(OwnedFd, Standing)> {
     let standing = Standing {
         nice: rustix::process::getpriority_process(None)?,
         is_spared: score.trim().parse::<i32>().is_ok_and(|score| score < 0),
+        open_files: take_all_descriptors(),
     };
     take_precedence();
     Ok((socket, standing))
+}
+
+/// Raises the limit of open files as far as it goes. What it was before.
+fn take_all_descriptors() -> (u64, u64) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let own = getrlimit(Resource::Nofile);
+    let all = Rlimit { current: own.maximum, maximum: own.maximum };
+    let _ = setrlimit(Resource::Nofile, all); // What there is has to do then.
+    (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
 }
 
 /// Whoever has to end a fork bomb must not wait for its turn behind a thousand processes. Workers start
@@ -191,7 +202,12 @@ impl Child {
         let mut observed = self.observed;
         observe::status(self.process, &mut observed).ok()?;
         self.observed = observed;
-        if self.terms == Terms::default() { None } else { observed.mismatch(&self.terms) }
+        if self.terms == Terms::default() {
+            return None;
+        }
+        // It may have lowered its limits by now.
+        let limit = || observe::limit_exceeded(self.process, &self.rlimits).ok().flatten();
+        observed.mismatch(&self.terms).or_else(limit)
     }
 }
 
@@ -501,7 +517,7 @@ impl Process {
         child.observed.descriptors = open.saturating_sub(closing);
         child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
         observe::status(process, &mut child.observed).map_err(failed)?;
-        let limit = observe::limit_mismatch(process, &child.rlimits).map_err(failed)?;
+        let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
         // The supervisor may be under a filter itself, which counts for nothing here.
         let filters = observe::filters(process);
         let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;

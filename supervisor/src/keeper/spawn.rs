@@ -37,7 +37,7 @@ use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 pub(super) use self::barriers::{Barriers, Filters};
 pub(super) use self::ended::read as read_status;
 pub(super) use self::progress::{Progress, go_on, read as read_progress};
-pub(super) use self::steps::put_at;
+pub(super) use self::steps::{OPEN_FILES, put_at};
 
 /// The worker's link. In the keeper this number is its own socket, so that none of the descriptors it
 /// ever receives or opens is in the way of the ones a child puts in place.
@@ -192,6 +192,8 @@ pub(super) struct Standing {
     pub(super) nice: i32,
     /// Whether the kernel is to spare it when memory runs out; workers it is not.
     pub(super) is_spared: bool,
+    /// How many files it may have open, and how far it may raise that.
+    pub(super) open_files: (u64, u64),
 }
 
 /// The second thread of the keeper: the parent of all workers. It lives as long as the process, since

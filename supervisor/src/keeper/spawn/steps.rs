@@ -13,6 +13,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 use super::progress::{self, Failure};
 use super::root::Root;
 use super::{LINK_FD, Plan};
+use crate::keeper::Rlimit;
 use crate::keeper::confinement::Identity;
 
 /// What a worker creates is its user's own business: readable and writable by nobody else.
@@ -52,8 +53,9 @@ pub(super) const OUTER: [(&str, Step); 6] = [
 /// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
 ///
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
-/// a limit or a filter could hinder is done before it is set.
-pub(super) const INNER: [(&str, Step); 16] = [
+/// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
+/// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
+pub(super) const INNER: [(&str, Step); 17] = [
     ("signals", signals),
     ("session", session),
     ("priority", priority),
@@ -69,6 +71,7 @@ pub(super) const INNER: [(&str, Step); 16] = [
     ("no_new_privs", no_new_privs),
     (LANDLOCK, landlock),
     (SECCOMP, seccomp),
+    (RLIMIT, open_files),
     ("exec", exec),
 ];
 
@@ -276,13 +279,34 @@ fn child_subreaper(_: &Plan<'_>) -> Result<(), Stop> {
 }
 
 fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
-    for limit in &plan.prepared.rlimits {
-        let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
-        // SAFETY: the pointer is to a local; a resource that does not exist is refused.
-        let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
-        result.map_err(|errno| Stop { errno, detail: limit.resource })?;
+    let limits = plan.prepared.rlimits.iter();
+    limits.clone().filter(|limit| limit.resource != OPEN_FILES).try_for_each(set_limit)?;
+    // Only here may it still be raised.
+    let (_, hard) = plan.standing.open_files;
+    let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
+    raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
+}
+
+#[allow(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
+pub(in crate::keeper) const OPEN_FILES: u32 = libc::RLIMIT_NOFILE as u32;
+
+/// What was ordered, or what the keeper was started with before it took all that it may have. A confined
+/// worker gets no more than three quarters of that: what it hands to itself and does not read counts against
+/// all of its user, and is not to keep the keeper from starting others.
+fn open_files(plan: &Plan<'_>) -> Result<(), Stop> {
+    if let Some(ordered) = plan.prepared.rlimits.iter().find(|limit| limit.resource == OPEN_FILES) {
+        return set_limit(ordered);
     }
-    Ok(())
+    let (soft, hard) = plan.standing.open_files;
+    let hard = if plan.prepared.barriers.are_any() { hard - hard / 4 } else { hard };
+    set_limit(&Rlimit { resource: OPEN_FILES, soft: soft.min(hard), hard })
+}
+
+fn set_limit(limit: &Rlimit) -> Result<(), Stop> {
+    let value = libc::rlimit { rlim_cur: limit.soft, rlim_max: limit.hard };
+    // SAFETY: the pointer is to a local; a resource that does not exist is refused.
+    let result = check(unsafe { libc::setrlimit(limit.resource as _, &value) });
+    result.map_err(|errno| Stop { errno, detail: limit.resource })
 }
 
 /// The second net, should the keeper be killed. A change of the identity takes it away.
