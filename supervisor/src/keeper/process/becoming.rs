@@ -1,0 +1,99 @@
+//! What a process does to become the keeper, before it has a second thread.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::sys::signal::SigSet;
+use rustix::fs::{Mode, OFlags};
+use rustix::process::Pid;
+
+use crate::keeper::spawn::{LINK_FD, Standing, put_at};
+
+/// The nice value of the keeper, if it may have that.
+const PRIORITY: i32 = -20;
+
+/// Makes the process what it has to be before its second thread starts. Returns the order socket, and
+/// how this process stands before it takes precedence.
+pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
+    rustix::thread::set_name(c"bulkhead-keeper")?;
+    set_signals()?;
+    close_inherited()?;
+    // The socket came as standard input. Its number has to be this one: see `LINK_FD`.
+    let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
+    assert_eq!(socket.as_raw_fd(), LINK_FD, "everything above standard error was just closed");
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    put_at(&null, libc::STDIN_FILENO)?;
+    put_at(&null, libc::STDOUT_FILENO)?;
+    rustix::process::chdir("/")?;
+    // Fails only for the leader of a process group, which a spawned process becomes by request only.
+    let _ = rustix::process::setsid();
+    rustix::process::set_child_subreaper(Some(Pid::INIT))?;
+    let score = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
+    let standing = Standing {
+        nice: rustix::process::getpriority_process(None)?,
+        is_spared: score.trim().parse::<i32>().is_ok_and(|score| score < 0),
+        open_files: take_all_descriptors(),
+    };
+    take_precedence();
+    Ok((socket, standing))
+}
+
+/// Raises the limit of open files as far as it goes. What it was before.
+fn take_all_descriptors() -> (u64, u64) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let own = getrlimit(Resource::Nofile);
+    let all = Rlimit { current: own.maximum, maximum: own.maximum };
+    let _ = setrlimit(Resource::Nofile, all); // What there is has to do then.
+    (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
+}
+
+/// Whoever has to end a fork bomb must not wait for its turn behind a thousand processes. Workers start
+/// with the priority of before. Where privileges are missing, the keeper takes its turn like others.
+fn take_precedence() {
+    let _ = rustix::process::setpriority_process(None, PRIORITY);
+    // With autogroups (a kernel setting) each session has a share, and this is what weighs ours.
+    let _ = std::fs::write("/proc/self/autogroup", PRIORITY.to_string());
+}
+
+/// Nothing but end of file ends the keeper: signals meant for the supervisor's group, or sent by
+/// somebody who saw the process in a list, must not take the workers away. SIGCHLD is read from a
+/// descriptor, and must not be ignored by inheritance, which would let children vanish unseen.
+#[expect(unsafe_code, reason = "setting what a signal does")]
+fn set_signals() -> io::Result<()> {
+    use nix::sys::signal::{SigHandler, Signal, signal};
+    const IGNORED: [Signal; 11] = [
+        Signal::SIGHUP,
+        Signal::SIGINT,
+        Signal::SIGQUIT,
+        Signal::SIGPIPE,
+        Signal::SIGALRM,
+        Signal::SIGTERM,
+        Signal::SIGUSR1,
+        Signal::SIGUSR2,
+        Signal::SIGTSTP,
+        Signal::SIGTTIN,
+        Signal::SIGTTOU,
+    ];
+    for number in IGNORED {
+        // SAFETY: no function of ours is installed.
+        unsafe { signal(number, SigHandler::SigIgn) }?;
+    }
+    // SAFETY: as above.
+    unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
+    let mut blocked = SigSet::empty();
+    blocked.add(Signal::SIGCHLD);
+    blocked.thread_set_mask()?;
+    Ok(())
+}
+
+/// Descriptors that the supervisor's program did not mark to be closed would live as long as we do,
+/// and a connection that the supervisor closes has to be closed.
+#[expect(unsafe_code, reason = "closing descriptors by number")]
+fn close_inherited() -> io::Result<()> {
+    let last = libc::c_uint::MAX;
+    // SAFETY: this process has just started and opened nothing of its own yet.
+    match unsafe { libc::syscall(libc::SYS_close_range, LINK_FD as libc::c_uint, last, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

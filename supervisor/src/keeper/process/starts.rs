@@ -1,0 +1,206 @@
+//! From an order to a worker whose program runs: the fork, the talk with the child on its way, and the looks
+//! at what it has become.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use mio::unix::SourceFd;
+use mio::{Interest, Token};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags};
+
+use super::{Child, LISTENER, Process, Stage};
+use crate::keeper::confine::cgroup::Leaf;
+use crate::keeper::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
+use crate::keeper::spawn::{self, Barriers, Ends, Job, OPEN_FILES, Prepared, Progress, Refusal};
+use crate::keeper::{ReportMessage, SpawnOrder, maps, observe, wait};
+
+impl Process {
+    pub(super) fn spawn(&mut self, order: &SpawnOrder<'_>, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+        let terms = order.confinement.terms;
+        let folder = match terms.temporary {
+            Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
+            Temporary::None | Temporary::FileSystem(_) => None,
+        };
+        let leaf = terms.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
+        let started = leaf.and_then(|leaf| {
+            let started = self.start_in(order, descriptors, folder.as_deref(), leaf.as_ref());
+            match started {
+                Ok(started) => Ok((started, leaf)),
+                Err(refusal) => {
+                    leaf.into_iter().for_each(|leaf| self.groups.remove(leaf));
+                    Err(refusal)
+                }
+            }
+        });
+        match started {
+            Ok(((pid, pidfd, mut ends, observed), leaf)) => {
+                let status = ends.status.take();
+                let child = Child {
+                    worker: order.worker,
+                    pidfd,
+                    stage: Stage::Starting(ends),
+                    terms,
+                    rlimits: order.rlimits.clone(),
+                    // Who is not confined asks nobody.
+                    is_confined: terms == Terms::default(),
+                    process: pid,
+                    listener: None,
+                    violation: None,
+                    folder,
+                    leaf,
+                    observed,
+                    status,
+                };
+                self.children.insert(pid, child);
+                Ok(())
+            }
+            Err(refusal) => {
+                folder.into_iter().for_each(|folder| self.folders.remove(folder));
+                Err(refusal)
+            }
+        }
+    }
+
+    pub(super) fn make_folder(
+        &mut self,
+        worker: u64,
+        identity: Option<Identity>,
+    ) -> Result<PathBuf, Refusal> {
+        self.folders.make(worker, identity).map_err(|error| {
+            Refusal::of(&format!("temporary folder in {}", std::env::temp_dir().display()), &error)
+        })
+    }
+
+    pub(super) fn start_in(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        descriptors: Vec<OwnedFd>,
+        folder: Option<&Path>,
+        leaf: Option<&Leaf>,
+    ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
+        let barriers = Barriers::prepare(&order.confinement, order.directory, folder, &mut self.filters)?;
+        let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
+        let program = spawn::Program::new(order, folder)?;
+        let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
+        let cgroup = cgroup.map_err(|error| Refusal::of("cgroup", &error))?;
+        let (prepared, ends) = Prepared::new(program, descriptors, barriers, cgroup)?;
+        let step = spawn::fork_step(order.confinement.terms.namespaces);
+        let in_fork = |error: io::Error| Refusal::of(step, &error);
+        let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
+        match self.watch(pid, &ends.progress) {
+            Ok(pidfd) => Ok((pid, pidfd, ends, observed)),
+            Err(error) => {
+                wait::kill_child(pid);
+                Err(in_fork(error))
+            }
+        }
+    }
+
+    pub(super) fn watch(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
+        let number = Pid::from_raw(pid as i32).ok_or(Errno::SRCH)?;
+        let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
+        let mut source = SourceFd(&progress.as_raw_fd());
+        self.poll.registry().register(&mut source, Token(pid as usize), Interest::READABLE)?;
+        Ok(pidfd)
+    }
+
+    /// Reads what a starting child says, does what it waits for, and reports how it ends.
+    pub(super) fn look_at_start(&mut self, pid: u32) {
+        while let Some(Child { stage: Stage::Starting(ends), terms, .. }) = self.children.get(&pid) {
+            let refusal = match spawn::read_progress(&ends.progress) {
+                Progress::Underway => return,
+                Progress::WantsMap => match maps::write(pid, terms.identity) {
+                    Ok(()) => {
+                        spawn::go_on(&ends.progress);
+                        continue;
+                    }
+                    Err(error) => Some(Refusal::of("user namespace", &error)),
+                },
+                Progress::Ready { pid: process, listener } => match self.confined(pid, process, listener) {
+                    Ok(()) => continue,
+                    Err(refusal) => Some(refusal),
+                },
+                Progress::Failed(failure) => Some(ends.refusal(&failure)),
+                Progress::Executed => None,
+            };
+            self.started(pid, refusal);
+        }
+    }
+
+    /// A child says that it is confined. If it is, it may execute its program.
+    pub(super) fn confined(
+        &mut self,
+        pid: u32,
+        process: u32,
+        listener: Option<OwnedFd>,
+    ) -> Result<(), Refusal> {
+        let Some(child) = self.children.get_mut(&pid) else { return Ok(()) };
+        let failed = |error: io::Error| Refusal::of("read-back from /proc", &error);
+        child.process = process;
+        child.observed.namespaces = self.own.compare(process).map_err(failed)?;
+        // Beside those it keeps there are this one's other end, and the listener.
+        let closing = 1 + u32::from(listener.is_some());
+        let open = observe::descriptors(process).map_err(failed)?;
+        child.observed.descriptors = open.saturating_sub(closing);
+        child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
+        observe::status(process, &mut child.observed).map_err(failed)?;
+        let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
+        // The supervisor may be under a filter itself, which counts for nothing here.
+        let filters = observe::filters(process);
+        let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
+        let filter = is_bare.then_some("Seccomp_filters");
+        if let Some(what) = child.observed.mismatch(&child.terms).or(limit).or(filter) {
+            let step = format!("read-back from /proc: {what} is not as ordered");
+            return Err(Refusal::new(&step, Errno::PERM));
+        }
+        if let Some(listener) = listener {
+            let token = Token(pid as usize | LISTENER);
+            let mut source = SourceFd(&listener.as_raw_fd());
+            self.poll.registry().register(&mut source, token, Interest::READABLE).map_err(failed)?;
+            child.listener = Some(listener);
+        }
+        child.is_confined = true;
+        if let Stage::Starting(ends) = &child.stage {
+            spawn::go_on(&ends.progress);
+        }
+        Ok(())
+    }
+
+    /// A child has come to its program, or has failed.
+    pub(super) fn started(&mut self, pid: u32, refusal: Option<Refusal>) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let stage = if refusal.is_some() { Stage::Failed } else { Stage::Running };
+        if let Stage::Starting(ends) = std::mem::replace(&mut child.stage, stage) {
+            // Closing alone would not do: a child that is being forked may have a copy, which keeps it
+            // registered. There is nothing to be done if it fails.
+            let _ = self.poll.registry().deregister(&mut SourceFd(&ends.progress.as_raw_fd()));
+        }
+        let worker = child.worker;
+        if let Some(refusal) = refusal {
+            self.kill(pid);
+            return self.report_failure(worker, &refusal);
+        }
+        if !child.is_confined {
+            // It was killed on its way, for it never got the word to go on. Its end is reported next.
+            self.kill(pid);
+        } else if let Some(what) = child.look_again() {
+            child.stage = Stage::Failed;
+            self.kill(pid);
+            let step = format!("read-back from /proc: {what} is not as ordered once the program runs");
+            return self.report_failure(worker, &Refusal::new(&step, Errno::PERM));
+        }
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let (process, observed) = (child.process, child.observed);
+        // The kernel takes a descriptor of its own along with the message, as soon as that is sent.
+        match child.pidfd.try_clone() {
+            Ok(pidfd) => self.report(&ReportMessage::Spawned { worker, pid: process, observed }, Some(pidfd)),
+            Err(error) => {
+                child.stage = Stage::Failed;
+                self.kill(pid);
+                self.report_failure(worker, &Refusal::of("descriptors", &error));
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Forbidden system calls: who made one is named, and killed.
+
+use std::os::fd::AsRawFd;
+
+use mio::unix::SourceFd;
+use mio::{Interest, Token};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX};
+use crate::keeper::confine::seccomp::{self, News};
+use crate::keeper::{ReportMessage, observe, wait};
+
+impl Process {
+    /// The kernel tells of forbidden calls.
+    pub(super) fn look_at_violation(&mut self, pid: u32) {
+        let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid) else { return };
+        let received = match seccomp::news(listener) {
+            Ok(News::Call) => seccomp::receive(listener),
+            Ok(News::None) => return,
+            Ok(News::Over) => return self.drop_listener(pid),
+            Err(errno) => Err(errno.into()),
+        };
+        let Ok(received) = received else { return self.drop_listener(pid) };
+        // Others may wait in their calls, and of those that came meanwhile there is no event.
+        let (token, mut source) = (Token(pid as usize | LISTENER), SourceFd(&listener.as_raw_fd()));
+        let _ = self.poll.registry().reregister(&mut source, token, Interest::READABLE);
+        if let Some(notification) = received {
+            self.end_violator(pid, &notification);
+        }
+    }
+
+    /// The process that made a forbidden call is killed, and the news goes out before that of its death can.
+    pub(super) fn end_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let (worker, worker_process, call) = (child.worker, child.process, notification.number);
+        let Some(listener) = &child.listener else { return };
+        let found = observe::process_of(notification.thread).and_then(|(process, inner)| {
+            let number = Pid::from_raw(process as i32).ok_or(Errno::SRCH)?;
+            Ok((process, inner, rustix::process::pidfd_open(number, PidfdFlags::empty())?))
+        });
+        // Still waiting: then numbers and descriptor are those of the thread that waits, and of its process.
+        if seccomp::is_waiting(listener, notification.id).is_err() {
+            return;
+        }
+        // Who cannot be found is taken for the worker itself: then all of it goes.
+        let (process, inner, pidfd) = match found {
+            Ok((process, inner, pidfd)) => (process, inner, Some(pidfd)),
+            Err(_) => (worker_process, worker_process, None),
+        };
+        let other = pidfd.filter(|_| process != worker_process);
+        if other.is_none() {
+            child.violation.get_or_insert(call);
+        }
+        self.report_violation(worker, inner, call);
+        let Some(pidfd) = other else { return wait::kill_group(pid) };
+        if rustix::process::pidfd_send_signal(&pidfd, Signal::KILL).is_err()
+            && let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid)
+        {
+            let _ = seccomp::refuse(listener, notification.id, Errno::PERM);
+        }
+    }
+
+    /// A worker can have as many processes made and killed as it likes: where the supervisor does not keep up,
+    /// their end has to do as news.
+    pub(super) fn report_violation(&mut self, worker: u64, process: u32, call: u32) {
+        if self.outbox.len() < REPORTS_WAITING_MAX {
+            self.report(&ReportMessage::Violation { worker, process, call }, None);
+        }
+        let _ = self.flush();
+    }
+
+    pub(super) fn drop_listener(&mut self, pid: u32) {
+        let listener = self.children.get_mut(&pid).and_then(|child| child.listener.take());
+        if let Some(listener) = listener {
+            let _ = self.poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
+        }
+    }
+}
