@@ -2,6 +2,7 @@
 //! ways are bounded; neither side ever waits for the other's work.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, SystemTime};
@@ -90,6 +91,13 @@ pub enum Command {
         accepted: oneshot::Sender<Result<(), ReplayError>>,
         /// What came of it, when the worker is gone. Dropped if the supervisor stops before.
         done: oneshot::Sender<Replayed>,
+    },
+    /// Serve a client of the control plane's own, whose hello and rights are out of question.
+    Client {
+        /// The data plane's end of the connection.
+        socket: UnixStream,
+        /// Of the few that may be; it is free again when the data plane has done with the client.
+        place: OwnedSemaphorePermit,
     },
     /// Somebody was turned away at the admin socket.
     Refused {

@@ -23,7 +23,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -72,6 +72,11 @@ pub struct Pulse {
     pub notices_dropped: AtomicU64,
     /// Clients that are connected.
     pub clients: AtomicU64,
+    /// Bytes of payloads that wait in the data plane.
+    pub buffered: AtomicUsize,
+    /// Bytes of payloads that wait in the control plane, where they come in. They count with the others: it is
+    /// the control plane that keeps this one.
+    pub spooled: AtomicUsize,
 }
 
 /// A job's record as policy carries it along: it moves with every decision, so that it had better be small.
@@ -411,6 +416,7 @@ impl Shard {
             self.settle_replays();
             self.flush_dirty();
             self.set_timers();
+            self.pulse.buffered.store(self.buffered, Ordering::Relaxed);
             self.free_sessions.append(&mut self.freed_sessions);
             self.free_links.append(&mut self.freed_links);
             let due = self.next_due();

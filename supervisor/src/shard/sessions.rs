@@ -22,6 +22,7 @@ use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
 use mio::Interest;
 use mio::unix::SourceFd;
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::access::{self, Grant};
 use super::fallback::Journey;
@@ -83,6 +84,8 @@ pub(super) struct Session {
     unread_since: Option<Time>,
     pub(super) is_dirty: bool,
     is_paused: bool,
+    /// Of a client of the control plane's, which does not count among those of the jobs socket.
+    place: Option<OwnedSemaphorePermit>,
     /// Nothing more comes than what waits in the socket.
     pub(super) is_read_closed: bool,
 }
@@ -142,6 +145,34 @@ impl Shard {
             Ok((peer, grant)) => (Some(peer), grant, None),
             Err(refusal) => (refusal.peer, Grant::nothing(), Some(refusal)),
         };
+        self.clients += 1;
+        self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+        let stage = Stage::AwaitingHello { since: self.now };
+        let index = self.open_session(socket, (peer, grant), stage, None);
+        self.want_housekeeping();
+        if let Some(refusal) = refusal {
+            self.refuse_session(index, refusal.reason, &refusal.message);
+            // At once: a crowd that is turned away must not take the descriptors of those who are in.
+            self.flush_session(index);
+            if refusal.reason != RejectReason::Overloaded {
+                self.note_refusal(Door::Jobs, refusal);
+            }
+        }
+    }
+
+    /// Serves a client of the control plane's.
+    pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit) {
+        self.open_session(socket, (None, Grant::Everything), Stage::Open, Some(place));
+    }
+
+    /// A session on a socket that does not block. One that cannot be served is gone already.
+    fn open_session(
+        &mut self,
+        socket: UnixStream,
+        (peer, grant): (Option<Peer>, Grant),
+        stage: Stage,
+        place: Option<OwnedSemaphorePermit>,
+    ) -> usize {
         self.session_epochs += 1;
         let index = self.free_sessions.pop().unwrap_or_else(|| {
             self.sessions.push(None);
@@ -154,7 +185,7 @@ impl Shard {
             peer,
             grant,
             epoch: self.session_epochs,
-            stage: Stage::AwaitingHello { since: self.now },
+            stage,
             inbox: Inbox::default(),
             outbox: Outbox::default(),
             requests: HashMap::default(),
@@ -165,22 +196,14 @@ impl Shard {
             unread_since: None,
             is_dirty: false,
             is_paused: false,
+            place,
             is_read_closed: false,
         });
-        self.clients += 1;
-        self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
-        self.want_housekeeping();
         let interest = Interest::READABLE | Interest::WRITABLE;
         if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), interest).is_err() {
             self.drop_session(index);
-        } else if let Some(refusal) = refusal {
-            self.refuse_session(index, refusal.reason, &refusal.message);
-            // At once: a crowd that is turned away must not take the descriptors of those who are in.
-            self.flush_session(index);
-            if refusal.reason != RejectReason::Overloaded {
-                self.note_refusal(Door::Jobs, refusal);
-            }
         }
+        index
     }
 
     /// Who connected, and what they may do; or why they may not come in. The cheap looks come first.
@@ -225,8 +248,10 @@ impl Shard {
         let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
         self.buffered -= session.counted_held;
         self.undelivered -= session.counted_unread;
-        self.clients -= 1;
-        self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+        if session.place.is_none() {
+            self.clients -= 1;
+            self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+        }
         self.freed_sessions.push(index);
     }
 
@@ -300,7 +325,7 @@ impl Shard {
 
     fn after_read(&mut self, index: usize, received: Received) {
         let now = self.now;
-        let is_over_budget = self.buffered > self.limits.buffered_bytes_max;
+        let is_over_budget = self.buffered_in_all() > self.limits.buffered_bytes_max;
         let Some(session) = self.sessions[index].as_mut() else { return };
         let held = session.inbox.held_bytes();
         self.buffered = self.buffered - session.counted_held + held;
@@ -563,7 +588,7 @@ impl Shard {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
         // Some of it may be counted as buffered already.
-        if self.buffered.saturating_sub(session.counted_held) as u64 + size
+        if self.buffered_in_all().saturating_sub(session.counted_held) as u64 + size
             > self.limits.buffered_bytes_max as u64
         {
             return Err((RejectReason::Overloaded, self.buffered_full()));
@@ -573,6 +598,11 @@ impl Shard {
             .and_then(|bytes| std::str::from_utf8(bytes).ok())
             .filter(|text| text.len() <= 128);
         Ok((named, submit, traceparent))
+    }
+
+    /// Bytes of payloads that wait here, and where they come in by HTTP.
+    fn buffered_in_all(&self) -> usize {
+        self.buffered.saturating_add(self.pulse.spooled.load(Ordering::Relaxed))
     }
 
     fn buffered_full(&self) -> String {

@@ -45,6 +45,7 @@ impl Shard {
             Command::Replay { order, accepted, done } => {
                 let _ = accepted.send(self.replay(order, done));
             }
+            Command::Client { socket, place } => self.welcome_own(socket, place),
             Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
             Command::Stop => self.stop(),
             Command::Summarise => self.summarise(),
