@@ -73,6 +73,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
 fn secrets(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
     let mut paths: Vec<&Path> = vec![config, &supervisor.socket, &supervisor.admin];
     paths.extend(supervisor.crash_dir.as_deref());
+    paths.extend(supervisor.http.as_ref().map(|http| http.token_file.as_path()));
     paths.into_iter().map(text).collect()
 }
 

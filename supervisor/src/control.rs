@@ -3,11 +3,18 @@
 
 mod crashes;
 mod http;
+mod jobs;
+mod openapi;
+mod routes;
+mod tcp;
+
+pub(crate) use tcp::Token;
 
 use std::io;
+use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
@@ -19,6 +26,7 @@ use signal_hook_tokio::Signals;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
+use crate::config::Config;
 use crate::crash::{CrashReport, Victim};
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
@@ -61,6 +69,10 @@ pub struct Options {
     pub crashes: (Crashes, CrashThread),
     /// The user who may connect, beside root.
     pub own: u32,
+    /// What is in force at the start.
+    pub config: Arc<Config>,
+    /// The bound TCP socket, if there is to be one, and who may use it.
+    pub(crate) http: Option<(TcpListener, Token)>,
 }
 
 /// What the parts of the control plane share.
@@ -76,6 +88,11 @@ pub(crate) struct Control {
     is_stopping: AtomicBool,
     /// The places for streams.
     streams: Arc<Semaphore>,
+    /// The places for jobs over HTTP.
+    jobs: Arc<Semaphore>,
+    pulse: Arc<Pulse>,
+    /// What is in force. Whoever reloads it puts the next one here.
+    config: RwLock<Arc<Config>>,
     /// True once everything is to end.
     end: watch::Sender<bool>,
 }
@@ -95,7 +112,8 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, crashes, own } = options;
+    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, crashes, own, config, http } =
+        options;
     let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
@@ -108,24 +126,35 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(http::STREAMS_MAX)),
+        jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
+        pulse: pulse.clone(),
+        config: RwLock::new(config),
         end: watch::channel(false).0,
     });
-    let (listener, signals) = {
+    let (listener, tcp, signals) = {
         let _within = runtime.enter();
         let listener = tokio::net::UnixListener::from_std(admin)?;
-        (listener, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
+        let tcp = http.map(|(socket, token)| tcp::Door::new(socket, token)).transpose()?;
+        (listener, tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
     };
     let run = move || {
         runtime.block_on(async {
             tokio::spawn(obey_signals(control.clone(), signals));
             let server = tokio::spawn(http::serve(control.clone(), listener, own));
+            let tcp_server = tcp.map(|door| tokio::spawn(tcp::serve(control.clone(), door)));
             if !recycle_rss.is_empty() {
                 tokio::spawn(watch_memory(control.clone(), recycle_rss));
             }
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
             control.end.send_replace(true);
-            let _ = tokio::time::timeout(CLOSE_WITHIN, server).await;
+            let closed = async {
+                let _ = server.await;
+                if let Some(server) = tcp_server {
+                    let _ = server.await;
+                }
+            };
+            let _ = tokio::time::timeout(CLOSE_WITHIN, closed).await;
         });
         // With all who could ask for a report; so its thread ends.
         drop(runtime);
@@ -183,6 +212,11 @@ async fn take_notices(control: &Control, mut notices: mpsc::Receiver<Notice>, pu
 }
 
 impl Control {
+    /// What is in force.
+    fn config(&self) -> Arc<Config> {
+        self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     fn announce_start(&self) {
         self.is_started.store(true, Ordering::SeqCst);
         tracing::info!(bulkheads = self.bulkheads.len(), "ready");

@@ -4,8 +4,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::config::Config;
 use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
+use crate::config::{Config, HttpConfig};
 use crate::confinement::Grounds;
 use crate::control::{self, Options};
 use crate::keeper::{self, Keeper};
@@ -20,6 +20,9 @@ pub enum RunError {
     /// A socket could not be had.
     #[error("failed to {0}")]
     Bind(#[from] crate::sockets::BindError),
+    /// The admin API could not be served over TCP.
+    #[error("failed to serve the admin API on http = \"{0}\": {1}")]
+    Http(std::net::SocketAddr, String),
     /// Crash reports could not be kept where they are to be.
     #[error("failed to {0}")]
     Crashes(#[from] crate::observe::crashes::OpenError),
@@ -61,6 +64,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let (socket_mode, folder_mode) = (config.supervisor.socket_mode, config.supervisor.folder_mode);
     let mut jobs = Bound::bind(&config.supervisor.socket, socket_mode, folder_mode)?;
     let mut admin = Bound::bind(&config.supervisor.admin, ADMIN_MODE, FOLDER_MODE)?;
+    let http = config.supervisor.http.as_ref().map(open_http).transpose()?;
     if folder_mode != FOLDER_MODE {
         warn_of_closed_folder(&config.supervisor.socket);
     }
@@ -70,6 +74,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let bulkheads: Vec<String> = config.bulkheads.iter().map(|b| b.name.clone()).collect();
     let watched = config.bulkheads.iter().filter(|b| b.recycle.rss.is_some());
     let recycle_rss = watched.map(|b| b.name.clone()).collect();
+    let in_force = Arc::new(config.clone());
     let parts = Parts {
         config,
         grounds,
@@ -89,11 +94,30 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         recycle_rss,
         crashes: crashes::start(store).map_err(system("start the thread for crash reports"))?,
         own: rustix::process::geteuid().as_raw(),
+        config: in_force,
+        http,
     };
     let control = control::start(options).map_err(system("start the control plane"))?;
     let ran = shard.run();
     control.join();
     ran.map_err(system("run the event loop"))
+}
+
+/// Binds the address, and reads the token anew: the file may have been changed since it was checked.
+fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, control::Token), RunError> {
+    let failed = |why: String| RunError::Http(http.address, why);
+    let token =
+        control::Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
+    let socket = std::net::TcpListener::bind(http.address).map_err(|error| {
+        let hint = match error.kind() {
+            std::io::ErrorKind::AddrInUse => "another program listens there: end it, or choose another port",
+            std::io::ErrorKind::AddrNotAvailable => "this machine does not have the address",
+            std::io::ErrorKind::PermissionDenied => "ports below 1024 are root's: choose another one",
+            _ => "choose another address",
+        };
+        failed(format!("{error}; {hint}"))
+    })?;
+    Ok((socket, token))
 }
 
 /// A folder that was there before keeps its mode, and may keep out whom the entries of `[[access]]` let in.

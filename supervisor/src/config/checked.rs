@@ -6,6 +6,7 @@ mod admission;
 mod confinement;
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -44,6 +45,8 @@ pub struct SupervisorConfig {
     pub folder_mode: u32,
     /// The admin socket, another path than `socket`.
     pub admin: PathBuf,
+    /// The admin API over TCP; `None`: it is not.
+    pub http: Option<HttpConfig>,
     /// How long a stop waits for jobs in flight; zero stops at once.
     #[serde(serialize_with = "units::serialize_duration")]
     pub drain_timeout: Duration,
@@ -59,6 +62,15 @@ pub struct SupervisorConfig {
     pub crash_keep: usize,
     /// The ids that workers with [`SandboxUser::Auto`] get; `None`: there are none.
     pub worker_uids: Option<UidRange>,
+}
+
+/// The admin API over TCP.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct HttpConfig {
+    /// Where it is served.
+    pub address: SocketAddr,
+    /// The file of the token, absolute; it held one when the file was read.
+    pub token_file: PathBuf,
 }
 
 /// `[bulkhead.NAME]`, with `[defaults]` already in it.

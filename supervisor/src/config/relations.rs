@@ -19,6 +19,7 @@ use super::reader::{Arguments, Field, Given};
 use super::settled::{Settled, blame};
 use super::values::Complaint;
 use super::{Surroundings, defaults, programs, units};
+use crate::control::Token;
 
 /// Everything that a bulkhead is judged against.
 pub(super) struct Checker<'c> {
@@ -70,6 +71,7 @@ impl Checker<'_> {
             socket_mode,
             folder_mode,
             admin,
+            http: self.http(raw),
             drain_timeout: raw.drain_timeout.value_or(defaults::DRAIN_TIMEOUT),
             max_clients: raw.max_clients.value_or(defaults::CLIENTS_MAX) as usize,
             max_payload: payload.value,
@@ -119,6 +121,45 @@ impl Checker<'_> {
             );
         }
         (socket.unwrap_or_default(), admin.unwrap_or_default())
+    }
+
+    /// Both keys or neither: without a token everybody who reaches the address would be an operator.
+    fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
+        let address = raw.http.given().and_then(|given| match given.value.parse() {
+            Ok(address) => Some(address),
+            Err(_) => {
+                self.problems.report(
+                    given.span.clone(),
+                    format!("`http` must be an address and a port, not `{}`", shown(&given.value)),
+                    "write `http = \"127.0.0.1:9464\"`; an IPv6 address stands in brackets, as in \"[::1]:9464\"",
+                );
+                None
+            }
+        });
+        let token_file = raw.http_token_file.given().and_then(|given| {
+            let path = programs::resolve(self.folder, &given.value);
+            match Token::read(&path) {
+                Ok(_) => Some(path),
+                Err((message, help)) => {
+                    self.problems.report(given.span.clone(), format!("`http_token_file`: {message}"), help);
+                    None
+                }
+            }
+        });
+        match (&raw.http, &raw.http_token_file) {
+            (Field::Given(http), Field::Absent) => self.problems.report(
+                http.span.clone(),
+                "`http` needs `http_token_file`: whoever connects could do everything",
+                "add `http_token_file = \"/etc/bulkhead/token\"`, a file that holds a token of 16 or more characters",
+            ),
+            (Field::Absent, Field::Given(file)) => self.problems.report(
+                file.span.clone(),
+                "`http_token_file` is of no use without `http`",
+                "add `http = \"127.0.0.1:9464\"`, or remove it",
+            ),
+            _ => {}
+        }
+        Some(HttpConfig { address: address?, token_file: token_file? })
     }
 
     fn socket(&mut self, label: &str, span: &Range<usize>, path: PathBuf) -> Option<PathBuf> {

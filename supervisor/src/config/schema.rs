@@ -10,12 +10,7 @@ use super::{defaults, units};
 
 /// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
 /// give it one in [`KEYS`], and read it in `raw.rs`. A table stands for all that is in it.
-pub(super) const LATER: &[(&str, &str)] = &[
-    (SUPERVISOR, "http"),
-    (SUPERVISOR, "http_token_file"),
-    (SUPERVISOR, "tenant_labels"),
-    (BULKHEAD, "adaptive"),
-];
+pub(super) const LATER: &[(&str, &str)] = &[(SUPERVISOR, "tenant_labels"), (BULKHEAD, "adaptive")];
 
 pub(super) const TOP: &str = "";
 pub(super) const ACCESS: &str = "access";
@@ -219,6 +214,10 @@ const KEYS: &[Key] = &[
         "The mode of `socket`, as octal digits. Its folder is made 0700 if it is missing."),
     key(SUPERVISOR, "admin", Kind::Path, Preset::Described("`admin.sock` beside `socket`"),
         "The Unix socket of the admin API, mode 0600. At most 107 bytes, and not `socket`."),
+    key(SUPERVISOR, "http", Kind::Text, Preset::Described("off"),
+        "The address and port that the admin API is served on over TCP too, as in `127.0.0.1:9464`. Needs `http_token_file`."),
+    key(SUPERVISOR, "http_token_file", Kind::Path, Preset::Described("none"),
+        "The file that holds the token which requests over TCP must have, 16 to 4096 visible ASCII characters. Others may not read it; its group may. Needs `http`."),
     key(SUPERVISOR, "drain_timeout", Kind::Duration { min: ANY }, Preset::Duration(defaults::DRAIN_TIMEOUT),
         "How long a stop waits for jobs in flight; `\"0s\"` does not wait."),
     key(SUPERVISOR, "max_clients", Kind::Count { min: 1, max: defaults::CLIENTS_CEILING }, Preset::Count(defaults::CLIENTS_MAX),
@@ -535,6 +534,7 @@ impl Key {
 
     fn text_example(&self) -> &'static str {
         match self.table {
+            SUPERVISOR => "\"127.0.0.1:9464\"",
             SANDBOX => "\"auto\"",
             _ => "\"www-data\"",
         }
@@ -545,6 +545,7 @@ impl Key {
             "socket" => "\"/run/bulkhead/jobs.sock\"",
             "admin" => "\"/run/bulkhead/admin.sock\"",
             "library" => "\"./libworker.so\"",
+            "http_token_file" => "\"/etc/bulkhead/token\"",
             "crash_dir" => "\"/var/lib/bulkhead/crashes\"",
             _ => "\"/srv/work\"",
         }

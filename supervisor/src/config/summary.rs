@@ -72,6 +72,13 @@ impl Lines {
         self.set("socket_mode", format_args!("\"{:04o}\"", supervisor.socket_mode));
         self.comment(format_args!("its folder, if it is missing, is made {:04o}", supervisor.folder_mode));
         self.set("admin", path(&supervisor.admin));
+        match &supervisor.http {
+            Some(http) => {
+                self.set("http", string(&http.address.to_string()));
+                self.set("http_token_file", path(&http.token_file));
+            }
+            None => self.comment("http: off"),
+        }
         self.set("drain_timeout", duration(supervisor.drain_timeout));
         self.set("max_clients", supervisor.max_clients);
         self.set("max_payload", size(supervisor.max_payload));

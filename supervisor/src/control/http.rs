@@ -1,9 +1,9 @@
 //! HTTP on the admin socket: routes, problem documents, streams.
 
 use std::convert::Infallible;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -14,16 +14,16 @@ use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, map_response};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, patch, post};
 use axum::serve::IncomingStream;
 use futures_util::stream::{self, Stream, StreamExt};
 use serde::{Deserialize, Deserializer};
 use serde_json::json;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
 use tokio::time::Sleep;
 
-use super::{Control, crashes};
+use super::{Control, routes};
 use crate::command::{Change, Command, Commander, SteerError, TenantChange, Verb};
 use crate::entry::{self, Refusal};
 
@@ -32,7 +32,7 @@ use crate::entry::{self, Refusal};
 const REFUSED_MAX: usize = 16;
 
 /// Connections served at once; the next ones wait.
-const CONNECTIONS_MAX: usize = 256;
+pub(super) const CONNECTIONS_MAX: usize = 384;
 
 /// How many of them may be streams, which last as long as their readers like.
 pub(super) const STREAMS_MAX: usize = 128;
@@ -43,7 +43,13 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 /// How long whoever asked may read nothing of the answer.
 const READ_WITHIN: Duration = Duration::from_secs(30);
 
-/// Bytes of a request's body.
+/// How long a connection that is answered waits for its other side to close.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Bytes that it throws away meanwhile, at most.
+const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// Bytes of a request's body, but for payloads.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
 /// Silence after which a stream says that it still is one.
@@ -75,22 +81,9 @@ pub(super) async fn serve(control: Shared, listener: UnixListener, own: u32) {
     }
 }
 
-fn router(control: Shared) -> Router {
-    Router::new()
-        .route("/healthz", get(healthz))
-        .route("/readyz", get(readyz))
-        .route("/v1/bulkheads", get(bulkheads))
-        .route("/v1/bulkheads/{name}", get(bulkhead).patch(change))
-        .route("/v1/bulkheads/{name}/tenants/{tenant}", patch(change_tenant))
-        .route("/v1/bulkheads/{name}/logs", get(logs))
-        .route("/v1/bulkheads/{name}/restart", post(restart))
-        .route("/v1/bulkheads/{name}/drain", post(drain))
-        .route("/v1/bulkheads/{name}/resume", post(resume))
-        .route("/v1/bulkheads/{name}/reset", post(reset))
-        .route("/v1/crashes", get(crashes::list))
-        .route("/v1/crashes/{id}", get(crashes::show))
-        .route("/v1/crashes/{id}/replay", post(crashes::replay))
-        .route("/v1/events", get(events))
+/// What is the same on all sockets.
+pub(super) fn router(control: Shared) -> Router {
+    routes::router()
         .fallback(async || problem(StatusCode::NOT_FOUND, "there is nothing at this path"))
         .method_not_allowed_fallback(async || {
             problem(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
@@ -112,9 +105,33 @@ struct Guarded {
     places_for_reports: Arc<Semaphore>,
 }
 
-/// Whether a connection is served; if not, why, in a sentence.
+/// How a connection is served.
 #[derive(Clone, Debug)]
-struct Entry(Result<(), Arc<str>>);
+pub(super) struct Entry {
+    /// If it is not, why, in a sentence.
+    refusal: Option<Arc<str>>,
+    /// Whether the request takes as long as it takes: whoever serves it sees to its end.
+    is_patient: Arc<AtomicBool>,
+}
+
+impl Entry {
+    pub(super) fn new() -> Self {
+        Self { refusal: None, is_patient: Arc::default() }
+    }
+
+    fn refused(why: &str) -> Self {
+        Self { refusal: Some(why.into()), ..Self::new() }
+    }
+
+    /// From now on the request has no time limit but what its handler gives it.
+    pub(super) fn be_patient(&self) {
+        self.is_patient.store(true, Ordering::Relaxed);
+    }
+
+    fn is_patient(&self) -> bool {
+        self.is_patient.load(Ordering::Relaxed)
+    }
+}
 
 impl Connected<IncomingStream<'_, Guarded>> for Entry {
     fn connect_info(stream: IncomingStream<'_, Guarded>) -> Self {
@@ -123,9 +140,15 @@ impl Connected<IncomingStream<'_, Guarded>> for Entry {
 }
 
 async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: Next) -> Response {
-    match entry.0 {
-        Ok(()) => next.run(request).await,
-        Err(why) => problem(StatusCode::FORBIDDEN, &why),
+    if let Some(why) = entry.refusal {
+        return problem(StatusCode::FORBIDDEN, &why);
+    }
+    let mut answer = pin!(next.run(request));
+    match tokio::time::timeout(ANSWERED_WITHIN, &mut answer).await {
+        Ok(answer) => answer,
+        Err(_) if entry.is_patient() => answer.await,
+        // Who waits for `100 Continue` has had it, so that nothing else looks at the time any more.
+        Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request did not come whole in time"),
     }
 }
 
@@ -143,7 +166,7 @@ impl Guarded {
     /// Reports it. Returns what there is to say and a place to say it in, if there is one.
     fn refuse(&self, refusal: Refusal) -> Option<(Entry, OwnedSemaphorePermit)> {
         let place = self.places_for_refused.clone().try_acquire_owned();
-        let entry = Entry(Err(refusal.message.as_str().into()));
+        let entry = Entry::refused(&refusal.message);
         // A crowd must not fill the queue of commands, and has been heard of.
         if let Ok(place) = self.places_for_reports.clone().try_acquire_owned() {
             let _ = self.commander.send(Command::Refused { refusal, _place: place });
@@ -153,9 +176,10 @@ impl Guarded {
 }
 
 /// A connection that holds its place, and not for ever: one request is served on each.
-struct Placed {
-    socket: UnixStream,
+pub(super) struct Placed<S> {
+    socket: S,
     patience: Pin<Box<Sleep>>,
+    is_patient: Arc<AtomicBool>,
     state: Turn,
     _place: OwnedSemaphorePermit,
 }
@@ -169,25 +193,32 @@ enum Turn {
     Answering,
     /// There is something to send, and nobody reads.
     Stalled,
+    /// All is sent. What still comes is thrown away for a moment: a connection that is closed with bytes
+    /// unread is reset, and the answer may be lost with it.
+    Lingering { bytes_left: usize },
 }
 
-impl Placed {
-    fn new(socket: UnixStream, place: OwnedSemaphorePermit) -> Self {
+impl<S> Placed<S> {
+    pub(super) fn new(socket: S, entry: &Entry, place: OwnedSemaphorePermit) -> Self {
         let patience = Box::pin(tokio::time::sleep(ANSWERED_WITHIN));
-        Self { socket, patience, state: Turn::Asking, _place: place }
+        let is_patient = entry.is_patient.clone();
+        Self { socket, patience, is_patient, state: Turn::Asking, _place: place }
     }
 
     /// Pending, unless patience is at its end.
     fn pending<T>(&mut self, cx: &mut Context<'_>) -> Poll<std::io::Result<T>> {
+        if self.state == Turn::Asking && self.is_patient.load(Ordering::Relaxed) {
+            return Poll::Pending;
+        }
         self.patience.as_mut().poll(cx).map(|()| Err(std::io::ErrorKind::TimedOut.into()))
     }
 }
 
 impl axum::serve::Listener for Guarded {
-    type Io = Placed;
+    type Io = Placed<UnixStream>;
     type Addr = Entry;
 
-    async fn accept(&mut self) -> (Placed, Entry) {
+    async fn accept(&mut self) -> (Placed<UnixStream>, Entry) {
         let Ok(place) = self.places.clone().acquire_owned().await else {
             // The semaphore is never closed.
             return std::future::pending().await;
@@ -198,10 +229,13 @@ impl axum::serve::Listener for Guarded {
                 continue;
             };
             match self.check(&socket) {
-                Ok(()) => return (Placed::new(socket, place), Entry(Ok(()))),
+                Ok(()) => {
+                    let entry = Entry::new();
+                    return (Placed::new(socket, &entry, place), entry);
+                }
                 Err(refusal) => {
                     if let Some((entry, place)) = self.refuse(refusal) {
-                        return (Placed::new(socket, place), entry);
+                        return (Placed::new(socket, &entry, place), entry);
                     }
                 }
             }
@@ -209,11 +243,11 @@ impl axum::serve::Listener for Guarded {
     }
 
     fn local_addr(&self) -> std::io::Result<Entry> {
-        Ok(Entry(Ok(())))
+        Ok(Entry::new())
     }
 }
 
-impl tokio::io::AsyncRead for Placed {
+impl<S: AsyncRead + Unpin> AsyncRead for Placed<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -226,7 +260,7 @@ impl tokio::io::AsyncRead for Placed {
     }
 }
 
-impl tokio::io::AsyncWrite for Placed {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -249,13 +283,33 @@ impl tokio::io::AsyncWrite for Placed {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        Pin::new(&mut self.socket).poll_shutdown(cx)
+        if !matches!(self.state, Turn::Lingering { .. }) {
+            std::task::ready!(Pin::new(&mut self.socket).poll_shutdown(cx))?;
+            self.state = Turn::Lingering { bytes_left: LINGER_BYTES_MAX };
+            self.patience.as_mut().reset(tokio::time::Instant::now() + LINGER);
+        }
+        let mut thrown_away = [std::mem::MaybeUninit::uninit(); 4096];
+        loop {
+            if self.patience.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            let mut buffer = tokio::io::ReadBuf::uninit(&mut thrown_away);
+            match std::task::ready!(Pin::new(&mut self.socket).poll_read(cx, &mut buffer)) {
+                Ok(()) if !buffer.filled().is_empty() => {}
+                _ => return Poll::Ready(Ok(())),
+            }
+            let count = buffer.filled().len();
+            match &mut self.state {
+                Turn::Lingering { bytes_left } if *bytes_left > count => *bytes_left -= count,
+                _ => return Poll::Ready(Ok(())),
+            }
+        }
     }
 }
 
 // Answers.
 
-const PROBLEM: &str = "application/problem+json";
+pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
 
 /// A problem document (RFC 9457).
@@ -271,7 +325,7 @@ pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
 
 /// What the router's own parts refuse, such as a query that makes no sense, is told like everything else;
 /// and whoever is put off hears until when.
-async fn complete(mut response: Response) -> Response {
+pub(super) async fn complete(mut response: Response) -> Response {
     let status = response.status();
     let is_plain =
         response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != PROBLEM && kind != JSON);
@@ -282,7 +336,7 @@ async fn complete(mut response: Response) -> Response {
     // A place is not to be held by whoever may ask again some day.
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
-        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
     response
 }
@@ -300,7 +354,7 @@ pub(super) fn not_found(name: &str) -> Response {
     problem(StatusCode::NOT_FOUND, &format!("there is no bulkhead '{}'", name.escape_debug()))
 }
 
-async fn healthz(State(control): State<Shared>) -> Response {
+pub(super) async fn healthz(State(control): State<Shared>) -> Response {
     match control.snapshots(Some("")).await {
         Some(_) => "ok\n".into_response(),
         None => stuck(),
@@ -308,11 +362,11 @@ async fn healthz(State(control): State<Shared>) -> Response {
 }
 
 #[derive(Deserialize)]
-struct ReadyQuery {
+pub(super) struct ReadyQuery {
     bulkhead: Option<String>,
 }
 
-async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) -> Response {
+pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) -> Response {
     let Some(snapshots) = control.snapshots(query.bulkhead.as_deref()).await else { return stuck() };
     let is_serving = |state: &str| matches!(state, "ready" | "degraded");
     let (is_ready, status) = match query.bulkhead.as_deref() {
@@ -333,7 +387,7 @@ async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) 
     (code, axum::Json(json!({"status": status, "degraded": degraded}))).into_response()
 }
 
-async fn bulkheads(State(control): State<Shared>) -> Response {
+pub(super) async fn bulkheads(State(control): State<Shared>) -> Response {
     match control.snapshots(None).await {
         Some(snapshots) => axum::Json(json!({"bulkheads": snapshots})).into_response(),
         None => stuck(),
@@ -341,11 +395,11 @@ async fn bulkheads(State(control): State<Shared>) -> Response {
 }
 
 #[derive(Deserialize)]
-struct TenantQuery {
+pub(super) struct TenantQuery {
     tenant: Option<String>,
 }
 
-async fn bulkhead(
+pub(super) async fn bulkhead(
     State(control): State<Shared>,
     Path(name): Path<String>,
     Query(query): Query<TenantQuery>,
@@ -366,7 +420,7 @@ async fn bulkhead(
     }
 }
 
-async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
+pub(super) async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
     let change = match read_body(&body, Change::problem) {
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
@@ -376,7 +430,7 @@ async fn change(State(control): State<Shared>, Path(name): Path<String>, body: B
     changed(&control, &name, command, answer).await
 }
 
-async fn change_tenant(
+pub(super) async fn change_tenant(
     State(control): State<Shared>,
     Path((name, tenant)): Path<(String, String)>,
     body: Bytes,
@@ -430,19 +484,19 @@ fn not_done(name: &str, error: &SteerError) -> Response {
     }
 }
 
-async fn restart(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+pub(super) async fn restart(State(control): State<Shared>, Path(name): Path<String>) -> Response {
     steer(&control, name, Verb::Restart, "restart").await
 }
 
-async fn drain(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+pub(super) async fn drain(State(control): State<Shared>, Path(name): Path<String>) -> Response {
     steer(&control, name, Verb::Drain, "drain").await
 }
 
-async fn resume(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+pub(super) async fn resume(State(control): State<Shared>, Path(name): Path<String>) -> Response {
     steer(&control, name, Verb::Resume, "resume").await
 }
 
-async fn reset(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+pub(super) async fn reset(State(control): State<Shared>, Path(name): Path<String>) -> Response {
     steer(&control, name, Verb::Reset, "reset").await
 }
 
@@ -461,7 +515,7 @@ async fn steer(control: &Control, name: String, verb: Verb, done: &str) -> Respo
 // Streams.
 
 #[derive(Deserialize)]
-struct StreamQuery {
+pub(super) struct StreamQuery {
     since: Option<u64>,
     bulkhead: Option<String>,
     limit: Option<usize>,
@@ -505,7 +559,7 @@ fn takes_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
-async fn events(
+pub(super) async fn events(
     State(control): State<Shared>,
     headers: HeaderMap,
     Query(query): Query<StreamQuery>,
@@ -545,7 +599,7 @@ async fn events(
     axum::response::Sse::new(sse).keep_alive(keep_alive).into_response()
 }
 
-async fn logs(
+pub(super) async fn logs(
     State(control): State<Shared>,
     Path(name): Path<String>,
     Query(query): Query<StreamQuery>,

@@ -19,6 +19,7 @@ fn what_is_left_out_has_the_documented_default() {
             socket_mode: 0o600,
             folder_mode: 0o700,
             admin: "/run/bulkhead/admin.sock".into(),
+            http: None,
             drain_timeout: ms(30_000),
             max_clients: 1024,
             max_payload: 64 << 20,
@@ -88,6 +89,8 @@ fn every_key_is_taken() {
     assert_eq!(config.supervisor.socket, folder.path("s/jobs.sock"));
     assert_eq!(config.supervisor.admin, PathBuf::from("/run/other/admin.sock"));
     assert_eq!(config.supervisor.socket_mode, 0o660);
+    let http = HttpConfig { address: "[::1]:9465".parse().unwrap(), token_file: folder.path("token") };
+    assert_eq!(config.supervisor.http, Some(http));
     assert_eq!((config.supervisor.max_clients, config.supervisor.max_payload), (7, 32 << 20));
     let names: Vec<_> = config.bulkheads.iter().map(|bulkhead| bulkhead.name.as_str()).collect();
     assert_eq!(names, ["zz.last", "aa", "mm"], "the order of the file");

@@ -7,6 +7,7 @@ mod confinement;
 mod crashes;
 mod documentation;
 mod fallback;
+mod http;
 mod paths;
 mod random;
 mod refused;
@@ -40,11 +41,17 @@ impl Folder {
             folder.write(program, 0o755);
         }
         folder.write("libthumb.so", 0o644);
+        folder.token("token", "0123456789abcdef\n", 0o600);
         folder
     }
 
     fn write(&self, name: &str, mode: u32) {
         fs::write(self.path(name), "#!/bin/true\n").unwrap();
+        fs::set_permissions(self.path(name), fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    fn token(&self, name: &str, text: &str, mode: u32) {
+        fs::write(self.path(name), text).unwrap();
         fs::set_permissions(self.path(name), fs::Permissions::from_mode(mode)).unwrap();
     }
 
@@ -97,6 +104,8 @@ const FULL: &str = r#"
 socket = "s/jobs.sock"
 socket_mode = "0660"
 admin = "/run/other/admin.sock"
+http = "[::1]:9465"
+http_token_file = "token"
 drain_timeout = "5s"
 max_clients = 7
 max_payload = "32MiB"

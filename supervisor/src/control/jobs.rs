@@ -1,0 +1,670 @@
+//! Jobs over HTTP: each is a client of the data plane for itself, on a socketpair, in the jobs protocol. So
+//! there is one way to admission, what goes missing here is cancelled there, and payloads and results that
+//! somebody sends or reads slowly wait where their bytes are counted.
+
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use axum::body::{Body, BodyDataStream, Bytes};
+use axum::extract::connect_info::ConnectInfo;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
+use bulkhead_shared::limits::{
+    BULKHEAD_NAME_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, PAYLOAD_BYTES_CEILING,
+    TENANT_BYTES_MAX, cut,
+};
+use bulkhead_shared::{CrashReason, Outcome, Priority, RejectReason, Verdict};
+use futures_util::stream::{self, StreamExt};
+use serde_json::{Map, Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+
+use super::http::{Entry, PROBLEM, Shared, problem};
+use crate::command::Command;
+use crate::shard::{Pulse, signal_name};
+
+/// Jobs over HTTP under way at once; the next ones are told `overloaded`.
+pub(super) const JOBS_MAX: usize = 128;
+
+/// How long a payload may take to come. The data plane allows a frame as long, from when it begins.
+const UPLOADED_WITHIN: Duration = Duration::from_secs(30);
+
+/// Bytes that go at once from a result to whoever asked.
+const CHUNK_BYTES: usize = 64 * 1024;
+
+/// Bytes of one piece of a payload whose length is not known before its end.
+const SEGMENT_BYTES: usize = 256 * 1024;
+
+/// The number of the only job on its connection.
+const NUMBER: u64 = 1;
+
+/// What a payload whose size is not known, or wrong anyway, is announced with: more than travels without being
+/// announced, so that the data plane answers before a byte of it has come.
+const LARGE_ENOUGH: u64 = INLINE_PAYLOAD_BYTES_MAX as u64 + 1;
+
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+
+/// `POST /v1/bulkheads/{name}/jobs`.
+pub(super) async fn submit(
+    State(control): State<Shared>,
+    ConnectInfo(entry): ConnectInfo<Entry>,
+    Path(name): Path<String>,
+    request: Request,
+) -> Response {
+    // A job has a deadline of its own, and a payload its time.
+    entry.be_patient();
+    let (parts, body) = request.into_parts();
+    let asked = match Asked::read(&parts.headers) {
+        Ok(asked) => asked,
+        Err(sentence) => return refused(&name, RejectReason::Invalid, sentence),
+    };
+    let mut response = match run(&control, &name, &asked, Upload::new(&control, &name, &parts.headers, body))
+        .await
+    {
+        Ok(response) => response,
+        Err(Cut::Slow) => {
+            let detail = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
+            problem(StatusCode::REQUEST_TIMEOUT, &detail)
+        }
+        Err(Cut::Overloaded(sentence)) => refused(&name, RejectReason::Overloaded, sentence),
+        Err(Cut::Broken) => problem(StatusCode::BAD_REQUEST, "the payload is not what its headers announce"),
+        Err(Cut::Ended) => ended(&name),
+    };
+    if let Some(trace) = asked.traceparent.and_then(|trace| HeaderValue::from_str(trace).ok()) {
+        response.headers_mut().insert(TRACEPARENT, trace);
+    }
+    response
+}
+
+/// Why a job has no outcome.
+enum Cut {
+    /// The payload took too long.
+    Slow,
+    /// There is no room for it.
+    Overloaded(String),
+    /// Its sender broke off, or broke the rules of HTTP.
+    Broken,
+    /// The data plane is not there any more.
+    Ended,
+}
+
+// What is asked.
+
+/// The headers of a job.
+#[derive(Default)]
+struct Asked<'h> {
+    operation: &'h str,
+    tenant: &'h str,
+    deadline: Option<Duration>,
+    priority: Priority,
+    cost: u32,
+    is_idempotent: bool,
+    traceparent: Option<&'h str>,
+}
+
+impl<'h> Asked<'h> {
+    /// Reads them; in one sentence, what is wrong with them.
+    fn read(headers: &'h HeaderMap) -> Result<Self, String> {
+        let mut asked = Self { cost: 1, ..Self::default() };
+        for name in headers.keys().filter(|name| name.as_str().starts_with("bulkhead-")) {
+            let mut values = headers.get_all(name).iter();
+            let (Some(value), None) = (values.next(), values.next()) else {
+                return Err(format!("the header {name} stands there more than once"));
+            };
+            let value = std::str::from_utf8(value.as_bytes())
+                .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
+            asked.take(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
+        }
+        // By its specification one that makes no sense is as good as none.
+        let traceparent = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok());
+        asked.traceparent = traceparent.filter(|text| is_traceparent(text));
+        Ok(asked)
+    }
+
+    fn take(&mut self, name: &str, value: &'h str) -> Result<(), String> {
+        let number = || format!("'{}' is no number that makes sense", cut(value, 32).escape_debug());
+        match name {
+            "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
+            "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
+            "bulkhead-priority" => self.priority = cut(value, 32).parse()?,
+            "bulkhead-deadline-ms" => {
+                let ms: u64 =
+                    value.parse().ok().filter(|ms| (1..=DEADLINE_MS_MAX).contains(ms)).ok_or_else(number)?;
+                self.deadline = Some(Duration::from_millis(ms));
+            }
+            "bulkhead-cost" => self.cost = value.parse().ok().filter(|cost| *cost > 0).ok_or_else(number)?,
+            "bulkhead-idempotent" => {
+                self.is_idempotent = match value {
+                    "true" | "1" => true,
+                    "false" | "0" => false,
+                    _ => return Err("write true or false".into()),
+                }
+            }
+            _ => return Err("there is no such header; see the documentation of jobs over HTTP".into()),
+        }
+        Ok(())
+    }
+
+    fn message<'m>(&'m self, bulkhead: &'m str) -> Submit<'m> {
+        Submit {
+            bulkhead,
+            operation: self.operation,
+            tenant: self.tenant,
+            deadline_us: self.deadline.map_or(0, |limit| limit.as_micros() as u64),
+            priority: self.priority.code(),
+            idempotent: self.is_idempotent.into(),
+            cost: self.cost,
+        }
+    }
+}
+
+/// The longest deadline that can be asked for; what is above the bulkhead's `deadline_max` is cut to it.
+const DEADLINE_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
+
+fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
+    if value.len() > bytes_max { Err(format!("it is longer than {bytes_max} bytes")) } else { Ok(value) }
+}
+
+/// A `traceparent` of the W3C: version, trace, parent and flags in small hexadecimal digits.
+fn is_traceparent(text: &str) -> bool {
+    let is_hex = |part: &str, digits: usize| {
+        part.len() == digits && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+    };
+    let parts: Vec<&str> = text.splitn(5, '-').collect();
+    match parts[..] {
+        [version, trace, parent, flags] => {
+            is_hex(version, 2)
+                && version != "ff"
+                && is_hex(trace, 32)
+                && is_hex(parent, 16)
+                && is_hex(flags, 2)
+                && [trace, parent].iter().all(|id| id.bytes().any(|b| b != b'0'))
+        }
+        _ => false,
+    }
+}
+
+// The payload.
+
+/// A payload on its way in.
+struct Upload {
+    body: BodyDataStream,
+    length: Length,
+    /// The most that the bulkhead takes; `None` if there is no such bulkhead.
+    most: Option<u64>,
+    spool: Spool,
+}
+
+enum Length {
+    Known(u64),
+    /// It ends when it ends.
+    Open,
+}
+
+/// How a payload is announced to the data plane, and where its bytes come from.
+enum Announced {
+    /// They are passed on as they come.
+    Coming(u64),
+    /// They are here.
+    Spooled(u64),
+    /// None will ever come: this is what the data plane is to refuse.
+    Hopeless(u64),
+}
+
+impl Upload {
+    fn new(control: &Shared, name: &str, headers: &HeaderMap, body: Body) -> Self {
+        let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+        let length = match length {
+            Some(length) if !headers.contains_key(header::TRANSFER_ENCODING) => Length::Known(length),
+            _ if headers.contains_key(header::TRANSFER_ENCODING) => Length::Open,
+            _ => Length::Known(0),
+        };
+        let config = control.config();
+        let most = config.bulkheads.iter().find(|b| b.name == name).map(|b| b.max_payload);
+        let room = usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX);
+        Self { body: body.into_data_stream(), length, most, spool: Spool::new(control.pulse.clone(), room) }
+    }
+
+    /// Finds out how long it is, which one in chunks tells only at its end.
+    async fn announce(&mut self) -> Result<Announced, Cut> {
+        let most = self.most.unwrap_or(0);
+        // One that is told to be too large and yet is taken, as its limit has just been raised, never comes.
+        let hopeless = |bytes: u64| Announced::Hopeless(bytes.clamp(LARGE_ENOUGH, PAYLOAD_BYTES_CEILING + 1));
+        match self.length {
+            Length::Known(bytes) if bytes > most => return Ok(hopeless(bytes)),
+            Length::Known(bytes) => return Ok(Announced::Coming(bytes)),
+            Length::Open => {}
+        }
+        while let Some(chunk) = next_chunk(&mut self.body).await? {
+            if self.spool.bytes as u64 + chunk.len() as u64 > most {
+                return Ok(hopeless(0));
+            }
+            self.spool.add(&chunk)?;
+        }
+        Ok(Announced::Spooled(self.spool.bytes as u64))
+    }
+
+    async fn send(&mut self, announced: &Announced, socket: &mut OwnedWriteHalf) -> Result<(), Cut> {
+        match *announced {
+            Announced::Hopeless(_) => std::future::pending().await,
+            Announced::Spooled(_) => {
+                for segment in self.spool.hand_over() {
+                    socket.write_all(&segment).await.map_err(|_| Cut::Ended)?;
+                }
+            }
+            Announced::Coming(bytes) => {
+                let mut left = bytes;
+                while left > 0 {
+                    let chunk = next_chunk(&mut self.body).await?.ok_or(Cut::Broken)?;
+                    left = left.checked_sub(chunk.len() as u64).ok_or(Cut::Broken)?;
+                    socket.write_all(&chunk).await.map_err(|_| Cut::Ended)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+async fn next_chunk(body: &mut BodyDataStream) -> Result<Option<Bytes>, Cut> {
+    match body.next().await {
+        Some(Ok(chunk)) => Ok(Some(chunk)),
+        Some(Err(_)) => Err(Cut::Broken),
+        None => Ok(None),
+    }
+}
+
+/// A payload whose length is not known yet. Its bytes count as buffered.
+struct Spool {
+    segments: Vec<Vec<u8>>,
+    bytes: usize,
+    /// Bytes that are counted.
+    counted: usize,
+    pulse: Arc<Pulse>,
+    room: usize,
+}
+
+impl Spool {
+    fn new(pulse: Arc<Pulse>, room: usize) -> Self {
+        Self { segments: Vec::new(), bytes: 0, counted: 0, pulse, room }
+    }
+
+    /// Copies: what comes may be a few bytes of a large buffer.
+    fn add(&mut self, mut chunk: &[u8]) -> Result<(), Cut> {
+        while !chunk.is_empty() {
+            let room = self.segments.last().map_or(0, |last| SEGMENT_BYTES - last.len());
+            if room == 0 {
+                self.count(SEGMENT_BYTES)?;
+                self.segments.push(Vec::with_capacity(SEGMENT_BYTES));
+                continue;
+            }
+            let (now, later) = chunk.split_at(chunk.len().min(room));
+            if let Some(last) = self.segments.last_mut() {
+                last.extend_from_slice(now);
+            }
+            self.bytes += now.len();
+            chunk = later;
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, more: usize) -> Result<(), Cut> {
+        self.counted += more;
+        let spooled = self.pulse.spooled.fetch_add(more, Ordering::Relaxed) + more;
+        if spooled.saturating_add(self.pulse.buffered.load(Ordering::Relaxed)) > self.room {
+            let sentence = format!("the waiting payloads hold max_buffered ({} bytes)", self.room);
+            return Err(Cut::Overloaded(sentence));
+        }
+        Ok(())
+    }
+
+    /// From now on it is the data plane that counts them.
+    fn hand_over(&mut self) -> impl Iterator<Item = Vec<u8>> + use<> {
+        self.uncount();
+        std::mem::take(&mut self.segments).into_iter()
+    }
+
+    fn uncount(&mut self) {
+        self.pulse.spooled.fetch_sub(std::mem::take(&mut self.counted), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Spool {
+    fn drop(&mut self) {
+        self.uncount();
+    }
+}
+
+// To the data plane and back.
+
+/// Submits a job and waits for its outcome. Dropping this closes the connection, and so cancels the job.
+async fn run(control: &Shared, name: &str, asked: &Asked<'_>, mut upload: Upload) -> Result<Response, Cut> {
+    // First of all, so that no payload comes in for whom there is no place.
+    let Ok(place) = control.jobs.clone().try_acquire_owned() else {
+        let sentence = format!("{JOBS_MAX} jobs over HTTP are under way, which is as many as may be");
+        return Err(Cut::Overloaded(sentence));
+    };
+    let within = tokio::time::Instant::now() + UPLOADED_WITHIN;
+    let announced = tokio::time::timeout_at(within, upload.announce()).await.map_err(|_| Cut::Slow)??;
+    let (here, there) = pair()
+        .map_err(|error| Cut::Overloaded(format!("the supervisor is short of descriptors: {error}")))?;
+    control
+        .commander
+        .send(Command::Client { socket: there, place })
+        .map_err(|error| Cut::Overloaded(error.to_string()))?;
+    let (mut reader, mut writer) = here.into_split();
+    let head = head(name, asked, &announced)?;
+    writer.write_all(&head).await.map_err(|_| Cut::Ended)?;
+    let (metadata, result_bytes) = {
+        let mut answer = pin!(read_outcome(&mut reader));
+        let sent = tokio::time::timeout_at(within, upload.send(&announced, &mut writer));
+        tokio::select! {
+            // One that is refused need not come in.
+            biased;
+            answer = &mut answer => answer?,
+            sent = sent => match sent {
+                Ok(Ok(())) | Ok(Err(Cut::Ended)) => answer.await?,
+                Ok(Err(cut)) => return Err(cut),
+                Err(_) => return Err(Cut::Slow),
+            },
+        }
+    };
+    let told = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).ok();
+    let mut outcome = told.and_then(|(message, _)| message.to_outcome()).ok_or(Cut::Ended)?;
+    // The announcement was not about its true size.
+    if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
+        (&announced, &mut outcome.verdict)
+    {
+        let most = upload.most.unwrap_or(0);
+        *message = match upload.length {
+            Length::Known(bytes) => format!("{bytes} bytes of payload; max_payload is {most}"),
+            Length::Open => format!("more than {most} bytes of payload; max_payload is {most}"),
+        };
+    }
+    Ok(match outcome.verdict {
+        Verdict::Ok => result(&outcome, result_bytes, reader, writer),
+        _ => outcome_problem(&outcome, asked.traceparent),
+    })
+}
+
+fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
+    let (here, there) = std::os::unix::net::UnixStream::pair()?;
+    here.set_nonblocking(true)?;
+    there.set_nonblocking(true)?;
+    Ok((UnixStream::from_std(here)?, there))
+}
+
+/// Everything of the frame but its payload.
+fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
+    let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
+        *announced;
+    let extension = asked.traceparent.map(|text| (tag::TRACEPARENT, text.as_bytes()));
+    let mut bytes = vec![0; HEADER_BYTES];
+    // No bulkhead has a name as long as that, and so none that is cut off it.
+    let message = asked.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
+    codec::encode(&message, extension.as_slice(), &mut bytes).map_err(|_| Cut::Broken)?;
+    let metadata = bytes.len() - HEADER_BYTES;
+    let length = u32::try_from(metadata as u64 + payload).map_err(|_| Cut::Broken)?;
+    let header =
+        Header { length, kind: kind::SUBMIT, flags: 0, metadata_length: metadata as u16, number: NUMBER };
+    bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
+    Ok(bytes)
+}
+
+/// Reads up to the result: the outcome's metadata, and how many bytes follow.
+async fn read_outcome(reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Cut> {
+    loop {
+        let mut bytes = [0; HEADER_BYTES];
+        reader.read_exact(&mut bytes).await.map_err(|_| Cut::Ended)?;
+        let header = Header::decode(&bytes).check().map_err(|_| Cut::Ended)?;
+        let mut metadata = vec![0; usize::from(header.metadata_length)];
+        reader.read_exact(&mut metadata).await.map_err(|_| Cut::Ended)?;
+        match header.kind {
+            kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
+            // The frame did not end in time: there is nothing else to refuse of it.
+            kind::REFUSED => return Err(Cut::Slow),
+            // Progress, as a rule. Nothing but an outcome has a payload.
+            _ => {}
+        }
+    }
+}
+
+// Answers.
+
+/// Milliseconds with three digits behind the point.
+fn ms(duration: Duration) -> Value {
+    json!((duration.as_secs_f64() * 1e6).round() / 1e3)
+}
+
+/// The fields of an outcome.
+fn fields(outcome: &Outcome) -> Map<String, Value> {
+    let verdict = &outcome.verdict;
+    let mut fields = Map::new();
+    let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
+    put("outcome", json!(verdict.name()));
+    put("reason", json!(verdict.reason()));
+    put("bulkhead", json!(outcome.bulkhead));
+    put("attempts", json!(outcome.attempts));
+    put("queued_ms", ms(outcome.queued));
+    put("ran_ms", ms(outcome.ran));
+    put("deadline_ms", ms(outcome.deadline));
+    put("executed", json!(verdict.executed().name()));
+    put("retryable", json!(outcome.retryable));
+    if let Some(pid) = outcome.worker_pid {
+        put("worker_pid", json!(pid));
+    }
+    if let Some(wait) = outcome.retry_after {
+        put("retry_after_ms", ms(wait));
+    }
+    match verdict {
+        Verdict::Failed(failure) => {
+            put("code", json!(failure.code));
+            put("fault", json!(failure.fault.name()));
+        }
+        Verdict::Crashed { reason: CrashReason::Exit, status: Some(code), .. } => {
+            put("exit_code", json!(code));
+        }
+        Verdict::Crashed { reason: CrashReason::Signal, status: Some(signal), .. } => {
+            put("signal", json!(signal_name(*signal)));
+        }
+        _ => {}
+    }
+    fields
+}
+
+/// The same as headers: those that there is a line in the documentation of.
+fn headers(fields: &Map<String, Value>) -> HeaderMap {
+    let told = [
+        ("bulkhead-outcome", "outcome"),
+        ("bulkhead-reason", "reason"),
+        ("bulkhead-served-by", "bulkhead"),
+        ("bulkhead-attempts", "attempts"),
+        ("bulkhead-queued-ms", "queued_ms"),
+        ("bulkhead-ran-ms", "ran_ms"),
+        ("bulkhead-deadline-ms", "deadline_ms"),
+        ("bulkhead-worker-pid", "worker_pid"),
+    ];
+    let value = |field: &str| match fields.get(field)? {
+        Value::Null => None,
+        // A handler's own words may be no header.
+        Value::String(text) => HeaderValue::from_str(text).ok(),
+        other => HeaderValue::from_str(&other.to_string()).ok(),
+    };
+    told.into_iter()
+        .filter_map(|(name, field)| Some((HeaderName::from_static(name), value(field)?)))
+        .collect()
+}
+
+fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWriteHalf) -> Response {
+    // The writing half goes last: its end is ours, and the data plane would not send the rest.
+    let body = stream::unfold((reader, writer, bytes), async |(mut reader, writer, left)| {
+        if left == 0 {
+            return None;
+        }
+        let mut chunk = Vec::with_capacity(CHUNK_BYTES.min(usize::try_from(left).unwrap_or(CHUNK_BYTES)));
+        match (&mut reader).take(left).read_buf(&mut chunk).await {
+            Ok(count) if count > 0 => Some((Ok(Bytes::from(chunk)), (reader, writer, left - count as u64))),
+            Ok(_) => Some((Err(io::Error::from(io::ErrorKind::UnexpectedEof)), (reader, writer, 0))),
+            Err(error) => Some((Err(error), (reader, writer, 0))),
+        }
+    });
+    let mut response = Body::from_stream(body).into_response();
+    response.headers_mut().extend(headers(&fields(outcome)));
+    let kind = HeaderValue::from_static("application/octet-stream");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    response.headers_mut().insert(header::CONTENT_LENGTH, bytes.into());
+    response
+}
+
+/// A problem document with the fields of the outcome.
+fn outcome_problem(outcome: &Outcome, traceparent: Option<&str>) -> Response {
+    // 499 is nobody's but ours and a few proxies'.
+    let status =
+        StatusCode::from_u16(outcome.verdict.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let outcome_fields = fields(outcome);
+    let told = headers(&outcome_fields);
+    let mut body = outcome_fields;
+    body.insert("type".into(), json!("about:blank"));
+    body.insert("title".into(), json!(status.canonical_reason().unwrap_or("Client Closed Request")));
+    body.insert("status".into(), json!(status.as_u16()));
+    let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
+    body.insert("detail".into(), json!(detail));
+    if let Some(trace) = traceparent.and_then(|text| text.split('-').nth(1)) {
+        body.insert("trace_id".into(), json!(trace));
+    }
+    let mut response = (status, Value::Object(body).to_string()).into_response();
+    response.headers_mut().extend(told);
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(PROBLEM));
+    if let Some(wait) = outcome.retry_after {
+        let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
+        response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+    }
+    response
+}
+
+/// What is refused before the data plane has heard of it.
+fn refused(name: &str, reason: RejectReason, message: String) -> Response {
+    let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
+    untold(name, Verdict::Rejected { reason, message }, retry_after)
+}
+
+/// The data plane has ended, or has let go of a result that it had no room for.
+fn ended(name: &str) -> Response {
+    let message = "the supervisor is stopping, or short of memory; whether the job ran is unknown".into();
+    untold(name, Verdict::Crashed { reason: CrashReason::Stopped, status: None, message }, None)
+}
+
+/// An outcome that the data plane did not tell.
+fn untold(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
+    let outcome = Outcome {
+        bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
+        attempts: 0,
+        queued: Duration::ZERO,
+        ran: Duration::ZERO,
+        worker_pid: None,
+        retryable: verdict.is_retryable(false),
+        retry_after,
+        deadline: Duration::ZERO,
+        verdict,
+    };
+    outcome_problem(&outcome, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(pairs: &[(&'static str, &str)]) -> Result<String, String> {
+        let mut headers = HeaderMap::new();
+        for (name, value) in pairs {
+            headers.append(*name, HeaderValue::from_str(value).unwrap());
+        }
+        let asked = Asked::read(&headers)?;
+        Ok(format!(
+            "{} {} {:?} {} {} {} {:?}",
+            asked.operation,
+            asked.tenant,
+            asked.deadline,
+            asked.priority,
+            asked.cost,
+            asked.is_idempotent,
+            asked.traceparent
+        ))
+    }
+
+    #[test]
+    fn headers_are_read_or_refused() {
+        assert_eq!(read(&[("accept", "x")]).unwrap(), "  None normal 1 false None");
+        let all = [
+            ("bulkhead-operation", "decode"),
+            ("bulkhead-tenant", "acme"),
+            ("bulkhead-deadline-ms", "250"),
+            ("bulkhead-priority", "best-effort"),
+            ("bulkhead-cost", "7"),
+            ("bulkhead-idempotent", "1"),
+            ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ];
+        assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(\"00-0af"));
+        let wrong = [
+            ("bulkhead-deadline-ms", "0"),
+            ("bulkhead-deadline-ms", "-1"),
+            ("bulkhead-deadline-ms", "1.5"),
+            ("bulkhead-deadline-ms", "99999999999999999999"),
+            ("bulkhead-cost", "0"),
+            ("bulkhead-cost", "4294967296"),
+            ("bulkhead-priority", "urgent"),
+            ("bulkhead-idempotent", "yes"),
+            ("bulkhead-dealine-ms", "5"),
+        ];
+        for (name, value) in wrong {
+            assert!(read(&[(name, value)]).is_err(), "{name}: {value}");
+        }
+        assert!(read(&[("bulkhead-tenant", &"x".repeat(257))]).is_err());
+        assert!(read(&[("bulkhead-tenant", "a"), ("bulkhead-tenant", "b")]).is_err());
+    }
+
+    #[test]
+    fn a_traceparent_that_makes_no_sense_is_none() {
+        let good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+        assert!(is_traceparent(good));
+        for bad in [
+            "",
+            "00",
+            &good.to_uppercase(),
+            &good.replace("00-", "ff-"),
+            &good[1..],
+            &format!("{good}-"),
+            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+            "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
+        ] {
+            assert!(!is_traceparent(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_spool_counts_what_it_holds_until_it_is_gone() {
+        let pulse = Arc::new(Pulse::default());
+        let mut spool = Spool::new(pulse.clone(), 3 * SEGMENT_BYTES);
+        let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();
+        for piece in payload.chunks(1000) {
+            assert!(spool.add(piece).is_ok());
+        }
+        assert_eq!(pulse.spooled.load(Ordering::Relaxed), 3 * SEGMENT_BYTES);
+        assert!(matches!(spool.add(&payload), Err(Cut::Overloaded(_))));
+        drop(spool);
+        assert_eq!(pulse.spooled.load(Ordering::Relaxed), 0);
+
+        let mut spool = Spool::new(pulse.clone(), 3 * SEGMENT_BYTES);
+        assert!(spool.add(&payload).is_ok());
+        let segments = spool.hand_over();
+        assert_eq!(pulse.spooled.load(Ordering::Relaxed), 0);
+        assert_eq!(segments.flatten().collect::<Vec<u8>>(), payload);
+    }
+}

@@ -1,0 +1,300 @@
+//! The admin API over TCP, for whoever has the token. The network, and web pages that are open in the browser
+//! of somebody who has it, are not trusted.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::connect_info::Connected;
+use axum::extract::{Request, State};
+use axum::http::uri::Authority;
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state, map_response};
+use axum::response::Response;
+use axum::serve::IncomingStream;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use super::http::{CONNECTIONS_MAX, Entry, JSON, Placed, Shared, complete, problem, router};
+use super::routes::OPEN;
+
+/// Bytes of a token.
+const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
+
+/// What others than its owner may not do to the token's file: its group may read it, nobody else may anything.
+const NOT_FOR_OTHERS: u32 = 0o027;
+
+/// The secret that opens the door. It is kept as a hash, which compares in constant time.
+#[derive(Clone, Debug)]
+pub(crate) struct Token(blake3::Hash);
+
+impl Token {
+    /// Reads it from its file. Errors say what is wrong with the file, and what to do.
+    pub(crate) fn read(path: &Path) -> Result<Self, (String, &'static str)> {
+        use std::io::Read as _;
+        use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+        let shown = path.display();
+        let unreadable = |error: io::Error| (format!("{shown} cannot be read: {error}"), MAKE_IT);
+        // A FIFO is not waited for.
+        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        let file = std::fs::OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
+        let file = file.map_err(unreadable)?;
+        let about = file.metadata().map_err(unreadable)?;
+        if !about.is_file() {
+            return Err((format!("{shown} is not a regular file"), MAKE_IT));
+        }
+        let mode = about.permissions().mode() & 0o7777;
+        if mode & NOT_FOR_OTHERS != 0 {
+            let message =
+                format!("{shown} has the mode {mode:04o}, so that others can read or change the token");
+            return Err((message, "chmod 600 it; its group may read it at most"));
+        }
+        let mut text = Vec::new();
+        file.take(*TOKEN_BYTES.end() as u64 + 2).read_to_end(&mut text).map_err(unreadable)?;
+        let token = text.trim_ascii();
+        if !TOKEN_BYTES.contains(&token.len()) || !token.iter().all(u8::is_ascii_graphic) {
+            let (least, most) = (TOKEN_BYTES.start(), TOKEN_BYTES.end());
+            return Err((
+                format!("{shown} does not hold a token: {least} to {most} visible ASCII characters"),
+                MAKE_IT,
+            ));
+        }
+        Ok(Self(blake3::hash(token)))
+    }
+
+    fn opens(&self, headers: &HeaderMap) -> bool {
+        let mut values = headers.get_all(header::AUTHORIZATION).iter();
+        let (Some(value), None) = (values.next(), values.next()) else { return false };
+        let Some((scheme, rest)) = value.as_bytes().split_at_checked("Bearer ".len()) else { return false };
+        // Hashes are equal in constant time, and tell nothing of how long the token is.
+        scheme.eq_ignore_ascii_case(b"Bearer ") && self.0 == blake3::hash(rest.trim_ascii())
+    }
+}
+
+const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
+
+/// The bound socket, and who may come in.
+pub(super) struct Door {
+    listener: TcpListener,
+    gate: Gate,
+}
+
+#[derive(Clone)]
+struct Gate {
+    token: Token,
+    /// If the address is one of this machine's own: the names that a browser may have for it.
+    own: Option<IpAddr>,
+}
+
+impl Door {
+    /// Must be made within the runtime that serves it.
+    pub(super) fn new(socket: std::net::TcpListener, token: Token) -> io::Result<Self> {
+        socket.set_nonblocking(true)?;
+        let address = socket.local_addr()?;
+        tracing::info!("http on {address}");
+        let own = address.ip().is_loopback().then_some(address.ip());
+        Ok(Self { listener: TcpListener::from_std(socket)?, gate: Gate { token, own } })
+    }
+}
+
+/// Serves until the control plane ends.
+pub(super) async fn serve(control: Shared, door: Door) {
+    let mut end = control.end.subscribe();
+    let Door { listener, gate } = door;
+    let listener = Limited { listener, places: Arc::new(Semaphore::new(CONNECTIONS_MAX)) };
+    let shutdown = async move {
+        let _ = end.wait_for(|is_over| *is_over).await;
+    };
+    let router = router(control).layer(from_fn_with_state(gate, pass)).layer(map_response(complete));
+    let service = router.into_make_service_with_connect_info::<Entry>();
+    if let Err(error) = axum::serve(listener, service).with_graceful_shutdown(shutdown).await {
+        tracing::error!("the admin API is not served over TCP any more: {error}");
+    }
+}
+
+/// A listener that takes only so many; the next ones wait.
+struct Limited {
+    listener: TcpListener,
+    places: Arc<Semaphore>,
+}
+
+impl axum::serve::Listener for Limited {
+    type Io = Placed<TcpStream>;
+    type Addr = Entry;
+
+    async fn accept(&mut self) -> (Placed<TcpStream>, Entry) {
+        let Ok(place) = self.places.clone().acquire_owned().await else {
+            // The semaphore is never closed.
+            return std::future::pending().await;
+        };
+        loop {
+            let Ok((socket, _)) = self.listener.accept().await else {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            };
+            // What comes in small pieces is slower without it, and right.
+            let _ = socket.set_nodelay(true);
+            let entry = Entry::new();
+            return (Placed::new(socket, &entry, place), entry);
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<Entry> {
+        Ok(Entry::new())
+    }
+}
+
+impl Connected<IncomingStream<'_, Limited>> for Entry {
+    fn connect_info(stream: IncomingStream<'_, Limited>) -> Self {
+        stream.remote_addr().clone()
+    }
+}
+
+async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+    match gate.refuse(&request) {
+        Some(refusal) => refusal,
+        None => next.run(request).await,
+    }
+}
+
+impl Gate {
+    fn refuse(&self, request: &Request) -> Option<Response> {
+        let (headers, method) = (request.headers(), request.method());
+        let changes = !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS);
+        let forbidden = |detail: &str| Some(problem(StatusCode::FORBIDDEN, detail));
+        if !self.is_for_us(headers) {
+            return forbidden(
+                "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address",
+            );
+        }
+        if changes && is_from_another_site(headers) {
+            return forbidden("a page of another site may not change anything here");
+        }
+        if !OPEN.contains(&request.uri().path()) && !self.token.opens(headers) {
+            let detail =
+                "this needs the header `Authorization: Bearer TOKEN`, with what is in http_token_file";
+            let mut response = problem(StatusCode::UNAUTHORIZED, detail);
+            let challenge = HeaderValue::from_static("Bearer realm=\"bulkhead\"");
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
+            return Some(response);
+        }
+        // A payload is whatever it is. Who sends one has the token, which no form of another site has.
+        if changes && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
+            let detail = "the body must be JSON, and the header `Content-Type: application/json` say so";
+            return Some(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail));
+        }
+        None
+    }
+
+    /// A name of somebody else's that leads to this machine is how web pages get to what listens only here.
+    fn is_for_us(&self, headers: &HeaderMap) -> bool {
+        let Some(own) = self.own else { return true };
+        let mut values = headers.get_all(header::HOST).iter();
+        let (Some(value), None) = (values.next(), values.next()) else { return false };
+        let Some(authority) = value.to_str().ok().and_then(|text| text.parse::<Authority>().ok()) else {
+            return false;
+        };
+        let host = authority.host();
+        let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+        host.eq_ignore_ascii_case("localhost")
+            || address.is_ok_and(|it| {
+                it == own
+                    || it == IpAddr::from([127, 0, 0, 1])
+                    || it == IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])
+            })
+    }
+}
+
+/// Browsers say where a request that changes something comes from; others say nothing.
+fn is_from_another_site(headers: &HeaderMap) -> bool {
+    let host = headers.get(header::HOST).and_then(|value| value.to_str().ok());
+    headers.get_all(header::ORIGIN).iter().any(|origin| {
+        let place = origin.to_str().ok().and_then(|text| text.split_once("://")).map(|(_, place)| place);
+        match (place, host) {
+            (Some(place), Some(host)) => !place.eq_ignore_ascii_case(host),
+            _ => true,
+        }
+    })
+}
+
+fn has_body(headers: &HeaderMap) -> bool {
+    headers.contains_key(header::TRANSFER_ENCODING)
+        || headers.get(header::CONTENT_LENGTH).is_some_and(|length| length != "0")
+}
+
+fn is_json(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case(JSON)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in pairs {
+            headers.append(*name, HeaderValue::from_str(value).unwrap());
+        }
+        headers
+    }
+
+    #[test]
+    fn only_the_token_opens() {
+        let token = Token(blake3::hash(b"a-secret-of-sixteen"));
+        let opens = |value: &str| token.opens(&headers(&[("authorization", value)]));
+        assert!(opens("Bearer a-secret-of-sixteen") && opens("bearer  a-secret-of-sixteen "));
+        for wrong in [
+            "",
+            "Bearer",
+            "Bearer ",
+            "Basic a-secret-of-sixteen",
+            "Bearer a-secret-of-sixteem",
+            "Bearer a-secret-of-sixteen2",
+            "a-secret-of-sixteen",
+        ] {
+            assert!(!opens(wrong), "{wrong}");
+        }
+        let good = ("authorization", "Bearer a-secret-of-sixteen");
+        assert!(!token.opens(&headers(&[good, good])), "one is enough");
+        assert!(!token.opens(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn names_of_others_are_not_ours() {
+        let gate = |own: Option<&str>| Gate {
+            token: Token(blake3::hash(b"")),
+            own: own.map(|text| text.parse().unwrap()),
+        };
+        let is_for = |own: Option<&str>, host: &str| gate(own).is_for_us(&headers(&[("host", host)]));
+        for host in
+            ["localhost", "LOCALHOST:9464", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:9464", "127.0.0.9"]
+        {
+            assert!(is_for(Some("127.0.0.9"), host), "{host}");
+        }
+        for host in [
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example:9464",
+            "10.0.0.1",
+            "",
+            "127.0.0.8",
+        ] {
+            assert!(!is_for(Some("127.0.0.9"), host), "{host}");
+        }
+        assert!(!gate(Some("127.0.0.1")).is_for_us(&HeaderMap::new()));
+        assert!(is_for(None, "bulkhead.example"), "whose names it has is not known");
+    }
+
+    #[test]
+    fn pages_of_other_sites_are_told_apart() {
+        let is_other =
+            |origin: &str| is_from_another_site(&headers(&[("host", "localhost:9464"), ("origin", origin)]));
+        assert!(!is_other("http://localhost:9464") && !is_from_another_site(&headers(&[("host", "x")])));
+        for origin in ["null", "http://localhost", "http://localhost:9465", "https://evil.example", ""] {
+            assert!(is_other(origin), "{origin}");
+        }
+    }
+}
