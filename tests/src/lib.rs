@@ -3,6 +3,7 @@
 
 pub mod attempts;
 pub mod confined;
+pub mod http;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

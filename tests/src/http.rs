@@ -1,0 +1,218 @@
+//! HTTP by hand, so that also what no library would send can be sent.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::{PATIENCE, Supervisor, wait_for};
+
+/// Where a supervisor's admin API is.
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// On the admin socket.
+    Unix(PathBuf),
+    /// Over TCP.
+    Tcp(SocketAddr),
+}
+
+/// A connection to it.
+#[derive(Debug)]
+pub enum Socket {
+    /// To the admin socket.
+    Unix(UnixStream),
+    /// Over TCP.
+    Tcp(TcpStream),
+}
+
+impl Place {
+    /// The admin socket of a supervisor.
+    pub fn of(supervisor: &Supervisor) -> Self {
+        Self::Unix(supervisor.file("admin.sock"))
+    }
+
+    /// Its address over TCP, which its log tells: with port 0 it is one that was free.
+    pub fn tcp(supervisor: &Supervisor) -> Self {
+        let address = wait_for("the log has the address", || {
+            let log = supervisor.log();
+            let (_, rest) = log.split_once("http on ")?;
+            rest.split(char::is_whitespace).next()?.parse().ok()
+        });
+        Self::Tcp(address)
+    }
+
+    /// Connects; reads give up when patience ends.
+    pub fn connect(&self) -> Socket {
+        let socket = match self {
+            Self::Unix(path) => Socket::Unix(UnixStream::connect(path).expect("the admin socket is there")),
+            Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("somebody listens")),
+        };
+        socket.give_up_after(PATIENCE);
+        socket
+    }
+
+    /// Sends a request whole and reads the answer.
+    pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Answer {
+        let mut socket = self.connect();
+        socket.send_head(method, path, headers, Some(body.len()));
+        // Whoever is refused early may be cut off in the middle.
+        let _ = socket.write_all(body);
+        Answer::read(socket).unwrap_or_else(|| panic!("no answer to {method} {path}"))
+    }
+
+    /// A job without further words: operation and payload.
+    pub fn job(&self, bulkhead: &str, operation: &str, headers: &[&str], payload: &[u8]) -> Answer {
+        let operation = format!("Bulkhead-Operation: {operation}");
+        let mut all = vec![operation.as_str()];
+        all.extend(headers);
+        self.ask("POST", &format!("/v1/bulkheads/{bulkhead}/jobs"), &all, payload)
+    }
+}
+
+impl Socket {
+    /// Sends the head of a request. `length` is that of the body, if it is to be told.
+    pub fn send_head(&mut self, method: &str, path: &str, headers: &[&str], length: Option<usize>) {
+        let mut head = format!("{method} {path} HTTP/1.1\r\n");
+        if !headers.iter().any(|header| header.starts_with("Host:")) {
+            head += "Host: localhost\r\n";
+        }
+        if let Some(length) = length {
+            head += &format!("Content-Length: {length}\r\n");
+        }
+        for header in headers {
+            head += &format!("{header}\r\n");
+        }
+        let _ = self.write_all(format!("{head}\r\n").as_bytes());
+    }
+
+    /// How long a read or a write waits.
+    pub fn give_up_after(&self, time: Duration) {
+        let time = Some(time);
+        let set = match self {
+            Self::Unix(socket) => socket.set_read_timeout(time).and(socket.set_write_timeout(time)),
+            Self::Tcp(socket) => socket.set_read_timeout(time).and(socket.set_write_timeout(time)),
+        };
+        set.expect("an open socket");
+    }
+
+    /// Says that nothing more will be sent.
+    pub fn end_sending(&self) {
+        let ended = match self {
+            Self::Unix(socket) => socket.shutdown(Shutdown::Write),
+            Self::Tcp(socket) => socket.shutdown(Shutdown::Write),
+        };
+        ended.expect("an open socket");
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        match self {
+            Self::Unix(socket) => socket.read(buffer),
+            Self::Tcp(socket) => socket.read(buffer),
+        }
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match self {
+            Self::Unix(socket) => socket.write(bytes),
+            Self::Tcp(socket) => socket.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// An answer, read whole.
+#[derive(Debug)]
+pub struct Answer {
+    /// Its status.
+    pub status: u16,
+    /// By name, in small letters.
+    pub headers: BTreeMap<String, String>,
+    /// Its body, without what held it together.
+    pub body: Vec<u8>,
+}
+
+impl Answer {
+    /// Reads one to its end; `None` if there is none, or only a part.
+    pub fn read(socket: Socket) -> Option<Self> {
+        let mut reader = BufReader::new(socket);
+        let (mut status, mut headers) = read_head(&mut reader)?;
+        while status == 100 {
+            (status, headers) = read_head(&mut reader)?;
+        }
+        let mut body = Vec::new();
+        if headers.get("transfer-encoding").is_some_and(|value| value == "chunked") {
+            loop {
+                let mut size = String::new();
+                reader.read_line(&mut size).ok()?;
+                let size = usize::from_str_radix(size.trim_end(), 16).ok()?;
+                let mut chunk = vec![0; size + 2];
+                reader.read_exact(&mut chunk).ok()?;
+                if size == 0 {
+                    break;
+                }
+                body.extend_from_slice(&chunk[..size]);
+            }
+        } else if let Some(length) = headers.get("content-length") {
+            reader.take(length.parse().ok()?).read_to_end(&mut body).ok()?;
+        } else {
+            reader.read_to_end(&mut body).ok()?;
+        }
+        Some(Self { status, headers, body })
+    }
+
+    /// A header; empty if it is not there.
+    pub fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", String::as_str)
+    }
+
+    /// The body as text.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    /// The body as JSON.
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+
+    /// The body as a problem document of this status.
+    #[track_caller]
+    pub fn problem(&self, status: u16) -> Value {
+        assert_eq!(self.status, status, "{}", self.text());
+        assert_eq!(self.header("content-type"), "application/problem+json", "{}", self.text());
+        let problem = self.json();
+        assert_eq!(problem["status"], status, "{problem}");
+        for field in ["type", "title", "detail"] {
+            assert!(problem[field].as_str().is_some_and(|text| !text.is_empty()), "{field}: {problem}");
+        }
+        if matches!(status, 429 | 503) {
+            let seconds: u64 = self.header("retry-after").parse().expect("whole seconds");
+            assert!(seconds >= 1, "{seconds}");
+        }
+        problem
+    }
+}
+
+fn read_head(reader: &mut BufReader<Socket>) -> Option<(u16, BTreeMap<String, String>)> {
+    let mut line = || {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok().map(|_| line.trim_end().to_owned())
+    };
+    let status = line()?.split(' ').nth(1)?.parse().ok()?;
+    let mut headers = BTreeMap::new();
+    while let Some((name, value)) = line()?.split_once(':') {
+        headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
+    }
+    Some((status, headers))
+}
