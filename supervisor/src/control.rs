@@ -8,6 +8,8 @@ mod openapi;
 mod routes;
 mod tcp;
 
+pub(crate) use http::CONNECTIONS_MAX;
+pub(crate) use jobs::JOBS_MAX;
 pub(crate) use tcp::Token;
 
 use std::io;

@@ -141,10 +141,15 @@ const DESCRIPTORS_OWN: u64 = 48;
 /// Descriptors of a worker: link, pidfd, two pipes; twice, for the one that replaces it.
 const DESCRIPTORS_PER_WORKER: u64 = 8;
 
+/// Descriptors that whoever reaches the address of `http` can take up: connections, and jobs that need a
+/// connection to the data plane, which has two ends.
+const DESCRIPTORS_HTTP: u64 = control::CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
+
 /// Takes no more clients than leave descriptors for workers and operators.
 fn leave_descriptors(config: &mut Config, descriptors: u64) {
     let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
-    let kept = DESCRIPTORS_OWN + workers * DESCRIPTORS_PER_WORKER;
+    let http = if config.supervisor.http.is_some() { DESCRIPTORS_HTTP } else { 0 };
+    let kept = DESCRIPTORS_OWN + http + workers * DESCRIPTORS_PER_WORKER;
     let room = usize::try_from(descriptors.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
     if room < config.supervisor.max_clients {
         tracing::warn!(

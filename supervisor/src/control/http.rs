@@ -32,7 +32,7 @@ use crate::entry::{self, Refusal};
 const REFUSED_MAX: usize = 16;
 
 /// Connections served at once; the next ones wait.
-pub(super) const CONNECTIONS_MAX: usize = 384;
+pub(crate) const CONNECTIONS_MAX: usize = 384;
 
 /// How many of them may be streams, which last as long as their readers like.
 pub(super) const STREAMS_MAX: usize = 128;

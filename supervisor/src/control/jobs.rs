@@ -32,7 +32,7 @@ use crate::command::Command;
 use crate::shard::{Pulse, signal_name};
 
 /// Jobs over HTTP under way at once; the next ones are told `overloaded`.
-pub(super) const JOBS_MAX: usize = 128;
+pub(crate) const JOBS_MAX: usize = 128;
 
 /// How long a payload may take to come. The data plane allows a frame as long, from when it begins.
 const UPLOADED_WITHIN: Duration = Duration::from_secs(30);
