@@ -162,6 +162,7 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     }
     match ctx.operation() {
         "" | "echo" => return Ok(job.payload().to_vec()),
+        "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
         "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
         // Ends as soon as it is told to.
