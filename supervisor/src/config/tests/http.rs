@@ -24,9 +24,7 @@ fn an_address_is_numbers() {
         let http = folder.accept(&with(good)).supervisor.http.unwrap();
         assert_eq!((http.address.to_string(), http.token_file), (good.to_owned(), folder.path("token")));
     }
-    for bad in
-        ["", "9464", "127.0.0.1", "localhost:9464", "::1:9464", "127.0.0.1:99999", "http://127.0.0.1:1"]
-    {
+    for bad in ["9464", "127.0.0.1", "localhost:9464", "::1:9464", "127.0.0.1:99999", "http://127.0.0.1:1"] {
         folder.refuse_one(&with(bad), (2, 8), "must be an address and a port", "127.0.0.1:9464");
     }
 }
