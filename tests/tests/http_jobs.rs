@@ -493,6 +493,53 @@ fn more_jobs_than_there_are_places_for_are_told_so() {
     }
 }
 
+/// Resident memory, at its highest.
+fn peak_mib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process of ours");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("its memory");
+    line.split_ascii_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("a number") / 1024
+}
+
+#[test]
+fn payloads_of_unknown_length_share_the_memory_for_all() {
+    let supervisor = Supervisor::start_with("max_payload = \"4MiB\"\nmax_buffered = \"16MiB\"\n", ONE);
+    let place = Place::of(&supervisor);
+    let before = peak_mib(supervisor.pid());
+    let piece = vec![7; 1 << 20];
+    // 240 MiB, if they were taken.
+    let senders: Vec<_> = (0..80)
+        .map(|_| {
+            let (place, piece) = (place.clone(), piece.clone());
+            std::thread::spawn(move || {
+                let mut socket = place.connect();
+                socket.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
+                for _ in 0..3 {
+                    let sent =
+                        write!(socket, "{:x}\r\n", piece.len()).and_then(|()| socket.write_all(&piece));
+                    if sent.and_then(|()| socket.write_all(b"\r\n")).is_err() {
+                        break;
+                    }
+                }
+                socket
+            })
+        })
+        .collect();
+    let sockets: Vec<Socket> = senders.into_iter().map(|sender| sender.join().unwrap()).collect();
+    let grown = peak_mib(supervisor.pid()) - before;
+    assert!(grown < 100, "{grown} MiB more");
+    // Those who are in may finish; the others have been told.
+    let statuses = sockets.into_iter().map(|mut socket| {
+        let _ = socket.write_all(b"0\r\n\r\n");
+        Answer::read(socket).expect("an answer").status
+    });
+    let statuses: Vec<u16> = statuses.collect();
+    assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{statuses:?}");
+    assert!(statuses.iter().filter(|status| **status == 503).count() >= 64, "{statuses:?}");
+    // Nothing of them is left.
+    assert_eq!(place.job("b", "echo", &[], &vec![1; 4 << 20]).status, 200);
+    println!("{grown} MiB at most, {} served", statuses.iter().filter(|status| **status == 200).count());
+}
+
 #[test]
 fn the_admin_socket_asks_no_entry_of_the_jobs_socket() {
     let supervisor = Supervisor::start(&format!("[[access]]\nuid = 4242\n{ONE}"));
