@@ -340,6 +340,23 @@ impl Breaker {
         }
     }
 
+    /// Judges by other limits: what was seen under those before is no evidence any more. One that is open stays
+    /// open for as long as it was to be, and one that probes probes anew; what was opened by hand stays so.
+    pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<BreakerLimits>) -> Option<Transition> {
+        self.limits = limits;
+        let transition = match self.state {
+            State::ForcedOpen => return None,
+            _ if self.limits.is_none() => {
+                self.openings = 0;
+                self.close(now, Tally::default())
+            }
+            State::Open { .. } => return None,
+            State::HalfOpen { .. } => self.enter(State::half_open(), Tally::default()),
+            State::Closed { .. } => self.close(now, Tally::default()),
+        };
+        (transition.from != transition.to).then_some(transition)
+    }
+
     // By hand.
 
     /// Lets nothing pass until [`Self::release`] or [`Self::reset`].

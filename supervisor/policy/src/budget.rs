@@ -56,6 +56,11 @@ impl RetryBudget {
         Self { limits, window: Window::new(WINDOW) }
     }
 
+    /// What was spent stays spent.
+    pub(crate) fn reconfigure(&mut self, limits: Option<RetryLimits>) {
+        self.limits = limits;
+    }
+
     /// Counts the first attempt of a job. Retries are no calls: they must not pay for further ones.
     pub(crate) fn call(&mut self, now: Time) {
         if self.limits.is_none() {

@@ -166,6 +166,8 @@ impl<T> Bulkhead<T> {
             Event::Resume => self.resume(out),
             Event::Reset => self.reset(now, out),
             Event::Change(change) => self.change(now, change, out),
+            Event::Reconfigure(limits) => self.reconfigure(now, *limits, out),
+            Event::Replace => self.replace(now, out),
             Event::ChangeTenant { tenant, numbers } => self.change_tenant(now, &tenant, numbers),
             Event::Rest => self.rest(now, out),
             Event::Await => self.wait_for_start(now),

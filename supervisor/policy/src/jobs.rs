@@ -20,6 +20,8 @@ pub(crate) struct Job<T> {
     /// The caller's record; gone once the client has its answer, though a worker may still be at it.
     pub(crate) cargo: Option<T>,
     pub(crate) received: Time,
+    /// When it has waited for too long, if it had no turn by then.
+    pub(crate) patience_until: Option<Time>,
     /// When the client is answered at the latest.
     pub(crate) deadline_at: Time,
     /// When the worker is ended for it, whatever else runs there.
@@ -63,6 +65,8 @@ pub(crate) struct Entry<T> {
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
     pub(crate) received: Time,
+    /// From its receipt until it has waited for too long.
+    pub(crate) queue_timeout: Option<Duration>,
     /// From its receipt until its client is answered.
     pub(crate) limit: Duration,
     /// From its receipt until its worker is ended for it.
@@ -129,6 +133,7 @@ impl<T> Jobs<T> {
             id: JobId(self.sequence << INDEX_BITS | u64::from(index)),
             cargo: Some(cargo),
             received,
+            patience_until: entry.queue_timeout.map(|timeout| received + timeout),
             deadline_at: received + limit,
             hard_deadline_at: received + hard_limit,
             idempotent: entry.idempotent,
@@ -202,6 +207,7 @@ mod tests {
             priority: Priority::Normal,
             tenant: TenantId::NOBODY,
             cost: 1,
+            queue_timeout: None,
             received: Time::ZERO,
             limit: Duration::from_secs(1),
             hard_limit: Duration::from_secs(1),

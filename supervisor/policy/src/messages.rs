@@ -7,7 +7,7 @@ use std::time::Duration;
 use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use crate::breaker::Transition;
-use crate::limits::OwnNumbers;
+use crate::limits::{Limits, OwnNumbers};
 use crate::poison::Digest;
 use crate::rate::RateLimit;
 use crate::tenants::TenantId;
@@ -215,6 +215,12 @@ pub enum Event<T> {
     Reset,
     /// Put other numbers in force, at once and without dropping a job.
     Change(Change),
+    /// Put all of these in force, at once and without dropping a job. Deadlines and queue timeouts are those of
+    /// the time a job came in.
+    Reconfigure(Box<Limits>),
+    /// Workers that are started from now on run something else: replace each, one after the other, when such a
+    /// one is ready. Until then it goes on.
+    Replace,
     /// Put one tenant's own numbers in force.
     ChangeTenant {
         /// Which.
@@ -389,10 +395,12 @@ pub enum RecycleReason {
     Restart,
     /// It cannot be told how many jobs it may be given now.
     Resize,
+    /// It runs what is not to be run any more.
+    Reload,
 }
 
 impl RecycleReason {
-    /// `jobs`, `rss`, `age`, `restart` or `resize`.
+    /// `jobs`, `rss`, `age`, `restart`, `resize` or `reload`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Jobs => "jobs",
@@ -400,6 +408,7 @@ impl RecycleReason {
             Self::Age => "age",
             Self::Restart => "restart",
             Self::Resize => "resize",
+            Self::Reload => "reload",
         }
     }
 }
@@ -473,6 +482,15 @@ pub enum Note {
         pid: u32,
         /// Why.
         reason: RecycleReason,
+    },
+    /// What is to be run now does not start: the worker that runs what was before goes on.
+    ReplacementFailed {
+        /// The slot.
+        slot: u32,
+        /// Why, for people.
+        message: String,
+        /// When it is tried again.
+        again_in: Duration,
     },
     /// The next worker of a slot is started later.
     RestartBackoff {

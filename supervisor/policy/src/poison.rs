@@ -57,6 +57,15 @@ impl Poison {
         Self { limits, crashes: VecDeque::new(), quarantined: BTreeMap::new() }
     }
 
+    /// What was seen, and not forgotten yet, is judged by these from now on.
+    pub(crate) fn reconfigure(&mut self, now: Time, limits: Option<PoisonLimits>) {
+        match (std::mem::replace(&mut self.limits, limits), &self.limits) {
+            (_, None) => self.reset(),
+            (Some(before), Some(_)) => self.forget(now, before.within),
+            (None, Some(_)) => {}
+        }
+    }
+
     /// Remembers that a worker died with this payload, and no other, in its hands. Returns whether the
     /// payload is quarantined now.
     pub(crate) fn record_crash(&mut self, now: Time, digest: Digest) -> bool {

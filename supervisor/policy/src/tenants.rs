@@ -2,7 +2,7 @@
 //! none, the ones that were here last are remembered, so that the memory is bounded and what is forgotten
 //! first is what matters least: a tenant that has been idle for long has an empty bucket anyway.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use crate::limits::{OwnNumbers, TenantLimits};
@@ -113,6 +113,27 @@ impl Tenants {
             tenant.bucket.rescale(now, before, after);
         }
         Some(TenantId(index))
+    }
+
+    /// Puts these numbers in force, and takes those of all other tenants away.
+    pub(crate) fn reconfigure(
+        &mut self,
+        now: Time,
+        own: &BTreeMap<String, OwnNumbers>,
+        general: Option<&RateLimit>,
+    ) {
+        let gone = self.own.keys().filter(|name| !own.contains_key(&***name)).cloned().collect::<Vec<_>>();
+        for name in gone {
+            self.set_own(now, &name, OwnNumbers::default(), general);
+        }
+        for (name, numbers) in own {
+            self.set_own(now, name, *numbers, general);
+        }
+    }
+
+    /// Every tenant that is known.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = TenantId> + use<> {
+        (0..self.table.len() as u32).map(TenantId)
     }
 
     /// The rate limit of all that have none of their own is another one.

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use crate::limits::Limits;
 use crate::messages::{KillReason, RecycleReason, WorkerId};
 use crate::restart::History;
 use crate::time::Time;
@@ -21,6 +22,9 @@ pub(crate) struct Worker {
     /// How often in a row its silence was the machine's.
     pub(crate) forgiven: u32,
     pub(crate) has_dispatch_thread: bool,
+    /// How often it was told to be heard.
+    pub(crate) heartbeat: Duration,
+    pub(crate) vintage: Vintage,
     /// Whether it can be told another `max_in_flight`.
     pub(crate) can_resize: bool,
     /// How many jobs at once it was told to expect; nothing yet without a limit.
@@ -62,6 +66,15 @@ pub(crate) enum Role {
     Retired,
 }
 
+/// What a worker runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Vintage {
+    /// What is to be run now.
+    New,
+    /// What was to be run before. If a replacement did not start, the next one is tried at `again_at`.
+    Old { again_at: Option<Time> },
+}
+
 /// What is done about a worker that should have been heard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Silence {
@@ -99,12 +112,12 @@ pub(crate) enum Phase {
 }
 
 impl Worker {
-    pub(crate) fn new(id: WorkerId, slot: u32, role: Role, now: Time, handshake: Duration) -> Self {
+    pub(crate) fn new(id: WorkerId, slot: u32, role: Role, now: Time, limits: &Limits) -> Self {
         Self {
             id,
             slot,
             role,
-            phase: Phase::Handshaking { until: now + handshake },
+            phase: Phase::Handshaking { until: now + limits.start.handshake },
             pid: None,
             spawned_at: now,
             ready_at: None,
@@ -112,6 +125,8 @@ impl Worker {
             silence: Silence::None,
             forgiven: 0,
             has_dispatch_thread: false,
+            heartbeat: limits.health.heartbeat,
+            vintage: Vintage::New,
             can_resize: false,
             promised: u32::MAX,
             apart: Apart::No,
@@ -133,6 +148,19 @@ impl Worker {
     /// Whether its permits are part of the limit.
     pub(crate) fn is_available(&self) -> bool {
         self.phase == Phase::Ready && self.kill_at.is_none()
+    }
+
+    /// How long it may be silent: the beats it may miss, and one on its way.
+    pub(crate) fn silence_max(&self, missed: u32) -> Duration {
+        self.heartbeat.saturating_mul(missed.saturating_add(1))
+    }
+
+    /// When it is to be replaced, after an attempt that failed.
+    pub(crate) fn replaced_again_at(&self) -> Option<Time> {
+        match (self.vintage, self.role) {
+            (Vintage::Old { again_at }, Role::Current) => again_at,
+            _ => None,
+        }
     }
 
     /// Whether it has to be heard: always, if its heartbeats do not depend on its handlers.

@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 74] = [
+const DEMANDED: [&str; 78] = [
     "kill unwanted",
     "waits on after a rest",
     "watched",
@@ -120,6 +120,10 @@ const DEMANDED: [&str; 74] = [
     "event HeldUp",
     "event Reset",
     "event Restart",
+    "event Reconfigure",
+    "event Replace",
+    "recycled reload",
+    "replacement failed",
     "event Stopping",
     "event Cancel",
     "event Stop",

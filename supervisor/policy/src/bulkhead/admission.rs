@@ -84,6 +84,7 @@ impl<T> Bulkhead<T> {
             tenant,
             cost: submission.cost,
             received: now,
+            queue_timeout: self.limits.queue_timeout,
             limit,
             hard_limit,
         });
@@ -387,8 +388,7 @@ impl<T> Bulkhead<T> {
     fn await_turn(&mut self, index: u32) {
         let job = self.jobs.get(index);
         // One that had its turn is not asked to be quick as well.
-        let timeout = self.limits.queue_timeout.filter(|_| job.before.is_none());
-        let patience = timeout.map(|timeout| job.received + timeout);
+        let patience = job.patience_until.filter(|_| job.before.is_none());
         let due = patience.map_or(job.deadline_at, |at| at.min(job.deadline_at));
         self.job_timers.set(index, due);
     }

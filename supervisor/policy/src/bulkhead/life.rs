@@ -10,7 +10,7 @@ use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER};
 use crate::time::Time;
-use crate::workers::{Phase, Role, Silence, SlotState, Worker};
+use crate::workers::{Phase, Role, Silence, SlotState, Vintage, Worker};
 
 const SIGKILL: i32 = 9;
 
@@ -35,8 +35,7 @@ impl<T> Bulkhead<T> {
             self.workers.len() as u32 - 1
         });
         let id = WorkerId { place, generation: self.generations };
-        let handshake = self.limits.start.handshake;
-        self.workers[place as usize] = Some(Worker::new(id, slot, role, now, handshake));
+        self.workers[place as usize] = Some(Worker::new(id, slot, role, now, &self.limits));
         let entry = &mut self.slots[slot as usize];
         entry.restarts += u64::from(std::mem::replace(&mut entry.has_had_worker, true));
         match role {
@@ -88,6 +87,7 @@ impl<T> Bulkhead<T> {
 
     pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
         let (ready, most) = (self.limits.start.ready, self.limits.max_in_flight);
+        let heartbeat = self.limits.health.heartbeat;
         self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
         if let Phase::Handshaking { .. } = worker.phase {
@@ -95,6 +95,7 @@ impl<T> Bulkhead<T> {
             worker.has_dispatch_thread = has_dispatch_thread;
             worker.can_resize = can_resize;
             worker.promised = most;
+            worker.heartbeat = heartbeat;
             self.arm(id.place);
         }
     }
@@ -205,12 +206,11 @@ impl<T> Bulkhead<T> {
     /// A worker that was not heard is watched for the time of a heartbeat before it counts as hung: on a
     /// machine that gives it no processor, killing it would only add to the load.
     fn silent(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        let heartbeat = self.limits.health.heartbeat;
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let id = worker.id;
         match worker.silence {
             Silence::None => {
-                worker.silence = Silence::Watched { until: now + heartbeat };
+                worker.silence = Silence::Watched { until: now + worker.heartbeat };
                 out.push(Action::Watch { worker: id });
             }
             Silence::Watched { until } if until <= now => {
@@ -266,9 +266,11 @@ impl<T> Bulkhead<T> {
         if entry.successor.is_some() || entry.retired > 0 {
             return;
         }
-        let is_due = self.workers[place as usize]
-            .as_ref()
-            .is_some_and(|w| w.phase == Phase::Ready && now >= w.succession_after);
+        let is_due = self.workers[place as usize].as_ref().is_some_and(|worker| match reason {
+            // Its slot may have another one since its turn was noted.
+            RecycleReason::Reload => worker.phase == Phase::Ready && worker.vintage != Vintage::New,
+            _ => worker.phase == Phase::Ready && now >= worker.succession_after,
+        });
         if is_due {
             self.spawn(now, slot, Role::Successor(reason), out);
         }
@@ -299,6 +301,45 @@ impl<T> Bulkhead<T> {
                 SlotState::Empty | SlotState::Awaiting | SlotState::Closed => {}
             }
         }
+    }
+
+    // Something else to be run.
+
+    /// Workers that are started from here on run something else: those that run go on until such a one is
+    /// ready for their slot, one after the other. What has not begun yet is not waited for, and what went wrong
+    /// with what was run before says nothing any more.
+    pub(super) fn replace(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        for place in 0..self.workers.len() as u32 {
+            let Some(worker) = self.workers[place as usize].as_mut() else { continue };
+            worker.vintage = Vintage::Old { again_at: None };
+            worker.succession_after = now;
+            let is_starting = matches!(worker.phase, Phase::Handshaking { .. } | Phase::Initializing { .. });
+            if is_starting && worker.role != Role::Retired {
+                self.kill(place, KillReason::Unwanted, out);
+            }
+        }
+        for slot in &mut self.slots {
+            slot.history.proven();
+            slot.resting = None;
+        }
+        let slots = (0..self.slots.len() as u32).filter(|&slot| self.slots[slot as usize].state.is_wanted());
+        self.rolling = slots.map(|slot| (slot, RecycleReason::Reload)).collect();
+        self.roll_on(now, out);
+    }
+
+    /// The next attempt to replace a worker that runs what was to be run before.
+    fn replace_again(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        if worker.replaced_again_at().is_none_or(|at| at > now) {
+            return;
+        }
+        worker.vintage = Vintage::Old { again_at: None };
+        worker.succession_after = now;
+        let slot = worker.slot;
+        if !self.rolling.iter().any(|(rolling, _)| *rolling == slot) {
+            self.rolling.push_back((slot, RecycleReason::Reload));
+        }
+        self.roll_on(now, out);
     }
 
     pub(super) fn worker_stopping(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
@@ -336,10 +377,10 @@ impl<T> Bulkhead<T> {
 
     /// Sets a worker's one timer to the next thing it can miss.
     pub(super) fn arm(&mut self, place: u32) {
-        let silence_max = self.silence_max();
+        let missed = self.limits.health.missed;
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
         let silence = match worker.silence {
-            Silence::None => Some(worker.last_heard + silence_max),
+            Silence::None => Some(worker.last_heard + worker.silence_max(missed)),
             Silence::Watched { until } => Some(until),
             Silence::Asked => None,
         };
@@ -355,7 +396,8 @@ impl<T> Bulkhead<T> {
                     }
                     _ => None,
                 };
-                earlier(silence, earlier(age, worker.kill_at))
+                let again = worker.replaced_again_at().filter(|_| worker.silence == Silence::None);
+                earlier(earlier(silence, again), earlier(age, worker.kill_at))
             }
             Phase::Killing(_) => None,
         };
@@ -366,19 +408,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// How long a worker may be silent: the beats it may miss, and one on its way.
-    fn silence_max(&self) -> Duration {
-        self.limits.health.heartbeat.saturating_mul(self.limits.health.missed.saturating_add(1))
-    }
-
     pub(super) fn worker_due(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
-        let silence_max = self.silence_max();
+        let missed = self.limits.health.missed;
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if !worker.owes_heartbeats() {
             worker.last_heard = now;
             worker.silence = Silence::None;
         }
-        let is_silent = worker.last_heard + silence_max <= now;
+        let is_silent = worker.last_heard + worker.silence_max(missed) <= now;
         if !is_silent {
             worker.silence = Silence::None;
         }
@@ -397,6 +434,7 @@ impl<T> Bulkhead<T> {
                     self.silent(now, place, out);
                 } else {
                     self.recycle_if_old(now, place, out);
+                    self.replace_again(now, place, out);
                 }
             }
             Phase::Handshaking { .. } | Phase::Initializing { .. } | Phase::Killing(_) => {}
@@ -532,21 +570,32 @@ impl<T> Bulkhead<T> {
         self.in_use -= worker.in_use;
         self.free_places.push(id.place);
         let slot = worker.slot;
-        if is_unfit {
+        // It was ended before it had begun, for one that runs something else.
+        let is_unwanted = worker.phase == Phase::Killing(KillReason::Unwanted);
+        if is_unfit && !is_unwanted {
             self.slots[slot as usize].has_settled = true;
         }
         match worker.role {
             Role::Retired => self.retired_gone(now, slot, out),
-            Role::Successor(_) => self.successor_gone(now, slot, out),
+            Role::Successor(_) if is_unwanted => {
+                self.slots[slot as usize].successor = None;
+                self.roll_on(now, out);
+            }
+            Role::Successor(reason) => self.successor_gone(now, slot, reason, out),
+            Role::Current if is_unwanted && self.slots[slot as usize].successor.is_none() => {
+                // Nothing comes of this once all is being stopped.
+                self.set_slot(slot, SlotState::Empty);
+                self.spawn(now, slot, Role::Current, out);
+            }
             Role::Current => self.refill(now, slot, is_unfit, is_clean, out),
         }
     }
 
     /// A successor did not make it: the worker it was to replace goes on, and the next attempt waits.
-    fn successor_gone(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
+    fn successor_gone(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
         self.slots[slot as usize].successor = None;
+        let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.slots[slot as usize].state {
-            let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
             if let Some(worker) = self.workers[place as usize].as_mut() {
                 worker.succession_after = now + pause;
             }
@@ -554,7 +603,17 @@ impl<T> Bulkhead<T> {
         }
         // What keeps one successor from starting keeps the others as well.
         self.rolling.clear();
-        let _ = out;
+        for place in 0..self.workers.len() as u32 {
+            let Some(worker) = self.workers[place as usize].as_mut() else { continue };
+            if let Vintage::Old { again_at } = &mut worker.vintage {
+                *again_at = Some(now + pause);
+                self.arm(place);
+            }
+        }
+        if reason == RecycleReason::Reload {
+            let message = self.slots[slot as usize].last_exit.clone().unwrap_or_default();
+            out.push(Action::Note(Note::ReplacementFailed { slot, message, again_in: pause }));
+        }
     }
 
     fn refill(&mut self, now: Time, slot: u32, is_unfit: bool, is_clean: bool, out: &mut Vec<Action<T>>) {

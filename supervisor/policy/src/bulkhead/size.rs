@@ -2,7 +2,7 @@
 //! there is nothing to do. Growth takes effect at once; what is too many finishes what it has.
 
 use super::{Bulkhead, Mode};
-use crate::limits::OwnNumbers;
+use crate::limits::{Limits, OwnNumbers, RestartPolicy};
 use crate::messages::{Action, Change, RecycleReason};
 use crate::time::Time;
 use crate::workers::{Phase, Role, SlotState};
@@ -60,6 +60,45 @@ impl<T> Bulkhead<T> {
         }
         self.fit_slots(now, out);
         self.replace_unresizable(now, out);
+    }
+
+    /// All numbers at once, as they stand in a file that was read again.
+    pub(super) fn reconfigure(&mut self, now: Time, limits: Limits, out: &mut Vec<Action<T>>) {
+        let before = std::mem::replace(&mut self.limits, limits);
+        if let Some(limit) = self.limits.rate_limit {
+            self.tenants.rescale(now, before.rate_limit.as_ref(), &limit);
+        }
+        self.reconfigure_tenants(now);
+        self.idle_since = self.idle_since.filter(|_| self.limits.idle.is_some());
+        if before.breaker != self.limits.breaker {
+            let transition = self.breaker.reconfigure(now, self.limits.breaker.clone());
+            self.note_transition(transition, out);
+        }
+        self.retries.reconfigure(self.limits.retry.clone());
+        self.poison.reconfigure(now, self.limits.poison.clone());
+        self.tell_workers(out);
+        self.fit_slots(now, out);
+        if before.restart.policy != self.limits.restart.policy {
+            self.start_stopped(now, out);
+        }
+        self.replace_unresizable(now, out);
+        // Health, and when a worker is old.
+        (0..self.workers.len() as u32).for_each(|place| self.arm(place));
+    }
+
+    /// Slots that the policy of before has left without a worker may have one by the new one.
+    fn start_stopped(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        if self.limits.restart.policy == RestartPolicy::Never {
+            return;
+        }
+        for slot in 0..self.slots.len() as u32 {
+            let entry = &mut self.slots[slot as usize];
+            entry.resting =
+                entry.resting.filter(|state| !matches!(state, SlotState::Stopped { probe_at: None }));
+            if matches!(entry.state, SlotState::Stopped { probe_at: None }) {
+                self.spawn(now, slot, Role::Current, out);
+            }
+        }
     }
 
     /// Tells workers how many jobs to expect. One that is not welcomed yet hears it in its welcome.
@@ -231,6 +270,15 @@ impl<T> Bulkhead<T> {
     }
 
     // Tenants.
+
+    /// Whoever was at its share may be below it now, and the other way round.
+    fn reconfigure_tenants(&mut self, now: Time) {
+        let general = self.limits.rate_limit;
+        self.tenants.reconfigure(now, &self.limits.tenants.own, general.as_ref());
+        for id in self.tenants.ids() {
+            self.block_by_share(id);
+        }
+    }
 
     pub(super) fn change_tenant(&mut self, now: Time, name: &str, numbers: OwnNumbers) {
         let general = self.limits.rate_limit;

@@ -71,6 +71,8 @@ struct Job {
     attempts: u32,
     is_answered: bool,
     is_overdue: bool,
+    /// When it has waited for too long.
+    patience_until: Option<Time>,
     worker: Option<u32>,
 }
 
@@ -83,6 +85,13 @@ struct Worker {
     heard_at: Time,
     has_dispatch_thread: bool,
     can_resize: bool,
+    /// How often it was told to be heard.
+    heartbeat: std::time::Duration,
+    /// How long it was given to say hello.
+    handshake: std::time::Duration,
+    /// Whether it runs what was to be run before, and when it is replaced after an attempt that failed.
+    is_old: bool,
+    replaced_again_at: Option<Time>,
     /// How many jobs at once it was told to expect.
     promised: u32,
     /// As the policy says; judged by what follows from it.
@@ -96,8 +105,8 @@ struct Worker {
     jobs: Vec<JobId>,
     served: u64,
     killed: Option<KillReason>,
-    /// Since when it has deserved to be killed for its jobs.
-    stuck_since: Option<Time>,
+    /// When it may be killed for its jobs, if it deserves that since before.
+    killed_at: Option<Time>,
     no_successor_before: Time,
 }
 
@@ -116,6 +125,8 @@ struct Step {
     submission: Option<Submitted>,
     /// Answers that are due now.
     owed: BTreeMap<JobId, Verdict>,
+    /// What is to be run is another from here on: workers that had not begun are to go.
+    is_replaced: bool,
     /// Whether a silence is put down to the machine.
     is_forgiven: bool,
     /// Those of them that may be tried again instead, and whether as suspects.
@@ -149,6 +160,8 @@ enum Cause {
     Reset,
     Stop,
     Resize,
+    /// Slots that wait, or were given up, may have a worker at once.
+    Replace,
 }
 
 struct Submitted {

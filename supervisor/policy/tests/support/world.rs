@@ -11,7 +11,7 @@ use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
 
 use super::Tag;
 use super::random::Random;
-use super::settings::{RSS_LIMIT_BYTES, Temper};
+use super::settings::{self, RSS_LIMIT_BYTES, Temper};
 
 /// Something that will happen, unless the process that it is about is gone by then.
 #[derive(Debug)]
@@ -45,6 +45,8 @@ enum Sign {
 struct Process {
     has_dispatch_thread: bool,
     can_resize: bool,
+    /// How often it was told to be heard.
+    heartbeat: Duration,
     is_ready: bool,
     is_silent: bool,
     is_draining: bool,
@@ -170,7 +172,9 @@ impl World {
     fn operator(&mut self, now: Time) -> Event<Tag> {
         let pause = self.random.millis(1, 2 * self.temper.operator_ms);
         self.plan(now + pause, Happening::Operator);
-        match self.random.range(0, 12) {
+        match self.random.range(0, 16) {
+            13 | 14 => Event::Reconfigure(Box::new(self.limits())),
+            15 | 16 => Event::Replace,
             0 => {
                 let until = now + self.random.millis(0, 2000);
                 self.plan(until, Happening::Resume);
@@ -195,6 +199,19 @@ impl World {
             3 => Event::HeldUp,
             _ => Event::Restart,
         }
+    }
+
+    /// What somebody may write into the file: everything anew, or a little.
+    fn limits(&mut self) -> Limits {
+        let fresh = settings::limits(&mut self.random);
+        if self.random.percent(50) {
+            self.limits = fresh;
+        } else {
+            let Limits { processes, max_in_flight, max_queue, deadline, deadline_max, .. } = fresh;
+            self.limits =
+                Limits { processes, max_in_flight, max_queue, deadline, deadline_max, ..self.limits.clone() };
+        }
+        self.limits.clone()
     }
 
     fn change(&mut self) -> Change {
@@ -267,6 +284,7 @@ impl World {
             _ if process.is_leaving => return None,
             Sign::Hello => {
                 let (has_dispatch_thread, can_resize) = (process.has_dispatch_thread, process.can_resize);
+                process.heartbeat = self.limits.health.heartbeat;
                 self.plan_sign(now + self.limits.health.heartbeat / 2, worker, Sign::Beat);
                 Event::Hello { worker, has_dispatch_thread, can_resize }
             }
@@ -312,7 +330,7 @@ impl World {
             process.is_silent = true;
         }
         let is_deaf = !process.has_dispatch_thread && !process.jobs.is_empty();
-        let wait = self.limits.health.heartbeat.mul_f64(self.random.range(50, 95) as f64 / 100.0);
+        let wait = process.heartbeat.mul_f64(self.random.range(50, 95) as f64 / 100.0);
         self.plan_sign(now + wait, worker, Sign::Beat);
         if self.random.percent(self.temper.reports_memory) {
             self.plan_sign(now, worker, Sign::Memory);
@@ -422,6 +440,7 @@ impl World {
         let process = Process {
             has_dispatch_thread: self.random.percent(self.temper.has_dispatch_thread),
             can_resize: self.random.percent(70),
+            heartbeat: self.limits.health.heartbeat,
             is_ready: false,
             is_silent: false,
             is_draining: false,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Action, Answer, KillReason, Note, StopReason, Time, WorkerId};
+use bulkhead_policy::{Action, Answer, KillReason, Limits, Note, StopReason, Time, WorkerId};
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 
 use super::slots::SlotState;
@@ -13,7 +13,7 @@ use crate::support::Tag;
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
 impl Worker {
-    pub(super) fn new(id: WorkerId, slot: u32, now: Time) -> Self {
+    pub(super) fn new(id: WorkerId, slot: u32, now: Time, limits: &Limits) -> Self {
         Self {
             id,
             slot,
@@ -23,6 +23,10 @@ impl Worker {
             heard_at: now,
             has_dispatch_thread: false,
             can_resize: false,
+            heartbeat: limits.health.heartbeat,
+            handshake: limits.start.handshake,
+            is_old: false,
+            replaced_again_at: None,
             promised: u32::MAX,
             is_apart: false,
             is_surplus: false,
@@ -32,7 +36,7 @@ impl Worker {
             jobs: Vec::new(),
             served: 0,
             killed: None,
-            stuck_since: None,
+            killed_at: None,
             no_successor_before: Time::ZERO,
         }
     }
@@ -106,19 +110,19 @@ impl Model {
         match reason {
             KillReason::Protocol(_) => self.step.cause == Cause::Broke(worker.id),
             KillReason::NoHello => {
-                worker.phase == Phase::Spawned && worker.spawned_at + self.limits.start.handshake <= now
+                worker.phase == Phase::Spawned && worker.spawned_at + worker.handshake <= now
             }
             KillReason::NotReady => {
                 matches!(worker.phase, Phase::Initializing { until } if until <= now)
             }
             KillReason::Deadline => {
-                self.is_stuck(worker) && worker.stuck_since.unwrap_or(now) + self.limits.grace <= now
+                self.is_stuck(worker) && worker.killed_at.unwrap_or(now + self.limits.grace) <= now
             }
             KillReason::Hung => self.step.cause == Cause::Looked(worker.id) && worker.was_looked_at,
             KillReason::Overdue => self.is_overdue(worker),
             KillReason::Unwanted => {
                 let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
-                has_not_begun && (self.is_stopping() || !self.is_wanted(worker))
+                has_not_begun && (self.is_stopping() || self.step.is_replaced || !self.is_wanted(worker))
             }
             KillReason::KeeperDied => false,
         }
@@ -133,16 +137,16 @@ impl Model {
     }
 
     fn look(&mut self, id: WorkerId) {
-        let (now, heartbeat) = (self.now, self.limits.health.heartbeat);
+        let now = self.now;
         let worker = self.live(id).expect("only what lives is looked at");
-        let is_due = worker.watched_at.is_some_and(|at| at + heartbeat <= now);
+        let is_due = worker.watched_at.is_some_and(|at| at + worker.heartbeat <= now);
         assert!(self.is_silent(worker) && is_due && !worker.was_looked_at, "{id:?} is looked at too soon");
         self.live_mut(id).expect("it is live").was_looked_at = true;
     }
 
     fn is_silent(&self, worker: &Worker) -> bool {
-        let health = &self.limits.health;
-        let is_silent = worker.heard_at + health.heartbeat * (health.missed + 1) <= self.now;
+        let missed = self.limits.health.missed;
+        let is_silent = worker.heard_at + worker.heartbeat * (missed + 1) <= self.now;
         match worker.phase {
             Phase::Spawned => false,
             Phase::Initializing { .. } => is_silent && worker.has_dispatch_thread,
@@ -160,11 +164,11 @@ impl Model {
 
     /// Whoever was to be killed or drained by now has been.
     pub(super) fn settle_workers(&mut self) {
-        let now = self.now;
+        let at = self.now + self.limits.grace;
         let stuck: Vec<_> = self.workers.iter().map(|(&place, w)| (place, self.is_stuck(w))).collect();
         for (place, is_stuck) in stuck {
             let worker = self.workers.get_mut(&place).expect("it is live");
-            worker.stuck_since = is_stuck.then(|| worker.stuck_since.unwrap_or(now));
+            worker.killed_at = is_stuck.then(|| worker.killed_at.unwrap_or(at));
         }
         if let Cause::Looked(id) = self.step.cause
             && !self.step.is_forgiven
@@ -173,6 +177,12 @@ impl Model {
             assert!(!worker.was_looked_at || worker.killed.is_some(), "{id:?} hangs and lives");
         }
         for worker in self.workers.values().filter(|worker| worker.killed.is_none()) {
+            let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
+            assert!(
+                !has_not_begun || !worker.is_old || !self.is_wanted(worker),
+                "{:?} begins in vain",
+                worker.id
+            );
             assert!(self.step.cause != Cause::Broke(worker.id), "{:?} broke and lives", worker.id);
             if self.step.cause == Cause::Tick {
                 self.check_patience(worker);
@@ -187,8 +197,7 @@ impl Model {
 
     fn check_patience(&self, worker: &Worker) {
         use KillReason::{Deadline, NoHello, NotReady, Overdue, Unwanted};
-        let heartbeat = self.limits.health.heartbeat;
-        let is_watched = worker.watched_at.is_some_and(|at| self.now < at + heartbeat);
+        let is_watched = worker.watched_at.is_some_and(|at| self.now < at + worker.heartbeat);
         let is_fine = !self.is_silent(worker) || is_watched || worker.was_looked_at;
         assert!(is_fine, "{:?} is silent, and nobody cares", worker.id);
         for reason in [Deadline, NoHello, NotReady, Overdue, Unwanted] {
@@ -301,6 +310,14 @@ impl Model {
                     StopReason::Failed => "bulkhead failed",
                     StopReason::Policy => "bulkhead failed by policy",
                 });
+            }
+            Note::ReplacementFailed { slot, .. } => {
+                self.coverage.see("replacement failed");
+                let is_served = matches!(self.slots[*slot as usize].state, SlotState::Held { .. });
+                assert!(
+                    is_served || self.is_stopping(),
+                    "slot {slot} lost its worker to one that does not start"
+                );
             }
             Note::JobRetried { job, attempts, .. } => self.retried(*job, *attempts),
             Note::JobQuarantined { digest, .. } => {

@@ -45,6 +45,8 @@ impl Model {
                 self.exited(*worker, Death::Signal(9), *left_unread);
             }
             Event::Change(change) => self.change(*change),
+            Event::Reconfigure(limits) => self.reconfigure(limits),
+            Event::Replace => self.replace(),
             Event::Memory { .. } | Event::Stopping { .. } | Event::Broke { .. } | Event::Said { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
@@ -224,6 +226,7 @@ impl Model {
             attempts: 0,
             is_answered: false,
             is_overdue: false,
+            patience_until: self.limits.queue_timeout.map(|patience| self.now + patience),
             worker: None,
         };
         self.jobs.insert(id, job);
@@ -241,24 +244,24 @@ impl Model {
 
     fn tick(&mut self) {
         let now = self.now;
+        self.replace_again();
         if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
             self.rest();
         }
-        let patience = self.limits.queue_timeout;
         for (id, job) in &mut self.jobs {
             job.is_overdue = job.worker.is_some() && job.hard_deadline_at <= now;
             if job.is_answered {
                 continue;
             }
             let is_waiting = job.worker.is_none();
-            let patience = patience.filter(|_| job.before.is_none());
+            let patience_until = job.patience_until.filter(|_| job.before.is_none());
             let verdict = if job.deadline_at <= now {
                 match (is_waiting, &job.before) {
                     (false, _) => Verdict::DeadlineRunning,
                     (true, Some(crash)) => crash.clone(),
                     (true, None) => Verdict::DeadlineQueued,
                 }
-            } else if is_waiting && patience.is_some_and(|patience| job.received + patience <= now) {
+            } else if is_waiting && patience_until.is_some_and(|at| at <= now) {
                 Verdict::rejected(RejectReason::QueueTimeout)
             } else {
                 continue;
@@ -271,6 +274,7 @@ impl Model {
 
     fn hello(&mut self, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
         let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
+        let heartbeat = self.limits.health.heartbeat;
         if let Some(worker) = self.live_mut(id)
             && worker.phase == Phase::Spawned
             && worker.killed.is_none()
@@ -279,6 +283,7 @@ impl Model {
             worker.has_dispatch_thread = has_dispatch_thread;
             worker.can_resize = can_resize;
             worker.promised = most;
+            worker.heartbeat = heartbeat;
         }
     }
 
@@ -404,6 +409,16 @@ impl Model {
         self.workers.values_mut().for_each(|worker| worker.no_successor_before = now);
     }
 
+    /// Something else is to be run.
+    fn replace(&mut self) {
+        self.step.is_replaced = true;
+        self.restart();
+        for worker in self.workers.values_mut() {
+            (worker.is_old, worker.replaced_again_at) = (true, None);
+        }
+        self.reset();
+    }
+
     fn drain(&mut self) {
         if self.mode == Mode::Open {
             self.coverage.see("drain");
@@ -452,6 +467,7 @@ fn cause(event: &Event<Tag>) -> Cause {
         Event::Reset => Cause::Reset,
         Event::Stop { .. } => Cause::Stop,
         Event::Change(_) => Cause::Resize,
+        Event::Replace => Cause::Replace,
         _ => Cause::Other,
     }
 }
@@ -461,6 +477,8 @@ fn event_name(event: &Event<Tag>) -> &'static str {
         Event::HeldUp => "event HeldUp",
         Event::Reset => "event Reset",
         Event::Restart => "event Restart",
+        Event::Reconfigure(_) => "event Reconfigure",
+        Event::Replace => "event Replace",
         Event::Stopping { .. } => "event Stopping",
         Event::Cancel { .. } => "event Cancel",
         Event::Stop { .. } => "event Stop",

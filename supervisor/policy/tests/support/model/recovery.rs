@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{Activity, Bulkhead, Change, Digest, Limits, Time, WorkerId};
+use bulkhead_policy::{Activity, Bulkhead, Change, Digest, Limits, RestartPolicy, Time, WorkerId};
 use bulkhead_shared::{Executed, JobId, Verdict};
 
 use super::{Mode, Model, Phase};
@@ -19,6 +19,11 @@ pub(super) struct Poison {
 }
 
 impl Poison {
+    fn forget(&mut self, now: Time, within: std::time::Duration) {
+        self.crashes.retain(|(at, _)| now.since(*at) < within);
+        self.quarantined.retain(|_, since| now.since(*since) < within);
+    }
+
     pub(super) fn len(&self, now: Time, limits: &Limits) -> usize {
         let Some(limits) = &limits.poison else { return 0 };
         self.quarantined.values().filter(|&&since| now.since(since) < limits.within).count()
@@ -136,16 +141,34 @@ impl Model {
 
     // Numbers put in force.
 
+    pub(super) fn reconfigure(&mut self, limits: &Limits) {
+        let before = std::mem::replace(&mut self.limits, limits.clone());
+        match (&before.poison, &limits.poison) {
+            (_, None) => self.poison = Poison::default(),
+            (Some(before), Some(_)) => self.poison.forget(self.now, before.within),
+            (None, Some(_)) => {}
+        }
+        if before.restart.policy != limits.restart.policy && limits.restart.policy != RestartPolicy::Never {
+            self.start_stopped();
+        }
+        self.fit(true);
+    }
+
     pub(super) fn change(&mut self, change: Change) {
         self.limits.max_queue = change.max_queue.unwrap_or(self.limits.max_queue);
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         self.limits.max_in_flight = change.max_in_flight.unwrap_or(self.limits.max_in_flight);
+        self.fit(change.max_in_flight.is_some());
+    }
+
+    /// As many permits, workers and places in the queue as there are to be now.
+    fn fit(&mut self, is_told_anew: bool) {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);
         let (most, now) = (self.limits.max_in_flight, self.now);
         for worker in self.workers.values_mut().filter(|worker| worker.killed.is_none()) {
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
-            if change.max_in_flight.is_some() && is_told && worker.can_resize && worker.promised != most {
+            if is_told_anew && is_told && worker.can_resize && worker.promised != most {
                 self.coverage.see("told of the limit");
                 worker.promised = most;
                 self.step.to_limit.insert(worker.id, most);

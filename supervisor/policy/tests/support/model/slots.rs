@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Activity, RestartPolicy, Time, WorkerId};
+use bulkhead_policy::{Activity, KillReason, RestartPolicy, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
 use super::{Cause, Model, Phase, Worker};
@@ -103,7 +103,7 @@ impl Model {
             Some(current) => SlotState::Held { current, successor: Some(id.place) },
             None => SlotState::Held { current: id.place, successor: None },
         };
-        self.workers.insert(id.place, Worker::new(id, slot, self.now));
+        self.workers.insert(id.place, Worker::new(id, slot, self.now, &self.limits));
         // One slot has its worker, and either one that follows it or one that leaves.
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
@@ -137,6 +137,8 @@ impl Model {
         }
         let worker = self.workers.remove(&id.place).expect("it is live");
         let slot = worker.slot as usize;
+        // Something else is to be run than what had not begun.
+        let is_unwanted = worker.killed == Some(KillReason::Unwanted);
         let is_proven = worker.ready_at.is_some_and(|at| self.now.since(at) >= PROVEN_AFTER);
         if is_proven && worker.served > 0 {
             self.coverage.see("proven");
@@ -149,14 +151,21 @@ impl Model {
         if successor == Some(id.place) {
             self.coverage.see("successor gone");
             self.slots[slot].state = SlotState::Held { current, successor: None };
+            if is_unwanted {
+                return;
+            }
             let pause = self.limits.restart.backoff_max.max(SUCCESSION_PAUSE_MIN);
             let after = self.now + pause;
             self.workers.entry(current).and_modify(|worker| worker.no_successor_before = after);
             self.rolling.clear();
+            for worker in self.workers.values_mut().filter(|worker| worker.is_old) {
+                worker.replaced_again_at = Some(after);
+            }
         } else if current == id.place {
             self.slots[slot].state = match successor {
                 _ if self.is_stopping() => SlotState::Empty,
                 Some(current) => SlotState::Held { current, successor: None },
+                None if is_unwanted => SlotState::Vacated(Next::Now),
                 None => SlotState::Vacated(self.next(slot, is_unfit, is_clean)),
             };
             self.owe_if_none_is_left(slot);
@@ -205,6 +214,16 @@ impl Model {
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
+    /// Replacements that are tried again may be now.
+    pub(super) fn replace_again(&mut self) {
+        let now = self.now;
+        for worker in self.workers.values_mut() {
+            if worker.replaced_again_at.is_some_and(|at| at <= now) {
+                self.rolling.insert(worker.slot);
+            }
+        }
+    }
+
     pub(super) fn reset(&mut self) {
         self.slots.iter_mut().for_each(Slot::forget);
     }
@@ -216,6 +235,17 @@ impl Model {
         let place = worker.id.place;
         matches!(self.slots[worker.slot as usize].state,
             SlotState::Held { current, successor } if current == place || successor == Some(place))
+    }
+
+    /// The policy of before has left them without a worker; the new one may give them one.
+    pub(super) fn start_stopped(&mut self) {
+        let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
+        for (slot, number) in self.slots.iter_mut().zip(0..) {
+            slot.resting = slot.resting.filter(|state| !is_given_up(state));
+            if is_given_up(&slot.state) {
+                self.rolling.insert(number);
+            }
+        }
     }
 
     /// As many slots as are wanted, whatever there were.
