@@ -74,6 +74,14 @@ pub(crate) enum Command {
     },
     /// Give a bulkhead other numbers at once, without dropping a job
     Resize(Resize),
+    /// Have the supervisor read its configuration again, and print what that changes
+    ///
+    /// A file with errors changes nothing: they are printed, and the exit status is 2.
+    Reload {
+        /// Only print what would change
+        #[arg(long)]
+        dry_run: bool,
+    },
     /// List the crash reports, or show one of them
     Crashes(Crashes),
     /// Run the payload of a crash report again, in a worker started for it alone, and say whether it crashes the

@@ -8,6 +8,7 @@ mod crashes;
 mod load;
 mod output;
 mod pages;
+mod reload;
 mod submit;
 
 use std::process::ExitCode;
@@ -48,6 +49,7 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Drain { name } => admin::steer(args, name, "drain").await,
         Command::Resume { name } => admin::steer(args, name, "resume").await,
         Command::Reset { name } => admin::steer(args, name, "reset").await,
+        Command::Reload { dry_run } => reload::run(args, *dry_run).await,
         Command::Resize(resize) => admin::resize(args, resize).await,
         Command::Crashes(crashes) => crashes::run(args, crashes).await,
         Command::Replay { id, job } => crashes::replay(args, id, *job).await,

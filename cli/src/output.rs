@@ -36,6 +36,16 @@ impl Failure {
         Self { code, message: Some(message.into()), reason: None }
     }
 
+    /// The exit status.
+    pub(crate) fn code(&self) -> u8 {
+        self.code
+    }
+
+    /// The same with another exit status.
+    pub(crate) fn with_code(self, code: u8) -> Self {
+        Self { code, ..self }
+    }
+
     pub(crate) fn rejected(reason: RejectReason, message: impl Into<String>) -> Self {
         Self { reason: Some(reason), ..Self::new(reason.exit_code(), message) }
     }

@@ -16,6 +16,7 @@ use crate::config::defaults::{
 };
 use crate::crash::{Cause, CrashReport};
 use crate::entry::Refusal;
+use crate::reload::Reload;
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -105,6 +106,13 @@ pub enum Command {
         refusal: Refusal,
         /// Of the few that may wait.
         _place: OwnedSemaphorePermit,
+    },
+    /// Put another version of the file in force.
+    Reload {
+        /// What is different.
+        reload: Box<Reload>,
+        /// Whether it is in force.
+        reply: oneshot::Sender<Result<(), SteerError>>,
     },
     /// Stop: drain for as long as `drain_timeout`, or, if already stopping, at once.
     Stop,

@@ -20,12 +20,10 @@ pub(crate) struct Grounds {
 }
 
 impl Grounds {
-    /// Finds out what is needed for these bulkheads.
+    /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
+    /// process has threads.
     pub(crate) fn find(config: &crate::config::Config) -> Self {
-        let is_confined = |bulkhead: &BulkheadConfig| {
-            bulkhead.sandbox.profile != Profile::None || bulkhead.cgroup.is_some()
-        };
-        let abilities = if config.bulkheads.iter().any(is_confined) { keeper::probe() } else { Vec::new() };
+        let abilities = keeper::probe();
         let abilities = abilities.into_iter().map(|ability| (ability.layer, ability)).collect();
         let withheld = secrets(&config.path, &config.supervisor);
         Self { abilities, withheld, has_ids: config.supervisor.worker_uids.is_some() }

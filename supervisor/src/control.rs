@@ -5,6 +5,7 @@ mod crashes;
 mod http;
 mod jobs;
 mod openapi;
+mod reload;
 mod routes;
 mod tcp;
 
@@ -37,6 +38,9 @@ use crate::observe::process;
 use crate::shard::Pulse;
 use crate::snapshot::Snapshot;
 
+use reload::Reloads;
+pub use reload::Start;
+
 /// How often the memory of workers is looked at, where it matters.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -63,10 +67,8 @@ pub struct Options {
     pub notices: mpsc::Receiver<Notice>,
     /// Counts of the data plane.
     pub pulse: Arc<Pulse>,
-    /// The bulkheads there are.
-    pub bulkheads: Vec<String>,
-    /// Those whose workers' memory is to be watched.
-    pub recycle_rss: Vec<String>,
+    /// What a reload starts from.
+    pub start: Start,
     /// Where crash reports are kept, and the thread that does.
     pub crashes: (Crashes, CrashThread),
     /// The user who may connect, beside root.
@@ -85,7 +87,7 @@ pub(crate) struct Control {
     crashes: Crashes,
     /// The places for replays.
     replays: Arc<Semaphore>,
-    bulkheads: Vec<String>,
+    reloads: Reloads,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
     /// The places for streams.
@@ -114,8 +116,7 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, commander, notices, pulse, bulkheads, recycle_rss, crashes, own, config, http } =
-        options;
+    let Options { admin, commander, notices, pulse, start, crashes, own, config, http } = options;
     let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
@@ -124,7 +125,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         output: Arc::default(),
         crashes,
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
-        bulkheads,
+        reloads: Reloads::new(start),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(http::STREAMS_MAX)),
@@ -144,9 +145,8 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             tokio::spawn(obey_signals(control.clone(), signals));
             let server = tokio::spawn(http::serve(control.clone(), listener, own));
             let tcp_server = tcp.map(|door| tokio::spawn(tcp::serve(control.clone(), door)));
-            if !recycle_rss.is_empty() {
-                tokio::spawn(watch_memory(control.clone(), recycle_rss));
-            }
+            tokio::spawn(reload::obey(control.clone()));
+            tokio::spawn(watch_memory(control.clone()));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
             control.end.send_replace(true);
@@ -170,7 +170,7 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
     while let Some(signal) = signals.next().await {
         let sent = match signal {
             SIGHUP => {
-                tracing::warn!("reloading the configuration is not supported yet: restart to apply changes");
+                control.reloads.want();
                 Ok(())
             }
             SIGUSR1 => control.commander.send(Command::Summarise),
@@ -219,9 +219,14 @@ impl Control {
         self.config.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// From now on this is what is in force.
+    fn put_in_force(&self, config: Config) {
+        *self.config.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(config);
+    }
+
     fn announce_start(&self) {
         self.is_started.store(true, Ordering::SeqCst);
-        tracing::info!(bulkheads = self.bulkheads.len(), "ready");
+        tracing::info!(bulkheads = self.reloads.count(), "ready");
         notify_systemd(&[NotifyState::Ready]);
     }
 
@@ -308,7 +313,7 @@ fn notify_systemd(states: &[NotifyState<'_>]) {
     }
 }
 
-async fn watch_memory(control: Arc<Control>, bulkheads: Vec<String>) {
+async fn watch_memory(control: Arc<Control>) {
     let mut end = control.end.subscribe();
     let mut interval = tokio::time::interval(MEMORY_INTERVAL);
     loop {
@@ -316,7 +321,7 @@ async fn watch_memory(control: Arc<Control>, bulkheads: Vec<String>) {
             _ = interval.tick() => {}
             _ = end.wait_for(|is_over| *is_over) => return,
         }
-        for name in &bulkheads {
+        for name in &control.reloads.watched() {
             for snapshot in control.snapshots(Some(name)).await.unwrap_or_default() {
                 for worker in snapshot.workers {
                     let (Some(pid), Some(rss_bytes)) = (worker.pid, worker.rss_bytes) else { continue };

@@ -16,6 +16,7 @@ pub mod keeper;
 mod latency;
 pub mod observe;
 mod program;
+pub mod reload;
 pub mod shard;
 pub mod snapshot;
 pub mod sockets;

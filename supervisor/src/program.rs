@@ -82,6 +82,13 @@ impl Program {
         }
     }
 
+    /// Logs what an operator should know of its sandbox. Not for the data plane.
+    pub(crate) fn tell_remarks(&self, bulkhead: &str) {
+        for remark in self.sandbox.remarks() {
+            tracing::warn!(bulkhead, "{remark}");
+        }
+    }
+
     /// How its workers are confined.
     pub(crate) fn sandbox(&self) -> &Sandbox {
         &self.sandbox

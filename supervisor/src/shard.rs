@@ -11,6 +11,7 @@ mod links;
 mod named;
 mod notes;
 mod refusals;
+mod reload;
 mod replay;
 mod sessions;
 mod starvation;
@@ -36,13 +37,14 @@ use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
 
 use crate::command::{Command, Commander, Notice};
-use crate::config::Config;
+use crate::config::{Config, SupervisorConfig};
 use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
 use crate::keeper::{Keeper, Report};
 use crate::observe::crashes::REPORTS_WAITING_MAX;
+use crate::reload::Settled;
 
-use access::Access;
+pub(crate) use access::Access;
 use fallback::Journey;
 use links::Link;
 use named::{Compartment, Named};
@@ -177,10 +179,16 @@ pub struct Shard {
     late_reports: VecDeque<Report>,
     named: Vec<Named>,
     by_name: HashMap<Arc<str>, usize, RandomState>,
+    /// Places of bulkheads that are not in the file any more, and of which something is left.
+    leaving: Vec<usize>,
+    free_named: Vec<usize>,
     compartments: Vec<Compartment>,
+    free_compartments: Vec<usize>,
     /// Bulkheads whose tenants take turns at having workers, where something has changed.
     unsettled: Vec<usize>,
     seed: u64,
+    /// How many numbers were drawn from it.
+    seeds: u64,
     timers: Timers,
     /// Compartments whose timers may not be right any more.
     touched: Vec<usize>,
@@ -228,19 +236,29 @@ pub struct Shard {
     /// The report about the death that is being applied, and the process that died: events name it.
     last_report: Option<(u32, CrashId)>,
     replays: Vec<Replay>,
-    /// Compartments that replays have used, and that are free.
-    replay_places: Vec<usize>,
     /// Whether what is told is told elsewhere already.
     is_quiet: bool,
     stopping: bool,
     started: bool,
 }
 
-struct ShardLimits {
+/// What all bulkheads share.
+pub(crate) struct ShardLimits {
     clients_max: usize,
     payload_bytes_max: u64,
     buffered_bytes_max: usize,
     drain_timeout: Duration,
+}
+
+impl ShardLimits {
+    pub(crate) fn new(config: &SupervisorConfig) -> Self {
+        Self {
+            clients_max: config.max_clients,
+            payload_bytes_max: config.max_payload,
+            buffered_bytes_max: usize::try_from(config.max_buffered).unwrap_or(usize::MAX),
+            drain_timeout: config.drain_timeout,
+        }
+    }
 }
 
 /// One end of a connection that the loop serves.
@@ -302,7 +320,7 @@ pub struct Parts {
     /// The configuration.
     pub config: Config,
     /// What there is to confine workers by.
-    pub(crate) grounds: Grounds,
+    pub(crate) grounds: Arc<Grounds>,
     /// The bound jobs socket.
     pub listener: UnixListener,
     /// The running keeper.
@@ -326,20 +344,6 @@ impl Shard {
         poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
-        let limits = ShardLimits {
-            clients_max: config.supervisor.max_clients,
-            payload_bytes_max: config.supervisor.max_payload,
-            buffered_bytes_max: usize::try_from(config.supervisor.max_buffered).unwrap_or(usize::MAX),
-            drain_timeout: config.supervisor.drain_timeout,
-        };
-        let seed = seed();
-        let named = Named::all(&config, host.as_deref(), &grounds);
-        for named in &named {
-            for remark in named.program.sandbox().remarks() {
-                tracing::warn!(bulkhead = %named.name, "{remark}");
-            }
-        }
-        let by_name = named.iter().enumerate().map(|(i, named)| (named.name.clone(), i)).collect();
         let mut shard = Self {
             poll,
             origin: Instant::now(),
@@ -353,11 +357,15 @@ impl Shard {
             keeper_deaths: 0,
             keeper_asked_at: None,
             late_reports: VecDeque::new(),
-            named,
+            named: Vec::new(),
+            by_name: HashMap::default(),
+            leaving: Vec::new(),
+            free_named: Vec::new(),
             compartments: Vec::new(),
-            by_name,
+            free_compartments: Vec::new(),
             unsettled: Vec::new(),
-            seed,
+            seed: seed(),
+            seeds: 0,
             timers: Timers::default(),
             touched: Vec::new(),
             sessions: Vec::new(),
@@ -382,7 +390,7 @@ impl Shard {
             again: Vec::new(),
             buffered: 0,
             undelivered: 0,
-            limits,
+            limits: ShardLimits::new(&config.supervisor),
             housekeeping_at: None,
             failed_spawns: Vec::new(),
             looked: Vec::new(),
@@ -391,12 +399,15 @@ impl Shard {
             crash_places: Arc::new(tokio::sync::Semaphore::new(REPORTS_WAITING_MAX)),
             last_report: None,
             replays: Vec::new(),
-            replay_places: Vec::new(),
             is_quiet: false,
             stopping: false,
             started: false,
         };
-        shard.open_shared(&config);
+        for bulkhead in &config.bulkheads {
+            let settled = Settled::new(bulkhead, host.as_deref(), &grounds);
+            settled.program.tell_remarks(&bulkhead.name);
+            shard.open(settled);
+        }
         Ok((shard, Commander::new(sender, waker)))
     }
 
@@ -414,6 +425,7 @@ impl Shard {
             self.report_looks();
             self.settle_tenants();
             self.settle_replays();
+            self.settle_leaving();
             self.flush_dirty();
             self.set_timers();
             self.pulse.buffered.store(self.buffered, Ordering::Relaxed);

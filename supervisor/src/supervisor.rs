@@ -49,7 +49,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     {
         return Err(RunError::NoHost(needy.name.clone()));
     }
-    let grounds = Grounds::find(&config);
+    let grounds = Arc::new(Grounds::find(&config));
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     keeper::check_sight().map_err(system(
@@ -58,6 +58,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     ))?;
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     let descriptors = raise_descriptor_limit();
+    let file = config.clone();
     leave_descriptors(&mut config, descriptors);
     let crash_dir = config.supervisor.crash_dir.as_deref();
     let store = crashes::Store::open(crash_dir, config.supervisor.crash_keep)?;
@@ -71,10 +72,9 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
 
     let (notices, received) = tokio::sync::mpsc::channel(crate::command::NOTICES_MAX);
     let pulse = Arc::new(Pulse::default());
-    let bulkheads: Vec<String> = config.bulkheads.iter().map(|b| b.name.clone()).collect();
-    let watched = config.bulkheads.iter().filter(|b| b.recycle.rss.is_some());
-    let recycle_rss = watched.map(|b| b.name.clone()).collect();
+    let own = rustix::process::geteuid().as_raw();
     let in_force = Arc::new(config.clone());
+    let start = control::Start { config: file, grounds: grounds.clone(), descriptors, own };
     let parts = Parts {
         config,
         grounds,
@@ -90,10 +90,9 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         commander,
         notices: received,
         pulse,
-        bulkheads,
-        recycle_rss,
+        start,
         crashes: crashes::start(store).map_err(system("start the thread for crash reports"))?,
-        own: rustix::process::geteuid().as_raw(),
+        own,
         config: in_force,
         http,
     };
@@ -146,7 +145,7 @@ const DESCRIPTORS_PER_WORKER: u64 = 8;
 const DESCRIPTORS_HTTP: u64 = control::CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 
 /// Takes no more clients than leave descriptors for workers and operators.
-fn leave_descriptors(config: &mut Config, descriptors: u64) {
+pub(crate) fn leave_descriptors(config: &mut Config, descriptors: u64) {
     let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
     let http = if config.supervisor.http.is_some() { DESCRIPTORS_HTTP } else { 0 };
     let kept = DESCRIPTORS_OWN + http + workers * DESCRIPTORS_PER_WORKER;

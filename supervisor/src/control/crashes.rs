@@ -31,7 +31,7 @@ pub(super) async fn list(State(control): State<Shared>, Query(query): Query<List
     if let Some(name) = &query.bulkhead {
         // One that is not configured any more may have left some.
         crashes.retain(|crash| crash.bulkhead == *name);
-        if crashes.is_empty() && !control.bulkheads.contains(name) {
+        if crashes.is_empty() && !control.reloads.has(name) {
             return not_found(name);
         }
     }

@@ -314,12 +314,15 @@ pub(super) const JSON: &str = "application/json";
 
 /// A problem document (RFC 9457).
 pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
-    let body = json!({
-        "type": "about:blank",
-        "title": status.canonical_reason().unwrap_or("error"),
-        "status": status.as_u16(),
-        "detail": detail,
-    });
+    problem_with(status, detail, json!({}))
+}
+
+/// The same with fields of its own.
+pub(super) fn problem_with(status: StatusCode, detail: &str, mut body: serde_json::Value) -> Response {
+    body["type"] = json!("about:blank");
+    body["title"] = json!(status.canonical_reason().unwrap_or("error"));
+    body["status"] = json!(status.as_u16());
+    body["detail"] = json!(detail);
     (status, [(header::CONTENT_TYPE, PROBLEM)], body.to_string()).into_response()
 }
 
@@ -524,7 +527,7 @@ pub(super) struct StreamQuery {
 }
 
 /// `?follow`, `?follow=true` and `?follow=1` are the same.
-fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
+pub(super) fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
     match String::deserialize(value)?.as_str() {
         "" | "1" | "true" => Ok(Some(true)),
         "0" | "false" => Ok(Some(false)),
@@ -564,7 +567,7 @@ pub(super) async fn events(
     headers: HeaderMap,
     Query(query): Query<StreamQuery>,
 ) -> Response {
-    if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.bulkheads.contains(name)) {
+    if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.reloads.has(name)) {
         return not_found(name);
     }
     let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
@@ -604,7 +607,7 @@ pub(super) async fn logs(
     Path(name): Path<String>,
     Query(query): Query<StreamQuery>,
 ) -> Response {
-    if !control.bulkheads.contains(&name) {
+    if !control.reloads.has(&name) {
         return not_found(&name);
     }
     let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT));

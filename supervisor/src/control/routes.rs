@@ -5,7 +5,7 @@ use axum::Router;
 use axum::routing::{self, MethodRouter};
 
 use super::http::{self, JSON, Shared};
-use super::{crashes, jobs, openapi};
+use super::{crashes, jobs, openapi, reload};
 
 /// One method on one path.
 pub(super) struct Route {
@@ -120,6 +120,9 @@ pub(super) const ROUTES: &[Route] = &[
         (200, &[json("Done")]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/reset" "reset" http::reset,
         "Clears its breaker, restart history and quarantine.", (200, &[json("Done")]), problems: &[404, 409]),
+    route!(post "/v1/reload" "reload" reload::over_http,
+        "Reads the configuration again and puts it in force, or says what would change.", (200, &[json("Object")]),
+        query: &[Parameter("dry_run", Schema::Boolean, "Only says what would change.")], problems: &[409, 422]),
     route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, the oldest first.",
         (200, &[json("Crashes")]), query: &[BULKHEAD, LIMIT], problems: &[404]),
     route!(get "/v1/crashes/{id}" "showCrash" crashes::show, "A crash report.", (200, &[json("Object")]),

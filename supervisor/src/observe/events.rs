@@ -74,6 +74,12 @@ impl Events {
         }
     }
 
+    /// Forgets how often events of other bulkheads were logged. The events stay.
+    pub fn keep_only(&self, bulkheads: &[String]) {
+        let is_kept = |name: &str| bulkheads.iter().any(|kept| kept == name);
+        self.lock().logged.retain(|(_, name), _| name.as_deref().is_none_or(is_kept));
+    }
+
     /// The events after `since`, the newest `limit` of them, and the way to those that come. There is
     /// neither a gap nor a repetition between the two.
     pub fn follow(

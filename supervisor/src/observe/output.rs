@@ -98,6 +98,11 @@ impl Output {
         }
     }
 
+    /// Forgets the lines of all other bulkheads. Those that finish what they have may write some more.
+    pub fn keep_only(&self, bulkheads: &[String]) {
+        self.lock().bulkheads.retain(|name, _| bulkheads.iter().any(|kept| **kept == **name));
+    }
+
     async fn read_pipe(self: Arc<Self>, source: Source, pipe: Receiver) {
         let mut partial = Vec::new();
         while pipe.readable().await.is_ok() {

@@ -1,7 +1,7 @@
 //! `[[access]]`: what each client may do. Who it is was found out once, when it connected; a job then costs a
 //! look at the entries that fit its client.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -13,17 +13,17 @@ use crate::entry::Refusal;
 use crate::keeper::{self, Peer};
 
 /// Who may do what.
-pub(super) struct Access {
+pub(crate) struct Access {
     /// The supervisor's own user.
     own: u32,
     /// Those who may, root and the own user not excepted; without any, these two may do everything.
     entries: Vec<Arc<Entry>>,
 }
 
-/// One entry, with bulkheads by their places.
+/// One entry. Bulkheads come and go, and so go by their names.
 pub(super) struct Entry {
     who: Who,
-    bulkheads: Option<HashSet<usize>>,
+    bulkheads: Option<HashSet<Box<str>>>,
     tenants: Option<HashSet<Box<str>>>,
 }
 
@@ -42,14 +42,10 @@ impl Grant {
 }
 
 impl Access {
-    pub(super) fn new(config: &Config, own: u32) -> Self {
-        let places: HashMap<&str, usize> =
-            config.bulkheads.iter().enumerate().map(|(place, b)| (b.name.as_str(), place)).collect();
-        let place = |name: &String| places.get(name.as_str()).copied();
+    pub(crate) fn new(config: &Config, own: u32) -> Self {
+        let set = |names: &Vec<String>| names.iter().map(|name| name.as_str().into()).collect();
         let entry = |AccessConfig { who, bulkheads, tenants }: &AccessConfig| {
-            let bulkheads = bulkheads.as_ref().map(|names| names.iter().filter_map(place).collect());
-            let tenants =
-                tenants.as_ref().map(|names| names.iter().map(|name| name.as_str().into()).collect());
+            let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
             Arc::new(Entry { who: *who, bulkheads, tenants })
         };
         Self { own, entries: config.access.iter().map(entry).collect() }
@@ -83,12 +79,8 @@ impl Access {
 }
 
 impl Entry {
-    fn reaches(&self, place: Option<usize>) -> bool {
-        match (&self.bulkheads, place) {
-            (None, _) => true,
-            (Some(some), Some(place)) => some.contains(&place),
-            (Some(_), None) => false,
-        }
+    fn reaches(&self, name: &str, is_there: bool) -> bool {
+        self.bulkheads.as_ref().is_none_or(|some| is_there && some.contains(name))
     }
 
     fn takes(&self, tenant: &str) -> bool {
@@ -109,21 +101,19 @@ fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result
 }
 
 /// Why a client whom these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
-/// `place` is that of the bulkhead, if there is one of the name: whether there is, is told only to those who
-/// may use all.
+/// Whether there is one of the name at all, is told only to those who may use all.
 pub(super) fn refusal(
     entries: &[Arc<Entry>],
-    (name, place): (&str, Option<usize>),
+    (name, is_there): (&str, bool),
     tenant: &str,
 ) -> Option<String> {
-    let mut reaching = entries.iter().filter(|entry| entry.reaches(place)).peekable();
+    let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
     let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if reaching.peek().is_none() {
         return Some(format!("you may not use a bulkhead '{name}'"));
     }
-    // There is nothing that tenants could be of.
-    place?;
-    if reaching.any(|entry| entry.takes(tenant)) {
+    // Without it there is nothing that tenants could be of.
+    if !is_there || reaching.any(|entry| entry.takes(tenant)) {
         return None;
     }
     Some(match cut(tenant, TENANT_BYTES_MAX) {

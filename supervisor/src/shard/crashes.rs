@@ -182,8 +182,7 @@ impl Shard {
 
     /// What confined a worker, as read back from the kernel.
     fn confinement_in_force(&self, link: &Link) -> Option<Value> {
-        let sandbox = self.owner(link.compartment).program.sandbox();
-        serde_json::to_value(sandbox.describe(link.observed.as_ref()?)).ok()
+        serde_json::to_value(link.program.sandbox().describe(link.observed.as_ref()?)).ok()
     }
 
     fn crash_jobs(&mut self, compartment: usize, jobs: &[HeldJob], is_unread: bool) -> Vec<CrashJob> {

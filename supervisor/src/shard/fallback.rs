@@ -19,7 +19,7 @@ const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 pub(super) struct Journey {
     /// Where it was sent by its client, and is counted: the bulkhead, and the compartment of it.
     pub(super) entry: (usize, usize),
-    pub(super) chain: Arc<[usize]>,
+    pub(super) chain: Arc<[Arc<str>]>,
     /// The next of the chain.
     pub(super) next: usize,
     pub(super) received: Time,
@@ -65,10 +65,10 @@ impl Shard {
         incoming: &mut Incoming<'_>,
     ) -> Option<Answer<Cargo>> {
         let Some(mut journey) = answer.cargo.journey.take() else { return Some(answer) };
-        let next = self.next_stop(&mut journey, &answer);
+        let next = self.next_stop(&journey, &answer);
         // Only a job that was refused as it came has its payload in hand.
         let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
-        let (Some((place, left)), true, false) = (next, is_at_hand, self.stopping) else {
+        let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
             answer.cargo.journey = Some(journey);
             return Some(answer);
         };
@@ -100,7 +100,7 @@ impl Shard {
             }
         }
         journey.next = place + 1;
-        self.enter_as_guest(journey.chain[place], left, answer.cargo, journey, payload);
+        self.enter_as_guest(target, left, answer.cargo, journey, payload);
         None
     }
 
@@ -118,16 +118,19 @@ impl Shard {
         policy.charge_late(now, &answer.cargo.tenant, journey.cost, &answer.verdict)
     }
 
-    /// The next bulkhead that a job can go to, as its place in the chain, and the time that is left for it.
-    fn next_stop(&self, journey: &mut Journey, answer: &Answer<Cargo>) -> Option<(usize, Duration)> {
+    /// The next bulkhead that a job can go to, after its place in the chain, and the time that is left for it.
+    fn next_stop(&self, journey: &Journey, answer: &Answer<Cargo>) -> Option<(usize, usize, Duration)> {
         if !is_worth_another(&answer.verdict, journey.idempotent) || !self.is_awaited(&answer.cargo) {
             return None;
         }
         let left = journey.limit.checked_sub(self.now.since(journey.received))?;
         let size = answer.cargo.payload_bytes as u64;
-        let fits = |place: &usize| self.named[journey.chain[*place]].max_payload >= size;
-        let place = (journey.next..journey.chain.len()).find(fits)?;
-        (!left.is_zero()).then_some((place, left))
+        let (place, target) = (journey.next..journey.chain.len()).find_map(|place| {
+            // It may not be there any more.
+            let &target = self.by_name.get(&journey.chain[place])?;
+            (self.named[target].max_payload >= size).then_some((place, target))
+        })?;
+        (!left.is_zero()).then_some((place, target, left))
     }
 
     fn payload_of<'p>(&mut self, cargo: &mut JobRecord, incoming: &mut Incoming<'p>) -> Incoming<'p> {
@@ -212,20 +215,17 @@ impl Shard {
 
     /// Tells that a bulkhead's jobs go to another: once, and now and then how many have.
     fn note_fallback(&mut self, journey: &Journey, place: usize, verdict: &Verdict) {
-        let (entry, target) = (journey.entry.0, journey.chain[place]);
+        let (entry, target) = (journey.entry.0, journey.chain[place].clone());
         let now = self.now;
-        let (told_at, jobs) = &mut self.named[entry].fallback_told[place];
+        let (told_at, jobs) = self.named[entry].fallback_told.entry(target.clone()).or_default();
         *jobs += 1;
         if told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
             return;
         }
         *told_at = Some(now);
         let jobs = std::mem::take(jobs);
-        let fields = vec![
-            ("target", json!(&*self.named[target].name)),
-            ("reason", json!(verdict.reason())),
-            ("jobs", json!(jobs)),
-        ];
+        let fields =
+            vec![("target", json!(&*target)), ("reason", json!(verdict.reason())), ("jobs", json!(jobs))];
         self.named_event(Severity::Warning, "fallback_used", entry, fields);
     }
 }

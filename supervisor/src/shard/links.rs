@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_policy::{Death, Event, Reply, WorkerId};
@@ -28,6 +29,7 @@ use super::{Endpoint, Incoming, Shard};
 use crate::command::{Notice, Severity};
 use crate::confinement::Whom;
 use crate::keeper::{self, Exit, Observed, Report, Usage};
+use crate::program::Program;
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
@@ -66,6 +68,8 @@ pub(super) struct Link {
     slot: u32,
     /// The keeper's name for the worker.
     spawn: u64,
+    /// What it was started with.
+    pub(super) program: Arc<Program>,
     socket: UnixStream,
     pidfd: Option<OwnedFd>,
     pub(super) pid: Option<u32>,
@@ -146,7 +150,8 @@ impl Shard {
         slot: u32,
         spawn: u64,
     ) -> io::Result<usize> {
-        let sandbox = self.named[self.compartments[compartment].named].program.sandbox();
+        let program = self.owner(compartment).program.clone();
+        let sandbox = program.sandbox();
         if let Some(obstacle) = sandbox.obstacle() {
             return Err(io::Error::other(obstacle));
         }
@@ -174,8 +179,8 @@ impl Shard {
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
-        let order = self.named[self.compartments[compartment].named].program.order(spawn, id);
-        self.keeper.spawn(&order, theirs, stdout_write, stderr_write)?;
+        let program = self.owner(compartment).program.clone();
+        self.keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write)?;
         self.ask_keeper();
         let index = self.free_links.pop().unwrap_or_else(|| {
             self.links.push(None);
@@ -194,6 +199,7 @@ impl Shard {
             worker,
             slot,
             spawn,
+            program,
             socket,
             pidfd: None,
             pid: None,
@@ -255,10 +261,9 @@ impl Shard {
             Report::Violation { worker, process, call } => self.violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
                 let Some(link) = self.take_link(worker) else { return };
-                let program = &self.owner(link.compartment).program;
                 let message = format!(
                     "failed to start {}: {step}: {error}{}",
-                    program.describe(),
+                    link.program.describe(),
                     advice(&step, &error)
                 );
                 let event = Event::SpawnFailed { worker: link.worker, message };
@@ -288,7 +293,7 @@ impl Shard {
     /// Whether the system calls of a worker are filtered.
     fn is_filtered(&self, spawn: u64) -> bool {
         let link = self.links_by_spawn.get(&spawn).and_then(|&index| self.links[index].as_ref());
-        link.is_some_and(|link| self.owner(link.compartment).program.sandbox().filters())
+        link.is_some_and(|link| link.program.sandbox().filters())
     }
 
     /// A process of a worker's made a forbidden system call, and is being killed.
@@ -770,7 +775,7 @@ impl Shard {
             result_bytes_max: entry.max_result,
             bulkhead: &entry.name,
         };
-        let seal = entry.program.sandbox().seal().map(|program| (tag::SEAL, program));
+        let seal = link.program.sandbox().seal().map(|program| (tag::SEAL, program));
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
         link.stage = Stage::Welcomed;
         self.mark_dirty(Endpoint::Link(index));

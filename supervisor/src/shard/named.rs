@@ -1,31 +1,31 @@
 //! Bulkheads by name, and the compartments they consist of: one that all tenants share, or one for each tenant.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
+use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Event, Limits, Time};
 use foldhash::quality::RandomState;
 
 use super::Cargo;
 use super::crashes::Allowance;
-use crate::config::{BulkheadConfig, Config};
-use crate::confinement::Grounds;
 use crate::latency::Latency;
-use crate::program::{self, Program, TenantNumbers};
+use crate::program::{Program, TenantNumbers};
+use crate::reload::Settled;
 
 /// One bulkhead as its users know it.
 pub(super) struct Named {
     pub(super) name: Arc<str>,
-    pub(super) program: Program,
+    pub(super) presence: Presence,
+    /// What workers are started with from here on.
+    pub(super) program: Arc<Program>,
     pub(super) max_payload: u64,
     pub(super) max_result: u64,
     pub(super) heartbeat: Duration,
-    /// Where its jobs go that it cannot take, in this order.
-    pub(super) fallback: Arc<[usize]>,
-    /// When it was last told that jobs go there, and how many have since; by place in `fallback`.
-    pub(super) fallback_told: Vec<(Option<Time>, u64)>,
+    /// Where its jobs go that it cannot take, in this order, as far as it is there.
+    pub(super) fallback: Arc<[Arc<str>]>,
+    /// When it was last told that jobs go there, and how many have since.
+    pub(super) fallback_told: HashMap<Arc<str>, (Option<Time>, u64)>,
     /// Whether its jobs may be tried again.
     pub(super) retries: bool,
     /// Whether payloads that kill are to be recognised.
@@ -36,6 +36,17 @@ pub(super) struct Named {
     /// What single tenants have of their own, if all share its workers.
     pub(super) own: BTreeMap<String, TenantNumbers>,
     pub(super) layout: Layout,
+}
+
+/// Whether there is a bulkhead in this place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Presence {
+    /// It takes jobs.
+    Here,
+    /// It is not in the file any more, and finishes what it has.
+    Leaving,
+    /// The place is free.
+    Gone,
 }
 
 /// Who shares the workers of a bulkhead.
@@ -119,6 +130,14 @@ impl Compartment {
         }
     }
 
+    /// One that is nobody's: it has stopped, and nothing comes of what it is told.
+    pub(super) fn vacant(now: Time) -> Self {
+        let mut vacant = Self::new(0, None, Limits::default(), 0, now);
+        vacant.is_replay = true;
+        vacant.policy.apply(now, Event::Stop { by: now }, &mut Vec::new());
+        vacant
+    }
+
     /// Where it stands now, if it rested it would be since `now`.
     pub(super) fn standing_now(&self, now: Time) -> Standing {
         match (self.policy.activity(), self.policy.idle_since()) {
@@ -135,30 +154,57 @@ impl Compartment {
 }
 
 impl Named {
-    /// The bulkheads of a configuration. Shared ones have no compartment yet.
-    pub(super) fn all(config: &Config, host: Option<&Path>, grounds: &Grounds) -> Vec<Self> {
-        let places: HashMap<&str, usize> =
-            config.bulkheads.iter().enumerate().map(|(i, bulkhead)| (bulkhead.name.as_str(), i)).collect();
-        let place = |name: &String| places.get(name.as_str()).copied();
-        let new = |bulkhead: &BulkheadConfig| {
-            let fallback: Arc<[usize]> = bulkhead.fallback.iter().filter_map(place).collect();
-            Self {
-                name: bulkhead.name.as_str().into(),
-                program: Program::new(bulkhead, host, grounds),
-                max_payload: bulkhead.max_payload,
-                max_result: bulkhead.max_result,
-                heartbeat: bulkhead.health.heartbeat,
-                fallback_told: vec![(None, 0); fallback.len()],
-                fallback,
-                retries: bulkhead.retry.is_some(),
-                knows_poison: bulkhead.poison.is_some(),
-                latency: Latency::default(),
-                crash_allowance: Allowance::default(),
-                own: program::tenant_numbers(bulkhead),
-                layout: Layout::new(bulkhead),
-            }
+    /// A bulkhead with the compartment that all its tenants share, or none.
+    pub(super) fn new(settled: Settled, shared: Option<usize>) -> Self {
+        let layout = match shared {
+            Some(compartment) => Layout::Shared(compartment),
+            None => Layout::isolated(&settled),
         };
-        config.bulkheads.iter().map(new).collect()
+        let mut named = Self {
+            name: settled.name.clone(),
+            presence: Presence::Here,
+            program: settled.program.clone(),
+            max_payload: 0,
+            max_result: 0,
+            heartbeat: Duration::ZERO,
+            fallback: Arc::default(),
+            fallback_told: HashMap::new(),
+            retries: false,
+            knows_poison: false,
+            latency: Latency::default(),
+            crash_allowance: Allowance::default(),
+            own: BTreeMap::new(),
+            layout,
+        };
+        named.put(&settled, settled.limits.clone(), settled.own.clone());
+        named
+    }
+
+    /// Puts all in force that is not up to its compartments, nor for workers that are started.
+    pub(super) fn put(&mut self, settled: &Settled, limits: Limits, own: BTreeMap<String, TenantNumbers>) {
+        self.max_payload = settled.max_payload;
+        self.max_result = settled.max_result;
+        self.heartbeat = limits.health.heartbeat;
+        self.retries = limits.retry.is_some();
+        self.knows_poison = limits.poison.is_some();
+        if self.fallback != settled.fallback {
+            self.fallback = settled.fallback.clone();
+            self.fallback_told.clear();
+        }
+        if let (Layout::Isolated(isolated), Some(max_active)) = (&mut self.layout, settled.max_active) {
+            isolated.max_active = max_active;
+            isolated.limits = limits;
+            isolated.own.clone_from(&own);
+        }
+        self.own = own;
+    }
+
+    /// The numbers that single tenants have of their own now.
+    pub(super) fn own_numbers(&self) -> &BTreeMap<String, TenantNumbers> {
+        match &self.layout {
+            Layout::Shared(_) => &self.own,
+            Layout::Isolated(isolated) => &isolated.own,
+        }
     }
 
     /// Its tenants' compartments, if they are kept apart.
@@ -184,13 +230,12 @@ impl Named {
 }
 
 impl Layout {
-    fn new(bulkhead: &BulkheadConfig) -> Self {
-        let Some(isolation) = bulkhead.isolation() else { return Self::Shared(0) };
+    fn isolated(settled: &Settled) -> Self {
         Self::Isolated(Box::new(Isolated {
-            limits: program::limits(bulkhead),
-            own: program::tenant_numbers(bulkhead),
+            limits: settled.limits.clone(),
+            own: settled.own.clone(),
             by_tenant: HashMap::default(),
-            max_active: isolation.max_active as usize,
+            max_active: settled.max_active.unwrap_or_default(),
             idle: BTreeSet::new(),
             resting: BTreeSet::new(),
             awaiting: VecDeque::new(),

@@ -183,6 +183,15 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
         Note::WorkerRecycled { pid, reason } => {
             (Info, "worker_recycled", vec![("pid", json!(pid)), ("reason", json!(reason.name()))])
         }
+        Note::ReplacementFailed { slot, message, again_in } => {
+            let fields = vec![
+                ("slot", json!(slot)),
+                ("message", json!(message)),
+                ("serves_on", json!(true)),
+                ("again_in_ms", millis(again_in)),
+            ];
+            (Critical, "replacement_failed", fields)
+        }
         Note::RestartBackoff { slot, delay } => {
             (Warning, "restart_backoff", vec![("slot", json!(slot)), ("delay_ms", millis(delay))])
         }

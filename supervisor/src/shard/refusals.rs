@@ -64,6 +64,11 @@ impl Refusals {
         Some((door, refusal))
     }
 
+    /// A bulkhead's place is another's from here on.
+    pub(super) fn forget(&mut self, named: usize) {
+        self.0.remove(&Whose::Worker(Some(named)));
+    }
+
     /// What has become due, and how many each stands for. Who was quiet is forgotten.
     fn due(&mut self, now: Time) -> Vec<(Whose, u64, Door, Refusal)> {
         let mut due = Vec::new();

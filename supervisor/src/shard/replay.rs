@@ -18,7 +18,7 @@ use crate::crash::Cause;
 const ENDS_WITHIN: Duration = Duration::from_secs(2);
 
 pub(super) struct Replay {
-    compartment: usize,
+    pub(super) compartment: usize,
     stage: Stage,
     pid: Option<u32>,
     /// What its worker, or program, died of.
@@ -60,21 +60,10 @@ impl Shard {
     }
 
     fn open_for_replay(&mut self, named: usize, limits: Limits) -> usize {
-        let place = self.replay_places.pop();
-        let seed = self.seed ^ self.now.0;
+        let seed = self.next_seed();
         let mut compartment = Compartment::new(named, None, limits, seed, self.now);
         compartment.is_replay = true;
-        match place {
-            Some(place) => {
-                compartment.is_touched = self.compartments[place].is_touched;
-                self.compartments[place] = compartment;
-                place
-            }
-            None => {
-                self.compartments.push(compartment);
-                self.compartments.len() - 1
-            }
-        }
+        self.settle_in(compartment)
     }
 
     fn replay_in(&mut self, compartment: usize) -> Option<&mut Replay> {
@@ -135,7 +124,7 @@ impl Shard {
         let compartment = replay.compartment;
         if self.compartments[compartment].policy.is_stopped() {
             let replay = self.replays.remove(index);
-            self.replay_places.push(compartment);
+            self.vacate_compartment(compartment);
             replay.finish();
             return true;
         }

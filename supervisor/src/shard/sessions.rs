@@ -225,6 +225,16 @@ impl Shard {
         Ok((peer, grant?))
     }
 
+    /// Asks anew what each client may do: `[[access]]` is another. One that may nothing any more stays, since its
+    /// jobs in hand are to have their outcomes; what it sends from here on is `forbidden`.
+    pub(super) fn grant_again(&mut self) {
+        for session in self.sessions.iter_mut().flatten() {
+            if let Some(peer) = session.peer.filter(|_| session.stage != Stage::Closing) {
+                session.grant = self.access.grant(peer, &session.socket).unwrap_or_else(|_| Grant::nothing());
+            }
+        }
+    }
+
     fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions[index].as_mut() else { return };
         if session.stage == Stage::Closing {
@@ -561,7 +571,7 @@ impl Shard {
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
         let found = self.by_name.get(submit.bulkhead).copied();
         if let Grant::Entries(entries) = &session.grant
-            && let Some(message) = access::refusal(entries, (submit.bulkhead, found), submit.tenant)
+            && let Some(message) = access::refusal(entries, (submit.bulkhead, found.is_some()), submit.tenant)
         {
             return Err((RejectReason::Forbidden, message));
         }

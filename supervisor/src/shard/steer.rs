@@ -1,11 +1,13 @@
 //! Commands from the control plane.
 
+use std::collections::BTreeMap;
+
 use bulkhead_policy::{Change as Numbers, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use serde_json::json;
 
-use super::named::Layout;
+use super::named::{Layout, Presence};
 use super::{Incoming, Shard};
 use crate::command::{
     BreakerMode, Change, ChangedPer, Command, Notice, Severity, SteerError, TenantChange, TenantRate, Verb,
@@ -22,8 +24,9 @@ impl Shard {
     pub(super) fn command(&mut self, command: Command) {
         match command {
             Command::Snapshot { bulkhead, reply } => {
+                let snapshots = self.present().into_iter();
                 let wanted = |n: &usize| bulkhead.as_deref().is_none_or(|name| name == &*self.named[*n].name);
-                let snapshots = (0..self.named.len()).filter(wanted).map(|n| self.snapshot(n)).collect();
+                let snapshots = snapshots.filter(wanted).map(|n| self.snapshot(n)).collect();
                 // Whoever asked may have gone.
                 let _ = reply.send(snapshots);
             }
@@ -47,6 +50,9 @@ impl Shard {
             }
             Command::Client { socket, place } => self.welcome_own(socket, place),
             Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
+            Command::Reload { reload, reply } => {
+                let _ = reply.send(self.reload(*reload));
+            }
             Command::Stop => self.stop(),
             Command::Summarise => self.summarise(),
         }
@@ -118,7 +124,7 @@ impl Shard {
         });
         let Change { processes, max_in_flight, max_queue, .. } = *change;
         let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
-        self.check_fit(named, &numbers)?;
+        self.check_change(named, &numbers)?;
         for compartment in self.compartments_of(named) {
             let own = self.own_numbers(named, compartment);
             let numbers = Numbers {
@@ -181,38 +187,24 @@ impl Shard {
         }
     }
 
-    /// The relations that a file is held to as well.
-    fn check_fit(&self, named: usize, numbers: &Numbers) -> Result<(), SteerError> {
-        let limits = self.limits_of(named);
-        let processes = numbers.processes.unwrap_or(limits.processes);
-        let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
-        let queue = numbers.max_queue.unwrap_or(limits.max_queue);
-        let unfit = |message: String| Err(SteerError::Unfit(message));
-        if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
-            return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
-        }
-        if in_flight == 0 && queue > 0 {
-            return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
-        }
-        let is_common = numbers.rate_limit.flatten().is_some_and(|limit| limit.per == RatePer::Bulkhead);
-        let has_own = |own: &TenantNumbers| own.rate_limit.is_some();
-        if is_common && self.named[named].own.values().any(has_own) && self.is_shared(named) {
-            return unfit(
-                "tenants have rate limits of their own, which needs rate_limit.per = \"tenant\"".into(),
-            );
-        }
-        if let Layout::Isolated(isolated) = &self.named[named].layout {
-            let workers = u64::from(processes) * isolated.max_active as u64;
-            if workers > ISOLATED_WORKERS_CEILING {
-                let most = ISOLATED_WORKERS_CEILING;
-                return unfit(format!("processes x tenants.max_active must be at most {most}"));
-            }
-        }
-        Ok(())
+    /// The bulkheads that take jobs.
+    fn present(&self) -> Vec<usize> {
+        let is_here = |named: &usize| self.named[*named].presence == Presence::Here;
+        (0..self.named.len()).filter(is_here).collect()
     }
 
-    fn is_shared(&self, named: usize) -> bool {
-        matches!(self.named[named].layout, Layout::Shared(_))
+    fn check_change(&self, named: usize, numbers: &Numbers) -> Result<(), SteerError> {
+        let mut limits = self.limits_of(named).clone();
+        limits.processes = numbers.processes.unwrap_or(limits.processes);
+        limits.max_in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
+        limits.max_queue = numbers.max_queue.unwrap_or(limits.max_queue);
+        limits.rate_limit = numbers.rate_limit.unwrap_or(limits.rate_limit);
+        let entry = &self.named[named];
+        let max_active = match &entry.layout {
+            Layout::Shared(_) => None,
+            Layout::Isolated(isolated) => Some(isolated.max_active),
+        };
+        check_fit(&limits, &entry.own, max_active)
     }
 
     fn change_tenant(
@@ -354,7 +346,7 @@ impl Shard {
     }
 
     fn summarise(&mut self) {
-        for named in 0..self.named.len() {
+        for named in self.present() {
             let s = self.snapshot(named);
             let fields = vec![
                 ("state", json!(s.state)),
@@ -384,4 +376,31 @@ impl Shard {
 
 fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
+}
+
+/// The relations that a file is held to as well.
+pub(super) fn check_fit(
+    limits: &Limits,
+    own: &BTreeMap<String, TenantNumbers>,
+    max_active: Option<usize>,
+) -> Result<(), SteerError> {
+    let unfit = |message: String| Err(SteerError::Unfit(message));
+    let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));
+    if processes * in_flight > PERMITS_CEILING {
+        return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+    }
+    if in_flight == 0 && limits.max_queue > 0 {
+        return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());
+    }
+    let is_common = limits.rate_limit.is_some_and(|limit| limit.per == RatePer::Bulkhead);
+    let has_own = own.values().any(|own| own.rate_limit.is_some());
+    if max_active.is_none() && is_common && has_own {
+        let message = "tenants have rate limits of their own, which needs rate_limit.per = \"tenant\"";
+        return unfit(message.into());
+    }
+    if max_active.is_some_and(|tenants| processes * tenants as u64 > ISOLATED_WORKERS_CEILING) {
+        let most = ISOLATED_WORKERS_CEILING;
+        return unfit(format!("processes x tenants.max_active must be at most {most}"));
+    }
+    Ok(())
 }

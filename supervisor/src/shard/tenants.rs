@@ -10,28 +10,12 @@ use bulkhead_shared::JobId;
 
 use super::named::{Compartment, Layout, Named, Standing};
 use super::{Cargo, Incoming, Shard};
-use crate::config::Config;
 use crate::latency::Latency;
-use crate::program;
 
 /// Tenants of one bulkhead that are remembered. More than can ever have workers at once.
 const REMEMBERED_MAX: usize = 4096;
 
 impl Shard {
-    /// Gives each bulkhead that all tenants share its one compartment.
-    pub(super) fn open_shared(&mut self, config: &Config) {
-        for (index, bulkhead) in config.bulkheads.iter().enumerate() {
-            if bulkhead.isolation().is_some() {
-                continue;
-            }
-            let limits = program::limits(bulkhead);
-            let place = self.compartments.len();
-            let seed = self.seed ^ (place as u64).rotate_left(32);
-            self.compartments.push(Compartment::new(index, None, limits, seed, self.now));
-            self.named[index].layout = Layout::Shared(place);
-        }
-    }
-
     pub(super) fn owner(&self, compartment: usize) -> &Named {
         &self.named[self.compartments[compartment].named]
     }
@@ -77,7 +61,7 @@ impl Shard {
     fn shared(&self, named: usize) -> usize {
         match self.named[named].layout {
             Layout::Shared(compartment) => compartment,
-            Layout::Isolated(_) => unreachable!("a bulkhead's layout never changes"),
+            Layout::Isolated(_) => unreachable!("a bulkhead whose layout changes is another one"),
         }
     }
 
@@ -100,16 +84,17 @@ impl Shard {
         // One whose jobs are elsewhere is still to hear of them.
         let has_no_claims = |place: &usize| compartments[*place].policy.counters().elsewhere == 0;
         let victim = if is_full { oldest.take(16).find(has_no_claims) } else { None };
-        let place = victim.unwrap_or(self.compartments.len());
-        let seed = self.seed ^ (place as u64).rotate_left(32) ^ now.0;
+        let seed = self.next_seed();
         let mut compartment = Compartment::new(named, Some(name.clone()), limits, seed, now);
-        if victim.is_some() {
-            std::mem::swap(&mut self.compartments[place], &mut compartment);
-            self.compartments[place].is_touched = compartment.is_touched;
-            self.bury(named, place, &compartment);
-        } else {
-            self.compartments.push(compartment);
-        }
+        let place = match victim {
+            Some(place) => {
+                std::mem::swap(&mut self.compartments[place], &mut compartment);
+                self.compartments[place].is_touched = compartment.is_touched;
+                self.bury(named, place, &compartment);
+                place
+            }
+            None => self.settle_in(compartment),
+        };
         let Some(isolated) = self.named[named].isolated() else { return place };
         isolated.by_tenant.insert(name, place);
         isolated.resting.insert((now, place));
@@ -213,7 +198,7 @@ impl Shard {
         }
     }
 
-    fn want_settling(&mut self, named: usize) {
+    pub(super) fn want_settling(&mut self, named: usize) {
         if let Some(isolated) = self.named[named].isolated()
             && !std::mem::replace(&mut isolated.is_unsettled, true)
         {

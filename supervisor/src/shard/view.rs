@@ -137,8 +137,8 @@ impl Shard {
     }
 
     fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<ConfinementSnapshot> {
-        let observed = self.link_in(compartment, worker)?.observed.as_ref()?;
-        Some(self.named[compartment.named].program.sandbox().describe(observed))
+        let link = self.link_in(compartment, worker)?;
+        Some(link.program.sandbox().describe(link.observed.as_ref()?))
     }
 
     fn link_in(&self, compartment: &Compartment, worker: WorkerId) -> Option<&Link> {

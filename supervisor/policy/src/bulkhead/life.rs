@@ -755,6 +755,11 @@ impl<T> Bulkhead<T> {
         let _ = now;
     }
 
+    /// Whether it was told to stop.
+    pub fn is_stopping(&self) -> bool {
+        matches!(self.mode, Mode::Stopping { .. })
+    }
+
     /// Whether it was told to stop and nothing of it runs any more.
     pub fn is_stopped(&self) -> bool {
         matches!(self.mode, Mode::Stopping { .. }) && self.workers.iter().all(Option::is_none)

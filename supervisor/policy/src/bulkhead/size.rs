@@ -5,7 +5,7 @@ use super::{Bulkhead, Mode};
 use crate::limits::{Limits, OwnNumbers, RestartPolicy};
 use crate::messages::{Action, Change, RecycleReason};
 use crate::time::Time;
-use crate::workers::{Phase, Role, SlotState};
+use crate::workers::{Phase, Role, Silence, SlotState};
 
 /// Whether workers are wanted at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,8 +82,14 @@ impl<T> Bulkhead<T> {
             self.start_stopped(now, out);
         }
         self.replace_unresizable(now, out);
-        // Health, and when a worker is old.
-        (0..self.workers.len() as u32).for_each(|place| self.arm(place));
+        let is_judged_anew = before.health.missed != self.limits.health.missed;
+        for place in 0..self.workers.len() as u32 {
+            if let Some(worker) = self.workers[place as usize].as_mut().filter(|_| is_judged_anew) {
+                worker.silence = Silence::None;
+            }
+            // When it hangs, and when it is old.
+            self.arm(place);
+        }
     }
 
     /// Slots that the policy of before has left without a worker may have one by the new one.

@@ -148,6 +148,11 @@ impl Model {
             (Some(before), Some(_)) => self.poison.forget(self.now, before.within),
             (None, Some(_)) => {}
         }
+        if before.health.missed != limits.health.missed {
+            for worker in self.workers.values_mut() {
+                (worker.watched_at, worker.was_looked_at) = (None, false);
+            }
+        }
         if before.restart.policy != limits.restart.policy && limits.restart.policy != RestartPolicy::Never {
             self.start_stopped();
         }

@@ -192,6 +192,9 @@ impl Model {
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
+        // What did not count under the limit of then does not count under a larger one.
+        let forgotten = slot.failures.len().saturating_sub(limits.max as usize + 1);
+        slot.failures.drain(..forgotten);
         let recent = slot.failures.iter().filter(|&&at| now.since(at) <= limits.within).count();
         if slot.is_probing || recent > limits.max as usize {
             slot.is_probing = true;

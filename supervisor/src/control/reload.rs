@@ -1,0 +1,287 @@
+//! Reading the file again: on SIGHUP, over HTTP, one after the other. The file is read and verified here, as a
+//! whole and off every thread that others wait for; only what is right in all its parts goes to the data plane.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use axum::extract::{Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use sd_notify::NotifyState;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tokio::sync::{Notify, oneshot};
+
+use super::http::{Shared, problem, problem_with, stuck, switch};
+use super::{Control, notify_systemd};
+use crate::command::{Command, Event, Severity, SteerError};
+use crate::config::{self, Config, ConfigErrors};
+use crate::confinement::Grounds;
+use crate::program;
+use crate::reload::{Changes, Reload, in_force};
+use crate::shard::ShardLimits;
+use crate::supervisor::leave_descriptors;
+
+/// Problems of a file that one event lists; the answer to whoever asked has them all.
+const PROBLEMS_TOLD_MAX: usize = 10;
+
+/// What a reload starts from.
+pub struct Start {
+    /// The file as it was read at the start.
+    pub config: Config,
+    /// What there is to confine workers by.
+    pub(crate) grounds: Arc<Grounds>,
+    /// The limit of open files in force.
+    pub(crate) descriptors: u64,
+    /// The supervisor's own user.
+    pub(crate) own: u32,
+}
+
+/// The file in force, and how often it became another one.
+pub(super) struct Reloads {
+    start: tokio::sync::Mutex<Start>,
+    /// Somebody has sent SIGHUP: as often as they like, until it is looked at.
+    wanted: Notify,
+    names: Mutex<Names>,
+    /// For the metric `bulkhead_config_reloads_total{result}`.
+    pub(super) succeeded: AtomicU64,
+    pub(super) rejected: AtomicU64,
+    /// For the metric `bulkhead_config_last_reload_successful`.
+    pub(super) was_successful: AtomicBool,
+}
+
+/// The names of the file in force.
+#[derive(Default)]
+struct Names {
+    bulkheads: Vec<String>,
+    /// Of those whose workers' memory is watched.
+    recycle_rss: Vec<String>,
+}
+
+impl Names {
+    fn of(config: &Config) -> Self {
+        let watched = config.bulkheads.iter().filter(|b| b.recycle.rss.is_some());
+        Self {
+            bulkheads: config.bulkheads.iter().map(|b| b.name.clone()).collect(),
+            recycle_rss: watched.map(|b| b.name.clone()).collect(),
+        }
+    }
+}
+
+/// Why the file in force stays as it is.
+#[derive(Debug, thiserror::Error)]
+enum Rejection {
+    #[error("{0}")]
+    Config(#[from] ConfigErrors),
+    #[error(
+        "bulkhead '{0}' has an `exec` or a `library`, which the program bulkhead-worker runs, and that is not \
+         found: install it beside bulkhead-supervisor, or in PATH"
+    )]
+    NoHost(String),
+    #[error("{0}")]
+    Steer(#[from] SteerError),
+    #[error("the data plane does not answer")]
+    Stuck,
+    #[error("the supervisor failed to read its configuration: {0}")]
+    Broke(String),
+}
+
+/// A file that was read and verified, and what it takes to put it in force.
+struct Prepared {
+    after: Config,
+    changes: Changes,
+    reload: Reload,
+}
+
+impl Reloads {
+    pub(super) fn new(start: Start) -> Self {
+        Self {
+            names: Mutex::new(Names::of(&start.config)),
+            start: tokio::sync::Mutex::new(start),
+            wanted: Notify::new(),
+            succeeded: AtomicU64::new(0),
+            rejected: AtomicU64::new(0),
+            was_successful: AtomicBool::new(true),
+        }
+    }
+
+    fn names(&self) -> MutexGuard<'_, Names> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn has(&self, bulkhead: &str) -> bool {
+        self.names().bulkheads.iter().any(|name| name == bulkhead)
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.names().bulkheads.len()
+    }
+
+    pub(super) fn watched(&self) -> Vec<String> {
+        self.names().recycle_rss.clone()
+    }
+
+    /// The file is to be read again, soon.
+    pub(super) fn want(&self) {
+        self.wanted.notify_one();
+    }
+}
+
+/// Obeys SIGHUP until the end. However many come while the file is read, it is read once more after them.
+pub(super) async fn obey(control: Arc<Control>) {
+    let mut end = control.end.subscribe();
+    loop {
+        tokio::select! {
+            () = control.reloads.wanted.notified() => {}
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
+        // What came of it is told by an event.
+        let _ = reload(&control, false).await;
+    }
+}
+
+#[derive(Deserialize)]
+pub(super) struct ReloadQuery {
+    #[serde(default, deserialize_with = "switch")]
+    dry_run: Option<bool>,
+}
+
+#[derive(Serialize)]
+struct Answer {
+    dry_run: bool,
+    #[serde(flatten)]
+    changes: Changes,
+}
+
+pub(super) async fn over_http(State(control): State<Shared>, Query(query): Query<ReloadQuery>) -> Response {
+    let dry_run = query.dry_run == Some(true);
+    // Once begun it is ended, be whoever asked there or not.
+    let task = tokio::spawn(async move { reload(&control, dry_run).await });
+    match task.await {
+        Ok(Ok(changes)) => axum::Json(Answer { dry_run, changes }).into_response(),
+        Ok(Err(rejection)) => rejection.into_response(),
+        Err(_) => stuck(),
+    }
+}
+
+impl IntoResponse for Rejection {
+    fn into_response(self) -> Response {
+        let detail = self.to_string();
+        match self {
+            Self::Config(errors) => {
+                let fields = json!({"file": errors.path(), "errors": errors.problems()});
+                problem_with(StatusCode::UNPROCESSABLE_ENTITY, &detail, fields)
+            }
+            Self::NoHost(_) => problem(StatusCode::UNPROCESSABLE_ENTITY, &detail),
+            Self::Steer(_) => problem(StatusCode::CONFLICT, &detail),
+            Self::Stuck => stuck(),
+            Self::Broke(_) => problem(StatusCode::INTERNAL_SERVER_ERROR, &detail),
+        }
+    }
+}
+
+/// Reads the file, and puts it in force unless it is a dry run: then nothing changes, and nobody is told.
+async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> {
+    // One after the other.
+    let mut start = control.reloads.start.lock().await;
+    if dry_run {
+        return Ok(prepare(&start).await?.changes);
+    }
+    let is_ready = control.is_started.load(Ordering::SeqCst);
+    if is_ready {
+        announce_reload();
+    }
+    let result = apply(control, &mut start).await;
+    if is_ready {
+        notify_systemd(&[NotifyState::Ready]);
+    }
+    control.tell_reload(&start.config.path, &result);
+    result
+}
+
+async fn apply(control: &Control, start: &mut Start) -> Result<Changes, Rejection> {
+    let Prepared { after, changes, reload } = prepare(start).await?;
+    if !changes.is_empty() {
+        let (reply, answer) = oneshot::channel();
+        let command = Command::Reload { reload: Box::new(reload), reply };
+        control.commander.send(command).map_err(|_| Rejection::Stuck)?;
+        // It answers, or is gone: to stop waiting would be not to know which file is in force.
+        answer.await.map_err(|_| Rejection::Stuck)??;
+    }
+    start.config = in_force(&start.config.supervisor, after);
+    control.put_in_force(start.config.clone());
+    let names = Names::of(&start.config);
+    control.output.keep_only(&names.bulkheads);
+    control.events.keep_only(&names.bulkheads);
+    *control.reloads.names() = names;
+    Ok(changes)
+}
+
+/// Disks can be slow, so this has a thread of its own.
+async fn prepare(start: &Start) -> Result<Prepared, Rejection> {
+    let (before, grounds) = (start.config.clone(), start.grounds.clone());
+    let (descriptors, own) = (start.descriptors, start.own);
+    let task = tokio::task::spawn_blocking(move || read(&before, &grounds, descriptors, own));
+    task.await.unwrap_or_else(|error| Err(Rejection::Broke(error.to_string())))
+}
+
+fn read(before: &Config, grounds: &Grounds, descriptors: u64, own: u32) -> Result<Prepared, Rejection> {
+    let after = config::load(&before.path)?;
+    let host = program::find_host();
+    if host.is_none()
+        && let Some(needy) = after.bulkheads.iter().find(|b| program::needs_host(b))
+    {
+        return Err(Rejection::NoHost(needy.name.clone()));
+    }
+    let changes = Changes::between(before, &after);
+    let mut bounded = after.clone();
+    leave_descriptors(&mut bounded, descriptors);
+    let limits = ShardLimits::new(&bounded.supervisor);
+    let reload = changes.prepare(before, &after, limits, (host.as_deref(), grounds, own));
+    Ok(Prepared { after, changes, reload })
+}
+
+/// systemd waits for READY=1 that follows (`Type=notify-reload`).
+fn announce_reload() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => notify_systemd(&[NotifyState::Reloading, now]),
+        Err(error) => tracing::warn!("the service manager could not be told: {error}"),
+    }
+}
+
+impl Control {
+    fn tell_reload(&self, path: &Path, result: &Result<Changes, Rejection>) {
+        let is_success = result.is_ok();
+        let counter = if is_success { &self.reloads.succeeded } else { &self.reloads.rejected };
+        counter.fetch_add(1, Ordering::Relaxed);
+        self.reloads.was_successful.store(is_success, Ordering::Relaxed);
+        let mut fields = vec![("file", json!(path))];
+        let (severity, kind) = match result {
+            Ok(changes) => {
+                fields.push(("changes", json!(changes)));
+                (Severity::Info, "config_reloaded")
+            }
+            Err(rejection) => {
+                fields.extend(rejection.fields());
+                (Severity::Warning, "config_rejected")
+            }
+        };
+        self.events.add(Event { at: SystemTime::now(), severity, kind, bulkhead: None, fields });
+    }
+}
+
+impl Rejection {
+    fn fields(&self) -> Vec<(&'static str, Value)> {
+        let Self::Config(errors) = self else { return vec![("message", json!(self.to_string()))] };
+        let problems = errors.problems();
+        let first = problems.first();
+        vec![
+            ("line", json!(first.and_then(|problem| problem.at).map(|at| at.line))),
+            ("message", json!(first.map(|problem| &problem.message))),
+            ("errors", json!(&problems[..problems.len().min(PROBLEMS_TOLD_MAX)])),
+            ("errors_in_all", json!(problems.len())),
+        ]
+    }
+}

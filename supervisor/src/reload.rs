@@ -1,0 +1,351 @@
+//! Another version of the file: what it changes, told in the file's own keys, and everything that the data
+//! plane needs to put it in force without a look at a file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use bulkhead_policy::Limits;
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::config::{BulkheadConfig, Config, SupervisorConfig};
+use crate::confinement::Grounds;
+use crate::program::{self, Program, TenantNumbers};
+use crate::shard::{Access, ShardLimits};
+
+/// Keys of `[supervisor]` that a reload puts in force. All others hold from start to stop.
+const SUPERVISOR_KEYS: [&str; 4] = ["drain_timeout", "max_clients", "max_payload", "max_buffered"];
+
+/// Keys, or tables, of a bulkhead that its workers are started with, or told when they are welcomed.
+const WORKER_KEYS: [&str; 9] =
+    ["command", "library", "exec", "env", "cwd", "rlimits", "sandbox", "cgroup", "max_result"];
+
+/// A key of a table of which the others hold for workers that run.
+const HEARTBEAT: &str = "health.heartbeat";
+
+/// What a file changes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Changes {
+    /// Bulkheads with changes: first those that go, then the others in the order of the file.
+    pub bulkheads: Vec<BulkheadChange>,
+    /// Keys of `[supervisor]` that have another value now.
+    pub supervisor: Vec<String>,
+    /// Whether `[[access]]` is another.
+    pub access: bool,
+    /// Keys of `[supervisor]` that have another value in the file, and keep the one they had at the start.
+    pub ignored: Vec<String>,
+}
+
+/// What a file changes about one bulkhead.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct BulkheadChange {
+    /// Which.
+    pub bulkhead: String,
+    /// In one word.
+    pub change: Kind,
+    /// The keys that have another value.
+    pub keys: Vec<String>,
+    /// Whether its workers are replaced, one after the other.
+    pub replaces_workers: bool,
+}
+
+/// What becomes of a bulkhead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// It is new.
+    Added,
+    /// It takes no more jobs, and goes when it has none.
+    Removed,
+    /// It goes on with other values.
+    Changed,
+    /// Its tenants are kept apart now, or are not any more: it goes as if removed, and a new one takes its name.
+    Rebuilt,
+}
+
+/// One bulkhead of a file, as the data plane works with it.
+pub(crate) struct Settled {
+    pub(crate) name: Arc<str>,
+    pub(crate) program: Arc<Program>,
+    pub(crate) limits: Limits,
+    /// Tenants with numbers of their own.
+    pub(crate) own: BTreeMap<String, TenantNumbers>,
+    pub(crate) max_payload: u64,
+    pub(crate) max_result: u64,
+    pub(crate) fallback: Arc<[Arc<str>]>,
+    /// How many tenants may have workers, if they are kept apart.
+    pub(crate) max_active: Option<usize>,
+}
+
+/// Other values for a bulkhead that goes on.
+pub(crate) struct Reconfigured {
+    pub(crate) settled: Settled,
+    /// What the file said before: what was changed live since is told from it.
+    pub(crate) limits_before: Limits,
+    pub(crate) own_before: BTreeMap<String, TenantNumbers>,
+    pub(crate) replaces_workers: bool,
+}
+
+/// What the data plane is to put in force.
+pub struct Reload {
+    pub(crate) removed: Vec<String>,
+    pub(crate) changed: Vec<Reconfigured>,
+    pub(crate) added: Vec<Settled>,
+    /// If it is another.
+    pub(crate) access: Option<Access>,
+    pub(crate) limits: ShardLimits,
+}
+
+impl fmt::Debug for Reload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reload").field("removed", &self.removed).finish_non_exhaustive()
+    }
+}
+
+impl Settled {
+    /// Looks up what is needed; `host` is the program behind `exec` and `library`.
+    pub(crate) fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, grounds: &Grounds) -> Self {
+        Self {
+            name: bulkhead.name.as_str().into(),
+            program: Arc::new(Program::new(bulkhead, host, grounds)),
+            limits: program::limits(bulkhead),
+            own: program::tenant_numbers(bulkhead),
+            max_payload: bulkhead.max_payload,
+            max_result: bulkhead.max_result,
+            fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
+            max_active: bulkhead.isolation().map(|isolation| isolation.max_active as usize),
+        }
+    }
+}
+
+impl Changes {
+    /// What is different in `after`.
+    pub(crate) fn between(before: &Config, after: &Config) -> Self {
+        let find = |config: &Config, name: &str| config.bulkheads.iter().any(|b| b.name == name);
+        let gone = before.bulkheads.iter().filter(|b| !find(after, &b.name));
+        let gone = gone.map(|bulkhead| BulkheadChange::of(&bulkhead.name, Kind::Removed));
+        let others = after.bulkheads.iter().filter_map(|bulkhead| {
+            match before.bulkheads.iter().find(|b| b.name == bulkhead.name) {
+                Some(old) => BulkheadChange::between(old, bulkhead),
+                None => Some(BulkheadChange::of(&bulkhead.name, Kind::Added)),
+            }
+        });
+        let keys = differing(&fields(&before.supervisor), &fields(&after.supervisor));
+        // That is no key, but follows from one.
+        let keys = keys.into_iter().filter(|key| key != "folder_mode");
+        let (supervisor, ignored) = keys.partition(|key| SUPERVISOR_KEYS.contains(&key.as_str()));
+        Self {
+            bulkheads: gone.chain(others).collect(),
+            supervisor,
+            access: before.access != after.access,
+            ignored,
+        }
+    }
+
+    /// Whether there is nothing to be done.
+    pub fn is_empty(&self) -> bool {
+        self.bulkheads.is_empty() && self.supervisor.is_empty() && !self.access
+    }
+
+    fn of(&self, kinds: &[Kind]) -> BTreeSet<&str> {
+        let wanted = self.bulkheads.iter().filter(|change| kinds.contains(&change.change));
+        wanted.map(|change| change.bulkhead.as_str()).collect()
+    }
+
+    /// Everything it takes to go from `before` to `after`. Looks at the disk.
+    pub(crate) fn prepare(
+        &self,
+        before: &Config,
+        after: &Config,
+        limits: ShardLimits,
+        (host, grounds, own): (Option<&Path>, &Grounds, u32),
+    ) -> Reload {
+        let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, host, grounds);
+        let new = self.of(&[Kind::Added, Kind::Rebuilt]);
+        let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(settle).collect();
+        let changed = after.bulkheads.iter().filter_map(|bulkhead| {
+            let is_changed = |c: &&BulkheadChange| c.change == Kind::Changed && c.bulkhead == bulkhead.name;
+            let change = self.bulkheads.iter().find(is_changed)?;
+            let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
+            Some(Reconfigured {
+                settled: settle(bulkhead),
+                limits_before: program::limits(old),
+                own_before: program::tenant_numbers(old),
+                replaces_workers: change.replaces_workers,
+            })
+        });
+        Reload {
+            removed: self.of(&[Kind::Removed, Kind::Rebuilt]).into_iter().map(str::to_owned).collect(),
+            changed: changed.collect(),
+            added,
+            access: self.access.then(|| Access::new(after, own)),
+            limits,
+        }
+    }
+}
+
+impl BulkheadChange {
+    fn of(name: &str, change: Kind) -> Self {
+        Self { bulkhead: name.to_owned(), change, keys: Vec::new(), replaces_workers: false }
+    }
+
+    fn between(before: &BulkheadConfig, after: &BulkheadConfig) -> Option<Self> {
+        let keys = differing(&keys(before), &keys(after));
+        if keys.is_empty() {
+            return None;
+        }
+        let is_rebuilt = before.isolation().is_some() != after.isolation().is_some();
+        let change = if is_rebuilt { Kind::Rebuilt } else { Kind::Changed };
+        let replaces_workers = !is_rebuilt && keys.iter().any(|key| is_for_workers(key));
+        Some(Self { bulkhead: after.name.clone(), change, keys, replaces_workers })
+    }
+}
+
+/// What is in force after a reload: `after`, but for keys that hold from start to stop.
+pub(crate) fn in_force(before: &SupervisorConfig, mut after: Config) -> Config {
+    let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, .. } = after.supervisor;
+    after.supervisor =
+        SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, ..before.clone() };
+    after
+}
+
+fn is_for_workers(key: &str) -> bool {
+    let table = key.split('.').next().unwrap_or(key);
+    key == HEARTBEAT || WORKER_KEYS.contains(&table)
+}
+
+// Keys. They come from the values themselves, so that none can be forgotten.
+
+fn fields(value: &impl Serialize) -> Map<String, Value> {
+    match serde_json::to_value(value) {
+        Ok(Value::Object(fields)) => fields,
+        // Plain values always make an object.
+        Ok(_) | Err(_) => Map::new(),
+    }
+}
+
+/// A bulkhead's values by the keys that they are written under.
+fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
+    let mut keys = fields(bulkhead);
+    if let Some(Value::Object(program)) = keys.remove("program") {
+        // One key, whatever belongs to it.
+        keys.extend(program.into_iter().map(|(kind, value)| (kind, Value::String(value.to_string()))));
+    }
+    if let Some(Value::Object(tenants)) = keys.get_mut("tenants") {
+        let isolation = tenants.remove("isolation");
+        tenants.insert("isolate".into(), isolation.as_ref().is_some_and(Value::is_object).into());
+        if let Some(Value::Object(isolation)) = isolation {
+            tenants.extend(isolation);
+        }
+    }
+    keys
+}
+
+/// The keys with different values; those of tables as `table.key`, unless the whole table came or went.
+fn differing(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<String> {
+    let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
+    let mut keys = Vec::new();
+    for name in names {
+        match (before.get(name), after.get(name)) {
+            (one, other) if one == other => {}
+            (Some(Value::Object(one)), Some(Value::Object(other))) => {
+                let inner: BTreeSet<&String> = one.keys().chain(other.keys()).collect();
+                let inner = inner.into_iter().filter(|key| one.get(*key) != other.get(*key));
+                keys.extend(inner.map(|key| format!("{name}.{key}")));
+            }
+            _ => keys.push(name.clone()),
+        }
+    }
+    keys
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+
+    fn parse(bulkheads: &str) -> Config {
+        let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{bulkheads}");
+        config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()
+    }
+
+    fn between(before: &str, after: &str) -> Changes {
+        Changes::between(&parse(before), &parse(after))
+    }
+
+    const PLAIN: &str = "[bulkhead.a]\nexec = ['cat']\n";
+
+    #[test]
+    fn the_same_changes_nothing() {
+        assert_eq!(between(PLAIN, PLAIN), Changes::default());
+        assert!(
+            between(PLAIN, &format!("{PLAIN}processes = 1\n")).is_empty(),
+            "a default that is written out"
+        );
+    }
+
+    #[test]
+    fn keys_are_told_as_they_are_written() {
+        let cases = [
+            ("", "max_queue = 5", "max_queue", false),
+            ("", "env = { A = 'b' }", "env", true),
+            ("", "breaker = { window = '5s' }", "breaker", false),
+            ("breaker = { window = '5s' }", "breaker = { window = '6s' }", "breaker.window", false),
+            ("", "health = { missed = 9 }", "health.missed", false),
+            ("", "health = { heartbeat = '2s' }", "health.heartbeat", true),
+            ("", "sandbox = { network = true }", "sandbox.network", true),
+            ("", "rlimits = { nofile = 64 }", "rlimits", true),
+            ("", "cgroup = { pids = 5 }", "cgroup", true),
+            ("", "max_result = '1KiB'", "max_result", true),
+            (
+                "tenants = { isolate = true }",
+                "tenants = { isolate = true, idle = '9s' }",
+                "tenants.idle",
+                false,
+            ),
+            ("", "tenant.acme = { max_queue = 0 }", "tenant.acme", false),
+        ];
+        for (before, after, key, replaces_workers) in cases {
+            let changes = between(&format!("{PLAIN}{before}\n"), &format!("{PLAIN}{after}\n"));
+            let [change] = &changes.bulkheads[..] else { panic!("{after}: {changes:?}") };
+            assert_eq!(change.keys, [key], "{after}");
+            assert_eq!(
+                (change.change, change.replaces_workers),
+                (Kind::Changed, replaces_workers),
+                "{after}"
+            );
+        }
+        let program = between(PLAIN, "[bulkhead.a]\nexec = ['cat', '-u']\n");
+        assert_eq!(program.bulkheads[0].keys, ["exec"]);
+        assert!(program.bulkheads[0].replaces_workers);
+    }
+
+    #[test]
+    fn bulkheads_come_and_go() {
+        let both = format!("{PLAIN}[bulkhead.b]\nexec = ['cat']\n");
+        assert_eq!(between(PLAIN, &both).bulkheads, [BulkheadChange::of("b", Kind::Added)]);
+        assert_eq!(between(&both, PLAIN).bulkheads, [BulkheadChange::of("b", Kind::Removed)]);
+        let apart = between(PLAIN, &format!("{PLAIN}tenants = {{ isolate = true }}\n"));
+        assert_eq!((apart.bulkheads[0].change, apart.bulkheads[0].replaces_workers), (Kind::Rebuilt, false));
+    }
+
+    #[test]
+    fn what_holds_from_start_to_stop_is_named_again_and_again() {
+        let with = |keys: &str| {
+            let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{keys}\n{PLAIN}");
+            config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()
+        };
+        let (before, after) = (with(""), with("crash_keep = 5\ndrain_timeout = '1s'"));
+        let changes = Changes::between(&before, &after);
+        assert_eq!(
+            (changes.supervisor, changes.ignored),
+            (vec!["drain_timeout".to_owned()], vec!["crash_keep".to_owned()])
+        );
+        let now = in_force(&before.supervisor, after.clone());
+        let again = Changes::between(&now, &after);
+        assert!(again.is_empty());
+        assert_eq!(again.ignored, ["crash_keep"]);
+    }
+}
