@@ -84,13 +84,7 @@ impl Supervisor {
     /// Starts one in this folder, and does not wait for anything.
     pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         let programs = programs();
-        let misbehave = programs.join("misbehave");
-        let config = format!(
-            "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{supervisor_keys}\n{}",
-            bulkheads.replace("MISBEHAVE", misbehave.to_str().expect("an ordinary path"))
-        );
-        let config = if config.contains("sandbox") { config } else { config + &sandbox() };
-        std::fs::write(folder.path().join("workers.toml"), config).expect("a writable folder");
+        write_config(folder.path(), supervisor_keys, bulkheads);
         let log = std::fs::File::create(folder.path().join("log")).expect("a writable folder");
         let child = Command::new(programs.join("bulkhead-supervisor"))
             .arg("--config")
@@ -101,6 +95,11 @@ impl Supervisor {
             .spawn()
             .expect("the supervisor's program runs");
         Self { child, folder }
+    }
+
+    /// Puts another configuration in the place of the present one, which nobody sees half written.
+    pub fn configure(&self, supervisor_keys: &str, bulkheads: &str) {
+        write_config(self.folder.path(), supervisor_keys, bulkheads);
     }
 
     /// The jobs socket.
@@ -232,6 +231,18 @@ impl Supervisor {
             (self.number(bulkhead, field) == value).then_some(())
         });
     }
+}
+
+fn write_config(folder: &Path, supervisor_keys: &str, bulkheads: &str) {
+    let misbehave = programs().join("misbehave");
+    let config = format!(
+        "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{supervisor_keys}\n{}",
+        bulkheads.replace("MISBEHAVE", misbehave.to_str().expect("an ordinary path"))
+    );
+    let config = if config.contains("sandbox") { config } else { config + &sandbox() };
+    let next = folder.join("workers.toml.next");
+    std::fs::write(&next, config).expect("a writable folder");
+    std::fs::rename(&next, folder.join("workers.toml")).expect("a writable folder");
 }
 
 fn request(admin: &Path, method: &str, path: &str, body: &str) -> Option<(u16, String)> {

@@ -94,7 +94,8 @@ impl<T> Bulkhead<T> {
 
     /// Slots that the policy of before has left without a worker may have one by the new one.
     fn start_stopped(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        if self.limits.restart.policy == RestartPolicy::Never {
+        let is_stopping = matches!(self.mode, Mode::Stopping { .. });
+        if self.limits.restart.policy == RestartPolicy::Never || is_stopping {
             return;
         }
         for slot in 0..self.slots.len() as u32 {
@@ -102,7 +103,7 @@ impl<T> Bulkhead<T> {
             entry.resting =
                 entry.resting.filter(|state| !matches!(state, SlotState::Stopped { probe_at: None }));
             if matches!(entry.state, SlotState::Stopped { probe_at: None }) {
-                self.spawn(now, slot, Role::Current, out);
+                self.open_slot(now, slot, out);
             }
         }
     }

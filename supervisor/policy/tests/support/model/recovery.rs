@@ -153,10 +153,11 @@ impl Model {
                 (worker.watched_at, worker.was_looked_at) = (None, false);
             }
         }
-        if before.restart.policy != limits.restart.policy && limits.restart.policy != RestartPolicy::Never {
+        let (policy, policy_before) = (limits.restart.policy, before.restart.policy);
+        self.fit(true);
+        if policy != policy_before && policy != RestartPolicy::Never && !self.is_stopping() {
             self.start_stopped();
         }
-        self.fit(true);
     }
 
     pub(super) fn change(&mut self, change: Change) {

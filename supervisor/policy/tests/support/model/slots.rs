@@ -243,10 +243,11 @@ impl Model {
     /// The policy of before has left them without a worker; the new one may give them one.
     pub(super) fn start_stopped(&mut self) {
         let is_given_up = |state: &SlotState| matches!(state, SlotState::Stopped { probe_at: None });
-        for (slot, number) in self.slots.iter_mut().zip(0..) {
-            slot.resting = slot.resting.filter(|state| !is_given_up(state));
-            if is_given_up(&slot.state) {
-                self.rolling.insert(number);
+        for slot in 0..self.slots.len() {
+            let entry = &mut self.slots[slot];
+            entry.resting = entry.resting.filter(|state| !is_given_up(state));
+            if is_given_up(&entry.state) {
+                self.open(slot);
             }
         }
     }
