@@ -382,6 +382,28 @@ fn fallbacks_are_found_by_their_names() {
     });
 }
 
+#[test]
+fn a_removed_bulkhead_waits_for_its_jobs_that_are_elsewhere() {
+    let b = format!("{B}max_queue = 5\n");
+    let supervisor = start(&format!("[bulkhead.entry]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"b\"]\n{b}"));
+    run(async {
+        let client = connect(&supervisor).await;
+        supervisor.resize("entry", r#"{"breaker": "forced_open"}"#);
+        let jobs = holders(&client, "entry", 2);
+        wait_ran(&supervisor, 1);
+        supervisor.wait_number("b", "queued", 1);
+        reload(&supervisor, &b);
+        // Others come and go meanwhile, and take places that are free.
+        reload(&supervisor, &format!("{b}[bulkhead.c]\ncommand = [\"MISBEHAVE\"]\n"));
+        assert!(supervisor.events("bulkhead_removed").is_empty());
+        supervisor.touch("end");
+        assert_eq!(outcomes(jobs).await, ["ok", "ok"]);
+        let gone = supervisor.wait_events("bulkhead_removed", 1);
+        assert_eq!((&gone[0]["bulkhead"], &gone[0]["done"]), (&json!("entry"), &json!(2)));
+        assert_eq!(supervisor.number("b", "done"), 0, "they count where they were sent");
+    });
+}
+
 // What is wrong.
 
 #[test]
