@@ -132,9 +132,10 @@ impl Changes {
                 None => Some(BulkheadChange::of(&bulkhead.name, Kind::Added)),
             }
         });
-        let keys = differing(&fields(&before.supervisor), &fields(&after.supervisor));
-        // That is no key, but follows from one.
-        let keys = keys.into_iter().filter(|key| key != "folder_mode");
+        let (one, other) = (fields(&before.supervisor), fields(&after.supervisor));
+        // The mode of the folder is no key, but follows from one.
+        let is_other = |key: &&String| *key != "folder_mode" && one.get(*key) != other.get(*key);
+        let keys = one.keys().filter(is_other).cloned();
         let (supervisor, ignored) = keys.partition(|key| SUPERVISOR_KEYS.contains(&key.as_str()));
         Self {
             bulkheads: gone.chain(others).collect(),
@@ -229,6 +230,7 @@ fn fields(value: &impl Serialize) -> Map<String, Value> {
 /// A bulkhead's values by the keys that they are written under.
 fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
     let mut keys = fields(bulkhead);
+    keys.remove("name");
     if let Some(Value::Object(program)) = keys.remove("program") {
         // One key, whatever belongs to it.
         keys.extend(program.into_iter().map(|(kind, value)| (kind, Value::String(value.to_string()))));
@@ -239,6 +241,12 @@ fn keys(bulkhead: &BulkheadConfig) -> Map<String, Value> {
         if let Some(Value::Object(isolation)) = isolation {
             tenants.extend(isolation);
         }
+    }
+    if let Some(Value::Object(sandbox)) = keys.get_mut("sandbox") {
+        let calls = ["allow", "deny"].map(|list| sandbox.remove(list));
+        sandbox.insert("syscalls".into(), calls.into_iter().flatten().collect());
+        let bytes = sandbox.remove("tmp_bytes");
+        sandbox.extend(bytes.map(|bytes| ("tmp".to_owned(), bytes)));
     }
     keys
 }
@@ -296,6 +304,8 @@ mod tests {
             ("", "health = { missed = 9 }", "health.missed", false),
             ("", "health = { heartbeat = '2s' }", "health.heartbeat", true),
             ("", "sandbox = { network = true }", "sandbox.network", true),
+            ("", "sandbox = { tmp = 0 }", "sandbox.tmp", true),
+            ("", "sandbox = { syscalls = { deny = ['ptrace'] } }", "sandbox.syscalls", true),
             ("", "rlimits = { nofile = 64 }", "rlimits", true),
             ("", "cgroup = { pids = 5 }", "cgroup", true),
             ("", "max_result = '1KiB'", "max_result", true),
@@ -320,6 +330,35 @@ mod tests {
         let program = between(PLAIN, "[bulkhead.a]\nexec = ['cat', '-u']\n");
         assert_eq!(program.bulkheads[0].keys, ["exec"]);
         assert!(program.bulkheads[0].replaces_workers);
+    }
+
+    /// What users read is what they wrote.
+    #[test]
+    fn every_key_is_one_of_the_reference() {
+        let all = "tenants = { max_queue = 1 }\nbreaker = {}\nretry = {}\npoison = {}\npriority = { critical_reserve = 0.1 }\n\
+                   rate_limit = { per_second = 5 }\nrecycle = { jobs = 5 }\ncgroup = { pids = 5 }\nmax_queue = 5\n";
+        let apart = "tenants = { isolate = true }\n";
+        let reference = config::reference();
+        let has =
+            |table: &str, name: &str| reference.iter().any(|key| key.table == table && key.name == name);
+        let is_table = |table: &str| reference.iter().any(|key| key.table == table);
+        for more in [all, apart] {
+            for (key, value) in keys(&parse(&format!("{PLAIN}{more}")).bulkheads[0]) {
+                let table = format!("bulkhead.NAME.{key}");
+                match value {
+                    Value::Object(inner) if key != "tenant" => {
+                        for name in inner.keys() {
+                            let is_known = has(&table, name) || is_table(&format!("{table}.{name}"));
+                            assert!(is_known, "{key}.{name} is no key");
+                        }
+                    }
+                    _ => {
+                        let is_known = has("bulkhead.NAME", &key) || is_table(&table) || key == "tenant";
+                        assert!(is_known, "{key} is no key");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

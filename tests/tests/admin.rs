@@ -864,6 +864,15 @@ fn the_service_manager_is_told() {
     let ready = told();
     assert!(ready.lines().any(|line| line == "READY=1"), "{ready}");
     assert_eq!(try_ask(folder.path(), "GET", "/readyz", &[]).unwrap().status, 200);
+    // Whether the file is fine or not, whoever waits for the reload hears of its end.
+    for file in [format!("{SOCKETS}{ONE}max_queue = 3\n"), "nonsense".to_owned()] {
+        std::fs::write(folder.path().join("workers.toml"), file).unwrap();
+        kill_pid(supervisor.0.id(), Signal::SIGHUP);
+        let (reloading, ready) = (told(), told());
+        assert!(reloading.lines().any(|line| line == "RELOADING=1"), "{reloading}");
+        assert!(reloading.lines().any(|line| line.starts_with("MONOTONIC_USEC=")), "{reloading}");
+        assert!(ready.lines().any(|line| line == "READY=1"), "{ready}");
+    }
     kill_pid(supervisor.0.id(), Signal::SIGTERM);
     let stopping = told();
     assert!(stopping.lines().any(|line| line == "STOPPING=1"), "{stopping}");

@@ -558,6 +558,48 @@ fn clients_that_are_connected_have_the_new_rights() {
     });
 }
 
+// Confinement.
+
+#[test]
+fn what_was_not_confined_can_be() {
+    let with = |profile: &str| format!("{B}[bulkhead.b.sandbox]\nprofile = \"{profile}\"\n");
+    let supervisor = start(&with("none"));
+    let profile = || supervisor.snapshot("b")["workers"][0]["confinement"]["profile"].clone();
+    assert_eq!(profile(), "none");
+    let before = supervisor.worker_pids("b");
+    let changes = reload(&supervisor, &with("default"));
+    assert_eq!(changes["bulkheads"][0]["keys"][0], "sandbox.profile");
+    let denied = supervisor.events("worker_not_started");
+    if let Some(denied) = denied.first() {
+        eprintln!("NOT RUN: this machine cannot confine: {denied}");
+        return;
+    }
+    wait_replaced(&supervisor, "b", &before);
+    assert_eq!(profile(), "default");
+}
+
+// The end.
+
+#[test]
+fn a_stop_waits_for_those_that_were_removed_as_for_others() {
+    let mut supervisor = start(&format!("{B}[bulkhead.gone]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let jobs = holders(&client, "gone", 2);
+        wait_ran(&supervisor, 1);
+        supervisor.wait_number("gone", "queued", 1);
+        reload(&supervisor, B);
+        supervisor.signal(Signal::SIGTERM);
+        wait_for("it is told", || (!supervisor.events("draining").is_empty()).then_some(()));
+        let (status, body) = supervisor.post("/v1/reload?dry_run=false");
+        assert!(status == 200 || status == 409, "{body}");
+        supervisor.touch("end");
+        let ends = tally(outcomes(jobs).await).into_iter().collect::<Vec<_>>();
+        assert_eq!(ends, [("ok".to_owned(), 1), ("rejected/draining".to_owned(), 1)]);
+        assert!(supervisor.wait().success());
+    });
+}
+
 // All of it, again and again.
 
 /// Jobs without end for bulkheads that come and go, until it is told to stop. Returns how they ended.
