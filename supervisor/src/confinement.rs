@@ -238,10 +238,11 @@ fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Gr
                 .to_owned(),
         );
     }
-    let is_open =
-        |secret: &&String| bulkhead.sandbox.write.iter().any(|folder| Path::new(secret).starts_with(folder));
+    // Rules can only add: what somebody gives is given with all that is in it.
+    let given = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
+    let is_open = |secret: &&String| given().any(|path| Path::new(secret).starts_with(path));
     if let Some(secret) = grounds.withheld.iter().find(is_open) {
-        remarks.push(format!("its workers may write to a folder of the supervisor's own files: {secret}"));
+        remarks.push(format!("its `read` and `write` reach the supervisor's own files: {secret}"));
     }
     remarks
 }
