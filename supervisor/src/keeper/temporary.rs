@@ -91,18 +91,30 @@ fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     for number in 0..TRIES_MAX {
         let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
         match std::fs::DirBuilder::new().mode(0o711).create(&path) {
-            Ok(()) => {
-                let lock = rustix::fs::open(&path, FOLDER, Mode::empty())?;
-                rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-                // The keeper's mask may be narrower.
-                rustix::fs::fchmod(&lock, Mode::from_raw_mode(0o711))?;
-                return Ok((path, lock));
-            }
+            // Another keeper may sweep it away before it is locked.
+            Ok(()) => match lock(&path) {
+                Ok(lock) => return Ok((path, lock)),
+                Err(Errno::NOENT | Errno::WOULDBLOCK) => {}
+                Err(errno) => return Err(errno.into()),
+            },
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
         }
     }
     Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Locks a new folder. `NOENT` or `WOULDBLOCK`: somebody was faster, and it is gone or goes.
+fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let lock = rustix::fs::open(path, FOLDER, Mode::empty())?;
+    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+    let (locked, named) = (rustix::fs::fstat(&lock)?, rustix::fs::stat(path)?);
+    if (locked.st_dev, locked.st_ino) != (named.st_dev, named.st_ino) {
+        return Err(Errno::NOENT);
+    }
+    // The keeper's mask may be narrower.
+    rustix::fs::fchmod(&lock, Mode::from_raw_mode(0o711))?;
+    Ok(lock)
 }
 
 fn prefix() -> String {
@@ -226,6 +238,29 @@ mod tests {
         remove(&top);
         assert!(!top.exists());
         assert!(Path::new("/etc").exists());
+    }
+
+    #[test]
+    fn keepers_that_sweep_at_the_same_time_do_not_take_each_others_folders() {
+        let parent = tempfile::tempdir().unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let sweeper = scope.spawn(|| {
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    sweep(parent.path());
+                }
+            });
+            let all_made = (0..300).all(|_| {
+                create(parent.path()).is_ok_and(|(path, _lock)| {
+                    let is_there = path.is_dir();
+                    remove(&path);
+                    is_there
+                })
+            });
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            sweeper.join().unwrap();
+            assert!(all_made);
+        });
     }
 
     #[test]
