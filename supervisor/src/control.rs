@@ -38,8 +38,8 @@ use crate::observe::process;
 use crate::shard::Pulse;
 use crate::snapshot::Snapshot;
 
+pub use reload::InForce;
 use reload::Reloads;
-pub use reload::Start;
 
 /// How often the memory of workers is looked at, where it matters.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
@@ -67,8 +67,8 @@ pub struct Options {
     pub notices: mpsc::Receiver<Notice>,
     /// Counts of the data plane.
     pub pulse: Arc<Pulse>,
-    /// What a reload starts from.
-    pub start: Start,
+    /// The configuration, which can become another.
+    pub in_force: InForce,
     /// Where crash reports are kept, and the thread that does.
     pub crashes: (Crashes, CrashThread),
     /// The user who may connect, beside root.
@@ -116,7 +116,7 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, commander, notices, pulse, start, crashes, own, config, http } = options;
+    let Options { admin, commander, notices, pulse, in_force, crashes, own, config, http } = options;
     let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
@@ -125,7 +125,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         output: Arc::default(),
         crashes,
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
-        reloads: Reloads::new(start),
+        reloads: Reloads::new(in_force),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(http::STREAMS_MAX)),

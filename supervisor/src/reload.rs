@@ -205,7 +205,7 @@ impl BulkheadChange {
 }
 
 /// What is in force after a reload: `after`, but for keys that hold from start to stop.
-pub(crate) fn in_force(before: &SupervisorConfig, mut after: Config) -> Config {
+pub(crate) fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, .. } = after.supervisor;
     after.supervisor =
         SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, ..before.clone() };
@@ -382,7 +382,7 @@ mod tests {
             (changes.supervisor, changes.ignored),
             (vec!["drain_timeout".to_owned()], vec!["crash_keep".to_owned()])
         );
-        let now = in_force(&before.supervisor, after.clone());
+        let now = after_reload(&before.supervisor, after.clone());
         let again = Changes::between(&now, &after);
         assert!(again.is_empty());
         assert_eq!(again.ignored, ["crash_keep"]);

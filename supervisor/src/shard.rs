@@ -246,6 +246,8 @@ pub struct Shard {
 pub(crate) struct ShardLimits {
     clients_max: usize,
     payload_bytes_max: u64,
+    /// The largest payload there ever could be: a result of then may still be on its way.
+    result_bytes_max: u64,
     buffered_bytes_max: usize,
     drain_timeout: Duration,
 }
@@ -255,6 +257,7 @@ impl ShardLimits {
         Self {
             clients_max: config.max_clients,
             payload_bytes_max: config.max_payload,
+            result_bytes_max: config.max_payload,
             buffered_bytes_max: usize::try_from(config.max_buffered).unwrap_or(usize::MAX),
             drain_timeout: config.drain_timeout,
         }

@@ -73,8 +73,8 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let (notices, received) = tokio::sync::mpsc::channel(crate::command::NOTICES_MAX);
     let pulse = Arc::new(Pulse::default());
     let own = rustix::process::geteuid().as_raw();
-    let in_force = Arc::new(config.clone());
-    let start = control::Start { config: file, grounds: grounds.clone(), descriptors, own };
+    let config_in_force = Arc::new(config.clone());
+    let in_force = control::InForce { config: file, grounds: grounds.clone(), descriptors, own };
     let parts = Parts {
         config,
         grounds,
@@ -90,10 +90,10 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         commander,
         notices: received,
         pulse,
-        start,
+        in_force,
         crashes: crashes::start(store).map_err(system("start the thread for crash reports"))?,
         own,
-        config: in_force,
+        config: config_in_force,
         http,
     };
     let control = control::start(options).map_err(system("start the control plane"))?;

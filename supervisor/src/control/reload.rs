@@ -20,16 +20,16 @@ use crate::command::{Command, Event, Severity, SteerError};
 use crate::config::{self, Config, ConfigErrors};
 use crate::confinement::Grounds;
 use crate::program;
-use crate::reload::{Changes, Reload, in_force};
+use crate::reload::{Changes, Reload, after_reload};
 use crate::shard::ShardLimits;
 use crate::supervisor::leave_descriptors;
 
 /// Problems of a file that one event lists; the answer to whoever asked has them all.
 const PROBLEMS_TOLD_MAX: usize = 10;
 
-/// What a reload starts from.
-pub struct Start {
-    /// The file as it was read at the start.
+/// What is in force, and what another version of it is settled with.
+pub struct InForce {
+    /// The file as it was read last, but for keys that hold from start to stop.
     pub config: Config,
     /// What there is to confine workers by.
     pub(crate) grounds: Arc<Grounds>,
@@ -41,7 +41,7 @@ pub struct Start {
 
 /// The file in force, and how often it became another one.
 pub(super) struct Reloads {
-    start: tokio::sync::Mutex<Start>,
+    in_force: tokio::sync::Mutex<InForce>,
     /// Somebody has sent SIGHUP: as often as they like, until it is looked at.
     wanted: Notify,
     names: Mutex<Names>,
@@ -96,10 +96,10 @@ struct Prepared {
 }
 
 impl Reloads {
-    pub(super) fn new(start: Start) -> Self {
+    pub(super) fn new(in_force: InForce) -> Self {
         Self {
-            names: Mutex::new(Names::of(&start.config)),
-            start: tokio::sync::Mutex::new(start),
+            names: Mutex::new(Names::of(&in_force.config)),
+            in_force: tokio::sync::Mutex::new(in_force),
             wanted: Notify::new(),
             succeeded: AtomicU64::new(0),
             rejected: AtomicU64::new(0),
@@ -185,24 +185,24 @@ impl IntoResponse for Rejection {
 /// Reads the file, and puts it in force unless it is a dry run: then nothing changes, and nobody is told.
 async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> {
     // One after the other.
-    let mut start = control.reloads.start.lock().await;
+    let mut in_force = control.reloads.in_force.lock().await;
     if dry_run {
-        return Ok(prepare(&start).await?.changes);
+        return Ok(prepare(&in_force).await?.changes);
     }
     let is_ready = control.is_started.load(Ordering::SeqCst);
     if is_ready {
         announce_reload();
     }
-    let result = apply(control, &mut start).await;
+    let result = apply(control, &mut in_force).await;
     if is_ready {
         notify_systemd(&[NotifyState::Ready]);
     }
-    control.tell_reload(&start.config.path, &result);
+    control.tell_reload(&in_force.config.path, &result);
     result
 }
 
-async fn apply(control: &Control, start: &mut Start) -> Result<Changes, Rejection> {
-    let Prepared { after, changes, reload } = prepare(start).await?;
+async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rejection> {
+    let Prepared { after, changes, reload } = prepare(in_force).await?;
     if !changes.is_empty() {
         let (reply, answer) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
@@ -210,9 +210,9 @@ async fn apply(control: &Control, start: &mut Start) -> Result<Changes, Rejectio
         // It answers, or is gone: to stop waiting would be not to know which file is in force.
         answer.await.map_err(|_| Rejection::Stuck)??;
     }
-    start.config = in_force(&start.config.supervisor, after);
-    control.put_in_force(start.config.clone());
-    let names = Names::of(&start.config);
+    in_force.config = after_reload(&in_force.config.supervisor, after);
+    control.put_in_force(in_force.config.clone());
+    let names = Names::of(&in_force.config);
     control.output.keep_only(&names.bulkheads);
     control.events.keep_only(&names.bulkheads);
     *control.reloads.names() = names;
@@ -220,9 +220,9 @@ async fn apply(control: &Control, start: &mut Start) -> Result<Changes, Rejectio
 }
 
 /// Disks can be slow, so this has a thread of its own.
-async fn prepare(start: &Start) -> Result<Prepared, Rejection> {
-    let (before, grounds) = (start.config.clone(), start.grounds.clone());
-    let (descriptors, own) = (start.descriptors, start.own);
+async fn prepare(in_force: &InForce) -> Result<Prepared, Rejection> {
+    let (before, grounds) = (in_force.config.clone(), in_force.grounds.clone());
+    let (descriptors, own) = (in_force.descriptors, in_force.own);
     let task = tokio::task::spawn_blocking(move || read(&before, &grounds, descriptors, own));
     task.await.unwrap_or_else(|error| Err(Rejection::Broke(error.to_string())))
 }

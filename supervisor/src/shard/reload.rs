@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::named::{Compartment, Layout, Named, Presence};
 use super::steer::check_fit;
-use super::{Incoming, Shard};
+use super::{Incoming, Shard, ShardLimits};
 use crate::command::{Severity, SteerError};
 use crate::program::TenantNumbers;
 use crate::reload::{Reconfigured, Reload, Settled};
@@ -22,7 +22,8 @@ impl Shard {
             return Err(SteerError::Stopping);
         }
         let Reload { removed, changed, added, access, limits } = reload;
-        self.limits = limits;
+        let result_bytes_max = self.limits.result_bytes_max.max(limits.result_bytes_max);
+        self.limits = ShardLimits { result_bytes_max, ..limits };
         removed.iter().for_each(|name| self.retire(name));
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for settled in added {

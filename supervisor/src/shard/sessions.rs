@@ -789,7 +789,7 @@ impl Shard {
     fn bound_undelivered(&mut self, index: usize) {
         let Some(session) = self.sessions[index].as_ref() else { return };
         let own = session.counted_unread;
-        let one = usize::try_from(self.limits.payload_bytes_max).unwrap_or(usize::MAX);
+        let one = usize::try_from(self.limits.result_bytes_max).unwrap_or(usize::MAX);
         let is_too_much = own > one.saturating_add(16 * UNREAD_BYTES_PAUSE);
         let is_over_budget = self.undelivered > self.limits.buffered_bytes_max;
         if is_too_much {
