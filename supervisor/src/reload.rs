@@ -120,6 +120,16 @@ impl Settled {
     }
 }
 
+impl Reload {
+    /// Logs what the confinement of new workers goes without.
+    pub(crate) fn tell_remarks(&self) {
+        let replaced = self.changed.iter().filter(|changed| changed.replaces_workers);
+        for settled in replaced.map(|changed| &changed.settled).chain(&self.added) {
+            settled.program.tell_remarks(&settled.name);
+        }
+    }
+}
+
 impl Changes {
     /// What is different in `after`.
     pub(crate) fn between(before: &Config, after: &Config) -> Self {

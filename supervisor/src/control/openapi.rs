@@ -165,6 +165,24 @@ fn schemas() -> Value {
             "type": "object", "required": ["status", "degraded"],
             "properties": {"status": text, "degraded": {"type": "array", "items": {"type": "object"}}},
         },
+        "Changes": {
+            "type": "object", "required": ["dry_run", "bulkheads", "supervisor", "access", "ignored"],
+            "properties": {
+                "dry_run": {"type": "boolean"},
+                "bulkheads": {"type": "array", "items": {
+                    "type": "object", "required": ["bulkhead", "change", "keys", "replaces_workers"],
+                    "properties": {
+                        "bulkhead": text,
+                        "change": {"type": "string", "enum": ["added", "removed", "changed", "rebuilt"]},
+                        "keys": {"type": "array", "items": text},
+                        "replaces_workers": {"type": "boolean"},
+                    },
+                }},
+                "supervisor": {"type": "array", "items": text},
+                "access": {"type": "boolean"},
+                "ignored": {"type": "array", "items": text},
+            },
+        },
         "Crashes": {
             "type": "object", "required": ["crashes"],
             "properties": {"crashes": {"type": "array", "items": {"type": "object"}}},

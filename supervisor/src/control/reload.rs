@@ -204,6 +204,7 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
 async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rejection> {
     let Prepared { after, changes, reload } = prepare(in_force).await?;
     if !changes.is_empty() {
+        reload.tell_remarks();
         let (reply, answer) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commander.send(command).map_err(|_| Rejection::Stuck)?;

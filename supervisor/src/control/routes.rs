@@ -121,7 +121,7 @@ pub(super) const ROUTES: &[Route] = &[
     route!(post "/v1/bulkheads/{name}/reset" "reset" http::reset,
         "Clears its breaker, restart history and quarantine.", (200, &[json("Done")]), problems: &[404, 409]),
     route!(post "/v1/reload" "reload" reload::over_http,
-        "Reads the configuration again and puts it in force, or says what would change.", (200, &[json("Object")]),
+        "Reads the configuration again and puts it in force, or says what would change.", (200, &[json("Changes")]),
         query: &[Parameter("dry_run", Schema::Boolean, "Only says what would change.")], problems: &[409, 422, 500]),
     route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, the oldest first.",
         (200, &[json("Crashes")]), query: &[BULKHEAD, LIMIT], problems: &[404]),
