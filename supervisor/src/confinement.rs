@@ -139,7 +139,7 @@ impl Sandbox {
                 .read
                 .iter()
                 .map(|path| text(path))
-                .chain(named_files(bulkhead))
+                .chain(named_files(bulkhead, &grounds.withheld))
                 .chain(named_folders(&bulkhead.env))
                 .collect(),
             write: texts(&sandbox.write),
@@ -248,13 +248,17 @@ fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Gr
 }
 
 /// Files that the command line names: whoever writes `["python3", "main.py"]` means it to be read. Folders are
-/// not among them: they may be anything.
-fn named_files(bulkhead: &BulkheadConfig) -> Vec<String> {
+/// not among them: they may be anything; nor are the supervisor's own files.
+fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = &bulkhead.program else {
         return Vec::new();
     };
     let paths = argv.iter().skip(1).map(|text| bulkhead.cwd.join(text));
-    let files = paths.filter(|path| !path.starts_with("/proc") && path.is_file());
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
+    let secrets: Vec<PathBuf> = withheld.iter().filter_map(|path| real(Path::new(path))).collect();
+    let is_secret =
+        |path: &Path| real(path).is_none_or(|real| secrets.iter().any(|one| real.starts_with(one)));
+    let files = paths.filter(|path| !path.starts_with("/proc") && path.is_file() && !is_secret(path));
     files.map(|path| text(&path)).collect()
 }
 
