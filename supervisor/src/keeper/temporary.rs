@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
@@ -21,6 +21,9 @@ const PREFIX: &str = "bulkhead-";
 
 /// Tries to find a name that nobody has.
 const TRIES_MAX: u32 = 100;
+
+/// Folders that may wait for their removal.
+const DOOMED_MAX: usize = 16 * 1024;
 
 /// Names of a folder's entries that are held at a time.
 const NAMES_MAX: usize = 16 * 1024;
@@ -39,7 +42,7 @@ struct Base {
     /// Held while the keeper lives: the lock.
     _lock: OwnedFd,
     /// Dropped, it ends the thread that removes.
-    doomed: Sender<PathBuf>,
+    doomed: SyncSender<PathBuf>,
 }
 
 impl Folders {
@@ -57,10 +60,11 @@ impl Folders {
         Ok(path)
     }
 
-    /// Removes a folder of a worker of which nothing is left.
+    /// Removes a folder of a worker of which nothing is left, soon, or else when the keeper ends.
     pub(super) fn remove(&self, folder: PathBuf) {
         if let Some(base) = &self.base {
-            let _ = base.doomed.send(folder); // The thread ends with us.
+            // The thread ends with us. If it does not keep up, the folder goes along with all the others.
+            let _ = base.doomed.try_send(folder);
         }
     }
 }
@@ -77,7 +81,7 @@ impl Base {
     fn make(parent: &Path) -> io::Result<Self> {
         sweep(parent);
         let (path, lock) = create(parent)?;
-        let (doomed, folders) = channel::<PathBuf>();
+        let (doomed, folders) = sync_channel::<PathBuf>(DOOMED_MAX);
         std::thread::Builder::new().name("remover".into()).spawn(move || {
             folders.iter().for_each(|folder| remove(&folder));
         })?;
