@@ -101,14 +101,6 @@ fn what_needs_a_sandbox_is_refused_without_one() {
 }
 
 #[test]
-fn a_profile_that_nobody_wrote_is_told() {
-    if defaults::SANDBOX_PROFILE == Profile::None.name() {
-        let text = bulkhead("sandbox = { network = true }");
-        Folder::new().refuse_one(&text, (3, 23), "`sandbox.profile` is \"none\", the default", "");
-    }
-}
-
-#[test]
 fn a_bulkhead_without_a_sandbox_silences_the_defaults() {
     let folder = Folder::new();
     let defaults =
