@@ -221,7 +221,7 @@ fn health_and_readiness_from_start_to_stop() {
         folder,
         "drain_timeout = \"60s\"",
         "[bulkhead.slow]\ncwd = \".\"\nenv = { PATH = \"/usr/bin:/bin\" }\nstart = { handshake = \"60s\" }\n\
-         command = [\"sh\", \"-c\", \"until test -e gate; do sleep 0.02; done; exec MISBEHAVE\"]\n\
+         command = [\"sh\", \"-c\", \"until test -e gate; do sleep 0.02; done; exec 'MISBEHAVE'\"]\n\
          deadline = \"60s\"\n\
          [bulkhead.broken]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n\
          [bulkhead.good]\ncommand = [\"MISBEHAVE\"]\n",
@@ -597,7 +597,7 @@ fn rubbish_from_workers_is_harmless_in_logs() {
     let supervisor = Supervisor::start(
         "[bulkhead.x]\nenv = { PATH = \"/usr/bin:/bin\" }\nexec = [\"sh\", \"-c\", \"cat >&2\"]\n\
          [bulkhead.w]\nenv = { PATH = \"/usr/bin:/bin\" }\n\
-         command = [\"sh\", \"-c\", \"echo from stdout; echo from stderr >&2; exec MISBEHAVE\"]\n",
+         command = [\"sh\", \"-c\", \"echo from stdout; echo from stderr >&2; exec 'MISBEHAVE'\"]\n",
     );
     let client = Client::connect(supervisor.socket()).unwrap();
     let mut live = ask(&supervisor, "GET", "/v1/bulkheads/x/logs?follow=true", &[]);

@@ -793,7 +793,7 @@ fn logs_are_shown_and_followed_without_harm_to_a_terminal() {
 fn the_verbs_do_what_they_say() {
     let supervisor = Supervisor::start(&format!(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n\
-         [bulkhead.late]\ncommand = [\"sh\", \"-c\", \"test -e flag || exit 3; exec MISBEHAVE\"]\n\
+         [bulkhead.late]\ncommand = [\"sh\", \"-c\", \"test -e flag || exit 3; exec 'MISBEHAVE'\"]\n\
          cwd = \".\"\nrestart = {{ policy = \"never\" }}\n{SHELL}"
     ));
     supervisor.wait_number("b", "limit", 2);

@@ -86,7 +86,7 @@ fn a_poison_payload_is_kept_out_for_its_tenant_alone_and_until_a_reset() {
 
 /// A bulkhead whose workers do not start while there is a file of this name in the folder.
 fn failing_while(marker: &std::path::Path, tenants: &str, more: &str) -> String {
-    let script = format!("test -e {} && exit 3; exec MISBEHAVE", marker.display());
+    let script = format!("test -e {} && exit 3; exec 'MISBEHAVE'", marker.display());
     let restart = "restart = { max = 1, within = \"10m\", backoff = \"10ms\", backoff_max = \"10m\" }";
     isolated(tenants, &format!("{restart}\n{more}"))
         .replace("[\"MISBEHAVE\"]", &format!("[\"/bin/sh\", \"-c\", \"{script}\"]"))
@@ -150,7 +150,7 @@ fn a_breaker_closes_again_though_starts_take_longer_than_a_rest_waits() {
             "max_active = 3, idle = \"100ms\"",
             "max_queue = 5\nbreaker = { window = \"5m\", min_calls = 1, open_for = \"100ms\" }",
         )
-        .replace("[\"MISBEHAVE\"]", "[\"/bin/sh\", \"-c\", \"/bin/sleep 0.5; exec MISBEHAVE\"]"),
+        .replace("[\"MISBEHAVE\"]", "[\"/bin/sh\", \"-c\", \"/bin/sleep 0.5; exec 'MISBEHAVE'\"]"),
     );
     run(async {
         let client = connect(&supervisor).await;
