@@ -108,7 +108,8 @@ fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Locks a new folder. `NOENT` or `WOULDBLOCK`: somebody was faster, and it is gone or goes.
+/// Locks the folder of that name. `NOENT` or `WOULDBLOCK`: somebody was faster, and it is gone, goes, or
+/// another one has the name by now.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER, Mode::empty())?;
     rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -135,8 +136,8 @@ fn sweep(parent: &Path) {
         if !is_named || !is_ours() {
             continue;
         }
-        let Ok(folder) = rustix::fs::open(entry.path(), FOLDER, Mode::empty()) else { continue };
-        if rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive).is_ok() {
+        // Held while it is removed; only who holds the lock of a folder takes its name away.
+        if let Ok(_lock) = lock(&entry.path()) {
             remove(&entry.path());
         }
     }
