@@ -17,6 +17,7 @@ use crate::config::defaults::{
 use crate::crash::{Cause, CrashReport};
 use crate::entry::Refusal;
 use crate::reload::Reload;
+use crate::scrape::Scrape;
 use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
@@ -43,6 +44,11 @@ pub enum Command {
         tenant: String,
         /// What it is like.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
+    },
+    /// All numbers behind the metrics, of one moment.
+    Scrape {
+        /// What they are.
+        reply: oneshot::Sender<Scrape>,
     },
     /// Do something to one bulkhead.
     Steer {

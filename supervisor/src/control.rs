@@ -4,6 +4,7 @@
 mod crashes;
 mod http;
 mod jobs;
+mod metrics;
 mod openapi;
 mod reload;
 mod routes;

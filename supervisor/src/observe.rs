@@ -4,5 +4,6 @@
 pub mod crashes;
 pub mod events;
 pub mod logging;
+pub(crate) mod metrics;
 pub mod output;
 pub mod process;

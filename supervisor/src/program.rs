@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bulkhead_policy::{
     BreakerLimits, Health, Limits, Overflow, OwnNumbers, PoisonLimits, Pressure, RateLimit, RatePer, Recycle,
@@ -175,7 +176,7 @@ fn breaker(breaker: &config::BreakerConfig) -> BreakerLimits {
 }
 
 /// The numbers that policy decides by; where tenants are kept apart, for one of them.
-pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
+pub(crate) fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
         processes: bulkhead.processes,
         max_in_flight: bulkhead.max_in_flight,
@@ -218,13 +219,13 @@ pub(crate) fn limits(bulkhead: &BulkheadConfig) -> Limits {
             .poison
             .as_ref()
             .map(|poison| PoisonLimits { crashes: poison.crashes, within: poison.within }),
-        tenants: tenants(bulkhead),
+        tenants: tenants(bulkhead, labels),
         idle: bulkhead.isolation().map(|isolation| isolation.idle),
     }
 }
 
 /// How tenants share. Those that are kept apart share nothing.
-fn tenants(bulkhead: &BulkheadConfig) -> TenantLimits {
+fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);
     let own = tenant_numbers(bulkhead).into_iter().filter(|_| is_shared);
@@ -232,6 +233,7 @@ fn tenants(bulkhead: &BulkheadConfig) -> TenantLimits {
         max_in_flight: shares.and_then(|tenants| tenants.max_in_flight),
         max_queue: shares.and_then(|tenants| tenants.max_queue),
         own: own.map(|(name, numbers)| (name, numbers.of_share())).collect(),
+        labelled: labels.clone(),
     }
 }
 

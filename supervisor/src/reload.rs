@@ -77,6 +77,8 @@ pub(crate) struct Settled {
     pub(crate) fallback: Arc<[Arc<str>]>,
     /// How many tenants may have workers, if they are kept apart.
     pub(crate) max_active: Option<usize>,
+    /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
+    pub(crate) memory_limit: Option<u64>,
 }
 
 /// Other values for a bulkhead that goes on.
@@ -104,20 +106,37 @@ impl fmt::Debug for Reload {
     }
 }
 
+/// What holds from start to stop, and bulkheads are settled with.
+#[derive(Clone, Copy)]
+pub(crate) struct Surroundings<'s> {
+    /// The program behind `exec` and `library`.
+    pub(crate) host: Option<&'s Path>,
+    pub(crate) grounds: &'s Grounds,
+    /// The tenants that metrics name.
+    pub(crate) labels: &'s Arc<[String]>,
+}
+
 impl Settled {
-    /// Looks up what is needed; `host` is the program behind `exec` and `library`.
-    pub(crate) fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, grounds: &Grounds) -> Self {
+    /// Looks up what is needed.
+    pub(crate) fn new(bulkhead: &BulkheadConfig, around: Surroundings<'_>) -> Self {
         Self {
             name: bulkhead.name.as_str().into(),
-            program: Arc::new(Program::new(bulkhead, host, grounds)),
-            limits: program::limits(bulkhead),
+            program: Arc::new(Program::new(bulkhead, around.host, around.grounds)),
+            limits: program::limits(bulkhead, around.labels),
             own: program::tenant_numbers(bulkhead),
             max_payload: bulkhead.max_payload,
             max_result: bulkhead.max_result,
             fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
             max_active: bulkhead.isolation().map(|isolation| isolation.max_active as usize),
+            memory_limit: memory_limit(bulkhead),
         }
     }
+}
+
+/// The least of what ends or replaces a worker for its memory.
+fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
+    let cgroup = bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory);
+    cgroup.into_iter().chain(bulkhead.recycle.rss).min()
 }
 
 impl Reload {
@@ -171,9 +190,9 @@ impl Changes {
         before: &Config,
         after: &Config,
         limits: ShardLimits,
-        (host, grounds, own): (Option<&Path>, &Grounds, u32),
+        (around, own): (Surroundings<'_>, u32),
     ) -> Reload {
-        let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, host, grounds);
+        let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, around);
         let new = self.of(&[Kind::Added, Kind::Rebuilt]);
         let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(settle).collect();
         let changed = after.bulkheads.iter().filter_map(|bulkhead| {
@@ -182,7 +201,7 @@ impl Changes {
             let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
             Some(Reconfigured {
                 settled: settle(bulkhead),
-                limits_before: program::limits(old),
+                limits_before: program::limits(old, around.labels),
                 own_before: program::tenant_numbers(old),
                 replaces_workers: change.replaces_workers,
             })

@@ -8,6 +8,7 @@ mod access;
 mod crashes;
 mod fallback;
 mod links;
+mod metrics;
 mod named;
 mod notes;
 mod refusals;
@@ -29,9 +30,9 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::{Action, Event, Time, Timers};
-use bulkhead_shared::JobId;
 use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
+use bulkhead_shared::{JobId, Priority};
 use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
@@ -42,7 +43,7 @@ use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
 use crate::keeper::{Keeper, Report};
 use crate::observe::crashes::REPORTS_WAITING_MAX;
-use crate::reload::Settled;
+use crate::reload::{Settled, Surroundings};
 
 pub(crate) use access::Access;
 use fallback::Journey;
@@ -93,6 +94,9 @@ pub(crate) struct JobRecord {
     tenant: Box<str>,
     traceparent: Option<Box<str>>,
     payload_bytes: usize,
+    priority: Priority,
+    /// The label of its tenant in the metrics.
+    label: u32,
     held: Held,
     /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
     journey: Option<Box<Journey>>,
@@ -178,6 +182,8 @@ pub struct Shard {
     /// What the keeper said while something else was being done.
     late_reports: VecDeque<Report>,
     named: Vec<Named>,
+    /// The tenants that metrics name, sorted.
+    labels: Arc<[String]>,
     by_name: HashMap<Arc<str>, usize, RandomState>,
     /// Places of bulkheads that are not in the file any more, and of which something is left.
     leaving: Vec<usize>,
@@ -334,12 +340,14 @@ pub struct Parts {
     pub pulse: Arc<Pulse>,
     /// The host for `exec` and `library`, if one is needed.
     pub host: Option<std::path::PathBuf>,
+    /// The tenants that metrics name, sorted.
+    pub labels: Arc<[String]>,
 }
 
 impl Shard {
     /// A data plane that has not started anything yet, and the handle for commands to it.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, grounds, listener, keeper, notices, pulse, host } = parts;
+        let Parts { config, grounds, listener, keeper, notices, pulse, host, labels } = parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
@@ -364,6 +372,7 @@ impl Shard {
             by_name: HashMap::default(),
             leaving: Vec::new(),
             free_named: Vec::new(),
+            labels,
             compartments: Vec::new(),
             free_compartments: Vec::new(),
             unsettled: Vec::new(),
@@ -407,7 +416,8 @@ impl Shard {
             started: false,
         };
         for bulkhead in &config.bulkheads {
-            let settled = Settled::new(bulkhead, host.as_deref(), &grounds);
+            let around = Surroundings { host: host.as_deref(), grounds: &grounds, labels: &shard.labels };
+            let settled = Settled::new(bulkhead, around);
             settled.program.tell_remarks(&bulkhead.name);
             shard.open(settled);
         }
@@ -630,7 +640,10 @@ impl Shard {
             }
             Action::Answer(answer) => self.answer(index, answer, incoming),
             Action::Cancel { worker, job } => self.send_cancel(index, worker, job),
-            Action::Spawn { worker, slot } => self.spawn(index, worker, slot),
+            Action::Spawn { worker, slot, again } => {
+                self.count_restart(index, again);
+                self.spawn(index, worker, slot);
+            }
             Action::Drain { worker } => self.send_drain(index, worker),
             Action::Kill { worker, .. } => self.kill(index, worker),
             Action::Watch { worker } => self.watch(index, worker),

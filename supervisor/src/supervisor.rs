@@ -74,7 +74,9 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let pulse = Arc::new(Pulse::default());
     let own = rustix::process::geteuid().as_raw();
     let config_in_force = Arc::new(config.clone());
-    let in_force = control::InForce { config: file, grounds: grounds.clone(), descriptors, own };
+    let labels: Arc<[String]> = config.labelled_tenants().into();
+    let in_force =
+        control::InForce { config: file, grounds: grounds.clone(), descriptors, own, labels: labels.clone() };
     let parts = Parts {
         config,
         grounds,
@@ -83,6 +85,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         notices,
         pulse: pulse.clone(),
         host,
+        labels,
     };
     let (shard, commander) = Shard::new(parts).map_err(system("prepare the event loop"))?;
     let options = Options {

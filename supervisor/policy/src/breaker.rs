@@ -65,6 +65,9 @@ pub enum BreakerState {
 }
 
 impl BreakerState {
+    /// Every state, by its number.
+    pub const ALL: [Self; 4] = [Self::Closed, Self::Open, Self::HalfOpen, Self::ForcedOpen];
+
     /// `closed`, `open`, `half_open` or `forced_open`.
     pub const fn name(self) -> &'static str {
         match self {

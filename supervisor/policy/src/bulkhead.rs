@@ -31,7 +31,7 @@ use admission::Evictions;
 
 pub use life::describe as describe_end;
 pub use size::Activity;
-pub use view::{BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerView};
+pub use view::{BulkheadState, Counters, HeldJob, PostMortem, StaffView, TenantView, WorkerView};
 
 /// One bulkhead. `T` is the caller's own record of a job.
 pub struct Bulkhead<T> {

@@ -40,17 +40,19 @@ mod workers;
 pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
 pub use bulkhead::{
-    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, TenantView, WorkerView, describe_end,
+    Activity, Bulkhead, BulkheadState, Counters, HeldJob, PostMortem, StaffView, TenantView, WorkerView,
+    describe_end,
 };
 pub use limits::{
     Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits,
 };
 pub use messages::{
-    Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, StopReason, Submission,
-    WorkerId,
+    Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, RestartCause, StopReason,
+    Submission, WorkerId,
 };
 pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};
 pub use tenants::TenantId;
 pub use time::Time;
 pub use timers::Timers;
+pub use workers::WORKER_STATES;

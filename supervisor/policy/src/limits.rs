@@ -1,6 +1,7 @@
 //! What a bulkhead is allowed and how it is kept alive, as plain verified values.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::breaker::BreakerLimits;
@@ -62,6 +63,9 @@ pub struct TenantLimits {
     pub max_queue: Option<u32>,
     /// Tenants, by name, that have numbers of their own.
     pub own: BTreeMap<String, OwnNumbers>,
+    /// Tenants, sorted by name, that the caller counts by themselves, from start to stop; see
+    /// [`crate::Bulkhead::label`].
+    pub labelled: Arc<[String]>,
 }
 
 /// One tenant's own numbers, each in place of what holds for all of them.

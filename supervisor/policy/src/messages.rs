@@ -253,6 +253,8 @@ pub enum Action<T> {
         worker: WorkerId,
         /// The slot it is for.
         slot: u32,
+        /// Why the slot gets another one; `None` for its first.
+        again: Option<RestartCause>,
     },
     /// Give a job to a worker. The caller's record is at [`crate::Bulkhead::cargo_mut`].
     Dispatch {
@@ -409,6 +411,109 @@ impl RecycleReason {
             Self::Restart => "restart",
             Self::Resize => "resize",
             Self::Reload => "reload",
+        }
+    }
+}
+
+/// Why a slot gets another worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum RestartCause {
+    // How the one before ended by itself.
+    Exit,
+    Signal,
+    Oom,
+    Violation,
+    // Why it was killed.
+    Protocol,
+    Hung,
+    Deadline,
+    NotReady,
+    Stopped,
+    KeeperDied,
+    /// It could not be started at all.
+    NotStarted,
+    // Why it was replaced.
+    Jobs,
+    Memory,
+    Age,
+    Restart,
+    Resize,
+    Reload,
+}
+
+impl RestartCause {
+    /// Every cause, by its number.
+    pub const ALL: [Self; 17] = [
+        Self::Exit,
+        Self::Signal,
+        Self::Oom,
+        Self::Violation,
+        Self::Protocol,
+        Self::Hung,
+        Self::Deadline,
+        Self::NotReady,
+        Self::Stopped,
+        Self::KeeperDied,
+        Self::NotStarted,
+        Self::Jobs,
+        Self::Memory,
+        Self::Age,
+        Self::Restart,
+        Self::Resize,
+        Self::Reload,
+    ];
+
+    /// The word used in metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Exit => "exit",
+            Self::Signal => "signal",
+            Self::Oom => "oom",
+            Self::Violation => "violation",
+            Self::Protocol => "protocol",
+            Self::Hung => "hung",
+            Self::Deadline => "deadline",
+            Self::NotReady => "not_ready",
+            Self::Stopped => "stopped",
+            Self::KeeperDied => "keeper_died",
+            Self::NotStarted => "not_started",
+            Self::Jobs => RecycleReason::Jobs.name(),
+            Self::Memory => RecycleReason::Memory.name(),
+            Self::Age => RecycleReason::Age.name(),
+            Self::Restart => RecycleReason::Restart.name(),
+            Self::Resize => RecycleReason::Resize.name(),
+            Self::Reload => RecycleReason::Reload.name(),
+        }
+    }
+
+    /// Of a worker that is gone.
+    pub(crate) const fn of_end(death: Death, killed: Option<&KillReason>) -> Self {
+        match (killed, death) {
+            (Some(KillReason::Deadline), _) => Self::Deadline,
+            (Some(KillReason::Hung), _) => Self::Hung,
+            (Some(KillReason::Protocol(_)), _) => Self::Protocol,
+            (Some(KillReason::NoHello | KillReason::NotReady), _) => Self::NotReady,
+            (Some(KillReason::Overdue | KillReason::Unwanted), _) => Self::Stopped,
+            (Some(KillReason::KeeperDied), _) => Self::KeeperDied,
+            (None, Death::Exit(_)) => Self::Exit,
+            (None, Death::Signal(_)) => Self::Signal,
+            (None, Death::Violation(_)) => Self::Violation,
+            (None, Death::Oom) => Self::Oom,
+        }
+    }
+}
+
+impl From<RecycleReason> for RestartCause {
+    fn from(reason: RecycleReason) -> Self {
+        match reason {
+            RecycleReason::Jobs => Self::Jobs,
+            RecycleReason::Memory => Self::Memory,
+            RecycleReason::Age => Self::Age,
+            RecycleReason::Restart => Self::Restart,
+            RecycleReason::Resize => Self::Resize,
+            RecycleReason::Reload => Self::Reload,
         }
     }
 }

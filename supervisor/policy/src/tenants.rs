@@ -30,6 +30,8 @@ pub(crate) struct Tenant {
     pub(crate) in_flight: u32,
     pub(crate) bucket: Bucket,
     pub(crate) own: OwnNumbers,
+    /// Its place among the labelled; behind the last one if it is not among them.
+    pub(crate) label: u32,
     /// Jobs that asked to be taken, whatever became of them.
     pub(crate) submitted: u64,
     pub(crate) rejected: u64,
@@ -45,6 +47,7 @@ pub(crate) struct Tenants {
     by_name: HashMap<Arc<str>, u32>,
     /// The numbers of tenants that have some of their own, whether they are remembered or not.
     own: HashMap<Box<str>, OwnNumbers>,
+    labelled: Arc<[String]>,
     oldest: u32,
     newest: u32,
     idle: usize,
@@ -63,6 +66,7 @@ impl Tenants {
             table: Vec::new(),
             by_name: HashMap::new(),
             own: own.collect(),
+            labelled: limits.labelled.clone(),
             oldest: NONE,
             newest: NONE,
             idle: 0,
@@ -178,7 +182,9 @@ impl Tenants {
     /// A number for a tenant that has none: a new one, or that of the tenant that has been idle for longest.
     fn enter(&mut self, name: &str) -> u32 {
         let name: Arc<str> = name.into();
+        let label = self.labelled.binary_search_by(|label| (**label).cmp(&name));
         let tenant = Tenant {
+            label: label.unwrap_or(self.labelled.len()) as u32,
             name: name.clone(),
             jobs: 0,
             in_flight: 0,

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use crate::limits::Limits;
-use crate::messages::{KillReason, RecycleReason, WorkerId};
+use crate::messages::{KillReason, RecycleReason, RestartCause, WorkerId};
 use crate::restart::History;
 use crate::time::Time;
 
@@ -169,18 +169,24 @@ impl Worker {
     }
 
     pub(crate) fn state_name(&self) -> &'static str {
+        let [spawning, handshaking, initializing, ready, busy, draining, terminating, killing] =
+            WORKER_STATES;
         match self.phase {
-            Phase::Handshaking { .. } if self.pid.is_none() => "spawning",
-            Phase::Handshaking { .. } => "handshaking",
-            Phase::Initializing { .. } => "initializing",
-            Phase::Ready if self.kill_at.is_some() => "terminating",
-            Phase::Ready if self.jobs.is_empty() => "ready",
-            Phase::Ready => "busy",
-            Phase::Draining => "draining",
-            Phase::Killing(_) => "killing",
+            Phase::Handshaking { .. } if self.pid.is_none() => spawning,
+            Phase::Handshaking { .. } => handshaking,
+            Phase::Initializing { .. } => initializing,
+            Phase::Ready if self.kill_at.is_some() => terminating,
+            Phase::Ready if self.jobs.is_empty() => ready,
+            Phase::Ready => busy,
+            Phase::Draining => draining,
+            Phase::Killing(_) => killing,
         }
     }
 }
+
+/// What a worker can be doing, in the words used in every interface.
+pub const WORKER_STATES: [&str; 8] =
+    ["spawning", "handshaking", "initializing", "ready", "busy", "draining", "terminating", "killing"];
 
 #[derive(Default)]
 pub(crate) struct Slot {
@@ -194,6 +200,8 @@ pub(crate) struct Slot {
     pub(crate) resting: Option<SlotState>,
     /// Whether its next worker follows another.
     pub(crate) has_had_worker: bool,
+    /// What became of the last worker that ended.
+    pub(crate) last_end: Option<RestartCause>,
     /// Whether its first start has ended, well or not.
     pub(crate) has_settled: bool,
     pub(crate) last_exit: Option<String>,

@@ -8,7 +8,8 @@ mod stage;
 use std::time::Duration;
 
 use bulkhead_policy::{
-    BulkheadState, Death, Event, KillReason, Limits, Note, RecycleReason, Reply, RestartPolicy, Time,
+    BulkheadState, Death, Event, KillReason, Limits, Note, RecycleReason, Reply, RestartCause, RestartPolicy,
+    Time,
 };
 use bulkhead_shared::{CrashReason, Executed, RejectReason, Verdict};
 use stage::{MS, SECOND, Stage, limits};
@@ -449,4 +450,46 @@ fn a_starved_worker_is_forgiven_and_a_stuck_one_is_not() {
         assert_eq!(stage.killed, [(worker, KillReason::Hung)]);
         assert_eq!(stage.asked.len(), looks);
     }
+}
+
+/// A restart is told with what became of the worker before, or why it is replaced.
+#[test]
+fn every_restart_has_its_cause() {
+    let mut stage = Stage::ready(Limits { grace: MS, ..limits(1, 1, 0) });
+    let deaths = [
+        (Death::Exit(3), RestartCause::Exit),
+        (Death::Signal(11), RestartCause::Signal),
+        (Death::Violation("ptrace"), RestartCause::Violation),
+        (Death::Oom, RestartCause::Oom),
+    ];
+    for (death, cause) in deaths {
+        stage.job();
+        stage.die(stage.newest_worker(), death);
+        assert_eq!(stage.causes.last(), Some(&Some(cause)));
+        stage.bring_up(stage.newest_worker());
+    }
+    // Killed for a job that does not end.
+    stage.job_with(Some(SECOND));
+    stage.wait(60 * SECOND);
+    stage.die(stage.newest_worker(), Death::Signal(9));
+    assert_eq!(stage.causes.last(), Some(&Some(RestartCause::Deadline)));
+    stage.bring_up(stage.newest_worker());
+    stage.apply(Event::Broke { worker: stage.newest_worker(), message: "rubbish".into() });
+    stage.die(stage.newest_worker(), Death::Signal(9));
+    stage.wait(SECOND);
+    assert_eq!(stage.causes.last(), Some(&Some(RestartCause::Protocol)));
+    let worker = stage.newest_worker();
+    stage.apply(Event::SpawnFailed { worker, message: "no such file".into() });
+    stage.wait(SECOND);
+    assert_eq!(stage.causes.last(), Some(&Some(RestartCause::NotStarted)));
+    let worker = stage.newest_worker();
+    stage.bring_up(worker);
+    // Its replacement comes first. How the one before ends then says nothing of the next.
+    stage.apply(Event::Restart);
+    assert_eq!(stage.causes.last(), Some(&Some(RestartCause::Restart)));
+    stage.bring_up(stage.newest_worker());
+    stage.die(worker, Death::Exit(0));
+    let count = stage.causes.len();
+    assert_eq!((stage.bulkhead.restarts() as usize, stage.causes[0]), (count - 1, None));
+    assert!(stage.causes[1..].iter().all(Option::is_some));
 }

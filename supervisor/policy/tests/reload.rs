@@ -65,7 +65,12 @@ fn tenants_have_their_new_shares_at_once() {
         let own = own.iter().map(|(name, most)| {
             ((*name).to_owned(), OwnNumbers { max_in_flight: Some(*most), ..OwnNumbers::default() })
         });
-        let tenants = TenantLimits { max_in_flight: most, max_queue: None, own: own.collect() };
+        let tenants = TenantLimits {
+            max_in_flight: most,
+            max_queue: None,
+            own: own.collect(),
+            ..TenantLimits::default()
+        };
         Limits { tenants, ..limits(1, 4, 10) }
     };
     let mut stage = Stage::ready(share(Some(1), &[("acme", 2)]));

@@ -5,7 +5,7 @@ mod access;
 mod admission;
 mod confinement;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,6 +21,9 @@ pub use admission::{
 };
 pub use confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser, UidRange};
 
+/// What metrics call all tenants that have no label of their own, and jobs without a tenant.
+pub const OTHER_TENANTS: &str = "_other";
+
 /// A whole configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Config {
@@ -32,6 +35,25 @@ pub struct Config {
     pub access: Vec<AccessConfig>,
     /// The bulkheads, in the order of the file; at least one, no name twice.
     pub bulkheads: Vec<BulkheadConfig>,
+}
+
+impl Config {
+    /// The tenants that metrics name, sorted: the first `tenant_labels` that the file names. Nobody else gets a
+    /// label, so that strangers cannot fill the table.
+    pub fn labelled_tenants(&self) -> Vec<String> {
+        let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
+        let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();
+        let mut named = BTreeSet::new();
+        for tenant in of_bulkheads.chain(of_access) {
+            if named.len() == self.supervisor.tenant_labels {
+                break;
+            }
+            if tenant != OTHER_TENANTS {
+                named.insert(tenant.clone());
+            }
+        }
+        named.into_iter().collect()
+    }
 }
 
 /// `[supervisor]`: sockets, and the bounds that all bulkheads share.
@@ -60,6 +82,8 @@ pub struct SupervisorConfig {
     pub crash_dir: Option<PathBuf>,
     /// Crash reports that are kept, at least 1.
     pub crash_keep: usize,
+    /// Tenants that have a label of their own in the metrics; see [`Config::labelled_tenants`].
+    pub tenant_labels: usize,
     /// The ids that workers with [`SandboxUser::Auto`] get; `None`: there are none.
     pub worker_uids: Option<UidRange>,
 }

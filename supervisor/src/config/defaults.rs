@@ -32,6 +32,8 @@ pub const FOLDER_MODE: u32 = 0o700;
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
 /// Crash reports that are kept.
 pub const CRASH_KEEP: u64 = 100;
+/// Tenants that have a label of their own in the metrics.
+pub const TENANT_LABELS: u64 = 50;
 
 /// The symbol of a C library that serves jobs.
 pub const ENTRY: &str = "bulkhead_handle";
@@ -159,6 +161,8 @@ pub const RESTART_CEILING: u64 = 1000;
 pub const MISSED_CEILING: u64 = 1000;
 /// The most crash reports that may be kept.
 pub const CRASH_KEEP_CEILING: u64 = 10_000;
+/// The most tenants that may have a label of their own in the metrics: each has some lines for each bulkhead.
+pub const TENANT_LABELS_CEILING: u64 = 1000;
 /// The largest id of a user or a group: the kernel takes the one above for none.
 pub const ID_MAX: u64 = u32::MAX as u64 - 1;
 /// The most ids that `worker_uids` may name.

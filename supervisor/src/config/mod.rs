@@ -31,9 +31,9 @@ use std::path::{Path, PathBuf};
 
 pub use checked::{
     AccessConfig, BreakerConfig, BulkheadConfig, CgroupConfig, Config, Health, HttpConfig, IsolationConfig,
-    Layer, Overflow, PoisonConfig, PressureConfig, PriorityConfig, Profile, Program, RateLimitConfig,
-    RatePer, Recycle, Resource, Restart, RestartPolicy, RetryConfig, Rlimit, SandboxConfig, SandboxUser,
-    Start, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
+    Layer, OTHER_TENANTS, Overflow, PoisonConfig, PressureConfig, PriorityConfig, Profile, Program,
+    RateLimitConfig, RatePer, Recycle, Resource, Restart, RestartPolicy, RetryConfig, Rlimit, SandboxConfig,
+    SandboxUser, Start, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
 };
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};

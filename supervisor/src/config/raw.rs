@@ -50,6 +50,7 @@ pub(super) struct RawSupervisor {
     pub(super) max_buffered: Field<u64>,
     pub(super) crash_dir: Field<String>,
     pub(super) crash_keep: Field<u64>,
+    pub(super) tenant_labels: Field<u64>,
     pub(super) worker_uids: Field<UidRange>,
 }
 
@@ -207,6 +208,7 @@ fn read_supervisor(heading: Range<usize>, table: &mut TableReader<'_, '_>) -> Ra
         max_buffered: table.size("max_buffered"),
         crash_dir: table.text("crash_dir"),
         crash_keep: table.count("crash_keep"),
+        tenant_labels: table.count("tenant_labels"),
         worker_uids: table.ids("worker_uids"),
     }
 }

@@ -78,6 +78,7 @@ impl Checker<'_> {
             max_buffered: buffered.value,
             crash_dir: self.crash_dir(&raw.crash_dir),
             crash_keep: raw.crash_keep.value_or(defaults::CRASH_KEEP) as usize,
+            tenant_labels: raw.tenant_labels.value_or(defaults::TENANT_LABELS) as usize,
             worker_uids: raw.worker_uids.optional(),
         }
     }

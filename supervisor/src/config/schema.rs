@@ -10,7 +10,7 @@ use super::{defaults, units};
 
 /// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
 /// give it one in [`KEYS`], and read it in `raw.rs`. A table stands for all that is in it.
-pub(super) const LATER: &[(&str, &str)] = &[(SUPERVISOR, "tenant_labels"), (BULKHEAD, "adaptive")];
+pub(super) const LATER: &[(&str, &str)] = &[(BULKHEAD, "adaptive")];
 
 pub(super) const TOP: &str = "";
 pub(super) const ACCESS: &str = "access";
@@ -230,6 +230,8 @@ const KEYS: &[Key] = &[
         "The folder that crash reports are kept in; made 0700 if it is missing. A report holds the payload of the job."),
     key(SUPERVISOR, "crash_keep", Kind::Count { min: 1, max: defaults::CRASH_KEEP_CEILING }, Preset::Count(defaults::CRASH_KEEP),
         "Crash reports that are kept: the newest."),
+    key(SUPERVISOR, "tenant_labels", Kind::Count { min: 0, max: defaults::TENANT_LABELS_CEILING }, Preset::Count(defaults::TENANT_LABELS),
+        "How many tenants have a label of their own in the metrics: those that the file names, from its first bulkhead to its last, by name, and then those of `[[access]]`. All others are `_other`."),
     key(SUPERVISOR, "worker_uids", Kind::Ids, Preset::Described("none"),
         "The ids that workers with `sandbox.user = \"auto\"` get, one each: the first and the last, from 1 to 4294967294, at most 1000000. They should be nobody else's."),
 

@@ -84,6 +84,7 @@ impl Lines {
         self.set("max_payload", size(supervisor.max_payload));
         self.set("max_buffered", size(supervisor.max_buffered));
         self.crashes(supervisor);
+        self.set("tenant_labels", supervisor.tenant_labels);
         match &supervisor.worker_uids {
             Some(uids) => self.set("worker_uids", string(&uids.to_string())),
             None => self.comment("worker_uids: none"),

@@ -2,7 +2,7 @@
 //! whole and off every thread that others wait for; only what is right in all its parts goes to the data plane.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -20,7 +20,8 @@ use crate::command::{Command, Event, Severity, SteerError};
 use crate::config::{self, Config, ConfigErrors};
 use crate::confinement::Grounds;
 use crate::program;
-use crate::reload::{Changes, Reload, after_reload};
+use crate::reload::{Changes, Reload, Surroundings, after_reload};
+use crate::scrape::ReloadCounts;
 use crate::shard::ShardLimits;
 use crate::supervisor::leave_descriptors;
 
@@ -28,6 +29,7 @@ use crate::supervisor::leave_descriptors;
 const PROBLEMS_TOLD_MAX: usize = 10;
 
 /// What is in force, and what another version of it is settled with.
+#[derive(Clone)]
 pub struct InForce {
     /// The file as it was read last, but for keys that hold from start to stop.
     pub config: Config,
@@ -37,6 +39,8 @@ pub struct InForce {
     pub(crate) descriptors: u64,
     /// The supervisor's own user.
     pub(crate) own: u32,
+    /// The tenants that metrics name, from start to stop.
+    pub(crate) labels: Arc<[String]>,
 }
 
 /// The file in force, and how often it became another one.
@@ -45,11 +49,7 @@ pub(super) struct Reloads {
     /// Somebody has sent SIGHUP: as often as they like, until it is looked at.
     wanted: Notify,
     names: Mutex<Names>,
-    /// For the metric `bulkhead_config_reloads_total{result}`.
-    pub(super) succeeded: AtomicU64,
-    pub(super) rejected: AtomicU64,
-    /// For the metric `bulkhead_config_last_reload_successful`.
-    pub(super) was_successful: AtomicBool,
+    counts: Mutex<ReloadCounts>,
 }
 
 /// The names of the file in force.
@@ -101,9 +101,7 @@ impl Reloads {
             names: Mutex::new(Names::of(&in_force.config)),
             in_force: tokio::sync::Mutex::new(in_force),
             wanted: Notify::new(),
-            succeeded: AtomicU64::new(0),
-            rejected: AtomicU64::new(0),
-            was_successful: AtomicBool::new(true),
+            counts: Mutex::default(),
         }
     }
 
@@ -121,6 +119,17 @@ impl Reloads {
 
     pub(super) fn watched(&self) -> Vec<String> {
         self.names().recycle_rss.clone()
+    }
+
+    /// For the metrics.
+    pub(super) fn counts(&self) -> ReloadCounts {
+        *self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn record(&self, is_success: bool) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        *(if is_success { &mut counts.succeeded } else { &mut counts.rejected }) += 1;
+        counts.was_successful = is_success;
     }
 
     /// The file is to be read again, soon.
@@ -222,13 +231,13 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
 
 /// Disks can be slow, so this has a thread of its own.
 async fn prepare(in_force: &InForce) -> Result<Prepared, Rejection> {
-    let (before, grounds) = (in_force.config.clone(), in_force.grounds.clone());
-    let (descriptors, own) = (in_force.descriptors, in_force.own);
-    let task = tokio::task::spawn_blocking(move || read(&before, &grounds, descriptors, own));
+    let in_force = in_force.clone();
+    let task = tokio::task::spawn_blocking(move || read(&in_force));
     task.await.unwrap_or_else(|error| Err(Rejection::Broke(error.to_string())))
 }
 
-fn read(before: &Config, grounds: &Grounds, descriptors: u64, own: u32) -> Result<Prepared, Rejection> {
+fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
+    let before = &in_force.config;
     let after = config::load(&before.path)?;
     let host = program::find_host();
     if host.is_none()
@@ -238,9 +247,11 @@ fn read(before: &Config, grounds: &Grounds, descriptors: u64, own: u32) -> Resul
     }
     let changes = Changes::between(before, &after);
     let mut bounded = after.clone();
-    leave_descriptors(&mut bounded, descriptors);
+    leave_descriptors(&mut bounded, in_force.descriptors);
     let limits = ShardLimits::new(&bounded.supervisor);
-    let reload = changes.prepare(before, &after, limits, (host.as_deref(), grounds, own));
+    let InForce { grounds, labels, own, .. } = in_force;
+    let around = Surroundings { host: host.as_deref(), grounds, labels };
+    let reload = changes.prepare(before, &after, limits, (around, *own));
     Ok(Prepared { after, changes, reload })
 }
 
@@ -254,10 +265,7 @@ fn announce_reload() {
 
 impl Control {
     fn tell_reload(&self, path: &Path, result: &Result<Changes, Rejection>) {
-        let is_success = result.is_ok();
-        let counter = if is_success { &self.reloads.succeeded } else { &self.reloads.rejected };
-        counter.fetch_add(1, Ordering::Relaxed);
-        self.reloads.was_successful.store(is_success, Ordering::Relaxed);
+        self.reloads.record(result.is_ok());
         let mut fields = vec![("file", json!(path))];
         let (severity, kind) = match result {
             Ok(changes) => {

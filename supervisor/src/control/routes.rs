@@ -5,7 +5,7 @@ use axum::Router;
 use axum::routing::{self, MethodRouter};
 
 use super::http::{self, JSON, Shared};
-use super::{crashes, jobs, openapi, reload};
+use super::{crashes, jobs, metrics, openapi, reload};
 
 /// One method on one path.
 pub(super) struct Route {
@@ -93,6 +93,9 @@ pub(super) const ROUTES: &[Route] = &[
         (200, &[json("Readiness")]),
         query: &[Parameter("bulkhead", Schema::Text, "Asks for one.")], problems: &[404]),
     route!(get "/openapi.json" "openapi" openapi::show, "This document.", (200, &[json("Object")])),
+    route!(get "/metrics" "metrics" metrics::show, "All metrics, in the format that `Accept` prefers.",
+        (200, &[("application/openmetrics-text; version=1.0.0; charset=utf-8", Schema::Text),
+            ("text/plain; version=0.0.4; charset=utf-8", Schema::Text)])),
     route!(get "/v1/config" "config" openapi::config, "The configuration in force, without its secrets.",
         (200, &[json("Object")])),
     route!(get "/v1/bulkheads" "listBulkheads" http::bulkheads, "The state of every bulkhead.",

@@ -80,6 +80,13 @@ impl Shard {
             return Some(answer);
         }
         self.note_fallback(&journey, place, &answer.verdict);
+        match journey.before {
+            Some(_) => {
+                let stop = journey.chain[journey.next - 1].clone();
+                self.count_guest_end(compartment, (journey.entry.0, &stop), &answer.verdict);
+            }
+            None => self.named[journey.entry.0].tally.elsewhere += 1,
+        }
         if matches!(answer.verdict, Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
         }
@@ -153,6 +160,7 @@ impl Shard {
         payload: Incoming<'_>,
     ) {
         let compartment = self.compartment_for(named, &cargo.tenant);
+        self.named[named].tally.guests += 1;
         let Journey { priority, idempotent, cost, .. } = *journey;
         let keeps = idempotent && (self.named[named].retries || journey.next < journey.chain.len());
         cargo.held.is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
@@ -181,6 +189,7 @@ impl Shard {
         let Some(journey) = &answer.cargo.journey else { return outcome };
         let Some(before) = &journey.before else { return outcome };
         let has_crashed = matches!(before.first.verdict, Verdict::Crashed { .. });
+        let (entry, stop) = (journey.entry.0, journey.chain[journey.next - 1].clone());
         let is_refused = match &outcome.verdict {
             Verdict::Rejected { .. } => true,
             Verdict::DeadlineQueued => has_crashed,
@@ -196,6 +205,9 @@ impl Shard {
             *executed = bulkhead_shared::Executed::Yes;
         }
         self.compartments[journey.entry.1].policy.came_back(&told.verdict);
+        let counts = &mut self.named[entry].tally;
+        counts.elsewhere = counts.elsewhere.saturating_sub(1);
+        self.count_guest_end(compartment, (entry, &stop), &outcome.verdict);
         told
     }
 

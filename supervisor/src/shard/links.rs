@@ -796,7 +796,13 @@ impl Shard {
     ) {
         // The answer to a job that was cancelled is late and yet owed.
         let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
+        let late = |shard: &Self| shard.compartments[compartment].policy.counters().late_replies;
+        let before = late(self);
         self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
+        if !self.compartments[compartment].is_replay {
+            let count = late(self) - before;
+            self.named_tally(compartment).late_replies += count;
+        }
         if !is_owed
             && let Some(index) = self.link_of(compartment, worker)
             && let Some(link) = self.links[index].as_mut()

@@ -12,6 +12,7 @@ use super::crashes::Allowance;
 use crate::latency::Latency;
 use crate::program::{Program, TenantNumbers};
 use crate::reload::Settled;
+use crate::tally::Tally;
 
 /// One bulkhead as its users know it.
 pub(super) struct Named {
@@ -31,6 +32,10 @@ pub(super) struct Named {
     /// Whether payloads that kill are to be recognised.
     pub(super) knows_poison: bool,
     pub(super) latency: Latency,
+    /// What its metrics count.
+    pub(super) tally: Tally,
+    /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
+    pub(super) memory_limit: Option<u64>,
     /// How many more of its crashes are reported now.
     pub(super) crash_allowance: Allowance,
     /// What single tenants have of their own, if all share its workers.
@@ -172,6 +177,8 @@ impl Named {
             retries: false,
             knows_poison: false,
             latency: Latency::default(),
+            tally: Tally::new(settled.limits.tenants.labelled.len()),
+            memory_limit: None,
             crash_allowance: Allowance::default(),
             own: BTreeMap::new(),
             layout,
@@ -187,6 +194,8 @@ impl Named {
         self.heartbeat = limits.health.heartbeat;
         self.retries = limits.retry.is_some();
         self.knows_poison = limits.poison.is_some();
+        self.memory_limit = settled.memory_limit;
+        self.tally.name_fallbacks(&settled.fallback);
         if self.fallback != settled.fallback {
             self.fallback = settled.fallback.clone();
             self.fallback_told.clear();

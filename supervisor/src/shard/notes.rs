@@ -14,6 +14,7 @@ type Fields = Vec<(&'static str, Value)>;
 
 impl Shard {
     pub(super) fn note(&mut self, compartment: usize, note: Note) {
+        self.count_note(compartment, &note);
         if self.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
             return;
         }

@@ -474,10 +474,13 @@ impl Shard {
                 return Ok(());
             }
         };
-        let (priority, idempotent) = (Priority::from_code(submit.priority), submit.idempotent != 0);
+        let (priority, idempotent) =
+            (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
         let compartment = self.compartment_for(named, submit.tenant);
         let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
-        let entry = &self.named[named];
+        let label = self.compartments[compartment].policy.label(tenant) as u32;
+        let entry = &mut self.named[named];
+        entry.tally.submit(priority);
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
         let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
@@ -491,7 +494,7 @@ impl Shard {
                 next: 0,
                 received: self.now,
                 limit: deadline.map_or(limits.deadline, |asked| asked.min(limits.deadline_max)),
-                priority: priority.unwrap_or_default(),
+                priority,
                 idempotent,
                 cost: submit.cost,
                 before: None,
@@ -505,11 +508,13 @@ impl Shard {
                 tenant: submit.tenant.into(),
                 traceparent: traceparent.map(Into::into),
                 payload_bytes: payload.len(),
+                priority,
+                label,
                 held: Held { is_repeatable, ..Held::default() },
                 journey,
             }),
             deadline,
-            priority: priority.unwrap_or_default(),
+            priority,
             idempotent,
             tenant,
             cost: submit.cost,
@@ -628,9 +633,16 @@ impl Shard {
         reason: RejectReason,
         message: &str,
     ) {
-        let name = codec::decode::<Submit<'_>>(metadata, &[]).map_or("", |(submit, _)| submit.bulkhead);
-        if let Some(&named) = self.by_name.get(name) {
-            self.count_refused(named, reason);
+        let submit = codec::decode::<Submit<'_>>(metadata, &[]).ok().map(|(submit, _)| submit);
+        let name = submit.as_ref().map_or("", |submit| submit.bulkhead);
+        if let Some(submit) = &submit
+            && let Some(&named) = self.by_name.get(name)
+        {
+            let priority = Priority::from_code(submit.priority).unwrap_or_default();
+            // Who may not speak for a tenant does not count as it.
+            let is_forbidden = reason == RejectReason::Forbidden;
+            let tenant = if is_forbidden { "" } else { submit.tenant };
+            self.count_refused(named, (priority, self.label_of(tenant)), reason);
         }
         let peer = self.sessions[index].as_ref().and_then(|session| session.peer);
         if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
@@ -661,6 +673,7 @@ impl Shard {
         if self.compartments[compartment].is_replay {
             return self.replay_answered(compartment, answer);
         }
+        self.count_visit(compartment, &answer);
         if answer.cargo.journey.is_some() {
             match self.pass_on(compartment, answer, incoming) {
                 Some(own) => answer = own,
@@ -695,11 +708,16 @@ impl Shard {
         };
         if answer.cargo.journey.is_some() {
             let outcome = self.outcome_in_all(compartment, &answer);
+            self.count_end(compartment, &answer.cargo, &outcome.verdict);
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), payload);
             }
-        } else if is_there {
+            self.keep_record(answer.cargo);
+            return;
+        }
+        self.count_end(compartment, &answer.cargo, &answer.verdict);
+        if is_there {
             let name = self.owner(compartment).name.clone();
             let message = OutcomeMessage {
                 retryable: answer.retryable.into(),

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use bulkhead_policy::{Change as Numbers, Event, Limits, RateLimit, RatePer};
-use bulkhead_shared::RejectReason;
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
+use bulkhead_shared::{Priority, RejectReason, Verdict};
 use serde_json::json;
 
 use super::named::{Layout, Presence};
@@ -29,6 +29,9 @@ impl Shard {
                 let snapshots = snapshots.filter(wanted).map(|n| self.snapshot(n)).collect();
                 // Whoever asked may have gone.
                 let _ = reply.send(snapshots);
+            }
+            Command::Scrape { reply } => {
+                let _ = reply.send(self.scrape());
             }
             Command::Steer { bulkhead, verb, reply } => {
                 let _ = reply.send(self.steer(&bulkhead, verb));
@@ -59,7 +62,15 @@ impl Shard {
     }
 
     /// Counts a job that never reached a compartment.
-    pub(super) fn count_refused(&mut self, named: usize, reason: RejectReason) {
+    pub(super) fn count_refused(
+        &mut self,
+        named: usize,
+        (priority, label): (Priority, u32),
+        reason: RejectReason,
+    ) {
+        let tally = &mut self.named[named].tally;
+        tally.submit(priority);
+        tally.end(priority, label, &Verdict::rejected(reason));
         match &mut self.named[named].layout {
             Layout::Shared(compartment) => {
                 self.compartments[*compartment].policy.count_refused(reason);

@@ -34,9 +34,7 @@ impl Shard {
                 if isolated.is_draining {
                     snapshot.state = BulkheadState::Draining.name();
                 }
-                if isolated.is_forced_open {
-                    snapshot.breaker = BreakerState::ForcedOpen.name();
-                }
+                snapshot.breaker = self.breaker_of(named).name();
             }
         }
         snapshot
@@ -62,6 +60,16 @@ impl Shard {
         }
         snapshot.tenants = busiest(&[part]);
         Ok(Box::new(snapshot))
+    }
+
+    /// The breaker of a bulkhead; of several the one that matters most.
+    pub(super) fn breaker_of(&self, named: usize) -> BreakerState {
+        let breaker = |place: usize| self.compartments[place].policy.breaker();
+        match &self.named[named].layout {
+            Layout::Shared(place) => breaker(*place),
+            Layout::Isolated(isolated) if isolated.is_forced_open => BreakerState::ForcedOpen,
+            Layout::Isolated(isolated) => worst(isolated.by_tenant.values().map(|&place| breaker(place))),
+        }
     }
 
     fn sum(&self, named: usize, parts: &[&Compartment]) -> Snapshot {
@@ -97,7 +105,7 @@ impl Shard {
             deadline_exceeded: counters.deadline_exceeded,
             cancelled: counters.cancelled,
             rejected: rejected(&counters),
-            breaker: breaker(parts).name(),
+            breaker: worst(policies().map(|policy| policy.breaker())).name(),
             restarts,
             retries: counters.retries,
             quarantined: policies().map(|policy| policy.quarantined(self.now) as u64).sum(),
@@ -187,14 +195,14 @@ fn state(parts: &[&Compartment]) -> BulkheadState {
 }
 
 /// The breaker that matters most.
-fn breaker(parts: &[&Compartment]) -> BreakerState {
+fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
     let weight = |state: &BreakerState| match state {
         BreakerState::Closed => 0,
         BreakerState::HalfOpen => 1,
         BreakerState::Open => 2,
         BreakerState::ForcedOpen => 3,
     };
-    parts.iter().map(|part| part.policy.breaker()).max_by_key(weight).unwrap_or(BreakerState::Closed)
+    breakers.max_by_key(weight).unwrap_or(BreakerState::Closed)
 }
 
 fn share(view: TenantView) -> TenantSnapshot {

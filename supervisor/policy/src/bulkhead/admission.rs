@@ -56,6 +56,11 @@ impl<T> Bulkhead<T> {
         self.tenants.find_or_enter(name)
     }
 
+    /// The place of such a tenant among [`crate::TenantLimits::labelled`], or behind the last of them.
+    pub fn label(&mut self, tenant: TenantId) -> usize {
+        self.tenants.get(tenant).label as usize
+    }
+
     pub(super) fn submit(
         &mut self,
         now: Time,

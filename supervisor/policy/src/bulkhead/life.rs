@@ -7,7 +7,7 @@ use bulkhead_shared::{CrashReason, RejectReason, Verdict};
 use super::recovery::Loss;
 use super::{Activity, Bulkhead, Mode, earlier};
 use crate::limits::RestartPolicy;
-use crate::messages::{Action, Death, KillReason, Note, RecycleReason, StopReason, WorkerId};
+use crate::messages::{Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER};
 use crate::time::Time;
 use crate::workers::{Phase, Role, Silence, SlotState, Vintage, Worker};
@@ -37,13 +37,19 @@ impl<T> Bulkhead<T> {
         let id = WorkerId { place, generation: self.generations };
         self.workers[place as usize] = Some(Worker::new(id, slot, role, now, &self.limits));
         let entry = &mut self.slots[slot as usize];
-        entry.restarts += u64::from(std::mem::replace(&mut entry.has_had_worker, true));
+        let is_another = std::mem::replace(&mut entry.has_had_worker, true);
+        entry.restarts += u64::from(is_another);
+        let cause = match role {
+            Role::Successor(reason) => reason.into(),
+            // One that ends in a slot that waits for it has said nothing yet: it was asked to go.
+            Role::Current | Role::Retired => entry.last_end.unwrap_or(RestartCause::Stopped),
+        };
         match role {
             Role::Successor(_) => self.slots[slot as usize].successor = Some(place),
             Role::Current | Role::Retired => self.set_slot(slot, SlotState::Occupied(place)),
         }
         self.arm(place);
-        out.push(Action::Spawn { worker: id, slot });
+        out.push(Action::Spawn { worker: id, slot, again: is_another.then_some(cause) });
     }
 
     pub(super) fn set_slot(&mut self, slot: u32, state: SlotState) {
@@ -80,6 +86,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.worker(id) else { return };
         let slot = worker.slot;
         self.slots[slot as usize].last_exit = Some(message.clone());
+        self.slots[slot as usize].last_end = Some(RestartCause::NotStarted);
         out.push(Action::Note(Note::WorkerNotStarted { slot, message: message.clone() }));
         self.last_trouble = message;
         self.remove_and_replace(now, id, true, false, out);
@@ -497,6 +504,7 @@ impl<T> Bulkhead<T> {
         let mut jobs = std::mem::take(&mut worker.jobs);
         let last_words = worker.last_words.take();
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
+        let is_current = worker.role == Role::Current;
         let is_mute = killed.is_none() && matches!(worker.phase, Phase::Handshaking { .. });
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
         // By the worker's own doing, or because it would not start or hangs: not by ours.
@@ -527,6 +535,9 @@ impl<T> Bulkhead<T> {
             self.slots[slot as usize].history.proven();
         }
         self.slots[slot as usize].last_exit = Some(sentence.clone());
+        if is_current {
+            self.slots[slot as usize].last_end = Some(RestartCause::of_end(death, killed.as_ref()));
+        }
         out.push(Action::Note(note));
         if let &[index] = &jobs[..]
             && left_unread

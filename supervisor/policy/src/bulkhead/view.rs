@@ -135,6 +135,18 @@ pub struct WorkerView {
     pub is_apart: bool,
 }
 
+/// One worker in brief.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "the names say it")]
+pub struct StaffView {
+    pub slot: u32,
+    pub pid: Option<u32>,
+    /// One of [`crate::WORKER_STATES`].
+    pub state: &'static str,
+    /// Whether it fills its slot; otherwise it is coming or going.
+    pub is_current: bool,
+}
+
 /// A worker whose process is gone, as long as its bulkhead has not been told.
 #[derive(Clone, Debug)]
 pub struct PostMortem {
@@ -342,6 +354,16 @@ impl<T> Bulkhead<T> {
             Place::Entered | Place::Queued | Place::Apart => Duration::ZERO,
         };
         HeldJob { id, ran, attempts: job.attempts, digest: job.digest }
+    }
+
+    /// The same in brief, without order and without a copy of anything.
+    pub fn staff(&self) -> impl Iterator<Item = StaffView> {
+        self.workers.iter().flatten().map(|worker| StaffView {
+            slot: worker.slot,
+            pid: worker.pid,
+            state: worker.state_name(),
+            is_current: worker.role == Role::Current,
+        })
     }
 
     /// Its workers, by slot.

@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Action, Answer, Bulkhead, Death, Event, KillReason, Limits, Note, Reply, Submission, Time, WorkerId,
+    Action, Answer, Bulkhead, Death, Event, KillReason, Limits, Note, Reply, RestartCause, Submission, Time,
+    WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
@@ -18,6 +19,8 @@ pub(crate) struct Stage {
     pub(crate) now: Time,
     pub(crate) submitted: u32,
     pub(crate) spawned: Vec<WorkerId>,
+    /// Why each of them follows another, if it does.
+    pub(crate) causes: Vec<Option<RestartCause>>,
     pub(crate) dispatched: Vec<(WorkerId, JobId)>,
     pub(crate) cancelled: Vec<JobId>,
     pub(crate) drained: Vec<WorkerId>,
@@ -35,6 +38,7 @@ impl Stage {
             now: Time::ZERO,
             submitted: 0,
             spawned: Vec::new(),
+            causes: Vec::new(),
             dispatched: Vec::new(),
             cancelled: Vec::new(),
             drained: Vec::new(),
@@ -61,7 +65,10 @@ impl Stage {
         let job = self.bulkhead.apply(self.now, event, &mut actions);
         for action in actions {
             match action {
-                Action::Spawn { worker, .. } => self.spawned.push(worker),
+                Action::Spawn { worker, again, .. } => {
+                    self.spawned.push(worker);
+                    self.causes.push(again);
+                }
                 Action::Dispatch { worker, job, .. } => self.dispatched.push((worker, job)),
                 Action::Cancel { job, .. } => self.cancelled.push(job),
                 Action::Drain { worker } => self.drained.push(worker),

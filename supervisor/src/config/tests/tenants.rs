@@ -382,6 +382,7 @@ fn the_example_of_the_contract_is_accepted() {
         max_payload = "64MiB"
         max_buffered = "512MiB"
         worker_uids = "200000-200999"
+        tenant_labels = 50
 
         [defaults]
         deadline = "5s"
@@ -455,4 +456,26 @@ fn the_example_of_the_contract_is_accepted() {
     for config in [isolated, common] {
         assert_eq!(folder.accept(&config.summary()), config);
     }
+}
+
+#[test]
+fn the_first_tenants_of_the_file_are_labelled() {
+    let folder = Folder::new();
+    let bulkheads = "[bulkhead.z]\nexec = [\"tool\"]\n[bulkhead.z.tenant]\nd = {}\nb = {}\n_other = {}\n\
+                     [bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.a.tenant]\na = {}\nb = {}\n\
+                     [[access]]\nuid = 0\ntenants = [\"e\", \"d\"]\n";
+    let labelled = |labels: &str| {
+        let config = folder.accept(&format!("[supervisor]\n{labels}\n{bulkheads}"));
+        config.labelled_tenants().concat()
+    };
+    assert_eq!(labelled(""), "abde");
+    assert_eq!(labelled("tenant_labels = 3"), "abd");
+    assert_eq!(labelled("tenant_labels = 2"), "bd");
+    assert_eq!(labelled("tenant_labels = 0"), "");
+    folder.refuse_one(
+        &format!("[supervisor]\ntenant_labels = 1001\n{}", bulkhead("")),
+        (2, 17),
+        "`tenant_labels` must be from 0 to 1000, not 1001",
+        "`tenant_labels = 1000`",
+    );
 }

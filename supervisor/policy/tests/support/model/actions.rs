@@ -45,7 +45,7 @@ impl Worker {
 impl Model {
     pub(super) fn action(&mut self, action: &Action<Tag>) {
         match action {
-            Action::Spawn { worker, slot } => self.spawn(*worker, *slot),
+            Action::Spawn { worker, slot, .. } => self.spawn(*worker, *slot),
             Action::Dispatch { worker, job, remaining } => self.dispatch(*worker, *job, *remaining),
             Action::Cancel { worker, job } => {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");

@@ -1,0 +1,132 @@
+//! Copies the numbers behind the metrics: of all bulkheads at one moment, so that they add up.
+
+use bulkhead_policy::{Activity, Answer, Note, RestartCause, StaffView};
+use bulkhead_shared::{RejectReason, Verdict};
+
+use super::named::{Compartment, Layout, Presence};
+use super::{Cargo, JobRecord, Shard};
+use crate::scrape::{BulkheadNumbers, Scrape};
+use crate::tally::Tally;
+
+/// Workers of one bulkhead that are shown. More than one machine runs.
+const WORKERS_SHOWN_MAX: usize = 4096;
+
+impl Shard {
+    pub(super) fn scrape(&self) -> Scrape {
+        Scrape {
+            clients: self.clients as u64,
+            labels: self.labels.clone(),
+            bulkheads: self.told().map(|named| self.numbers(named)).collect(),
+        }
+    }
+
+    /// The bulkheads that are there, and those that have jobs left, unless another one has the name by now.
+    fn told(&self) -> impl Iterator<Item = usize> {
+        (0..self.named.len()).filter(|&index| match self.named[index].presence {
+            Presence::Here => true,
+            Presence::Leaving => !self.by_name.contains_key(&self.named[index].name),
+            Presence::Gone => false,
+        })
+    }
+
+    fn numbers(&self, index: usize) -> BulkheadNumbers {
+        let named = &self.named[index];
+        let awake = |part: &&Compartment| !part.policy.has_no_jobs() || !part.policy.has_no_workers();
+        let parts: Vec<&Compartment> = match &named.layout {
+            Layout::Shared(place) => vec![&self.compartments[*place]],
+            Layout::Isolated(isolated) => {
+                isolated.by_tenant.values().map(|&place| &self.compartments[place]).filter(awake).collect()
+            }
+        };
+        let policies = || parts.iter().map(|part| &part.policy);
+        let active = policies().filter(|policy| policy.activity() != Activity::Resting);
+        let is_shared = matches!(named.layout, Layout::Shared(_));
+        BulkheadNumbers {
+            name: named.name.clone(),
+            tally: named.tally.clone(),
+            active: policies().map(|policy| policy.in_flight()).sum(),
+            limit: policies().map(|policy| policy.limit()).sum(),
+            queued: policies().map(|policy| policy.queued() as u64).sum(),
+            queue_capacity: active.map(|policy| u64::from(policy.limits().max_queue)).sum(),
+            breaker: self.breaker_of(index),
+            workers: staff(&parts),
+            slots: if is_shared { self.limits_of(index).processes } else { 1 },
+            memory_limit: named.memory_limit,
+        }
+    }
+
+    pub(super) fn named_tally(&mut self, compartment: usize) -> &mut Tally {
+        &mut self.named[self.compartments[compartment].named].tally
+    }
+
+    /// Counts a worker that follows another.
+    pub(super) fn count_restart(&mut self, compartment: usize, cause: Option<RestartCause>) {
+        if let Some(cause) = cause.filter(|_| !self.compartments[compartment].is_replay) {
+            self.named_tally(compartment).restarts[cause as usize] += 1;
+        }
+    }
+
+    /// Counts what policy notes and nobody else counts.
+    pub(super) fn count_note(&mut self, compartment: usize, note: &Note) {
+        if self.compartments[compartment].is_replay {
+            return;
+        }
+        match note {
+            Note::JobRetried { .. } => self.named_tally(compartment).retries += 1,
+            Note::Breaker(transition) => self.named_tally(compartment).breaker(transition),
+            _ => {}
+        }
+    }
+
+    /// Counts the end of a job, where its client sent it.
+    pub(super) fn count_end(&mut self, compartment: usize, cargo: &JobRecord, verdict: &Verdict) {
+        let named = match &cargo.journey {
+            Some(journey) => journey.entry.0,
+            None => self.compartments[compartment].named,
+        };
+        self.named[named].tally.end(cargo.priority, cargo.label, verdict);
+    }
+
+    /// Counts what a compartment did with a job that it answers for, be it a guest or not.
+    pub(super) fn count_visit(&mut self, compartment: usize, answer: &Answer<Cargo>) {
+        let tally = self.named_tally(compartment);
+        if answer.job.is_some() {
+            tally.time(answer.queued, (answer.attempts > 0).then_some(answer.ran));
+        }
+        let is_evicted = matches!(answer.verdict, Verdict::Rejected { reason: RejectReason::Evicted, .. });
+        if is_evicted && let Some(tenant) = tally.tenants.get_mut(answer.cargo.label as usize) {
+            tenant.evicted += 1;
+        }
+    }
+
+    /// A guest leaves the bulkhead that it was passed on to.
+    pub(super) fn count_guest_end(
+        &mut self,
+        compartment: usize,
+        (entry, target): (usize, &str),
+        verdict: &Verdict,
+    ) {
+        let host = self.named_tally(compartment);
+        host.guests = host.guests.saturating_sub(1);
+        self.named[entry].tally.fallback(target, verdict);
+    }
+
+    /// The label of a tenant whose job was refused before policy heard of it.
+    pub(super) fn label_of(&self, tenant: &str) -> u32 {
+        let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
+        found.unwrap_or(self.labels.len()) as u32
+    }
+}
+
+/// The workers of all parts; each part's slots follow those of the one before.
+fn staff(parts: &[&Compartment]) -> Vec<StaffView> {
+    let mut all = Vec::new();
+    let mut first = 0;
+    for part in parts {
+        let room = WORKERS_SHOWN_MAX.saturating_sub(all.len());
+        let own = part.policy.staff().take(room);
+        all.extend(own.map(|worker| StaffView { slot: worker.slot + first, ..worker }));
+        first += part.policy.limits().processes;
+    }
+    all
+}
