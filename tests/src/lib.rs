@@ -4,6 +4,7 @@
 pub mod attempts;
 pub mod confined;
 pub mod http;
+pub mod openmetrics;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
