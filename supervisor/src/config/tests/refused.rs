@@ -7,7 +7,7 @@ fn everything_wrong_is_told_at_once_in_the_order_of_the_file() {
     let folder = Folder::new();
     let text = r#"[supervisor]
 socket_mode = 600
-tenant_labels = 5
+tenant_labels = 5000
 max_client = 5
 
 [defaults]
@@ -30,7 +30,7 @@ nonsense = true
         problems.iter().map(|problem| (problem.at.unwrap().line, problem.message.as_str())).collect();
     let expected = [
         (2, "`socket_mode` must be a string, not a number"),
-        (3, "`tenant_labels` is not supported yet"),
+        (3, "`tenant_labels` must be from 0 to 1000, not 5000"),
         (4, "unknown key `max_client` in [supervisor]"),
         (7, "`deadline` must be a duration with a unit, not a bare number"),
         (10, "`exec[1]` must be a string, not a number"),
