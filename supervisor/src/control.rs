@@ -1,7 +1,9 @@
 //! The control plane: one thread with HTTP on the admin socket, signals, events and the output of
 //! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
 
+mod browser;
 mod crashes;
+mod dashboard;
 mod http;
 mod jobs;
 mod metrics;
@@ -9,6 +11,7 @@ mod openapi;
 mod reload;
 mod routes;
 mod tcp;
+mod watch;
 
 pub(crate) use http::CONNECTIONS_MAX;
 pub(crate) use jobs::JOBS_MAX;
@@ -27,7 +30,7 @@ use sd_notify::NotifyState;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
-use tokio::sync::{Semaphore, mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
 use crate::config::Config;
@@ -93,13 +96,15 @@ pub(crate) struct Control {
     is_stopping: AtomicBool,
     /// The places for streams.
     streams: Arc<Semaphore>,
+    /// What those see who look on.
+    watch: watch::Watch,
     /// The places for jobs over HTTP.
     jobs: Arc<Semaphore>,
     pulse: Arc<Pulse>,
     /// What is in force. Whoever reloads it puts the next one here.
     config: RwLock<Arc<Config>>,
     /// True once everything is to end.
-    end: watch::Sender<bool>,
+    end: tokio::sync::watch::Sender<bool>,
 }
 
 /// The running control plane.
@@ -130,10 +135,11 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(http::STREAMS_MAX)),
+        watch: watch::Watch::default(),
         jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
         pulse: pulse.clone(),
         config: RwLock::new(config),
-        end: watch::channel(false).0,
+        end: tokio::sync::watch::channel(false).0,
     });
     let (listener, tcp, signals) = {
         let _within = runtime.enter();
@@ -148,6 +154,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             let tcp_server = tcp.map(|door| tokio::spawn(tcp::serve(control.clone(), door)));
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
+            tokio::spawn(watch::look(control.clone()));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
             control.end.send_replace(true);

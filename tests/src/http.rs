@@ -136,7 +136,7 @@ impl Write for Socket {
 pub struct Answer {
     /// Its status.
     pub status: u16,
-    /// By name, in small letters.
+    /// By name, in small letters; values of the same name are joined by commas.
     pub headers: BTreeMap<String, String>,
     /// Its body, without what held it together.
     pub body: Vec<u8>,
@@ -212,7 +212,9 @@ fn read_head(reader: &mut BufReader<Socket>) -> Option<(u16, BTreeMap<String, St
     let status = line()?.split(' ').nth(1)?.parse().ok()?;
     let mut headers = BTreeMap::new();
     while let Some((name, value)) = line()?.split_once(':') {
-        headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
+        let all: &mut String = headers.entry(name.to_ascii_lowercase()).or_default();
+        *all += if all.is_empty() { "" } else { ", " };
+        *all += value.trim();
     }
     Some((status, headers))
 }

@@ -23,7 +23,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, oneshot};
 use tokio::time::Sleep;
 
-use super::{Control, routes};
+use super::{Control, browser, routes};
 use crate::command::{Change, Command, Commander, SteerError, TenantChange, Verb};
 use crate::entry::{self, Refusal};
 
@@ -53,10 +53,10 @@ const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
 /// Silence after which a stream says that it still is one.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 /// Events and lines that one answer holds, unless it asks for fewer.
-const LIMIT: usize = 4096;
+pub(super) const LIMIT: usize = 4096;
 
 pub(super) type Shared = Arc<Control>;
 
@@ -142,6 +142,10 @@ impl Connected<IncomingStream<'_, Guarded>> for Entry {
 async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: Next) -> Response {
     if let Some(why) = entry.refusal {
         return problem(StatusCode::FORBIDDEN, &why);
+    }
+    // Also on the Unix socket: somebody may have made it a port for their browser.
+    if let Some(refusal) = browser::refuse(&request) {
+        return refusal;
     }
     let mut answer = pin!(next.run(request));
     match tokio::time::timeout(ANSWERED_WITHIN, &mut answer).await {
@@ -336,15 +340,22 @@ pub(super) async fn complete(mut response: Response) -> Response {
         let said = axum::body::to_bytes(response.into_body(), BODY_BYTES_MAX).await.unwrap_or_default();
         response = problem(status, &String::from_utf8_lossy(&said));
     }
+    let headers = response.headers_mut();
     // A place is not to be held by whoever may ask again some day.
-    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    // Workers' output and results are theirs: no browser is to make a page or a script of them.
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
     response
 }
 
-fn too_many_streams() -> Response {
+/// The policy of whatever is not the dashboard.
+const INERT: &str = "default-src 'none'; frame-ancestors 'none'";
+
+pub(super) fn too_many_streams() -> Response {
     let detail = format!("{STREAMS_MAX} streams are open already; end one, or ask with follow=false");
     problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
 }
@@ -536,7 +547,7 @@ pub(super) fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>
 }
 
 /// What comes on a live channel, until the control plane ends. A reader that is too slow hears of it.
-fn live<T: Clone + Send + 'static>(
+pub(super) fn live<T: Clone + Send + 'static>(
     control: &Shared,
     receiver: broadcast::Receiver<T>,
     place: OwnedSemaphorePermit,
@@ -562,6 +573,11 @@ fn takes_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }
 
+/// A reader of server-sent events that was cut off says where it was.
+pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
+    headers.get("last-event-id")?.to_str().ok()?.parse().ok()
+}
+
 pub(super) async fn events(
     State(control): State<Shared>,
     headers: HeaderMap,
@@ -570,11 +586,9 @@ pub(super) async fn events(
     if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.reloads.has(name)) {
         return not_found(name);
     }
-    let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let is_stream = query.follow.unwrap_or_else(|| header(header::ACCEPT).is_none_or(takes_stream));
-    // A reader of server-sent events that was cut off says where it was.
-    let last = header(header::HeaderName::from_static("last-event-id")).and_then(|seq| seq.parse().ok());
-    let since = query.since.or(last).unwrap_or(0);
+    let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let is_stream = query.follow.unwrap_or_else(|| accept.is_none_or(takes_stream));
+    let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
     let limit = query.limit.unwrap_or(LIMIT);
     let (kept, receiver) = control.events.follow(since, query.bulkhead.as_deref(), limit);
     if !is_stream {

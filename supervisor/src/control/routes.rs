@@ -5,7 +5,7 @@ use axum::Router;
 use axum::routing::{self, MethodRouter};
 
 use super::http::{self, JSON, Shared};
-use super::{crashes, jobs, metrics, openapi, reload};
+use super::{crashes, dashboard, jobs, metrics, openapi, reload, watch};
 
 /// One method on one path.
 pub(super) struct Route {
@@ -83,6 +83,7 @@ const fn json(schema: &'static str) -> Content {
 const TENANT: Parameter =
     Parameter("tenant", Schema::Text, "One tenant's part of it, where tenants are apart.");
 const BULKHEAD: Parameter = Parameter("bulkhead", Schema::Text, "Only what concerns this one.");
+const SINCE: Parameter = Parameter("since", Schema::Count, "Only what came after this one.");
 const LIMIT: Parameter = Parameter("limit", Schema::Count, "At most so many, the newest.");
 const FOLLOW: Parameter = Parameter("follow", Schema::Boolean, "Whether what comes is wanted too.");
 
@@ -136,8 +137,15 @@ pub(super) const ROUTES: &[Route] = &[
     route!(get "/v1/events" "events" http::events,
         "Events: those kept and those that come, or, with `follow=false`, those kept.",
         (200, &[(EVENTS, Schema::Text), (LINES, Schema::Text)]),
-        query: &[Parameter("since", Schema::Count, "Only what came after this one."), BULKHEAD, LIMIT, FOLLOW],
-        problems: &[404]),
+        query: &[SINCE, BULKHEAD, LIMIT, FOLLOW], problems: &[404]),
+    route!(get "/v1/watch" "watch" watch::show,
+        "The state of every bulkhead, at once and every second, and events, in one stream that does not end.",
+        (200, &[(EVENTS, Schema::Text)]), query: &[SINCE, LIMIT]),
+    route!(get "/" "dashboard" dashboard::page, "The dashboard, for browsers.",
+        (200, &[("text/html; charset=utf-8", Schema::Text)])),
+    route!(get "/dashboard/{file}" "dashboardFile" dashboard::file, "What the dashboard is made of.",
+        (200, &[("text/javascript; charset=utf-8", Schema::Text), ("text/css; charset=utf-8", Schema::Text),
+            ("image/svg+xml", Schema::Text)]), problems: &[404]),
 ];
 
 const JOB_HEADERS: &[Parameter] = &[

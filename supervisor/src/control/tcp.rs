@@ -10,13 +10,16 @@ use std::time::Duration;
 use axum::extract::connect_info::Connected;
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::Response;
 use axum::serve::IncomingStream;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use super::browser::{self, is_change};
 use super::http::{CONNECTIONS_MAX, Entry, JSON, Placed, Shared, complete, problem, router};
 use super::routes::OPEN;
 
@@ -67,11 +70,27 @@ impl Token {
     fn opens(&self, headers: &HeaderMap) -> bool {
         let mut values = headers.get_all(header::AUTHORIZATION).iter();
         let (Some(value), None) = (values.next(), values.next()) else { return false };
-        let Some((scheme, rest)) = value.as_bytes().split_at_checked("Bearer ".len()) else { return false };
         // Hashes are equal in constant time, and tell nothing of how long the token is.
-        scheme.eq_ignore_ascii_case(b"Bearer ") && self.0 == blake3::hash(rest.trim_ascii())
+        given(value).is_some_and(|token| self.0 == blake3::hash(&token))
     }
 }
+
+/// The token that a header says: as it is, or as the password of whatever user, which is how browsers ask for it.
+fn given(value: &HeaderValue) -> Option<Vec<u8>> {
+    let (scheme, rest) = value.to_str().ok()?.split_once(' ')?;
+    if scheme.eq_ignore_ascii_case("Bearer") {
+        return Some(rest.trim().into());
+    }
+    if !scheme.eq_ignore_ascii_case("Basic") {
+        return None;
+    }
+    let pair = STANDARD.decode(rest.trim()).ok()?;
+    let colon = pair.iter().position(|&byte| byte == b':')?;
+    Some(pair[colon + 1..].to_vec())
+}
+
+/// How to say it. A browser asks its user for what the second one wants.
+const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
 const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
@@ -161,26 +180,20 @@ async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Respons
 
 impl Gate {
     fn refuse(&self, request: &Request) -> Option<Response> {
-        let (headers, method) = (request.headers(), request.method());
-        let changes = !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS);
-        let forbidden = |detail: &str| Some(problem(StatusCode::FORBIDDEN, detail));
+        let headers = request.headers();
         if !self.is_for_us(headers) {
-            return forbidden(
-                "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address",
-            );
+            let detail = "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address";
+            return Some(problem(StatusCode::FORBIDDEN, detail));
         }
-        if changes && is_from_another_site(headers) {
-            return forbidden("a page of another site may not change anything here");
+        if let Some(refusal) = browser::refuse(request) {
+            return Some(refusal);
         }
         if !OPEN.contains(&request.uri().path()) && !self.token.opens(headers) {
-            let detail =
-                "this needs the header `Authorization: Bearer TOKEN`, with what is in http_token_file";
-            let mut response = problem(StatusCode::UNAUTHORIZED, detail);
-            let challenge = HeaderValue::from_static("Bearer realm=\"bulkhead\"");
-            response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
-            return Some(response);
+            return Some(unauthorized());
         }
-        // A payload is whatever it is. Who sends one has the token, which no form of another site has.
+        // A payload is whatever it is. A form of another site could send one, and a browser would add the token
+        // that it was given here: its origin has kept it out above.
+        let changes = is_change(request.method());
         if changes && has_body(headers) && !request.uri().path().ends_with("/jobs") && !is_json(headers) {
             let detail = "the body must be JSON, and the header `Content-Type: application/json` say so";
             return Some(problem(StatusCode::UNSUPPORTED_MEDIA_TYPE, detail));
@@ -207,16 +220,14 @@ impl Gate {
     }
 }
 
-/// Browsers say where a request that changes something comes from; others say nothing.
-fn is_from_another_site(headers: &HeaderMap) -> bool {
-    let host = headers.get(header::HOST).and_then(|value| value.to_str().ok());
-    headers.get_all(header::ORIGIN).iter().any(|origin| {
-        let place = origin.to_str().ok().and_then(|text| text.split_once("://")).map(|(_, place)| place);
-        match (place, host) {
-            (Some(place), Some(host)) => !place.eq_ignore_ascii_case(host),
-            _ => true,
-        }
-    })
+fn unauthorized() -> Response {
+    let detail = "this needs the header `Authorization: Bearer TOKEN`, with what is in http_token_file; in a browser, \
+                  that as the password of any user";
+    let mut response = problem(StatusCode::UNAUTHORIZED, detail);
+    for challenge in CHALLENGES {
+        response.headers_mut().append(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
+    }
+    response
 }
 
 fn has_body(headers: &HeaderMap) -> bool {
@@ -257,6 +268,13 @@ mod tests {
         ] {
             assert!(!opens(wrong), "{wrong}");
         }
+        let basic = |pair: &str| format!("Basic {}", STANDARD.encode(pair));
+        for pair in ["x:a-secret-of-sixteen", ":a-secret-of-sixteen"] {
+            assert!(opens(&basic(pair)) && opens(&basic(pair).replace("Basic", "basic")), "{pair}");
+        }
+        for pair in ["", "a-secret-of-sixteen", "a-secret-of-sixteen:", "x:y:a-secret-of-sixteen", "x:a-secret"] {
+            assert!(!opens(&basic(pair)), "{pair}");
+        }
         let good = ("authorization", "Bearer a-secret-of-sixteen");
         assert!(!token.opens(&headers(&[good, good])), "one is enough");
         assert!(!token.opens(&HeaderMap::new()));
@@ -286,15 +304,5 @@ mod tests {
         }
         assert!(!gate(Some("127.0.0.1")).is_for_us(&HeaderMap::new()));
         assert!(is_for(None, "bulkhead.example"), "whose names it has is not known");
-    }
-
-    #[test]
-    fn pages_of_other_sites_are_told_apart() {
-        let is_other =
-            |origin: &str| is_from_another_site(&headers(&[("host", "localhost:9464"), ("origin", origin)]));
-        assert!(!is_other("http://localhost:9464") && !is_from_another_site(&headers(&[("host", "x")])));
-        for origin in ["null", "http://localhost", "http://localhost:9465", "https://evil.example", ""] {
-            assert!(is_other(origin), "{origin}");
-        }
     }
 }

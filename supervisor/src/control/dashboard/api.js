@@ -1,0 +1,61 @@
+// Requests to the API that this page came from.
+
+// A page whose address has the token in it must not ask by relative addresses.
+const url = (path) => location.origin + path;
+
+const ANSWER_WITHIN_MS = 20_000;
+
+/** What the API refuses, in its own words. */
+export class Problem extends Error {
+  constructor(message, body = {}) {
+    super(message);
+    this.body = body;
+  }
+}
+
+export async function ask(method, path, body) {
+  const headers = method === 'GET' ? {} : { 'Content-Type': 'application/json' };
+  let response;
+  let text;
+  try {
+    const signal = AbortSignal.timeout(ANSWER_WITHIN_MS);
+    const sent = body === undefined ? undefined : JSON.stringify(body);
+    response = await fetch(url(path), { method, headers, body: sent, cache: 'no-store', signal });
+    text = await response.text();
+  } catch {
+    throw new Problem('the supervisor does not answer');
+  }
+  if (response.ok) return text;
+  const problem = parsed(text);
+  throw new Problem(problem.detail ?? `the supervisor answered with status ${response.status}`, problem);
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+export const get = async (path) => JSON.parse(await ask('GET', path));
+export const bulkheadPath = (name) => `/v1/bulkheads/${encodeURIComponent(name)}`;
+export const logLines = async (name, limit) => {
+  const text = await ask('GET', `${bulkheadPath(name)}/logs?limit=${limit}`);
+  return text.split('\n').filter(Boolean).map(parsed);
+};
+export const crashList = async (limit) => (await get(`/v1/crashes?limit=${limit}`)).crashes;
+export const crashReport = (id) => get(`/v1/crashes/${encodeURIComponent(id)}`);
+
+/** The bulkheads with a breaker, by the configuration. */
+export async function withBreaker() {
+  const config = await get('/v1/config');
+  return new Set(config.bulkheads.filter((bulkhead) => bulkhead.breaker).map((bulkhead) => bulkhead.name));
+}
+
+/** Whether this version gives advice. */
+export async function hasAdvice() {
+  return '/v1/bulkheads/{name}/advice' in (await get('/openapi.json')).paths;
+}
+
+export const stream = (limit) => new EventSource(url(`/v1/watch?limit=${limit}`));

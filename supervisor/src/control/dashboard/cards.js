@@ -1,0 +1,172 @@
+// A card for each bulkhead: what it is doing now, in numbers that stay in their place.
+
+import { h, setData, setText } from './dom.js';
+import { count, millis, rate, word } from './format.js';
+import { COUNTED } from './history.js';
+
+/** Seconds that a sparkline shows. */
+const SPARK_SAMPLES = 90;
+const SPARK = { width: 180, height: 34 };
+
+export class Cards {
+  constructor(place, open) {
+    this.place = place;
+    this.open = open;
+    this.cards = new Map();
+    this.text = '';
+  }
+
+  update(bulkheads, history, hasBreaker) {
+    const names = new Set(bulkheads.map((bulkhead) => bulkhead.name));
+    for (const [name, card] of this.cards) {
+      if (names.has(name)) continue;
+      card.element.remove();
+      this.cards.delete(name);
+    }
+    bulkheads.forEach((bulkhead, at) => {
+      const card = this.card(bulkhead.name);
+      if (this.place.children[at] !== card.element) this.place.insertBefore(card.element, this.place.children[at] ?? null);
+      card.update(bulkhead, history, hasBreaker(bulkhead));
+    });
+    this.filter(this.text);
+  }
+
+  card(name) {
+    const known = this.cards.get(name);
+    if (known) return known;
+    const card = new Card(name, () => this.open(name));
+    this.cards.set(name, card);
+    return card;
+  }
+
+  /** Shows those whose name or state has the text in it. Returns how many there are. */
+  filter(text) {
+    this.text = text.trim().toLowerCase();
+    let shown = 0;
+    for (const card of this.cards.values()) {
+      const isShown = `${card.name} ${card.state}`.toLowerCase().includes(this.text);
+      card.element.hidden = !isShown;
+      if (isShown) shown += 1;
+    }
+    return shown;
+  }
+
+  /** The buttons of the cards that are shown, in their order. */
+  buttons() {
+    return [...this.place.querySelectorAll('.card:not([hidden]) h3 button')];
+  }
+
+  focus(name) {
+    this.cards.get(name)?.button.focus();
+  }
+}
+
+class Card {
+  constructor(name, open) {
+    this.name = name;
+    this.button = h('button', { type: 'button', onclick: open, 'aria-haspopup': 'dialog' }, name);
+    this.badge = h('span.badge');
+    this.permits = new Gauge('in flight');
+    this.queue = new Gauge('queue');
+    this.counts = Object.fromEntries(COUNTED.map((what) => [what, h('dd')]));
+    const counted = COUNTED.map((what) => h('div', { 'data-what': what }, h('dt', {}, what), this.counts[what]));
+    this.spark = new Sparkline();
+    this.p50 = h('b');
+    this.p99 = h('b');
+    this.breaker = h('span.breaker');
+    this.detail = h('p.why');
+    this.element = h(
+      'article.card',
+      { 'data-name': name },
+      h('header', {}, h('h3', {}, this.button), this.badge),
+      this.permits.element,
+      this.queue.element,
+      h('dl.counts', { 'aria-label': 'jobs a second' }, ...counted),
+      this.spark.element,
+      h('footer', {}, h('span', {}, 'p50 ', this.p50), h('span', {}, 'p99 ', this.p99), this.breaker),
+      this.detail,
+    );
+  }
+
+  update(bulkhead, history, hasBreaker) {
+    this.state = bulkhead.state;
+    setData(this.element, 'state', bulkhead.state);
+    setText(this.badge, bulkhead.state);
+    setData(this.badge, 'state', bulkhead.state);
+    this.permits.update(bulkhead.in_flight, bulkhead.limit);
+    this.queue.update(bulkhead.queued, bulkhead.queue_capacity);
+    const rates = history.rates(bulkhead.name);
+    for (const what of COUNTED) {
+      setText(this.counts[what], rate(rates[what]));
+      setData(this.counts[what].parentElement, 'some', rates[what] > 0);
+    }
+    this.spark.update(history.of(bulkhead.name).slice(-SPARK_SAMPLES));
+    setText(this.p50, millis(bulkhead.latency_ms.run.p50));
+    setText(this.p99, millis(bulkhead.latency_ms.run.p99));
+    setText(this.breaker, hasBreaker ? `breaker ${word(bulkhead.breaker)}` : '');
+    setData(this.breaker, 'state', bulkhead.breaker);
+    setText(this.detail, bulkhead.detail ?? '');
+    this.detail.hidden = !bulkhead.detail;
+  }
+}
+
+/** How much there is of how much there may be. */
+class Gauge {
+  constructor(name) {
+    this.fill = h('i');
+    this.now = h('b');
+    this.most = h('span');
+    this.bar = h('div.track', { role: 'meter', 'aria-label': name, 'aria-valuemin': 0 }, this.fill);
+    this.element = h('div.gauge', {}, h('span.name', {}, name), this.bar, h('span.value', {}, this.now, this.most));
+  }
+
+  update(now, most) {
+    const share = most > 0 ? Math.min(1, now / most) : now > 0 ? 1 : 0;
+    this.fill.style.setProperty('--share', share.toFixed(3));
+    setData(this.fill, 'high', share >= 1 ? 'full' : share >= 0.8 ? 'high' : 'low');
+    this.bar.setAttribute('aria-valuenow', now);
+    this.bar.setAttribute('aria-valuemax', Math.max(most, now));
+    setText(this.now, count(now));
+    setText(this.most, ` / ${count(most)}`);
+  }
+}
+
+/** Jobs that ended well, as an area; those that did not, as a line over it. */
+class Sparkline {
+  constructor() {
+    this.good = path('good');
+    this.bad = path('bad');
+    this.element = svg('svg', { class: 'spark', viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, preserveAspectRatio: 'none' });
+    this.element.setAttribute('role', 'img');
+    this.element.append(this.good, this.bad);
+  }
+
+  update(samples) {
+    const known = samples.map((sample) => sample.gained);
+    const good = known.map((gain) => (gain ? gain.ok / gain.seconds : 0));
+    const bad = known.map((gain) => (gain ? (gain.rejected + gain.failed + gain.late + gain.crashed) / gain.seconds : 0));
+    const top = Math.max(1, ...good, ...bad);
+    this.good.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
+    this.bad.setAttribute('d', bad.some((value) => value > 0) ? curve(bad, top) : '');
+    const said = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other a second`;
+    this.element.setAttribute('aria-label', said);
+  }
+}
+
+const x = (at, length) => SPARK.width - ((length - 1 - at) * SPARK.width) / (SPARK_SAMPLES - 1);
+
+function curve(values, top) {
+  const points = values.map((value, at) => {
+    const y = SPARK.height - 1 - (value / top) * (SPARK.height - 3);
+    return `${x(at, values.length).toFixed(1)} ${y.toFixed(1)}`;
+  });
+  return points.length ? `M${points.join('L')}` : `M0 ${SPARK.height}`;
+}
+
+function svg(tag, attributes) {
+  const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
+const path = (kind) => svg('path', { class: kind, 'vector-effect': 'non-scaling-stroke' });

@@ -1,0 +1,127 @@
+// Crash reports: a list that follows the events, and each report when somebody opens it.
+
+import { crashList, crashReport } from './api.js';
+import { byId, h, setText } from './dom.js';
+import { bytes, clock, duration, millis, plural } from './format.js';
+
+/** Reports in the list. */
+const SHOWN_MAX = 50;
+
+/** The list is asked for no more often than this. */
+const PAUSE_MS = 3000;
+
+/** Bytes of a payload that are shown. */
+const PAYLOAD_BYTES_MAX = 256;
+
+export class Crashes {
+  constructor() {
+    this.place = byId('crashes');
+    this.ids = '';
+    this.askedAt = -PAUSE_MS;
+    this.timer = null;
+  }
+
+  /** Asks for the list, soon. */
+  refresh() {
+    if (this.timer !== null) return;
+    const wait = Math.max(0, this.askedAt + PAUSE_MS - performance.now());
+    this.timer = setTimeout(() => this.load(), wait);
+  }
+
+  async load() {
+    this.askedAt = performance.now();
+    // A report is written some moments after its event: what comes meanwhile asks again.
+    this.timer = null;
+    try {
+      this.show((await crashList(SHOWN_MAX)).reverse());
+    } catch (problem) {
+      setText(byId('crash-count'), problem.message);
+    }
+  }
+
+  show(crashes) {
+    const ids = crashes.map((crash) => crash.id).join(' ');
+    setText(byId('crash-count'), crashes.length ? `the newest ${crashes.length}` : '');
+    if (ids === this.ids && ids) return;
+    this.ids = ids;
+    const known = new Map([...this.place.querySelectorAll('details')].map((one) => [one.dataset.id, one]));
+    const entries = crashes.map((crash) => known.get(crash.id) ?? entry(crash));
+    this.place.replaceChildren(...(entries.length ? entries : [h('p.muted', {}, 'Nothing has crashed.')]));
+  }
+}
+
+function cause(crash) {
+  const what = crash.signal ?? crash.system_call ?? (crash.exit_code == null ? null : `exit ${crash.exit_code}`);
+  return what ?? crash.cause;
+}
+
+function entry(crash) {
+  const details = h(
+    'details',
+    { 'data-id': crash.id },
+    h(
+      'summary',
+      {},
+      h('time', { datetime: crash.at }, clock(crash.at)),
+      h('b.cause', {}, cause(crash)),
+      h('span.who', {}, crash.bulkhead),
+      h('span.fields', {}, [crash.operation, crash.tenant].filter(Boolean).join(' · ')),
+    ),
+  );
+  details.addEventListener('toggle', () => fill(details, crash.id), { once: true });
+  return details;
+}
+
+async function fill(details, id) {
+  const body = h('div.report', {}, h('p.muted', {}, 'loading…'));
+  details.append(body);
+  try {
+    body.replaceChildren(...report(await crashReport(id)));
+  } catch (problem) {
+    body.replaceChildren(h('p.error', {}, problem.message));
+  }
+}
+
+function report(crash) {
+  const usage = crash.usage && `user ${millis(crash.usage.user_ms)}, system ${millis(crash.usage.system_ms)}, at most ${bytes(crash.usage.max_rss_bytes)}`;
+  const facts = [
+    ['what', `the ${crash.victim} ${crash.message}`],
+    ['worker', `pid ${crash.pid}, slot ${crash.slot}, generation ${crash.generation}, ${crash.stage}`],
+    ['life', `${duration(crash.uptime_ms)}, ${plural(crash.served, 'job', 'jobs')} served, ${crash.in_flight} in flight`],
+    ['usage', usage],
+    ['report', crash.id],
+  ];
+  const stderr = crash.stderr_tail ? [h('h4', {}, 'Standard error'), h('pre', { tabindex: 0 }, crash.stderr_tail)] : [];
+  return [list(facts), ...crash.jobs.map((one, at) => job(one, at === crash.culprit)), ...stderr];
+}
+
+function job(one, isCulprit) {
+  const facts = [
+    ['operation', one.operation || '–'],
+    ['tenant', one.tenant || '–'],
+    ['ran', `${millis(one.ran_ms)}, attempt ${one.attempts}`],
+    ['payload', bytes(one.payload_bytes)],
+    ['digest', one.digest],
+    ['trace', one.trace_id],
+  ];
+  const payload = one.payload ? h('pre', { tabindex: 0 }, hex(one.payload)) : null;
+  return h('div', {}, h('h4', {}, isCulprit ? `Job ${one.job}, which did it` : `Job ${one.job}`), list(facts), payload);
+}
+
+function list(facts) {
+  const told = facts.filter(([, value]) => value);
+  return h('dl.facts', {}, ...told.flatMap(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]));
+}
+
+/** The beginning of a payload, as bytes and as characters. */
+function hex(base64) {
+  const text = atob(base64);
+  const lines = [];
+  for (let at = 0; at < Math.min(text.length, PAYLOAD_BYTES_MAX); at += 16) {
+    const part = text.slice(at, at + 16);
+    const digits = [...part].map((c) => c.charCodeAt(0).toString(16).padStart(2, '0')).join(' ');
+    lines.push(`${digits.padEnd(48)} ${part.replace(/[^ -~]/g, '.')}`);
+  }
+  if (text.length > PAYLOAD_BYTES_MAX) lines.push('[...]');
+  return lines.join('\n');
+}

@@ -1,0 +1,211 @@
+// All that is known of one bulkhead, beside the page, kept up to date while it is open.
+
+import { bulkheadPath, get, logLines } from './api.js';
+import { fillRows, h, setData, setText, table } from './dom.js';
+import { bytes, count, duration, millis, plural, word } from './format.js';
+
+/** Lines of output that are shown, and how often they and the advice are asked for. */
+const LINES = 40;
+const OUTPUT_EVERY_MS = 3000;
+const ADVICE_EVERY_MS = 15_000;
+
+const WORKER_HEADS = ['PID', 'State', 'Up', 'In flight', 'Served', 'Restarts', 'Memory', 'CPU', 'Last exit', 'Confinement'];
+const TOTALS = [
+  ['submitted', 'submitted'],
+  ['done', 'ok'],
+  ['failed', 'failed'],
+  ['deadline_exceeded', 'deadline exceeded'],
+  ['crashed', 'crashed'],
+  ['cancelled', 'cancelled'],
+  ['restarts', 'restarts'],
+  ['retries', 'retries'],
+  ['quarantined', 'quarantined'],
+  ['late_replies', 'late replies'],
+];
+
+export class Details {
+  constructor(place, { act, closed, hasAdvice }) {
+    this.place = place;
+    this.act = act;
+    this.closed = closed;
+    this.hasAdvice = hasAdvice;
+    this.name = null;
+  }
+
+  get isOpen() {
+    return this.name !== null;
+  }
+
+  open(bulkhead) {
+    this.name = bulkhead.name;
+    this.askedAt = { output: -OUTPUT_EVERY_MS, advice: -ADVICE_EVERY_MS };
+    this.build();
+    this.place.hidden = false;
+    this.place.scrollTop = 0;
+    this.place.setAttribute('aria-label', `Details of ${bulkhead.name}`);
+    this.update([bulkhead]);
+    this.closer.focus();
+  }
+
+  close() {
+    if (!this.isOpen) return;
+    const name = this.name;
+    this.name = null;
+    this.place.hidden = true;
+    this.place.replaceChildren();
+    this.closed(name);
+  }
+
+  build() {
+    this.badge = h('span.badge');
+    this.closer = h('button', { type: 'button', 'aria-label': 'Close', onclick: () => this.close() }, '✕');
+    this.why = h('p.why');
+    this.facts = h('dl.facts');
+    this.buttons = h('div.actions');
+    this.workers = table('Workers', WORKER_HEADS);
+    this.latency = table('Milliseconds', ['', 'p50', 'p90', 'p99', 'Longest']);
+    this.totals = h('dl.numbers');
+    this.rejected = table('Rejected', ['Reason', 'Jobs']);
+    this.tenants = table('Tenants', ['Tenant', 'In flight', 'Queued', 'Submitted', 'Rejected']);
+    this.advice = h('div.advice');
+    this.output = h('pre', { tabindex: 0, 'aria-label': 'Output of its workers' });
+    this.place.replaceChildren(
+      h('header', {}, h('h2', {}, this.name), this.badge, this.closer),
+      this.why,
+      this.buttons,
+      part('Now', this.facts),
+      part('Workers', this.workers.element),
+      part('How long jobs take', this.latency.element),
+      part('Since the start', this.totals),
+      (this.rejectedPart = part('Rejected, by reason', this.rejected.element)),
+      (this.tenantsPart = part('The busiest tenants', this.tenants.element)),
+      (this.advicePart = part('Advice', this.advice)),
+      part('Output of its workers', this.output),
+    );
+    this.advicePart.hidden = true;
+  }
+
+  update(bulkheads) {
+    if (!this.isOpen) return;
+    const bulkhead = bulkheads.find((one) => one.name === this.name);
+    if (!bulkhead) return this.close();
+    setText(this.badge, bulkhead.state);
+    setData(this.badge, 'state', bulkhead.state);
+    setText(this.why, bulkhead.detail ?? '');
+    this.why.hidden = !bulkhead.detail;
+    this.showActions(bulkhead);
+    this.showFacts(bulkhead);
+    fillRows(this.workers.body, bulkhead.workers.map(workerRow));
+    const { run, queue } = bulkhead.latency_ms;
+    fillRows(this.latency.body, [latencyRow('running', run), latencyRow('in the queue', queue)]);
+    fillPairs(this.totals, TOTALS.map(([field, name]) => [name, count(bulkhead[field])]));
+    const reasons = Object.entries(bulkhead.rejected).sort((a, b) => b[1] - a[1]);
+    fillRows(this.rejected.body, reasons.map(([reason, jobs]) => [word(reason), count(jobs)]));
+    this.rejectedPart.hidden = reasons.length === 0;
+    fillRows(this.tenants.body, bulkhead.tenants.map(tenantRow));
+    this.tenantsPart.hidden = bulkhead.tenants.length === 0;
+    this.ask('output', OUTPUT_EVERY_MS, () => this.loadOutput(bulkhead.name));
+    this.ask('advice', ADVICE_EVERY_MS, () => this.loadAdvice(bulkhead.name));
+  }
+
+  showActions(bulkhead) {
+    const isDraining = bulkhead.state === 'draining';
+    const isForced = bulkhead.breaker === 'forced_open';
+    const actions = ['resize', isDraining ? 'resume' : 'drain', 'restart', 'reset', isForced ? 'close' : 'open'];
+    if (this.buttons.dataset.actions === actions.join()) return;
+    this.buttons.dataset.actions = actions.join();
+    const labels = { resize: 'Resize…', drain: 'Drain…', resume: 'Resume…', restart: 'Restart…', reset: 'Reset…', open: 'Force breaker open…', close: 'Breaker to auto…' };
+    const button = (what) => h('button', { type: 'button', 'data-action': what, onclick: () => this.act(what, this.name) }, labels[what]);
+    this.buttons.replaceChildren(...actions.map(button));
+  }
+
+  showFacts(bulkhead) {
+    const rate = bulkhead.rate_limit;
+    fillPairs(this.facts, [
+      ['in flight', `${count(bulkhead.in_flight)} of ${count(bulkhead.limit)}, ${count(bulkhead.available)} free`],
+      ['queue', `${count(bulkhead.queued)} of ${count(bulkhead.queue_capacity)}`],
+      ['size', `${plural(bulkhead.processes, 'process', 'processes')} × ${bulkhead.max_in_flight} in flight`],
+      ['rate limit', rate ? `${rate.per_second} a second, burst ${rate.burst}, per ${rate.per}` : 'none'],
+      ['breaker', word(bulkhead.breaker)],
+      ['elsewhere', bulkhead.elsewhere ? `${count(bulkhead.elsewhere)} at a fallback` : ''],
+    ]);
+  }
+
+  ask(what, every, load) {
+    if (performance.now() - this.askedAt[what] < every) return;
+    this.askedAt[what] = performance.now();
+    // Nothing is said while there is nobody to ask: the head of the page says so.
+    load().catch(() => {});
+  }
+
+  async loadOutput(name) {
+    const lines = await logLines(name, LINES);
+    if (this.name !== name) return;
+    const told = lines.map((line) => `${line.pid ?? ''} ${line.stream ?? ''}  ${line.line ?? JSON.stringify(line)}`);
+    setText(this.output, told.join('\n') || 'They have written nothing.');
+  }
+
+  async loadAdvice(name) {
+    if (!this.hasAdvice()) return;
+    const told = await get(`${bulkheadPath(name)}/advice`);
+    if (this.name !== name) return;
+    this.advicePart.hidden = false;
+    this.advice.replaceChildren(...advice(told));
+  }
+}
+
+function part(title, ...children) {
+  return h('section', {}, h('h3', {}, title), ...children);
+}
+
+/** Pairs of name and value; what has no value is left out. */
+function fillPairs(list, pairs) {
+  const told = pairs.filter(([, value]) => value !== '');
+  while (list.children.length > told.length) list.lastElementChild.remove();
+  told.forEach(([name, value], at) => {
+    const pair = list.children[at] ?? list.appendChild(h('div', {}, h('dt'), h('dd')));
+    setText(pair.firstElementChild, name);
+    setText(pair.lastElementChild, value);
+  });
+}
+
+function workerRow(worker) {
+  const pid = worker.pid == null ? '–' : String(worker.pid);
+  return [
+    worker.tenant ? `${pid} (${worker.tenant})` : pid,
+    { text: word(worker.state), state: worker.state, title: worker.status ?? '' },
+    duration(worker.uptime_ms),
+    count(worker.in_flight),
+    count(worker.served),
+    count(worker.restarts),
+    bytes(worker.rss_bytes),
+    duration(worker.cpu_ms),
+    worker.last_exit ?? '–',
+    confinement(worker.confinement),
+  ];
+}
+
+function confinement(told) {
+  if (!told) return '–';
+  const layers = [
+    told.seccomp === 'none' ? null : 'seccomp',
+    told.landlock == null ? null : `Landlock ${told.landlock}`,
+    told.namespaces.length ? `${told.namespaces.length} namespaces` : null,
+    told.cgroup ? 'cgroup' : null,
+    told.uid == null ? null : `user ${told.uid}`,
+  ];
+  const missing = told.missing.length ? `; missing: ${told.missing.join(', ')}` : '';
+  return { text: `${told.profile}: ${layers.filter(Boolean).join(', ') || 'nothing'}${missing}`, state: missing ? 'missing' : '', title: told.namespaces.join(', ') };
+}
+
+const latencyRow = (name, { p50, p90, p99, max }) => [name, millis(p50), millis(p90), millis(p99), millis(max)];
+const tenantRow = (tenant) => [tenant.name || '(none)', count(tenant.in_flight), count(tenant.queued), count(tenant.submitted), count(tenant.rejected)];
+
+function advice(told) {
+  const seen = `Watched for ${duration(told.watched_ms)}.`;
+  if (!told.enough) return [h('p.muted', {}, `${seen} That is not enough to advise anything yet.`)];
+  if (!told.advice.length) return [h('p.muted', {}, `${seen} The limits fit what was seen.`)];
+  const text = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
+  const items = told.advice.map((one) => h('li', {}, h('code', {}, one.key), ` ${text(one.now)} → `, h('b', {}, text(one.proposed)), h('p', {}, one.reason)));
+  return [h('p.muted', {}, seen), h('ul', {}, ...items)];
+}

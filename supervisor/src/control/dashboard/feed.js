@@ -1,0 +1,116 @@
+// The events, the newest first. A storm of them costs one change of the page for each frame, and a bounded memory.
+
+import { batched, byId, h, setText } from './dom.js';
+import { clock, count, word } from './format.js';
+
+/** Events that are kept, and lines that are shown. */
+const KEPT_MAX = 2000;
+const SHOWN_MAX = 500;
+
+/** Characters of an event's fields in its line; all of them are in what opens below it. */
+const LINE_CHARS_MAX = 240;
+
+const RANK = { info: 0, warning: 1, critical: 2 };
+const COMMON = new Set(['at', 'seq', 'severity', 'kind', 'bulkhead']);
+
+export class Feed {
+  constructor() {
+    this.place = byId('feed');
+    this.kept = [];
+    this.coming = [];
+    this.total = 0;
+    this.isPaused = false;
+    this.flushSoon = batched(() => this.flush());
+    byId('feed-severity').addEventListener('change', () => this.renew());
+    byId('feed-bulkhead').addEventListener('change', () => this.renew());
+    byId('feed-pause').addEventListener('click', () => this.pause(!this.isPaused));
+  }
+
+  add(event) {
+    this.total += 1;
+    keep(this.kept, event, KEPT_MAX);
+    keep(this.coming, event, SHOWN_MAX);
+    this.flushSoon();
+  }
+
+  /** Something to say between the events, such as that the supervisor is another one. */
+  remark(text, severity = 'info') {
+    this.add({ at: new Date().toISOString(), severity, kind: 'dashboard', bulkhead: null, message: text });
+  }
+
+  pause(isPaused) {
+    this.isPaused = isPaused;
+    const button = byId('feed-pause');
+    button.setAttribute('aria-pressed', isPaused);
+    setText(button, isPaused ? 'Go on' : 'Pause');
+    this.flushSoon();
+  }
+
+  /** The bulkheads there are to choose from. */
+  offer(names) {
+    const select = byId('feed-bulkhead');
+    const offered = [...select.options].slice(1).map((option) => option.value);
+    if (offered.length === names.length && offered.every((name, at) => name === names[at])) return;
+    const chosen = select.value;
+    const options = names.map((name) => {
+      const option = h('option', {}, name);
+      option.value = name;
+      return option;
+    });
+    select.replaceChildren(select.options[0], ...options);
+    select.value = names.includes(chosen) ? chosen : '';
+    if (select.value !== chosen) this.renew();
+  }
+
+  isWanted(event) {
+    const [severity, bulkhead] = [byId('feed-severity').value, byId('feed-bulkhead').value];
+    return (RANK[event.severity] ?? 0) >= RANK[severity] && (!bulkhead || event.bulkhead === bulkhead);
+  }
+
+  renew() {
+    this.coming = this.kept.slice(-SHOWN_MAX * 4);
+    this.place.replaceChildren();
+    this.flush();
+  }
+
+  flush() {
+    if (this.isPaused) return setText(byId('feed-count'), `${count(this.coming.length)} more`);
+    const lines = this.coming.filter((event) => this.isWanted(event)).slice(-SHOWN_MAX).map(line);
+    this.coming = [];
+    this.place.prepend(...lines.reverse());
+    while (this.place.children.length > SHOWN_MAX) this.place.lastElementChild.remove();
+    setText(byId('feed-count'), `${count(this.total)} so far`);
+  }
+}
+
+function keep(list, event, most) {
+  list.push(event);
+  if (list.length > most) list.splice(0, list.length - most);
+}
+
+function line(event) {
+  const fields = Object.entries(event).filter(([name, value]) => !COMMON.has(name) && value !== null && value !== '');
+  const inShort = fields.map(([name, value]) => `${name}=${told(value)}`).join('  ');
+  const details = h(
+    'details',
+    {},
+    h(
+      'summary',
+      {},
+      h('time', { datetime: event.at }, clock(event.at)),
+      h('span.severity', {}, event.severity),
+      h('span.kind', {}, word(event.kind)),
+      h('span.who', {}, event.bulkhead ?? ''),
+      h('span.fields', {}, inShort.slice(0, LINE_CHARS_MAX)),
+    ),
+  );
+  details.addEventListener('toggle', () => details.append(all(fields)), { once: true });
+  return h('li', { 'data-severity': event.severity }, details);
+}
+
+const told = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
+
+function all(fields) {
+  const pairs = fields.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, told(value))));
+  return h('dl.fields-all', {}, ...pairs);
+}

@@ -1,0 +1,122 @@
+// How busy every bulkhead was, over ten minutes: a row for each, a column for each second.
+
+import { byId, fillRows, h, setText } from './dom.js';
+import { count, percent, plural } from './format.js';
+import { SAMPLES_MAX } from './history.js';
+
+/** CSS pixels of a row; the style sheet has the same. */
+const ROW = 22;
+const GAP = 3;
+const SPAN_MS = SAMPLES_MAX * 1000;
+
+export class HeatMap {
+  constructor() {
+    this.canvas = byId('heat');
+    this.names = byId('heat-names');
+    this.hint = byId('heat-hint');
+    this.idle = this.hint.textContent;
+    this.rows = [];
+    this.canvas.addEventListener('pointermove', (event) => this.point(event));
+    this.canvas.addEventListener('pointerleave', () => setText(this.hint, this.idle));
+    new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
+    this.repaint();
+  }
+
+  /** Takes the colours of the style sheet, which are others in the dark. */
+  repaint() {
+    const colour = (name) => {
+      const swatch = byId('legend').querySelector(`.heat-${name}`);
+      return getComputedStyle(swatch).backgroundColor.match(/[\d.]+/g).slice(0, 3).map(Number);
+    };
+    this.ramp = [0, 1, 2, 3, 4, 5].map(colour);
+    this.crash = `rgb(${colour('crash').join(' ')})`;
+    this.draw();
+  }
+
+  update(now, bulkheads, history) {
+    this.now = now;
+    this.rows = bulkheads.map(({ name }) => ({ name, samples: history.of(name) }));
+    this.label();
+    this.draw();
+    this.tell();
+  }
+
+  label() {
+    while (this.names.children.length > this.rows.length) this.names.lastElementChild.remove();
+    this.rows.forEach(({ name }, at) => {
+      const label = this.names.children[at] ?? this.names.appendChild(h('span'));
+      setText(label, name);
+    });
+  }
+
+  draw() {
+    const { canvas, rows } = this;
+    const scale = devicePixelRatio || 1;
+    const [width, height] = [canvas.clientWidth, Math.max(1, rows.length) * ROW];
+    canvas.style.setProperty('height', `${height}px`);
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+    const pen = canvas.getContext('2d');
+    pen.scale(scale, scale);
+    const second = width / SAMPLES_MAX;
+    rows.forEach(({ samples }, at) => this.drawRow(pen, samples, at * ROW, width, second));
+  }
+
+  drawRow(pen, samples, top, width, second) {
+    pen.fillStyle = this.mix(0);
+    pen.globalAlpha = 0.45;
+    pen.fillRect(0, top, width, ROW - GAP);
+    pen.globalAlpha = 1;
+    for (const sample of samples) {
+      const left = width - ((this.now - sample.at) / 1000 + 1) * second;
+      if (left < -second) continue;
+      pen.fillStyle = this.mix(sample.load);
+      // A little wider than it is, so that no seam shows.
+      pen.fillRect(left, top, second + 0.6, ROW - GAP);
+    }
+    pen.fillStyle = this.crash;
+    for (const sample of samples) {
+      if (!(sample.gained?.crashed > 0)) continue;
+      const left = width - ((this.now - sample.at) / 1000 + 1) * second;
+      pen.fillRect(left - 0.5, top, Math.max(2, second), 6);
+    }
+  }
+
+  /** The colour of a load between 0 and 2. */
+  mix(load) {
+    const place = load <= 1 ? load * 4 : 4 + (load - 1);
+    const low = Math.min(4, Math.floor(place));
+    const share = place - low;
+    const parts = this.ramp[low].map((part, at) => Math.round(part + (this.ramp[low + 1][at] - part) * share));
+    return `rgb(${parts.join(' ')})`;
+  }
+
+  point(event) {
+    const row = this.rows[Math.floor(event.offsetY / ROW)];
+    const age = (1 - event.offsetX / this.canvas.clientWidth) * SPAN_MS;
+    const at = this.now - age;
+    const sample = row?.samples.find((one) => Math.abs(one.at - at) <= 1000);
+    if (!sample) return setText(this.hint, this.idle);
+    const { inFlight, limit, queued, gained } = sample;
+    const crashes = gained?.crashed > 0 ? `, ${plural(gained.crashed, 'crash', 'crashes')}` : '';
+    setText(this.hint, `${row.name}, ${Math.round(age / 1000)} s ago: ${inFlight} of ${limit} in flight, ${queued} queued${crashes}`);
+  }
+
+  /** The same in words and numbers. */
+  tell() {
+    const told = this.rows.map(({ name, samples }) => {
+      const share = (one) => Math.min(1, one.load);
+      const mean = (some) => some.reduce((total, one) => total + share(one), 0) / Math.max(1, some.length);
+      const most = (what) => samples.reduce((top, one) => Math.max(top, what(one)), 0);
+      const crashes = samples.reduce((total, one) => total + (one.gained?.crashed ?? 0), 0);
+      const now = samples.length ? share(samples.at(-1)) : 0;
+      return { name, now, minute: mean(samples.slice(-60)), all: mean(samples), peak: most(share), queued: most((one) => one.queued), crashes };
+    });
+    fillRows(
+      byId('heat-table'),
+      told.map((row) => [row.name, percent(row.now), percent(row.minute), percent(row.all), percent(row.peak), count(row.queued), count(row.crashes)]),
+    );
+    const said = told.slice(0, 20).map((row) => `${row.name} ${percent(row.now)} now, ${percent(row.all)} on average`);
+    this.canvas.setAttribute('aria-label', `Utilisation by bulkhead over the last ten minutes. ${said.join('; ')}. The table below has the numbers.`);
+  }
+}

@@ -1,0 +1,71 @@
+// Keyboard, and the choice between light and dark.
+
+import { byId } from './dom.js';
+
+const THEME = 'bulkhead-theme';
+const NEXT = new Set(['j', 'ArrowDown', 'ArrowRight']);
+const PREVIOUS = new Set(['k', 'ArrowUp', 'ArrowLeft']);
+
+/** `on` has what the keys do: `close`, `help`, `pause`, `theme`, and `buttons`, which gives those of the cards. */
+export function listen(on) {
+  document.addEventListener('keydown', (event) => {
+    // An open dialog has its own.
+    if (event.ctrlKey || event.metaKey || event.altKey || byId('dialog').open) return;
+    if (event.key === 'Escape') return leave(event, on);
+    if (isTyping(event.target)) return;
+    if (obey(event, on)) event.preventDefault();
+  });
+}
+
+function obey(event, on) {
+  if (NEXT.has(event.key)) return step(event, on.buttons(), 1);
+  if (PREVIOUS.has(event.key)) return step(event, on.buttons(), -1);
+  const does = { '/': () => byId('filter').focus(), '?': on.help, p: on.pause, t: on.theme }[event.key];
+  does?.();
+  return Boolean(does);
+}
+
+function leave(event, on) {
+  if (event.target === byId('filter')) event.target.blur();
+  else on.close();
+}
+
+function isTyping(target) {
+  return target.matches('input, select, textarea');
+}
+
+/** Arrows go from card to card only where they are not needed to scroll. */
+function step(event, buttons, by) {
+  const at = buttons.indexOf(document.activeElement);
+  const isArrow = event.key.startsWith('Arrow');
+  if (buttons.length === 0 || (isArrow && at < 0)) return false;
+  const next = at < 0 ? 0 : Math.min(buttons.length - 1, Math.max(0, at + by));
+  buttons[next].focus();
+  buttons[next].closest('.card').scrollIntoView({ block: 'nearest' });
+  return true;
+}
+
+function isDark() {
+  return document.documentElement.dataset.theme
+    ? document.documentElement.dataset.theme === 'dark'
+    : matchMedia('(prefers-color-scheme: dark)').matches;
+}
+
+export function switchTheme() {
+  const theme = isDark() ? 'light' : 'dark';
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem(THEME, theme);
+  } catch {
+    // It holds for this page.
+  }
+}
+
+export function restoreTheme() {
+  try {
+    const theme = localStorage.getItem(THEME);
+    if (theme === 'dark' || theme === 'light') document.documentElement.dataset.theme = theme;
+  } catch {
+    // What the system prefers, then.
+  }
+}

@@ -1,0 +1,145 @@
+// Puts the parts together: what the stream says goes to history, cards, heat map, details, feed and crash reports.
+
+import { offer, offerReload, showHelp } from './actions.js';
+import { hasAdvice, withBreaker } from './api.js';
+import { Cards } from './cards.js';
+import { Crashes } from './crashes.js';
+import { Details } from './details.js';
+import { batched, byId, h, setData, setText } from './dom.js';
+import { Feed } from './feed.js';
+import { clock, count, duration, rate } from './format.js';
+import { HeatMap } from './heatmap.js';
+import { COUNTED, History } from './history.js';
+import { listen, restoreTheme, switchTheme } from './keys.js';
+import { Stream } from './stream.js';
+
+const history = new History();
+const known = { bulkheads: [], at: Date.now(), breakers: new Set(), hasAdvice: false, version: null };
+
+restoreTheme();
+const feed = new Feed();
+const crashes = new Crashes();
+const heat = new HeatMap();
+const cards = new Cards(byId('cards'), open);
+const details = new Details(byId('details'), {
+  act: (what, name) => offer(what, bulkheadOf(name)),
+  closed: (name) => cards.focus(name),
+  hasAdvice: () => known.hasAdvice,
+});
+
+const bulkheadOf = (name) => known.bulkheads.find((bulkhead) => bulkhead.name === name);
+const hasBreaker = (bulkhead) => known.breakers.has(bulkhead.name) || bulkhead.breaker !== 'closed';
+
+function open(name) {
+  const bulkhead = bulkheadOf(name);
+  if (bulkhead) details.open(bulkhead);
+}
+
+const render = batched(() => {
+  cards.update(known.bulkheads, history, hasBreaker);
+  heat.update(known.at, known.bulkheads, history);
+  details.update(known.bulkheads);
+  feed.offer(known.bulkheads.map((bulkhead) => bulkhead.name));
+  showTotals();
+  showFilter();
+});
+
+function showTotals() {
+  const all = (what) => known.bulkheads.reduce((total, bulkhead) => total + what(bulkhead), 0);
+  const rates = known.bulkheads.map((bulkhead) => history.rates(bulkhead.name));
+  const perSecond = (what) => rates.reduce((total, one) => total + (one[what] ?? 0), 0);
+  const pairs = [
+    ['bulkheads', count(known.bulkheads.length), ''],
+    ['workers', count(all((bulkhead) => bulkhead.workers.filter((worker) => worker.pid != null).length)), ''],
+    ['in flight', count(all((bulkhead) => bulkhead.in_flight)), ''],
+    ['queued', count(all((bulkhead) => bulkhead.queued)), ''],
+    ...COUNTED.map((what) => [`${what}/s`, rate(perSecond(what)), perSecond(what) > 0 ? what : '']),
+  ];
+  const list = byId('totals');
+  pairs.forEach(([name, value, what], at) => {
+    const pair = list.children[at] ?? list.appendChild(h('div', {}, h('dt', {}, name), h('dd')));
+    setText(pair.lastElementChild, value);
+    setData(pair, 'some', what);
+  });
+}
+
+function showFilter() {
+  const shown = cards.filter(byId('filter').value);
+  byId('none').hidden = shown > 0 || known.bulkheads.length === 0;
+}
+
+/** What is asked for once, and again when it may be another. */
+async function learn() {
+  try {
+    [known.breakers, known.hasAdvice] = await Promise.all([withBreaker(), hasAdvice()]);
+    render();
+  } catch {
+    // The next connection asks again.
+  }
+}
+
+const CRASH_KINDS = new Set(['worker_exited', 'job_crashed', 'job_retried', 'worker_hung', 'crash_replayed']);
+
+const stream = new Stream({
+  hello(hello, isAnother) {
+    if (isAnother) feed.remark('the supervisor was started anew: its events and counters begin again');
+    const isUpdated = known.version !== null && known.version !== hello.version;
+    known.version = hello.version;
+    setText(byId('run'), `${hello.version} · pid ${hello.pid}${isUpdated ? ' · another version: reload this page' : ''}`);
+    crashes.refresh();
+    learn();
+  },
+  bulkheads(told) {
+    known.bulkheads = told.bulkheads;
+    known.at = Date.parse(told.at);
+    history.add(known.at, told.bulkheads);
+    render();
+  },
+  event(event) {
+    feed.add(event);
+    if (CRASH_KINDS.has(event.kind)) crashes.refresh();
+    if (event.kind === 'config_reloaded') learn();
+  },
+  missed(number) {
+    feed.remark(`${count(number)} events came faster than they could be sent, and are not shown`, 'warning');
+  },
+  state: showLink,
+});
+
+/** Where the page stands with the supervisor. */
+function showLink() {
+  const state = stream.state ?? 'connecting';
+  const words = { live: 'live', stuck: 'stuck', lost: 'reconnecting…' };
+  setText(byId('link'), words[state] ?? 'connecting…');
+  setData(byId('link'), 'state', state);
+  setData(document.body, 'link', state);
+  setText(byId('link-age'), state === 'live' ? '' : duration(Date.now() - stream.changedAt));
+  const shown = known.bulkheads.length ? ` What is shown is from ${clock(known.at)}.` : '';
+  const troubles = {
+    stuck: `The data plane does not answer.${shown}`,
+    lost: `The supervisor is not reachable.${shown} This page tries again by itself.`,
+  };
+  byId('trouble').hidden = !troubles[state];
+  setText(byId('trouble'), troubles[state] ?? '');
+}
+
+setInterval(() => {
+  if (stream.state !== 'live') showLink();
+}, 1000);
+
+byId('filter').addEventListener('input', showFilter);
+byId('reload').addEventListener('click', offerReload);
+byId('help').addEventListener('click', showHelp);
+const theme = () => {
+  switchTheme();
+  heat.repaint();
+};
+byId('theme').addEventListener('click', theme);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => heat.repaint());
+listen({
+  buttons: () => cards.buttons(),
+  close: () => details.close(),
+  help: showHelp,
+  pause: () => feed.pause(!feed.isPaused),
+  theme,
+});

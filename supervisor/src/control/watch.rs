@@ -1,0 +1,142 @@
+//! `GET /v1/watch`: one stream for whoever looks on, such as the dashboard, with the state of all bulkheads once a
+//! second and every event. However many watch, the data plane is asked once; while nobody does, it is not asked.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use axum::extract::{Query, State};
+use axum::http::HeaderMap;
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::{self, Stream, StreamExt};
+use serde::Deserialize;
+use serde_json::json;
+use tokio::sync::{Notify, watch};
+
+use super::Control;
+use super::http::{KEEP_ALIVE, LIMIT, Shared, last_event_id, live, too_many_streams};
+use crate::observe::events::rfc3339;
+
+/// How often watchers see the state of the bulkheads.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// What there is to see.
+#[derive(Clone)]
+enum Seen {
+    /// Nothing yet: nobody has watched.
+    Nothing,
+    /// The bulkheads, rendered once for all.
+    Bulkheads(Arc<str>),
+    /// The data plane did not answer in time.
+    Stuck,
+}
+
+/// What all watchers share.
+pub(super) struct Watch {
+    seen: watch::Sender<Seen>,
+    /// Somebody has begun to watch.
+    joined: Notify,
+    /// By which watchers tell this run of the supervisor from others, whose events have the same numbers.
+    started: SystemTime,
+}
+
+impl Default for Watch {
+    fn default() -> Self {
+        let seen = watch::channel(Seen::Nothing).0;
+        Self { seen, joined: Notify::new(), started: SystemTime::now() }
+    }
+}
+
+impl Watch {
+    fn join(&self) -> watch::Receiver<Seen> {
+        let mut receiver = self.seen.subscribe();
+        receiver.mark_changed();
+        self.joined.notify_one();
+        receiver
+    }
+
+    async fn wait_for_somebody(&self) {
+        while self.seen.receiver_count() == 0 {
+            self.seen.send_replace(Seen::Nothing);
+            self.joined.notified().await;
+        }
+    }
+}
+
+/// Looks for all watchers, until the control plane ends.
+pub(super) async fn look(control: Shared) {
+    let mut end = control.end.subscribe();
+    let looking = async {
+        loop {
+            control.watch.wait_for_somebody().await;
+            let seen = match control.snapshots(None).await {
+                Some(bulkheads) => {
+                    let told = json!({"at": rfc3339(SystemTime::now()), "bulkheads": bulkheads});
+                    Seen::Bulkheads(told.to_string().into())
+                }
+                None => Seen::Stuck,
+            };
+            control.watch.seen.send_replace(seen);
+            tokio::time::sleep(INTERVAL).await;
+        }
+    };
+    tokio::select! {
+        () = looking => {}
+        _ = end.wait_for(|is_over| *is_over) => {}
+    }
+}
+
+#[derive(Deserialize)]
+pub(super) struct WatchQuery {
+    since: Option<u64>,
+    limit: Option<usize>,
+}
+
+pub(super) async fn show(
+    State(control): State<Shared>,
+    headers: HeaderMap,
+    Query(query): Query<WatchQuery>,
+) -> Response {
+    let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+    let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
+    let (kept, receiver) = control.events.follow(since, None, query.limit.unwrap_or(LIMIT));
+    let events = stream::iter(kept).map(Ok).chain(live(&control, receiver, place)).map(|item| match item {
+        Ok(event) => Event::default().event("event").id(event.seq.to_string()).data(&event.json),
+        Err(count) => Event::default().event("missed").data(json!({"count": count}).to_string()),
+    });
+    let coming = stream::select(states(&control), events);
+    let sse = stream::once(std::future::ready(hello(&control))).chain(coming).map(Ok::<_, Infallible>);
+    Sse::new(sse).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+}
+
+/// Who is watched.
+fn hello(control: &Control) -> Event {
+    let hello = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "started": rfc3339(control.watch.started),
+    });
+    Event::default().event("hello").data(hello.to_string())
+}
+
+/// The state of the bulkheads as it changes. A reader that is slow misses some, and sees the newest.
+fn states(control: &Shared) -> impl Stream<Item = Event> + Send + 'static {
+    let (seen, end) = (control.watch.join(), control.end.subscribe());
+    stream::unfold((seen, end), async |(mut seen, mut end)| {
+        loop {
+            tokio::select! {
+                biased;
+                _ = end.wait_for(|is_over| *is_over) => return None,
+                changed = seen.changed() => changed.ok()?,
+            }
+            let now = seen.borrow_and_update().clone();
+            let event = match now {
+                Seen::Nothing => continue,
+                Seen::Bulkheads(told) => Event::default().event("bulkheads").data(&told),
+                Seen::Stuck => Event::default().event("stuck").data("{}"),
+            };
+            return Some((event, (seen, end)));
+        }
+    })
+}
