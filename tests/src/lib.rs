@@ -2,6 +2,7 @@
 //! socket. Nothing here stands in for the real thing.
 
 pub mod attempts;
+pub mod browser;
 pub mod confined;
 pub mod http;
 pub mod openmetrics;

@@ -19,7 +19,10 @@ pub(super) fn refuse(request: &Request) -> Option<Response> {
         return Some(problem(StatusCode::FORBIDDEN, "a page of another site may not change anything here"));
     }
     if is_sent_by_another_site(headers) && !is_visit(headers) {
-        return Some(problem(StatusCode::FORBIDDEN, "a page of another site may not use anything of this one"));
+        return Some(problem(
+            StatusCode::FORBIDDEN,
+            "a page of another site may not use anything of this one",
+        ));
     }
     None
 }
@@ -38,10 +41,9 @@ fn has_other_origin(headers: &HeaderMap) -> bool {
 
 /// `same-site` is another port of this host, or another host of this domain: somebody else's.
 fn is_sent_by_another_site(headers: &HeaderMap) -> bool {
-    headers
-        .get_all("sec-fetch-site")
-        .iter()
-        .any(|site| ["cross-site", "same-site"].iter().any(|other| site.as_bytes().eq_ignore_ascii_case(other.as_bytes())))
+    headers.get_all("sec-fetch-site").iter().any(|site| {
+        ["cross-site", "same-site"].iter().any(|other| site.as_bytes().eq_ignore_ascii_case(other.as_bytes()))
+    })
 }
 
 /// Whether somebody goes to a page of ours, which that of the other site does not get to see.

@@ -79,13 +79,24 @@ mod tests {
             for word in ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent"] {
                 assert!(!said.contains(word), "{name} has {word}");
             }
-            for (_, rest) in text.match_indices("/dashboard/").map(|(at, found)| text.split_at(at + found.len())) {
+            for (_, rest) in
+                text.match_indices("/dashboard/").map(|(at, found)| text.split_at(at + found.len()))
+            {
                 let end = rest.find(['"', '\'', '`']).unwrap_or(rest.len());
-                assert!(FILES.iter().any(|(own, ..)| *own == &rest[..end]), "{name} asks for {}", &rest[..end]);
+                assert!(
+                    FILES.iter().any(|(own, ..)| *own == &rest[..end]),
+                    "{name} asks for {}",
+                    &rest[..end]
+                );
             }
-            for (_, rest) in text.match_indices("from './").map(|(at, found)| text.split_at(at + found.len())) {
+            for (_, rest) in text.match_indices("from './").map(|(at, found)| text.split_at(at + found.len()))
+            {
                 let end = rest.find('\'').unwrap_or(rest.len());
-                assert!(FILES.iter().any(|(own, ..)| *own == &rest[..end]), "{name} imports {}", &rest[..end]);
+                assert!(
+                    FILES.iter().any(|(own, ..)| *own == &rest[..end]),
+                    "{name} imports {}",
+                    &rest[..end]
+                );
             }
         }
     }

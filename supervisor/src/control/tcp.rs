@@ -272,7 +272,9 @@ mod tests {
         for pair in ["x:a-secret-of-sixteen", ":a-secret-of-sixteen"] {
             assert!(opens(&basic(pair)) && opens(&basic(pair).replace("Basic", "basic")), "{pair}");
         }
-        for pair in ["", "a-secret-of-sixteen", "a-secret-of-sixteen:", "x:y:a-secret-of-sixteen", "x:a-secret"] {
+        for pair in
+            ["", "a-secret-of-sixteen", "a-secret-of-sixteen:", "x:y:a-secret-of-sixteen", "x:a-secret"]
+        {
             assert!(!opens(&basic(pair)), "{pair}");
         }
         let good = ("authorization", "Bearer a-secret-of-sixteen");

@@ -1,4 +1,4 @@
-// How busy every bulkhead was, over ten minutes: a row for each, a column for each second.
+// How busy every bulkhead was lately: a row for each, a column for each second.
 
 import { byId, fillRows, h, setText } from './dom.js';
 import { count, percent, plural } from './format.js';
@@ -7,7 +7,9 @@ import { SAMPLES_MAX } from './history.js';
 /** CSS pixels of a row; the style sheet has the same. */
 const ROW = 22;
 const GAP = 3;
-const SPAN_MS = SAMPLES_MAX * 1000;
+
+/** Seconds that the map shows: as few of these as hold what was seen. */
+const SPANS = [120, 300, SAMPLES_MAX];
 
 export class HeatMap {
   constructor() {
@@ -16,6 +18,7 @@ export class HeatMap {
     this.hint = byId('heat-hint');
     this.idle = this.hint.textContent;
     this.rows = [];
+    this.span = SPANS[0];
     this.canvas.addEventListener('pointermove', (event) => this.point(event));
     this.canvas.addEventListener('pointerleave', () => setText(this.hint, this.idle));
     new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
@@ -36,6 +39,8 @@ export class HeatMap {
   update(now, bulkheads, history) {
     this.now = now;
     this.rows = bulkheads.map(({ name }) => ({ name, samples: history.of(name) }));
+    const seen = (now - Math.min(now, ...this.rows.map(({ samples }) => samples[0].at))) / 1000;
+    this.span = SPANS.find((span) => span > seen) ?? SAMPLES_MAX;
     this.label();
     this.draw();
     this.tell();
@@ -47,6 +52,9 @@ export class HeatMap {
       const label = this.names.children[at] ?? this.names.appendChild(h('span'));
       setText(label, name);
     });
+    const [begin, middle] = byId('heat-axis').children;
+    setText(begin, `${this.span / 60} min ago`);
+    setText(middle, `${this.span / 120} min`);
   }
 
   draw() {
@@ -58,7 +66,7 @@ export class HeatMap {
     canvas.height = Math.round(height * scale);
     const pen = canvas.getContext('2d');
     pen.scale(scale, scale);
-    const second = width / SAMPLES_MAX;
+    const second = width / this.span;
     rows.forEach(({ samples }, at) => this.drawRow(pen, samples, at * ROW, width, second));
   }
 
@@ -93,7 +101,7 @@ export class HeatMap {
 
   point(event) {
     const row = this.rows[Math.floor(event.offsetY / ROW)];
-    const age = (1 - event.offsetX / this.canvas.clientWidth) * SPAN_MS;
+    const age = (1 - event.offsetX / this.canvas.clientWidth) * this.span * 1000;
     const at = this.now - age;
     const sample = row?.samples.find((one) => Math.abs(one.at - at) <= 1000);
     if (!sample) return setText(this.hint, this.idle);
@@ -117,6 +125,6 @@ export class HeatMap {
       told.map((row) => [row.name, percent(row.now), percent(row.minute), percent(row.all), percent(row.peak), count(row.queued), count(row.crashes)]),
     );
     const said = told.slice(0, 20).map((row) => `${row.name} ${percent(row.now)} now, ${percent(row.all)} on average`);
-    this.canvas.setAttribute('aria-label', `Utilisation by bulkhead over the last ten minutes. ${said.join('; ')}. The table below has the numbers.`);
+    this.canvas.setAttribute('aria-label', `Utilisation by bulkhead over the last minutes. ${said.join('; ')}. The table below has the numbers.`);
   }
 }

@@ -1,0 +1,204 @@
+//! A real browser, headless, driven by the WebDriver protocol: JSON over the HTTP of [`crate::http`].
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::http::Place;
+use crate::wait_for;
+
+/// What the browser is started with: nothing that it does by itself leaves this machine.
+const FLAGS: [&str; 11] = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--hide-scrollbars",
+];
+
+/// Under which an element's name comes.
+const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
+
+/// One tab of a browser with a fresh profile. Dropping it ends the browser.
+#[derive(Debug)]
+pub struct Browser {
+    driver: Child,
+    place: Place,
+    session: String,
+    _profile: TempDir,
+}
+
+impl Browser {
+    /// Starts one. `None`, and a word about it, if there is none on this machine.
+    pub fn start() -> Option<Self> {
+        let (Some(chromium), Some(chromedriver)) = (find("chromium"), find("chromedriver")) else {
+            eprintln!(
+                "SKIPPED: there is no chromium, or no chromedriver, to look at the dashboard with: \
+                 apt-get install chromium chromium-driver"
+            );
+            return None;
+        };
+        let profile = tempfile::tempdir().expect("a temporary folder");
+        let mut driver = Command::new(chromedriver)
+            .arg("--port=0")
+            .env("HOME", profile.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .expect("chromedriver runs");
+        let place = Place::Tcp(address(&mut driver));
+        let mut flags: Vec<String> = FLAGS.map(str::to_owned).into();
+        flags.push(format!("--user-data-dir={}", profile.path().display()));
+        let wanted = json!({"capabilities": {"alwaysMatch": {
+            "goog:chromeOptions": {"binary": chromium, "args": flags},
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }}});
+        let mut browser = Self { driver, place, session: String::new(), _profile: profile };
+        let begun = browser.send("POST", "/session", &wanted);
+        browser.session = format!("/session/{}", begun["sessionId"].as_str().expect("a session"));
+        Some(browser)
+    }
+
+    fn send(&self, method: &str, path: &str, body: &Value) -> Value {
+        let body = if method == "GET" { String::new() } else { body.to_string() };
+        let answer = self.place.ask(method, path, &["Content-Type: application/json"], body.as_bytes());
+        let said = answer.json();
+        assert_eq!(answer.status, 200, "{method} {path} {body}: {}", said["value"]["message"]);
+        said["value"].clone()
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Value {
+        self.send("POST", &format!("{}{path}", self.session), body)
+    }
+
+    /// Goes to an address and waits until the page is loaded.
+    pub fn visit(&self, url: &str) {
+        self.post("/url", &json!({"url": url}));
+    }
+
+    /// Runs the body of a function in the page; returns what it returns.
+    pub fn run(&self, script: &str) -> Value {
+        self.post("/execute/sync", &json!({"script": script, "args": []}))
+    }
+
+    /// The value of an expression.
+    pub fn value(&self, expression: &str) -> Value {
+        self.run(&format!("return {expression}"))
+    }
+
+    /// The text that the first element shows to whom this selector fits.
+    pub fn text(&self, selector: &str) -> String {
+        let text = self.value(&format!("document.querySelector({})?.textContent ?? ''", json!(selector)));
+        text.as_str().expect("text").to_owned()
+    }
+
+    /// Waits until an expression is true.
+    #[track_caller]
+    pub fn wait(&self, expression: &str) {
+        wait_for(expression, || (self.value(&format!("Boolean({expression})")) == true).then_some(()));
+    }
+
+    /// Clicks, as a pointer does, on the first element to whom this selector fits.
+    pub fn click(&self, selector: &str) {
+        let element = self.element(selector);
+        self.post(&format!("/element/{element}/click"), &json!({}));
+    }
+
+    /// Replaces what stands in a field.
+    pub fn fill(&self, selector: &str, text: &str) {
+        let element = self.element(selector);
+        self.post(&format!("/element/{element}/clear"), &json!({}));
+        self.post(&format!("/element/{element}/value"), &json!({"text": text}));
+    }
+
+    fn element(&self, selector: &str) -> String {
+        let found = self.post("/element", &json!({"using": "css selector", "value": selector}));
+        found[ELEMENT].as_str().expect("an element").to_owned()
+    }
+
+    /// Presses keys, one after the other, wherever the focus is.
+    pub fn press(&self, keys: &[&str]) {
+        let pressed =
+            keys.iter().flat_map(|key| ["keyDown", "keyUp"].map(|kind| json!({"type": kind, "value": key})));
+        let actions: Vec<Value> = pressed.collect();
+        self.post("/actions", &json!({"actions": [{"type": "key", "id": "keys", "actions": actions}]}));
+    }
+
+    /// A command of the browser's own protocol.
+    pub fn command(&self, name: &str, parameters: &Value) -> Value {
+        self.post("/goog/cdp/execute", &json!({"cmd": name, "params": parameters}))
+    }
+
+    /// Makes the page so large, in CSS pixels.
+    pub fn resize(&self, width: u32, height: u32) {
+        let metrics =
+            json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600});
+        self.command("Emulation.setDeviceMetricsOverride", &metrics);
+    }
+
+    /// Makes the system prefer `dark` or `light`.
+    pub fn prefer(&self, scheme: &str) {
+        let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
+        self.command("Emulation.setEmulatedMedia", &features);
+    }
+
+    /// What the page looks like, as PNG.
+    pub fn picture(&self) -> Vec<u8> {
+        let taken = self.send("GET", &format!("{}/screenshot", self.session), &Value::Null);
+        STANDARD.decode(taken.as_str().expect("base64")).expect("base64")
+    }
+
+    /// What was logged since the last time: `browser` has the console, `performance` all requests.
+    pub fn log(&self, kind: &str) -> Vec<Value> {
+        let entries = self.post("/se/log", &json!({"type": kind}));
+        entries.as_array().expect("entries").clone()
+    }
+}
+
+/// A program in PATH.
+fn find(name: &str) -> Option<PathBuf> {
+    let search_path = std::env::var_os("PATH")?;
+    std::env::split_paths(&search_path).map(|folder| folder.join(name)).find(|path| path.is_file())
+}
+
+/// Where the driver listens: it says so.
+fn address(driver: &mut Child) -> SocketAddr {
+    let mut said = BufReader::new(driver.stdout.take().expect("a pipe"));
+    loop {
+        let mut line = String::new();
+        let count = said.read_line(&mut line).expect("text");
+        assert!(count > 0, "chromedriver ended");
+        if let Some((_, port)) = line.split_once("successfully on port ") {
+            let port = port.trim().trim_end_matches('.').parse().expect("a port");
+            return SocketAddr::from(([127, 0, 0, 1], port));
+        }
+    }
+}
+
+impl Drop for Browser {
+    fn drop(&mut self) {
+        if !self.session.is_empty() && !std::thread::panicking() {
+            self.send("DELETE", &self.session, &Value::Null);
+        }
+        // With all of the browser that is still there.
+        let _ = killpg(Pid::from_raw(self.driver.id() as i32), Signal::SIGKILL);
+        let _ = self.driver.wait();
+    }
+}
