@@ -195,7 +195,7 @@ fn address(driver: &mut Child) -> SocketAddr {
 impl Drop for Browser {
     fn drop(&mut self) {
         if !self.session.is_empty() && !std::thread::panicking() {
-            self.send("DELETE", &self.session, &Value::Null);
+            self.place.ask("DELETE", &self.session, &[], b"");
         }
         // With all of the browser that is still there.
         let _ = killpg(Pid::from_raw(self.driver.id() as i32), Signal::SIGKILL);

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -95,6 +95,8 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     let browser = Browser::start()?;
     let site = Site::start(bulkheads);
     browser.resize(1440, 1000);
+    // What it did before was not the page.
+    browser.log("performance");
     browser.visit(&site.url());
     browser.wait(
         "document.querySelectorAll('.card').length && document.querySelector('#link').textContent === 'live'",
@@ -385,4 +387,152 @@ impl Narrow for Browser {
             true
         );
     }
+}
+
+// The pictures of the documentation.
+
+const SHOWN: &str = r#"
+[defaults]
+restart = { backoff = "10ms", max = 100000, within = "10s" }
+[bulkhead.thumbnail]
+command = ["MISBEHAVE"]
+processes = 2
+max_in_flight = 4
+max_queue = 40
+[bulkhead.ocr]
+command = ["MISBEHAVE"]
+processes = 2
+max_in_flight = 1
+max_queue = 12
+[bulkhead.sql-reports]
+command = ["MISBEHAVE"]
+max_in_flight = 6
+max_queue = 30
+breaker = { window = "10s", min_calls = 20, failure_rate = 0.5 }
+rate_limit = { per_second = 90, burst = 20 }
+[bulkhead.plugin]
+command = ["MISBEHAVE"]
+processes = 2
+max_queue = 16
+[bulkhead.geoip]
+command = ["MISBEHAVE"]
+max_in_flight = 8
+max_queue = 50
+[bulkhead.mail-filter]
+exec = ["cat"]
+max_in_flight = 2
+max_queue = 10
+"#;
+
+/// Sends jobs until it is over; `level`, in percent, is how many of the lanes do.
+struct Load {
+    level: Arc<AtomicU32>,
+    lanes: Vec<JoinHandle<()>>,
+}
+
+/// Stands for the end in `level`.
+const OVER: u32 = u32::MAX;
+
+impl Load {
+    /// So many lanes of jobs of an operation; each is given this payload and waits so long after its job.
+    fn begin(
+        site: &Site,
+        bulkhead: &'static str,
+        count: u32,
+        operation: &'static str,
+        payload: &'static str,
+        pause: u64,
+    ) -> Self {
+        let level = Arc::new(AtomicU32::new(100));
+        let lanes = (0..count).map(|lane| {
+            let (level, socket) = (level.clone(), site.supervisor.socket());
+            std::thread::spawn(move || {
+                let client = Client::connect(socket).unwrap();
+                let tenant = ["acme", "globex", "initech", "umbrella"][lane as usize % 4];
+                loop {
+                    match level.load(Ordering::Relaxed) {
+                        OVER => return,
+                        now if lane * 100 < now * count => {
+                            let _ = client.job(bulkhead, payload).operation(operation).tenant(tenant).send();
+                            std::thread::sleep(Duration::from_millis(pause));
+                        }
+                        _ => std::thread::sleep(Duration::from_millis(50)),
+                    }
+                }
+            })
+        });
+        Self { lanes: lanes.collect(), level }
+    }
+
+    fn set(&self, level: u32) {
+        self.level.store(level, Ordering::Relaxed);
+    }
+
+    fn end(self) {
+        self.set(OVER);
+        self.lanes.into_iter().for_each(|lane| lane.join().unwrap());
+    }
+}
+
+fn save(browser: &Browser, name: &str) {
+    let picture = browser.picture();
+    assert!(picture.len() < 200_000, "{name} has {} bytes", picture.len());
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/images");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join(name), picture).unwrap();
+}
+
+#[test]
+fn pictures_for_the_documentation() {
+    if std::env::var_os("UPDATE_SCREENSHOTS").is_none() {
+        eprintln!("SKIPPED: pictures of the dashboard are taken with UPDATE_SCREENSHOTS=1");
+        return;
+    }
+    let Some((site, browser)) = open(SHOWN) else { return };
+    browser.prefer("light");
+    browser.resize(1440, 1000);
+    browser.run("document.querySelector('#heat-hint').textContent = ''");
+    let thumbnail = Load::begin(&site, "thumbnail", 10, "sleep", "9", 4);
+    let ocr = Load::begin(&site, "ocr", 16, "sleep", "60", 10);
+    let sql = Load::begin(&site, "sql-reports", 5, "sleep", "22", 25);
+    let failing = Load::begin(&site, "sql-reports", 1, "fail", "", 700);
+    let geoip = Load::begin(&site, "geoip", 3, "echo", "127.0.0.1", 3);
+    let mail = Load::begin(&site, "mail-filter", 2, "", "hello", 150);
+    let plugin = Load::begin(&site, "plugin", 2, "sleep", "20", 90);
+    for (seconds, of_thumbnail, of_ocr, of_sql) in [
+        (14, 30, 6, 60),
+        (12, 55, 12, 40),
+        (10, 80, 20, 80),
+        (12, 60, 50, 100),
+        (12, 100, 75, 60),
+        (14, 90, 100, 80),
+        (10, 60, 70, 100),
+    ] {
+        thumbnail.set(of_thumbnail);
+        ocr.set(of_ocr);
+        sql.set(of_sql);
+        std::thread::sleep(Duration::from_secs(seconds));
+    }
+    save(&browser, "dashboard-load.png");
+    browser.click(&format!("{} h3 button", card("thumbnail")));
+    browser.wait("document.querySelector('#details pre').textContent.length > 0");
+    save(&browser, "dashboard-details.png");
+    browser.press(&["\u{e00c}"]);
+
+    // A storm, in the dark.
+    browser.prefer("dark");
+    let crashing = Load::begin(&site, "plugin", 4, "abort", "", 30);
+    let rarely = Load::begin(&site, "thumbnail", 1, "segv", "", 2500);
+    std::thread::sleep(Duration::from_secs(12));
+    save(&browser, "dashboard-crashes.png");
+    browser.resize(360, 740);
+    std::thread::sleep(Duration::from_secs(2));
+    save(&browser, "dashboard-phone.png");
+    for load in [thumbnail, ocr, sql, failing, geoip, mail, plugin, crashing, rarely] {
+        load.end();
+    }
+    let Some((_site, browser)) = open(SHOWN) else { return };
+    std::thread::sleep(Duration::from_secs(5));
+    browser.prefer("light");
+    save(&browser, "dashboard-idle.png");
 }
