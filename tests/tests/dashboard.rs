@@ -393,7 +393,7 @@ impl Narrow for Browser {
 
 const SHOWN: &str = r#"
 [defaults]
-restart = { backoff = "10ms", max = 100000, within = "10s" }
+restart = { backoff = "10ms", max = 1000, within = "10s" }
 [bulkhead.thumbnail]
 command = ["MISBEHAVE"]
 processes = 2
@@ -490,8 +490,7 @@ fn pictures_for_the_documentation() {
     }
     let Some((site, browser)) = open(SHOWN) else { return };
     browser.prefer("light");
-    browser.resize(1440, 1000);
-    browser.run("document.querySelector('#heat-hint').textContent = ''");
+    browser.resize(1280, 900);
     let thumbnail = Load::begin(&site, "thumbnail", 10, "sleep", "9", 4);
     let ocr = Load::begin(&site, "ocr", 16, "sleep", "60", 10);
     let sql = Load::begin(&site, "sql-reports", 5, "sleep", "22", 25);
@@ -532,7 +531,8 @@ fn pictures_for_the_documentation() {
         load.end();
     }
     let Some((_site, browser)) = open(SHOWN) else { return };
-    std::thread::sleep(Duration::from_secs(5));
     browser.prefer("light");
+    browser.resize(1280, 900);
+    std::thread::sleep(Duration::from_secs(5));
     save(&browser, "dashboard-idle.png");
 }

@@ -11,6 +11,9 @@ use tempfile::TempDir;
 
 const TOKEN: &str = "a-token-of-the-tests";
 const BEARER: &str = "Authorization: Bearer a-token-of-the-tests";
+/// `me:a-token-of-the-tests`, as a browser sends it.
+const BASIC: &str = "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdHM=";
+const CHALLENGES: &str = "Bearer realm=\"bulkhead\", Basic realm=\"bulkhead\", charset=\"UTF-8\"";
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nenv = { KEY = \"sesame\" }\n";
 
 fn folder() -> TempDir {
@@ -54,6 +57,8 @@ fn only_the_token_opens_and_health_needs_none() {
         ("PATCH", "/v1/bulkheads/b"),
         ("GET", "/v1/nothing"),
         ("GET", "/"),
+        ("GET", "/dashboard/main.js"),
+        ("GET", "/v1/watch"),
         ("GET", "/healthz/"),
         ("GET", "//healthz"),
         ("GET", "/healthz/../v1/bulkheads"),
@@ -67,6 +72,10 @@ fn only_the_token_opens_and_health_needs_none() {
         "Authorization: Bearer a-token-of-the-tests-and-more",
         "Authorization: Bearer A-TOKEN-OF-THE-TESTS",
         "Authorization: Basic a-token-of-the-tests",
+        // "me:a-token-of-the-test", "a-token-of-the-tests", "a-token-of-the-tests:"
+        "Authorization: Basic bWU6YS10b2tlbi1vZi10aGUtdGVzdA==",
+        "Authorization: Basic YS10b2tlbi1vZi10aGUtdGVzdHM=",
+        "Authorization: Basic YS10b2tlbi1vZi10aGUtdGVzdHM6",
         "Authorization: a-token-of-the-tests",
         "Cookie: token=a-token-of-the-tests",
     ];
@@ -74,7 +83,7 @@ fn only_the_token_opens_and_health_needs_none() {
         for header in wrong {
             let answer = place.ask(method, path, &[header], b"");
             let problem = answer.problem(401);
-            assert_eq!(answer.header("www-authenticate"), "Bearer realm=\"bulkhead\"");
+            assert_eq!(answer.header("www-authenticate"), CHALLENGES);
             assert!(!problem.to_string().contains(TOKEN), "{problem}");
         }
     }
@@ -87,6 +96,8 @@ fn only_the_token_opens_and_health_needs_none() {
     let answer = place.job("b", "echo", &[BEARER], b"over tcp");
     assert_eq!((answer.status, &answer.body[..]), (200, &b"over tcp"[..]));
     assert_eq!(place.job("b", "echo", &["authorization: bearer a-token-of-the-tests"], b"").status, 200);
+    assert_eq!(place.ask("GET", "/", &[BASIC], b"").header("content-type"), "text/html; charset=utf-8");
+    assert_eq!(place.job("b", "echo", &[BASIC], b"").status, 200);
     place.job("b", "fail", &[BEARER], b"").problem(422);
     assert!(!supervisor.log().contains(TOKEN), "the log does not tell it");
     // The Unix socket stays as it was.
@@ -144,6 +155,42 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
         let kind = format!("Content-Type: {kind}");
         assert_eq!(place.ask("PATCH", "/v1/bulkheads/b", &[BEARER, &kind], change).status, 200);
     }
+    // A browser adds the password that it was given here, whoever's form it is that sends a job.
+    for from in [
+        "Origin: http://evil.example",
+        "Origin: null",
+        "Sec-Fetch-Site: cross-site",
+        "Sec-Fetch-Site: same-site",
+    ] {
+        for kind in [
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+            "application/json",
+        ] {
+            let kind = format!("Content-Type: {kind}");
+            place.ask("POST", "/v1/bulkheads/b/jobs", &[&host, from, BASIC, &kind], b"payload").problem(403);
+        }
+        for verb in ["restart", "drain"] {
+            place.ask("POST", &format!("/v1/bulkheads/b/{verb}"), &[&host, from, BASIC], b"").problem(403);
+        }
+    }
+    // Other sites may link to the dashboard. They may not have what is here in pages of theirs, nor listen to it.
+    let link = ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document", BASIC];
+    assert_eq!(place.ask("GET", "/", &link, b"").status, 200);
+    let frame = ["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: iframe", BASIC];
+    place.ask("GET", "/", &frame, b"").problem(403);
+    for path in ["/v1/watch", "/v1/config", "/v1/bulkheads/b/logs"] {
+        place
+            .ask("GET", path, &["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", BASIC], b"")
+            .problem(403);
+    }
+    // Somebody may have made the Unix socket a port for their browser.
+    let unix = Place::of(&supervisor);
+    unix.ask("POST", "/v1/bulkheads/b/drain", &["Host: localhost:1", "Origin: http://evil.example"], b"")
+        .problem(403);
+    unix.ask("POST", "/v1/bulkheads/b/drain", &["Sec-Fetch-Site: cross-site"], b"").problem(403);
+
     // No other site is ever allowed anything.
     let ask = [
         "Origin: http://evil.example",

@@ -134,11 +134,12 @@ class Gauge {
 /** Jobs that ended well, as an area; those that did not, as a line over it. */
 class Sparkline {
   constructor() {
+    this.area = path('area');
     this.good = path('good');
     this.bad = path('bad');
     this.element = svg('svg', { class: 'spark', viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, preserveAspectRatio: 'none' });
     this.element.setAttribute('role', 'img');
-    this.element.append(this.good, this.bad);
+    this.element.append(this.area, this.good, this.bad);
   }
 
   update(samples) {
@@ -146,7 +147,8 @@ class Sparkline {
     const good = known.map((gain) => (gain ? gain.ok / gain.seconds : 0));
     const bad = known.map((gain) => (gain ? (gain.rejected + gain.failed + gain.late + gain.crashed) / gain.seconds : 0));
     const top = Math.max(1, ...good, ...bad);
-    this.good.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
+    this.good.setAttribute('d', curve(good, top));
+    this.area.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
     this.bad.setAttribute('d', bad.some((value) => value > 0) ? curve(bad, top) : '');
     const said = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other a second`;
     this.element.setAttribute('aria-label', said);

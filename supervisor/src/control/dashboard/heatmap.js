@@ -31,7 +31,7 @@ export class HeatMap {
       const swatch = byId('legend').querySelector(`.heat-${name}`);
       return getComputedStyle(swatch).backgroundColor.match(/[\d.]+/g).slice(0, 3).map(Number);
     };
-    this.ramp = [0, 1, 2, 3, 4, 5].map(colour);
+    this.ramp = [0, 1, 2, 3, 4, 5, 6].map(colour);
     this.crash = `rgb(${colour('crash').join(' ')})`;
     this.draw();
   }
@@ -92,8 +92,9 @@ export class HeatMap {
 
   /** The colour of a load between 0 and 2. */
   mix(load) {
-    const place = load <= 1 ? load * 4 : 4 + (load - 1);
-    const low = Math.min(4, Math.floor(place));
+    // Full permits and a queue are two things: there is no colour between the two.
+    const place = load <= 1 ? load * 4 : 5 + (load - 1);
+    const low = load <= 1 ? Math.min(3, Math.floor(place)) : 5;
     const share = place - low;
     const parts = this.ramp[low].map((part, at) => Math.round(part + (this.ramp[low + 1][at] - part) * share));
     return `rgb(${parts.join(' ')})`;
