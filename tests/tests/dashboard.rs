@@ -30,6 +30,7 @@ max_queue = 10
 breaker = { window = "10s", min_calls = 20, failure_rate = 0.5 }
 [bulkhead.script]
 exec = ["sh", "-c", "cat >&2; kill -SEGV $$"]
+max_queue = 20
 env = { PATH = "/usr/bin:/bin" }
 "#;
 
@@ -355,38 +356,52 @@ fn the_keyboard_is_enough_and_a_phone_is_wide_enough() {
     let theme = browser.value("document.documentElement.dataset.theme");
     assert!(theme == "dark" || theme == "light", "{theme}");
 
-    browser.crash_and_narrow(&site);
+    look_at_it_on_a_phone(&site, &browser);
     check(&site, &browser);
 }
 
-/// What is wider than the page can be.
-trait Narrow {
-    fn crash_and_narrow(&self, site: &Site);
+#[test]
+fn a_storm_leaves_the_page_its_bounds() {
+    let Some((site, browser)) = open(BULKHEADS) else { return };
+    let threads = (0..4).map(|_| {
+        let socket = site.supervisor.socket();
+        std::thread::spawn(move || {
+            let client = Client::connect(socket).unwrap();
+            for _ in 0..150 {
+                client.job("script", "").send().unwrap_err();
+            }
+        })
+    });
+    threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
+    browser.wait("Number(document.querySelector('#feed-count').textContent.replace(/[^0-9]/g, '')) > 500 && document.querySelector('#feed').children.length === 500");
+    browser.press(&["j"]);
+    assert_eq!(browser.value("document.activeElement.textContent"), "thumbnail");
+    // Only what is asked for.
+    browser.run("const s = document.querySelector('#feed-bulkhead'); s.value = 'sql'; s.dispatchEvent(new Event('change'))");
+    browser.wait("[...document.querySelectorAll('#feed .who')].every((e) => e.textContent === 'sql')");
+    assert_ne!(browser.value("document.querySelector('#feed').children.length"), 0);
+    check(&site, &browser);
 }
 
-impl Narrow for Browser {
-    fn crash_and_narrow(&self, site: &Site) {
-        site.crash("thumbnail");
-        self.wait("document.querySelector('#crashes summary')");
-        self.resize(360, 740);
-        self.visit(&site.url());
-        self.wait(
-            "document.querySelectorAll('.card').length === 3 && document.querySelector('#crashes summary')",
-        );
-        let is_too_wide = "document.documentElement.scrollWidth > 360 || document.body.scrollWidth > 360";
-        self.run("document.querySelectorAll('#crashes summary, #feed summary').forEach((e) => e.click())");
-        self.wait("document.querySelector('#crashes .report pre, #crashes .report dl')");
-        assert_eq!(self.value(is_too_wide), false);
-        self.click(&format!("{} h3 button", card("thumbnail")));
-        self.wait("document.querySelector('#details h2')");
-        assert_eq!(self.value(is_too_wide), false);
-        assert_eq!(self.value("document.querySelector('#details').scrollWidth <= 360"), true);
-        self.click("[data-action=resize]");
-        assert_eq!(
-            self.value("document.querySelector('#dialog').getBoundingClientRect().right <= 360"),
-            true
-        );
-    }
+/// On a phone nothing is wider than the page.
+fn look_at_it_on_a_phone(site: &Site, browser: &Browser) {
+    site.crash("thumbnail");
+    browser.wait("document.querySelector('#crashes summary')");
+    browser.resize(360, 740);
+    browser.visit(&site.url());
+    browser.wait(
+        "document.querySelectorAll('.card').length === 3 && document.querySelector('#crashes summary')",
+    );
+    let is_too_wide = "document.documentElement.scrollWidth > 360 || document.body.scrollWidth > 360";
+    browser.run("document.querySelectorAll('#crashes summary, #feed summary').forEach((e) => e.click())");
+    browser.wait("document.querySelector('#crashes .report pre, #crashes .report dl')");
+    assert_eq!(browser.value(is_too_wide), false);
+    browser.click(&format!("{} h3 button", card("thumbnail")));
+    browser.wait("document.querySelector('#details h2')");
+    assert_eq!(browser.value(is_too_wide), false);
+    assert_eq!(browser.value("document.querySelector('#details').scrollWidth <= 360"), true);
+    browser.click("[data-action=resize]");
+    assert_eq!(browser.value("document.querySelector('#dialog').getBoundingClientRect().right <= 360"), true);
 }
 
 // The pictures of the documentation.
@@ -517,14 +532,19 @@ fn pictures_for_the_documentation() {
     browser.wait("document.querySelector('#details pre').textContent.length > 0");
     save(&browser, "dashboard-details.png");
     browser.press(&["\u{e00c}"]);
+    browser.run("document.activeElement.blur()");
 
     // A storm, in the dark.
     browser.prefer("dark");
     let crashing = Load::begin(&site, "plugin", 4, "abort", "", 30);
     let rarely = Load::begin(&site, "thumbnail", 1, "segv", "", 2500);
     std::thread::sleep(Duration::from_secs(12));
+    browser.resize(1280, 700);
+    browser.run("scrollTo(0, document.body.scrollHeight)");
+    browser.wait("scrollY > 0");
     save(&browser, "dashboard-crashes.png");
     browser.resize(360, 740);
+    browser.run("scrollTo(0, 0)");
     std::thread::sleep(Duration::from_secs(2));
     save(&browser, "dashboard-phone.png");
     for load in [thumbnail, ocr, sql, failing, geoip, mail, plugin, crashing, rarely] {

@@ -143,13 +143,13 @@ class Sparkline {
   }
 
   update(samples) {
-    const known = samples.map((sample) => sample.gained);
-    const good = known.map((gain) => (gain ? gain.ok / gain.seconds : 0));
-    const bad = known.map((gain) => (gain ? (gain.rejected + gain.failed + gain.late + gain.crashed) / gain.seconds : 0));
+    const known = samples.map((sample) => sample.gained).filter(Boolean);
+    const good = known.map((gain) => gain.ok / gain.seconds);
+    const bad = known.map((gain) => (gain.rejected + gain.failed + gain.late + gain.crashed) / gain.seconds);
     const top = Math.max(1, ...good, ...bad);
     this.good.setAttribute('d', curve(good, top));
     this.area.setAttribute('d', `${curve(good, top)}V${SPARK.height}H${x(0, good.length).toFixed(1)}Z`);
-    this.bad.setAttribute('d', bad.some((value) => value > 0) ? curve(bad, top) : '');
+    this.bad.setAttribute('d', curve(bad, top, (at) => bad[at] > 0 || bad[at - 1] > 0 || bad[at + 1] > 0));
     const said = `the last ${samples.length} seconds: at most ${rate(Math.max(0, ...good))} ok and ${rate(Math.max(0, ...bad))} other a second`;
     this.element.setAttribute('aria-label', said);
   }
@@ -157,12 +157,16 @@ class Sparkline {
 
 const x = (at, length) => SPARK.width - ((length - 1 - at) * SPARK.width) / (SPARK_SAMPLES - 1);
 
-function curve(values, top) {
-  const points = values.map((value, at) => {
+/** A line through the values, with gaps where they are of no interest. */
+function curve(values, top, isOfInterest = () => true) {
+  let isDown = false;
+  const steps = values.map((value, at) => {
+    const step = isDown ? 'L' : 'M';
+    isDown = isOfInterest(at);
     const y = SPARK.height - 1 - (value / top) * (SPARK.height - 3);
-    return `${x(at, values.length).toFixed(1)} ${y.toFixed(1)}`;
+    return isDown ? `${step}${x(at, values.length).toFixed(1)} ${y.toFixed(1)}` : '';
   });
-  return points.length ? `M${points.join('L')}` : `M0 ${SPARK.height}`;
+  return steps.join('') || `M0 ${SPARK.height}`;
 }
 
 function svg(tag, attributes) {

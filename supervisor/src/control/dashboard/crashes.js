@@ -41,7 +41,7 @@ export class Crashes {
 
   show(crashes) {
     const ids = crashes.map((crash) => crash.id).join(' ');
-    setText(byId('crash-count'), crashes.length ? `the newest ${crashes.length}` : '');
+    setText(byId('crash-count'), crashes.length === SHOWN_MAX ? `the newest ${SHOWN_MAX}` : crashes.length ? `${crashes.length} kept` : '');
     if (ids === this.ids && ids) return;
     this.ids = ids;
     const known = new Map([...this.place.querySelectorAll('details')].map((one) => [one.dataset.id, one]));

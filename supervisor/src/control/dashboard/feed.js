@@ -11,6 +11,8 @@ const SHOWN_MAX = 500;
 const LINE_CHARS_MAX = 240;
 
 const RANK = { info: 0, warning: 1, critical: 2 };
+/** Fields that say most come first; the others follow by name. */
+const FIRST = ['message', 'detail', 'reason', 'signal', 'exit_code', 'operation', 'tenant'];
 const COMMON = new Set(['at', 'seq', 'severity', 'kind', 'bulkhead']);
 
 export class Feed {
@@ -90,6 +92,7 @@ function keep(list, event, most) {
 
 function line(event) {
   const fields = Object.entries(event).filter(([name, value]) => !COMMON.has(name) && value !== null && value !== '');
+  fields.sort(([a], [b]) => place(a) - place(b));
   const inShort = fields.map(([name, value]) => `${name}=${told(value)}`).join('  ');
   const details = h(
     'details',
@@ -107,6 +110,8 @@ function line(event) {
   details.addEventListener('toggle', () => details.append(all(fields)), { once: true });
   return h('li', { 'data-severity': event.severity }, details);
 }
+
+const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
 const told = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
 

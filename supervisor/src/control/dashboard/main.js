@@ -49,7 +49,6 @@ function showTotals() {
   const rates = known.bulkheads.map((bulkhead) => history.rates(bulkhead.name));
   const perSecond = (what) => rates.reduce((total, one) => total + (one[what] ?? 0), 0);
   const pairs = [
-    ['bulkheads', count(known.bulkheads.length), ''],
     ['workers', count(all((bulkhead) => bulkhead.workers.filter((worker) => worker.pid != null).length)), ''],
     ['in flight', count(all((bulkhead) => bulkhead.in_flight)), ''],
     ['queued', count(all((bulkhead) => bulkhead.queued)), ''],
