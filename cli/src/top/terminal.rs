@@ -14,6 +14,7 @@ use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{
     EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
 };
+use ratatui::layout::{Position, Rect};
 use rustix::process::{Signal as Number, getpid, getsid, kill_current_process_group, kill_process};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
@@ -61,7 +62,9 @@ impl Screen {
     pub(super) fn enter_again(&mut self) -> io::Result<()> {
         give_back();
         take()?;
-        self.terminal.clear()
+        // Not `clear`, which asks the terminal for its cursor, and whose answer the thread with the keys gets.
+        let size = self.terminal.size()?;
+        self.terminal.resize(Rect::from((Position::ORIGIN, size)))
     }
 }
 

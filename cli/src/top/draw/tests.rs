@@ -92,13 +92,9 @@ fn one_bulkhead() {
     press(&mut app, KeyCode::Enter);
     let lines = screen(&mut app, now, 80, 24);
     let has = |part: &str| lines.iter().any(|line| line.contains(part));
-    for part in [
-        "ocr       degraded",
-        "rejected  queue_full 7  rate_limited 2",
-        "acme",
-        "run       p50 1.50ms",
-        "\\u{1b}",
-    ] {
+    for part in
+        ["ocr  degraded", "rejected  queue_full 7  rate_limited 2", "acme", "run       p50 1.50ms", "\\u{1b}"]
+    {
         assert!(has(part), "{part}: {lines:#?}");
     }
     let head = lines.iter().position(|line| line.starts_with("PID  STATE UPTIME INFLIGHT SERVED")).unwrap();
