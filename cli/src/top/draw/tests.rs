@@ -159,7 +159,9 @@ fn any_size_will_do() {
         (0..30).map(|n| snapshot(&format!("東京-{n}-{}", "n".repeat(40)), "ready", n)).collect();
     let lost = start + Duration::from_secs(9);
     for keys in [&[][..], &[KeyCode::End], &[KeyCode::Enter, KeyCode::End], &[KeyCode::Char('?')]] {
-        keys.iter().for_each(|&key| drop(press(&mut app, key)));
+        for &key in keys {
+            press(&mut app, key);
+        }
         for (width, height) in (0..24).flat_map(|width| (0..14).map(move |height| (width, height))) {
             screen(&mut app, start, width, height);
             screen(&mut app, lost, height, width);
