@@ -245,6 +245,28 @@ fn a_supervisor_that_is_started_again_is_watched_on() {
 }
 
 #[test]
+fn keys_do_not_wait_for_a_supervisor_that_hangs() {
+    let supervisor = Supervisor::start(WORKERS);
+    let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
+    terminal.shows("? help");
+    supervisor.signal(Signal::SIGSTOP);
+    // The former comes first, and may be over on a busy machine.
+    let is_told = |text: &str| text.contains("NO ANSWER for") || text.contains("NOT REACHABLE for");
+    terminal.shows_as("the silence", is_told);
+    terminal.press("?");
+    terminal.shows("any key goes back");
+    terminal.press("xs");
+    terminal.shows("sort: utilisation");
+    supervisor.signal(Signal::SIGCONT);
+    terminal.shows("every 100ms");
+    supervisor.signal(Signal::SIGSTOP);
+    terminal.shows_as("the silence", is_told);
+    terminal.press("q");
+    terminal.is_restored("as it was");
+    supervisor.signal(Signal::SIGCONT);
+}
+
+#[test]
 fn signals_give_the_terminal_back() {
     let supervisor = Supervisor::start(WORKERS);
     for (signal, code) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130), (Signal::SIGHUP, 129)] {
