@@ -98,6 +98,12 @@ impl Terminal {
         self.shows_as(what, |text| text.contains(what))
     }
 
+    /// Waits until it shows all of this at once: a screen is seen line by line as it comes.
+    #[track_caller]
+    fn shows_all(&self, parts: &[&str]) -> String {
+        self.shows_as(&parts.join(", "), |text| parts.iter().all(|part| text.contains(part)))
+    }
+
     #[track_caller]
     fn shows_as(&self, what: &str, is_it: impl Fn(&str) -> bool) -> String {
         let began = std::time::Instant::now();
@@ -161,14 +167,13 @@ fn row(text: &str, name: &str) -> Option<Vec<String>> {
 fn a_crash_and_a_hostile_tenant_are_watched() {
     let supervisor = Supervisor::start(WORKERS);
     let Some(mut terminal) = Terminal::run(&supervisor, SCRIPT, &[]) else { return };
-    let text = terminal.shows_as("both", |text| row(text, "b").is_some() && row(text, "broken").is_some());
-    assert!(text.contains("NAME") && text.contains("CRASH/s") && text.contains("? help"), "{text}");
-    assert_eq!(row(&text, "broken").unwrap()[1], "failed");
+    let text = terminal.shows_all(&["NAME", "CRASH/s", "EVENTS", "? help"]);
+    let state = |name: &str| row(&text, name).unwrap()[1].clone();
+    assert_eq!((state("b").as_str(), state("broken").as_str()), ("ready", "failed"), "{text}");
 
     let evil = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}\u{9b}31mevil";
     submit(&supervisor, &["b", "abort", "--tenant", evil]);
-    let text = terminal.shows("job_crashed");
-    assert!(text.contains("EVENTS"), "{text}");
+    terminal.shows("job_crashed");
     // The numbers are of a later look than the events.
     terminal.press("c");
     terminal.shows("sort: crashes");
@@ -176,10 +181,7 @@ fn a_crash_and_a_hostile_tenant_are_watched() {
     terminal.press("b\r");
     terminal.shows("filter: b");
     terminal.press("\u{1b}[H\r");
-    let text = terminal.shows_as("the worker's last exit", |text| text.contains("killed by SIGABRT"));
-    for part in ["PID", "LAST-EXIT", "crashed 1", "TENANT", r"\u{1b}]0;owned"] {
-        assert!(text.contains(part), "{part}:\n{text}");
-    }
+    terminal.shows_all(&["PID", "LAST-EXIT", "killed by SIGABRT", "crashed 1", "TENANT", r"\u{1b}]0;owned"]);
     terminal.ask(|seen| {
         let told = String::from_utf8_lossy(&seen.bytes);
         for steering in ["\u{1b}]", "\u{7}", "\u{9b}", "\u{202e}", "\u{1b}[2J\u{202e}"] {
@@ -210,8 +212,8 @@ fn a_supervisor_that_is_started_again_is_watched_on() {
 
     supervisor.child.kill().expect("our own child");
     supervisor.wait();
-    let text = terminal.shows("NOT REACHABLE for ");
-    assert!(text.contains("admin.sock"), "it says why:\n{text}");
+    // It says why, too.
+    let text = terminal.shows_all(&["NOT REACHABLE for ", "admin.sock"]);
     assert_eq!(row(&text, "b").unwrap()[1], "ready", "what was seen last is shown on");
     terminal.press("?");
     terminal.shows("any key goes back");
