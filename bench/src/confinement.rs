@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use crate::Result;
 use crate::load;
 use crate::measures::paired;
+use crate::pairs::compared;
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
-use crate::report::{Difference, Figure, Target};
+use crate::report::{Figure, Target};
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
@@ -219,44 +220,4 @@ async fn load(chain: &Rc<Chain>, profile: &str, lanes: usize, total: usize) -> R
         }
     })
     .await
-}
-
-fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {
-    let differences: Vec<f64> = pairs.iter().map(|(none, strict)| strict - none).collect();
-    let figure = paired(name.to_owned(), unit, pairs, Target::Told, f64::NAN);
-    Figure { difference: difference(&differences), ..figure }
-}
-
-/// Two-sided 95 % quantiles of Student's t, from one degree of freedom on.
-const T_95: [f64; 30] = [
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-];
-
-/// The mean of paired differences, and where the true one lies with 95 % confidence. `None`: too few.
-fn difference(differences: &[f64]) -> Option<Difference> {
-    let freedom = differences.len().checked_sub(1).filter(|freedom| *freedom > 0)?;
-    let count = differences.len() as f64;
-    let mean = differences.iter().sum::<f64>() / count;
-    let variance = differences.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / freedom as f64;
-    // Beyond the table the quantile changes no more than the noise.
-    let half = T_95[(freedom - 1).min(T_95.len() - 1)] * (variance / count).sqrt();
-    Some(Difference { mean, low: mean - half, high: mean + half })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_interval_is_that_of_students_t() {
-        // Mean 2, standard deviation 1, standard error 1 / sqrt(3).
-        let found = difference(&[1.0, 2.0, 3.0]).unwrap();
-        assert!((found.mean - 2.0).abs() < 1e-9);
-        assert!((found.high - found.mean - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);
-        assert!((found.mean - found.low - 4.303 / 3.0_f64.sqrt()).abs() < 1e-9);
-        assert!(difference(&[1.0]).is_none() && difference(&[]).is_none());
-        let same = difference(&[0.5; 100]).unwrap();
-        assert_eq!((same.low, same.high), (0.5, 0.5));
-    }
 }

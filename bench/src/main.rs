@@ -9,10 +9,12 @@ mod bare;
 mod confinement;
 mod load;
 mod measures;
+mod pairs;
 mod policy;
 mod processes;
 mod real;
 mod report;
+mod watched;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -65,6 +67,12 @@ enum Role {
     /// A worker of the real chain.
     #[command(hide = true)]
     Worker,
+    /// Scrapes metrics and follows events until it is killed.
+    #[command(hide = true)]
+    Watch {
+        /// The admin socket.
+        admin: PathBuf,
+    },
 }
 
 fn main() -> ExitCode {
@@ -73,6 +81,7 @@ fn main() -> ExitCode {
         Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
         Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
         Some(Role::Worker) => return real::worker(),
+        Some(Role::Watch { admin }) => watched::watch(admin),
         None => run(&args),
     };
     match result {

@@ -12,7 +12,7 @@ use crate::load::{self, Round, median};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};
-use crate::{Result, bare, confinement, policy};
+use crate::{Result, bare, confinement, policy, watched};
 
 /// How much of everything.
 pub(crate) struct Plan {
@@ -30,6 +30,7 @@ pub(crate) struct Plan {
     /// Jobs for the decisions alone in each round.
     decisions: usize,
     confinement: confinement::Plan,
+    watched: watched::Plan,
 }
 
 impl Plan {
@@ -43,6 +44,7 @@ impl Plan {
             crowd: 10_000,
             decisions: 100_000,
             confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
+            watched: watched::Plan { pairs: 20, many: 131_072 },
         }
     }
 
@@ -56,6 +58,7 @@ impl Plan {
             crowd: 200,
             decisions: 2_000,
             confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
+            watched: watched::Plan { pairs: 2, many: 4_096 },
         }
     }
 }
@@ -111,10 +114,14 @@ pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> 
     // Before anything else runs that could disturb it.
     let mut figures = policy::all(&policy::Plan { rounds: plan.rounds, cycles: plan.decisions }, only)?;
     let is_other = |group: &str| only.is_some_and(|only| only.starts_with(group));
-    if !is_other(policy::GROUP) && !confinement::GROUPS.iter().copied().any(is_other) {
+    let of_others = confinement::GROUPS.into_iter().chain([policy::GROUP, watched::GROUP]);
+    if !of_others.into_iter().any(is_other) {
         figures.extend(LocalSet::new().run_until(measure(plan, only)).await?);
     }
     figures.extend(LocalSet::new().run_until(confinement::all(&plan.confinement, only)).await?);
+    if only.is_none_or(|only| only.starts_with(watched::GROUP)) {
+        figures.extend(LocalSet::new().run_until(watched::all(&plan.watched)).await?);
+    }
     Ok(figures)
 }
 

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::Result;
@@ -22,6 +22,13 @@ impl Process {
     /// This program in one of its other roles.
     pub(crate) fn role(arguments: &[&str]) -> Result<Self> {
         Self::start(own()?.args(arguments).stdin(Stdio::null()))
+    }
+
+    /// The same, and what it writes to its standard output.
+    pub(crate) fn role_that_tells(arguments: &[&str]) -> Result<(Self, ChildStdout)> {
+        let mut child = own()?.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+        let stdout = child.stdout.take().ok_or("a child without its standard output")?;
+        Ok((Self(child), stdout))
     }
 
     /// An echo on a socket of its own.
@@ -75,12 +82,21 @@ pub(crate) fn programs() -> Result<PathBuf> {
 
 /// The processor time that all threads of a process have used.
 pub(crate) fn cpu(pid: u32) -> Result<Duration> {
-    let mut used = 0;
+    let mut used = Duration::ZERO;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        let line = std::fs::read_to_string(thread?.path().join("schedstat"))?;
-        used += line.split(' ').next().unwrap_or_default().parse::<u64>()?;
+        used += scheduled(&thread?.path())?;
     }
-    Ok(Duration::from_nanos(used))
+    Ok(used)
+}
+
+/// The processor time that the first thread of a process has used.
+pub(crate) fn first_thread_cpu(pid: u32) -> Result<Duration> {
+    scheduled(&PathBuf::from(format!("/proc/{pid}/task/{pid}")))
+}
+
+fn scheduled(thread: &Path) -> Result<Duration> {
+    let line = std::fs::read_to_string(thread.join("schedstat"))?;
+    Ok(Duration::from_nanos(line.split(' ').next().unwrap_or_default().parse()?))
 }
 
 /// The memory of a process, shared pages counted by share, in bytes.

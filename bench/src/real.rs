@@ -1,6 +1,6 @@
 //! The real chain: the supervisor with a configuration of the bench's own, and a worker built with the SDK.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub(crate) const HANG_GRACE: Duration = Duration::from_millis(20);
 pub(crate) struct Chain {
     pub(crate) supervisor: Process,
     pub(crate) client: Client,
-    _folder: TempDir,
+    folder: TempDir,
 }
 
 impl Chain {
@@ -52,12 +52,17 @@ impl Chain {
         let socket = folder.path().join("jobs.sock");
         processes::wait_for(&socket)?;
         let client = Client::connect(&socket).await?;
-        Ok(Self { supervisor, client, _folder: folder })
+        Ok(Self { supervisor, client, folder })
     }
 
     /// One job and its answer.
     pub(crate) async fn call(&self, bulkhead: &str, payload: &[u8]) -> Result<Vec<u8>> {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
+    }
+
+    /// The admin socket.
+    pub(crate) fn admin(&self) -> PathBuf {
+        self.folder.path().join("admin.sock")
     }
 
     /// The process of a bulkhead's only worker.

@@ -5,11 +5,11 @@ use std::pin::pin;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokio::net::UnixStream;
 
 use crate::args::{Args, Resize};
@@ -20,6 +20,9 @@ const LINE_BYTES_MAX: usize = 1 << 20;
 
 /// How long the supervisor may take to begin its answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+
+/// Bytes of an answer that is read as a whole; a longer one is not ours.
+const ANSWER_BYTES_MAX: usize = 256 << 20;
 
 /// Events that `status NAME` shows.
 const LAST_EVENTS: usize = 10;
@@ -58,7 +61,7 @@ async fn request_with(
     Err(Failure::new(code, harmless(detail)))
 }
 
-fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
+pub(crate) fn unreachable(socket: &Path, error: &dyn std::fmt::Display) -> Failure {
     let socket = socket.display();
     let message = format!("failed to reach the admin socket {socket}: {error}; is the supervisor running?");
     Failure::new(exit::UNREACHABLE, message)
@@ -92,10 +95,10 @@ async fn send(
 }
 
 pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failure> {
-    let body = response.into_body().collect().await;
-    let fail =
-        |error: hyper::Error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}"));
-    Ok(body.map_err(fail)?.to_bytes().to_vec())
+    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+    let body =
+        body.map_err(|error| Failure::new(exit::UNREACHABLE, format!("the supervisor broke off: {error}")))?;
+    Ok(body.to_bytes().to_vec())
 }
 
 pub(crate) async fn get_json(args: &Args, path: &str) -> Result<Value, Failure> {
@@ -161,7 +164,7 @@ pub(crate) fn text(value: &Value) -> String {
     }
 }
 
-fn millis(value: &Value) -> String {
+pub(crate) fn millis(value: &Value) -> String {
     value.as_f64().map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
 }
 
@@ -203,33 +206,39 @@ fn bulkhead_table(rows: &[Value]) -> String {
     table.trim_fmt()
 }
 
+/// What is shown of a worker.
+pub(crate) const WORKER_COLUMNS: [&str; 8] =
+    ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
+
+pub(crate) fn worker_cells(worker: &Value) -> [String; 8] {
+    let uptime = Duration::from_secs(worker["uptime_ms"].as_u64().unwrap_or(0) / 1000);
+    let rss = worker["rss_bytes"]
+        .as_u64()
+        .map_or_else(|| "-".to_owned(), |b| format!("{:.1}MiB", b as f64 / 1_048_576.0));
+    [
+        text(&worker["pid"]),
+        text(&worker["state"]),
+        // One word, so that the columns can be told apart by programs.
+        humantime::format_duration(uptime).to_string().replace(' ', ""),
+        text(&worker["in_flight"]),
+        text(&worker["served"]),
+        text(&worker["restarts"]),
+        rss,
+        text(&worker["last_exit"]),
+    ]
+}
+
 fn worker_table(bulkhead: &Value) -> String {
     let workers = bulkhead["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
     // Where tenants have workers of their own, each says whose it is.
     let has_tenants = workers.iter().any(|worker| worker["tenant"].is_string());
-    let columns = ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
     let mut table = match has_tenants {
-        true => table(&[&["TENANT"], &columns[..]].concat()),
-        false => table(&columns),
+        true => table(&[&["TENANT"], &WORKER_COLUMNS[..]].concat()),
+        false => table(&WORKER_COLUMNS),
     };
     for worker in workers {
-        let uptime = std::time::Duration::from_secs(worker["uptime_ms"].as_u64().unwrap_or(0) / 1000);
-        let rss = worker["rss_bytes"]
-            .as_u64()
-            .map_or_else(|| "-".to_owned(), |b| format!("{:.1}MiB", b as f64 / 1_048_576.0));
         let tenant = has_tenants.then(|| format!("'{}'", text(&worker["tenant"])));
-        let rest = [
-            text(&worker["pid"]),
-            text(&worker["state"]),
-            // One word, so that the columns can be told apart by programs.
-            humantime::format_duration(uptime).to_string().replace(' ', ""),
-            text(&worker["in_flight"]),
-            text(&worker["served"]),
-            text(&worker["restarts"]),
-            rss,
-            text(&worker["last_exit"]),
-        ];
-        table.add_row(tenant.into_iter().chain(rest));
+        table.add_row(tenant.into_iter().chain(worker_cells(worker)));
     }
     table.trim_fmt()
 }
@@ -257,14 +266,19 @@ fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
         return output::line(line);
     }
     let Ok(Value::Object(event)) = serde_json::from_str::<Value>(line) else { return Ok(()) };
+    output::line(&format!("{} {}", event.get("at").map(text).unwrap_or_default(), event_words(&event)))
+}
+
+/// An event without its time, in one line.
+pub(crate) fn event_words(event: &Map<String, Value>) -> String {
     let field = |name: &str| event.get(name).map(text).unwrap_or_default();
-    let mut words = vec![field("at"), format!("{:8}", field("severity")), field("kind"), field("bulkhead")];
-    for (name, value) in &event {
+    let mut words = vec![format!("{:8}", field("severity")), field("kind"), field("bulkhead")];
+    for (name, value) in event {
         if !["at", "seq", "severity", "kind", "bulkhead"].contains(&name.as_str()) && !value.is_null() {
-            words.push(format!("{name}={}", harmless(&value.to_string())));
+            words.push(format!("{}={}", harmless(name), harmless(&value.to_string())));
         }
     }
-    output::line(&words.join(" "))
+    words.join(" ")
 }
 
 pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Failure> {
@@ -340,7 +354,7 @@ pub(crate) async fn steer(args: &Args, name: &str, verb: &str) -> Result<u8, Fai
 }
 
 pub(crate) async fn resize(args: &Args, resize: &Resize) -> Result<u8, Failure> {
-    let mut change = serde_json::Map::new();
+    let mut change = Map::new();
     let numbers = [
         ("max_in_flight", resize.max_in_flight),
         ("processes", resize.processes),

@@ -38,6 +38,11 @@ pub(crate) enum Command {
         #[arg(long, requires = "name")]
         tenant: Option<String>,
     },
+    /// Show the bulkheads live, full screen, with rates and events
+    ///
+    /// Keys: ? lists them, q leaves. Without a terminal use --once or --json, which watch for one interval, print
+    /// what was seen, and end.
+    Top(Top),
     /// Show what happened
     Events {
         /// Go on with what happens
@@ -109,6 +114,17 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         folder: PathBuf,
     },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Top {
+    /// How often to look, from 100ms to 60s; rates are those between two looks
+    #[arg(long, default_value = "1s", value_name = "DURATION", value_parser = interval)]
+    pub(crate) interval: Duration,
+
+    /// Print what is seen within one interval, and end; --json does the same
+    #[arg(long)]
+    pub(crate) once: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -246,6 +262,14 @@ fn duration(text: &str) -> Result<Duration, String> {
         Ok(duration) => Ok(duration),
         Err(error) => Err(format!("{error}; write it like 500ms, 2s or \"1m 30s\"")),
     }
+}
+
+/// How often `top` may look: oftener is a load on the supervisor, and more seldom is not live.
+const INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(60);
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let interval = duration(text)?;
+    if INTERVALS.contains(&interval) { Ok(interval) } else { Err("must be from 100ms to 60s".into()) }
 }
 
 impl Args {

@@ -10,6 +10,7 @@ mod output;
 mod pages;
 mod reload;
 mod submit;
+mod top;
 
 use std::process::ExitCode;
 
@@ -43,6 +44,7 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Submit(submit) => submit::run(args, submit).await,
         Command::Bench(bench) => bench::run(args, bench).await,
         Command::Status { name, tenant } => admin::status(args, name.as_deref(), tenant.as_deref()).await,
+        Command::Top(top) => top::run(args, top).await,
         Command::Events { follow } => admin::events(args, *follow).await,
         Command::Logs { name, follow } => admin::logs(args, name, *follow).await,
         Command::Restart { name } => admin::steer(args, name, "restart").await,

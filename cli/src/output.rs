@@ -41,6 +41,11 @@ impl Failure {
         self.code
     }
 
+    /// Why; empty if there is nothing to say.
+    pub(crate) fn message(&self) -> &str {
+        self.message.as_deref().unwrap_or_default()
+    }
+
     /// The same with another exit status.
     pub(crate) fn with_code(self, code: u8) -> Self {
         Self { code, ..self }
@@ -111,12 +116,17 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Text from elsewhere, with what could steer a terminal escaped.
+/// Text from elsewhere, with what could steer a terminal escaped, or have it show a line in another order.
 pub(crate) fn harmless(text: &str) -> String {
-    let escape = |c: char| {
-        if c.is_control() && c != '\n' && c != '\t' { c.escape_default().to_string() } else { c.into() }
-    };
+    let escape = |c: char| if steers(c) { c.escape_default().to_string() } else { c.into() };
     text.chars().map(escape).collect()
+}
+
+fn steers(c: char) -> bool {
+    let is_separator = matches!(c, '\u{2028}' | '\u{2029}');
+    let is_direction =
+        matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    (c.is_control() && c != '\n' && c != '\t') || is_separator || is_direction
 }
 
 /// Whether there is somebody to watch a progress bar.
@@ -220,4 +230,18 @@ pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!({
         "outcome": "cancelled", "reason": null, "bulkhead": bulkhead, "executed": "unknown", "retryable": false,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_steers_a_terminal_is_left() {
+        let steering = ('\0'..=char::MAX).filter(|c| c.is_control() && !matches!(c, '\n' | '\t'));
+        for c in steering.chain("\u{202e}\u{2066}\u{200f}\u{61c}\u{2028}".chars()) {
+            assert_eq!(harmless(&format!("a{c}b")), format!("a{}b", c.escape_default()));
+        }
+        assert_eq!(harmless("naïve 東京\t\n"), "naïve 東京\t\n");
+    }
 }

@@ -29,7 +29,7 @@ pub const TAG_CRITICAL: u16 = 0x8000;
 
 /// The extensions a message may carry, beyond its frozen structure.
 pub mod tag {
-    /// A W3C `traceparent`, as text; on a submit and on a job.
+    /// A W3C `traceparent`, as text; on a submit, on a job, and on the outcome of a job that has a span.
     pub const TRACEPARENT: u16 = 1;
     /// A filter of system calls, as the kernel takes it, that the worker is to put in force for all its
     /// threads before it says that it is ready; on a worker's welcome.

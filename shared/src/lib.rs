@@ -2,7 +2,8 @@
 //!
 //! This crate owns the words and bytes that two processes must agree on: frames ([`frame`]), their
 //! metadata ([`codec`]), the messages of the two protocols ([`client_protocol`],
-//! [`worker_protocol`]), and what becomes of a job ([`outcome`]). [`connection`] turns sockets into
+//! [`worker_protocol`]), and what becomes of a job ([`outcome`]), and to which
+//! trace it belongs ([`trace`]). [`connection`] turns sockets into
 //! frames and back. It decides nothing: admission and the life of workers are elsewhere.
 //!
 //! `docs/protocol.md` describes the same bytes for people who write a client in another language.
@@ -15,6 +16,7 @@ pub mod job;
 pub mod limits;
 pub mod outcome;
 pub mod process_tree;
+pub mod trace;
 pub mod worker_protocol;
 
 pub use job::{JobId, Priority};

@@ -10,12 +10,16 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Args {
     /// The configuration: which bulkheads there are and what they may do
-    #[arg(long, value_name = "FILE", required = true)]
+    #[arg(long, value_name = "FILE", required_unless_present = "schema")]
     pub config: Option<PathBuf>,
 
     /// Verify the configuration, print what was understood, and exit with 0 or 2
     #[arg(long)]
     pub check: bool,
+
+    /// Print what a configuration may look like, as a JSON schema for editors
+    #[arg(long, exclusive = true)]
+    pub schema: bool,
 
     /// How log lines look
     #[arg(long, value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
@@ -59,9 +63,18 @@ mod tests {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
         assert_eq!(parse("x doctor --json").unwrap().command, Some(Command::Doctor { json: true }));
-        for line in
-            ["x", "x --check", "x --config a doctor", "x doctor --config a", "x doctor --check", "x other"]
-        {
+        assert!(parse("x --schema").unwrap().schema);
+        for line in [
+            "x",
+            "x --schema --config a",
+            "x --schema --check",
+            "x doctor --schema",
+            "x --check",
+            "x --config a doctor",
+            "x doctor --config a",
+            "x doctor --check",
+            "x other",
+        ] {
             assert!(parse(line).is_err(), "{line}");
         }
     }

@@ -21,5 +21,6 @@ pub mod scrape;
 pub mod shard;
 pub mod snapshot;
 pub mod sockets;
+pub mod span;
 pub mod supervisor;
 mod tally;

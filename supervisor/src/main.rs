@@ -23,6 +23,10 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         (None, Some(config)) => run(&args, config),
+        (None, None) if args.schema => {
+            let _ = writeln!(std::io::stdout(), "{:#}", config::json_schema()); // As above.
+            ExitCode::SUCCESS
+        }
         (None, None) => ExitCode::from(USAGE), // Refused with a message when the arguments were read.
     }
 }

@@ -7,3 +7,4 @@ pub mod logging;
 pub(crate) mod metrics;
 pub mod output;
 pub mod process;
+pub mod spans;

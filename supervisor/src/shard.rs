@@ -15,6 +15,7 @@ mod refusals;
 mod reload;
 mod replay;
 mod sessions;
+mod spans;
 mod starvation;
 mod steer;
 mod tenants;
@@ -43,6 +44,7 @@ use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
 use crate::keeper::{Keeper, Report};
 use crate::observe::crashes::REPORTS_WAITING_MAX;
+use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
 
 pub(crate) use access::Access;
@@ -53,6 +55,7 @@ pub(crate) use notes::signal_name;
 use refusals::Refusals;
 use replay::Replay;
 use sessions::{Session, SessionId};
+use spans::{Spans, Trace};
 
 /// Sockets that one turn of the loop looks at.
 const EVENTS_PER_TURN: usize = 1024;
@@ -73,6 +76,8 @@ const FIRST_CONNECTION: usize = 4;
 pub struct Pulse {
     /// Notices that were dropped since the control plane did not keep up.
     pub notices_dropped: AtomicU64,
+    /// Spans of jobs that were dropped since they were not taken fast enough.
+    pub spans_dropped: AtomicU64,
     /// Clients that are connected.
     pub clients: AtomicU64,
     /// Bytes of payloads that wait in the data plane.
@@ -92,7 +97,7 @@ pub(crate) struct JobRecord {
     request: u64,
     operation: Box<str>,
     tenant: Box<str>,
-    traceparent: Option<Box<str>>,
+    trace: Option<Box<Trace>>,
     payload_bytes: usize,
     priority: Priority,
     /// The label of its tenant in the metrics.
@@ -113,7 +118,7 @@ impl JobRecord {
 
     /// The trace that the job is part of.
     fn trace_id(&self) -> Option<&str> {
-        self.traceparent.as_deref().and_then(|text| text.split('-').nth(1))
+        self.trace.as_deref().map(Trace::id)
     }
 }
 
@@ -172,6 +177,8 @@ pub struct Shard {
     listener: UnixListener,
     commands: Receiver<Command>,
     notices: Option<tokio::sync::mpsc::Sender<Notice>>,
+    /// Where the spans of jobs go, if anybody takes them.
+    spans: Option<Spans>,
     pulse: Arc<Pulse>,
     keeper: Keeper,
     keeper_since: Time,
@@ -336,6 +343,8 @@ pub struct Parts {
     pub keeper: Keeper,
     /// Where notices go.
     pub notices: tokio::sync::mpsc::Sender<Notice>,
+    /// Where the spans of sampled jobs go, if anybody takes them.
+    pub spans: Option<SpanSender>,
     /// Counts for the control plane.
     pub pulse: Arc<Pulse>,
     /// The host for `exec` and `library`, if one is needed.
@@ -347,7 +356,7 @@ pub struct Parts {
 impl Shard {
     /// A data plane that has not started anything yet, and the handle for commands to it.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, grounds, listener, keeper, notices, pulse, host, labels } = parts;
+        let Parts { config, grounds, listener, keeper, notices, spans, pulse, host, labels } = parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
@@ -362,6 +371,7 @@ impl Shard {
             listener,
             commands,
             notices: Some(notices),
+            spans: spans.map(Spans::new),
             pulse,
             keeper,
             keeper_since: Time::ZERO,

@@ -9,7 +9,7 @@ use crate::config::{Config, HttpConfig};
 use crate::confinement::Grounds;
 use crate::control::{self, Options};
 use crate::keeper::{self, Keeper};
-use crate::observe::crashes;
+use crate::observe::{crashes, spans};
 use crate::program;
 use crate::shard::{Parts, Pulse, Shard};
 use crate::sockets::Bound;
@@ -72,6 +72,8 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
 
     let (notices, received) = tokio::sync::mpsc::channel(crate::command::NOTICES_MAX);
     let pulse = Arc::new(Pulse::default());
+    let (span_sender, span_thread) =
+        spans::start(pulse.clone()).map_err(system("start the thread for spans"))?.unzip();
     let own = rustix::process::geteuid().as_raw();
     let config_in_force = Arc::new(config.clone());
     let labels: Arc<[String]> = config.labelled_tenants().into();
@@ -83,6 +85,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         listener: jobs.take_listener().map_err(system("take the jobs socket"))?,
         keeper,
         notices,
+        spans: span_sender,
         pulse: pulse.clone(),
         host,
         labels,
@@ -102,6 +105,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let control = control::start(options).map_err(system("start the control plane"))?;
     let ran = shard.run();
     control.join();
+    span_thread.into_iter().for_each(spans::SpanThread::settle);
     ran.map_err(system("run the event loop"))
 }
 

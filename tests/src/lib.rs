@@ -73,24 +73,44 @@ impl Supervisor {
     /// The same, with further keys for `[supervisor]`.
     pub fn start_with(supervisor_keys: &str, bulkheads: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let mut supervisor = Self::launch(folder, supervisor_keys, bulkheads);
+        Self::launch(folder, supervisor_keys, bulkheads).until_ready()
+    }
+
+    fn until_ready(mut self) -> Self {
         wait_for("the supervisor is ready", || {
-            if let Some(status) = supervisor.child.try_wait().expect("our own child") {
-                panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+            if let Some(status) = self.child.try_wait().expect("our own child") {
+                panic!("the supervisor ended with {status}:\n{}", self.log());
             }
-            (supervisor.try_get("/readyz")?.0 == 200).then_some(())
+            (self.try_get("/readyz")?.0 == 200).then_some(())
         });
-        supervisor
+        self
+    }
+
+    /// Starts one with further arguments and variables of its environment.
+    pub fn start_as(arguments: &[&str], variables: &[(&str, &str)], bulkheads: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::launch_as(folder, (arguments, variables), "", bulkheads).until_ready()
     }
 
     /// Starts one in this folder, and does not wait for anything.
     pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
+        Self::launch_as(folder, (&[], &[]), supervisor_keys, bulkheads)
+    }
+
+    fn launch_as(
+        folder: TempDir,
+        (arguments, variables): (&[&str], &[(&str, &str)]),
+        supervisor_keys: &str,
+        bulkheads: &str,
+    ) -> Self {
         let programs = programs();
         write_config(folder.path(), supervisor_keys, bulkheads);
         let log = std::fs::File::create(folder.path().join("log")).expect("a writable folder");
         let child = Command::new(programs.join("bulkhead-supervisor"))
             .arg("--config")
             .arg(folder.path().join("workers.toml"))
+            .args(arguments)
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)

@@ -740,6 +740,17 @@ fn a_good_file_is_checked_and_told() {
 }
 
 #[test]
+fn the_schema_for_editors_is_printed() {
+    let mut command = Command::new(programs().join("bulkhead-supervisor"));
+    let output = command.arg("--schema").stdin(Stdio::null()).output().unwrap();
+    assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
+    let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/workers.schema.json");
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    assert!(printed == file, "docs/workers.schema.json is another one");
+}
+
+#[test]
 fn a_bad_file_is_refused_with_all_its_errors() {
     let config = "[supervisor]\nmax_client = 5\ndrain_timeout = 30\n\n\
                   [bulkhead.one]\nexec = [\"no-such-program\"]\nprocesses = 0\nfallback = [\"nobody\"]\n\n\

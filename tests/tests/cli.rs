@@ -849,9 +849,10 @@ fn bench_says_how_fast_it_was() {
 
 // What the command says of itself.
 
-const SUBCOMMANDS: [&str; 11] = [
+const SUBCOMMANDS: [&str; 12] = [
     "submit",
     "status",
+    "top",
     "events",
     "logs",
     "restart",

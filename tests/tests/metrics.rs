@@ -505,6 +505,66 @@ fn the_books_balance_in_every_scrape() {
     }
 }
 
+/// Counts go on through a reload, those of fallbacks that are none any more included.
+#[test]
+fn the_books_balance_while_the_file_changes() {
+    const ROUNDS: usize = 20;
+    let file = |round: usize| {
+        let fallback = ["[\"x\"]", "[\"y\", \"x\"]", "[]", "[\"y\"]"][round % 4];
+        let others: String = ["x", "y"]
+            .map(|name| format!("[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 4\n"))
+            .concat();
+        format!(
+            "[bulkhead.entry]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = {}\nmax_queue = 2\nfallback = {fallback}\n\
+             env = {{ ROUND = \"{}\" }}\n[bulkhead.entry.tenant.acme]\nmax_queue = {}\n{others}",
+            1 + round % 3,
+            round / 5,
+            1 + round % 2,
+        )
+    };
+    let supervisor = Supervisor::start(&file(0));
+    let scraper = Scraper::of(&supervisor);
+    run(async {
+        let client = connect(&supervisor).await;
+        let is_over = Arc::new(AtomicBool::new(false));
+        let lanes: Vec<_> = (0..16)
+            .map(|lane| {
+                let (client, is_over) = (client.clone(), is_over.clone());
+                tokio::spawn(async move {
+                    let tenant = ["acme", "stranger"][lane % 2];
+                    while !is_over.load(Ordering::SeqCst) {
+                        let bulkhead = ["entry", "entry", "entry", "x"][lane % 4];
+                        let job = client.job(bulkhead, "1").operation("sleep").tenant(tenant);
+                        let _ = job.idempotent(true).send().await;
+                    }
+                })
+            })
+            .collect();
+        for round in 1..=ROUNDS {
+            tokio::task::block_in_place(|| {
+                supervisor.configure("", &file(round));
+                assert_eq!(supervisor.post("/v1/reload").0, 200);
+                let submitted = || supervisor.number("entry", "submitted");
+                let before = submitted();
+                wait_for("jobs go on", || (submitted() >= before + 50).then_some(()));
+            });
+        }
+        is_over.store(true, Ordering::SeqCst);
+        for lane in lanes {
+            lane.await.unwrap();
+        }
+    });
+    let page = scraper.finish();
+    let counted = |name: &str, labels: &[(&str, &str)]| page.sum(name, labels);
+    assert_eq!(counted("bulkhead_config_reloads_total", &[("result", "success")]), ROUNDS as u64);
+    for target in ["x", "y"] {
+        assert!(counted("bulkhead_fallback_total", &[("target", target)]) > 0, "{target}");
+    }
+    assert!(counted("bulkhead_tenant_jobs_total", &[("bulkhead", "entry"), ("tenant", "acme")]) > 0);
+    assert!(counted("bulkhead_worker_restarts_total", &[("cause", "reload")]) > 0);
+    check_against_snapshot(&supervisor, &page, "entry");
+}
+
 #[test]
 fn nothing_is_lost_with_tenants_that_are_forgotten() {
     let supervisor = Supervisor::start(

@@ -9,6 +9,7 @@ mod checked;
 pub mod defaults;
 mod diagnostics;
 mod identities;
+mod json_schema;
 mod programs;
 mod raw;
 mod reader;
@@ -37,6 +38,7 @@ pub use checked::{
 };
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};
+pub use json_schema::json_schema;
 pub use schema::{Key, Kind, Preset, later, reference};
 use toml::de::DeTable;
 

@@ -100,6 +100,14 @@ pub(super) struct RawRestart {
 /// Keys of a bulkhead that make no sense for all of them at once.
 const WHAT_RUNS: &[&str] = &["command", "library", "entry", "exec"];
 
+/// Tenants make no sense for all of them at once either.
+const WHOSE: &[&str] = &["tenant"];
+
+/// Whether a key of bulkheads may not stand in `[defaults]`.
+pub(super) fn cannot_be_shared(name: &str) -> bool {
+    WHAT_RUNS.contains(&name) || WHOSE.contains(&name)
+}
+
 /// Reads a whole document.
 pub(super) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, root, problems);
@@ -122,7 +130,7 @@ pub(super) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let (schema, title) = (schema::BULKHEAD, "defaults".to_owned());
     let mut shared = TableReader::open(schema, title, Origin::Defaults, shared, problems);
     shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
-    shared.refuse(&["tenant"], "each [bulkhead.NAME] names its own tenants");
+    shared.refuse(WHOSE, "each [bulkhead.NAME] names its own tenants");
     let shared = read_bulkhead(String::new(), 0..0, &mut shared);
     let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
     let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();

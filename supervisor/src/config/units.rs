@@ -33,6 +33,15 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     })
 }
 
+/// The units of durations as `humantime` has them, but for `M`, which is refused.
+const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
+     mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
+
+/// A regular expression for what [`parse_duration`] reads, whatever the numbers.
+pub(super) fn duration_pattern() -> String {
+    format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
+}
+
 /// The units of sizes. A lone letter is left out on purpose: `256M` is 2²⁰ to some and 10⁶ to others.
 const SIZE_UNITS: [(&str, u64); 10] = [
     ("", 1),
@@ -65,6 +74,16 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     let bytes =
         all.checked_mul(u128::from(scale)).ok_or(UnitError::TooLarge)? / 10u128.pow(fraction.len() as u32);
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
+}
+
+/// A regular expression for what [`parse_size`] reads, whatever the numbers.
+pub(super) fn size_pattern() -> String {
+    let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
+    let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
+    let (ones, scaled): (Vec<_>, Vec<_>) = SIZE_UNITS.iter().partition(|(_, scale)| *scale == 1);
+    let list = |units: Vec<&(&str, u64)>| units.into_iter().map(spelt).collect::<Vec<_>>().join("|");
+    let (ones, scaled) = (list(ones), list(scaled));
+    format!(r"\s*(?:[0-9]+\s*(?:{ones})|[0-9]+(?:\.[0-9]{{1,9}})?\s*(?:{scaled}))\s*")
 }
 
 fn number_error(whole: &str, fraction: &str) -> UnitError {

@@ -20,6 +20,7 @@ use bulkhead_shared::limits::{
     BULKHEAD_NAME_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, PAYLOAD_BYTES_CEILING,
     TENANT_BYTES_MAX, cut,
 };
+use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{CrashReason, Outcome, Priority, RejectReason, Verdict};
 use futures_util::stream::{self, StreamExt};
 use serde_json::{Map, Value, json};
@@ -78,10 +79,17 @@ pub(super) async fn submit(
         Err(Cut::Broken) => problem(StatusCode::BAD_REQUEST, "the payload is not what its headers announce"),
         Err(Cut::Ended) => ended(&name),
     };
-    if let Some(trace) = asked.traceparent.and_then(|trace| HeaderValue::from_str(trace).ok()) {
-        response.headers_mut().insert(TRACEPARENT, trace);
+    // A job that has a span has answered with that.
+    if let Some(given) = asked.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
+        tell_trace(&mut response, given);
     }
     response
+}
+
+fn tell_trace(response: &mut Response, trace: Traceparent) {
+    if let Ok(value) = HeaderValue::from_str(trace.as_str()) {
+        response.headers_mut().insert(TRACEPARENT, value);
+    }
 }
 
 /// Why a job has no outcome.
@@ -107,7 +115,7 @@ struct Asked<'h> {
     priority: Priority,
     cost: u32,
     is_idempotent: bool,
-    traceparent: Option<&'h str>,
+    traceparent: Option<Traceparent>,
 }
 
 impl<'h> Asked<'h> {
@@ -125,7 +133,7 @@ impl<'h> Asked<'h> {
         }
         // By its specification one that makes no sense is as good as none.
         let traceparent = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok());
-        asked.traceparent = traceparent.filter(|text| is_traceparent(text));
+        asked.traceparent = traceparent.and_then(Traceparent::parse);
         Ok(asked)
     }
 
@@ -171,25 +179,6 @@ const DEADLINE_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
 fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
     if value.len() > bytes_max { Err(format!("it is longer than {bytes_max} bytes")) } else { Ok(value) }
-}
-
-/// A `traceparent` of the W3C: version, trace, parent and flags in small hexadecimal digits.
-fn is_traceparent(text: &str) -> bool {
-    let is_hex = |part: &str, digits: usize| {
-        part.len() == digits && part.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
-    };
-    let parts: Vec<&str> = text.splitn(5, '-').collect();
-    match parts[..] {
-        [version, trace, parent, flags] => {
-            is_hex(version, 2)
-                && version != "ff"
-                && is_hex(trace, 32)
-                && is_hex(parent, 16)
-                && is_hex(flags, 2)
-                && [trace, parent].iter().all(|id| id.bytes().any(|b| b != b'0'))
-        }
-        _ => false,
-    }
 }
 
 // The payload.
@@ -376,8 +365,8 @@ async fn run(control: &Shared, name: &str, asked: &Asked<'_>, mut upload: Upload
             },
         }
     };
-    let told = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).ok();
-    let mut outcome = told.and_then(|(message, _)| message.to_outcome()).ok_or(Cut::Ended)?;
+    let (told, extensions) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
+    let mut outcome = told.to_outcome().ok_or(Cut::Ended)?;
     // The announcement was not about its true size.
     if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
@@ -388,10 +377,15 @@ async fn run(control: &Shared, name: &str, asked: &Asked<'_>, mut upload: Upload
             Length::Open => format!("more than {most} bytes of payload; max_payload is {most}"),
         };
     }
-    Ok(match outcome.verdict {
+    let mut response = match outcome.verdict {
         Verdict::Ok => result(&outcome, result_bytes, reader, writer),
         _ => outcome_problem(&outcome, asked.traceparent),
-    })
+    };
+    let span = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok());
+    if let Some(span) = span.and_then(Traceparent::parse) {
+        tell_trace(&mut response, span);
+    }
+    Ok(response)
 }
 
 fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
@@ -405,7 +399,7 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
 fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
     let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
         *announced;
-    let extension = asked.traceparent.map(|text| (tag::TRACEPARENT, text.as_bytes()));
+    let extension = asked.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
     let mut bytes = vec![0; HEADER_BYTES];
     // No bulkhead has a name as long as that, and so none that is cut off it.
     let message = asked.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
@@ -524,7 +518,7 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
 }
 
 /// A problem document with the fields of the outcome.
-fn outcome_problem(outcome: &Outcome, traceparent: Option<&str>) -> Response {
+fn outcome_problem(outcome: &Outcome, traceparent: Option<Traceparent>) -> Response {
     // 499 is nobody's but ours and a few proxies'.
     let status =
         StatusCode::from_u16(outcome.verdict.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -536,8 +530,8 @@ fn outcome_problem(outcome: &Outcome, traceparent: Option<&str>) -> Response {
     body.insert("status".into(), json!(status.as_u16()));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
     body.insert("detail".into(), json!(detail));
-    if let Some(trace) = traceparent.and_then(|text| text.split('-').nth(1)) {
-        body.insert("trace_id".into(), json!(trace));
+    if let Some(trace) = traceparent {
+        body.insert("trace_id".into(), json!(trace.trace_id()));
     }
     let mut response = (status, Value::Object(body).to_string()).into_response();
     response.headers_mut().extend(told);
@@ -611,7 +605,7 @@ mod tests {
             ("bulkhead-idempotent", "1"),
             ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         ];
-        assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(\"00-0af"));
+        assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(00-0af"));
         let wrong = [
             ("bulkhead-deadline-ms", "0"),
             ("bulkhead-deadline-ms", "-1"),
@@ -628,24 +622,6 @@ mod tests {
         }
         assert!(read(&[("bulkhead-tenant", &"x".repeat(257))]).is_err());
         assert!(read(&[("bulkhead-tenant", "a"), ("bulkhead-tenant", "b")]).is_err());
-    }
-
-    #[test]
-    fn a_traceparent_that_makes_no_sense_is_none() {
-        let good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-        assert!(is_traceparent(good));
-        for bad in [
-            "",
-            "00",
-            &good.to_uppercase(),
-            &good.replace("00-", "ff-"),
-            &good[1..],
-            &format!("{good}-"),
-            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
-            "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
-        ] {
-            assert!(!is_traceparent(bad), "{bad}");
-        }
     }
 
     #[test]

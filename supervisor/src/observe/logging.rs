@@ -39,7 +39,7 @@ pub fn init(format: LogFormat, level: &str) -> Result<(), String> {
         .name("log".into())
         .spawn(move || write_lines(&received))
         .map_err(|error| format!("the logging thread cannot be started: {error}"))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines(lines));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines { lines, format });
     match format {
         LogFormat::Text => builder.with_ansi(io::stderr().is_terminal()).init(),
         LogFormat::Json => builder.json().flatten_event(true).init(),
@@ -79,10 +79,14 @@ fn write_lines(received: &Receiver<Vec<u8>>) {
     }
 }
 
-struct Lines(SyncSender<Vec<u8>>);
+struct Lines {
+    lines: SyncSender<Vec<u8>>,
+    format: LogFormat,
+}
 
 struct Line {
     lines: SyncSender<Vec<u8>>,
+    format: LogFormat,
     bytes: Vec<u8>,
 }
 
@@ -90,7 +94,7 @@ impl<'a> MakeWriter<'a> for Lines {
     type Writer = Line;
 
     fn make_writer(&'a self) -> Line {
-        Line { lines: self.0.clone(), bytes: Vec::new() }
+        Line { lines: self.lines.clone(), format: self.format, bytes: Vec::new() }
     }
 }
 
@@ -108,9 +112,35 @@ impl Write for Line {
 impl Drop for Line {
     fn drop(&mut self) {
         WAITING.fetch_add(1, Ordering::Relaxed);
-        if self.lines.try_send(std::mem::take(&mut self.bytes)).is_err() {
+        let bytes = std::mem::take(&mut self.bytes);
+        let line = if self.format == LogFormat::Json { without_controls(bytes) } else { bytes };
+        if self.lines.try_send(line).is_err() {
             WAITING.fetch_sub(1, Ordering::Relaxed);
             DROPPED.fetch_add(1, Ordering::Relaxed);
         }
+    }
+}
+
+/// A line of JSON that no terminal obeys, whatever texts are in it. (Those of the other format are escaped where
+/// they are written.)
+fn without_controls(line: Vec<u8>) -> Vec<u8> {
+    let text = String::from_utf8_lossy(&line);
+    let json = text.trim_end_matches('\n');
+    if !json.contains(char::is_control) {
+        return line;
+    }
+    format!("{}\n", super::events::escaped(json)).into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_json_has_no_control_characters() {
+        let plain = b"{\"a\":\"b\"}\n".to_vec();
+        assert_eq!(without_controls(plain.clone()), plain);
+        let hostile = "{\"a\":\"\u{9b}31m\u{7f}\"}\n".as_bytes().to_vec();
+        assert_eq!(without_controls(hostile), b"{\"a\":\"\\u009b31m\\u007f\"}\n");
     }
 }

@@ -478,7 +478,7 @@ impl Shard {
             tenant: &record.tenant,
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
-        let trace = record.traceparent.as_deref().map(|text| (tag::TRACEPARENT, text.as_bytes()));
+        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
         let Some(link) = self.links[index].as_mut() else { return };
         // The names were checked when the job came in, so that the metadata fits.
         let pushed =

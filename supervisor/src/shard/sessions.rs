@@ -11,12 +11,13 @@ use bulkhead_policy::{Answer, Event, Submission, Time};
 use bulkhead_shared::client_protocol::{
     ClientWelcome, Hello, OutcomeMessage, PROTOCOL_VERSION, Progress, Refused, Submit, role,
 };
-use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{
     FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX,
 };
+use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
@@ -47,6 +48,12 @@ const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 /// Jobs that one client can have under way.
 const REQUESTS_MAX: usize = 1 << 20;
+
+/// By its specification one that makes no sense is as good as none.
+fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
+    let text = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok())?;
+    Traceparent::parse(text)
+}
 
 /// The payload of an answer.
 fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
@@ -500,13 +507,14 @@ impl Shard {
                 before: None,
             })
         });
+        let trace = self.trace(traceparent);
         let submission = Submission {
             cargo: self.record(JobRecord {
                 session: id,
                 request: header.number,
                 operation: submit.operation.into(),
                 tenant: submit.tenant.into(),
-                traceparent: traceparent.map(Into::into),
+                trace,
                 payload_bytes: payload.len(),
                 priority,
                 label,
@@ -571,7 +579,7 @@ impl Shard {
         session: &Session,
         header: Header,
         metadata: &'m [u8],
-    ) -> Result<(usize, Submit<'m>, Option<&'m str>), (RejectReason, String)> {
+    ) -> Result<(usize, Submit<'m>, Option<Traceparent>), (RejectReason, String)> {
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
         let found = self.by_name.get(submit.bulkhead).copied();
@@ -608,11 +616,7 @@ impl Shard {
         {
             return Err((RejectReason::Overloaded, self.buffered_full()));
         }
-        let traceparent = extensions
-            .get(tag::TRACEPARENT)
-            .and_then(|bytes| std::str::from_utf8(bytes).ok())
-            .filter(|text| text.len() <= 128);
-        Ok((named, submit, traceparent))
+        Ok((named, submit, traceparent(&extensions)))
     }
 
     /// Bytes of payloads that wait here, and where they come in by HTTP.
@@ -633,9 +637,9 @@ impl Shard {
         reason: RejectReason,
         message: &str,
     ) {
-        let submit = codec::decode::<Submit<'_>>(metadata, &[]).ok().map(|(submit, _)| submit);
-        let name = submit.as_ref().map_or("", |submit| submit.bulkhead);
-        if let Some(submit) = &submit
+        let told = codec::decode::<Submit<'_>>(metadata, &[]).ok();
+        let name = told.as_ref().map_or("", |(submit, _)| submit.bulkhead);
+        if let Some((submit, _)) = &told
             && let Some(&named) = self.by_name.get(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
@@ -651,12 +655,15 @@ impl Shard {
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
         let name = bulkhead_shared::limits::cut(name, 64);
+        let span = told.and_then(|(submit, extensions)| {
+            self.span_of_refused(&submit, traceparent(&extensions), header.payload_length(), &verdict)
+        });
         let message = OutcomeMessage {
             retryable: verdict.is_retryable(false).into(),
             ..OutcomeMessage::of_verdict(&verdict, name)
         };
         let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
-        self.send_outcome(index, header.number, &message, Payload::NONE);
+        self.send_outcome(index, header.number, &message, span, Payload::NONE);
     }
 
     fn cancel_request(&mut self, index: usize, number: u64) {
@@ -706,12 +713,16 @@ impl Shard {
             }
             None => false,
         };
-        if answer.cargo.journey.is_some() {
+        let span = answer.cargo.span();
+        if answer.cargo.journey.is_some() || span.is_some() {
             let outcome = self.outcome_in_all(compartment, &answer);
             self.count_end(compartment, &answer.cargo, &outcome.verdict);
+            if span.is_some() {
+                self.end_span(compartment, &mut answer.cargo, &outcome);
+            }
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
-                self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), payload);
+                self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), span, payload);
             }
             self.keep_record(answer.cargo);
             return;
@@ -727,7 +738,7 @@ impl Shard {
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let payload = result_for(&answer.verdict, incoming);
-            self.send_outcome(index, request, &message, payload);
+            self.send_outcome(index, request, &message, None, payload);
         }
         self.keep_record(answer.cargo);
     }
@@ -745,6 +756,7 @@ impl Shard {
         index: usize,
         request: u64,
         message: &OutcomeMessage<'_>,
+        span: Option<Traceparent>,
         payload: Payload<'_>,
     ) {
         let Some(session) = self.sessions[index].as_mut() else { return };
@@ -752,8 +764,15 @@ impl Shard {
             return;
         }
         // Every text in an outcome is bounded where it enters, so that the metadata fits.
-        let pushed =
-            session.outbox.push_pooled(kind::OUTCOME, request, message, &[], payload, &mut self.pool);
+        let span = span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes()));
+        let pushed = session.outbox.push_pooled(
+            kind::OUTCOME,
+            request,
+            message,
+            span.as_slice(),
+            payload,
+            &mut self.pool,
+        );
         debug_assert!(pushed.is_ok(), "an outcome did not fit");
         self.mark_dirty(Endpoint::Session(index));
     }

@@ -47,7 +47,7 @@ fn main() -> ExitCode {
                     Ok(())
                 })
                 .handler(|job: &Job, ctx: &Ctx<()>| match ctx.operation().strip_prefix("steps:") {
-                    Some(steps) => take_steps(steps, job, || ctx.is_cancelled()),
+                    Some(steps) => take_steps(steps, job, ctx.traceparent(), || ctx.is_cancelled()),
                     None => Ok(job.payload().to_vec()),
                 })
                 .serve()
@@ -80,6 +80,12 @@ fn die_later(after: Duration, how: impl FnOnce() + Send + 'static) {
 }
 
 /// Appends a byte to a file; returns how many there were.
+fn append(path: &str, text: &str) -> std::io::Result<()> {
+    use std::io::Write;
+    let mut file = std::fs::OpenOptions::new().append(true).create(true).open(path)?;
+    file.write_all(text.as_bytes())
+}
+
 fn count_up(path: &str) -> std::io::Result<u64> {
     use std::io::Write;
     let mut file = std::fs::OpenOptions::new().append(true).create(true).open(path)?;
@@ -112,7 +118,12 @@ impl Drop for Running {
 }
 
 /// Takes steps parted by semicolons. They stand in the operation, so that the payload is free.
-fn take_steps(steps: &str, job: &Job, is_cancelled: impl Fn() -> bool) -> Result<Vec<u8>, HandlerError> {
+fn take_steps(
+    steps: &str,
+    job: &Job,
+    trace: Option<&str>,
+    is_cancelled: impl Fn() -> bool,
+) -> Result<Vec<u8>, HandlerError> {
     let mut answer = b"done".to_vec();
     for step in steps.split(';') {
         match step.split(' ').collect::<Vec<_>>()[..] {
@@ -133,6 +144,8 @@ fn take_steps(steps: &str, job: &Job, is_cancelled: impl Fn() -> bool) -> Result
             ["die-on", _] => {}
             ["die"] => std::process::abort(),
             ["count", path] => drop(count_up(path)?),
+            // Notes what it was given, a line for each time.
+            ["trace", path] => append(path, &format!("{}\n", trace.unwrap_or("none")))?,
             // A sign for this process alone.
             ["wait-own"] => wait_for_file(&format!("end-{}", std::process::id()), &is_cancelled),
             ["wait", path] => wait_for_file(path, &is_cancelled),
@@ -158,7 +171,7 @@ fn take_steps(steps: &str, job: &Job, is_cancelled: impl Fn() -> bool) -> Result
 fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     let _running = Running::begin();
     if let Some(steps) = ctx.operation().strip_prefix("steps:") {
-        return take_steps(steps, job, || ctx.is_cancelled());
+        return take_steps(steps, job, ctx.traceparent(), || ctx.is_cancelled());
     }
     match ctx.operation() {
         "" | "echo" => return Ok(job.payload().to_vec()),

@@ -8,6 +8,7 @@ mod crashes;
 mod documentation;
 mod fallback;
 mod http;
+mod json_schema;
 mod paths;
 mod random;
 mod refused;
@@ -60,7 +61,10 @@ impl Folder {
     }
 
     fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
-        parse_in(text, &self.path("workers.toml"), &self.surroundings)
+        let parsed = parse_in(text, &self.path("workers.toml"), &self.surroundings);
+        // Whatever a test has read, the schema for editors must agree with.
+        json_schema::compare(text, &parsed);
+        parsed
     }
 
     #[track_caller]

@@ -1,0 +1,148 @@
+//! What it costs to be watched: the same load with nobody looking, and with metrics scraped ten times a second
+//! while fifty streams of events are followed.
+
+use std::cell::Cell;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::load::{self, Round};
+use crate::pairs::compared;
+use crate::processes::{self, Process};
+use crate::real::{self, Chain};
+use crate::report::Figure;
+
+/// What the names of these measurements begin with.
+pub(crate) const GROUP: &str = "watched";
+
+/// How much of everything.
+pub(crate) struct Plan {
+    /// Pairs of rounds, one with nobody looking and one with all of them.
+    pub(crate) pairs: usize,
+    /// Jobs in each round.
+    pub(crate) many: usize,
+}
+
+/// Streams of events that are followed.
+const STREAMS: usize = 50;
+
+/// How often metrics are scraped.
+const SCRAPE_EVERY: Duration = Duration::from_millis(100);
+
+/// How often something happens that is worth an event or two, whether anybody looks or not.
+const CRASH_EVERY: Duration = Duration::from_millis(100);
+
+/// Jobs in flight.
+const LANES: usize = 64;
+
+/// Looks on until it is killed, with as little work of its own as can be. Says on its standard output when it
+/// has begun.
+pub(crate) fn watch(admin: &Path) -> Result<()> {
+    let mut streams = Vec::new();
+    let mut buffer = vec![0; 64 * 1024];
+    for _ in 0..STREAMS {
+        let mut stream = request(admin, "/v1/events", "keep-alive")?;
+        // The head at least: it is being served.
+        if stream.read(&mut buffer)? == 0 {
+            return Err("a stream of events has ended".into());
+        }
+        stream.set_nonblocking(true)?;
+        streams.push(stream);
+    }
+    println!("watching");
+    loop {
+        let began = Instant::now();
+        let mut page = Vec::new();
+        request(admin, "/metrics", "close")?.read_to_end(&mut page)?;
+        if !page.ends_with(b"# EOF\n") {
+            return Err("a scrape has no end".into());
+        }
+        for stream in &mut streams {
+            while stream.read(&mut buffer).is_ok_and(|count| count == buffer.len()) {}
+        }
+        std::thread::sleep(SCRAPE_EVERY.saturating_sub(began.elapsed()));
+    }
+}
+
+fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
+    let mut stream = UnixStream::connect(admin)?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n")?;
+    Ok(stream)
+}
+
+/// What one round costs.
+struct Cost {
+    p99: f64,
+    /// µs of processor time for each job: of the data plane's thread, and of all the supervisor's.
+    data_plane: f64,
+    supervisor: f64,
+}
+
+/// Takes the measurements; within a `LocalSet`.
+pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
+    let chain = Rc::new(Chain::start_all(&processes::programs()?).await?);
+    let is_over = Rc::new(Cell::new(false));
+    let crashes = tokio::task::spawn_local(crash_on(chain.clone(), is_over.clone()));
+    load(&chain, plan.many / 4).await?;
+    let (mut p99, mut data_plane, mut supervisor) = (Vec::new(), Vec::new(), Vec::new());
+    for pair in 0..plan.pairs {
+        let mut found = [None, None];
+        for which in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
+            let watcher = if which == 1 { Some(watcher(&chain.admin())?) } else { None };
+            found[which] = Some(round(&chain, plan.many).await?);
+            drop(watcher);
+        }
+        let [Some(alone), Some(watched)] = found else { return Err("a round is missing".into()) };
+        p99.push((alone.p99, watched.p99));
+        data_plane.push((alone.data_plane, watched.data_plane));
+        supervisor.push((alone.supervisor, watched.supervisor));
+    }
+    is_over.set(true);
+    crashes.await?;
+    Ok(vec![
+        compared("watched: 64 B, 64 in flight: p99", "µs", &p99),
+        compared("watched: CPU of the data plane", "µs/job", &data_plane),
+        compared("watched: CPU of the whole supervisor", "µs/job", &supervisor),
+    ])
+}
+
+/// A watcher that has begun.
+fn watcher(admin: &Path) -> Result<Process> {
+    let (watcher, mut said) = Process::role_that_tells(&["watch", admin.to_str().ok_or("an odd path")?])?;
+    let mut word = [0; 8];
+    said.read_exact(&mut word)?;
+    Ok(watcher)
+}
+
+async fn round(chain: &Rc<Chain>, total: usize) -> Result<Cost> {
+    let pid = chain.supervisor.pid();
+    let (thread, all) = (processes::first_thread_cpu(pid)?, processes::cpu(pid)?);
+    let round = load(chain, total).await?;
+    let each = |used: Duration| used.as_secs_f64() * 1e6 / round.requests() as f64;
+    Ok(Cost {
+        p99: round.quantile(0.99),
+        data_plane: each(processes::first_thread_cpu(pid)?.saturating_sub(thread)),
+        supervisor: each(processes::cpu(pid)?.saturating_sub(all)),
+    })
+}
+
+async fn load(chain: &Rc<Chain>, total: usize) -> Result<Round> {
+    let (chain, bulkhead): (_, Rc<str>) = (chain.clone(), real::wide(LANES).into());
+    load::run(LANES, total, move || {
+        let (chain, bulkhead) = (chain.clone(), bulkhead.clone());
+        async move { chain.call(&bulkhead, &[b'x'; 64]).await.map(drop) }
+    })
+    .await
+}
+
+/// Has a worker crash now and then, so that there are events.
+async fn crash_on(chain: Rc<Chain>, is_over: Rc<Cell<bool>>) {
+    while !is_over.get() {
+        // Each of them ends as a crash.
+        let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
+        tokio::time::sleep(CRASH_EVERY).await;
+    }
+}

@@ -1,0 +1,528 @@
+//! The state of the screen: what was seen last, what is selected, and what keys do. It knows no terminal and
+//! no socket, and reads no clock.
+
+use std::cmp::Ordering;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use ratatui::crossterm::event::{Event as Input, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+use super::events::Events;
+use super::sample::{Bulkhead, Counts, Sample, rates};
+use super::words::clean;
+use crate::output::{Failure, exit};
+
+/// Characters of a filter.
+const FILTER_CHARS_MAX: usize = 64;
+
+/// For how long past the time of the next look nothing need be heard before that is said.
+const SILENT_AFTER: Duration = Duration::from_secs(3);
+
+/// What is to be done after a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Stay,
+    /// With this exit status.
+    Leave(u8),
+    /// As ^Z does elsewhere.
+    Suspend,
+}
+
+/// What is on the screen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Page {
+    List,
+    /// One bulkhead, its workers scrolled down by so many.
+    One {
+        name: String,
+        scroll: usize,
+    },
+}
+
+/// What keys are for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    Browse,
+    /// A filter is being typed; this is the one before.
+    Filter {
+        before: String,
+    },
+    Help,
+}
+
+/// What the table is sorted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sort {
+    Name,
+    Utilisation,
+    Rejections,
+    Crashes,
+}
+
+impl Sort {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Name => "name",
+            Self::Utilisation => "utilisation",
+            Self::Rejections => "rejections",
+            Self::Crashes => "crashes",
+        }
+    }
+
+    fn next(self) -> Self {
+        match self {
+            Self::Name => Self::Utilisation,
+            Self::Utilisation => Self::Rejections,
+            Self::Rejections => Self::Crashes,
+            Self::Crashes => Self::Name,
+        }
+    }
+
+    fn compare(self, a: &Bulkhead, b: &Bulkhead) -> Ordering {
+        // What happens now comes before what has happened.
+        let by = |rate: fn(&Counts<f64>) -> f64, count: fn(&Counts<u64>) -> u64| {
+            let now = |of: &Bulkhead| of.rates.as_ref().map_or(0.0, rate);
+            now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
+        };
+        let order = match self {
+            Self::Name => Ordering::Equal,
+            Self::Utilisation => b.utilisation().total_cmp(&a.utilisation()),
+            Self::Rejections => by(|rates| rates.rejected, |counts| counts.rejected),
+            Self::Crashes => by(|rates| rates.crashed, |counts| counts.crashed),
+        };
+        order.then_with(|| a.name.cmp(&b.name))
+    }
+}
+
+/// How things stand with the supervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Contact {
+    Live,
+    Paused,
+    /// It has not answered for so long.
+    Silent(Duration),
+    /// It could not be reached for so long.
+    Lost(Duration),
+}
+
+/// The state of the screen.
+#[derive(Debug)]
+pub(super) struct App {
+    pub(super) page: Page,
+    pub(super) mode: Mode,
+    pub(super) sort: Sort,
+    pub(super) filter: String,
+    pub(super) events: Events,
+    /// The first row that is shown. Who draws sees to it that the selected one is.
+    pub(super) top: usize,
+    /// Rows that one page down goes, as drawn last.
+    pub(super) page_rows: usize,
+    pub(super) interval: Duration,
+    pub(super) socket: String,
+    bulkheads: Vec<Bulkhead>,
+    selected: Selected,
+    /// When the supervisor was seen last, or was first asked again after a pause.
+    seen: Instant,
+    /// Why it could not be reached the last time.
+    trouble: Option<String>,
+    is_paused: bool,
+    sampled: Instant,
+}
+
+/// The selection follows a bulkhead; where that is not shown, it keeps its place.
+#[derive(Debug, Default)]
+struct Selected {
+    name: Option<String>,
+    place: usize,
+}
+
+impl App {
+    pub(super) fn new(first: Sample, interval: Duration, socket: String) -> Self {
+        let mut events = Events::default();
+        events.add(first.events);
+        Self {
+            page: Page::List,
+            mode: Mode::Browse,
+            sort: Sort::Name,
+            filter: String::new(),
+            events,
+            top: 0,
+            page_rows: 1,
+            interval,
+            socket: clean(&socket),
+            bulkheads: first.bulkheads,
+            selected: Selected::default(),
+            seen: first.at,
+            trouble: None,
+            is_paused: false,
+            sampled: first.at,
+        }
+    }
+
+    // What was seen.
+
+    /// Takes in what a look has seen, or why it has seen nothing.
+    pub(super) fn take(&mut self, looked: Result<Sample, Failure>) -> Step {
+        match looked {
+            Ok(sample) => self.take_sample(sample),
+            Err(failure) => self.trouble = Some(clean(failure.message())),
+        }
+        Step::Stay
+    }
+
+    fn take_sample(&mut self, mut sample: Sample) {
+        let elapsed = sample.at.saturating_duration_since(self.sampled);
+        if !sample.is_another {
+            let before: HashMap<&str, Counts<u64>> =
+                self.bulkheads.iter().map(|before| (before.name.as_str(), before.counts)).collect();
+            for now in &mut sample.bulkheads {
+                let before = before.get(now.name.as_str());
+                now.rates = before.and_then(|before| rates(before, &now.counts, elapsed));
+            }
+        }
+        self.bulkheads = sample.bulkheads;
+        self.events.add(sample.events);
+        (self.sampled, self.seen, self.trouble) = (sample.at, sample.at, None);
+    }
+
+    pub(super) fn contact(&self, now: Instant) -> Contact {
+        let silence = now.saturating_duration_since(self.seen);
+        match (&self.trouble, self.is_paused) {
+            (Some(_), _) => Contact::Lost(now.saturating_duration_since(self.sampled)),
+            (None, true) => Contact::Paused,
+            (None, false) if silence > self.interval + SILENT_AFTER => Contact::Silent(silence),
+            (None, false) => Contact::Live,
+        }
+    }
+
+    pub(super) fn trouble(&self) -> Option<&str> {
+        self.trouble.as_deref()
+    }
+
+    pub(super) fn is_paused(&self) -> bool {
+        self.is_paused
+    }
+
+    pub(super) fn bulkheads(&self) -> &[Bulkhead] {
+        &self.bulkheads
+    }
+
+    pub(super) fn bulkhead(&self, name: &str) -> Option<&Bulkhead> {
+        self.bulkheads.iter().find(|bulkhead| bulkhead.name == name)
+    }
+
+    /// The bulkheads that the filter lets through, in their order.
+    pub(super) fn rows(&self) -> Vec<&Bulkhead> {
+        let filter = self.filter.to_lowercase();
+        let is_shown = |bulkhead: &&Bulkhead| bulkhead.name.to_lowercase().contains(&filter);
+        let mut rows: Vec<&Bulkhead> = self.bulkheads.iter().filter(is_shown).collect();
+        rows.sort_by(|a, b| self.sort.compare(a, b));
+        rows
+    }
+
+    /// The place of the selected one among these rows.
+    pub(super) fn selected(&self, rows: &[&Bulkhead]) -> usize {
+        let named = self.selected.name.as_ref();
+        let found = named.and_then(|name| rows.iter().position(|row| row.name == *name));
+        found.unwrap_or(self.selected.place).min(rows.len().saturating_sub(1))
+    }
+
+    // What keys do.
+
+    pub(super) fn press(&mut self, input: Input, now: Instant) -> Step {
+        let Input::Key(key) = input else { return Step::Stay };
+        if key.kind == KeyEventKind::Release {
+            return Step::Stay;
+        }
+        if key.modifiers.contains(KeyModifiers::CONTROL) {
+            match key.code {
+                KeyCode::Char('c') => return Step::Leave(exit::CANCELLED),
+                KeyCode::Char('z') => return Step::Suspend,
+                _ => {}
+            }
+        }
+        match self.mode {
+            Mode::Help => self.mode = Mode::Browse,
+            Mode::Filter { .. } => self.type_filter(key),
+            Mode::Browse => return self.browse(key.code, now),
+        }
+        Step::Stay
+    }
+
+    fn type_filter(&mut self, key: KeyEvent) {
+        let is_control = key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT);
+        match key.code {
+            KeyCode::Enter => self.mode = Mode::Browse,
+            KeyCode::Esc => {
+                if let Mode::Filter { before } = std::mem::replace(&mut self.mode, Mode::Browse) {
+                    self.filter = before;
+                }
+            }
+            KeyCode::Backspace => {
+                self.filter.pop();
+            }
+            KeyCode::Char('u') if is_control => self.filter.clear(),
+            KeyCode::Char(c) if !is_control && self.filter.chars().count() < FILTER_CHARS_MAX => {
+                self.filter.push_str(&clean(c.encode_utf8(&mut [0; 4])));
+            }
+            _ => {}
+        }
+    }
+
+    fn browse(&mut self, key: KeyCode, now: Instant) -> Step {
+        match key {
+            KeyCode::Char('q') => return Step::Leave(exit::OK),
+            KeyCode::Esc => return self.back(),
+            KeyCode::Char('?' | 'h') => self.mode = Mode::Help,
+            KeyCode::Char('p') => self.pause(now),
+            KeyCode::Enter => self.open(),
+            KeyCode::Backspace | KeyCode::Left => self.page = Page::List,
+            KeyCode::Down | KeyCode::Char('j') => self.go(1),
+            KeyCode::Up | KeyCode::Char('k') => self.go(-1),
+            KeyCode::PageDown => self.go(step(self.page_rows)),
+            KeyCode::PageUp => self.go(-step(self.page_rows)),
+            KeyCode::Home => self.go(isize::MIN),
+            KeyCode::End => self.go(isize::MAX),
+            KeyCode::Char(c) if self.page == Page::List => self.arrange(c),
+            _ => {}
+        }
+        Step::Stay
+    }
+
+    fn arrange(&mut self, key: char) {
+        match key {
+            '/' => self.mode = Mode::Filter { before: self.filter.clone() },
+            's' => self.sort = self.sort.next(),
+            'n' => self.sort = Sort::Name,
+            'u' => self.sort = Sort::Utilisation,
+            'r' => self.sort = Sort::Rejections,
+            'c' => self.sort = Sort::Crashes,
+            _ => {}
+        }
+    }
+
+    fn back(&mut self) -> Step {
+        if self.page != Page::List {
+            self.page = Page::List;
+        } else if !self.filter.is_empty() {
+            self.filter.clear();
+        } else {
+            return Step::Leave(exit::OK);
+        }
+        Step::Stay
+    }
+
+    fn pause(&mut self, now: Instant) {
+        self.is_paused = !self.is_paused;
+        self.seen = now;
+    }
+
+    fn open(&mut self) {
+        let rows = self.rows();
+        if let (Page::List, Some(row)) = (&self.page, rows.get(self.selected(&rows))) {
+            self.page = Page::One { name: row.name.clone(), scroll: 0 };
+        }
+    }
+
+    fn go(&mut self, by: isize) {
+        if let Page::One { scroll, .. } = &mut self.page {
+            // Who draws knows where the end is.
+            *scroll = scroll.saturating_add_signed(by);
+            return;
+        }
+        let rows = self.rows();
+        let place = self.selected(&rows).saturating_add_signed(by).min(rows.len().saturating_sub(1));
+        let name = rows.get(place).map(|row| row.name.clone());
+        self.selected = Selected { name, place };
+    }
+}
+
+fn step(rows: usize) -> isize {
+    isize::try_from(rows.max(1)).unwrap_or(isize::MAX)
+}
+
+/// The first row to show, so that the selected one is seen and as little moves as can be.
+pub(super) fn window(top: usize, selected: usize, page: usize, rows: usize) -> usize {
+    let first = (selected + 1).saturating_sub(page);
+    top.clamp(first, selected.max(first)).min(rows.saturating_sub(page))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    pub(in super::super) fn sample(at: Instant, bulkheads: &[serde_json::Value]) -> Sample {
+        let bulkheads = bulkheads.iter().map(Bulkhead::new).collect();
+        Sample { at, bulkheads, events: Vec::new(), is_another: false }
+    }
+
+    fn bulkhead(name: &str, in_flight: u64, rejected: u64, crashed: u64) -> serde_json::Value {
+        let rejected = json!({"queue_full": rejected});
+        json!({"name": name, "limit": 10, "in_flight": in_flight, "rejected": rejected, "crashed": crashed})
+    }
+
+    fn app(start: Instant) -> App {
+        let all = [bulkhead("a", 1, 0, 5), bulkhead("b", 9, 3, 0), bulkhead("c", 5, 7, 0)];
+        App::new(sample(start, &all), Duration::from_secs(1), "admin.sock".into())
+    }
+
+    pub(in super::super) fn press(app: &mut App, code: KeyCode) -> Step {
+        app.press(Input::Key(code.into()), Instant::now())
+    }
+
+    fn types(app: &mut App, text: &str) {
+        text.chars().for_each(|c| assert_eq!(press(app, KeyCode::Char(c)), Step::Stay));
+    }
+
+    fn names(app: &App) -> String {
+        app.rows().iter().map(|row| row.name.as_str()).collect::<Vec<_>>().join(" ")
+    }
+
+    fn selected(app: &App) -> String {
+        let rows = app.rows();
+        rows[app.selected(&rows)].name.clone()
+    }
+
+    #[test]
+    fn rows_are_sorted_and_filtered() {
+        let mut app = app(Instant::now());
+        assert_eq!(names(&app), "a b c");
+        for (key, order) in [('u', "b c a"), ('r', "c b a"), ('c', "a b c"), ('n', "a b c"), ('s', "b c a")] {
+            types(&mut app, &key.to_string());
+            assert_eq!(names(&app), order, "{key}");
+        }
+        types(&mut app, "/B");
+        assert_eq!(names(&app), "b", "while it is typed");
+        press(&mut app, KeyCode::Enter);
+        assert_eq!((names(&app), &app.mode), ("b".to_owned(), &Mode::Browse));
+        types(&mut app, "/xyz");
+        assert_eq!((names(&app), app.selected(&[])), (String::new(), 0));
+        press(&mut app, KeyCode::Esc);
+        assert_eq!(app.filter, "B", "the one before");
+        assert_eq!(press(&mut app, KeyCode::Esc), Step::Stay);
+        assert_eq!(names(&app), "b c a", "no filter any more");
+        types(&mut app, &format!("/{}\u{1b}\u{7}", "x".repeat(100)));
+        assert_eq!(app.filter.len(), FILTER_CHARS_MAX);
+    }
+
+    #[test]
+    fn what_happens_now_comes_first() {
+        let start = Instant::now();
+        let mut app = app(start);
+        types(&mut app, "r");
+        let later = start + Duration::from_secs(1);
+        app.take(Ok(sample(
+            later,
+            &[bulkhead("a", 1, 1, 5), bulkhead("b", 9, 3, 0), bulkhead("c", 5, 7, 0)],
+        )));
+        assert_eq!(names(&app), "a c b");
+    }
+
+    #[test]
+    fn the_selection_follows_its_bulkhead() {
+        let start = Instant::now();
+        let mut app = app(start);
+        assert_eq!(selected(&app), "a");
+        press(&mut app, KeyCode::Down);
+        assert_eq!(selected(&app), "b");
+        types(&mut app, "u");
+        assert_eq!((selected(&app), app.selected(&app.rows())), ("b".to_owned(), 0));
+        press(&mut app, KeyCode::End);
+        assert_eq!(selected(&app), "a");
+        for key in [KeyCode::Down, KeyCode::PageDown, KeyCode::End] {
+            press(&mut app, key);
+            assert_eq!(selected(&app), "a", "there is nothing below");
+        }
+        app.take(Ok(sample(start, &[bulkhead("b", 0, 0, 0)])));
+        assert_eq!(selected(&app), "b", "it is gone, so the last one");
+        app.take(Ok(sample(start, &[])));
+        for key in [KeyCode::Up, KeyCode::Home, KeyCode::Enter] {
+            press(&mut app, key);
+        }
+        assert_eq!(app.page, Page::List, "there is nothing to open");
+    }
+
+    #[test]
+    fn keys_lead_in_and_out() {
+        let mut app = app(Instant::now());
+        press(&mut app, KeyCode::Char('j'));
+        press(&mut app, KeyCode::Enter);
+        assert_eq!(app.page, Page::One { name: "b".into(), scroll: 0 });
+        press(&mut app, KeyCode::Down);
+        assert_eq!(app.page, Page::One { name: "b".into(), scroll: 1 });
+        types(&mut app, "/?");
+        assert_eq!(app.mode, Mode::Help, "and / is for the list");
+        assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Stay, "any key leaves the help");
+        assert_eq!(press(&mut app, KeyCode::Esc), Step::Stay);
+        assert_eq!(app.page, Page::List);
+        assert_eq!(press(&mut app, KeyCode::Esc), Step::Leave(0));
+        assert_eq!(press(&mut app, KeyCode::Char('q')), Step::Leave(0));
+        let control = |c| Input::Key(KeyEvent::new(KeyCode::Char(c), KeyModifiers::CONTROL));
+        types(&mut app, "/");
+        assert_eq!(app.press(control('c'), Instant::now()), Step::Leave(130));
+        assert_eq!(app.press(control('z'), Instant::now()), Step::Suspend);
+        assert_eq!(app.press(Input::Resize(1, 1), Instant::now()), Step::Stay);
+    }
+
+    #[test]
+    fn rates_are_those_between_two_looks() {
+        let start = Instant::now();
+        let mut app = app(start);
+        let rejected =
+            |app: &App| app.bulkhead("a").and_then(|a| a.rates.as_ref()).map(|rates| rates.rejected);
+        assert_eq!(rejected(&app), None);
+        let mut look = |seconds: u64, rejected, is_another| {
+            let at = start + Duration::from_secs(seconds);
+            let sample = sample(at, &[bulkhead("a", 0, rejected, 9), bulkhead("new", 0, 1, 1)]);
+            app.take(Ok(Sample { is_another, ..sample }));
+            app.bulkhead("a").and_then(|a| a.rates.as_ref()).map(|rates| rates.rejected)
+        };
+        assert_eq!(look(2, 10, false), Some(5.0));
+        assert_eq!(look(3, 10, false), Some(0.0));
+        assert_eq!(look(4, 3, false), None, "counters that go back are a restart");
+        assert_eq!(look(5, 4, false), Some(1.0));
+        assert_eq!(look(6, 9, true), None, "so is another ring of events");
+        assert_eq!(look(6, 9, false), None, "no time has passed");
+    }
+
+    #[test]
+    fn silence_loss_and_pause_are_told() {
+        let start = Instant::now();
+        let mut app = app(start);
+        let after = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(app.contact(start), Contact::Live);
+        assert_eq!(app.contact(after(4)), Contact::Live);
+        assert_eq!(app.contact(after(5)), Contact::Silent(Duration::from_secs(5)));
+        app.press(Input::Key(KeyCode::Char('p').into()), after(5));
+        assert!(app.is_paused());
+        assert_eq!(app.contact(after(60)), Contact::Paused);
+        app.press(Input::Key(KeyCode::Char('p').into()), after(60));
+        assert_eq!(app.contact(after(61)), Contact::Live, "it was not asked");
+        app.take(Err(Failure::new(69, "gone\u{1b}[2J")));
+        assert_eq!(app.contact(after(70)), Contact::Lost(Duration::from_secs(70)));
+        assert_eq!(app.trouble(), Some("gone\\u{1b}[2J"));
+        assert_eq!(names(&app), "a b c", "what was there is shown on");
+        app.take(Ok(sample(after(71), &[bulkhead("a", 0, 0, 0)])));
+        assert_eq!((app.contact(after(71)), names(&app)), (Contact::Live, "a".to_owned()));
+    }
+
+    #[test]
+    fn the_window_holds_the_selected_row() {
+        for rows in 0..12 {
+            for page in 0..12 {
+                let mut top = 0;
+                for selected in (0..rows).chain((0..rows).rev()) {
+                    top = window(top, selected, page, rows);
+                    assert!(
+                        page == 0 || (top..top + page).contains(&selected),
+                        "{top} {selected} {page} {rows}"
+                    );
+                    assert!(top + page <= rows.max(page));
+                }
+            }
+        }
+        assert_eq!(window(9, 0, 5, 0), 0);
+    }
+}

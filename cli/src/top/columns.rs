@@ -1,0 +1,194 @@
+//! The columns of the table of bulkheads: what stands in them, and which of them a width has room for.
+
+use super::sample::{Bulkhead, Counts};
+use super::words::{rate, short, width};
+
+/// Columns of the screen that a bar takes.
+pub(super) const BAR_COLUMNS: usize = 6;
+
+/// Columns of the screen that a name gets before all others; more only of what is left over.
+const NAME_FIRST: usize = 14;
+
+/// One column, in the order in which they are shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Column {
+    Name,
+    State,
+    Workers,
+    InFlight,
+    Queue,
+    Load,
+    Ok,
+    Rejected,
+    Failed,
+    Crashed,
+    Restarts,
+    Breaker,
+    P50,
+    P99,
+}
+
+/// All of them, the most important first.
+const BY_IMPORTANCE: [Column; 14] = [
+    Column::Name,
+    Column::State,
+    Column::InFlight,
+    Column::Queue,
+    Column::Ok,
+    Column::Rejected,
+    Column::Failed,
+    Column::Crashed,
+    Column::Load,
+    Column::Workers,
+    Column::Breaker,
+    Column::Restarts,
+    Column::P99,
+    Column::P50,
+];
+
+impl Column {
+    /// All of them, as they are shown.
+    pub(super) fn all() -> [Self; 14] {
+        let mut all = BY_IMPORTANCE;
+        all.sort();
+        all
+    }
+
+    pub(super) fn head(self) -> &'static str {
+        match self {
+            Self::Name => "NAME",
+            Self::State => "STATE",
+            Self::Workers => "WORKERS",
+            Self::InFlight => "INFLIGHT",
+            Self::Queue => "QUEUE",
+            Self::Load => "LOAD",
+            Self::Ok => "OK/s",
+            Self::Rejected => "REJ/s",
+            Self::Failed => "FAIL/s",
+            Self::Crashed => "CRASH/s",
+            Self::Restarts => "RESTARTS",
+            Self::Breaker => "BREAKER",
+            Self::P50 => "P50",
+            Self::P99 => "P99",
+        }
+    }
+
+    pub(super) fn is_number(self) -> bool {
+        !matches!(self, Self::Name | Self::State | Self::Load | Self::Breaker)
+    }
+
+    pub(super) fn text(self, bulkhead: &Bulkhead) -> String {
+        let of = |rates: &Counts<f64>| match self {
+            Self::Ok => rates.ok,
+            Self::Rejected => rates.rejected,
+            Self::Failed => rates.failed,
+            _ => rates.crashed,
+        };
+        match self {
+            Self::Name => bulkhead.name.clone(),
+            Self::State => bulkhead.state.clone(),
+            Self::Workers => short(bulkhead.workers.len() as u64),
+            Self::InFlight => format!("{}/{}", short(bulkhead.in_flight), short(bulkhead.limit)),
+            Self::Queue => format!("{}/{}", short(bulkhead.queued), short(bulkhead.capacity)),
+            Self::Load => format!("{:.0}%", bulkhead.utilisation() * 100.0),
+            Self::Ok | Self::Rejected | Self::Failed | Self::Crashed => {
+                bulkhead.rates.as_ref().map_or_else(|| "-".to_owned(), |rates| rate(of(rates)))
+            }
+            Self::Restarts => short(bulkhead.restarts),
+            Self::Breaker => bulkhead.breaker.clone(),
+            Self::P50 => bulkhead.p50.clone(),
+            Self::P99 => bulkhead.p99.clone(),
+        }
+    }
+
+    /// The most columns of the screen that it wants for these rows.
+    fn wanted(self, rows: &[&Bulkhead]) -> usize {
+        if self == Self::Load {
+            return BAR_COLUMNS;
+        }
+        let widest = rows.iter().map(|row| width(&self.text(row))).max().unwrap_or(0);
+        widest.max(self.head().len())
+    }
+}
+
+/// A column with the columns of the screen that it has.
+pub(super) type Placed = (Column, usize);
+
+/// The columns that fit, as they are shown, one space apart. The name is always there.
+pub(super) fn choose(rows: &[&Bulkhead], columns: usize) -> Vec<Placed> {
+    let mut left = columns;
+    let mut placed: Vec<Placed> = Vec::new();
+    let name = Column::Name.wanted(rows);
+    for column in BY_IMPORTANCE {
+        let taken = match column {
+            Column::Name => name.min(NAME_FIRST).min(left),
+            other => other.wanted(rows),
+        };
+        let gap = usize::from(column != Column::Name);
+        // What is less important stays away as well: columns should not come and go out of turn.
+        let Some(rest) = left.checked_sub(taken + gap) else { break };
+        left = rest;
+        placed.push((column, taken));
+    }
+    if let Some((_, taken)) = placed.first_mut() {
+        *taken += left.min(name - (*taken).min(name));
+    }
+    placed.sort();
+    placed
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn bulkhead(name: &str) -> Bulkhead {
+        let latency = json!({"run": {"p50": 1.5, "p99": 12.25}});
+        Bulkhead::new(&json!({
+            "name": name, "state": "ready", "limit": 8, "in_flight": 2, "queue_capacity": 100,
+            "breaker": "closed", "latency_ms": latency,
+        }))
+    }
+
+    fn heads(rows: &[&Bulkhead], columns: usize) -> Vec<&'static str> {
+        let placed = choose(rows, columns);
+        let taken = placed.iter().map(|(_, taken)| taken + 1).sum::<usize>() - 1;
+        assert!(taken <= columns, "{placed:?} in {columns}");
+        placed.iter().map(|(column, _)| column.head()).collect()
+    }
+
+    #[test]
+    fn a_width_gets_what_is_most_important() {
+        let rows = [&bulkhead("thumbnail"), &bulkhead("ocr")];
+        let at_76 =
+            ["NAME", "STATE", "WORKERS", "INFLIGHT", "QUEUE", "LOAD", "OK/s", "REJ/s", "FAIL/s", "CRASH/s"];
+        assert_eq!(heads(&rows, 76), at_76);
+        assert_eq!(heads(&rows, 40), ["NAME", "STATE", "INFLIGHT", "QUEUE", "OK/s"]);
+        assert_eq!(heads(&rows, 200).len(), 14);
+        assert_eq!(heads(&rows, 3), ["NAME"]);
+        for columns in 0..200 {
+            let few = choose(&rows, columns);
+            let more = choose(&rows, columns + 1);
+            assert!(few.iter().all(|(column, _)| more.iter().any(|(other, _)| other == column)), "{columns}");
+        }
+    }
+
+    #[test]
+    fn names_take_what_is_left() {
+        let long = bulkhead(&"n".repeat(40));
+        let name = |columns| choose(&[&long], columns)[0].1;
+        assert_eq!((name(0), name(5), name(14)), (0, 5, 14));
+        assert_eq!(name(300), 40);
+        assert!(name(80) >= NAME_FIRST);
+    }
+
+    #[test]
+    fn what_stands_in_them() {
+        let mut one = bulkhead("b");
+        let told = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
+        assert_eq!(told(&one), "b ready 0 2/8 0/100 25% - - - - 0 closed 1.50ms 12.25ms");
+        one.rates = Some(Counts { ok: 20_000.0, rejected: 0.5, failed: 0.0, crashed: 3.0 });
+        assert_eq!(told(&one), "b ready 0 2/8 0/100 25% 20k 0.5 0 3.0 0 closed 1.50ms 12.25ms");
+    }
+}

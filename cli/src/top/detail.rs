@@ -1,0 +1,94 @@
+//! The page of one bulkhead: its line of the table, what is counted, the busiest tenants, and its workers.
+
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::style::{Color, Style};
+
+use super::app::{App, Page};
+use super::columns;
+use super::draw::{bold, put, table_head, table_row, take_top};
+use super::sample::{Bulkhead, Tenant, Worker};
+use super::words::{fit, width};
+use crate::admin::WORKER_COLUMNS;
+
+/// Rows of the screen that workers have before tenants and counts take any.
+const WORKER_ROWS_FIRST: usize = 4;
+
+/// Columns of the screen for a tenant's name.
+const TENANT_COLUMNS: usize = 20;
+
+/// Draws the page; returns how many workers fit.
+pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
+    let Page::One { name, scroll } = &app.page else { return 1 };
+    let (name, scroll) = (name.clone(), *scroll);
+    let Some(bulkhead) = app.bulkhead(&name) else {
+        put(buffer, take_top(&mut rest, 1), &format!("{name} is not there any more"), Style::new());
+        return 1;
+    };
+    let placed = columns::choose(&[bulkhead], usize::from(rest.width));
+    if rest.height > 1 {
+        table_head(buffer, take_top(&mut rest, 1), &placed);
+    }
+    table_row(buffer, take_top(&mut rest, 1), &placed, bulkhead);
+    let room = usize::from(rest.height).saturating_sub(WORKER_ROWS_FIRST);
+    for (text, style) in about(bulkhead).into_iter().take(room) {
+        put(buffer, take_top(&mut rest, 1), &text, style);
+    }
+    let lines = worker_lines(&bulkhead.workers);
+    let mut lines = lines.iter();
+    if let Some(head) = lines.next() {
+        put(buffer, take_top(&mut rest, 1), head, bold());
+    }
+    let shown = usize::from(rest.height);
+    let scroll = scroll.min(lines.len().saturating_sub(shown));
+    for line in lines.skip(scroll).take(shown) {
+        put(buffer, take_top(&mut rest, 1), line, Style::new());
+    }
+    app.page = Page::One { name, scroll };
+    shown
+}
+
+fn about(bulkhead: &Bulkhead) -> Vec<(String, Style)> {
+    let mut lines = Vec::new();
+    lines.extend(bulkhead.detail.iter().map(|detail| (detail.clone(), Style::new().fg(Color::Red))));
+    let breaker = format!("breaker   {}  restarts {}", bulkhead.breaker, bulkhead.restarts);
+    lines.extend(bulkhead.facts.iter().chain([&breaker]).map(|fact| (fact.clone(), Style::new())));
+    if !bulkhead.tenants.is_empty() {
+        lines.push(("TENANT               INFLIGHT   QUEUED    SUBMITTED     REJECTED".to_owned(), bold()));
+        lines.extend(bulkhead.tenants.iter().map(|tenant| (tenant_line(tenant), Style::new())));
+    }
+    lines
+}
+
+fn tenant_line(tenant: &Tenant) -> String {
+    let Tenant { name, in_flight, queued, submitted, rejected } = tenant;
+    let name = if name.is_empty() { "''" } else { name };
+    format!("{} {in_flight:8} {queued:8} {submitted:12} {rejected:12}", fit(name, TENANT_COLUMNS))
+}
+
+/// The workers as a table, its head first. Where tenants have workers of their own, each says whose it is.
+fn worker_lines(workers: &[Worker]) -> Vec<String> {
+    let has_tenants = workers.iter().any(|worker| worker.tenant.is_some());
+    let tenant = |worker: &Worker| {
+        let whose = worker.tenant.as_deref().unwrap_or_default();
+        has_tenants.then(|| fit(&format!("'{whose}'"), TENANT_COLUMNS))
+    };
+    let head: Vec<String> = has_tenants
+        .then(|| "TENANT".to_owned())
+        .into_iter()
+        .chain(WORKER_COLUMNS.map(String::from))
+        .collect();
+    let rows = workers.iter().map(|worker| tenant(worker).into_iter().chain(worker.cells.clone()).collect());
+    let table: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    let columns = table.iter().map(Vec::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns)
+        .map(|column| {
+            table.iter().map(|row| row.get(column).map_or(0, |cell| width(cell))).max().unwrap_or(0)
+        })
+        .collect();
+    let line = |row: &Vec<String>| {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| fit(cell, *width)).collect();
+        cells.join(" ").trim_end().to_owned()
+    };
+    table.iter().map(line).collect()
+}

@@ -1,0 +1,214 @@
+//! The screen as text in a buffer: the frame around a page, the table of bulkheads, and the help. Whatever the
+//! size, what does not fit is left out.
+
+use std::time::{Duration, Instant};
+
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::style::{Color, Modifier, Style};
+
+use super::app::{App, Contact, Mode, Page, window};
+use super::columns::{self, Column, Placed};
+use super::detail;
+use super::events::{Event, Severity};
+use super::sample::Bulkhead;
+use super::words::{bar, fit, fit_right};
+
+/// Rows of the screen from which on there is room for events.
+const EVENTS_FROM: u16 = 10;
+
+/// Rows of the screen from which on there is room for a line at the bottom.
+const FOOTER_FROM: u16 = 4;
+
+const HELP: &[(&str, &str)] = &[
+    ("↑ ↓ j k", "select a bulkhead, or scroll"),
+    ("PgUp PgDn", "a page"),
+    ("Home End", "the first, the last"),
+    ("Enter", "open: workers, tenants, rejections, events"),
+    ("Esc", "back; without a filter, leave"),
+    ("/", "filter by name; Enter keeps it, Esc does not"),
+    ("s", "sort by the next of these four"),
+    ("n u r c", "sort by name, utilisation, rejections, crashes"),
+    ("p", "pause, go on"),
+    ("Ctrl-Z", "back to the shell; `fg` goes on"),
+    ("q Ctrl-C", "leave"),
+];
+
+/// Draws everything, and tells the application how far a page goes.
+pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
+    let mut rest = buffer.area;
+    let has_footer = rest.height >= FOOTER_FROM;
+    header(buffer, take_top(&mut rest, 1), app, now);
+    if has_footer {
+        footer(buffer, take_bottom(&mut rest, 1), app);
+    }
+    if app.mode == Mode::Help {
+        return help(buffer, rest);
+    }
+    let events = if rest.height + 2 >= EVENTS_FROM { (rest.height / 4).min(10) } else { 0 };
+    let events = take_bottom(&mut rest, events);
+    app.page_rows = match &mut app.page {
+        Page::List => list(buffer, rest, app),
+        Page::One { .. } => detail::page(buffer, rest, app),
+    };
+    event_pane(buffer, events, app);
+    if matches!(app.contact(now), Contact::Lost(_) | Contact::Silent(_)) {
+        // Of yesterday, so to speak.
+        for part in [rest, events] {
+            buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
+        }
+    }
+}
+
+// Pieces that pages share.
+
+pub(super) fn take_top(rest: &mut Rect, rows: u16) -> Rect {
+    let taken = Rect { height: rows.min(rest.height), ..*rest };
+    rest.y += taken.height;
+    rest.height -= taken.height;
+    taken
+}
+
+fn take_bottom(rest: &mut Rect, rows: u16) -> Rect {
+    let height = rows.min(rest.height);
+    rest.height -= height;
+    Rect { y: rest.y + rest.height, height, ..*rest }
+}
+
+/// One line of text, cut where the row ends.
+pub(super) fn put(buffer: &mut Buffer, row: Rect, text: &str, style: Style) {
+    if row.height > 0 && row.width > 0 {
+        let columns = usize::from(row.width);
+        buffer.set_stringn(row.x, row.y, fit(text, columns), columns, style);
+    }
+}
+
+pub(super) fn bold() -> Style {
+    Style::new().add_modifier(Modifier::BOLD)
+}
+
+/// Colours only repeat what a word says.
+pub(super) fn state_style(state: &str) -> Style {
+    match state {
+        "failed" | "open" | "forced_open" => Style::new().fg(Color::Red),
+        "degraded" | "half_open" => Style::new().fg(Color::Yellow),
+        "draining" | "starting" => Style::new().fg(Color::Cyan),
+        _ => Style::new(),
+    }
+}
+
+// The frame.
+
+fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
+    let seconds =
+        |time: Duration| humantime::format_duration(Duration::from_secs(time.as_secs())).to_string();
+    let every = humantime::format_duration(app.interval);
+    let (told, style) = match app.contact(now) {
+        Contact::Live => (format!("every {every}"), bold()),
+        Contact::Paused => ("PAUSED".to_owned(), bold().fg(Color::Yellow)),
+        Contact::Silent(time) => (format!("NO ANSWER for {}", seconds(time)), bold().fg(Color::Yellow)),
+        Contact::Lost(time) => (format!("NOT REACHABLE for {}", seconds(time)), bold().fg(Color::Red)),
+    };
+    let all = app.bulkheads();
+    let troubled = all.iter().filter(|bulkhead| bulkhead.state != "ready").count();
+    let of = if all.len() == 1 { "bulkhead" } else { "bulkheads" };
+    let mut text = format!("bulkhead top  {told}  {} {of}, {troubled} not ready", all.len());
+    if !app.filter.is_empty() {
+        text.push_str(&format!("  filter: {}", app.filter));
+    }
+    put(buffer, row, &text, style);
+}
+
+fn footer(buffer: &mut Buffer, row: Rect, app: &App) {
+    let text = match (&app.mode, app.trouble(), &app.page) {
+        (Mode::Filter { .. }, ..) => format!("/{}_  Enter keeps the filter, Esc does not", app.filter),
+        (Mode::Help, ..) => format!("any key goes back; this watches {}", app.socket),
+        (Mode::Browse, Some(trouble), _) => trouble.to_owned(),
+        (Mode::Browse, None, Page::List) => {
+            let by = app.sort.name();
+            format!("↑↓ select  Enter open  / filter  s sort: {by}  p pause  ? help  q leave")
+        }
+        (Mode::Browse, None, Page::One { .. }) => "↑↓ scroll  Esc back  p pause  ? help  q leave".to_owned(),
+    };
+    put(buffer, row, &text, Style::new().add_modifier(Modifier::DIM));
+}
+
+fn event_pane(buffer: &mut Buffer, mut area: Rect, app: &App) {
+    let whose = match &app.page {
+        Page::List => None,
+        Page::One { name, .. } => Some(name.as_str()),
+    };
+    put(buffer, take_top(&mut area, 1), "EVENTS", bold());
+    for event in app.events.newest(usize::from(area.height), whose) {
+        put(buffer, take_top(&mut area, 1), &event.line, event_style(event));
+    }
+}
+
+fn event_style(event: &Event) -> Style {
+    match event.severity {
+        Severity::Info => Style::new(),
+        Severity::Warning => Style::new().fg(Color::Yellow),
+        Severity::Critical => Style::new().fg(Color::Red),
+    }
+}
+
+fn help(buffer: &mut Buffer, mut rest: Rect) {
+    for (keys, what) in HELP {
+        put(buffer, take_top(&mut rest, 1), &format!(" {} {what}", fit(keys, 10)), Style::new());
+    }
+}
+
+// The table.
+
+/// Draws the rows that fit; returns how many that are.
+fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
+    let rows = app.rows();
+    let selected = app.selected(&rows);
+    let placed = columns::choose(&rows, usize::from(rest.width));
+    if rest.height > 1 {
+        table_head(buffer, take_top(&mut rest, 1), &placed);
+    }
+    let page = usize::from(rest.height);
+    let top = window(app.top, selected, page, rows.len());
+    if rows.is_empty() {
+        let none =
+            if app.bulkheads().is_empty() { "there are no bulkheads" } else { "no name has that in it" };
+        put(buffer, take_top(&mut rest, 1), none, Style::new());
+    }
+    for (place, bulkhead) in rows.iter().enumerate().skip(top).take(page) {
+        let row = take_top(&mut rest, 1);
+        table_row(buffer, row, &placed, bulkhead);
+        if place == selected {
+            buffer.set_style(row, Style::new().add_modifier(Modifier::REVERSED));
+        }
+    }
+    app.top = top;
+    page
+}
+
+pub(super) fn table_head(buffer: &mut Buffer, row: Rect, placed: &[Placed]) {
+    cells(buffer, row, placed, |column| (column.head().to_owned(), bold()));
+}
+
+pub(super) fn table_row(buffer: &mut Buffer, row: Rect, placed: &[Placed], bulkhead: &Bulkhead) {
+    cells(buffer, row, placed, |column| match column {
+        Column::Load => (bar(bulkhead.utilisation(), columns::BAR_COLUMNS), Style::new()),
+        Column::State => (bulkhead.state.clone(), state_style(&bulkhead.state)),
+        Column::Breaker => (bulkhead.breaker.clone(), state_style(&bulkhead.breaker)),
+        other => (other.text(bulkhead), Style::new()),
+    });
+}
+
+fn cells(buffer: &mut Buffer, row: Rect, placed: &[Placed], cell: impl Fn(Column) -> (String, Style)) {
+    let mut x = row.x;
+    for &(column, columns) in placed {
+        let (text, style) = cell(column);
+        let text = if column.is_number() { fit_right(&text, columns) } else { fit(&text, columns) };
+        let columns = u16::try_from(columns).unwrap_or(u16::MAX);
+        put(buffer, Rect { x, width: columns, ..row }.intersection(row), &text, style);
+        x = x.saturating_add(columns).saturating_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests;

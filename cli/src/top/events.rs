@@ -1,0 +1,102 @@
+//! The events that the screen has, as lines; those of a supervisor that was started again follow the others.
+
+use std::collections::VecDeque;
+
+use serde_json::Value;
+
+use super::words::clean;
+use crate::admin::{event_words, text};
+
+/// Events that are kept: as many as the supervisor keeps.
+pub(super) const EVENTS_MAX: usize = 4096;
+
+/// How bad an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Severity {
+    Info,
+    Warning,
+    Critical,
+}
+
+/// One event, ready to be shown.
+#[derive(Clone, Debug)]
+pub(super) struct Event {
+    pub(super) bulkhead: Option<String>,
+    pub(super) severity: Severity,
+    pub(super) line: String,
+}
+
+impl Event {
+    pub(super) fn new(event: &Value) -> Option<Self> {
+        let severity = match event["severity"].as_str()? {
+            "critical" => Severity::Critical,
+            "warning" => Severity::Warning,
+            _ => Severity::Info,
+        };
+        let at = text(&event["at"]);
+        // Only the time of day, to the second.
+        let at = at.get(11..19).unwrap_or(&at);
+        let line = clean(&format!("{at} {}", event_words(event.as_object()?)));
+        Some(Self { bulkhead: event["bulkhead"].as_str().map(clean), severity, line })
+    }
+}
+
+/// The newest events, the oldest first.
+#[derive(Debug, Default)]
+pub(super) struct Events {
+    kept: VecDeque<Event>,
+}
+
+impl Events {
+    pub(super) fn add(&mut self, events: Vec<Event>) {
+        self.kept.extend(events);
+        let surplus = self.kept.len().saturating_sub(EVENTS_MAX);
+        self.kept.drain(..surplus);
+    }
+
+    /// The newest so many, of one bulkhead or of all.
+    pub(super) fn newest(&self, count: usize, bulkhead: Option<&str>) -> Vec<&Event> {
+        let is_wanted = |event: &&Event| bulkhead.is_none() || event.bulkhead.as_deref() == bulkhead;
+        let mut newest: Vec<&Event> = self.kept.iter().rev().filter(is_wanted).take(count).collect();
+        newest.reverse();
+        newest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn event(seq: usize, bulkhead: &str) -> Event {
+        let event = json!({
+            "at": "2026-11-21T14:07:35.187Z", "seq": seq, "severity": "warning", "kind": "worker_exited",
+            "bulkhead": bulkhead, "operation": "\u{1b}]0;x\u{7}\u{202e}", "report": null,
+        });
+        Event::new(&event).unwrap()
+    }
+
+    #[test]
+    fn an_event_is_one_harmless_line() {
+        let one = event(1, "b");
+        assert!(one.line.starts_with("14:07:35 warning  worker_exited b operation="), "{}", one.line);
+        assert!(one.line.is_ascii() && !one.line.contains(char::is_control), "{}", one.line);
+        assert_eq!(one.severity, Severity::Warning);
+        assert!(Event::new(&json!("x")).is_none());
+        assert!(Event::new(&json!({"severity": "info", "at": "naïve 東京東京東京"})).is_some());
+    }
+
+    #[test]
+    fn the_newest_are_kept() {
+        let mut events = Events::default();
+        for seq in 0..EVENTS_MAX + 10 {
+            events.add(vec![event(seq, if seq % 2 == 0 { "even" } else { "odd" })]);
+        }
+        assert_eq!(events.kept.len(), EVENTS_MAX);
+        assert_eq!(events.newest(3, None).len(), 3);
+        let odd = events.newest(usize::MAX, Some("odd"));
+        assert_eq!(odd.len(), EVENTS_MAX / 2);
+        assert!(odd.iter().all(|event| event.bulkhead.as_deref() == Some("odd")));
+    }
+}

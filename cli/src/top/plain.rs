@@ -1,0 +1,72 @@
+//! `top` without a screen: what is seen within one interval, as a table or as JSON.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::columns::Column;
+use super::events::Event;
+use super::sample::{Answers, Bulkhead, Watcher, counts, rates};
+use crate::admin::table;
+use crate::args::Args;
+use crate::output::{self, Failure, exit};
+
+/// Events that are printed, the newest.
+const EVENTS_SHOWN: usize = 10;
+
+pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> {
+    let mut watcher = Watcher::new(args);
+    let before = watcher.ask().await?;
+    tokio::time::sleep(interval).await;
+    let now = watcher.ask().await?;
+    if args.json {
+        output::line(&as_json(&before, &now).to_string())?;
+    } else {
+        print(&before, &now)?;
+    }
+    Ok(exit::OK)
+}
+
+fn print(before: &Answers, now: &Answers) -> Result<(), Failure> {
+    let columns = Column::all();
+    let mut table = table(&columns.map(Column::head));
+    for snapshot in &now.bulkheads {
+        let mut bulkhead = Bulkhead::new(snapshot);
+        bulkhead.rates = now.rates_of(snapshot, before);
+        table.add_row(columns.map(|column| column.text(&bulkhead)));
+    }
+    output::line(&table.trim_fmt())?;
+    output::line("")?;
+    let events = newest(before, now);
+    events.into_iter().filter_map(Event::new).try_for_each(|event| output::line(&event.line))
+}
+
+fn as_json(before: &Answers, now: &Answers) -> Value {
+    let told = |snapshot: &Value| {
+        let mut told = snapshot.clone();
+        told["utilisation"] = json!(Bulkhead::new(snapshot).utilisation());
+        told["per_second"] = now.rates_of(snapshot, before).map_or(Value::Null, |rates| {
+            let (ok, rejected, failed, crashed) = (rates.ok, rates.rejected, rates.failed, rates.crashed);
+            json!({"ok": ok, "rejected": rejected, "failed": failed, "crashed": crashed})
+        });
+        told
+    };
+    json!({
+        "interval_ms": u64::try_from((now.at - before.at).as_millis()).unwrap_or(u64::MAX),
+        "bulkheads": now.bulkheads.iter().filter(|snapshot| snapshot.is_object()).map(told).collect::<Vec<_>>(),
+        "events": newest(before, now),
+    })
+}
+
+fn newest<'a>(before: &'a Answers, now: &'a Answers) -> Vec<&'a Value> {
+    let all: Vec<&Value> = before.events.iter().chain(&now.events).collect();
+    all[all.len().saturating_sub(EVENTS_SHOWN)..].to_vec()
+}
+
+impl Answers {
+    fn rates_of(&self, snapshot: &Value, before: &Self) -> Option<super::sample::Counts<f64>> {
+        let earlier = before.bulkheads.iter().find(|earlier| earlier["name"] == snapshot["name"])?;
+        let is_same = !self.is_another;
+        is_same.then(|| rates(&counts(earlier), &counts(snapshot), self.at - before.at)).flatten()
+    }
+}

@@ -1,0 +1,346 @@
+//! Looking at a supervisor: what one look has seen, as plain data whose texts are harmless, and what differs
+//! between two of them.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use hyper::Method;
+use serde_json::Value;
+
+use super::events::{EVENTS_MAX, Event};
+use super::words::clean;
+use crate::admin::{get_json, millis, read, request, text, worker_cells};
+use crate::args::Args;
+use crate::output::Failure;
+
+/// What one look has seen.
+#[derive(Debug)]
+pub(super) struct Sample {
+    pub(super) at: Instant,
+    pub(super) bulkheads: Vec<Bulkhead>,
+    /// Those since the look before.
+    pub(super) events: Vec<Event>,
+    /// Whether it is another supervisor than at the look before, which has counted from nothing.
+    pub(super) is_another: bool,
+}
+
+/// How the jobs ended that a bulkhead has had.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Counts<T> {
+    pub(super) ok: T,
+    pub(super) rejected: T,
+    pub(super) failed: T,
+    pub(super) crashed: T,
+}
+
+/// A bulkhead at one moment.
+#[derive(Clone, Debug)]
+pub(super) struct Bulkhead {
+    pub(super) name: String,
+    pub(super) state: String,
+    pub(super) detail: Option<String>,
+    pub(super) in_flight: u64,
+    pub(super) limit: u64,
+    pub(super) queued: u64,
+    pub(super) capacity: u64,
+    pub(super) counts: Counts<u64>,
+    /// A second, since the look before; `None` if that cannot be told.
+    pub(super) rates: Option<Counts<f64>>,
+    pub(super) restarts: u64,
+    pub(super) breaker: String,
+    /// Of the run.
+    pub(super) p50: String,
+    pub(super) p99: String,
+    /// Further facts in lines, for who looks closer.
+    pub(super) facts: Vec<String>,
+    pub(super) tenants: Vec<Tenant>,
+    pub(super) workers: Vec<Worker>,
+}
+
+/// One of the busiest tenants.
+#[derive(Clone, Debug)]
+pub(super) struct Tenant {
+    pub(super) name: String,
+    pub(super) in_flight: u64,
+    pub(super) queued: u64,
+    pub(super) submitted: u64,
+    pub(super) rejected: u64,
+}
+
+/// A worker process.
+#[derive(Clone, Debug)]
+pub(super) struct Worker {
+    pub(super) tenant: Option<String>,
+    /// As in `bulkhead status`.
+    pub(super) cells: [String; 8],
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or(0)
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+fn line(value: &Value) -> String {
+    clean(&text(value))
+}
+
+impl Bulkhead {
+    pub(super) fn new(snapshot: &Value) -> Self {
+        let latency = &snapshot["latency_ms"];
+        Self {
+            name: line(&snapshot["name"]),
+            state: line(&snapshot["state"]),
+            detail: snapshot["detail"].as_str().map(clean),
+            in_flight: number(&snapshot["in_flight"]),
+            limit: number(&snapshot["limit"]),
+            queued: number(&snapshot["queued"]),
+            capacity: number(&snapshot["queue_capacity"]),
+            counts: counts(snapshot),
+            rates: None,
+            restarts: number(&snapshot["restarts"]),
+            breaker: line(&snapshot["breaker"]),
+            p50: millis(&latency["run"]["p50"]),
+            p99: millis(&latency["run"]["p99"]),
+            facts: facts(snapshot),
+            tenants: list(&snapshot["tenants"]).iter().map(tenant).collect(),
+            workers: list(&snapshot["workers"]).iter().map(worker).collect(),
+        }
+    }
+
+    /// The share of its permits that is in use.
+    pub(super) fn utilisation(&self) -> f64 {
+        match (self.in_flight, self.limit) {
+            (0, _) => 0.0,
+            (_, 0) => 1.0,
+            (used, limit) => used as f64 / limit as f64,
+        }
+    }
+}
+
+pub(super) fn counts(snapshot: &Value) -> Counts<u64> {
+    let rejected = snapshot["rejected"].as_object();
+    Counts {
+        ok: number(&snapshot["done"]),
+        rejected: rejected.map_or(0, |counts| counts.values().map(number).fold(0, u64::saturating_add)),
+        failed: number(&snapshot["failed"]),
+        crashed: number(&snapshot["crashed"]),
+    }
+}
+
+fn facts(snapshot: &Value) -> Vec<String> {
+    let told = |names: &[&str]| {
+        let told = names.iter().map(|name| format!("{name} {}", line(&snapshot[*name])));
+        told.collect::<Vec<_>>().join("  ")
+    };
+    let latency = |which: &str| {
+        let of = &snapshot["latency_ms"][which];
+        let told = ["p50", "p90", "p99", "max"].map(|name| format!("{name} {}", millis(&of[name])));
+        format!("{which:9} {}", told.join("  "))
+    };
+    let mut facts = vec![
+        format!("jobs      {}", told(&["submitted", "done", "failed", "crashed"])),
+        format!("          {}", told(&["deadline_exceeded", "cancelled", "retries", "quarantined"])),
+        latency("run"),
+        latency("queue"),
+    ];
+    let rejected = snapshot["rejected"].as_object().into_iter().flatten();
+    let rejected: Vec<String> =
+        rejected.map(|(reason, count)| format!("{} {}", clean(reason), number(count))).collect();
+    if !rejected.is_empty() {
+        facts.push(format!("rejected  {}", rejected.join("  ")));
+    }
+    facts
+}
+
+fn tenant(snapshot: &Value) -> Tenant {
+    Tenant {
+        name: line(&snapshot["name"]),
+        in_flight: number(&snapshot["in_flight"]),
+        queued: number(&snapshot["queued"]),
+        submitted: number(&snapshot["submitted"]),
+        rejected: number(&snapshot["rejected"]),
+    }
+}
+
+fn worker(snapshot: &Value) -> Worker {
+    let tenant = snapshot["tenant"].as_str().map(clean);
+    Worker { tenant, cells: worker_cells(snapshot).map(|cell| clean(&cell)) }
+}
+
+/// How much more a second was counted; `None` if the counting began anew in between, or no time has passed.
+pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) -> Option<Counts<f64>> {
+    let seconds = elapsed.as_secs_f64();
+    let rate = |before: u64, now: u64| {
+        let more = now.checked_sub(before)?;
+        (seconds > 0.0).then(|| more as f64 / seconds)
+    };
+    Some(Counts {
+        ok: rate(before.ok, now.ok)?,
+        rejected: rate(before.rejected, now.rejected)?,
+        failed: rate(before.failed, now.failed)?,
+        crashed: rate(before.crashed, now.crashed)?,
+    })
+}
+
+/// What one look has been answered.
+pub(super) struct Answers {
+    pub(super) at: Instant,
+    pub(super) bulkheads: Vec<Value>,
+    pub(super) events: Vec<Value>,
+    pub(super) is_another: bool,
+}
+
+impl From<Answers> for Sample {
+    fn from(answers: Answers) -> Self {
+        Self {
+            at: answers.at,
+            bulkheads: answers.bulkheads.iter().map(Bulkhead::new).collect(),
+            events: answers.events.iter().filter_map(Event::new).collect(),
+            is_another: answers.is_another,
+        }
+    }
+}
+
+/// Looks at a supervisor, and remembers up to where its events are known.
+#[derive(Debug)]
+pub(super) struct Watcher<'a> {
+    args: &'a Args,
+    last: Option<Value>,
+}
+
+impl<'a> Watcher<'a> {
+    pub(super) fn new(args: &'a Args) -> Self {
+        Self { args, last: None }
+    }
+
+    /// The socket that is asked.
+    pub(super) fn admin(&self) -> PathBuf {
+        self.args.admin()
+    }
+
+    pub(super) async fn look(&mut self) -> Result<Sample, Failure> {
+        self.ask().await.map(Sample::from)
+    }
+
+    pub(super) async fn ask(&mut self) -> Result<Answers, Failure> {
+        let mut all = get_json(self.args, "/v1/bulkheads").await?;
+        let at = Instant::now();
+        let bulkheads = match all["bulkheads"].take() {
+            Value::Array(bulkheads) => bulkheads,
+            _ => Vec::new(),
+        };
+        // The last one that is known is asked for once more: it tells whether the ring is still the same.
+        let since = self.last.as_ref().map_or(0, |event| number(&event["seq"]).saturating_sub(1));
+        let (events, is_another) = match unknown(self.last.as_ref(), self.events(since).await?) {
+            Ring::Same(events) => (events, false),
+            Ring::Another => (self.events(0).await?, true),
+        };
+        if let Some(last) = events.last() {
+            self.last = Some(last.clone());
+        }
+        Ok(Answers { at, bulkheads, events, is_another })
+    }
+
+    async fn events(&self, since: u64) -> Result<Vec<Value>, Failure> {
+        let path = format!("/v1/events?since={since}&limit={EVENTS_MAX}&follow=false");
+        let body = read(request(self.args, Method::GET, &path).await?).await?;
+        let body = String::from_utf8_lossy(&body);
+        Ok(body.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+    }
+}
+
+/// Whose events they are.
+enum Ring {
+    /// Of the supervisor of before: these are new.
+    Same(Vec<Value>),
+    /// Of one that was started since, and numbers from one.
+    Another,
+}
+
+fn unknown(last: Option<&Value>, mut events: Vec<Value>) -> Ring {
+    let Some(last) = last else { return Ring::Same(events) };
+    match events.first() {
+        // A ring never forgets its newest event.
+        None => Ring::Another,
+        Some(first) if first == last => {
+            events.remove(0);
+            Ring::Same(events)
+        }
+        Some(first) if first["seq"] == last["seq"] => Ring::Another,
+        // More have come than are kept.
+        Some(_) => Ring::Same(events),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_snapshot_that_says_nothing_is_taken_too() {
+        for odd in [json!({}), json!(null), json!({"workers": 3, "rejected": [], "limit": -1, "name": ["x"]})]
+        {
+            let bulkhead = Bulkhead::new(&odd);
+            assert_eq!((bulkhead.limit, bulkhead.workers.len(), bulkhead.utilisation()), (0, 0, 0.0));
+        }
+    }
+
+    #[test]
+    fn no_text_of_a_snapshot_steers_a_terminal() {
+        let evil = "\u{1b}[2J\n\u{202e}evil";
+        let odd = json!({
+            "name": evil, "state": evil, "detail": evil, "breaker": evil, "rejected": {evil: 1},
+            "tenants": [{"name": evil}], "done": evil,
+            "workers": [{"tenant": evil, "pid": evil, "state": evil, "last_exit": evil}],
+        });
+        let told = format!("{:#?}", Bulkhead::new(&odd));
+        assert!(
+            !told.contains("\\u{1b}[2J\\n") && !told.contains('\u{202e}') && !told.contains('\u{1b}'),
+            "{told}"
+        );
+        assert!(told.contains("evil"));
+    }
+
+    #[test]
+    fn rates_are_never_negative() {
+        let before = Counts { ok: 10, rejected: 5, failed: 0, crashed: 1 };
+        let now = Counts { ok: 30, rejected: 5, failed: 1, crashed: 1 };
+        let two = Duration::from_secs(2);
+        assert_eq!(
+            rates(&before, &now, two),
+            Some(Counts { ok: 10.0, rejected: 0.0, failed: 0.5, crashed: 0.0 })
+        );
+        assert_eq!(rates(&now, &before, two), None);
+        assert_eq!(rates(&before, &Counts { ok: 100, ..Counts::default() }, two), None);
+        assert_eq!(rates(&before, &now, Duration::ZERO), None);
+    }
+
+    #[test]
+    fn the_share_in_use() {
+        let share = |in_flight: u64, limit: u64| {
+            Bulkhead::new(&json!({"in_flight": in_flight, "limit": limit})).utilisation()
+        };
+        assert_eq!((share(0, 0), share(1, 0), share(1, 4), share(6, 4)), (0.0, 1.0, 0.25, 1.5));
+    }
+
+    #[test]
+    fn another_ring_is_told_from_the_same_one() {
+        let event = |seq: u64, at: &str| json!({"seq": seq, "at": at});
+        let last = event(7, "noon");
+        let same = |events: Vec<Value>| match unknown(Some(&last), events) {
+            Ring::Same(events) => Some(events.len()),
+            Ring::Another => None,
+        };
+        assert_eq!(same(vec![event(7, "noon")]), Some(0));
+        assert_eq!(same(vec![event(7, "noon"), event(8, "one")]), Some(1));
+        assert_eq!(same(vec![event(90, "two"), event(91, "two")]), Some(2));
+        assert_eq!(same(vec![]), None);
+        assert_eq!(same(vec![event(7, "three")]), None);
+        assert!(matches!(unknown(None, vec![event(1, "noon")]), Ring::Same(events) if events.len() == 1));
+    }
+}

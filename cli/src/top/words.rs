@@ -1,0 +1,182 @@
+//! Text for the screen: one line, harmless, and of a width that every terminal agrees on.
+
+use unicode_segmentation::UnicodeSegmentation;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+
+use crate::output::harmless;
+
+/// Characters of a text that are kept.
+const TEXT_CHARS_MAX: usize = 2000;
+
+/// Characters that may share a place on the screen.
+const CLUSTER_CHARS_MAX: usize = 8;
+
+/// A text from elsewhere in one line, with nothing in it that steers a terminal or shifts what stands beside it.
+pub(super) fn clean(text: &str) -> String {
+    let kept: String = text.chars().take(TEXT_CHARS_MAX).collect();
+    let line = harmless(&kept).replace(['\n', '\t'], " ");
+    line.graphemes(true).filter_map(steady).collect()
+}
+
+/// A cluster, or only its first character where terminals differ about the width of the whole.
+fn steady(cluster: &str) -> Option<&str> {
+    let first = cluster.chars().next()?;
+    let of_all: usize = cluster.chars().filter_map(UnicodeWidthChar::width).sum();
+    let is_agreed = of_all == cluster.width() && cluster.chars().count() <= CLUSTER_CHARS_MAX;
+    let shown = if is_agreed { cluster } else { &cluster[..first.len_utf8()] };
+    (shown.width() > 0).then_some(shown)
+}
+
+/// How many columns a clean text takes.
+pub(super) fn width(text: &str) -> usize {
+    text.graphemes(true).map(UnicodeWidthStr::width).sum()
+}
+
+/// A clean text in exactly so many columns, its end cut with `…`.
+pub(super) fn fit(text: &str, columns: usize) -> String {
+    let mut fitted = cut(text, columns);
+    fitted.extend(std::iter::repeat_n(' ', columns.saturating_sub(width(&fitted))));
+    fitted
+}
+
+/// The same, at the right.
+pub(super) fn fit_right(text: &str, columns: usize) -> String {
+    let cut = cut(text, columns);
+    let mut fitted = " ".repeat(columns.saturating_sub(width(&cut)));
+    fitted.push_str(&cut);
+    fitted
+}
+
+fn cut(text: &str, columns: usize) -> String {
+    if width(text) <= columns {
+        return text.to_owned();
+    }
+    let mut left = columns.saturating_sub(1);
+    let mut kept = String::new();
+    for cluster in text.graphemes(true) {
+        let taken = cluster.width();
+        if taken > left {
+            break;
+        }
+        left -= taken;
+        kept.push_str(cluster);
+    }
+    if columns > 0 {
+        kept.push('…');
+    }
+    kept
+}
+
+/// What numbers are counted in that are too long to be written out.
+const UNITS: [(u64, char); 6] = [
+    (1_000_000_000_000_000_000, 'E'),
+    (1_000_000_000_000_000, 'P'),
+    (1_000_000_000_000, 'T'),
+    (1_000_000_000, 'G'),
+    (1_000_000, 'M'),
+    (1_000, 'k'),
+];
+
+/// A number in at most four characters.
+pub(super) fn short(number: u64) -> String {
+    let unit = UNITS.iter().find(|(unit, _)| number >= 10_000 && number >= *unit);
+    let Some(&(unit, letter)) = unit else { return number.to_string() };
+    let (whole, tenth) = (number / unit, number % unit / (unit / 10));
+    if whole < 10 { format!("{whole}.{tenth}{letter}") } else { format!("{whole}{letter}") }
+}
+
+/// A rate in at most four characters.
+pub(super) fn rate(per_second: f64) -> String {
+    match per_second {
+        none if none <= 0.0 => "0".to_owned(),
+        little if little < 0.1 => "<0.1".to_owned(),
+        some if some < 9.95 => format!("{some:.1}"),
+        // A number that is too large becomes the largest.
+        many => short(many.round() as u64),
+    }
+}
+
+/// A share of one as a bar, in eighths of a column.
+pub(super) fn bar(share: f64, columns: usize) -> String {
+    const EIGHTHS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
+    let all = columns * 8;
+    let filled = (share.clamp(0.0, 1.0) * all as f64).round() as usize;
+    // Something is never nothing.
+    let filled = if share > 0.0 { filled.max(1).min(all) } else { 0 };
+    fit(&format!("{}{}", "█".repeat(filled / 8), EIGHTHS[filled % 8]), columns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_fit_exactly_whatever_they_are() {
+        let zalgo = format!("a{}", "\u{301}".repeat(500));
+        let family = "👨\u{200d}👩\u{200d}👧 ❤\u{fe0f} 🇩🇪";
+        for text in
+            ["", "thumbnail", "東京都", "e\u{301}tude", "กำลัง", "\u{200b}\u{feff}x", &zalgo, family, "가"]
+        {
+            let text = clean(text);
+            for columns in 0..20 {
+                for fitted in [fit(&text, columns), fit_right(&text, columns)] {
+                    assert_eq!(width(&fitted), columns, "{fitted:?}");
+                    let by_char: usize = fitted.chars().filter_map(UnicodeWidthChar::width).sum();
+                    assert_eq!(by_char, columns, "every terminal agrees: {fitted:?}");
+                }
+            }
+        }
+        assert_eq!(fit("thumbnail-safe", 10), "thumbnail…");
+        assert_eq!(fit("東京都", 4), "東… ");
+        assert_eq!(fit_right("7", 3), "  7");
+        assert_eq!(clean(&zalgo), "a");
+        assert_eq!(clean("e\u{301}tude"), "e\u{301}tude");
+    }
+
+    #[test]
+    fn nothing_in_a_text_steers() {
+        let hostile = "\u{1b}[2J\r\n\t\u{9b}31m\u{202e}\u{2066}\0\u{7f}\u{2028}x";
+        let told = clean(hostile);
+        assert!(!told.contains(char::is_control), "{told:?}");
+        assert!(told.is_ascii() && told.ends_with('x'), "{told:?}");
+        assert_eq!(clean(&"x".repeat(1 << 20)).len(), TEXT_CHARS_MAX);
+    }
+
+    #[test]
+    fn numbers_are_short() {
+        for (number, told) in [
+            (0, "0"),
+            (9_999, "9999"),
+            (10_000, "10k"),
+            (999_999, "999k"),
+            (1_000_000, "1.0M"),
+            (12_345_678, "12M"),
+            (1_950_000_000, "1.9G"),
+            (u64::MAX, "18E"),
+        ] {
+            assert_eq!(short(number), told);
+        }
+        for (per_second, told) in [
+            (0.0, "0"),
+            (0.01, "<0.1"),
+            (0.25, "0.2"),
+            (9.94, "9.9"),
+            (9.96, "10"),
+            (12_345.0, "12k"),
+            (1e300, "18E"),
+        ] {
+            assert_eq!(rate(per_second), told);
+        }
+    }
+
+    #[test]
+    fn bars() {
+        assert_eq!(bar(0.0, 4), "    ");
+        assert_eq!(bar(0.5, 4), "██  ");
+        assert_eq!(bar(0.001, 4), "▏   ");
+        assert_eq!(bar(0.59, 4), "██▍ ");
+        assert_eq!(bar(7.0, 4), "████");
+        assert_eq!(bar(f64::NAN, 4), "    ");
+        assert_eq!(bar(1.0, 0), "");
+    }
+}

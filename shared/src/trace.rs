@@ -1,0 +1,135 @@
+//! A `traceparent` of the W3C: read, taken apart, and continued by a span of one's own. It makes up no trace.
+
+use std::fmt;
+use std::num::NonZeroU64;
+
+/// Bytes of a `traceparent`: version, trace, span and flags, with a dash between them.
+const BYTES: usize = 55;
+
+/// Where the dashes are.
+const DASHES: [usize; 3] = [2, 35, 52];
+
+/// The flags that are handed on: sampled, and that the trace's number is random.
+const FLAGS_KNOWN: u8 = 0b11;
+
+/// A `traceparent` that makes sense, by the rules of Trace Context.
+///
+/// ```
+/// use bulkhead_shared::trace::Traceparent;
+/// let given = Traceparent::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01").unwrap();
+/// assert_eq!(given.trace_id(), "0af7651916cd43dd8448eb211c80319c");
+/// assert_eq!(given.span_id(), "b7ad6b7169203331");
+/// assert!(given.is_sampled());
+/// assert!(Traceparent::parse("00-nonsense").is_none());
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Traceparent([u8; BYTES]);
+
+impl Traceparent {
+    /// Reads one: four parts in small hexadecimal digits, of which neither trace nor span is zero.
+    pub fn parse(text: &str) -> Option<Self> {
+        let read = Self(text.as_bytes().try_into().ok()?);
+        let is_well_formed = text.bytes().enumerate().all(|(at, byte)| match DASHES.contains(&at) {
+            true => byte == b'-',
+            false => matches!(byte, b'0'..=b'9' | b'a'..=b'f'),
+        });
+        let is_zero = |id: &str| id.bytes().all(|byte| byte == b'0');
+        let is_sensible = is_well_formed
+            && !text.starts_with("ff")
+            && !is_zero(read.trace_id())
+            && !is_zero(read.span_id());
+        is_sensible.then_some(read)
+    }
+
+    /// As it is sent.
+    pub fn as_str(&self) -> &str {
+        // Nothing but ASCII gets in.
+        std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+
+    /// The trace: 32 digits.
+    pub fn trace_id(&self) -> &str {
+        &self.as_str()[DASHES[0] + 1..DASHES[1]]
+    }
+
+    /// The span that is the parent of whatever its receiver does: 16 digits.
+    pub fn span_id(&self) -> &str {
+        &self.as_str()[DASHES[1] + 1..DASHES[2]]
+    }
+
+    /// Whether its sender records the trace.
+    pub fn is_sampled(&self) -> bool {
+        self.flags() & 1 != 0
+    }
+
+    /// The same trace, with another span as the parent of what follows. It is of version 00, which is the one
+    /// that is known here, and flags that are not known there are left out.
+    #[must_use]
+    pub fn with_span(&self, span: NonZeroU64) -> Self {
+        let mut bytes = self.0;
+        bytes[..DASHES[0]].fill(b'0');
+        for (at, byte) in bytes[DASHES[1] + 1..DASHES[2]].iter_mut().enumerate() {
+            let digit = (span.get() >> (60 - 4 * at)) as usize & 0xf;
+            *byte = b"0123456789abcdef"[digit];
+        }
+        bytes[BYTES - 2] = b'0';
+        bytes[BYTES - 1] = b'0' + (self.flags() & FLAGS_KNOWN);
+        Self(bytes)
+    }
+
+    /// The lower four of them; none of the others has a meaning.
+    fn flags(&self) -> u8 {
+        (self.0[BYTES - 1] as char).to_digit(16).map_or(0, |digit| digit as u8)
+    }
+}
+
+impl fmt::Debug for Traceparent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
+    #[test]
+    fn one_that_makes_no_sense_is_none() {
+        assert_eq!(Traceparent::parse(GOOD).unwrap().as_str(), GOOD);
+        for bad in [
+            "",
+            "00",
+            &GOOD.to_uppercase(),
+            &GOOD.replace("00-", "ff-"),
+            &GOOD[1..],
+            &format!("{GOOD}-"),
+            &GOOD.replacen('-', "_", 1),
+            &GOOD.replace("b7ad6b71", "b7ad-b71"),
+            &GOOD.replace("b7ad6b7", "b7ad6ö"),
+            "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+            "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
+        ] {
+            assert!(Traceparent::parse(bad).is_none(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn one_is_sampled_by_its_last_bit() {
+        for (flags, is_sampled) in [("00", false), ("01", true), ("02", false), ("03", true), ("fe", false)] {
+            let text = format!("{}{flags}", &GOOD[..53]);
+            assert_eq!(Traceparent::parse(&text).unwrap().is_sampled(), is_sampled, "{flags}");
+        }
+    }
+
+    #[test]
+    fn a_span_of_ones_own_continues_the_trace() {
+        let given = Traceparent::parse(&GOOD.replace("00-", "cc-").replace("-01", "-ff")).unwrap();
+        let own = given.with_span(NonZeroU64::new(0x0123_4567_89ab_cdef).unwrap());
+        assert_eq!(own.as_str(), "00-0af7651916cd43dd8448eb211c80319c-0123456789abcdef-03");
+        assert_eq!(Traceparent::parse(own.as_str()), Some(own));
+        let least = given.with_span(NonZeroU64::MIN);
+        assert_eq!(least.span_id(), "0000000000000001");
+    }
+}

@@ -1,0 +1,169 @@
+//! The keys as a JSON schema, for editors: what `schema` says of each, in the words of another. It knows the
+//! shape of a file, not what spans several keys, nor what is on the disk; it never refuses what the reader takes.
+
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
+use serde_json::{Map, Value, json};
+
+use super::rlimits::{Measure, Resource, UNLIMITED};
+use super::schema::{self, Key, Kind, Preset};
+use super::{defaults, raw, units};
+
+/// The table that bulkheads share, which has a name of its own only here.
+const DEFAULTS: &str = "defaults";
+
+/// What a configuration file may look like, as a JSON schema (draft 7, which editors of TOML understand).
+///
+/// ```
+/// use bulkhead_supervisor::config;
+/// let schema = config::json_schema();
+/// let grace = &schema["definitions"]["bulkhead.NAME"]["properties"]["grace"];
+/// assert_eq!(grace["default"], "100ms");
+/// ```
+pub fn json_schema() -> Value {
+    let mut definitions = Map::new();
+    let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
+    tables.sort_unstable();
+    tables.dedup();
+    for table in tables.into_iter().filter(|table| *table != schema::TOP) {
+        definitions.insert(table.to_owned(), table_of(&schema::heading(table), table, |_| true));
+    }
+    let shared = |key: &Key| !raw::cannot_be_shared(key.name);
+    definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", schema::BULKHEAD, shared));
+    let mut whole = table_of("The configuration of a bulkhead-supervisor", schema::TOP, |_| true);
+    whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");
+    whole["required"] = json!(["bulkhead"]);
+    whole["definitions"] = Value::Object(definitions);
+    whole
+}
+
+fn table_of(title: &str, table: &str, is_wanted: impl Fn(&Key) -> bool) -> Value {
+    let keys = schema::all().filter(|key| key.table == table && is_wanted(key));
+    let properties: Map<String, Value> = keys.map(|key| (key.name.to_owned(), property(&key))).collect();
+    json!({"title": title, "type": "object", "additionalProperties": false, "properties": properties})
+}
+
+fn property(key: &Key) -> Value {
+    let mut property = shape(key);
+    if key.about.is_empty() {
+        return property;
+    }
+    property["description"] =
+        json!(format!("{}\n\nValue: {}. Default: {}.", key.about, key.kind, key.default));
+    // A value is written in JSON as in TOML; what is worked out has none.
+    if let Some(value) = preset(&key.default) {
+        property["default"] = value;
+    }
+    property
+}
+
+fn preset(default: &Preset) -> Option<Value> {
+    serde_json::from_str(&default.toml()?).ok()
+}
+
+fn shape(key: &Key) -> Value {
+    match key.kind {
+        Kind::Duration { .. } => json!({"type": "string", "pattern": whole(&units::duration_pattern())}),
+        Kind::Size { min, max } => size(min, max, &[]),
+        Kind::Count { min, max } => integer(min, max),
+        Kind::Share { none, all } => {
+            let (from, to) = (["exclusiveMinimum", "minimum"], ["exclusiveMaximum", "maximum"]);
+            json!({"type": "number", from[usize::from(none)]: 0, to[usize::from(all)]: 1})
+        }
+        Kind::Number { max } => json!({"type": "number", "exclusiveMinimum": 0, "maximum": max}),
+        Kind::Boolean => json!({"type": "boolean"}),
+        Kind::ZeroForNow => json!({"type": "integer", "const": 0}),
+        Kind::Mode => json!({"type": "string", "pattern": "^0?[0-7]{3}$"}),
+        Kind::Path | Kind::Text => json!({"type": "string", "minLength": 1}),
+        Kind::Word { now, .. } => json!({"type": "string", "enum": now}),
+        Kind::Words { of } => array(json!({"type": "string", "enum": of}), 0, of.len()),
+        Kind::Program => array(json!({"type": "string"}), 1, usize::MAX),
+        Kind::Names { max } => array(json!({"type": "string"}), 0, max),
+        Kind::Paths { max } => array(json!({"type": "string", "minLength": 1}), 0, max),
+        Kind::Ids => json!({"type": "string", "pattern": r"^\s*[0-9]+\s*-\s*[0-9]+\s*$"}),
+        Kind::Environment => json!({
+            "type": "object",
+            "propertyNames": {"pattern": "^(?!BULKHEAD_)[^=]+$"},
+            "additionalProperties": {"type": "string"},
+        }),
+        Kind::Limit(resource) => limit(resource),
+        Kind::Table => inner_table(key),
+        Kind::Tables { max } => array(definition(key.name), 0, max),
+    }
+}
+
+fn definition(table: &str) -> Value {
+    json!({"$ref": format!("#/definitions/{table}")})
+}
+
+/// A table: with keys of the schema, or with names that the file chooses.
+fn inner_table(key: &Key) -> Value {
+    match (key.table, key.name) {
+        (schema::TOP, "bulkhead") => {
+            let pattern = format!("^[a-z0-9._-]{{1,{BULKHEAD_NAME_BYTES_MAX}}}$");
+            let mut named = named_tables(json!({"pattern": pattern}), schema::BULKHEAD);
+            (named["minProperties"], named["maxProperties"]) = (json!(1), json!(defaults::BULKHEADS_MAX));
+            named
+        }
+        (schema::BULKHEAD, "tenant") => {
+            let mut named =
+                named_tables(json!({"minLength": 1, "maxLength": TENANT_BYTES_MAX}), schema::TENANT);
+            named["maxProperties"] = json!(defaults::TENANT_TABLES_MAX);
+            named
+        }
+        _ => definition(&key.path()),
+    }
+}
+
+fn named_tables(names: Value, table: &str) -> Value {
+    json!({"type": "object", "propertyNames": names, "additionalProperties": definition(table)})
+}
+
+fn integer(min: u64, max: u64) -> Value {
+    let mut integer = json!({"type": "integer", "minimum": min});
+    if max != defaults::NUMBER_MAX {
+        integer["maximum"] = json!(max);
+    }
+    integer
+}
+
+fn array(items: Value, min: usize, max: usize) -> Value {
+    let mut array = json!({"type": "array", "items": items});
+    if min > 0 {
+        array["minItems"] = json!(min);
+    }
+    if max < usize::MAX {
+        array["maxItems"] = json!(max);
+    }
+    array
+}
+
+/// A number, whose bounds are those of numbers, or a text, whose pattern is that of texts.
+fn size(min: u64, max: u64, others: &[&str]) -> Value {
+    number_or_text(min, max, &units::size_pattern(), others)
+}
+
+fn number_or_text(min: u64, max: u64, pattern: &str, others: &[&str]) -> Value {
+    let patterns: Vec<&str> = [pattern].iter().chain(others).copied().collect();
+    let mut either = integer(min, max);
+    either["type"] = json!(["integer", "string"]);
+    either["pattern"] = json!(whole(&patterns.join("|")));
+    either
+}
+
+fn limit(resource: Resource) -> Value {
+    let duration = units::duration_pattern();
+    match resource.measure() {
+        Measure::Bytes => size(0, defaults::NUMBER_MAX, &[UNLIMITED]),
+        Measure::Count => number_or_text(0, defaults::NUMBER_MAX, UNLIMITED, &[]),
+        Measure::Seconds => number_or_text(1, defaults::DURATION_MAX.as_secs(), &duration, &[UNLIMITED]),
+        Measure::Microseconds => {
+            let max = u64::try_from(defaults::DURATION_MAX.as_micros()).unwrap_or(u64::MAX);
+            number_or_text(0, max, &duration, &[UNLIMITED])
+        }
+        Measure::Zero => size(0, 0, &[]),
+    }
+}
+
+fn whole(pattern: &str) -> String {
+    format!("^(?:{pattern})$")
+}

@@ -1,0 +1,265 @@
+//! The schema for editors against the reader, judged by a validator that is not ours. Every text that any test
+//! of the configuration reads is compared here: what the reader takes the schema takes, and what the reader
+//! refuses for its shape the schema refuses.
+
+use std::sync::LazyLock;
+
+use jsonschema::Validator;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::units::UnitError;
+use super::*;
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/workers.schema.json");
+
+static VALIDATOR: LazyLock<Validator> =
+    LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is one"));
+
+/// A document as JSON. What JSON has not, dates and numbers that are none, is null, which no key takes.
+fn as_json(value: toml::Value) -> Value {
+    match value {
+        toml::Value::Datetime(_) => Value::Null,
+        toml::Value::Array(array) => array.into_iter().map(as_json).collect(),
+        toml::Value::Table(table) => {
+            Value::Object(table.into_iter().map(|(key, value)| (key, as_json(value))).collect())
+        }
+        toml::Value::String(text) => json!(text),
+        toml::Value::Integer(number) => json!(number),
+        toml::Value::Float(number) => json!(number),
+        toml::Value::Boolean(boolean) => json!(boolean),
+    }
+}
+
+fn complaints(text: &str) -> Option<Vec<String>> {
+    let document = as_json(toml::Value::Table(toml::from_str(text).ok()?));
+    Some(
+        VALIDATOR.iter_errors(&document).map(|error| format!("{}: {error}", error.instance_path())).collect(),
+    )
+}
+
+/// Whether the reader says of a value that it is none of the kind, by itself and whatever else there is. Not of
+/// decimal numbers, since JSON has 2.0 for 2, nor of texts of the right shape that are too large to be counted.
+fn is_of_shape(problem: &Problem) -> bool {
+    let (message, help) = (&problem.message, problem.help.as_deref().unwrap_or_default());
+    if help.contains("the longest duration is") || help.contains("more than can be counted") {
+        return false;
+    }
+    let of_another_type =
+        [" a string", " a number", " a table", " an array", " a boolean", " a date or time"]
+            .iter()
+            .any(|found| message.ends_with(&format!(", not{found}")));
+    let words = [
+        "unknown key `",
+        " is not supported yet",
+        " above 0 is not supported yet",
+        " cannot name a bulkhead",
+        " cannot stand in [defaults]",
+        " is not a duration: ",
+        " is not a size: ",
+        " is not a mode of ",
+        " is not a range of ids: ",
+        " says nothing: a tenant's own limit is per tenant",
+        " must be one of ",
+        " must be a duration with a unit, not a bare number",
+        "the file has no bulkhead",
+        " is reserved: the supervisor sets",
+    ];
+    of_another_type || words.iter().any(|words| message.contains(words))
+}
+
+/// Compares what the reader and the schema say of a text.
+#[track_caller]
+pub(super) fn compare(text: &str, parsed: &Result<Config, ConfigErrors>) {
+    let Some(complaints) = complaints(text) else { return };
+    match parsed {
+        Ok(_) => assert!(complaints.is_empty(), "read, but not by the schema:\n{text}\n{complaints:#?}"),
+        Err(errors) => {
+            let of_shape = errors.problems().iter().find(|problem| is_of_shape(problem));
+            if let Some(problem) = of_shape {
+                assert!(!complaints.is_empty(), "the schema takes it:\n{text}\n{problem:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_file_for_editors_is_what_the_reader_reads() {
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        fs::write(FILE, format!("{:#}\n", json_schema())).unwrap();
+    }
+    let file = fs::read_to_string(FILE).unwrap_or_else(|error| panic!("cannot read {FILE}: {error}"));
+    let file: Value = serde_json::from_str(&file).unwrap();
+    assert!(file == json_schema(), "docs/workers.schema.json is old; run this test with UPDATE_DOCS=1");
+}
+
+/// The properties of a table of the schema, which may be one that another names.
+fn properties(table: &str) -> Vec<String> {
+    let schema = json_schema();
+    let place = if table.is_empty() { &schema } else { &schema["definitions"][table] };
+    assert_eq!(place["additionalProperties"], false, "[{table}] takes anything");
+    place["properties"].as_object().unwrap_or_else(|| panic!("no [{table}]")).keys().cloned().collect()
+}
+
+#[test]
+fn the_keys_of_the_reader_are_those_of_the_schema() {
+    let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
+    tables.sort_unstable();
+    tables.dedup();
+    for table in &tables {
+        let read: std::collections::BTreeSet<_> =
+            schema::all().filter(|key| key.table == *table).map(|key| key.name.to_owned()).collect();
+        assert_eq!(
+            properties(table).into_iter().collect::<std::collections::BTreeSet<_>>(),
+            read,
+            "[{table}]"
+        );
+    }
+    let schema = json_schema();
+    let named = schema["definitions"].as_object().unwrap().keys().map(String::as_str);
+    let known = tables.iter().copied().filter(|table| !table.is_empty()).chain(["defaults"]);
+    assert!(named.eq(known.collect::<std::collections::BTreeSet<_>>()));
+    for (table, key) in schema::LATER {
+        assert!(!properties(table).iter().any(|name| name == key), "{key} is not read yet");
+    }
+    // What may stand in [defaults] the reader decides.
+    let folder = Folder::new();
+    let shared = properties("defaults");
+    for key in schema::all().filter(|key| key.table == schema::BULKHEAD) {
+        let text = format!("[defaults]\n{} = {}\n{}", key.name, key.example_of_table(), bulkhead(""));
+        let refused = folder.parse(&text).err();
+        let told = refused.iter().flat_map(|errors| errors.problems());
+        let is_refused =
+            told.into_iter().any(|problem| problem.message.contains("cannot stand in [defaults]"));
+        assert_eq!(shared.iter().any(|name| name == key.name), !is_refused, "{}", key.name);
+    }
+}
+
+impl Key {
+    /// An example also of a table, where an empty one will do.
+    fn example_of_table(&self) -> String {
+        if self.kind == Kind::Table { "{}".to_owned() } else { self.example() }
+    }
+}
+
+#[test]
+fn every_key_has_a_description_and_its_default() {
+    let schema = json_schema();
+    for key in reference() {
+        let property = &schema["definitions"][key.table]["properties"][key.name];
+        let description = property["description"].as_str().unwrap_or_else(|| panic!("{}", key.path()));
+        assert!(description.starts_with(key.about), "{description}");
+        let is_value = !matches!(key.default, Preset::Described(_));
+        assert_eq!(property.get("default").is_some(), is_value, "{}", key.path());
+    }
+}
+
+#[test]
+fn values_out_of_their_bounds_are_refused() {
+    for (line, is_fine) in [
+        ("processes = 1024", true),
+        ("processes = 1025", false),
+        ("processes = 0", false),
+        ("processes = \"2\"", false),
+        ("processes = 1.5", false),
+        ("max_payload = \"64MiB\"", true),
+        ("max_payload = \"1.5 mib\"", true),
+        ("max_payload = 4096", true),
+        ("max_payload = -1", false),
+        ("max_payload = \"64M\"", false),
+        ("max_payload = \"1.5\"", false),
+        ("deadline = \"1m 30s\"", true),
+        ("deadline = \"1.5h\"", true),
+        ("deadline = \"5\"", false),
+        ("deadline = \"5M\"", false),
+        ("deadline = \"s\"", false),
+        ("pressure = { warn = 1.0 }", true),
+        ("pressure = { warn = 0.0 }", false),
+        ("priority = { critical_reserve = 0 }", true),
+        ("priority = { critical_reserve = 1 }", false),
+        ("rlimits = { cpu = 0 }", false),
+        ("rlimits = { cpu = \"unlimited\", nofile = \"unlimited\", as = \"1GiB\", core = 0 }", true),
+        ("rlimits = { nofile = \"64\" }", false),
+        ("rlimits = { core = 1 }", false),
+        ("env = { BULKHEAD_X = \"1\" }", false),
+        ("env = { X = 1 }", false),
+        ("overflow = \"drop\"", false),
+        ("sandbox = { best_effort = [\"landlock\"] }", true),
+        ("sandbox = { best_effort = [\"magic\"] }", false),
+        ("tenant = { acme = { max_queue = 3 } }", true),
+        ("tenant = { acme = { nonsense = 3 } }", false),
+        ("tenant = { \"\" = {} }", false),
+    ] {
+        let told = complaints(&bulkhead(line)).expect("TOML");
+        assert_eq!(told.is_empty(), is_fine, "{line}: {told:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The patterns take what is read, and nothing else.
+    #[test]
+    fn patterns_are_what_is_read(
+        pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7)
+    ) {
+        let text = pieces.concat();
+        let fits = |key: &str| complaints(&bulkhead(&format!("recycle = {{ {key} = \"{text}\" }}"))).map(|all| all.is_empty());
+        let is_read = |error: Option<UnitError>| error.is_none_or(|error| error == UnitError::TooLarge);
+        prop_assert_eq!(fits("age"), Some(is_read(units::parse_duration(&text).err())), "{}", text);
+        prop_assert_eq!(fits("rss"), Some(is_read(units::parse_size(&text).err())), "{}", text);
+    }
+}
+
+/// Few and short enough that the digits of seven can be counted.
+const PIECES: [&str; 20] = [
+    "0", "1", "59", "27", " ", ".", "s", "ms", "µs", "min", "month", "d", "M", "KiB", "mib", "B", "kB", "TB",
+    "k", "-",
+];
+
+/// The TOML of a document: what is fenced as such, and what a shell is to write.
+fn examples(text: &str) -> Vec<&str> {
+    let fenced = text.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let written = text.split("<<'TOML'\n").skip(1).filter_map(|rest| rest.split("\nTOML\n").next());
+    fenced.chain(written).collect()
+}
+
+fn files_below(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files_below(&path, found);
+        } else {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_example_of_the_repository_fits() {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let mut files = vec![root.join("README.md")];
+    files_below(&root.join("docs"), &mut files);
+    files_below(&root.join("examples"), &mut files);
+    let mut seen = 0;
+    for file in files {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_ours = name.ends_with(".toml") && name != "Cargo.toml";
+        let text = match is_ours || name.ends_with(".md") {
+            true => fs::read_to_string(&file).unwrap(),
+            false => continue,
+        };
+        for example in if is_ours { vec![text.as_str()] } else { examples(&text) } {
+            // A part of a file is as good as a file with a bulkhead.
+            let whole = if example.contains("[bulkhead") {
+                example.to_owned()
+            } else {
+                format!("{example}\n{}", bulkhead(""))
+            };
+            let told = complaints(&whole).unwrap_or_else(|| panic!("{}: no TOML:\n{whole}", file.display()));
+            assert!(told.is_empty(), "{}:\n{whole}\n{told:#?}", file.display());
+            seen += 1;
+        }
+    }
+    assert!(seen >= 8, "the examples have gone: {seen}");
+}

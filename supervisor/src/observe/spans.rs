@@ -1,0 +1,165 @@
+//! Spans of jobs: written to the log if it asks for them, and sent to a collector if one is configured. A thread
+//! of its own does both, so that a storm of spans, or a collector that hangs, delays nothing but spans.
+
+mod export;
+mod otlp;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc as blocking;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+
+use crate::shard::Pulse;
+use crate::span::JobSpan;
+use export::Export;
+use otlp::Collector;
+
+/// Spans that wait for the thread at most; what comes beyond is dropped and counted.
+const SPANS_MAX: usize = 4096;
+
+/// How often it is told that spans were lost.
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// How long the end waits for the thread, which by itself gives up earlier (`FINISH_WITHIN`), if it has its turn.
+const SETTLE_WITHIN: Duration = Duration::from_secs(3);
+
+/// Where the data plane puts the spans of jobs that have ended.
+pub type SpanSender = mpsc::Sender<Box<JobSpan>>;
+
+/// The running thread.
+#[derive(Debug)]
+pub struct SpanThread(blocking::Receiver<()>);
+
+impl SpanThread {
+    /// Waits until what came so far is written and sent, but not for long. To be called when all senders are gone.
+    pub fn settle(self) {
+        // The sender's end is the sign.
+        let _ = self.0.recv_timeout(SETTLE_WITHIN);
+        super::logging::settle();
+    }
+}
+
+/// Starts the thread, if anybody takes spans: the log, by its level for `bulkhead::job`, or a collector, by the
+/// environment.
+pub fn start(pulse: Arc<Pulse>) -> io::Result<Option<(SpanSender, SpanThread)>> {
+    let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
+    let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
+        tracing::warn!("spans of jobs are not sent anywhere: {error}");
+        None
+    });
+    if !is_logged && collector.is_none() {
+        return Ok(None);
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (sender, spans) = mpsc::channel(SPANS_MAX);
+    let (alive, ended) = blocking::channel::<()>();
+    let run = move || {
+        runtime.block_on(take_spans(spans, is_logged, collector, &pulse));
+        drop(alive);
+        // Somebody may still look for the collector's address, which nothing can interrupt.
+        runtime.shutdown_background();
+    };
+    std::thread::Builder::new().name("spans".into()).spawn(run)?;
+    Ok(Some((sender, SpanThread(ended))))
+}
+
+async fn take_spans(
+    mut spans: mpsc::Receiver<Box<JobSpan>>,
+    is_logged: bool,
+    collector: Option<Collector>,
+    pulse: &Pulse,
+) {
+    let mut export = collector.map(Export::new);
+    let mut losses = Losses::default();
+    loop {
+        tokio::select! {
+            span = spans.recv() => match span {
+                Some(span) => take(span, is_logged, export.as_mut()),
+                None => break,
+            },
+            () = step(export.as_mut()) => {}
+        }
+        losses.tell(pulse, export.as_ref(), false);
+    }
+    if let Some(export) = &mut export {
+        export.finish().await;
+    }
+    losses.tell(pulse, export.as_ref(), true);
+}
+
+fn take(span: Box<JobSpan>, is_logged: bool, export: Option<&mut Export>) {
+    if is_logged {
+        log(&span);
+    }
+    if let Some(export) = export {
+        export.add(span);
+    }
+}
+
+/// Goes on with what is to be sent; for ever, if that is nothing.
+async fn step(export: Option<&mut Export>) {
+    match export {
+        Some(export) => export.step().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Spans that were lost, and how many of them were told.
+#[derive(Default)]
+struct Losses {
+    told: u64,
+    told_at: Option<Instant>,
+}
+
+impl Losses {
+    fn tell(&mut self, pulse: &Pulse, export: Option<&Export>, is_last: bool) {
+        let unsent = export.map_or(0, Export::lost);
+        let lost = pulse.spans_dropped.load(Ordering::Relaxed) + unsent;
+        let is_due = is_last || self.told_at.is_none_or(|at| at.elapsed() >= TELL_AGAIN_AFTER);
+        if lost > self.told && is_due {
+            tracing::warn!(
+                "{} spans of jobs were lost: too many at once, or the collector does not take them",
+                lost - self.told
+            );
+            self.told = lost;
+            self.told_at = Some(Instant::now());
+        }
+    }
+}
+
+/// One line, with the fields that a collector is sent as well.
+fn log(span: &JobSpan) {
+    let end = &span.end;
+    tracing::debug!(
+        target: "bulkhead::job",
+        trace_id = span.given.trace_id(),
+        span_id = span.own.span_id(),
+        parent_span_id = span.given.span_id(),
+        name = otlp::name(span),
+        kind = "server",
+        start_time = %humantime::format_rfc3339_micros(span.began),
+        duration_ms = millis(span.took),
+        bulkhead = &*span.bulkhead,
+        operation = &*span.operation,
+        tenant = &*span.tenant,
+        priority = span.priority.name(),
+        outcome = end.outcome,
+        reason = end.reason.as_deref(),
+        executed = end.executed.name(),
+        served_by = &*end.served_by,
+        attempts = end.attempts,
+        queued_ms = millis(end.queued),
+        ran_ms = millis(end.ran),
+        worker_pid = end.worker_pid,
+        payload_bytes = span.payload_bytes,
+        "span"
+    );
+}
+
+/// With three digits behind the point.
+fn millis(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e6).round() / 1e3
+}

@@ -1,0 +1,229 @@
+//! Spans on their way to a collector: what waits, what is being sent, and when the next try is. It holds a bounded
+//! number of spans, whatever the collector does.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::otlp::{Collector, SendError};
+use crate::span::JobSpan;
+
+/// Spans of one message.
+const BATCH_SPANS: usize = 512;
+
+/// Spans that wait to be sent, at most; what comes beyond is dropped and counted.
+const WAITING_MAX: usize = 4096;
+
+/// How long a span waits for others to go with.
+const BATCH_WITHIN: Duration = Duration::from_secs(1);
+
+/// The pause after a failure; it doubles from one to the next.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// How long the last spans may take at the end.
+const FINISH_WITHIN: Duration = Duration::from_secs(1);
+
+/// A message, and how many spans are in it.
+struct Batch {
+    body: Bytes,
+    spans: usize,
+}
+
+pub(super) struct Export {
+    collector: Arc<Collector>,
+    waiting: VecDeque<Box<JobSpan>>,
+    /// When the oldest of them came.
+    oldest_at: Instant,
+    /// What was made of spans and is not taken yet.
+    batch: Option<Batch>,
+    sending: Option<JoinHandle<Result<(), SendError>>>,
+    /// Not before then, after a failure.
+    again_at: Instant,
+    /// After the next failure.
+    pause: Duration,
+    lost: u64,
+}
+
+impl Export {
+    pub(super) fn new(collector: Collector) -> Self {
+        let now = Instant::now();
+        Self {
+            collector: Arc::new(collector),
+            waiting: VecDeque::new(),
+            oldest_at: now,
+            batch: None,
+            sending: None,
+            again_at: now,
+            pause: PAUSE_MIN,
+            lost: 0,
+        }
+    }
+
+    /// Spans that will not be sent any more.
+    pub(super) fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    pub(super) fn add(&mut self, span: Box<JobSpan>) {
+        if self.waiting.len() >= WAITING_MAX {
+            self.lost += 1;
+            return;
+        }
+        if self.waiting.is_empty() {
+            self.oldest_at = Instant::now();
+        }
+        self.waiting.push_back(span);
+    }
+
+    /// Takes the next step when it is time; may be dropped at any moment.
+    pub(super) async fn step(&mut self) {
+        let due = self.due();
+        match (&mut self.sending, due) {
+            (Some(sending), _) => {
+                let sent = sending.await;
+                self.sent(sent.unwrap_or(Err(SendError::ended())));
+            }
+            (None, Some(at)) => {
+                tokio::time::sleep_until(at).await;
+                self.send();
+            }
+            (None, None) => std::future::pending().await,
+        }
+    }
+
+    /// When the next message is to go.
+    fn due(&self) -> Option<Instant> {
+        let is_full = self.batch.is_some() || self.waiting.len() >= BATCH_SPANS;
+        match (is_full, self.waiting.is_empty()) {
+            (true, _) => Some(self.again_at),
+            (false, false) => Some(self.again_at.max(self.oldest_at + BATCH_WITHIN)),
+            (false, true) => None,
+        }
+    }
+
+    fn send(&mut self) {
+        let batch = self.batch.take().unwrap_or_else(|| {
+            let spans: Vec<_> = self.waiting.drain(..self.waiting.len().min(BATCH_SPANS)).collect();
+            self.oldest_at = Instant::now();
+            Batch { body: self.collector.render(&spans).into(), spans: spans.len() }
+        });
+        let (collector, body) = (self.collector.clone(), batch.body.clone());
+        self.batch = Some(batch);
+        self.sending = Some(tokio::spawn(async move { collector.send(body).await }));
+    }
+
+    fn sent(&mut self, result: Result<(), SendError>) {
+        self.sending = None;
+        let Err(error) = result else {
+            self.batch = None;
+            self.pause = PAUSE_MIN;
+            return;
+        };
+        // The first of a row of failures; the spans that it costs are told of as they are lost.
+        if self.pause == PAUSE_MIN {
+            tracing::warn!("failed to send spans of jobs to {}: {error}", self.collector);
+        }
+        self.again_at = Instant::now() + self.pause;
+        self.pause = (2 * self.pause).min(PAUSE_MAX);
+        if !error.is_worth_another {
+            self.lost += self.batch.take().map_or(0, |batch| batch.spans as u64);
+        }
+    }
+
+    /// Sends what is left, as far as there is time.
+    pub(super) async fn finish(&mut self) {
+        // Whoever has not taken them for some time will not now: nobody waits for that.
+        let is_hopeful = self.pause == PAUSE_MIN;
+        if is_hopeful {
+            let _ = tokio::time::timeout(FINISH_WITHIN, self.send_all()).await;
+        }
+        self.lost += self.batch.take().map_or(0, |batch| batch.spans as u64) + self.waiting.len() as u64;
+        self.waiting.clear();
+    }
+
+    /// Up to the first failure.
+    async fn send_all(&mut self) {
+        while self.sending.is_some() || self.batch.is_some() || !self.waiting.is_empty() {
+            if self.sending.is_none() {
+                self.send();
+            }
+            self.step().await;
+            if self.pause > PAUSE_MIN {
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use bulkhead_shared::trace::Traceparent;
+    use bulkhead_shared::{Outcome, Priority, Verdict};
+
+    use super::*;
+
+    fn span() -> Box<JobSpan> {
+        let given = Traceparent::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01").unwrap();
+        let outcome = Outcome {
+            verdict: Verdict::Ok,
+            bulkhead: "b".into(),
+            attempts: 1,
+            queued: Duration::ZERO,
+            ran: Duration::ZERO,
+            worker_pid: Some(7),
+            retryable: false,
+            retry_after: None,
+            deadline: Duration::from_secs(1),
+        };
+        Box::new(JobSpan {
+            given,
+            own: given,
+            began: SystemTime::now(),
+            took: Duration::ZERO,
+            bulkhead: "b".into(),
+            operation: "".into(),
+            tenant: "".into(),
+            priority: Priority::Normal,
+            payload_bytes: 0,
+            end: (&outcome).into(),
+        })
+    }
+
+    fn export() -> Export {
+        let variable = |name: &str| name.ends_with("OTLP_ENDPOINT").then(|| "http://127.0.0.1:1".to_owned());
+        Export::new(Collector::find(variable).unwrap().unwrap())
+    }
+
+    #[test]
+    fn a_storm_is_held_to_a_bound_and_the_rest_is_counted() {
+        let mut export = export();
+        (0..WAITING_MAX + 10).for_each(|_| export.add(span()));
+        assert_eq!((export.waiting.len(), export.lost()), (WAITING_MAX, 10));
+    }
+
+    #[test]
+    fn few_wait_for_others_and_many_go_at_once_but_not_soon_after_a_failure() {
+        let mut export = export();
+        assert_eq!(export.due(), None);
+        export.add(span());
+        assert_eq!(export.due(), Some(export.oldest_at + BATCH_WITHIN));
+        (1..BATCH_SPANS).for_each(|_| export.add(span()));
+        assert!(export.due().is_some_and(|at| at <= Instant::now()));
+
+        export.batch = Some(Batch { body: Bytes::new(), spans: 3 });
+        export.sent(Err(SendError::ended()));
+        assert!(export.batch.is_some() && export.lost() == 0, "it is tried again");
+        assert_eq!((export.due(), export.pause), (Some(export.again_at), 2 * PAUSE_MIN));
+        (0..20).for_each(|_| export.sent(Err(SendError::ended())));
+        assert_eq!(export.pause, PAUSE_MAX);
+        export.sent(Ok(()));
+        assert_eq!((export.batch.is_none(), export.pause, export.lost()), (true, PAUSE_MIN, 0));
+    }
+}

@@ -1,0 +1,246 @@
+//! The OpenTelemetry protocol as far as spans of jobs need it: OTLP/HTTP with JSON, a plain POST. Which collector
+//! they go to is in the environment, by the names that all exporters share.
+
+use std::fmt;
+use std::pin::pin;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::body::{Body, Bytes};
+use axum::http::{Request, StatusCode, Uri, header};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+
+use super::millis;
+use crate::span::JobSpan;
+
+/// The whole address, as it is.
+const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
+
+/// The address of a collector, to which the path for spans is added.
+const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
+
+/// As whose the spans are shown.
+const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
+
+const SERVICE_NAME_DEFAULT: &str = "bulkhead";
+
+/// How long a collector may take for a message, from the look for its address to its answer.
+const SEND_WITHIN: Duration = Duration::from_secs(10);
+
+/// `SPAN_KIND_SERVER`.
+const KIND_SERVER: u32 = 2;
+
+/// `STATUS_CODE_ERROR`.
+const STATUS_ERROR: u32 = 2;
+
+/// The span's own flags: sampled; and its parent is, as is known, in another process.
+const FLAGS: u32 = 0x01 | 0x100 | 0x200;
+
+/// Who takes spans.
+#[derive(Debug)]
+pub(super) struct Collector {
+    endpoint: Uri,
+    host: String,
+    port: u16,
+    service: String,
+}
+
+/// Why a message was not taken.
+#[derive(Debug, thiserror::Error)]
+#[error("{why}")]
+pub(super) struct SendError {
+    why: String,
+    /// Whether it may be taken later.
+    pub(super) is_worth_another: bool,
+}
+
+impl SendError {
+    fn again(why: impl fmt::Display) -> Self {
+        Self { why: why.to_string(), is_worth_another: true }
+    }
+
+    /// Whoever was to send it is gone.
+    pub(super) fn ended() -> Self {
+        Self::again("it was broken off")
+    }
+}
+
+impl fmt::Display for Collector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}:{}{}", self.host, self.port, self.endpoint.path())
+    }
+}
+
+impl Collector {
+    /// The one that the environment names, if it does; in one sentence, what is wrong with it.
+    pub(super) fn find(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
+        let given = |name| variable(name).filter(|value| !value.is_empty());
+        let (name, address) = match (given(TRACES_ENDPOINT), given(ENDPOINT)) {
+            (Some(whole), _) => (TRACES_ENDPOINT, whole),
+            (None, Some(base)) => (ENDPOINT, format!("{}/v1/traces", base.trim_end_matches('/'))),
+            (None, None) => return Ok(None),
+        };
+        let endpoint: Uri = address.parse().map_err(|error| format!("{name} is no address: {error}"))?;
+        if endpoint.scheme_str() != Some("http") {
+            return Err(format!(
+                "{name} must begin with http://, for there is no encryption here: \
+                 name a collector on this machine, which can pass them on"
+            ));
+        }
+        let authority = endpoint.authority().ok_or_else(|| format!("{name} names no host"))?;
+        Ok(Some(Self {
+            host: authority.host().to_owned(),
+            port: authority.port_u16().unwrap_or(80),
+            service: given(SERVICE_NAME).unwrap_or_else(|| SERVICE_NAME_DEFAULT.to_owned()),
+            endpoint,
+        }))
+    }
+
+    /// A message with these spans.
+    pub(super) fn render(&self, spans: &[Box<JobSpan>]) -> Vec<u8> {
+        let resource = attributes([("service.name", json!(self.service))]);
+        let spans: Vec<Value> = spans.iter().map(|span| render(span)).collect();
+        let scope = json!({"name": "bulkhead", "version": env!("CARGO_PKG_VERSION")});
+        json!({"resourceSpans": [{
+            "resource": {"attributes": resource},
+            "scopeSpans": [{"scope": scope, "spans": spans}],
+        }]})
+        .to_string()
+        .into_bytes()
+    }
+
+    /// Hands over a message.
+    pub(super) async fn send(&self, message: Bytes) -> Result<(), SendError> {
+        let status = tokio::time::timeout(SEND_WITHIN, self.post(message))
+            .await
+            .map_err(|_| SendError::again(format!("no answer within {} s", SEND_WITHIN.as_secs())))?
+            .map_err(SendError::again)?;
+        match status {
+            status if status.is_success() => Ok(()),
+            // Those that the protocol says to repeat.
+            StatusCode::TOO_MANY_REQUESTS
+            | StatusCode::BAD_GATEWAY
+            | StatusCode::SERVICE_UNAVAILABLE
+            | StatusCode::GATEWAY_TIMEOUT => Err(SendError::again(format!("it answers {status}"))),
+            status => Err(SendError { why: format!("it answers {status}"), is_worth_another: false }),
+        }
+    }
+
+    /// One connection for one message: there are few, and large ones.
+    async fn post(&self, message: Bytes) -> Result<StatusCode, Box<dyn std::error::Error + Send + Sync>> {
+        // In an address, but not as a name of a host, there are brackets about IPv6.
+        let host = self.host.trim_start_matches('[').trim_end_matches(']');
+        let socket = TcpStream::connect((host, self.port)).await?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket)).await?;
+        let request = Request::post(self.endpoint.path_and_query().map_or("/", |path| path.as_str()))
+            .header(header::HOST, format!("{}:{}", self.host, self.port))
+            .header(header::CONTENT_TYPE, "application/json")
+            .header(header::CONNECTION, "close")
+            .body(Body::from(message))?;
+        let (mut connection, mut answer) = (pin!(connection), pin!(sender.send_request(request)));
+        let answer = tokio::select! {
+            answer = &mut answer => answer,
+            // Its end may have brought the answer.
+            _ = &mut connection => answer.await,
+        };
+        Ok(answer?.status())
+    }
+}
+
+/// What spans of the same kind have in common: where the job was sent.
+pub(super) fn name(span: &JobSpan) -> String {
+    format!("job {}", span.bulkhead)
+}
+
+fn render(span: &JobSpan) -> Value {
+    let end = &span.end;
+    let status = match end.is_error {
+        true => json!({"code": STATUS_ERROR, "message": end.message.as_deref().unwrap_or(end.outcome)}),
+        false => json!({}),
+    };
+    let known = [
+        ("bulkhead.name", json!(&*span.bulkhead)),
+        ("bulkhead.operation", json!(&*span.operation)),
+        ("bulkhead.tenant", json!(&*span.tenant)),
+        ("bulkhead.priority", json!(span.priority.name())),
+        ("bulkhead.outcome", json!(end.outcome)),
+        ("bulkhead.reason", json!(end.reason.as_deref())),
+        ("bulkhead.executed", json!(end.executed.name())),
+        ("bulkhead.served_by", json!(&*end.served_by)),
+        ("bulkhead.attempts", json!(end.attempts)),
+        ("bulkhead.queued_ms", json!(millis(end.queued))),
+        ("bulkhead.ran_ms", json!(millis(end.ran))),
+        ("bulkhead.worker_pid", json!(end.worker_pid)),
+        ("bulkhead.payload_bytes", json!(span.payload_bytes)),
+    ];
+    json!({
+        "traceId": span.own.trace_id(),
+        "spanId": span.own.span_id(),
+        "parentSpanId": span.given.span_id(),
+        "flags": FLAGS,
+        "name": name(span),
+        "kind": KIND_SERVER,
+        "startTimeUnixNano": nanos(span.began),
+        "endTimeUnixNano": nanos(span.began + span.took),
+        "attributes": attributes(known),
+        "status": status,
+    })
+}
+
+/// Key by key, each value with its type; those that are not known are left out.
+fn attributes<const N: usize>(known: [(&str, Value); N]) -> Vec<Value> {
+    let one = |(key, value): (&str, Value)| {
+        let value = match value {
+            Value::Null => return None,
+            Value::String(text) => json!({"stringValue": text}),
+            // 64 bits are text in the protocol's JSON, since some readers have fewer.
+            Value::Number(number) if !number.is_f64() => json!({"intValue": number.to_string()}),
+            number => json!({"doubleValue": number}),
+        };
+        Some(json!({"key": key, "value": value}))
+    };
+    known.into_iter().filter_map(one).collect()
+}
+
+/// Since 1970, as text.
+fn nanos(at: SystemTime) -> String {
+    at.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn find(given: &[(&str, &str)]) -> Result<Option<String>, String> {
+        let given: Vec<(String, String)> = given.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
+        let variable = |name: &str| Some(given.iter().find(|(key, _)| key == name)?.1.clone());
+        Ok(Collector::find(variable)?.map(|collector| format!("{collector} {}", collector.service)))
+    }
+
+    #[test]
+    fn the_environment_says_where_to() {
+        assert_eq!(find(&[]), Ok(None));
+        assert_eq!(find(&[(ENDPOINT, ""), (SERVICE_NAME, "x")]), Ok(None));
+        let found = |given: &[(&str, &str)]| find(given).unwrap().unwrap();
+        let base = (ENDPOINT, "http://127.0.0.1:4318");
+        assert_eq!(found(&[base]), "http://127.0.0.1:4318/v1/traces bulkhead");
+        assert_eq!(found(&[(ENDPOINT, "http://otel/a/")]), "http://otel:80/a/v1/traces bulkhead");
+        let whole = (TRACES_ENDPOINT, "http://[::1]:1/x?y=z");
+        assert_eq!(found(&[base, whole, (SERVICE_NAME, "images")]), "http://[::1]:1/x images");
+        for wrong in ["https://otel:4318", "otel:4318", "http://", "localhost", "grpc://otel", "http://a b"] {
+            assert!(find(&[(ENDPOINT, wrong)]).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn each_attribute_has_its_type() {
+        let all = [("a", json!("x")), ("b", json!(7)), ("c", json!(0.5)), ("d", Value::Null)];
+        let told = json!([
+            {"key": "a", "value": {"stringValue": "x"}},
+            {"key": "b", "value": {"intValue": "7"}},
+            {"key": "c", "value": {"doubleValue": 0.5}},
+        ]);
+        assert_eq!(json!(attributes(all)), told);
+    }
+}

@@ -1,0 +1,168 @@
+//! The spans of jobs, as far as the data plane makes them: each sampled job gets one that continues its caller's
+//! trace, if anybody takes spans. Its worker is told of it, and its end is handed on as it is, unrendered.
+
+use std::hash::{BuildHasher, RandomState};
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
+
+use bulkhead_policy::Time;
+use bulkhead_shared::client_protocol::Submit;
+use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, cut};
+use bulkhead_shared::trace::Traceparent;
+use bulkhead_shared::{Outcome, Priority, Verdict};
+
+use super::{JobRecord, Shard};
+use crate::observe::spans::SpanSender;
+use crate::span::JobSpan;
+
+/// A job's place in a trace.
+pub(super) struct Trace {
+    /// As its client sent it.
+    given: Traceparent,
+    /// Of one that is recorded.
+    span: Option<OpenSpan>,
+}
+
+/// A span that has begun.
+struct OpenSpan {
+    own: Traceparent,
+    began: SystemTime,
+    received: Time,
+}
+
+impl Trace {
+    /// The trace itself: 32 digits.
+    pub(super) fn id(&self) -> &str {
+        self.given.trace_id()
+    }
+
+    /// What the worker is given: under our own span, if there is one.
+    pub(super) fn handed_on(&self) -> &str {
+        self.span.as_ref().map_or(&self.given, |span| &span.own).as_str()
+    }
+}
+
+impl JobRecord {
+    /// The job's own span, if it has one.
+    pub(super) fn span(&self) -> Option<Traceparent> {
+        Some(self.trace.as_ref()?.span.as_ref()?.own)
+    }
+}
+
+/// Where spans go, and their numbers.
+pub(super) struct Spans {
+    sender: SpanSender,
+    ids: SpanIds,
+}
+
+impl Spans {
+    pub(super) fn new(sender: SpanSender) -> Self {
+        Self { sender, ids: SpanIds(RandomState::new().hash_one(std::process::id())) }
+    }
+}
+
+/// Numbers of spans, which begin anywhere and look random (this is SplitMix64): within a trace no other
+/// participant is likely to come upon one of them.
+struct SpanIds(u64);
+
+impl SpanIds {
+    fn next(&mut self) -> NonZeroU64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        NonZeroU64::new(mixed ^ (mixed >> 31)).unwrap_or(NonZeroU64::MIN)
+    }
+}
+
+impl Shard {
+    /// The trace of a job that comes in.
+    pub(super) fn trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
+        let given = given?;
+        let spans = self.spans.as_mut().filter(|_| given.is_sampled());
+        let span = spans.map(|spans| OpenSpan {
+            own: given.with_span(spans.ids.next()),
+            began: SystemTime::now(),
+            received: self.now,
+        });
+        Some(Box::new(Trace { given, span }))
+    }
+
+    /// Hands on the span of a job that has ended. Takes the job's names, which nobody asks for after that.
+    pub(super) fn end_span(&mut self, compartment: usize, record: &mut JobRecord, outcome: &Outcome) {
+        let entered =
+            record.journey.as_ref().map_or(self.compartments[compartment].named, |journey| journey.entry.0);
+        let bulkhead = self.named[entered].name.clone();
+        self.send_span(bulkhead, record, outcome);
+    }
+
+    /// Has a span for a job that is refused before it is one; returns it, if there is any.
+    pub(super) fn span_of_refused(
+        &mut self,
+        submit: &Submit<'_>,
+        given: Option<Traceparent>,
+        payload_bytes: usize,
+        verdict: &Verdict,
+    ) -> Option<Traceparent> {
+        let (trace, priority) = (self.trace(given), Priority::from_code(submit.priority).unwrap_or_default());
+        let mut record = JobRecord { trace, priority, payload_bytes, ..JobRecord::default() };
+        let span = record.span()?;
+        record.operation = cut(submit.operation, OPERATION_BYTES_MAX).into();
+        record.tenant = cut(submit.tenant, TENANT_BYTES_MAX).into();
+        let name = cut(submit.bulkhead, BULKHEAD_NAME_BYTES_MAX);
+        let outcome = Outcome {
+            verdict: verdict.clone(),
+            bulkhead: name.to_owned(),
+            attempts: 0,
+            queued: Duration::ZERO,
+            ran: Duration::ZERO,
+            worker_pid: None,
+            retryable: verdict.is_retryable(false),
+            retry_after: None,
+            deadline: Duration::ZERO,
+        };
+        self.send_span(name.into(), &mut record, &outcome);
+        Some(span)
+    }
+
+    fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobRecord, outcome: &Outcome) {
+        let Some(spans) = &self.spans else { return };
+        let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
+        // Room first: a storm costs no more than that it is counted.
+        let Ok(place) = spans.sender.try_reserve() else {
+            self.pulse.spans_dropped.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        let about = JobSpan {
+            given: *given,
+            own: span.own,
+            began: span.began,
+            took: self.now.since(span.received),
+            bulkhead,
+            operation: std::mem::take(&mut record.operation),
+            tenant: std::mem::take(&mut record.tenant),
+            priority: record.priority,
+            payload_bytes: record.payload_bytes,
+            end: outcome.into(),
+        };
+        place.send(Box::new(about));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_spans_do_not_repeat() {
+        let mut ids = SpanIds(7);
+        let mut drawn: Vec<_> = (0..100_000).map(|_| ids.next()).collect();
+        drawn.sort_unstable();
+        drawn.dedup();
+        assert_eq!(drawn.len(), 100_000);
+        // The one state of all that is mixed to zero.
+        assert_eq!(SpanIds(0_u64.wrapping_sub(0x9e37_79b9_7f4a_7c15)).next(), NonZeroU64::MIN);
+    }
+}
