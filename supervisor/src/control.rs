@@ -1,6 +1,7 @@
 //! The control plane: one thread with HTTP on the admin socket, signals, events and the output of
 //! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
 
+mod advice;
 mod crashes;
 mod http;
 mod jobs;
@@ -18,7 +19,7 @@ use std::io;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
@@ -86,6 +87,8 @@ pub(crate) struct Control {
     events: Events,
     output: Arc<Output>,
     crashes: Crashes,
+    /// What workers have used lately.
+    works: Mutex<advice::Works>,
     /// The places for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
@@ -125,6 +128,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         events: Events::default(),
         output: Arc::default(),
         crashes,
+        works: Mutex::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(in_force),
         is_started: AtomicBool::new(false),
@@ -148,6 +152,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             let tcp_server = tcp.map(|door| tokio::spawn(tcp::serve(control.clone(), door)));
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
+            tokio::spawn(advice::watch(control.clone()));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
             control.end.send_replace(true);
