@@ -46,6 +46,9 @@ use reload::Reloads;
 /// How often the memory of workers is looked at, where it matters.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How often storms of events are looked at, whether they are over.
+const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
+
 /// How long the data plane may take for a snapshot before it counts as stuck.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
@@ -153,6 +156,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
             tokio::spawn(advice::watch(control.clone()));
+            tokio::spawn(tell_suppressed(control.clone()));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
             control.end.send_replace(true);
@@ -316,6 +320,18 @@ fn add_usage(snapshot: &mut Snapshot) {
 fn notify_systemd(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::warn!("the service manager could not be told: {error}");
+    }
+}
+
+/// Tells of storms of events that are over.
+async fn tell_suppressed(control: Arc<Control>) {
+    let mut end = control.end.subscribe();
+    let mut interval = tokio::time::interval(SUPPRESSED_INTERVAL);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => control.events.tell_suppressed(),
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
     }
 }
 
