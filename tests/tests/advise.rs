@@ -41,7 +41,7 @@ fn one_that_is_fresh_has_seen_too_little_and_says_so() {
         (&fresh["bulkhead"], &fresh["enough"], &fresh["jobs"]),
         (&"fresh".into(), &false.into(), &0.into())
     );
-    assert!(fresh["missing"].as_str().unwrap().starts_with("seen too little: 0 jobs of 1000"), "{fresh}");
+    assert!(fresh["missing"].as_str().unwrap().starts_with("seen too little: 0 of 1000 jobs, "), "{fresh}");
     assert_eq!((fresh["advice"].as_array().unwrap().len(), fresh["kept"].as_array().unwrap().len()), (0, 0));
     assert!(fresh["seen"]["rss_max_bytes"].as_u64().unwrap() > 100_000, "{fresh}");
     // The memory of the host that runs programs is not theirs.

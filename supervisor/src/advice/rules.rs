@@ -33,7 +33,7 @@ const DEADLINE_ROOM: f64 = 5.0;
 const DEADLINE_LEAST: Duration = Duration::from_secs(1);
 
 /// Sizes are proposed in steps of this.
-const SIZE_STEP: u64 = 16 << 20;
+const SIZE_STEP: u64 = 4 << 20;
 
 type Verdicts = (Vec<Item>, Vec<Kept>);
 
@@ -372,8 +372,9 @@ fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
         Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
         None if setup.is_memory_bounded => {}
         None => {
-            let reason =
-                format!("{most}, and nothing bounds what one that leaks takes: replace it at twice as much");
+            let reason = format!(
+                "{most}, and nothing bounds what one that leaks takes: replace it at about twice as much"
+            );
             verdicts.propose("recycle.rss", Setting::Unset, double, reason);
         }
     }

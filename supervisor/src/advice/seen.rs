@@ -102,23 +102,24 @@ impl Seen {
             ran: run.total(),
             queue_ms: millis(&wait),
             run_ms: millis(&run),
-            run_mean_ms: in_flight_ms / run.total().max(1) as f64,
+            run_mean_ms: rounded(in_flight_ms / run.total().max(1) as f64),
             rejected: rejected(&now.rejected, &base.rejected),
             deadline_exceeded: Late { queued: late - running, running, by_own: sum(|b| b.late_by_own) },
-            processors_per_job: (in_flight_ms >= 1000.0).then(|| work.cpu_ms as f64 / in_flight_ms),
+            processors_per_job: (in_flight_ms >= 1000.0).then(|| rounded(work.cpu_ms as f64 / in_flight_ms)),
             rss_max_bytes: work.rss_max_bytes,
         }
     }
 
     /// What there is too little of, for people.
     pub(super) fn missing(&self) -> Option<String> {
-        if self.jobs >= ENOUGH_JOBS && self.watched >= ENOUGH_TIME {
-            return None;
-        }
+        let jobs = (self.jobs < ENOUGH_JOBS).then(|| format!("{} of {ENOUGH_JOBS} jobs", self.jobs));
+        let time = (self.watched < ENOUGH_TIME).then(|| {
+            let watched = format_duration(Duration::from_secs(self.watched.as_secs()));
+            format!("{watched} of {}", format_duration(ENOUGH_TIME))
+        });
+        let missing: Vec<String> = jobs.into_iter().chain(time).collect();
         let since = if self.was_changed { " since its limits were changed" } else { "" };
-        let watched = format_duration(Duration::from_secs(self.watched.as_secs()));
-        let (jobs, time) = (self.jobs, format_duration(ENOUGH_TIME));
-        Some(format!("seen too little{since}: {jobs} jobs of {ENOUGH_JOBS}, in {watched} of {time}"))
+        (!missing.is_empty()).then(|| format!("seen too little{since}: {}", missing.join(", ")))
     }
 
     /// Whether there was time enough to call something too much.
@@ -164,10 +165,15 @@ fn millis(micros: &Weights) -> Marks<f64> {
     Marks { p50: p50 as f64 / 1e3, p99: p99 as f64 / 1e3, max: max as f64 / 1e3 }
 }
 
-/// A part of a whole, to four digits.
+/// A part of a whole.
 fn share(part: u64, whole: u64) -> f64 {
     let share = if whole == 0 { 0.0 } else { (part as f64 / whole as f64).min(1.0) };
-    (share * 1e4).round() / 1e4
+    rounded(share)
+}
+
+/// To four digits behind the point.
+fn rounded(number: f64) -> f64 {
+    (number * 1e4).round() / 1e4
 }
 
 fn rejected(now: &[u64], base: &[u64]) -> BTreeMap<&'static str, u64> {
