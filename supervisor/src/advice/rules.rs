@@ -45,6 +45,12 @@ pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
         verdicts.keep("max_in_flight", Setting::Count(0), reason);
         return verdicts;
     }
+    if seen.concurrency.max == 0 {
+        let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (*reason, *count)));
+        let reason = format!("no job has run, so that there is nothing to go by; rejected were: {rejected}");
+        verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
+        return verdicts;
+    }
     let permits = judge_permits(seen, setup, machine, &mut verdicts);
     judge_queue(seen, setup, permits, &mut verdicts);
     judge_queue_timeout(seen, setup, &mut verdicts);

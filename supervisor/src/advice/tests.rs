@@ -170,6 +170,17 @@ fn where_workers_are_missing_their_number_is_not_the_question() {
 }
 
 #[test]
+fn where_nothing_ran_there_is_nothing_to_go_by() {
+    let rejected = [("unavailable", 5000)].into();
+    let down = Seen { watched: Duration::from_secs(7200), jobs: 5000, limit: 4, rejected, ..Seen::default() };
+    let advice = advice(down, &setup());
+    assert!(
+        advice.advice.is_empty() && advice.kept[0].reason.ends_with("rejected were: unavailable 5000"),
+        "{advice:?}"
+    );
+}
+
+#[test]
 fn what_was_not_needed_for_an_hour_is_too_much() {
     let advice = advice_of_large(seen());
     let told: Vec<_> = advice.advice.iter().map(|item| (item.key, item.proposed)).collect();
