@@ -79,6 +79,14 @@ pub(crate) enum Command {
     },
     /// Give a bulkhead other numbers at once, without dropping a job
     Resize(Resize),
+    /// Say what the limits of the bulkheads should be, or those of one of them, from what was seen, and why
+    ///
+    /// Looks at the last one to two hours: how many jobs were in flight and waited, who was turned away, how long
+    /// jobs took, and what workers used. Ends with what to type, and what to paste into the file.
+    Advise {
+        /// Which bulkhead
+        name: Option<String>,
+    },
     /// Have the supervisor read its configuration again, and print what that changes
     ///
     /// A file with errors changes nothing: they are printed, and the exit status is 2.

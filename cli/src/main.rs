@@ -2,6 +2,7 @@
 //! socket. Every way to end has its exit code; nothing but results and tables goes to standard output.
 
 mod admin;
+mod advise;
 mod args;
 mod bench;
 mod crashes;
@@ -53,6 +54,7 @@ async fn run(args: &Args) -> Result<u8, Failure> {
         Command::Reset { name } => admin::steer(args, name, "reset").await,
         Command::Reload { dry_run } => reload::run(args, *dry_run).await,
         Command::Resize(resize) => admin::resize(args, resize).await,
+        Command::Advise { name } => advise::run(args, name.as_deref()).await,
         Command::Crashes(crashes) => crashes::run(args, crashes).await,
         Command::Replay { id, job } => crashes::replay(args, id, *job).await,
         Command::Completions { .. } | Command::Man { .. } => Ok(exit::OK),

@@ -15,6 +15,7 @@ use crate::config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
 };
 use crate::crash::{Cause, CrashReport};
+use crate::demand::Observation;
 use crate::entry::Refusal;
 use crate::reload::Reload;
 use crate::scrape::Scrape;
@@ -78,6 +79,18 @@ pub enum Command {
         change: TenantChange,
         /// All numbers of its own that the tenant has then.
         reply: oneshot::Sender<Result<TenantChange, SteerError>>,
+    },
+    /// What was seen of a bulkhead lately, for advice.
+    Observe {
+        /// Which.
+        bulkhead: String,
+        /// `None` if there is no such bulkhead.
+        reply: oneshot::Sender<Option<Box<Observation>>>,
+    },
+    /// The processes of all workers.
+    WorkerProcesses {
+        /// Whose they are, and their numbers.
+        reply: oneshot::Sender<Vec<(Arc<str>, u32)>>,
     },
     /// How much memory a worker holds, as read from `/proc`.
     Memory {

@@ -1,6 +1,7 @@
 //! The control plane: one thread with HTTP on the admin socket, signals, events and the output of
 //! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
 
+mod advice;
 mod browser;
 mod crashes;
 mod dashboard;
@@ -21,7 +22,7 @@ use std::io;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
@@ -47,6 +48,9 @@ use reload::Reloads;
 
 /// How often the memory of workers is looked at, where it matters.
 const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How often storms of events are looked at, whether they are over.
+const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How long the data plane may take for a snapshot before it counts as stuck.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
@@ -89,6 +93,8 @@ pub(crate) struct Control {
     events: Events,
     output: Arc<Output>,
     crashes: Crashes,
+    /// What workers have used lately.
+    works: Mutex<advice::Works>,
     /// The places for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
@@ -130,6 +136,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         events: Events::default(),
         output: Arc::default(),
         crashes,
+        works: Mutex::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(in_force),
         is_started: AtomicBool::new(false),
@@ -154,6 +161,8 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             let tcp_server = tcp.map(|door| tokio::spawn(tcp::serve(control.clone(), door)));
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
+            tokio::spawn(advice::watch(control.clone()));
+            tokio::spawn(tell_suppressed(control.clone()));
             tokio::spawn(watch::look(control.clone()));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
@@ -318,6 +327,18 @@ fn add_usage(snapshot: &mut Snapshot) {
 fn notify_systemd(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::warn!("the service manager could not be told: {error}");
+    }
+}
+
+/// Tells of storms of events that are over.
+async fn tell_suppressed(control: Arc<Control>) {
+    let mut end = control.end.subscribe();
+    let mut interval = tokio::time::interval(SUPPRESSED_INTERVAL);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => control.events.tell_suppressed(),
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
     }
 }
 

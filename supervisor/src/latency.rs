@@ -103,7 +103,8 @@ impl Histogram {
     }
 }
 
-fn bucket_of(nanos: u64) -> usize {
+/// The bucket of a value.
+pub(crate) fn bucket_of(nanos: u64) -> usize {
     let octave = (u64::BITS - 1).saturating_sub((nanos | 1).leading_zeros());
     if octave < PER_OCTAVE_BITS {
         return nanos as usize;
@@ -112,7 +113,8 @@ fn bucket_of(nanos: u64) -> usize {
     ((shift as usize) << PER_OCTAVE_BITS) + (nanos >> shift) as usize
 }
 
-fn upper_bound(bucket: usize) -> u64 {
+/// The largest value of a bucket.
+pub(crate) fn upper_bound(bucket: usize) -> u64 {
     let octave = bucket >> PER_OCTAVE_BITS;
     if octave < 2 {
         return bucket as u64;

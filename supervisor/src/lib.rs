@@ -4,12 +4,14 @@
 //! logs, signals) runs beside it and reads snapshots; the keeper, a process of its own, starts and ends
 //! the workers.
 
+mod advice;
 pub mod args;
 pub mod command;
 pub mod config;
 mod confinement;
 pub mod control;
 pub mod crash;
+pub mod demand;
 pub mod doctor;
 pub mod entry;
 pub mod keeper;

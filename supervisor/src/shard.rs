@@ -6,6 +6,7 @@
 
 mod access;
 mod crashes;
+mod demand;
 mod fallback;
 mod links;
 mod metrics;
@@ -576,7 +577,9 @@ impl Shard {
 
     /// Once for all that happened in a turn.
     fn set_timers(&mut self) {
-        for index in self.touched.drain(..) {
+        let mut touched = std::mem::take(&mut self.touched);
+        for index in touched.drain(..) {
+            self.count_demand(index);
             let compartment = &mut self.compartments[index];
             compartment.is_touched = false;
             match compartment.policy.next_deadline() {
@@ -584,6 +587,7 @@ impl Shard {
                 None => self.timers.clear(index as u32),
             }
         }
+        self.touched = touched;
     }
 
     fn tick(&mut self) {

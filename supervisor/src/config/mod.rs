@@ -41,6 +41,7 @@ use diagnostics::{Problems, shown};
 pub use json_schema::json_schema;
 pub use schema::{Key, Kind, Preset, later, reference};
 use toml::de::DeTable;
+pub(crate) use units::{format_duration, format_size};
 
 /// Reads and verifies a configuration file.
 ///

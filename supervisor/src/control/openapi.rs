@@ -155,6 +155,7 @@ fn schemas() -> Value {
         }
         rate
     };
+    let setting = json!({"type": ["integer", "string", "null"]});
     json!({
         "Object": {"type": "object"},
         "Done": {
@@ -205,6 +206,22 @@ fn schemas() -> Value {
                 "workers": {"type": "array", "items": {"type": "object"}},
             },
         },
+        "Advice": {
+            "type": "object",
+            "required": ["bulkhead", "watched_ms", "jobs", "enough", "seen", "advice", "kept"],
+            "properties": {
+                "bulkhead": text, "watched_ms": count, "jobs": count, "enough": {"type": "boolean"}, "missing": text,
+                "seen": seen_schema(),
+                "advice": {"type": "array", "items": {
+                    "type": "object", "required": ["key", "proposed", "reason"],
+                    "properties": {"key": text, "now": setting, "proposed": setting, "reason": text},
+                }},
+                "kept": {"type": "array", "items": {
+                    "type": "object", "required": ["key", "reason"],
+                    "properties": {"key": text, "now": setting, "reason": text},
+                }},
+            },
+        },
         "Change": {
             "type": "object", "additionalProperties": false,
             "properties": {
@@ -233,6 +250,24 @@ fn schemas() -> Value {
                 "fault": {"type": "string", "enum": ["caller", "dependency"]}, "exit_code": {"type": "integer"},
                 "signal": text, "trace_id": text,
             },
+        },
+    })
+}
+
+fn seen_schema() -> Value {
+    let (count, number) = (json!({"type": "integer", "minimum": 0}), json!({"type": "number", "minimum": 0}));
+    let marks = |of: &Value| json!({"type": "object", "required": ["p50", "p99", "max"], "properties": {"p50": of, "p99": of, "max": of}});
+    let share = json!({"type": "number", "minimum": 0, "maximum": 1});
+    json!({
+        "type": "object",
+        "required": ["concurrency", "demand", "queued", "limit", "time_at_limit", "rejected", "queue_ms", "run_ms"],
+        "properties": {
+            "busy_ms": count, "concurrency": marks(&count), "demand": marks(&count), "queued": marks(&count),
+            "limit": count, "time_at_limit": share, "time_short_of_workers": share, "ran": count,
+            "queue_ms": marks(&number), "run_ms": marks(&number), "run_mean_ms": number,
+            "rejected": {"type": "object", "additionalProperties": count},
+            "deadline_exceeded": {"type": "object", "properties": {"queued": count, "running": count}},
+            "processors_per_job": {"type": ["number", "null"]}, "rss_max_bytes": {"type": ["integer", "null"]},
         },
     })
 }

@@ -225,6 +225,7 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
     let names = Names::of(&in_force.config);
     control.output.keep_only(&names.bulkheads);
     control.events.keep_only(&names.bulkheads);
+    control.keep_works(&names.bulkheads);
     *control.reloads.names() = names;
     Ok(changes)
 }

@@ -5,7 +5,7 @@ use axum::Router;
 use axum::routing::{self, MethodRouter};
 
 use super::http::{self, JSON, Shared};
-use super::{crashes, dashboard, jobs, metrics, openapi, reload, watch};
+use super::{advice, crashes, dashboard, jobs, metrics, openapi, reload, watch};
 
 /// One method on one path.
 pub(super) struct Route {
@@ -116,6 +116,8 @@ pub(super) const ROUTES: &[Route] = &[
         problems: &[404, 413, 422, 429, 499, 502, 504]),
     route!(get "/v1/bulkheads/{name}/logs" "showLogs" http::logs, "What its workers wrote to stdout and stderr.",
         (200, &[(LINES, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
+    route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
+        "What its limits should be, from what was seen, with the reasons.", (200, &[json("Advice")]), problems: &[404]),
     route!(post "/v1/bulkheads/{name}/restart" "restart" http::restart, "Replaces its workers, one by one.",
         (200, &[json("Done")]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/drain" "drain" http::drain, "It takes no more jobs.",

@@ -1,6 +1,7 @@
-//! The ring of events: numbered, rendered once, kept for those who ask, sent to those who follow.
+//! The ring of events: numbered, rendered once, kept for those who ask, sent to those who follow. A storm of one
+//! kind in one bulkhead is told in part, with the number of the rest, and pushes out nothing but its own.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -12,8 +13,32 @@ use crate::command::{Event, Severity};
 /// Events that are kept.
 pub const EVENTS_MAX: usize = 4096;
 
-/// Log lines a second for one kind of event of one bulkhead; the ring has them all.
+/// Log lines a second for one kind of event of one bulkhead; the ring may have more.
 const LOG_LINES_PER_SECOND: u32 = 20;
+
+/// Kinds that come with single jobs and workers, and so as often as those do. All others change what is the case,
+/// and every one of them is told.
+const FREQUENT: [&str; 12] = [
+    "worker_started",
+    "worker_ready",
+    "worker_exited",
+    "worker_killed",
+    "worker_recycled",
+    "restart_backoff",
+    "job_timeout",
+    "job_crashed",
+    "job_retried",
+    "queue_pressure",
+    "tenant_throttled",
+    "sandbox_violation",
+];
+
+/// Of a frequent kind: events of one bulkhead that are told at once, and a second in the long run.
+const FREQUENT_BURST: u64 = 512;
+const FREQUENT_PER_SECOND: u64 = 10;
+
+/// How many were left out is told by the next event of the kind; if none comes for so long, by one of its own.
+const UNTOLD_SECONDS_MAX: u64 = 2;
 
 /// One event, rendered.
 #[derive(Debug)]
@@ -33,14 +58,34 @@ pub struct Events {
     live: broadcast::Sender<Arc<Rendered>>,
 }
 
-type LogKey = (&'static str, Option<Arc<str>>);
+/// A kind, and whose events of it.
+type Key = (&'static str, Option<Arc<str>>);
 
 #[derive(Debug, Default)]
 struct Ring {
-    kept: VecDeque<Arc<Rendered>>,
+    kept: BTreeMap<u64, Arc<Rendered>>,
     seq: u64,
-    /// For each kind and bulkhead: the second, and the lines logged in it.
-    logged: HashMap<LogKey, (u64, u32)>,
+    flows: HashMap<Key, Flow>,
+}
+
+/// The events of one kind of one bulkhead.
+#[derive(Debug)]
+struct Flow {
+    /// Those that are kept, by number.
+    kept: VecDeque<u64>,
+    /// How many more may be told now.
+    allowance: u64,
+    /// How many were not told since the last one.
+    suppressed: u64,
+    /// The second of the last one, and the lines that were to be logged in it.
+    second: u64,
+    lines: u32,
+}
+
+impl Default for Flow {
+    fn default() -> Self {
+        Self { kept: VecDeque::new(), allowance: FREQUENT_BURST, suppressed: 0, second: 0, lines: 0 }
+    }
 }
 
 impl Default for Events {
@@ -54,18 +99,14 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes an event in: numbers, renders, keeps, logs and sends it.
-    pub fn add(&self, event: Event) {
+    /// Takes an event in: numbers, renders, keeps, logs and sends it, unless there are too many of its kind.
+    pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
-        ring.seq += 1;
-        let seq = ring.seq;
-        let rendered =
-            Arc::new(Rendered { seq, bulkhead: event.bulkhead.clone(), json: render(&event, seq) });
-        ring.kept.push_back(rendered.clone());
-        if ring.kept.len() > EVENTS_MAX {
-            ring.kept.pop_front();
+        let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
+        if suppressed > 0 {
+            event.fields.push(("suppressed", json!(suppressed)));
         }
-        let is_logged = ring.may_log(&event);
+        let rendered = ring.keep(&event);
         // Nobody may be following.
         let _ = self.live.send(rendered);
         drop(ring);
@@ -74,10 +115,22 @@ impl Events {
         }
     }
 
-    /// Forgets how often events of other bulkheads were logged. The events stay.
+    /// Tells of storms that are over how many of their events were left out last.
+    pub fn tell_suppressed(&self) {
+        let at = SystemTime::now();
+        let due = self.lock().take_untold(second_of(at));
+        for ((kind, bulkhead), suppressed) in due {
+            let fields = vec![("of", json!(kind)), ("suppressed", json!(suppressed))];
+            self.add(Event { at, severity: Severity::Info, kind: "events_suppressed", bulkhead, fields });
+        }
+    }
+
+    /// Forgets how often events of other bulkheads came. The events stay.
     pub fn keep_only(&self, bulkheads: &[String]) {
         let is_kept = |name: &str| bulkheads.iter().any(|kept| kept == name);
-        self.lock().logged.retain(|(_, name), _| name.as_deref().is_none_or(is_kept));
+        self.lock()
+            .flows
+            .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));
     }
 
     /// The events after `since`, the newest `limit` of them, and the way to those that come. There is
@@ -92,29 +145,92 @@ impl Events {
         let matches = |event: &&Arc<Rendered>| {
             event.seq > since && bulkhead.is_none_or(|name| event.bulkhead.as_deref() == Some(name))
         };
-        let mut kept: Vec<_> = ring.kept.iter().rev().filter(matches).take(limit).cloned().collect();
+        let mut kept: Vec<_> = ring.kept.values().rev().filter(matches).take(limit).cloned().collect();
         kept.reverse();
         (kept, self.live.subscribe())
     }
 }
 
+/// An event that is told.
+struct Admitted {
+    /// How many before it were not.
+    suppressed: u64,
+    is_logged: bool,
+}
+
 impl Ring {
-    /// Keeps a storm readable.
-    fn may_log(&mut self, event: &Event) -> bool {
-        let since_epoch = event.at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let second = since_epoch.as_secs();
-        let entry = self.logged.entry((event.kind, event.bulkhead.clone())).or_default();
-        if entry.0 != second {
-            let suppressed = entry.1.saturating_sub(LOG_LINES_PER_SECOND);
-            if suppressed > 0 {
-                let bulkhead = event.bulkhead.as_deref().unwrap_or("");
-                tracing::warn!(kind = event.kind, bulkhead, suppressed, "events were not logged one by one");
+    /// Keeps a storm readable. `None`: the event is only counted.
+    fn admit(&mut self, event: &Event) -> Option<Admitted> {
+        let flow = self.flows.entry((event.kind, event.bulkhead.clone())).or_default();
+        flow.turn_to(second_of(event.at), event);
+        if FREQUENT.contains(&event.kind) {
+            if flow.allowance == 0 {
+                flow.suppressed += 1;
+                return None;
             }
-            *entry = (second, 0);
+            flow.allowance -= 1;
         }
-        entry.1 += 1;
-        entry.1 <= LOG_LINES_PER_SECOND
+        flow.lines += 1;
+        let is_logged = flow.lines <= LOG_LINES_PER_SECOND;
+        Some(Admitted { suppressed: std::mem::take(&mut flow.suppressed), is_logged })
     }
+
+    fn keep(&mut self, event: &Event) -> Arc<Rendered> {
+        self.seq += 1;
+        let (seq, bulkhead) = (self.seq, event.bulkhead.clone());
+        let rendered = Arc::new(Rendered { seq, bulkhead: bulkhead.clone(), json: render(event, seq) });
+        self.kept.insert(seq, rendered.clone());
+        self.flows.entry((event.kind, bulkhead)).or_default().kept.push_back(seq);
+        if self.kept.len() > EVENTS_MAX {
+            self.drop_one();
+        }
+        rendered
+    }
+
+    /// Forgets the oldest of those that there are most of.
+    fn drop_one(&mut self) {
+        let weight =
+            |flow: &&mut Flow| (flow.kept.len(), flow.kept.front().map(|seq| std::cmp::Reverse(*seq)));
+        let oldest = self.flows.values_mut().max_by_key(weight).and_then(|flow| flow.kept.pop_front());
+        if let Some(oldest) = oldest {
+            self.kept.remove(&oldest);
+        }
+    }
+
+    /// Those who have left something out and nothing has come since.
+    fn take_untold(&mut self, second: u64) -> Vec<(Key, u64)> {
+        let is_due =
+            |flow: &Flow| flow.suppressed > 0 && second.saturating_sub(flow.second) >= UNTOLD_SECONDS_MAX;
+        let due = self.flows.iter_mut().filter(|(_, flow)| is_due(flow));
+        due.map(|(key, flow)| (key.clone(), std::mem::take(&mut flow.suppressed))).collect()
+    }
+}
+
+impl Flow {
+    /// A new second gives it more.
+    fn turn_to(&mut self, second: u64, event: &Event) {
+        if second == self.second {
+            return;
+        }
+        let unlogged = self.lines.saturating_sub(LOG_LINES_PER_SECOND);
+        if unlogged > 0 {
+            let bulkhead = event.bulkhead.as_deref().unwrap_or("");
+            tracing::warn!(
+                kind = event.kind,
+                bulkhead,
+                suppressed = unlogged,
+                "events were not logged one by one"
+            );
+        }
+        let more = second.saturating_sub(self.second).saturating_mul(FREQUENT_PER_SECOND);
+        self.allowance = self.allowance.saturating_add(more).min(FREQUENT_BURST);
+        self.second = second;
+        self.lines = 0;
+    }
+}
+
+fn second_of(at: SystemTime) -> u64 {
+    at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// RFC 3339, in UTC, with milliseconds.
@@ -173,10 +289,14 @@ mod tests {
     use super::*;
 
     fn event(bulkhead: &str, text: &str) -> Event {
+        of_kind("limits_changed", bulkhead, text)
+    }
+
+    fn of_kind(kind: &'static str, bulkhead: &str, text: &str) -> Event {
         Event {
             at: SystemTime::now(),
             severity: Severity::Info,
-            kind: "worker_started",
+            kind,
             bulkhead: Some(bulkhead.into()),
             fields: vec![("text", json!(text))],
         }
@@ -199,5 +319,74 @@ mod tests {
         assert_eq!(next.seq, EVENTS_MAX as u64 + 11);
         assert!(!next.json.contains(char::is_control), "{}", next.json);
         assert_eq!(serde_json::from_str::<Value>(&next.json).unwrap()["text"], hostile);
+    }
+
+    fn kinds(events: &Events, bulkhead: &str) -> HashMap<String, usize> {
+        let (kept, _) = events.follow(0, Some(bulkhead), usize::MAX);
+        let mut counts = HashMap::new();
+        for event in kept {
+            let kind =
+                serde_json::from_str::<Value>(&event.json).unwrap()["kind"].as_str().unwrap().to_owned();
+            *counts.entry(kind).or_default() += 1;
+        }
+        counts
+    }
+
+    /// Ten minutes in which workers of one bulkhead die 600 times a second.
+    #[test]
+    fn a_storm_pushes_out_nothing_but_its_own() {
+        let events = Events::default();
+        let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+        for i in 0..50 {
+            events.add(of_kind("worker_exited", "quiet", &i.to_string()));
+            events.add(of_kind("breaker_opened", "storm", &i.to_string()));
+        }
+        for second in 0..600 {
+            let at = began + std::time::Duration::from_secs(second);
+            for _ in 0..600 {
+                for kind in ["worker_started", "worker_ready", "worker_exited", "job_crashed"] {
+                    events.add(Event { at, ..of_kind(kind, "storm", "") });
+                }
+            }
+        }
+        assert_eq!(kinds(&events, "quiet")["worker_exited"], 50);
+        let storm = kinds(&events, "storm");
+        assert_eq!(storm["breaker_opened"], 50);
+        assert!(storm["worker_exited"] > 900, "{storm:?}");
+        let (all, _) = events.follow(0, None, usize::MAX);
+        assert_eq!(all.len(), EVENTS_MAX);
+        assert!(all.is_sorted_by_key(|event| event.seq));
+        // Told and counted together are all; what is not told yet is told when it is over.
+        let numbers = all.last().unwrap().seq;
+        assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
+        events.tell_suppressed();
+        let (after, _) = events.follow(numbers, None, usize::MAX);
+        assert_eq!(after.len(), 4);
+        for event in &after {
+            let told: Value = serde_json::from_str(&event.json).unwrap();
+            assert_eq!((&told["kind"], &told["bulkhead"]), (&"events_suppressed".into(), &"storm".into()));
+            assert_eq!(told["suppressed"], 600 - FREQUENT_PER_SECOND);
+        }
+        events.tell_suppressed();
+        assert!(events.follow(numbers + 4, None, usize::MAX).0.is_empty());
+    }
+
+    #[test]
+    fn what_is_left_out_is_counted_by_the_next() {
+        let events = Events::default();
+        let told = FREQUENT_BURST as usize;
+        let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+        let add = |seconds: u64| {
+            let at = began + std::time::Duration::from_secs(seconds);
+            events.add(Event { at, ..of_kind("job_timeout", "b", "") });
+        };
+        (0..told + 88).for_each(|_| add(0));
+        assert_eq!(kinds(&events, "b")["job_timeout"], told);
+        add(1);
+        add(1);
+        let (last, _) = events.follow(told as u64, None, usize::MAX);
+        let suppressed =
+            |place: usize| serde_json::from_str::<Value>(&last[place].json).unwrap()["suppressed"].clone();
+        assert_eq!((last.len(), suppressed(0), suppressed(1)), (2, json!(88), Value::Null));
     }
 }

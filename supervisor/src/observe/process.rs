@@ -1,5 +1,25 @@
 //! What `/proc` says of a process.
 
+/// The most bytes that were ever resident in a process, and the milliseconds of processor time that it has used,
+/// those of the children that it has waited for included; `None` if it is gone.
+pub fn work(pid: u32) -> Option<(u64, u64)> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = peak.trim().split(' ').next()?.parse().ok()?;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
+    let used: u64 = fields.skip(11).take(4).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
+    let ticks = rustix::param::clock_ticks_per_second().max(1);
+    Some((kib * 1024, used * 1000 / ticks))
+}
+
+/// The bytes of memory that this machine has; `None` if it does not tell.
+pub fn machine_memory() -> Option<u64> {
+    let about = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let total = about.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    Some(total.trim().split(' ').next()?.parse::<u64>().ok()? * 1024)
+}
+
 /// Resident bytes of a process, and the milliseconds of processor time it has used; `None` if it is gone.
 pub fn usage(pid: u32) -> Option<(u64, u64)> {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;

@@ -9,6 +9,7 @@ use foldhash::quality::RandomState;
 
 use super::Cargo;
 use super::crashes::Allowance;
+use crate::demand::{Demand, Level};
 use crate::latency::Latency;
 use crate::program::{Program, TenantNumbers};
 use crate::reload::Settled;
@@ -36,6 +37,8 @@ pub(super) struct Named {
     pub(super) tally: Tally,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
     pub(super) memory_limit: Option<u64>,
+    /// What it was asked for lately.
+    pub(super) demand: Demand,
     /// How many more of its crashes are reported now.
     pub(super) crash_allowance: Allowance,
     /// What single tenants have of their own, if all share its workers.
@@ -102,6 +105,8 @@ pub(super) struct Compartment {
     pub(super) is_touched: bool,
     /// Of its own jobs, if it serves one tenant only.
     pub(super) latency: Latency,
+    /// How it has stood since something happened last.
+    pub(super) level: Level,
     /// As last entered in the books of its bulkhead.
     pub(super) standing: Standing,
 }
@@ -131,6 +136,7 @@ impl Compartment {
             links: Vec::new(),
             is_touched: false,
             latency: Latency::default(),
+            level: Level::default(),
             standing: Standing::Resting(now),
         }
     }
@@ -179,6 +185,7 @@ impl Named {
             latency: Latency::default(),
             tally: Tally::new(settled.limits.tenants.labelled.len()),
             memory_limit: None,
+            demand: Demand::default(),
             crash_allowance: Allowance::default(),
             own: BTreeMap::new(),
             layout,

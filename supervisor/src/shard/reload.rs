@@ -13,6 +13,7 @@ use super::named::{Compartment, Layout, Named, Presence};
 use super::steer::check_fit;
 use super::{Incoming, Shard, ShardLimits};
 use crate::command::{Severity, SteerError};
+use crate::demand::Demand;
 use crate::program::TenantNumbers;
 use crate::reload::{Reconfigured, Reload, Settled};
 
@@ -51,7 +52,8 @@ impl Shard {
             let compartment = Compartment::new(named, None, limits, seed, self.now);
             self.settle_in(compartment)
         });
-        let new = Named::new(settled, shared);
+        let demand = Demand::new(self.now, &settled.limits);
+        let new = Named { demand, ..Named::new(settled, shared) };
         match self.named.get_mut(named) {
             Some(place) => *place = new,
             None => self.named.push(new),

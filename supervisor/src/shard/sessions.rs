@@ -697,7 +697,13 @@ impl Shard {
             if entry.tenant.is_some() {
                 entry.latency.record(now, ran, queued);
             }
-            self.named[entry.named].latency.record(now, ran, queued);
+            let own = entry.policy.limits().deadline;
+            let named = &mut self.named[entry.named];
+            named.latency.record(now, ran, queued);
+            named.demand.served(ran, queued);
+            if answer.verdict == Verdict::DeadlineRunning {
+                named.demand.was_late(answer.deadline, own);
+            }
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);

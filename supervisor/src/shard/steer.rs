@@ -45,6 +45,12 @@ impl Shard {
             Command::ChangeTenant { bulkhead, tenant, change, reply } => {
                 let _ = reply.send(self.change_tenant(&bulkhead, &tenant, &change));
             }
+            Command::Observe { bulkhead, reply } => {
+                let _ = reply.send(self.observation(&bulkhead));
+            }
+            Command::WorkerProcesses { reply } => {
+                let _ = reply.send(self.worker_processes());
+            }
             Command::Memory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
             }

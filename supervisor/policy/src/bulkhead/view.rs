@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_shared::{JobId, RejectReason, Verdict};
+use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
 use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
@@ -268,6 +268,16 @@ impl<T> Bulkhead<T> {
     /// was started with fewer and cannot be told.
     pub fn limit(&self) -> u64 {
         self.permits
+    }
+
+    /// Permits that are taken, those of workers that take no more jobs included.
+    pub fn permits_taken(&self) -> u32 {
+        self.in_use
+    }
+
+    /// Whether an ordinary job that came now would not run at once, since no permit is free that it may have.
+    pub fn is_full(&self) -> bool {
+        u64::from(self.in_use) >= self.permits || self.lowest_admitted() == Priority::Critical
     }
 
     /// Permits that are free now.

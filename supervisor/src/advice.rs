@@ -1,0 +1,122 @@
+//! What the limits of a bulkhead should be, from what was seen of it: pure rules on plain numbers, each with the
+//! sentence that says why. It looks at nothing itself and changes nothing.
+
+mod rules;
+mod seen;
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use crate::config::{format_duration, format_size};
+
+pub(crate) use seen::{Seen, Work};
+
+/// Jobs and time that are enough to rely on.
+pub(crate) const ENOUGH_JOBS: u64 = 1000;
+pub(crate) const ENOUGH_TIME: Duration = Duration::from_secs(600);
+
+/// With fewer jobs nothing is said at all.
+pub(crate) const PROVISIONAL_JOBS: u64 = 100;
+
+/// What has not been needed for so long is too much.
+pub(crate) const SHRINK_AFTER: Duration = Duration::from_secs(3600);
+
+/// What the bulkhead is, beside what was seen of it. Where tenants are apart, the numbers are each tenant's.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub(crate) processes: u32,
+    pub(crate) max_in_flight: u32,
+    pub(crate) max_queue: u32,
+    pub(crate) queue_timeout: Option<Duration>,
+    pub(crate) deadline: Duration,
+    pub(crate) deadline_max: Duration,
+    /// How many tenants may have workers at once, if they are apart; else 1.
+    pub(crate) sets_of_workers: u32,
+    /// Bytes, where that is set.
+    pub(crate) cgroup_memory: Option<u64>,
+    /// Whether anything else bounds what a worker holds: `recycle.rss`, `rlimits.as` or `rlimits.data`.
+    pub(crate) is_memory_bounded: bool,
+}
+
+impl Setup {
+    /// Jobs in flight at most.
+    fn permits(&self) -> u64 {
+        u64::from(self.processes) * u64::from(self.max_in_flight)
+    }
+}
+
+/// What there is to have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Machine {
+    pub(crate) processors: u32,
+    pub(crate) memory_bytes: Option<u64>,
+}
+
+/// The value of a key.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+pub(crate) enum Setting {
+    Unset,
+    Count(u64),
+    Time(Duration),
+    Bytes(u64),
+}
+
+impl Serialize for Setting {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Unset => serializer.serialize_none(),
+            Self::Count(count) => serializer.serialize_u64(*count),
+            Self::Time(time) => serializer.serialize_str(&format_duration(*time)),
+            Self::Bytes(bytes) => serializer.serialize_str(&format_size(*bytes)),
+        }
+    }
+}
+
+/// One key that should have another value.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Item {
+    pub(crate) key: &'static str,
+    pub(crate) now: Setting,
+    pub(crate) proposed: Setting,
+    pub(crate) reason: String,
+}
+
+/// One key that is right as it is, as far as one can tell.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Kept {
+    pub(crate) key: &'static str,
+    pub(crate) now: Setting,
+    pub(crate) reason: String,
+}
+
+/// All that there is to say.
+#[derive(Debug, Serialize)]
+pub(crate) struct Advice {
+    pub(crate) bulkhead: String,
+    pub(crate) watched_ms: u64,
+    pub(crate) jobs: u64,
+    /// Whether that is enough to rely on; otherwise what is said is provisional.
+    pub(crate) enough: bool,
+    /// What there is too little of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) missing: Option<String>,
+    pub(crate) seen: Seen,
+    pub(crate) advice: Vec<Item>,
+    pub(crate) kept: Vec<Kept>,
+}
+
+impl Advice {
+    /// What follows from what was seen.
+    pub(crate) fn new(bulkhead: String, seen: Seen, setup: &Setup, machine: &Machine) -> Self {
+        let missing = seen.missing();
+        let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {
+            true => rules::judge(&seen, setup, machine),
+            false => Default::default(),
+        };
+        let watched_ms = u64::try_from(seen.watched.as_millis()).unwrap_or(u64::MAX);
+        Self { bulkhead, watched_ms, jobs: seen.jobs, enough: missing.is_none(), missing, seen, advice, kept }
+    }
+}

@@ -1,0 +1,450 @@
+//! The rules. Each looks at one key, and says either what it should be or why it is right as it is.
+
+use std::time::Duration;
+
+use super::{Item, Kept, Machine, Seen, Setting, Setup};
+use crate::config::defaults::{
+    CGROUP_MEMORY_MIN, DURATION_MAX, IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING,
+    PROCESSES_CEILING, QUEUE_CEILING,
+};
+use crate::config::{format_duration, format_size};
+
+/// The share of time without a free permit above which the concurrency that was seen is that of the limit.
+const AT_LIMIT_MAX: f64 = 0.01;
+
+/// The share of time with workers missing above which nothing can be said about how many there should be.
+const SHORT_MAX: f64 = 0.05;
+
+/// The share of jobs that may miss something.
+const MISSED_MAX: f64 = 0.01;
+
+/// The share of one processor that a job uses from which on more at once would only share the processors.
+const CPU_BOUND: f64 = 0.7;
+
+/// The share of the machine's memory that the workers of one bulkhead may come to.
+const MEMORY_SHARE: f64 = 0.8;
+
+/// The share of the deadline that 99 % of the jobs may need.
+const DEADLINE_NEAR: f64 = 0.8;
+
+/// How many times over a deadline is too long, and how much longer than the longest job it should be.
+const DEADLINE_FAR: f64 = 20.0;
+const DEADLINE_ROOM: f64 = 5.0;
+const DEADLINE_LEAST: Duration = Duration::from_secs(1);
+
+/// Sizes are proposed in steps of this.
+const SIZE_STEP: u64 = 4 << 20;
+
+type Verdicts = (Vec<Item>, Vec<Kept>);
+
+/// All that there is to say.
+pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
+    let mut verdicts = Verdicts::default();
+    if setup.permits() == 0 {
+        let reason = "it is 0, which rejects every job: give it at least 1".to_owned();
+        verdicts.keep("max_in_flight", Setting::Count(0), reason);
+        return verdicts;
+    }
+    if seen.concurrency.max == 0 {
+        let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (*reason, *count)));
+        let reason = format!("no job has run, so that there is nothing to go by; rejected were: {rejected}");
+        verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
+        return verdicts;
+    }
+    let permits = judge_permits(seen, setup, machine, &mut verdicts);
+    judge_queue(seen, setup, permits, &mut verdicts);
+    judge_queue_timeout(seen, setup, &mut verdicts);
+    judge_deadline(seen, setup, &mut verdicts);
+    judge_memory(seen, setup, &mut verdicts);
+    verdicts
+}
+
+trait Say {
+    fn propose(&mut self, key: &'static str, now: Setting, proposed: Setting, reason: String);
+    fn keep(&mut self, key: &'static str, now: Setting, reason: String);
+}
+
+impl Say for Verdicts {
+    fn propose(&mut self, key: &'static str, now: Setting, proposed: Setting, reason: String) {
+        self.0.push(Item { key, now, proposed, reason });
+    }
+
+    fn keep(&mut self, key: &'static str, now: Setting, reason: String) {
+        self.1.push(Kept { key, now, reason });
+    }
+}
+
+// Permits: processes × max_in_flight.
+
+/// The key that decides how many jobs are in flight.
+struct Lever {
+    key: &'static str,
+    now: u64,
+    /// Permits that one more of it brings.
+    permits_each: u64,
+    most: u64,
+}
+
+impl Lever {
+    /// More processes; but one process that does several jobs at once is asked for more of them.
+    fn of(setup: &Setup) -> Self {
+        let (processes, in_flight) = (u64::from(setup.processes), u64::from(setup.max_in_flight));
+        if processes == 1 && in_flight > 1 {
+            return Self { key: "max_in_flight", now: in_flight, permits_each: 1, most: IN_FLIGHT_CEILING };
+        }
+        let of_tenants = ISOLATED_WORKERS_CEILING / u64::from(setup.sets_of_workers.max(1));
+        let most = PROCESSES_CEILING.min(of_tenants).min(PERMITS_CEILING / in_flight);
+        Self { key: "processes", now: processes, permits_each: in_flight, most: most.max(1) }
+    }
+}
+
+/// Says how many there should be. Returns how many permits there are then.
+fn judge_permits(seen: &Seen, setup: &Setup, machine: &Machine, verdicts: &mut Verdicts) -> u64 {
+    let (lever, limit) = (Lever::of(setup), setup.permits());
+    let now = Setting::Count(lever.now);
+    if seen.time_short_of_workers > SHORT_MAX {
+        let missing = percent(seen.time_short_of_workers);
+        let reason = format!(
+            "workers were missing for {missing} of the time with jobs, so that it cannot be told how many are needed: \
+             see first why they end or do not start"
+        );
+        verdicts.keep(lever.key, now, reason);
+        return limit;
+    }
+    let is_capped = seen.time_at_limit > AT_LIMIT_MAX;
+    let (wanted, why) = if is_capped { wanted_at_limit(seen, limit) } else { wanted_below_limit(seen) };
+    let proposed = if wanted > limit {
+        more(&lever, wanted, &most_permits(seen, setup, machine, &lever))
+    } else {
+        fewer(&lever, wanted, seen, setup, is_capped).ok_or_else(String::new)
+    };
+    match proposed {
+        Ok(proposed) => {
+            let held = if proposed * lever.permits_each < wanted {
+                held(seen, setup, machine)
+            } else {
+                String::new()
+            };
+            let total =
+                if lever.key == "processes" { total_memory(seen, proposed, machine) } else { String::new() };
+            verdicts.propose(lever.key, now, Setting::Count(proposed), format!("{why}{held}{total}"));
+            proposed * lever.permits_each
+        }
+        Err(but) => {
+            verdicts.keep(lever.key, now, format!("{why}{but}"));
+            limit
+        }
+    }
+}
+
+/// The limit was no limit: what was seen is what is needed.
+fn wanted_below_limit(seen: &Seen) -> (u64, String) {
+    let p99 = seen.concurrency.p99.max(1);
+    let wanted = with_headroom(p99);
+    let why = format!(
+        "for 99 % of the time with jobs at most {p99} {} in flight (at one time {}), and 25 % on top is {wanted}",
+        were(p99),
+        seen.concurrency.max
+    );
+    (wanted, why)
+}
+
+/// What was in flight is what the limit let in: what waited and what was turned away tell of the rest.
+fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
+    let lost: u64 = seen.lost().map(|(_, count)| count).sum();
+    let served = seen.jobs.saturating_sub(lost).max(1);
+    // By Little's law jobs in flight are in proportion to jobs a second.
+    let offered = (u128::from(seen.concurrency.p99) * u128::from(seen.jobs) / u128::from(served)) as u64;
+    let needed = with_headroom(seen.demand.p99.max(offered));
+    let wanted = needed.clamp(limit, 2 * limit);
+    let (at_limit, p99, demand) = (percent(seen.time_at_limit), seen.concurrency.p99, seen.demand.p99);
+    let mut why = format!(
+        "no permit was free for {at_limit} of the time with jobs, so that the {p99} in flight say only what the limit \
+         is; with those that waited there were {demand}"
+    );
+    if lost > 0 {
+        why += &format!(", and {lost} of {} jobs were turned away ({})", seen.jobs, reasons(seen.lost()));
+    }
+    why += &match needed > wanted {
+        true => format!("; that would be {needed}, but no more than twice as many at a time"),
+        false => format!("; 25 % on top is {wanted}"),
+    };
+    (wanted, why)
+}
+
+/// How many permits this machine bears.
+fn most_permits(seen: &Seen, setup: &Setup, machine: &Machine, lever: &Lever) -> (u64, String) {
+    let by_processors = processors_permit(seen, machine);
+    let by_memory = memory_permits(seen, setup, machine);
+    let most = by_processors.unwrap_or(u64::MAX).min(by_memory.unwrap_or(u64::MAX));
+    (most.min(lever.most * lever.permits_each), held(seen, setup, machine))
+}
+
+/// As many as keep the processors busy, if it is processor time that jobs are made of.
+fn processors_permit(seen: &Seen, machine: &Machine) -> Option<u64> {
+    let each = seen.processors_per_job.filter(|each| *each >= CPU_BOUND)?;
+    Some(((f64::from(machine.processors) / each).ceil() as u64).max(1))
+}
+
+/// As many as the memory is enough for.
+fn memory_permits(seen: &Seen, setup: &Setup, machine: &Machine) -> Option<u64> {
+    let (each, all) = (seen.rss_max_bytes.filter(|each| *each > 0)?, machine.memory_bytes?);
+    let sets = u64::from(setup.sets_of_workers.max(1));
+    let processes = (all as f64 * MEMORY_SHARE) as u64 / each / sets;
+    // One process that does more at once may not need more.
+    (Lever::of(setup).key == "processes").then(|| (processes * u64::from(setup.max_in_flight)).max(1))
+}
+
+/// What holds it back.
+fn held(seen: &Seen, setup: &Setup, machine: &Machine) -> String {
+    let by_processors = processors_permit(seen, machine).unwrap_or(u64::MAX);
+    let by_memory = memory_permits(seen, setup, machine).unwrap_or(u64::MAX);
+    match (by_processors, by_memory) {
+        (u64::MAX, u64::MAX) => "; more there cannot be".to_owned(),
+        (processors, memory) if processors <= memory => format!(
+            "; but a job uses {} of a processor while it runs, and of the {} here more than {processors} would only \
+             take from each other",
+            percent(seen.processors_per_job.unwrap_or(1.0)),
+            machine.processors
+        ),
+        (_, memory) => format!(
+            "; but more than {memory} could come to over {} of the {} of memory here",
+            percent(MEMORY_SHARE),
+            size(machine.memory_bytes.unwrap_or(0))
+        ),
+    }
+}
+
+/// How many more there should be; if none, why.
+fn more(lever: &Lever, wanted: u64, (most, held): &(u64, String)) -> Result<u64, String> {
+    let needed = wanted.div_ceil(lever.permits_each).min(lever.most);
+    let proposed = needed.min(most / lever.permits_each);
+    if proposed > lever.now { Ok(proposed) } else { Err(held.clone()) }
+}
+
+/// How many fewer, if there are far more than were needed for a long time.
+fn fewer(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, is_capped: bool) -> Option<u64> {
+    if is_capped || seen.lost().next().is_some() || !seen.may_shrink() {
+        return None;
+    }
+    // Without a queue nothing takes up what comes at once.
+    let at_once = if setup.max_queue == 0 { seen.concurrency.max } else { 0 };
+    let proposed = wanted.max(at_once).div_ceil(lever.permits_each).max(1);
+    (2 * proposed <= lever.now).then_some(proposed)
+}
+
+fn total_memory(seen: &Seen, processes: u64, machine: &Machine) -> String {
+    let (Some(each), Some(all)) = (seen.rss_max_bytes, machine.memory_bytes) else { return String::new() };
+    let total = each.saturating_mul(processes);
+    format!("; at {} each, they hold up to {} of {}", size(each), size(total), size(all))
+}
+
+// Waiting.
+
+fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts) {
+    let (key, now) = ("max_queue", u64::from(setup.max_queue));
+    let (turned_away, in_vain) = (seen.turned_away(), seen.waited_in_vain());
+    let used = format!("at most {} of {now} places were taken", seen.queued.max);
+    let Some(useful) = useful_places(seen, setup, permits) else { return };
+    let in_time = format!("what {permits} at once work off in {}", patience_in_words(seen, setup));
+    if is_many(in_vain, seen.jobs) && now > with_headroom(useful) {
+        let reason = format!(
+            "{in_vain} of {} jobs waited in vain, and {in_time} are {useful} jobs: who cannot be served in time \
+             had better hear it at once",
+            seen.jobs
+        );
+        return verdicts.propose(key, Setting::Count(now), Setting::Count(useful), reason);
+    }
+    let now_set = Setting::Count(now);
+    if turned_away == 0 {
+        return verdicts.keep(key, now_set, format!("nobody was turned away, and {used}"));
+    }
+    let why =
+        format!("{turned_away} of {} jobs were turned away ({})", seen.jobs, reasons(seen.turned_away_by()));
+    if permits > setup.permits() {
+        return verdicts.keep(key, now_set, format!("{why}, but more at once comes before more that wait"));
+    }
+    let wanted = (2 * now).max(setup.permits()).min(useful).min(QUEUE_CEILING);
+    if wanted <= now {
+        let reason = format!("{why}, but {in_time} are {useful} jobs: more would wait in vain");
+        return verdicts.keep(key, now_set, reason);
+    }
+    let reason = format!("{why}; {in_time} are {useful} jobs, and no more than twice as many at a time");
+    verdicts.propose(key, now_set, Setting::Count(wanted), reason);
+}
+
+/// How many can wait and still be served in time, by Little's law; `None` if no job has run.
+fn useful_places(seen: &Seen, setup: &Setup, permits: u64) -> Option<u64> {
+    let each = (seen.ran > 0).then_some(seen.run_mean_ms)?.max(1e-3);
+    let places = patience_ms(seen, setup) * permits as f64 / each;
+    Some((places as u64).clamp(1, QUEUE_CEILING))
+}
+
+/// How long a job can wait, in milliseconds.
+fn patience_ms(seen: &Seen, setup: &Setup) -> f64 {
+    let until_late = (millis(setup.deadline) - seen.run_ms.p99).max(0.0);
+    setup.queue_timeout.map_or(until_late, |timeout| millis(timeout).min(until_late))
+}
+
+fn patience_in_words(seen: &Seen, setup: &Setup) -> String {
+    let patience = time(patience_ms(seen, setup));
+    match setup.queue_timeout {
+        Some(timeout) if millis(timeout) <= patience_ms(seen, setup) => format!("queue_timeout, {patience},"),
+        _ => format!("the {patience} that the deadline leaves"),
+    }
+}
+
+/// Whoever waits until the deadline hears too late that there was nothing to wait for.
+fn judge_queue_timeout(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
+    let queued = seen.deadline_exceeded.queued;
+    let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);
+    if setup.queue_timeout.is_some() || setup.max_queue == 0 || !is_many(queued, seen.jobs) {
+        return;
+    }
+    if 2 * run >= setup.deadline {
+        return;
+    }
+    let proposed = rounded_down(setup.deadline - run);
+    let reason = format!(
+        "{queued} of {} jobs waited until their deadline; after {} of {} there is no time left to run ({} for 99 % of \
+         the jobs), and who hears it then can still go elsewhere",
+        seen.jobs,
+        format_duration(proposed),
+        format_duration(setup.deadline),
+        time(seen.run_ms.p99)
+    );
+    verdicts.propose("queue_timeout", Setting::Unset, Setting::Time(proposed), reason);
+}
+
+// The deadline.
+
+fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
+    if seen.ran == 0 {
+        return;
+    }
+    let (key, now) = ("deadline", Setting::Time(setup.deadline));
+    let (p99, deadline) = (seen.run_ms.p99, millis(setup.deadline));
+    let by_own = seen.deadline_exceeded.by_own;
+    let used =
+        format!("99 % of the jobs ran for at most {} of {}", time(p99), format_duration(setup.deadline));
+    let longer = |factor_of: f64, why: String, verdicts: &mut Verdicts| {
+        let most = if setup.deadline_max > setup.deadline { setup.deadline_max } else { DURATION_MAX };
+        let proposed = rounded_up(factor_of).min(2 * setup.deadline).min(most);
+        verdicts.propose(key, now, Setting::Time(proposed), why);
+    };
+    if is_many(by_own, seen.ran) {
+        let ran = seen.ran;
+        let why = format!(
+            "{by_own} of {ran} jobs were stopped at the deadline, so that it is not known how long they take: twice as \
+             long, unless they hang"
+        );
+        return longer(2.0 * deadline, why, verdicts);
+    }
+    if p99 >= DEADLINE_NEAR * deadline {
+        return longer(1.5 * p99, format!("{used}: half as much again leaves room"), verdicts);
+    }
+    let wait = seen.queue_ms.max.max(setup.queue_timeout.map_or(0.0, millis));
+    let longest = seen.run_ms.max + wait;
+    let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_LEAST);
+    if seen.may_shrink() && deadline >= DEADLINE_FAR * longest && 2 * proposed <= setup.deadline {
+        let reason = format!(
+            "the longest job took {} with its wait, and one that hangs holds a permit for {}: five times the longest \
+             is room enough",
+            time(longest),
+            format_duration(setup.deadline)
+        );
+        return verdicts.propose(key, now, Setting::Time(proposed), reason);
+    }
+    verdicts.keep(key, now, used);
+}
+
+// Memory.
+
+fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
+    let Some(peak) = seen.rss_max_bytes.filter(|_| seen.missing().is_none()) else { return };
+    let wanted = (2 * peak).next_multiple_of(SIZE_STEP).max(CGROUP_MEMORY_MIN);
+    let most = format!("the largest worker held {}", size(peak));
+    let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
+    match setup.cgroup_memory {
+        Some(limit) if 5 * peak > 4 * limit => {
+            let reason = format!("{most}, which is over 80 % of {}: twice as much leaves room", size(limit));
+            verdicts.propose(key, Setting::Bytes(limit), double, reason);
+        }
+        Some(limit) if 2 * wanted <= limit && seen.may_shrink() => {
+            let reason =
+                format!("{most}, and {} would let one that leaks take far more than that", size(limit));
+            verdicts.propose(key, Setting::Bytes(limit), double, reason);
+        }
+        Some(limit) => verdicts.keep(key, Setting::Bytes(limit), format!("{most} of {}", size(limit))),
+        None if setup.is_memory_bounded => {}
+        None => {
+            let reason = format!(
+                "{most}, and nothing bounds what one that leaks takes: replace it at about twice as much"
+            );
+            verdicts.propose("recycle.rss", Setting::Unset, double, reason);
+        }
+    }
+}
+
+// Numbers and words.
+
+/// A quarter more.
+fn with_headroom(count: u64) -> u64 {
+    count.saturating_mul(5).div_ceil(4)
+}
+
+fn is_many(part: u64, whole: u64) -> bool {
+    part > 0 && part as f64 >= MISSED_MAX * whole as f64
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Two digits that say something, in whole milliseconds.
+fn step_of(ms: u64) -> u64 {
+    10_u64.pow(ms.max(1).ilog10().saturating_sub(1))
+}
+
+fn rounded_up(ms: f64) -> Duration {
+    let ms = (ms.ceil() as u64).max(1);
+    Duration::from_millis(ms.next_multiple_of(step_of(ms))).min(DURATION_MAX)
+}
+
+fn rounded_down(time: Duration) -> Duration {
+    let ms = (time.as_millis() as u64).max(1);
+    Duration::from_millis(ms - ms % step_of(ms))
+}
+
+fn were(count: u64) -> &'static str {
+    if count == 1 { "job was" } else { "jobs were" }
+}
+
+fn percent(share: f64) -> String {
+    let percent = share * 100.0;
+    if percent >= 9.95 { format!("{percent:.0} %") } else { format!("{percent:.1} %") }
+}
+
+fn time(ms: f64) -> String {
+    match ms {
+        ms if ms >= 10_000.0 => format!("{:.0} s", ms / 1e3),
+        ms if ms >= 1000.0 => format!("{:.1} s", ms / 1e3),
+        ms if ms >= 10.0 => format!("{ms:.0} ms"),
+        ms => format!("{ms:.1} ms"),
+    }
+}
+
+/// To be read, not to be written: `13.4MiB`.
+fn size(bytes: u64) -> String {
+    let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.into_iter().find(|(scale, _)| bytes >= *scale) {
+        Some((scale, _)) if bytes.is_multiple_of(scale) => format_size(bytes),
+        Some((scale, unit)) => format!("{:.1}{unit}", bytes as f64 / scale as f64),
+        None => format_size(bytes),
+    }
+}
+
+/// What jobs were turned away for.
+fn reasons<'r>(counted: impl Iterator<Item = (&'r str, u64)>) -> String {
+    counted.map(|(reason, count)| format!("{reason} {count}")).collect::<Vec<_>>().join(", ")
+}

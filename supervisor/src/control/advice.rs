@@ -1,0 +1,173 @@
+//! `GET /v1/bulkheads/{name}/advice`, and what it takes to know beside what the data plane has seen: now and then
+//! a look at what workers use.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::extract::{Path, State};
+use axum::response::{IntoResponse, Response};
+use bulkhead_policy::Time;
+use tokio::sync::oneshot;
+
+use super::http::{Shared, not_found, stuck};
+use super::{ANSWER_WITHIN, Control};
+use crate::advice::{Advice, Machine, Seen, Setup, Work};
+use crate::command::Command;
+use crate::config::{BulkheadConfig, Program, Resource};
+use crate::demand::{InForce, Observation, Pair};
+use crate::observe::process;
+
+/// How often workers are looked at.
+const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Workers that are looked at each time; where there are more, they take turns.
+const LOOKED_AT_MAX: usize = 512;
+
+/// What workers have used lately.
+pub(super) struct Works {
+    origin: Instant,
+    by_bulkhead: HashMap<Arc<str>, Pair<Work>>,
+    /// By process: the milliseconds of processor time it had used when it was looked at last.
+    cpu_ms: HashMap<u32, u64>,
+    /// Where the next look begins.
+    next: usize,
+}
+
+impl Default for Works {
+    fn default() -> Self {
+        Self { origin: Instant::now(), by_bulkhead: HashMap::new(), cpu_ms: HashMap::new(), next: 0 }
+    }
+}
+
+impl Works {
+    fn now(&self) -> Time {
+        Time::ZERO + self.origin.elapsed()
+    }
+
+    /// Looks at as many of all workers as may be.
+    fn look(&mut self, processes: &[(Arc<str>, u32)]) {
+        let there: HashSet<u32> = processes.iter().map(|(_, pid)| *pid).collect();
+        self.cpu_ms.retain(|pid, _| there.contains(pid));
+        let first = if self.next < processes.len() { self.next } else { 0 };
+        self.next = first + LOOKED_AT_MAX;
+        for (bulkhead, pid) in processes.iter().skip(first).take(LOOKED_AT_MAX) {
+            self.look_at(bulkhead, *pid);
+        }
+    }
+
+    fn look_at(&mut self, bulkhead: &Arc<str>, pid: u32) {
+        let Some((rss_bytes, cpu_ms)) = process::work(pid) else { return };
+        // What it used before anybody looked was as a rule its start.
+        let before = self.cpu_ms.insert(pid, cpu_ms).unwrap_or(cpu_ms);
+        let now = self.now();
+        let pair = self.by_bulkhead.entry(bulkhead.clone()).or_default();
+        pair.roll(now);
+        let work = &mut pair.current;
+        work.cpu_ms += cpu_ms.saturating_sub(before);
+        work.rss_max_bytes = work.rss_max_bytes.max(Some(rss_bytes));
+    }
+
+    fn of(&mut self, bulkhead: &str) -> Work {
+        let now = self.now();
+        let Some(pair) = self.by_bulkhead.get_mut(bulkhead) else { return Work::default() };
+        pair.roll(now);
+        let [current, previous] = pair.both();
+        Work {
+            cpu_ms: current.cpu_ms + previous.cpu_ms,
+            rss_max_bytes: current.rss_max_bytes.max(previous.rss_max_bytes),
+        }
+    }
+
+    /// Forgets what other bulkheads used.
+    pub(super) fn keep_only(&mut self, bulkheads: &[String]) {
+        self.by_bulkhead.retain(|name, _| bulkheads.iter().any(|kept| **kept == **name));
+    }
+}
+
+/// Looks at the workers until the end.
+pub(super) async fn watch(control: Arc<Control>) {
+    let mut end = control.end.subscribe();
+    let mut interval = tokio::time::interval(LOOK_INTERVAL);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => {}
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
+        if let Some(processes) = control.worker_processes().await {
+            control.works().look(&processes);
+        }
+    }
+}
+
+pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    let Some(answer) = control.observation(&name).await else { return stuck() };
+    let config = control.config();
+    let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
+    let (Some(observation), Some(bulkhead)) = (answer, bulkhead) else { return not_found(&name) };
+    let Some(processes) = control.worker_processes().await else { return stuck() };
+    let own = processes.iter().filter(|(owner, _)| **owner == *name).take(LOOKED_AT_MAX);
+    let mut work = {
+        let mut works = control.works();
+        own.for_each(|(owner, pid)| works.look_at(owner, *pid));
+        works.of(&name)
+    };
+    // The host's own memory says nothing about that of the programs.
+    if matches!(bulkhead.program, Program::Exec { .. }) {
+        work.rss_max_bytes = None;
+    }
+    let setup = setup(bulkhead, &observation.numbers);
+    let seen = Seen::new(&observation, work);
+    axum::Json(Advice::new(name, seen, &setup, &machine())).into_response()
+}
+
+/// The numbers in force may be other ones than those of the file.
+fn setup(bulkhead: &BulkheadConfig, numbers: &InForce) -> Setup {
+    let is_bound = |resource| matches!(resource, Resource::As | Resource::Data);
+    let has_rlimit =
+        bulkhead.rlimits.iter().any(|rlimit| is_bound(rlimit.resource) && rlimit.limit.is_some());
+    Setup {
+        processes: numbers.processes,
+        max_in_flight: numbers.max_in_flight,
+        max_queue: numbers.max_queue,
+        queue_timeout: numbers.queue_timeout,
+        deadline: numbers.deadline,
+        deadline_max: numbers.deadline_max,
+        sets_of_workers: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
+        cgroup_memory: bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory),
+        is_memory_bounded: bulkhead.recycle.rss.is_some() || has_rlimit,
+    }
+}
+
+fn machine() -> Machine {
+    let processors = std::thread::available_parallelism().map_or(1, |count| count.get());
+    let processors = u32::try_from(processors).unwrap_or(u32::MAX);
+    Machine { processors, memory_bytes: process::machine_memory() }
+}
+
+impl Control {
+    fn works(&self) -> std::sync::MutexGuard<'_, Works> {
+        self.works.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the data plane. `None` if it does not answer in time.
+    async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
+        self.commander.send(command(reply)).ok()?;
+        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
+    }
+
+    async fn observation(&self, name: &str) -> Option<Option<Box<Observation>>> {
+        let bulkhead = name.to_owned();
+        self.ask(|reply| Command::Observe { bulkhead, reply }).await
+    }
+
+    async fn worker_processes(&self) -> Option<Vec<(Arc<str>, u32)>> {
+        self.ask(|reply| Command::WorkerProcesses { reply }).await
+    }
+
+    /// Forgets what workers of other bulkheads used.
+    pub(super) fn keep_works(&self, bulkheads: &[String]) {
+        self.works().keep_only(bulkheads);
+    }
+}

@@ -1,0 +1,396 @@
+//! What a bulkhead was asked for: how many jobs were in flight and waiting for how long, and how long they ran
+//! and waited, over the last one to two hours. Kept on the data plane at a few nanoseconds for each turn and
+//! each job; what to make of it is for [`crate::advice`], on another thread.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
+
+use crate::latency::{bucket_of, upper_bound};
+
+/// What was seen is forgotten when it is between one and two of these old.
+pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
+
+/// Something in the present window of time and in the one before it. The windows of all begin together.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Pair<T> {
+    pub(crate) current: T,
+    pub(crate) previous: T,
+    number: u64,
+}
+
+impl<T: Default> Pair<T> {
+    /// Whether the present window is another one by now.
+    pub(crate) fn is_over(&self, now: Time) -> bool {
+        number_of(now) != self.number
+    }
+
+    /// Forgets what is too old.
+    pub(crate) fn roll(&mut self, now: Time) {
+        let number = number_of(now);
+        if number == self.number {
+            return;
+        }
+        let full = std::mem::take(&mut self.current);
+        self.previous = if number == self.number + 1 { full } else { T::default() };
+        self.number = number;
+    }
+
+    /// Since when there may be something in it.
+    fn began(&self) -> Time {
+        Time::ZERO + WINDOW * u32::try_from(self.number.saturating_sub(1)).unwrap_or(u32::MAX)
+    }
+}
+
+impl<T> Pair<T> {
+    /// The present window and the one before it.
+    pub(crate) fn both(&self) -> [&T; 2] {
+        [&self.current, &self.previous]
+    }
+}
+
+fn number_of(now: Time) -> u64 {
+    now.since(Time::ZERO).as_secs() / WINDOW.as_secs()
+}
+
+/// How much weight lies at which value, in the buckets of latencies: off by at most a sixteenth. It has as many
+/// buckets as the largest value needs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Weights {
+    buckets: Vec<u64>,
+    total: u64,
+    max: u64,
+}
+
+impl Weights {
+    fn record(&mut self, value: u64, weight: u64) {
+        let bucket = bucket_of(value);
+        if self.buckets.len() <= bucket {
+            self.buckets.resize(bucket + 1, 0);
+        }
+        self.buckets[bucket] = self.buckets[bucket].saturating_add(weight);
+        self.total = self.total.saturating_add(weight);
+        self.max = self.max.max(value);
+    }
+
+    /// Both together.
+    pub(crate) fn and(mut self, other: &Self) -> Self {
+        if self.buckets.len() < other.buckets.len() {
+            self.buckets.resize(other.buckets.len(), 0);
+        }
+        for (own, others) in self.buckets.iter_mut().zip(&other.buckets) {
+            *own = own.saturating_add(*others);
+        }
+        self.total = self.total.saturating_add(other.total);
+        self.max = self.max.max(other.max);
+        self
+    }
+
+    /// The weight of all.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The largest value; 0 if there is none.
+    pub(crate) fn max(&self) -> u64 {
+        self.max
+    }
+
+    /// The value that this share of the weight lies at or below; 0 if there is none.
+    pub(crate) fn quantile(&self, share: f64) -> u64 {
+        let rank = ((self.total as f64 * share).ceil() as u64).max(1);
+        let mut seen = 0_u64;
+        for (bucket, weight) in self.buckets.iter().enumerate() {
+            seen = seen.saturating_add(*weight);
+            if seen >= rank {
+                return upper_bound(bucket).min(self.max);
+            }
+        }
+        self.max
+    }
+}
+
+/// How a compartment stands since some moment.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Level {
+    since: Time,
+    in_flight: u32,
+    queued: u32,
+    /// Whether an ordinary job would have to wait, or be turned away.
+    is_full: bool,
+    /// Whether workers are missing that there should be.
+    is_short: bool,
+}
+
+impl Level {
+    /// How it stands now.
+    pub(crate) fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
+        Self {
+            since: now,
+            in_flight: policy.permits_taken(),
+            queued: u32::try_from(policy.queued()).unwrap_or(u32::MAX),
+            is_full: policy.is_full(),
+            is_short: policy.limit() < permits_of(policy.limits()),
+        }
+    }
+}
+
+fn permits_of(limits: &Limits) -> u64 {
+    u64::from(limits.processes) * u64::from(limits.max_in_flight)
+}
+
+/// What was seen in one window of time. Where tenants are apart, each tenant's time counts by itself, since
+/// `processes`, `max_in_flight` and `max_queue` are each tenant's. Only time with jobs counts at all: a night
+/// without any says nothing about what the day needs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Window {
+    /// By jobs in flight and waiting together, in nanoseconds.
+    pub(crate) demand: Weights,
+    /// By jobs waiting, in nanoseconds.
+    pub(crate) queued: Weights,
+    /// By microseconds that a job ran, and that it waited before.
+    pub(crate) run_us: Weights,
+    pub(crate) wait_us: Weights,
+    /// How long jobs were in flight, all of them together, in nanoseconds.
+    pub(crate) in_flight_ns: u128,
+    /// What the limits in force had to do with.
+    pub(crate) bound: Bound,
+}
+
+/// What was seen under the limits in force.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Bound {
+    /// By jobs in flight, in nanoseconds. Its total is the time with jobs.
+    pub(crate) in_flight: Weights,
+    /// How long no permit was free, and how long workers were missing.
+    pub(crate) full_ns: u64,
+    pub(crate) short_ns: u64,
+    /// Jobs that missed their deadline in a worker's hands, and those of them that had all of the bulkhead's own.
+    pub(crate) late: u64,
+    pub(crate) late_by_own: u64,
+    /// What was counted before it.
+    base: Counters,
+}
+
+/// `processes`, `max_in_flight` and `max_queue`.
+pub(crate) type Numbers = (u32, u32, u32);
+
+/// What a bulkhead was asked for lately.
+#[derive(Default)]
+pub(crate) struct Demand {
+    windows: Pair<Window>,
+    /// Since when there is anything, and since when the numbers are what they are.
+    began: Time,
+    changed: Option<Time>,
+    numbers: Numbers,
+}
+
+impl Demand {
+    /// Nothing, from now on.
+    pub(crate) fn new(now: Time, limits: &Limits) -> Self {
+        let mut demand = Self { began: now, numbers: numbers_of(limits), ..Self::default() };
+        demand.windows.roll(now);
+        demand
+    }
+
+    /// Whether [`Self::settle`] has something to do.
+    pub(crate) fn is_due(&self, now: Time, limits: &Limits) -> bool {
+        self.windows.is_over(now) || self.numbers != numbers_of(limits)
+    }
+
+    /// Begins another window if it is time, and forgets what other numbers than those in force had to do with.
+    /// `counters` are those of now.
+    pub(crate) fn settle(&mut self, now: Time, numbers: Numbers, counters: Counters) {
+        if self.windows.is_over(now) {
+            self.windows.roll(now);
+            self.windows.current.bound.base = counters.clone();
+            // One that was passed over has nothing of its own.
+            let previous = &mut self.windows.previous;
+            if previous.demand.total() == 0 {
+                previous.bound.base = counters.clone();
+            }
+        }
+        if self.numbers != numbers {
+            self.numbers = numbers;
+            self.changed = Some(now);
+            self.windows.previous.bound = Bound { base: counters.clone(), ..Bound::default() };
+            self.windows.current.bound = Bound { base: counters, ..Bound::default() };
+        }
+    }
+
+    /// Counts the time that a compartment stood so.
+    pub(crate) fn stood(&mut self, level: Level, now: Time) {
+        let ns = u64::try_from(now.since(level.since).as_nanos()).unwrap_or(u64::MAX);
+        let demand = u64::from(level.in_flight) + u64::from(level.queued);
+        if ns == 0 || demand == 0 {
+            return;
+        }
+        let window = &mut self.windows.current;
+        window.demand.record(demand, ns);
+        window.queued.record(level.queued.into(), ns);
+        window.in_flight_ns += u128::from(level.in_flight) * u128::from(ns);
+        window.bound.in_flight.record(level.in_flight.into(), ns);
+        if level.is_short {
+            window.bound.short_ns += ns;
+        } else if level.is_full {
+            window.bound.full_ns += ns;
+        }
+    }
+
+    /// Counts a job that a worker had.
+    pub(crate) fn served(&mut self, ran: Duration, waited: Duration) {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.windows.current.run_us.record(micros(ran), 1);
+        self.windows.current.wait_us.record(micros(waited), 1);
+    }
+
+    /// Counts a job that missed its deadline while it ran.
+    pub(crate) fn was_late(&mut self, deadline: Duration, own: Duration) {
+        let bound = &mut self.windows.current.bound;
+        bound.late += 1;
+        bound.late_by_own += u64::from(deadline >= own);
+    }
+
+    /// All that was seen. [`Self::settle`] comes before it.
+    pub(crate) fn observation(&self, now: Time, limits: &Limits, counters: Counters) -> Observation {
+        let since = self.windows.began().max(self.began).max(self.changed.unwrap_or(Time::ZERO));
+        let numbers = InForce {
+            processes: limits.processes,
+            max_in_flight: limits.max_in_flight,
+            max_queue: limits.max_queue,
+            queue_timeout: limits.queue_timeout,
+            deadline: limits.deadline,
+            deadline_max: limits.deadline_max,
+        };
+        Observation {
+            watched: now.since(since),
+            was_changed: self.changed.is_some_and(|at| at >= since),
+            base: self.windows.previous.bound.base.clone(),
+            counters,
+            windows: self.windows.clone(),
+            numbers,
+        }
+    }
+}
+
+/// Those of them that decide how many jobs there can be.
+pub(crate) fn numbers_of(limits: &Limits) -> Numbers {
+    (limits.processes, limits.max_in_flight, limits.max_queue)
+}
+
+/// The limits of a bulkhead that advice is about; each tenant's, where tenants are apart.
+#[derive(Clone, Debug)]
+pub(crate) struct InForce {
+    pub(crate) processes: u32,
+    pub(crate) max_in_flight: u32,
+    pub(crate) max_queue: u32,
+    pub(crate) queue_timeout: Option<Duration>,
+    pub(crate) deadline: Duration,
+    pub(crate) deadline_max: Duration,
+}
+
+/// What the data plane has seen of a bulkhead, for another thread to make something of.
+#[derive(Debug)]
+pub struct Observation {
+    /// How long, under the limits in force.
+    pub(crate) watched: Duration,
+    /// Whether that is since they were changed.
+    pub(crate) was_changed: bool,
+    /// What was counted before, and is now.
+    pub(crate) base: Counters,
+    pub(crate) counters: Counters,
+    pub(crate) windows: Pair<Window>,
+    pub(crate) numbers: InForce,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Time {
+        Time::ZERO + Duration::from_secs(seconds)
+    }
+
+    fn level(since: u64, in_flight: u32, queued: u32) -> Level {
+        Level { since: at(since), in_flight, queued, is_full: in_flight >= 4, is_short: false }
+    }
+
+    fn counters(submitted: u64) -> Counters {
+        Counters { submitted, ..Counters::default() }
+    }
+
+    fn concurrency(observation: &Observation) -> Weights {
+        let [current, previous] = observation.windows.both();
+        current.bound.in_flight.clone().and(&previous.bound.in_flight)
+    }
+
+    #[test]
+    fn quantiles_are_those_of_time() {
+        let mut weights = Weights::default();
+        assert_eq!((weights.quantile(0.99), weights.max(), weights.total()), (0, 0, 0));
+        weights.record(3, 985);
+        weights.record(7, 10);
+        weights.record(1_000_000, 5);
+        assert_eq!((weights.quantile(0.5), weights.quantile(0.985)), (3, 3));
+        assert_eq!((weights.quantile(0.99), weights.quantile(1.0)), (7, 1_000_000));
+        let mut other = Weights::default();
+        other.record(3, u64::MAX);
+        assert_eq!(weights.and(&other).total(), u64::MAX, "sums stay where they are at their end");
+    }
+
+    #[test]
+    fn time_without_jobs_counts_for_nothing() {
+        let limits = Limits { processes: 4, ..Limits::default() };
+        let mut demand = Demand::new(at(0), &limits);
+        demand.stood(level(0, 0, 0), at(1000));
+        demand.stood(level(1000, 2, 0), at(1090));
+        demand.stood(level(1090, 4, 6), at(1100));
+        let observation = demand.observation(at(1100), &limits, counters(9));
+        assert_eq!(observation.watched, Duration::from_secs(1100));
+        let [current, _] = observation.windows.both();
+        assert_eq!(current.demand.total(), 100_000_000_000);
+        assert_eq!((current.demand.quantile(0.9), current.demand.quantile(0.99)), (2, 10));
+        assert_eq!((current.queued.max(), current.bound.full_ns), (6, 10_000_000_000));
+        assert_eq!(current.in_flight_ns, (2 * 90 + 4 * 10) * 1_000_000_000);
+    }
+
+    #[test]
+    fn what_is_old_is_forgotten() {
+        let limits = Limits { processes: 4, ..Limits::default() };
+        let mut demand = Demand::new(at(0), &limits);
+        demand.stood(level(0, 4, 0), at(10));
+        assert!(!demand.is_due(at(3599), &limits) && demand.is_due(at(3600), &limits));
+        demand.settle(at(3600), numbers_of(&limits), counters(100));
+        demand.stood(level(3600, 1, 0), at(3610));
+        let observation = demand.observation(at(7199), &limits, counters(150));
+        assert_eq!(concurrency(&observation).max(), 4);
+        assert_eq!((observation.base.submitted, observation.watched.as_secs()), (0, 7199));
+        demand.settle(at(7200), numbers_of(&limits), counters(150));
+        let observation = demand.observation(at(7300), &limits, counters(170));
+        assert_eq!(concurrency(&observation).max(), 1);
+        assert_eq!((observation.base.submitted, observation.watched.as_secs()), (100, 3700));
+        // All of it is, after a pause.
+        demand.settle(at(40_000), numbers_of(&limits), counters(170));
+        let observation = demand.observation(at(40_000), &limits, counters(175));
+        assert_eq!(concurrency(&observation).total(), 0);
+        assert_eq!(observation.base.submitted, 170);
+    }
+
+    #[test]
+    fn other_limits_leave_the_demand_and_forget_what_the_old_ones_did() {
+        let limits = Limits { processes: 4, ..Limits::default() };
+        let mut demand = Demand::new(at(0), &limits);
+        demand.stood(level(0, 4, 20), at(100));
+        demand.was_late(limits.deadline, limits.deadline);
+        let more = Limits { processes: 8, ..limits };
+        assert!(demand.is_due(at(100), &more));
+        demand.settle(at(100), numbers_of(&more), counters(500));
+        demand.stood(level(100, 3, 0), at(160));
+        let observation = demand.observation(at(160), &more, counters(530));
+        let [current, _] = observation.windows.both();
+        assert_eq!((current.demand.max(), current.bound.in_flight.max()), (24, 3));
+        assert_eq!((current.bound.full_ns, current.bound.late), (0, 0));
+        assert_eq!((observation.base.submitted, observation.watched.as_secs()), (500, 60));
+        assert!(observation.was_changed);
+    }
+}

@@ -1,0 +1,170 @@
+//! What the limits should be, from what a real supervisor has seen of real jobs.
+
+use std::process::Output;
+use std::time::Duration;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_client::{JobError, Reply};
+use bulkhead_tests::{Supervisor, outcome, tally, wait_for};
+use serde_json::Value;
+
+fn advice(supervisor: &Supervisor, bulkhead: &str) -> Value {
+    supervisor.get(&format!("/v1/bulkheads/{bulkhead}/advice"))
+}
+
+fn advise(supervisor: &Supervisor, arguments: &[&str]) -> Output {
+    supervisor.command().arg("advise").args(arguments).output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{complaint}");
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// Waits until something is seen, and returns all that is.
+fn wait_seen(supervisor: &Supervisor, bulkhead: &str, what: &str, is_seen: impl Fn(&Value) -> bool) -> Value {
+    let mut last = Value::Null;
+    wait_for(&format!("{bulkhead}: {what}"), || {
+        last = advice(supervisor, bulkhead)["seen"].clone();
+        is_seen(&last).then(|| last.clone())
+    })
+}
+
+#[test]
+fn one_that_is_fresh_has_seen_too_little_and_says_so() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.fresh]\ncommand = [\"MISBEHAVE\"]\n[bulkhead.other]\nexec = [\"cat\"]\n",
+    );
+    let fresh = advice(&supervisor, "fresh");
+    assert_eq!(
+        (&fresh["bulkhead"], &fresh["enough"], &fresh["jobs"]),
+        (&"fresh".into(), &false.into(), &0.into())
+    );
+    assert!(fresh["missing"].as_str().unwrap().starts_with("seen too little: 0 of 1000 jobs, "), "{fresh}");
+    assert_eq!((fresh["advice"].as_array().unwrap().len(), fresh["kept"].as_array().unwrap().len()), (0, 0));
+    assert!(fresh["seen"]["rss_max_bytes"].as_u64().unwrap() > 100_000, "{fresh}");
+    // The memory of the host that runs programs is not theirs.
+    assert!(advice(&supervisor, "other")["seen"]["rss_max_bytes"].is_null());
+
+    let told = text(&advise(&supervisor, &["fresh"]));
+    assert!(told.starts_with("fresh: 0 jobs in ") && told.contains("too little to say anything"), "{told}");
+    let told = text(&advise(&supervisor, &[]));
+    assert!(told.contains("\n\nother: ") && told.starts_with("fresh: "), "{told}");
+    let one: Value = serde_json::from_str(&text(&advise(&supervisor, &["--json", "fresh"]))).unwrap();
+    assert_eq!(one["bulkhead"], "fresh");
+    let all: Value = serde_json::from_str(&text(&advise(&supervisor, &["--json"]))).unwrap();
+    assert_eq!(all["bulkheads"].as_array().unwrap().len(), 2, "{all}");
+
+    assert_eq!(supervisor.try_get("/v1/bulkheads/nobody/advice").unwrap().0, 404);
+    assert_eq!(advise(&supervisor, &["nobody"]).status.code(), Some(66));
+    let nowhere = ["--admin", "/nonexistent/admin.sock"];
+    assert_eq!(advise(&supervisor, &nowhere).status.code(), Some(69));
+}
+
+#[test]
+fn what_is_seen_is_what_was_there() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 3\nmax_queue = 5\ndeadline = \"10m\"\n\
+         [bulkhead.own]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"10m\"\ntenants = { isolate = true }\n",
+    );
+    supervisor.wait_number("b", "limit", 3);
+    bulkhead_tests::run(async {
+        let client = bulkhead_client::Client::connect(supervisor.socket()).await.unwrap();
+        let hang = |tenant: &str, bulkhead: &str| {
+            tokio::spawn(client.job(bulkhead, "").operation("hang").tenant(tenant).send())
+        };
+        let mut jobs = vec![hang("", "b"), hang("", "b")];
+        supervisor.wait_number("b", "in_flight", 2);
+        let seen = wait_seen(&supervisor, "b", "two at once", |seen| seen["concurrency"]["p50"] == 2);
+        assert_eq!((&seen["concurrency"]["max"], &seen["demand"]["max"]), (&2.into(), &2.into()), "{seen}");
+        assert_eq!((&seen["limit"], &seen["time_at_limit"]), (&3.into(), &0.0.into()), "{seen}");
+
+        jobs.extend((0..3).map(|_| hang("", "b")));
+        supervisor.wait_number("b", "queued", 2);
+        // Most of the time, once there was enough of it.
+        let seen = wait_seen(&supervisor, "b", "five wanted", |seen| seen["demand"]["p50"] == 5);
+        assert_eq!(
+            (&seen["concurrency"]["p50"], &seen["concurrency"]["max"]),
+            (&3.into(), &3.into()),
+            "{seen}"
+        );
+        assert_eq!((&seen["queued"]["p50"], &seen["queued"]["max"]), (&2.into(), &2.into()), "{seen}");
+        assert!(seen["time_at_limit"].as_f64().unwrap() >= 0.4, "{seen}");
+
+        // Other limits: what the old ones had to do with is forgotten, what was asked for is not.
+        supervisor.resize("b", r#"{"processes": 6}"#);
+        supervisor.wait_number("b", "in_flight", 5);
+        let seen = wait_seen(&supervisor, "b", "all five", |seen| seen["concurrency"]["p50"] == 5);
+        assert_eq!((&seen["limit"], &seen["queued"]["max"]), (&6.into(), &2.into()), "{seen}");
+        assert!(
+            advice(&supervisor, "b")["missing"].as_str().unwrap().contains("since its limits were changed")
+        );
+
+        // Where tenants are apart, the numbers are each tenant's.
+        jobs.extend(["a", "b", "c"].map(|tenant| hang(tenant, "own")));
+        supervisor.wait_number("own", "in_flight", 3);
+        let seen = wait_seen(&supervisor, "own", "one each", |seen| seen["concurrency"]["p50"] == 1);
+        assert_eq!((&seen["concurrency"]["max"], &seen["limit"]), (&1.into(), &2.into()), "{seen}");
+        jobs.iter().for_each(tokio::task::JoinHandle::abort);
+    });
+}
+
+/// More than one process can do, until there is something to say about it.
+fn overload(supervisor: &Supervisor) -> Vec<String> {
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let one = || -> Result<Reply, JobError> { client.job("small", "5").operation("sleep").send() };
+    std::thread::scope(|scope| {
+        let callers: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut ends = Vec::new();
+                    for _ in 0..60 {
+                        let result = one();
+                        if result.is_err() {
+                            // Nobody asks again at once; a while is all it takes to see the queue full again.
+                            std::thread::park_timeout(Duration::from_millis(2));
+                        }
+                        ends.push(outcome(&result));
+                    }
+                    ends
+                })
+            })
+            .collect();
+        callers.into_iter().flat_map(|caller| caller.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn one_that_is_too_small_is_told_a_larger_limit_and_why() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.small]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 2\nrestart = { backoff = \"1ms\" }\n",
+    );
+    supervisor.wait_number("small", "limit", 1);
+    let ends = tally(overload(&supervisor));
+    assert!(ends["rejected/queue_full"] > 0 && ends["ok"] > 0, "{ends:?}");
+
+    let told = advice(&supervisor, "small");
+    assert_eq!((&told["enough"], &told["jobs"]), (&false.into(), &480.into()), "{told}");
+    let seen = &told["seen"];
+    assert_eq!(seen["rejected"]["queue_full"], ends["rejected/queue_full"], "{told}");
+    assert_eq!((&seen["ran"], &seen["concurrency"]["p99"]), (&ends["ok"].into(), &1.into()), "{told}");
+    assert_eq!((&seen["demand"]["max"], &seen["queued"]["max"]), (&3.into(), &2.into()), "{told}");
+    assert!(seen["run_ms"]["p50"].as_f64().unwrap() >= 4.0, "{told}");
+    let processes =
+        told["advice"].as_array().unwrap().iter().find(|item| item["key"] == "processes").unwrap();
+    assert_eq!((&processes["now"], &processes["proposed"]), (&1.into(), &2.into()), "{told}");
+    let reason = processes["reason"].as_str().unwrap();
+    assert!(reason.contains(&format!("queue_full {}", ends["rejected/queue_full"])), "{told}");
+
+    // What it says is what is typed.
+    let said = text(&advise(&supervisor, &["small"]));
+    assert!(said.contains("what follows is provisional") && said.contains("\n[bulkhead.small]\n"), "{said}");
+    let command =
+        said.lines().find(|line| line.starts_with("bulkhead resize small --processes 2")).expect(&said);
+    let typed = supervisor.command().args(command.split(' ').skip(1)).output().unwrap();
+    assert_eq!(typed.status.code(), Some(0), "{}", String::from_utf8_lossy(&typed.stderr));
+    let then = advice(&supervisor, "small");
+    assert_eq!((&then["seen"]["limit"], &then["jobs"]), (&2.into(), &0.into()), "{then}");
+    assert_eq!(then["advice"].as_array().unwrap().len(), 0, "it is not given twice: {then}");
+}
