@@ -182,6 +182,8 @@ fn what_changes_something_is_confirmed_first() {
     browser.wait("document.querySelector('#details h2')?.textContent === 'thumbnail'");
     browser.wait("document.querySelectorAll('#details [aria-label=Workers] tbody tr').length === 2");
 
+    browser.wait("document.querySelector('#details .advice').textContent.startsWith('Watched for')");
+
     // It can be left.
     browser.click("[data-action=resize]");
     browser.fill("#dialog [name=max_in_flight]", "9");

@@ -203,9 +203,9 @@ const tenantRow = (tenant) => [tenant.name || '(none)', count(tenant.in_flight),
 
 function advice(told) {
   const seen = `Watched for ${duration(told.watched_ms)}.`;
-  if (!told.enough) return [h('p.muted', {}, `${seen} That is not enough to advise anything yet.`)];
+  if (!told.enough) return [h('p.muted', {}, `${seen} ${told.missing ?? 'That is not enough to advise anything yet.'}`)];
   if (!told.advice.length) return [h('p.muted', {}, `${seen} The limits fit what was seen.`)];
   const text = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
-  const items = told.advice.map((one) => h('li', {}, h('code', {}, one.key), ` ${text(one.now)} → `, h('b', {}, text(one.proposed)), h('p', {}, one.reason)));
+  const items = told.advice.map((one) => h('li', {}, h('code', {}, one.key), ` ${one.now == null ? '' : text(one.now)} → `, h('b', {}, text(one.proposed)), h('p', {}, one.reason)));
   return [h('p.muted', {}, seen), h('ul', {}, ...items)];
 }
