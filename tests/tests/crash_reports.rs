@@ -187,9 +187,11 @@ fn failed_starts_and_deaths_while_idle_are_reported_and_have_nothing_to_replay()
 #[test]
 fn what_is_no_crash_makes_no_report() {
     let supervisor = Supervisor::start(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"100ms\"\ngrace = \"10ms\"\n",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
+         [bulkhead.late]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"100ms\"\ngrace = \"10ms\"\n",
     );
-    assert_eq!(send(&supervisor, "hang", ""), "deadline_exceeded/running");
+    let client = Client::connect(supervisor.socket()).unwrap();
+    assert_eq!(outcome(&client.job("late", "").operation("hang").send()), "deadline_exceeded/running");
     assert_eq!(send(&supervisor, "fail", ""), "failed/bad_input");
     assert_eq!(supervisor.post("/v1/bulkheads/b/restart").0, 200);
     // The one that was killed, and the one that was replaced.

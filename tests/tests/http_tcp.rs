@@ -57,7 +57,6 @@ fn only_the_token_opens_and_health_needs_none() {
         ("PATCH", "/v1/bulkheads/b"),
         ("GET", "/v1/nothing"),
         ("GET", "/"),
-        ("GET", "/dashboard/main.js"),
         ("GET", "/v1/watch"),
         ("GET", "/healthz/"),
         ("GET", "//healthz"),

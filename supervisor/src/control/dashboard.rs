@@ -1,102 +1,138 @@
-//! The dashboard on `GET /`: a page and the files that it is made of, all built in. It asks this API and nobody
-//! else, and may do no more than that: everything it is given to show is hostile.
+//! The dashboard on `GET /`: one page with all that it needs in it. It asks this API and nobody else, and may do no
+//! more than that: everything it is given to show is hostile.
 
-use axum::extract::Path;
-use axum::http::{HeaderName, StatusCode, header};
+use std::sync::LazyLock;
+
+use axum::http::{HeaderName, header};
 use axum::response::{IntoResponse, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use sha2::{Digest as _, Sha256};
 
-use super::http::problem;
-
-const HTML: &str = "text/html; charset=utf-8";
-const SCRIPT: &str = "text/javascript; charset=utf-8";
-const STYLE: &str = "text/css; charset=utf-8";
-const PICTURE: &str = "image/svg+xml";
-
-/// What browsers let the page do: scripts and styles from its own files alone, requests to its own origin alone,
-/// nothing that turns text into markup, and no place in other people's pages.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
-    base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
-    trusted-types 'none'";
-
-const GUARDS: [(HeaderName, &str); 6] = [
-    (header::CONTENT_SECURITY_POLICY, POLICY),
-    (header::X_FRAME_OPTIONS, "DENY"),
-    (header::REFERRER_POLICY, "same-origin"),
-    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
-    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
-    // After an upgrade the page is that of the new version.
-    (header::CACHE_CONTROL, "no-cache"),
-];
-
-macro_rules! files {
-    ($($name:literal as $kind:ident),* $(,)?) => {
-        &[$(($name, $kind, include_str!(concat!("dashboard/", $name)))),*]
+macro_rules! file {
+    ($name:literal) => {
+        include_str!(concat!("dashboard/", $name))
     };
 }
 
-/// Name, type and text.
-const FILES: &[(&str, &str, &str)] = files![
-    "icon.svg" as PICTURE,
-    "style.css" as STYLE,
-    "panels.css" as STYLE,
-    "main.js" as SCRIPT,
-    "actions.js" as SCRIPT,
-    "api.js" as SCRIPT,
-    "cards.js" as SCRIPT,
-    "crashes.js" as SCRIPT,
-    "details.js" as SCRIPT,
-    "dom.js" as SCRIPT,
-    "feed.js" as SCRIPT,
-    "format.js" as SCRIPT,
-    "heatmap.js" as SCRIPT,
-    "history.js" as SCRIPT,
-    "keys.js" as SCRIPT,
-    "stream.js" as SCRIPT,
+/// What each module imports stands before it. They become one script, in which names are told apart by a test.
+const MODULES: [&str; 13] = [
+    file!("format.js"),
+    file!("dom.js"),
+    file!("history.js"),
+    file!("api.js"),
+    file!("stream.js"),
+    file!("keys.js"),
+    file!("actions.js"),
+    file!("feed.js"),
+    file!("crashes.js"),
+    file!("heatmap.js"),
+    file!("cards.js"),
+    file!("details.js"),
+    file!("main.js"),
 ];
 
-pub(super) async fn page() -> Response {
-    (GUARDS, [(header::CONTENT_TYPE, HTML)], include_str!("dashboard/index.html")).into_response()
+const STYLES: [&str; 2] = [file!("style.css"), file!("panels.css")];
+
+static PAGE: LazyLock<Page> = LazyLock::new(Page::new);
+
+struct Page {
+    html: String,
+    policy: String,
 }
 
-pub(super) async fn file(Path(name): Path<String>) -> Response {
-    match FILES.iter().find(|(own, ..)| *own == name) {
-        Some((_, kind, text)) => (GUARDS, [(header::CONTENT_TYPE, *kind)], *text).into_response(),
-        None => problem(StatusCode::NOT_FOUND, "the dashboard has no such file"),
+impl Page {
+    fn new() -> Self {
+        let (script, style) = (script(), STYLES.concat());
+        let icon = format!("data:image/svg+xml;base64,{}", STANDARD.encode(file!("icon.svg")));
+        let html = file!("index.html")
+            .replace("{icon}", &icon)
+            .replace("{style}", &style)
+            .replace("{script}", &script);
+        // What browsers let the page do: this script and this style alone, requests to its own origin alone, nothing
+        // that turns text into markup, and no place in other people's pages.
+        let policy = format!(
+            "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; base-uri 'none'; \
+             form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+            source(&script),
+            source(&style)
+        );
+        Self { html, policy }
     }
+}
+
+/// All modules as one: what they import is there already.
+fn script() -> String {
+    let lines = MODULES.iter().flat_map(|module| module.lines());
+    let own = lines.filter(|line| !line.starts_with("import "));
+    own.flat_map(|line| [line.strip_prefix("export ").unwrap_or(line), "\n"]).collect()
+}
+
+/// How a policy names what stands in the page itself.
+fn source(text: &str) -> String {
+    format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text)))
+}
+
+pub(super) async fn page() -> Response {
+    let headers: [(HeaderName, &str); 7] = [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        (header::CONTENT_SECURITY_POLICY, &PAGE.policy),
+        (header::X_FRAME_OPTIONS, "DENY"),
+        (header::REFERRER_POLICY, "same-origin"),
+        (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+        (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+        // After an upgrade the page is that of the new version.
+        (header::CACHE_CONTROL, "no-cache"),
+    ];
+    (headers, PAGE.html.as_str()).into_response()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
-    /// The page loads what is here and nothing from elsewhere, and no text becomes markup.
+    /// The page loads nothing, and no text becomes markup.
     #[test]
-    fn the_page_is_made_of_its_own_files() {
-        let page = include_str!("dashboard/index.html");
-        let texts = FILES.iter().map(|(name, _, text)| (*name, *text)).chain([("index.html", page)]);
-        for (name, text) in texts {
-            let said = text.replace("http://www.w3.org/2000/svg", "");
-            for word in ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent"] {
-                assert!(!said.contains(word), "{name} has {word}");
-            }
-            for (_, rest) in
-                text.match_indices("/dashboard/").map(|(at, found)| text.split_at(at + found.len()))
-            {
-                let end = rest.find(['"', '\'', '`']).unwrap_or(rest.len());
-                assert!(
-                    FILES.iter().any(|(own, ..)| *own == &rest[..end]),
-                    "{name} asks for {}",
-                    &rest[..end]
-                );
-            }
-            for (_, rest) in text.match_indices("from './").map(|(at, found)| text.split_at(at + found.len()))
-            {
-                let end = rest.find('\'').unwrap_or(rest.len());
-                assert!(
-                    FILES.iter().any(|(own, ..)| *own == &rest[..end]),
-                    "{name} imports {}",
-                    &rest[..end]
-                );
+    fn the_page_is_all_there_is() {
+        let said = PAGE.html.replace("http://www.w3.org/2000/svg", "");
+        for word in
+            ["http:", "https:", "//cdn", "@import", "innerHTML", "outerHTML", "insertAdjacent", "src=\"/"]
+        {
+            assert!(!said.contains(word), "{word}");
+        }
+        assert!(!said.contains("{icon}") && !said.contains("{style}") && !said.contains("{script}"));
+        // Otherwise they would end too early.
+        assert_eq!((said.matches("</script").count(), said.matches("</style").count()), (1, 1));
+        for line in script().lines() {
+            assert!(!line.starts_with("import") && !line.starts_with("export"), "{line}");
+        }
+    }
+
+    /// A module has no names of its own any more, and finds what it imports.
+    #[test]
+    fn no_two_modules_use_the_same_name() {
+        let mut names = BTreeSet::new();
+        let mut exported = BTreeSet::new();
+        for module in MODULES {
+            for line in module.lines() {
+                if let Some((imported, _)) =
+                    line.strip_prefix("import {").and_then(|rest| rest.split_once('}'))
+                {
+                    for name in imported.split(',').map(str::trim) {
+                        assert!(exported.contains(name), "{name} is imported before it is there");
+                    }
+                }
+                let bare = line.strip_prefix("export ").unwrap_or(line);
+                let bare = bare.strip_prefix("async ").unwrap_or(bare);
+                let kinds = ["const ", "let ", "class ", "function "];
+                let Some(rest) = kinds.iter().find_map(|kind| bare.strip_prefix(kind)) else { continue };
+                let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+                assert!(names.insert(name), "{name} is there twice");
+                if line.starts_with("export ") {
+                    exported.insert(name);
+                }
             }
         }
     }

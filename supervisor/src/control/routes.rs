@@ -145,9 +145,6 @@ pub(super) const ROUTES: &[Route] = &[
         (200, &[(EVENTS, Schema::Text)]), query: &[SINCE, LIMIT]),
     route!(get "/" "dashboard" dashboard::page, "The dashboard, for browsers.",
         (200, &[("text/html; charset=utf-8", Schema::Text)])),
-    route!(get "/dashboard/{file}" "dashboardFile" dashboard::file, "What the dashboard is made of.",
-        (200, &[("text/javascript; charset=utf-8", Schema::Text), ("text/css; charset=utf-8", Schema::Text),
-            ("image/svg+xml", Schema::Text)]), problems: &[404]),
 ];
 
 const JOB_HEADERS: &[Parameter] = &[

@@ -86,7 +86,7 @@ function field(key, label, value, min) {
 export async function offerReload() {
   try {
     const changes = JSON.parse(await ask('POST', '/v1/reload?dry_run=true'));
-    const lines = told(changes);
+    const lines = changesTold(changes);
     const isNothing = lines.length === 0;
     confirm({
       title: 'Reload the configuration',
@@ -104,7 +104,7 @@ export async function offerReload() {
   }
 }
 
-function told({ bulkheads, supervisor, access, ignored }) {
+function changesTold({ bulkheads, supervisor, access, ignored }) {
   const lines = bulkheads.map((one) => {
     const keys = one.keys.length ? `: ${one.keys.join(', ')}` : '';
     return `${one.bulkhead} ${one.change}${keys}${one.replaces_workers ? '; its workers are replaced one after the other' : ''}`;

@@ -58,4 +58,4 @@ export async function hasAdvice() {
   return '/v1/bulkheads/{name}/advice' in (await get('/openapi.json')).paths;
 }
 
-export const stream = (limit) => new EventSource(url(`/v1/watch?limit=${limit}`));
+export const openStream = (limit) => new EventSource(url(`/v1/watch?limit=${limit}`));

@@ -5,7 +5,7 @@ import { byId, h, setText } from './dom.js';
 import { bytes, clock, duration, millis, plural } from './format.js';
 
 /** Reports in the list. */
-const SHOWN_MAX = 50;
+const REPORTS_MAX = 50;
 
 /** The list is asked for no more often than this. */
 const PAUSE_MS = 3000;
@@ -33,7 +33,7 @@ export class Crashes {
     // A report is written some moments after its event: what comes meanwhile asks again.
     this.timer = null;
     try {
-      this.show((await crashList(SHOWN_MAX)).reverse());
+      this.show((await crashList(REPORTS_MAX)).reverse());
     } catch (problem) {
       setText(byId('crash-count'), problem.message);
     }
@@ -41,7 +41,7 @@ export class Crashes {
 
   show(crashes) {
     const ids = crashes.map((crash) => crash.id).join(' ');
-    setText(byId('crash-count'), crashes.length === SHOWN_MAX ? `the newest ${SHOWN_MAX}` : crashes.length ? `${crashes.length} kept` : '');
+    setText(byId('crash-count'), crashes.length === REPORTS_MAX ? `the newest ${REPORTS_MAX}` : crashes.length ? `${crashes.length} kept` : '');
     if (ids === this.ids && ids) return;
     this.ids = ids;
     const known = new Map([...this.place.querySelectorAll('details')].map((one) => [one.dataset.id, one]));

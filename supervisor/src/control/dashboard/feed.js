@@ -5,7 +5,7 @@ import { clock, count, word } from './format.js';
 
 /** Events that are kept, and lines that are shown. */
 const KEPT_MAX = 2000;
-const SHOWN_MAX = 500;
+const LINES_MAX = 500;
 
 /** Characters of an event's fields in its line; all of them are in what opens below it. */
 const LINE_CHARS_MAX = 240;
@@ -31,7 +31,7 @@ export class Feed {
   add(event) {
     this.total += 1;
     keep(this.kept, event, KEPT_MAX);
-    keep(this.coming, event, SHOWN_MAX);
+    keep(this.coming, event, LINES_MAX);
     this.flushSoon();
   }
 
@@ -70,17 +70,17 @@ export class Feed {
   }
 
   renew() {
-    this.coming = this.kept.slice(-SHOWN_MAX * 4);
+    this.coming = this.kept.slice(-LINES_MAX * 4);
     this.place.replaceChildren();
     this.flush();
   }
 
   flush() {
     if (this.isPaused) return setText(byId('feed-count'), `${count(this.coming.length)} more`);
-    const lines = this.coming.filter((event) => this.isWanted(event)).slice(-SHOWN_MAX).map(line);
+    const lines = this.coming.filter((event) => this.isWanted(event)).slice(-LINES_MAX).map(line);
     this.coming = [];
     this.place.prepend(...lines.reverse());
-    while (this.place.children.length > SHOWN_MAX) this.place.lastElementChild.remove();
+    while (this.place.children.length > LINES_MAX) this.place.lastElementChild.remove();
     setText(byId('feed-count'), `${count(this.total)} so far`);
   }
 }
@@ -93,7 +93,7 @@ function keep(list, event, most) {
 function line(event) {
   const fields = Object.entries(event).filter(([name, value]) => !COMMON.has(name) && value !== null && value !== '');
   fields.sort(([a], [b]) => place(a) - place(b));
-  const inShort = fields.map(([name, value]) => `${name}=${told(value)}`).join('  ');
+  const inShort = fields.map(([name, value]) => `${name}=${said(value)}`).join('  ');
   const details = h(
     'details',
     {},
@@ -113,9 +113,9 @@ function line(event) {
 
 const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
 
-const told = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
+const said = (value) => (typeof value === 'object' ? JSON.stringify(value) : String(value));
 
 function all(fields) {
-  const pairs = fields.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, told(value))));
+  const pairs = fields.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, said(value))));
   return h('dl.fields-all', {}, ...pairs);
 }

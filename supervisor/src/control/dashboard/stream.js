@@ -1,6 +1,6 @@
 // The one connection that is open all the time. It comes back by itself, and tells what became of it.
 
-import { stream } from './api.js';
+import { openStream } from './api.js';
 
 /** Events of the past that are asked for. */
 const PAST_MAX = 500;
@@ -26,7 +26,7 @@ export class Stream {
   }
 
   open() {
-    this.source = stream(PAST_MAX);
+    this.source = openStream(PAST_MAX);
     this.listen('hello', (hello) => this.greet(hello));
     this.listen('bulkheads', (told) => {
       this.become('live');
