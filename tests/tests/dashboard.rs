@@ -541,12 +541,10 @@ fn pictures_for_the_documentation() {
     let crashing = Load::begin(&site, "plugin", 4, "abort", "", 30);
     let rarely = Load::begin(&site, "thumbnail", 1, "segv", "", 2500);
     std::thread::sleep(Duration::from_secs(12));
-    browser.resize(1280, 700);
-    browser.run("scrollTo(0, document.body.scrollHeight)");
-    browser.wait("scrollY > 0");
+    browser.resize(1280, 960);
+    std::thread::sleep(Duration::from_secs(2));
     save(&browser, "dashboard-crashes.png");
     browser.resize(360, 740);
-    browser.run("scrollTo(0, 0)");
     std::thread::sleep(Duration::from_secs(2));
     save(&browser, "dashboard-phone.png");
     for load in [thumbnail, ocr, sql, failing, geoip, mail, plugin, crashing, rarely] {
