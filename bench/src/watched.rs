@@ -22,7 +22,8 @@ pub(crate) const GROUP: &str = "watched";
 pub(crate) struct Plan {
     /// Pairs of rounds, one with nobody looking and one with all of them.
     pub(crate) pairs: usize,
-    /// Jobs in each round.
+    /// Jobs in each round, one at a time and [`LANES`] at a time.
+    pub(crate) one_by_one: usize,
     pub(crate) many: usize,
 }
 
@@ -35,7 +36,7 @@ const SCRAPE_EVERY: Duration = Duration::from_millis(100);
 /// How often something happens that is worth an event or two, whether anybody looks or not.
 const CRASH_EVERY: Duration = Duration::from_millis(100);
 
-/// Jobs in flight.
+/// Jobs in flight where every processor has work.
 const LANES: usize = 64;
 
 /// Looks on until it is killed, with as little work of its own as can be. Says on its standard output when it
@@ -75,6 +76,8 @@ fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
 
 /// What one round costs.
 struct Cost {
+    /// µs, with a processor to spare and with none.
+    p99_alone: f64,
     p99: f64,
     /// µs of processor time for each job: of the data plane's thread, and of all the supervisor's.
     data_plane: f64,
@@ -86,16 +89,19 @@ pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
     let chain = Rc::new(Chain::start_all(&processes::programs()?).await?);
     let is_over = Rc::new(Cell::new(false));
     let crashes = tokio::task::spawn_local(crash_on(chain.clone(), is_over.clone()));
-    load(&chain, plan.many / 4).await?;
+    load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
+    load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
+    let mut p99_alone = Vec::new();
     let (mut p99, mut data_plane, mut supervisor) = (Vec::new(), Vec::new(), Vec::new());
     for pair in 0..plan.pairs {
         let mut found = [None, None];
         for which in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
             let watcher = if which == 1 { Some(watcher(&chain.admin())?) } else { None };
-            found[which] = Some(round(&chain, plan.many).await?);
+            found[which] = Some(round(&chain, plan).await?);
             drop(watcher);
         }
         let [Some(alone), Some(watched)] = found else { return Err("a round is missing".into()) };
+        p99_alone.push((alone.p99_alone, watched.p99_alone));
         p99.push((alone.p99, watched.p99));
         data_plane.push((alone.data_plane, watched.data_plane));
         supervisor.push((alone.supervisor, watched.supervisor));
@@ -103,6 +109,7 @@ pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
     is_over.set(true);
     crashes.await?;
     Ok(vec![
+        compared("watched: 64 B, 1 in flight: p99", "µs", &p99_alone),
         compared("watched: 64 B, 64 in flight: p99", "µs", &p99),
         compared("watched: CPU of the data plane", "µs/job", &data_plane),
         compared("watched: CPU of the whole supervisor", "µs/job", &supervisor),
@@ -117,21 +124,23 @@ fn watcher(admin: &Path) -> Result<Process> {
     Ok(watcher)
 }
 
-async fn round(chain: &Rc<Chain>, total: usize) -> Result<Cost> {
+async fn round(chain: &Rc<Chain>, plan: &Plan) -> Result<Cost> {
+    let one_by_one = load(chain, real::ONE, 1, plan.one_by_one).await?;
     let pid = chain.supervisor.pid();
     let (thread, all) = (processes::first_thread_cpu(pid)?, processes::cpu(pid)?);
-    let round = load(chain, total).await?;
+    let round = load(chain, &real::wide(LANES), LANES, plan.many).await?;
     let each = |used: Duration| used.as_secs_f64() * 1e6 / round.requests() as f64;
     Ok(Cost {
+        p99_alone: one_by_one.quantile(0.99),
         p99: round.quantile(0.99),
         data_plane: each(processes::first_thread_cpu(pid)?.saturating_sub(thread)),
         supervisor: each(processes::cpu(pid)?.saturating_sub(all)),
     })
 }
 
-async fn load(chain: &Rc<Chain>, total: usize) -> Result<Round> {
-    let (chain, bulkhead): (_, Rc<str>) = (chain.clone(), real::wide(LANES).into());
-    load::run(LANES, total, move || {
+async fn load(chain: &Rc<Chain>, bulkhead: &str, lanes: usize, total: usize) -> Result<Round> {
+    let (chain, bulkhead): (_, Rc<str>) = (chain.clone(), bulkhead.into());
+    load::run(lanes, total, move || {
         let (chain, bulkhead) = (chain.clone(), bulkhead.clone());
         async move { chain.call(&bulkhead, &[b'x'; 64]).await.map(drop) }
     })

@@ -174,7 +174,7 @@ fn memory_by_slot(bulkhead: &BulkheadNumbers) -> Vec<u64> {
     let slots = current().map(|worker| worker.slot + 1).chain([bulkhead.slots]).max().unwrap_or_default();
     let mut memory = vec![0; slots as usize];
     for worker in current() {
-        if let Some((rss_bytes, _)) = worker.pid.and_then(process::usage) {
+        if let Some(rss_bytes) = worker.pid.and_then(process::resident_bytes) {
             memory[worker.slot as usize] = rss_bytes;
         }
     }

@@ -1,6 +1,7 @@
 //! What the supervisor's own process takes, as `/proc` says.
 
 use std::fs;
+use std::sync::OnceLock;
 
 use super::families::{self, Family};
 use super::text::Page;
@@ -52,8 +53,11 @@ fn read_stat() -> Option<Own> {
     })
 }
 
-/// Seconds since 1970.
+/// Seconds since 1970. To learn them the kernel counts all interrupts of all processors, so they are asked for once.
 fn booted_at() -> Option<u64> {
-    let stat = fs::read_to_string("/proc/stat").ok()?;
-    stat.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok())
+    static BOOTED_AT: OnceLock<Option<u64>> = OnceLock::new();
+    *BOOTED_AT.get_or_init(|| {
+        let stat = fs::read_to_string("/proc/stat").ok()?;
+        stat.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok())
+    })
 }

@@ -55,6 +55,9 @@ impl Format {
     }
 }
 
+/// Room for a page of a few bulkheads; one that is larger grows.
+const PAGE_BYTES: usize = 256 * 1024;
+
 /// A page that is being written.
 pub(super) struct Page {
     format: Format,
@@ -68,7 +71,7 @@ impl Page {
     pub(super) fn new(format: Format) -> Self {
         Self {
             format,
-            text: String::new(),
+            text: String::with_capacity(PAGE_BYTES),
             family: None,
             #[cfg(test)]
             families: Vec::new(),
@@ -102,11 +105,15 @@ impl Page {
     pub(super) fn line(&mut self, suffix: &str, values: &[&str], bound: Option<&str>, number: impl Display) {
         let Some(Family { name, labels, .. }) = self.family else { return };
         debug_assert_eq!(labels.len(), values.len(), "{name}");
-        self.write(format_args!("{name}{suffix}"));
+        // There are thousands of these lines: they are put together without a look at a format.
+        self.text.push_str(name);
+        self.text.push_str(suffix);
         let own = labels.iter().copied().zip(values.iter().copied());
         let mut before = '{';
         for (label, value) in own.chain(bound.map(|bound| ("le", bound))) {
-            self.write(format_args!("{before}{label}=\""));
+            self.text.push(before);
+            self.text.push_str(label);
+            self.text.push_str("=\"");
             self.escaped(value);
             self.text.push('"');
             before = ',';
@@ -119,6 +126,10 @@ impl Page {
 
     /// Clients choose the names of tenants: anything but NUL can be in them.
     fn escaped(&mut self, value: &str) {
+        if !value.contains(['\\', '"', '\n']) {
+            self.text.push_str(value);
+            return;
+        }
         for character in value.chars() {
             match character {
                 '\\' => self.text.push_str("\\\\"),
