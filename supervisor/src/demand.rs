@@ -1,6 +1,6 @@
 //! What a bulkhead was asked for: how many jobs were in flight and waiting for how long, and how long they ran
 //! and waited, over the last one to two hours. Kept on the data plane at a few nanoseconds for each turn and
-//! each job; what to make of it is for [`crate::advice`], on another thread.
+//! each job; what to make of it is for `advice`, on another thread.
 
 use std::time::Duration;
 

@@ -260,8 +260,7 @@ fn made_up_requests_are_answered_as_the_document_says() {
     let (supervisor, place) = start();
     let Place::Tcp(address) = &place else { panic!() };
     // Its requests are about what there is, or most of them would end as 404.
-    let names =
-        format!("[parameters]\nname = \"b\"\nfile = \"main.js\"\nid = \"{}\"\n", crash(&supervisor, &place));
+    let names = format!("[parameters]\nname = \"b\"\nid = \"{}\"\n", crash(&supervisor, &place));
     std::fs::write(supervisor.file("schemathesis.toml"), names).unwrap();
     let output = Command::new("timeout")
         .arg("240")
