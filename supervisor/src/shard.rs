@@ -15,6 +15,7 @@ mod notes;
 mod refusals;
 mod reload;
 mod replay;
+mod reports;
 mod sessions;
 mod spans;
 mod starvation;

@@ -23,12 +23,10 @@ use mio::Interest;
 use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
-use serde_json::json;
 
 use super::{Endpoint, Incoming, Shard};
-use crate::command::{Notice, Severity};
 use crate::confinement::Whom;
-use crate::keeper::{self, Exit, Observed, Report, Usage};
+use crate::keeper::Observed;
 use crate::program::Program;
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
@@ -37,23 +35,8 @@ const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 /// Reads in a row before others have their turn.
 const READS_PER_TURN: usize = 8;
 
-/// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
-const KEEPER_ANSWERS_WITHIN: Duration = Duration::from_secs(10);
-
-/// A keeper that lived so long is not one that dies at once.
-const KEEPER_PROVEN_AFTER: Duration = Duration::from_secs(10);
-
-/// The pause before the fourth keeper in a row; it doubles up to sixteen times itself.
-const KEEPER_PAUSE: Duration = Duration::from_millis(100);
-
 /// Bytes of a worker's own words about itself that are kept.
 const STATUS_BYTES_MAX: usize = 256;
-
-/// Violations of a worker's programs that are remembered until that one says how they ended.
-const VIOLATIONS_MAX: usize = 64;
-
-/// Reports that are read ahead to find one: as many as the keeper has waiting at most.
-const REPORTS_AHEAD_MAX: usize = 1024;
 
 /// Why a worker that is to have an id of its own is not started.
 const NO_ID_LEFT: &str =
@@ -67,33 +50,33 @@ pub(super) struct Link {
     pub(super) worker: WorkerId,
     slot: u32,
     /// The keeper's name for the worker.
-    spawn: u64,
+    pub(super) spawn: u64,
     /// What it was started with.
     pub(super) program: Arc<Program>,
-    socket: UnixStream,
-    pidfd: Option<OwnedFd>,
+    pub(super) socket: UnixStream,
+    pub(super) pidfd: Option<OwnedFd>,
     pub(super) pid: Option<u32>,
     /// Since it is silent.
     pub(super) watch: Option<super::starvation::Watch>,
     /// How far it is confined, once its process runs.
     pub(super) observed: Option<Observed>,
     /// Its user id, if that is its own.
-    id: Option<u32>,
+    pub(super) id: Option<u32>,
     /// Forbidden system calls of programs that it has started: by which process, and which call.
-    violations: VecDeque<(u32, u32)>,
+    pub(super) violations: VecDeque<(u32, u32)>,
     /// The reading ends of its output, until its process runs.
-    output: Option<(OwnedFd, OwnedFd)>,
+    pub(super) output: Option<(OwnedFd, OwnedFd)>,
     stage: Stage,
     inbox: Inbox,
-    outbox: Outbox,
-    counted_waiting: usize,
+    pub(super) outbox: Outbox,
+    pub(super) counted_waiting: usize,
     pub(super) status: Option<String>,
     pub(super) is_dirty: bool,
-    closed_at: Option<bulkhead_policy::Time>,
+    pub(super) closed_at: Option<bulkhead_policy::Time>,
     /// Whether it closed its end with something unread.
-    left_unread: bool,
+    pub(super) left_unread: bool,
     /// Whether the last frame for it was a job: what it left unread then is that job, or the end of it.
-    ends_with_job: bool,
+    pub(super) ends_with_job: bool,
     /// Replies for jobs it does not have.
     strays: u32,
     /// Nothing more comes than what waits in the socket.
@@ -228,228 +211,6 @@ impl Shard {
         self.links[index].as_ref().is_some_and(|link| link.worker == worker).then_some(index)
     }
 
-    // The keeper.
-
-    pub(super) fn keeper_ready(&mut self) -> io::Result<()> {
-        if self.keeper.flush().is_err() {
-            return self.keeper_gone();
-        }
-        loop {
-            match self.keeper.receive() {
-                Ok(Some(report)) => self.keeper_report(report),
-                Ok(None) => break,
-                Err(_) => return self.keeper_gone(),
-            }
-        }
-        Ok(())
-    }
-
-    /// What could not be heard when it came.
-    pub(super) fn hear_late_reports(&mut self) {
-        while let Some(report) = self.late_reports.pop_front() {
-            self.keeper_report(report);
-        }
-    }
-
-    fn keeper_report(&mut self, report: Report) {
-        self.keeper_asked_at = None;
-        match report {
-            Report::Started { .. } => {}
-            Report::Spawned { worker, pid, pidfd, observed } => {
-                self.process_runs(worker, pid, pidfd, observed);
-            }
-            Report::Violation { worker, process, call } => self.violation(worker, process, call),
-            Report::SpawnFailed { worker, step, error } => {
-                let Some(link) = self.take_link(worker) else { return };
-                let message = format!(
-                    "failed to start {}: {step}: {error}{}",
-                    link.program.describe(),
-                    advice(&step, &error)
-                );
-                let event = Event::SpawnFailed { worker: link.worker, message };
-                self.apply(link.compartment, event, Incoming::None);
-            }
-            Report::Exited { worker, exit, usage } => {
-                let death = self.death(worker, exit);
-                self.process_gone(worker, Some((death, usage)));
-            }
-            Report::Pong => {}
-            Report::Remains { count } => {
-                self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
-            }
-        }
-    }
-
-    fn death(&self, spawn: u64, exit: Exit) -> Death {
-        match exit {
-            Exit::Code(code) => Death::Exit(code),
-            Exit::Oom => Death::Oom,
-            Exit::Violation { call } => Death::Violation(keeper::call_name(call)),
-            Exit::Signal { number: libc::SIGSYS, .. } if self.is_filtered(spawn) => Death::Violation(""),
-            Exit::Signal { number, .. } => Death::Signal(number),
-        }
-    }
-
-    /// Whether the system calls of a worker are filtered.
-    fn is_filtered(&self, spawn: u64) -> bool {
-        let link = self.links_by_spawn.get(&spawn).and_then(|&index| self.links[index].as_ref());
-        link.is_some_and(|link| link.program.sandbox().filters())
-    }
-
-    /// A process of a worker's made a forbidden system call, and is being killed.
-    fn violation(&mut self, spawn: u64, process: u32, call: u32) {
-        let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
-        let Some(link) = self.links[index].as_mut() else { return };
-        if link.violations.len() >= VIOLATIONS_MAX {
-            link.violations.pop_front();
-        }
-        link.violations.push_back((process, call));
-        let (compartment, pid) = (link.compartment, link.pid);
-        let name = keeper::call_name(call);
-        let fields = vec![("pid", json!(pid)), ("process", json!(process)), ("system_call", json!(name))];
-        self.event(Severity::Critical, "sandbox_violation", Some(compartment), fields);
-    }
-
-    /// How a program of a worker's ended, by a signal as that one says: the keeper may know more.
-    fn program_death(&mut self, index: usize, signal: i32, process: Option<u32>) -> Death {
-        if signal == libc::SIGKILL && process.is_some() {
-            // What it said of a violation it said before it killed. The rest has to wait: it may be the end
-            // of this very worker, whose answer is being read.
-            for _ in 0..REPORTS_AHEAD_MAX {
-                let Ok(Some(report)) = self.keeper.receive() else { break };
-                match report {
-                    Report::Violation { worker, process, call } => self.violation(worker, process, call),
-                    other => self.late_reports.push_back(other),
-                }
-            }
-        }
-        let Some(link) = self.links[index].as_mut() else { return Death::Signal(signal) };
-        let at = link.violations.iter().position(|(violator, _)| Some(*violator) == process);
-        let call = at.and_then(|at| link.violations.remove(at)).map(|(_, call)| keeper::call_name(call));
-        let is_filtered = self.is_filtered_at(index);
-        match call {
-            Some(call) => Death::Violation(call),
-            None if signal == libc::SIGSYS && is_filtered => Death::Violation(""),
-            None => Death::Signal(signal),
-        }
-    }
-
-    fn is_filtered_at(&self, index: usize) -> bool {
-        self.links[index].as_ref().is_some_and(|link| self.is_filtered(link.spawn))
-    }
-
-    fn process_runs(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd, observed: Observed) {
-        let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
-        let Some(link) = self.links[index].as_mut() else { return };
-        link.observed = Some(observed);
-        link.pidfd = Some(pidfd);
-        link.pid = Some(pid);
-        let (compartment, worker) = (link.compartment, link.worker);
-        if let Some((stdout, stderr)) = link.output.take() {
-            let bulkhead = self.owner(compartment).name.clone();
-            self.notify(Notice::Output { bulkhead, pid, stdout, stderr });
-        }
-        self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
-        // Its hello may have come before the news of its birth.
-        self.link_readable(index);
-    }
-
-    /// A worker's process is gone; without a death of its own it was ended with its keeper.
-    fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
-        let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
-        // What it said before it died still counts.
-        let mut rounds = 0;
-        while self.links[index].as_ref().is_some_and(|link| link.closed_at.is_none()) && rounds < 4096 {
-            rounds += 1;
-            self.read_link_once(index);
-        }
-        let Some(link) = self.take_link(spawn) else { return };
-        let (compartment, worker) = (link.compartment, link.worker);
-        // What never left our own buffer was not read either.
-        let left_unread = link.ends_with_job && (link.left_unread || !link.outbox.is_empty());
-        let event = match death {
-            Some((death, usage)) => {
-                self.report_death(&link, death, usage, left_unread);
-                Event::Exited { worker, death, left_unread }
-            }
-            None => Event::Lost { worker, left_unread },
-        };
-        self.apply(compartment, event, Incoming::None);
-        self.last_report = None;
-    }
-
-    fn take_link(&mut self, spawn: u64) -> Option<Link> {
-        let index = self.links_by_spawn.remove(&spawn)?;
-        let link = self.links[index].take()?;
-        link.id.into_iter().for_each(|id| self.ids.give_back(id));
-        self.freed_links.push(index);
-        self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
-        self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
-        let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
-        self.buffered -= link.counted_waiting;
-        let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
-        if *place == Some(index) {
-            *place = None;
-        }
-        Some(link)
-    }
-
-    /// The keeper is gone: nobody watches the workers. They are all ended, and all is begun anew.
-    fn keeper_gone(&mut self) -> io::Result<()> {
-        self.note_trouble("the keeper process died", "all workers are ended and started again");
-        for link in self.links.iter().flatten() {
-            if let Some(pidfd) = &link.pidfd {
-                let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
-            }
-        }
-        let old = self.keeper.as_raw_fd();
-        let _ = self.poll.registry().deregister(&mut SourceFd(&old));
-        self.pause_before_keeper();
-        self.keeper.replace(std::path::Path::new("/proc/self/exe"))?;
-        self.keeper_asked_at = None;
-        let interest = Interest::READABLE | Interest::WRITABLE;
-        let fd = self.keeper.as_raw_fd();
-        self.poll.registry().register(&mut SourceFd(&fd), super::KEEPER, interest)?;
-        self.read_clock();
-        self.keeper_since = self.now;
-        let spawns: Vec<u64> = self.links_by_spawn.keys().copied().collect();
-        for spawn in spawns {
-            self.process_gone(spawn, None);
-        }
-        Ok(())
-    }
-
-    /// Wants to hear from the keeper, after an order that matters.
-    fn ask_keeper(&mut self) {
-        if self.keeper_asked_at.is_none() && self.keeper.ping().is_ok() {
-            self.keeper_asked_at = Some(self.now);
-            self.want_housekeeping();
-        }
-    }
-
-    /// A keeper that is stopped, or stuck, would leave workers unkilled and deaths unnoticed for ever.
-    pub(super) fn look_after_keeper(&mut self) {
-        let Some(asked_at) = self.keeper_asked_at else { return };
-        if self.now.since(asked_at) < KEEPER_ANSWERS_WITHIN {
-            return self.want_housekeeping();
-        }
-        self.note_trouble("the keeper process does not answer", "it is killed, and replaced");
-        self.keeper_asked_at = None;
-        // Its end of the socket closes, and the rest is as if it had died by itself.
-        let _ = self.keeper.kill_keeper();
-    }
-
-    /// A keeper that dies again and again is not started again and again at once. Without one there is
-    /// nothing that could be done meanwhile.
-    fn pause_before_keeper(&mut self) {
-        let is_again = self.now.since(self.keeper_since) < KEEPER_PROVEN_AFTER;
-        self.keeper_deaths = if is_again { self.keeper_deaths + 1 } else { 0 };
-        if self.keeper_deaths > 2 {
-            let doublings = (self.keeper_deaths - 3).min(4);
-            std::thread::sleep(KEEPER_PAUSE * (1 << doublings));
-        }
-    }
-
     pub(super) fn kill(&mut self, compartment: usize, worker: WorkerId) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         if let Some(link) = self.links[index].as_ref() {
@@ -542,7 +303,7 @@ impl Shard {
     }
 
     /// Reads once; returns whether there may be more.
-    fn read_link_once(&mut self, index: usize) -> bool {
+    pub(super) fn read_link_once(&mut self, index: usize) -> bool {
         let Some(link) = self.links[index].as_mut() else { return false };
         if link.closed_at.is_some() {
             return false;
@@ -865,21 +626,6 @@ fn too_large(size: u64, most: u64) -> HandlerFailure {
         retryable: false,
         fault: Fault::Dependency,
     }
-}
-
-/// What to do about a start that failed, where that can be known.
-fn advice(step: &str, error: &io::Error) -> &'static str {
-    let is_step = |name: &str| step == name;
-    if error.kind() != io::ErrorKind::PermissionDenied {
-        return "";
-    }
-    if is_step("exec") || is_step("working directory") || step.starts_with("mount namespace: show") {
-        return " (see whether the worker's user can reach it, and every folder above it)";
-    }
-    if step.starts_with("rlimit") {
-        return " (a limit above the supervisor's own takes CAP_SYS_RESOURCE)";
-    }
-    ""
 }
 
 /// How a program ended, for people.
