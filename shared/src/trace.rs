@@ -26,8 +26,13 @@ const FLAGS_KNOWN: u8 = 0b11;
 pub struct Traceparent([u8; BYTES]);
 
 impl Traceparent {
-    /// Reads one: four parts in small hexadecimal digits, of which neither trace nor span is zero.
+    /// Reads one: four parts in small hexadecimal digits, of which neither trace nor span is zero. Of a later
+    /// version, which may have more behind a fifth dash, what is known.
     pub fn parse(text: &str) -> Option<Self> {
+        let text = match text.split_at_checked(BYTES) {
+            Some((known, more)) if more.starts_with('-') && !known.starts_with("00") => known,
+            _ => text,
+        };
         let read = Self(text.as_bytes().try_into().ok()?);
         let is_well_formed = text.bytes().enumerate().all(|(at, byte)| match DASHES.contains(&at) {
             true => byte == b'-',
@@ -112,6 +117,17 @@ mod tests {
             "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
         ] {
             assert!(Traceparent::parse(bad).is_none(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn of_a_later_version_the_known_part_is_read() {
+        let later = GOOD.replace("00-", "01-");
+        for text in [later.clone(), format!("{later}-"), format!("{later}-what-comes-then")] {
+            assert_eq!(Traceparent::parse(&text).unwrap().as_str(), later, "{text}");
+        }
+        for bad in [format!("{later}x"), format!("{GOOD}-x"), format!("{}-x", GOOD.replace("00-", "ff-"))] {
+            assert!(Traceparent::parse(&bad).is_none(), "{bad}");
         }
     }
 

@@ -131,9 +131,11 @@ impl<'h> Asked<'h> {
                 .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
             asked.take(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
         }
-        // By its specification one that makes no sense is as good as none.
-        let traceparent = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok());
-        asked.traceparent = traceparent.and_then(Traceparent::parse);
+        // By its specification one that makes no sense is as good as none; so are two.
+        let mut given = headers.get_all(TRACEPARENT).iter();
+        if let (Some(value), None) = (given.next(), given.next()) {
+            asked.traceparent = value.to_str().ok().and_then(Traceparent::parse);
+        }
         Ok(asked)
     }
 
@@ -606,6 +608,7 @@ mod tests {
             ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         ];
         assert!(read(&all).unwrap().starts_with("decode acme Some(250ms) best-effort 7 true Some(00-0af"));
+        assert!(read(&[all[6], all[6]]).unwrap().ends_with(" None"), "two traces are none");
         let wrong = [
             ("bulkhead-deadline-ms", "0"),
             ("bulkhead-deadline-ms", "-1"),
