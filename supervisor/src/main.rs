@@ -1,6 +1,6 @@
 //! The `bulkhead-supervisor` program: arguments in, exit code out.
 
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -12,22 +12,31 @@ use clap::Parser;
 /// Invalid arguments or configuration.
 const USAGE: u8 = 2;
 
+/// What was asked for could not be written: `EX_IOERR` of sysexits.h, as with the `bulkhead` command.
+const UNWRITTEN: u8 = 74;
+
 fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == keeper::KEEPER_ARGUMENT) {
         keeper::run_as_keeper();
     }
     let args = Args::parse();
     match (&args.command, &args.config) {
-        (Some(Command::Doctor { json }), _) => {
-            let _ = doctor::run(*json, &mut std::io::stdout()); // A closed standard output leaves nobody to tell.
-            ExitCode::SUCCESS
-        }
+        (Some(Command::Doctor { json }), _) => printed(doctor::run(*json, &mut io::stdout())),
         (None, Some(config)) => run(&args, config),
-        (None, None) if args.schema => {
-            let _ = writeln!(std::io::stdout(), "{:#}", config::json_schema()); // As above.
-            ExitCode::SUCCESS
-        }
+        (None, None) if args.schema => printed(writeln!(io::stdout(), "{:#}", config::json_schema())),
         (None, None) => ExitCode::from(USAGE), // Refused with a message when the arguments were read.
+    }
+}
+
+/// What was asked for is on standard output, or was as far as its reader wanted it.
+fn printed(written: io::Result<()>) -> ExitCode {
+    match written.and_then(|()| io::stdout().flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            // A closed standard error leaves nobody to tell.
+            let _ = writeln!(io::stderr(), "error: failed to write to standard output: {error}");
+            ExitCode::from(UNWRITTEN)
+        }
+        _ => ExitCode::SUCCESS,
     }
 }
 
@@ -36,26 +45,25 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(config) => config,
         Err(errors) => {
             // A closed standard error leaves nobody to tell.
-            let _ = writeln!(std::io::stderr(), "{}", errors.render(std::io::stderr().is_terminal()));
+            let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }
     };
     if args.check {
-        let _ = write!(std::io::stdout(), "{}", config.summary());
-        return ExitCode::SUCCESS;
+        return printed(write!(io::stdout(), "{}", config.summary()));
     }
     let format = match args.log_format {
         LogFormat::Text => logging::LogFormat::Text,
         LogFormat::Json => logging::LogFormat::Json,
     };
     if let Err(error) = logging::init(format, &args.log_level) {
-        let _ = writeln!(std::io::stderr(), "error: {error}");
+        let _ = writeln!(io::stderr(), "error: {error}");
         return ExitCode::from(USAGE);
     }
     match supervisor::run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "error: {error}");
+            let _ = writeln!(io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }
     }

@@ -751,6 +751,20 @@ fn the_schema_for_editors_is_printed() {
 }
 
 #[test]
+fn what_cannot_be_written_is_no_success() {
+    let folder = configured("[bulkhead.one]\nexec = [\"cat\"]\n");
+    for arguments in [&["--config", "workers.toml", "--check"][..], &["--schema"], &["doctor"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        command.args(arguments).current_dir(folder.path()).stdin(Stdio::null()).stdout(full);
+        let output = command.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
+        assert!(said.contains("standard output"), "{arguments:?}: {said}");
+    }
+}
+
+#[test]
 fn a_bad_file_is_refused_with_all_its_errors() {
     let config = "[supervisor]\nmax_client = 5\ndrain_timeout = 30\n\n\
                   [bulkhead.one]\nexec = [\"no-such-program\"]\nprocesses = 0\nfallback = [\"nobody\"]\n\n\
