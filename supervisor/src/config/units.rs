@@ -14,6 +14,8 @@ pub(super) enum UnitError {
     Ambiguous(&'static str),
     /// More than can be counted.
     TooLarge,
+    /// A fraction that leaves a part of a nanosecond.
+    TooFine,
     /// Anything else.
     Malformed,
 }
@@ -28,9 +30,42 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, UnitError> {
         return Err(UnitError::Ambiguous("m"));
     }
     humantime::parse_duration(text).map_err(|error| match error {
-        humantime::DurationError::NumberOverflow => UnitError::TooLarge,
+        humantime::DurationError::NumberOverflow => overflow(text),
         _ => UnitError::Malformed,
     })
+}
+
+/// What is wrong with a text of which `humantime` could not count a number. It says the same of a number that is
+/// too large and of a fraction that is too fine, and says it before it has looked at the rest.
+fn overflow(text: &str) -> UnitError {
+    match without_fractions(text) {
+        None => UnitError::Malformed,
+        Some(whole) if humantime::parse_duration(&whole).is_ok() => UnitError::TooFine,
+        Some(_) => UnitError::TooLarge,
+    }
+}
+
+/// A duration with its numbers cut to whole ones, or none if it is not of [the shape](duration_pattern) of one.
+fn without_fractions(text: &str) -> Option<String> {
+    let of_number = |c: char| c.is_ascii_digit() || c.is_whitespace();
+    let digits = |text: &str| text.trim_start().starts_with(|c: char| c.is_ascii_digit());
+    let mut whole = String::new();
+    let mut rest = text.trim();
+    while !rest.is_empty() {
+        let (number, after) = rest.split_at(rest.find(|c| !of_number(c)).unwrap_or(rest.len()));
+        let (fraction, after) = match after.strip_prefix('.') {
+            Some(after) => after.split_at(after.find(|c| !of_number(c)).unwrap_or(after.len())),
+            None => ("0", after),
+        };
+        let (unit, after) = after.split_at(after.find(|c: char| !c.is_alphabetic()).unwrap_or(after.len()));
+        if !digits(number) || !digits(fraction) || !DURATION_UNITS.split('|').any(|known| known == unit) {
+            return None;
+        }
+        whole += number;
+        whole += unit;
+        rest = after.trim_start();
+    }
+    Some(whole)
 }
 
 /// The units of durations as `humantime` has them, but for `M`, which is refused.

@@ -120,6 +120,7 @@ fn duration_text(key: &Named, text: &str) -> Read<Duration> {
             UnitError::TooLarge => {
                 format!("the longest duration is \"{}\"", units::format_duration(defaults::DURATION_MAX))
             }
+            UnitError::TooFine => "a fraction must come to whole nanoseconds, as in \"1.5ms\"".to_owned(),
             UnitError::Malformed => {
                 "write numbers with units, as in \"500ms\", \"2s\" or \"1m 30s\"".to_owned()
             }
@@ -165,7 +166,7 @@ fn size_value(key: &Named, value: &DeValue<'_>) -> Read<i128> {
                     )
                 }
                 UnitError::TooLarge => "that is more than can be counted in 64 bits".to_owned(),
-                UnitError::NoUnit | UnitError::Malformed => {
+                UnitError::NoUnit | UnitError::TooFine | UnitError::Malformed => {
                     "write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, kB, MB, GB or TB, as in \"64MiB\""
                         .to_owned()
                 }

@@ -19,9 +19,16 @@ mod values;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
+use proptest::test_runner::Config as PropertyConfig;
 use tempfile::TempDir;
 
 use super::*;
+
+/// A property holds in so many cases, or in `PROPTEST_CASES` if those are more.
+fn cases(least: u32) -> PropertyConfig {
+    let asked = PropertyConfig::default();
+    PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
+}
 
 /// A folder with what example files name, and surroundings that do not depend on who runs the test.
 struct Folder {
