@@ -44,7 +44,7 @@ impl Plan {
             crowd: 10_000,
             decisions: 100_000,
             confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
-            watched: watched::Plan { pairs: 20, one_by_one: 8_000, many: 131_072 },
+            watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
         }
     }
 

@@ -45,7 +45,8 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     let mut streams = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     for _ in 0..STREAMS {
-        let mut stream = request(admin, "/v1/events", "keep-alive")?;
+        // What comes from now on: to be told of the past is a matter of joining, not of watching.
+        let mut stream = request(admin, "/v1/events?limit=0", "keep-alive")?;
         // The head at least: it is being served.
         if stream.read(&mut buffer)? == 0 {
             return Err("a stream of events has ended".into());
@@ -54,9 +55,10 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
         streams.push(stream);
     }
     println!("watching");
+    let mut page = Vec::new();
     loop {
         let began = Instant::now();
-        let mut page = Vec::new();
+        page.clear();
         request(admin, "/metrics", "close")?.read_to_end(&mut page)?;
         if !page.ends_with(b"# EOF\n") {
             return Err("a scrape has no end".into());

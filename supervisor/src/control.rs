@@ -3,19 +3,23 @@
 
 mod advice;
 mod browser;
+mod connections;
 mod crashes;
 mod dashboard;
 mod http;
 mod jobs;
+mod local;
 mod metrics;
+mod onlookers;
 mod openapi;
 mod reload;
 mod routes;
+mod streams;
 mod tcp;
 mod watch;
 
-pub(crate) use http::CONNECTIONS_MAX;
 pub(crate) use jobs::JOBS_MAX;
+pub(crate) use local::CONNECTIONS_MAX;
 pub(crate) use tcp::Token;
 
 use std::io;
@@ -31,6 +35,7 @@ use sd_notify::NotifyState;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
@@ -39,10 +44,11 @@ use crate::crash::{CrashReport, Victim};
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
-use crate::observe::process;
+use crate::observe::process::{self, Residents};
 use crate::shard::Pulse;
 use crate::snapshot::Snapshot;
 
+use connections::{Arrivals, Ways};
 pub use reload::InForce;
 use reload::Reloads;
 
@@ -95,6 +101,8 @@ pub(crate) struct Control {
     crashes: Crashes,
     /// What workers have used lately.
     works: Mutex<advice::Works>,
+    /// What workers have of the memory.
+    residents: Residents,
     /// The places for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
@@ -137,50 +145,94 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         output: Arc::default(),
         crashes,
         works: Mutex::default(),
+        residents: Residents::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(in_force),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
-        streams: Arc::new(Semaphore::new(http::STREAMS_MAX)),
+        streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
         watch: watch::Watch::default(),
         jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
         pulse: pulse.clone(),
         config: RwLock::new(config),
         end: tokio::sync::watch::channel(false).0,
     });
-    let (listener, tcp, signals) = {
+    let (local, tcp, signals) = {
         let _within = runtime.enter();
         let listener = tokio::net::UnixListener::from_std(admin)?;
-        let tcp = http.map(|(socket, token)| tcp::Door::new(socket, token)).transpose()?;
-        (listener, tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
+        let tcp = http.map(|(socket, token)| tcp::open(socket, token)).transpose()?;
+        ((listener, own), tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
     };
+    let (serving, doors) = serving(local, tcp);
+    let onlookers = onlookers::start(control.clone(), doors)?;
     let run = move || {
         runtime.block_on(async {
             tokio::spawn(obey_signals(control.clone(), signals));
-            let server = tokio::spawn(http::serve(control.clone(), listener, own));
-            let tcp_server = tcp.map(|door| tokio::spawn(tcp::serve(control.clone(), door)));
+            let served = tokio::spawn(serve(control.clone(), serving));
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
             tokio::spawn(advice::watch(control.clone()));
             tokio::spawn(tell_suppressed(control.clone()));
-            tokio::spawn(watch::look(control.clone()));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
+            control.events.tell();
             control.end.send_replace(true);
-            let closed = async {
-                let _ = server.await;
-                if let Some(server) = tcp_server {
-                    let _ = server.await;
-                }
-            };
-            let _ = tokio::time::timeout(CLOSE_WITHIN, closed).await;
+            let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
         });
+        // It ends by itself. A panic there was reported by its own message.
+        let _ = onlookers.join();
         // With all who could ask for a report; so its thread ends.
         drop(runtime);
+        drop(control);
         crash_thread.settle();
         crate::observe::logging::settle();
     };
     Ok(ControlThread(std::thread::Builder::new().name("control".into()).spawn(run)?))
+}
+
+type Local = (tokio::net::UnixListener, u32);
+type Tcp = (tokio::net::TcpListener, tcp::Gate);
+
+/// What the control plane's own thread serves.
+struct Serving {
+    local: (Local, Ways<UnixStream>, Arrivals<UnixStream>),
+    tcp: Option<(Tcp, Ways<TcpStream>, Arrivals<TcpStream>)>,
+}
+
+/// Two ways from each door.
+fn serving(local: Local, tcp: Option<Tcp>) -> (Serving, onlookers::Doors) {
+    let (ways, own, local_onlookers) = connections::ways();
+    let local = (local, ways, own);
+    let (tcp, tcp_onlookers) = tcp
+        .map(|tcp| {
+            let (ways, own, onlookers) = connections::ways();
+            let gate = tcp.1.clone();
+            ((tcp, ways, own), (onlookers, gate))
+        })
+        .unzip();
+    (Serving { local, tcp }, onlookers::Doors { local: local_onlookers, tcp: tcp_onlookers })
+}
+
+/// Lets in and serves until the control plane ends.
+async fn serve(control: Arc<Control>, serving: Serving) {
+    let Serving { local: ((listener, own), ways, arrivals), tcp } = serving;
+    let router = http::router(control.clone());
+    let local = async {
+        tokio::join!(
+            local::let_in(&control, listener, own, ways),
+            connections::serve(&control, arrivals, router)
+        )
+    };
+    let over_tcp = async {
+        if let Some(((listener, gate), ways, arrivals)) = tcp {
+            let router = tcp::router(control.clone(), gate);
+            tokio::join!(
+                tcp::let_in(&control, listener, ways),
+                connections::serve(&control, arrivals, router)
+            );
+        }
+    };
+    tokio::join!(local, over_tcp);
 }
 
 async fn obey_signals(control: Arc<Control>, mut signals: Signals) {

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use bulkhead_shared::RejectReason;
 use rustix::io::Errno;
 
-use crate::keeper::{Descent, Peer};
+use crate::keeper::{Descent, Outsiders, Peer};
 
 /// One of the supervisor's sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,7 +68,20 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
 
 /// A worker has no business at our sockets, whoever's user it runs as, and nor has what it started.
 pub fn check_descent(socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
-    match peer.descent(socket) {
+    judge(peer, peer.descent(socket))
+}
+
+/// The same, with those who were found before to have come from elsewhere.
+pub(crate) fn check_descent_beside(
+    socket: &impl AsFd,
+    peer: Peer,
+    outsiders: &Outsiders,
+) -> Result<(), Refusal> {
+    judge(peer, peer.descent_beside(socket, outsiders))
+}
+
+fn judge(peer: Peer, descent: std::io::Result<Descent>) -> Result<(), Refusal> {
+    match descent {
         Ok(Descent::Outside) => Ok(()),
         Ok(Descent::Ours(line)) => {
             let message = "workers, and what they start, may not connect to the supervisor that runs them; \

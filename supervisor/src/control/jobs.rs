@@ -28,7 +28,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
-use super::http::{Entry, PROBLEM, Shared, problem};
+use super::connections::Entry;
+use super::http::{PROBLEM, Shared, problem};
 use crate::command::Command;
 use crate::shard::{Pulse, signal_name};
 

@@ -16,7 +16,7 @@ pub(super) async fn show(State(control): State<Shared>, headers: HeaderMap) -> R
     let accepted: Vec<&str> =
         headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
     let format = Format::asked(&accepted.join(","));
-    let page = metrics::render(&scrape, control.reloads.counts(), format);
+    let page = metrics::render(&scrape, control.reloads.counts(), &control.residents, format);
     let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
     (headers, page).into_response()
 }

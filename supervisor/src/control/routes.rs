@@ -5,7 +5,7 @@ use axum::Router;
 use axum::routing::{self, MethodRouter};
 
 use super::http::{self, JSON, Shared};
-use super::{advice, crashes, dashboard, jobs, metrics, openapi, reload, watch};
+use super::{advice, crashes, dashboard, jobs, metrics, openapi, reload, streams, watch};
 
 /// One method on one path.
 pub(super) struct Route {
@@ -52,6 +52,18 @@ pub(super) const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
 /// What needs no token over TCP.
 pub(super) const OPEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
+
+/// What is asked again and again by those who only look on, or answered without end.
+const FOR_ONLOOKERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
+
+/// Whether a request that begins so is from somebody who only looks on.
+pub(super) fn is_for_onlookers(head: &[u8]) -> bool {
+    let Some(target) = head.strip_prefix(b"GET ") else { return false };
+    let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
+    let path = &target[..end];
+    let is_of_bulkhead = path.starts_with(b"/v1/bulkheads/");
+    FOR_ONLOOKERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
+}
 
 const LINES: &str = "application/x-ndjson";
 const EVENTS: &str = "text/event-stream";
@@ -114,7 +126,7 @@ pub(super) const ROUTES: &[Route] = &[
         (200, &[("application/octet-stream", Schema::Bytes)]),
         headers: JOB_HEADERS, body: Some(("application/octet-stream", Schema::Bytes)),
         problems: &[404, 413, 422, 429, 499, 502, 504]),
-    route!(get "/v1/bulkheads/{name}/logs" "showLogs" http::logs, "What its workers wrote to stdout and stderr.",
+    route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "What its workers wrote to stdout and stderr.",
         (200, &[(LINES, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
         "What its limits should be, from what was seen, with the reasons.", (200, &[json("Advice")]), problems: &[404]),
@@ -136,7 +148,7 @@ pub(super) const ROUTES: &[Route] = &[
     route!(post "/v1/crashes/{id}/replay" "replayCrash" crashes::replay, "Runs the job of a crash report again.",
         (200, &[json("Object")]),
         query: &[Parameter("job", Schema::Count, "Which of its jobs.")], problems: &[404, 409, 422, 429, 500]),
-    route!(get "/v1/events" "events" http::events,
+    route!(get "/v1/events" "events" streams::events,
         "Events: those kept and those that come, or, with `follow=false`, those kept.",
         (200, &[(EVENTS, Schema::Text), (LINES, Schema::Text)]),
         query: &[SINCE, BULKHEAD, LIMIT, FOLLOW], problems: &[404]),
@@ -163,4 +175,40 @@ const JOB_HEADERS: &[Parameter] = &[
 
 pub(super) fn router() -> Router<Shared> {
     ROUTES.iter().fold(Router::new(), |router, route| router.route(route.path, (route.handler)()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_looks_on_is_known_by_the_first_line() {
+        for line in [
+            "GET /metrics HTTP/1.1\r\n",
+            "GET /v1/events?since=5 HTTP/1.1",
+            "GET /v1/bulkheads/a/logs?follow HTTP/1.1",
+            "GET / HTTP/1.1",
+        ] {
+            assert!(is_for_onlookers(line.as_bytes()), "{line}");
+        }
+        for line in [
+            "",
+            "GET",
+            "GET ",
+            "GET /metrics",
+            "GET /metric HTTP/1.1",
+            "HEAD /metrics HTTP/1.1",
+            "POST /v1/events HTTP/1.1",
+            "GET /healthz HTTP/1.1",
+            "GET /healthz?x=/metrics HTTP/1.1",
+            "GET /v1/bulkheads HTTP/1.1",
+            "GET /v1/bulkheads/logs-of HTTP/1.1",
+            "POST /v1/bulkheads/a/jobs HTTP/1.1",
+        ] {
+            assert!(!is_for_onlookers(line.as_bytes()), "{line}");
+        }
+        // Whatever is there, and nothing else.
+        let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
+        assert!(FOR_ONLOOKERS.iter().all(|path| paths.contains(path)));
+    }
 }

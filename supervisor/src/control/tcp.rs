@@ -7,21 +7,23 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::connect_info::Connected;
+use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::Response;
-use axum::serve::IncomingStream;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use super::browser::{self, is_change};
-use super::http::{CONNECTIONS_MAX, Entry, JSON, Placed, Shared, complete, problem, router};
+use super::connections::{Arrival, Entry, Ways};
+use super::http::{JSON, Shared, complete, problem};
+use super::local::CONNECTIONS_MAX;
 use super::routes::OPEN;
+use super::{Control, http};
 
 /// Bytes of a token.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
@@ -94,81 +96,54 @@ const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkh
 
 const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
-/// The bound socket, and who may come in.
-pub(super) struct Door {
-    listener: TcpListener,
-    gate: Gate,
-}
-
+/// Who may come in.
 #[derive(Clone)]
-struct Gate {
+pub(super) struct Gate {
     token: Token,
     /// If the address is one of this machine's own: the names that a browser may have for it.
     own: Option<IpAddr>,
 }
 
-impl Door {
-    /// Must be made within the runtime that serves it.
-    pub(super) fn new(socket: std::net::TcpListener, token: Token) -> io::Result<Self> {
-        socket.set_nonblocking(true)?;
-        let address = socket.local_addr()?;
-        tracing::info!("http on {address}");
-        let own = address.ip().is_loopback().then_some(address.ip());
-        Ok(Self { listener: TcpListener::from_std(socket)?, gate: Gate { token, own } })
-    }
+/// The socket, to be listened to within this runtime, and who may come in.
+pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(TcpListener, Gate)> {
+    socket.set_nonblocking(true)?;
+    let address = socket.local_addr()?;
+    tracing::info!("http on {address}");
+    let own = address.ip().is_loopback().then_some(address.ip());
+    Ok((TcpListener::from_std(socket)?, Gate { token, own }))
 }
 
-/// Serves until the control plane ends.
-pub(super) async fn serve(control: Shared, door: Door) {
+/// Lets in until the control plane ends: anybody, since requests say who they are.
+pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut end = control.end.subscribe();
-    let Door { listener, gate } = door;
-    let listener = Limited { listener, places: Arc::new(Semaphore::new(CONNECTIONS_MAX)) };
-    let shutdown = async move {
-        let _ = end.wait_for(|is_over| *is_over).await;
-    };
-    let router = router(control).layer(from_fn_with_state(gate, pass)).layer(map_response(complete));
-    let service = router.into_make_service_with_connect_info::<Entry>();
-    if let Err(error) = axum::serve(listener, service).with_graceful_shutdown(shutdown).await {
-        tracing::error!("the admin API is not served over TCP any more: {error}");
-    }
-}
-
-/// A listener that takes only so many; the next ones wait.
-struct Limited {
-    listener: TcpListener,
-    places: Arc<Semaphore>,
-}
-
-impl axum::serve::Listener for Limited {
-    type Io = Placed<TcpStream>;
-    type Addr = Entry;
-
-    async fn accept(&mut self) -> (Placed<TcpStream>, Entry) {
-        let Ok(place) = self.places.clone().acquire_owned().await else {
-            // The semaphore is never closed.
-            return std::future::pending().await;
-        };
-        loop {
-            let Ok((socket, _)) = self.listener.accept().await else {
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            };
-            // What comes in small pieces is slower without it, and right.
-            let _ = socket.set_nodelay(true);
-            let entry = Entry::new();
-            return (Placed::new(socket, &entry, place), entry);
+    let open = async {
+        // The semaphore is never closed.
+        while let Ok(place) = places.clone().acquire_owned().await {
+            ways.send(Arrival::new(accept(&listener).await, Entry::new(), place));
         }
-    }
-
-    fn local_addr(&self) -> io::Result<Entry> {
-        Ok(Entry::new())
+    };
+    tokio::select! {
+        () = open => {}
+        _ = end.wait_for(|is_over| *is_over) => {}
     }
 }
 
-impl Connected<IncomingStream<'_, Limited>> for Entry {
-    fn connect_info(stream: IncomingStream<'_, Limited>) -> Self {
-        stream.remote_addr().clone()
+async fn accept(listener: &TcpListener) -> TcpStream {
+    loop {
+        let Ok((socket, _)) = listener.accept().await else {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            continue;
+        };
+        // What comes in small pieces is slower without it, and right.
+        let _ = socket.set_nodelay(true);
+        return socket;
     }
+}
+
+/// What is served over TCP, to whoever passes.
+pub(super) fn router(control: Shared, gate: Gate) -> Router {
+    http::router(control).layer(from_fn_with_state(gate, pass)).layer(map_response(complete))
 }
 
 async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Response {

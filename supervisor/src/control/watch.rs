@@ -1,40 +1,29 @@
 //! `GET /v1/watch`: one stream for whoever looks on, such as the dashboard, with the state of all bulkheads once a
 //! second and every event. However many watch, the data plane is asked once; while nobody does, it is not asked.
 
-use std::convert::Infallible;
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use axum::body::Bytes;
 use axum::extract::{Query, State};
 use axum::http::HeaderMap;
-use axum::response::sse::{Event, KeepAlive, Sse};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use futures_util::stream::{self, Stream, StreamExt};
 use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{Notify, watch};
 
 use super::Control;
-use super::http::{KEEP_ALIVE, LIMIT, Shared, last_event_id, live, too_many_streams};
+use super::http::Shared;
+use super::streams::{LIMIT, frame, last_event_id, pieces, server_sent, too_many_streams, written};
 use crate::observe::events::rfc3339;
 
 /// How often watchers see the state of the bulkheads.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What there is to see.
-#[derive(Clone)]
-enum Seen {
-    /// Nothing yet: nobody has watched.
-    Nothing,
-    /// The bulkheads, rendered once for all.
-    Bulkheads(Arc<str>),
-    /// The data plane did not answer in time.
-    Stuck,
-}
-
 /// What all watchers share.
 pub(super) struct Watch {
-    seen: watch::Sender<Seen>,
+    /// The state of the bulkheads as an event, written once for all. Nothing while nobody has watched.
+    seen: watch::Sender<Option<Bytes>>,
     /// Somebody has begun to watch.
     joined: Notify,
     /// By which watchers tell this run of the supervisor from others, whose events have the same numbers.
@@ -43,13 +32,13 @@ pub(super) struct Watch {
 
 impl Default for Watch {
     fn default() -> Self {
-        let seen = watch::channel(Seen::Nothing).0;
+        let seen = watch::channel(None).0;
         Self { seen, joined: Notify::new(), started: SystemTime::now() }
     }
 }
 
 impl Watch {
-    fn join(&self) -> watch::Receiver<Seen> {
+    fn join(&self) -> watch::Receiver<Option<Bytes>> {
         let mut receiver = self.seen.subscribe();
         receiver.mark_changed();
         self.joined.notify_one();
@@ -58,7 +47,7 @@ impl Watch {
 
     async fn wait_for_somebody(&self) {
         while self.seen.receiver_count() == 0 {
-            self.seen.send_replace(Seen::Nothing);
+            self.seen.send_replace(None);
             self.joined.notified().await;
         }
     }
@@ -73,11 +62,12 @@ pub(super) async fn look(control: Shared) {
             let seen = match control.snapshots(None).await {
                 Some(bulkheads) => {
                     let told = json!({"at": rfc3339(SystemTime::now()), "bulkheads": bulkheads});
-                    Seen::Bulkheads(told.to_string().into())
+                    frame("bulkheads", &told.to_string())
                 }
-                None => Seen::Stuck,
+                // The data plane did not answer in time.
+                None => frame("stuck", "{}"),
             };
-            control.watch.seen.send_replace(seen);
+            control.watch.seen.send_replace(Some(seen));
             tokio::time::sleep(INTERVAL).await;
         }
     };
@@ -100,28 +90,30 @@ pub(super) async fn show(
 ) -> Response {
     let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
     let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
-    let (kept, receiver) = control.events.follow(since, None, query.limit.unwrap_or(LIMIT));
-    let events = stream::iter(kept).map(Ok).chain(live(&control, receiver, place)).map(|item| match item {
-        Ok(event) => Event::default().event("event").id(event.seq.to_string()).data(&event.json),
-        Err(count) => Event::default().event("missed").data(json!({"count": count}).to_string()),
+    let reader = control.events.reader(since, None, query.limit.unwrap_or(LIMIT));
+    let events = pieces(&control, reader, place).map(|piece| {
+        let missed = match piece.missed {
+            0 => Bytes::new(),
+            count => frame("missed", &json!({"count": count}).to_string()),
+        };
+        written(missed, "event: event\n", &piece)
     });
     let coming = stream::select(states(&control), events);
-    let sse = stream::once(std::future::ready(hello(&control))).chain(coming).map(Ok::<_, Infallible>);
-    Sse::new(sse).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+    server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
 }
 
 /// Who is watched.
-fn hello(control: &Control) -> Event {
+fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
         "started": rfc3339(control.watch.started),
     });
-    Event::default().event("hello").data(hello.to_string())
+    frame("hello", &hello.to_string())
 }
 
 /// The state of the bulkheads as it changes. A reader that is slow misses some, and sees the newest.
-fn states(control: &Shared) -> impl Stream<Item = Event> + Send + 'static {
+fn states(control: &Shared) -> impl Stream<Item = Bytes> + Send + 'static {
     let (seen, end) = (control.watch.join(), control.end.subscribe());
     stream::unfold((seen, end), async |(mut seen, mut end)| {
         loop {
@@ -131,12 +123,9 @@ fn states(control: &Shared) -> impl Stream<Item = Event> + Send + 'static {
                 changed = seen.changed() => changed.ok()?,
             }
             let now = seen.borrow_and_update().clone();
-            let event = match now {
-                Seen::Nothing => continue,
-                Seen::Bulkheads(told) => Event::default().event("bulkheads").data(&told),
-                Seen::Stuck => Event::default().event("stuck").data("{}"),
-            };
-            return Some((event, (seen, end)));
+            if let Some(frame) = now {
+                return Some((frame, (seen, end)));
+            }
         }
     })
 }

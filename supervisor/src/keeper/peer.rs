@@ -4,10 +4,12 @@
 //! It tells, and decides nothing. Nothing in it waits; a look at a process's descent reads some small files
 //! of `/proc`.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use bulkhead_shared::process_tree::lineage;
+use bulkhead_shared::process_tree::{lineage, started};
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -19,6 +21,9 @@ const GROUPS_FIRST: usize = 64;
 
 /// The most that a process of Linux can have.
 const GROUPS_MAX: usize = 65_536;
+
+/// Processes that are remembered as outsiders, the latest.
+const OUTSIDERS_MAX: usize = 16;
 
 /// The process that connected, as it was then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,19 +64,53 @@ impl Peer {
     ///
     /// Errors: a line of ancestors that cannot be told; this process has as many descriptors as it may.
     pub fn descent(&self, socket: &impl AsFd) -> io::Result<Descent> {
+        self.descent_beside(socket, &Outsiders::default())
+    }
+
+    /// The same, without a look at the ancestors of those who are known.
+    pub fn descent_beside(&self, socket: &impl AsFd, outsiders: &Outsiders) -> io::Result<Descent> {
         let Some(pid) = self.pid else { return Ok(Descent::Outside) };
         let own = std::process::id();
         if pid == own {
             return Ok(Descent::Outside);
         }
         let Some(pidfd) = pin(socket, pid)? else { return Ok(Descent::Ended) };
-        let line = lineage(pid, own);
+        let process = started(pid).map(|started| (pid, started));
+        let is_known = process.is_some_and(|process| outsiders.know(process));
+        let line = if is_known { Ok(vec![pid]) } else { lineage(pid, own) };
         // Alive at the end, so that the number was its own all the while.
         if has_ended(&pidfd)? {
             return Ok(Descent::Ended);
         }
         let line = line?;
-        Ok(if line.last() == Some(&own) { Descent::Ours(line) } else { Descent::Outside })
+        if line.last() == Some(&own) {
+            return Ok(Descent::Ours(line));
+        }
+        if let Some(process) = process.filter(|_| !is_known) {
+            outsiders.remember(process);
+        }
+        Ok(Descent::Outside)
+    }
+}
+
+/// Processes that were found to come from elsewhere, by number and start. That can never change: whoever loses its
+/// parent goes to somebody else above it. So those who come again and again, as scrapers do, are looked up once.
+#[derive(Debug, Default)]
+pub struct Outsiders(Mutex<VecDeque<(u32, u64)>>);
+
+impl Outsiders {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(u32, u64)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn know(&self, process: (u32, u64)) -> bool {
+        self.lock().contains(&process)
+    }
+
+    fn remember(&self, process: (u32, u64)) {
+        let mut known = self.lock();
+        known.truncate(OUTSIDERS_MAX - 1);
+        known.push_front(process);
     }
 }
 
@@ -173,10 +212,24 @@ mod tests {
         let peer = Peer::of(&socket).unwrap();
         let own = std::process::id();
         assert_eq!((peer.uid, peer.pid), (rustix::process::getuid().as_raw(), Some(child.id())));
-        assert_eq!(peer.descent(&socket).unwrap(), Descent::Ours(vec![child.id(), own]));
+        let ours = Descent::Ours(vec![child.id(), own]);
+        let outsiders = Outsiders::default();
+        for _ in 0..2 {
+            assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), ours);
+        }
+        // What is known is that process, and no other that has its number.
+        let began = started(child.id()).unwrap();
+        outsiders.remember((child.id(), began + 1));
+        assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), ours);
+        for other in 0..OUTSIDERS_MAX as u32 {
+            outsiders.remember((other, 0));
+        }
+        assert_eq!(outsiders.lock().len(), OUTSIDERS_MAX);
+        outsiders.remember((child.id(), began));
+        assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), Descent::Outside);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert_eq!(peer.descent(&socket).unwrap(), Descent::Ended);
+        assert_eq!(peer.descent_beside(&socket, &outsiders).unwrap(), Descent::Ended);
 
         // Dead, and its number still taken.
         let mut child = caller(&path, "0");

@@ -1,12 +1,14 @@
-//! The ring of events: numbered, rendered once, kept for those who ask, sent to those who follow. A storm of one
-//! kind in one bulkhead is told in part, with the number of the rest, and pushes out nothing but its own.
+//! The ring of events: numbered, rendered once, kept for those who ask. Whoever follows reads from it too, at a pace
+//! of their own. A storm of one kind in one bulkhead is told in part, with the number of the rest, and pushes out
+//! nothing but its own.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
+use axum::body::Bytes;
 use serde_json::{Map, Value, json};
-use tokio::sync::broadcast;
+use tokio::sync::{Notify, watch};
 
 use crate::command::{Event, Severity};
 
@@ -40,22 +42,75 @@ const FREQUENT_PER_SECOND: u64 = 10;
 /// How many were left out is told by the next event of the kind; if none comes for so long, by one of its own.
 const UNTOLD_SECONDS_MAX: u64 = 2;
 
+/// How long those who follow are left asleep, so that what happens together is told together.
+const GATHER: Duration = Duration::from_millis(50);
+
+/// Events that a reader takes at a time.
+const PIECE_MAX: usize = 64;
+
 /// One event, rendered.
 #[derive(Debug)]
 pub struct Rendered {
     /// Its number; the first is 1.
-    pub seq: u64,
+    seq: u64,
     /// Whose it is, if anybody's.
-    pub bulkhead: Option<Arc<str>>,
+    bulkhead: Option<Arc<str>>,
+    /// A server-sent event with the number as id.
+    frame: Bytes,
+    /// Where in it the JSON begins.
+    json: usize,
+}
+
+impl Rendered {
+    fn new(event: &Event, seq: u64) -> Self {
+        let head = format!("id: {seq}\ndata: ");
+        let frame = format!("{head}{}\n\n", render(event, seq)).into();
+        Self { seq, bulkhead: event.bulkhead.clone(), frame, json: head.len() }
+    }
+
     /// One JSON object, without a line's end.
-    pub json: String,
+    pub fn json(&self) -> &[u8] {
+        &self.frame[self.json..self.frame.len() - 2]
+    }
+
+    /// As server-sent events have it, but for a type.
+    pub fn frame(&self) -> &Bytes {
+        &self.frame
+    }
+
+    fn is_of(&self, bulkhead: Option<&str>) -> bool {
+        bulkhead.is_none_or(|name| self.bulkhead.as_deref() == Some(name))
+    }
 }
 
 /// The ring.
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<Ring>,
-    live: broadcast::Sender<Arc<Rendered>>,
+    /// There are events of which readers have not been told.
+    untold: Notify,
+    /// The number of the newest event that readers know of.
+    told: watch::Sender<u64>,
+}
+
+/// Somebody who follows, and how far they are.
+#[derive(Debug)]
+pub struct Reader {
+    bulkhead: Option<String>,
+    /// The number of the last event that they were given, or that is not for them.
+    seen: u64,
+    /// The last one when they came. What is gone of those before it, they have not missed.
+    joined: u64,
+    told: watch::Receiver<u64>,
+}
+
+/// What a reader is given at a time.
+#[derive(Debug, Default)]
+pub struct Piece {
+    /// Events before these, of any bulkhead, that were gone before the reader came to them.
+    pub missed: u64,
+    /// The oldest first.
+    pub events: Vec<Arc<Rendered>>,
 }
 
 /// A kind, and whose events of it.
@@ -90,7 +145,7 @@ impl Default for Flow {
 
 impl Default for Events {
     fn default() -> Self {
-        Self { ring: Mutex::default(), live: broadcast::channel(1024).0 }
+        Self { ring: Mutex::default(), untold: Notify::new(), told: watch::channel(0).0 }
     }
 }
 
@@ -99,17 +154,16 @@ impl Events {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes an event in: numbers, renders, keeps, logs and sends it, unless there are too many of its kind.
+    /// Takes an event in: numbers, renders, keeps and logs it, unless there are too many of its kind.
     pub fn add(&self, mut event: Event) {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
         if suppressed > 0 {
             event.fields.push(("suppressed", json!(suppressed)));
         }
-        let rendered = ring.keep(&event);
-        // Nobody may be following.
-        let _ = self.live.send(rendered);
+        ring.keep(&event);
         drop(ring);
+        self.untold.notify_one();
         if is_logged {
             log(&event);
         }
@@ -133,21 +187,78 @@ impl Events {
             .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));
     }
 
-    /// The events after `since`, the newest `limit` of them, and the way to those that come. There is
-    /// neither a gap nor a repetition between the two.
-    pub fn follow(
-        &self,
-        since: u64,
-        bulkhead: Option<&str>,
-        limit: usize,
-    ) -> (Vec<Arc<Rendered>>, broadcast::Receiver<Arc<Rendered>>) {
+    /// The events after `since`, the newest `limit` of them.
+    pub fn kept(&self, since: u64, bulkhead: Option<&str>, limit: usize) -> Vec<Arc<Rendered>> {
         let ring = self.lock();
-        let matches = |event: &&Arc<Rendered>| {
-            event.seq > since && bulkhead.is_none_or(|name| event.bulkhead.as_deref() == Some(name))
-        };
-        let mut kept: Vec<_> = ring.kept.values().rev().filter(matches).take(limit).cloned().collect();
+        let mut kept: Vec<_> = ring.newest(since, bulkhead).take(limit).cloned().collect();
         kept.reverse();
-        (kept, self.live.subscribe())
+        kept
+    }
+
+    /// Somebody who reads the same and then what comes, with neither a gap nor a repetition between the two.
+    pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
+        self.tell();
+        let ring = self.lock();
+        let joined = ring.seq;
+        let first = ring.newest(since, bulkhead.as_deref()).take(limit).last();
+        let seen = first.map_or(joined, |first| first.seq - 1);
+        drop(ring);
+        Reader { bulkhead, seen, joined, told: self.told.subscribe() }
+    }
+
+    /// Tells readers of what there is, again and again, but not of each event by itself.
+    pub async fn tell_readers(&self) {
+        loop {
+            self.untold.notified().await;
+            tokio::time::sleep(GATHER).await;
+            self.tell();
+        }
+    }
+
+    /// Tells readers of all that there is.
+    pub fn tell(&self) {
+        let newest = self.lock().seq;
+        self.told.send_if_modified(|told| std::mem::replace(told, newest) < newest);
+    }
+}
+
+impl Reader {
+    /// What comes next, as soon as there is something.
+    pub async fn next(&mut self, events: &Events) -> Piece {
+        loop {
+            // Marks it as seen before the look, so that nothing is slept through.
+            if *self.told.borrow_and_update() > self.seen {
+                let piece = self.take(&events.lock());
+                if piece.missed > 0 || !piece.events.is_empty() {
+                    return piece;
+                }
+            } else if self.told.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    fn take(&mut self, ring: &Ring) -> Piece {
+        let mut piece = Piece::default();
+        for (seq, event) in ring.kept.range(self.seen + 1..) {
+            if piece.events.len() == PIECE_MAX {
+                return piece;
+            }
+            piece.missed += self.pass_to(seq - 1);
+            self.seen = *seq;
+            if event.is_of(self.bulkhead.as_deref()) {
+                piece.events.push(event.clone());
+            }
+        }
+        piece.missed += self.pass_to(ring.seq);
+        piece
+    }
+
+    /// Goes past events that are gone. How many of them were missed.
+    fn pass_to(&mut self, seq: u64) -> u64 {
+        let missed = seq.saturating_sub(self.seen.max(self.joined));
+        self.seen = self.seen.max(seq);
+        missed
     }
 }
 
@@ -175,16 +286,19 @@ impl Ring {
         Some(Admitted { suppressed: std::mem::take(&mut flow.suppressed), is_logged })
     }
 
-    fn keep(&mut self, event: &Event) -> Arc<Rendered> {
+    fn keep(&mut self, event: &Event) {
         self.seq += 1;
-        let (seq, bulkhead) = (self.seq, event.bulkhead.clone());
-        let rendered = Arc::new(Rendered { seq, bulkhead: bulkhead.clone(), json: render(event, seq) });
-        self.kept.insert(seq, rendered.clone());
-        self.flows.entry((event.kind, bulkhead)).or_default().kept.push_back(seq);
+        self.kept.insert(self.seq, Arc::new(Rendered::new(event, self.seq)));
+        self.flows.entry((event.kind, event.bulkhead.clone())).or_default().kept.push_back(self.seq);
         if self.kept.len() > EVENTS_MAX {
             self.drop_one();
         }
-        rendered
+    }
+
+    /// What is kept of the events after one, the newest first.
+    fn newest(&self, since: u64, bulkhead: Option<&str>) -> impl Iterator<Item = &Arc<Rendered>> {
+        let after = since.saturating_add(1);
+        self.kept.range(after..).rev().map(|(_, event)| event).filter(move |event| event.is_of(bulkhead))
     }
 
     /// Forgets the oldest of those that there are most of.
@@ -286,6 +400,9 @@ fn log(event: &Event) {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
     use super::*;
 
     fn event(bulkhead: &str, text: &str) -> Event {
@@ -308,26 +425,101 @@ mod tests {
         for i in 0..EVENTS_MAX + 10 {
             events.add(event(if i % 2 == 0 { "a" } else { "b" }, "x"));
         }
-        let (all, _) = events.follow(0, None, usize::MAX);
+        let all = events.kept(0, None, usize::MAX);
         assert_eq!(all.len(), EVENTS_MAX);
         assert_eq!(all[0].seq, 11);
-        let (some, mut live) = events.follow(EVENTS_MAX as u64, Some("a"), usize::MAX);
-        assert_eq!(some.len(), 5);
+        assert_eq!(events.kept(EVENTS_MAX as u64, Some("a"), usize::MAX).len(), 5);
         let hostile = "\u{1b}[31m\u{9b}31m\u{7f}<script>";
         events.add(event("a", hostile));
-        let next = live.try_recv().unwrap();
-        assert_eq!(next.seq, EVENTS_MAX as u64 + 11);
-        assert!(!next.json.contains(char::is_control), "{}", next.json);
-        assert_eq!(serde_json::from_str::<Value>(&next.json).unwrap()["text"], hostile);
+        let newest = &events.kept(0, None, 1)[0];
+        assert_eq!(newest.seq, EVENTS_MAX as u64 + 11);
+        let json = std::str::from_utf8(newest.json()).unwrap();
+        assert!(!json.contains(char::is_control), "{json}");
+        assert_eq!(told(newest)["text"], hostile);
+        assert_eq!(newest.frame(), format!("id: {}\ndata: {json}\n\n", newest.seq).as_bytes());
+    }
+
+    fn told(event: &Rendered) -> Value {
+        serde_json::from_slice(event.json()).unwrap()
+    }
+
+    /// The numbers of the events that there are for a reader now, and how many it has missed.
+    fn read(reader: &mut Reader, events: &Events) -> (Vec<u64>, u64) {
+        events.tell();
+        let mut context = Context::from_waker(Waker::noop());
+        let (mut numbers, mut missed) = (Vec::new(), 0);
+        while let Poll::Ready(piece) = pin!(reader.next(events)).poll(&mut context) {
+            assert!(piece.events.len() <= PIECE_MAX);
+            numbers.extend(piece.events.iter().map(|event| event.seq));
+            missed += piece.missed;
+        }
+        (numbers, missed)
+    }
+
+    #[test]
+    fn who_follows_reads_what_is_kept_and_what_comes() {
+        let events = Events::default();
+        let add = |count: usize| (0..count).for_each(|i| events.add(event(["a", "b"][i % 2], "")));
+        let ever = |numbers: std::ops::RangeInclusive<u64>| (numbers.collect::<Vec<_>>(), 0);
+        let mut early = events.reader(0, None, usize::MAX);
+        assert_eq!(read(&mut early, &events), (vec![], 0));
+        add(300);
+        let mut of_b = events.reader(290, Some("b".into()), usize::MAX);
+        let mut newest = events.reader(0, None, 2);
+        let mut later = events.reader(1_000_000, None, usize::MAX);
+        let mut none = events.reader(0, None, 0);
+        assert_eq!(read(&mut early, &events), ever(1..=300));
+        assert_eq!(read(&mut of_b, &events), (vec![292, 294, 296, 298, 300], 0));
+        assert_eq!(read(&mut newest, &events), ever(299..=300));
+        add(1);
+        assert_eq!(read(&mut of_b, &events), (vec![], 0));
+        add(2);
+        for reader in [&mut early, &mut newest, &mut later, &mut none] {
+            assert_eq!(read(reader, &events), ever(301..=303));
+            assert_eq!(read(reader, &events), (vec![], 0));
+        }
+        assert_eq!(read(&mut of_b, &events), (vec![303], 0));
+    }
+
+    #[test]
+    fn who_reads_too_slowly_is_told_how_much_is_gone() {
+        let events = Events::default();
+        let add = |count: usize| (0..count).for_each(|_| events.add(event("a", "")));
+        add(10);
+        let (mut early, mut of_b) =
+            (events.reader(0, None, usize::MAX), events.reader(0, Some("b".into()), usize::MAX));
+        add(EVENTS_MAX + 5);
+        // Of the first ten, which there were when it came, it had the chance only now: they are not counted.
+        let (numbers, missed) = read(&mut early, &events);
+        assert_eq!((numbers.len(), numbers[0], missed), (EVENTS_MAX, 16, 5));
+        assert_eq!(read(&mut of_b, &events), (vec![], 5));
+        assert_eq!(read(&mut early, &events), (vec![], 0));
+        let mut late = events.reader(0, None, usize::MAX);
+        assert_eq!(read(&mut late, &events).1, 0);
+    }
+
+    #[tokio::test]
+    async fn what_happens_together_is_told_together() {
+        let events = Arc::new(Events::default());
+        let mut reader = events.reader(0, None, usize::MAX);
+        tokio::spawn({
+            let events = events.clone();
+            async move { events.tell_readers().await }
+        });
+        for round in 0..3 {
+            for _ in 0..4 {
+                events.add(event("a", ""));
+                tokio::task::yield_now().await;
+            }
+            let piece = reader.next(&events).await;
+            assert_eq!((piece.events.len(), piece.missed), (4, 0), "{round}");
+        }
     }
 
     fn kinds(events: &Events, bulkhead: &str) -> HashMap<String, usize> {
-        let (kept, _) = events.follow(0, Some(bulkhead), usize::MAX);
         let mut counts = HashMap::new();
-        for event in kept {
-            let kind =
-                serde_json::from_str::<Value>(&event.json).unwrap()["kind"].as_str().unwrap().to_owned();
-            *counts.entry(kind).or_default() += 1;
+        for event in events.kept(0, Some(bulkhead), usize::MAX) {
+            *counts.entry(told(&event)["kind"].as_str().unwrap().to_owned()).or_default() += 1;
         }
         counts
     }
@@ -353,40 +545,39 @@ mod tests {
         let storm = kinds(&events, "storm");
         assert_eq!(storm["breaker_opened"], 50);
         assert!(storm["worker_exited"] > 900, "{storm:?}");
-        let (all, _) = events.follow(0, None, usize::MAX);
+        let all = events.kept(0, None, usize::MAX);
         assert_eq!(all.len(), EVENTS_MAX);
         assert!(all.is_sorted_by_key(|event| event.seq));
         // Told and counted together are all; what is not told yet is told when it is over.
         let numbers = all.last().unwrap().seq;
         assert!(numbers < 4 * (FREQUENT_BURST + 600 * FREQUENT_PER_SECOND) + 200, "{numbers}");
         events.tell_suppressed();
-        let (after, _) = events.follow(numbers, None, usize::MAX);
+        let after = events.kept(numbers, None, usize::MAX);
         assert_eq!(after.len(), 4);
         for event in &after {
-            let told: Value = serde_json::from_str(&event.json).unwrap();
+            let told = told(event);
             assert_eq!((&told["kind"], &told["bulkhead"]), (&"events_suppressed".into(), &"storm".into()));
             assert_eq!(told["suppressed"], 600 - FREQUENT_PER_SECOND);
         }
         events.tell_suppressed();
-        assert!(events.follow(numbers + 4, None, usize::MAX).0.is_empty());
+        assert!(events.kept(numbers + 4, None, usize::MAX).is_empty());
     }
 
     #[test]
     fn what_is_left_out_is_counted_by_the_next() {
         let events = Events::default();
-        let told = FREQUENT_BURST as usize;
+        let at_once = FREQUENT_BURST as usize;
         let began = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
         let add = |seconds: u64| {
             let at = began + std::time::Duration::from_secs(seconds);
             events.add(Event { at, ..of_kind("job_timeout", "b", "") });
         };
-        (0..told + 88).for_each(|_| add(0));
-        assert_eq!(kinds(&events, "b")["job_timeout"], told);
+        (0..at_once + 88).for_each(|_| add(0));
+        assert_eq!(kinds(&events, "b")["job_timeout"], at_once);
         add(1);
         add(1);
-        let (last, _) = events.follow(told as u64, None, usize::MAX);
-        let suppressed =
-            |place: usize| serde_json::from_str::<Value>(&last[place].json).unwrap()["suppressed"].clone();
+        let last = events.kept(at_once as u64, None, usize::MAX);
+        let suppressed = |place: usize| told(&last[place])["suppressed"].clone();
         assert_eq!((last.len(), suppressed(0), suppressed(1)), (2, json!(88), Value::Null));
     }
 }

@@ -8,7 +8,7 @@ mod text;
 use bulkhead_policy::{BreakerState, RestartCause, WORKER_STATES};
 use bulkhead_shared::{CrashReason, Priority, RejectReason};
 
-use super::process;
+use super::process::Residents;
 use crate::config::OTHER_TENANTS;
 use crate::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
 use crate::tally::{BOUNDS, Histogram, OUTCOMES};
@@ -18,13 +18,18 @@ pub(crate) use text::Format;
 use text::Page;
 
 /// Everything, as one page.
-pub(crate) fn render(scrape: &Scrape, reloads: ReloadCounts, format: Format) -> String {
+pub(crate) fn render(
+    scrape: &Scrape,
+    reloads: ReloadCounts,
+    residents: &Residents,
+    format: Format,
+) -> String {
     let mut page = Page::new(format);
-    write(&mut page, scrape, reloads);
+    write(&mut page, scrape, reloads, residents);
     page.finish()
 }
 
-fn write(page: &mut Page, scrape: &Scrape, reloads: ReloadCounts) {
+fn write(page: &mut Page, scrape: &Scrape, reloads: ReloadCounts, residents: &Residents) {
     write_jobs(page, &scrape.bulkheads);
     write_tenants(page, scrape);
     write_events(page, &scrape.bulkheads);
@@ -32,7 +37,7 @@ fn write(page: &mut Page, scrape: &Scrape, reloads: ReloadCounts) {
     page.sample(&["success"], reloads.succeeded);
     page.sample(&["failure"], reloads.rejected);
     write_gauges(page, &scrape.bulkheads);
-    write_workers(page, &scrape.bulkheads);
+    write_workers(page, &scrape.bulkheads, residents);
     page.family(&families::CLIENTS);
     page.sample(&[], scrape.clients);
     page.family(&families::BUILD_INFO);
@@ -146,7 +151,7 @@ fn write_gauges(page: &mut Page, bulkheads: Bulkheads<'_>) {
     }
 }
 
-fn write_workers(page: &mut Page, bulkheads: Bulkheads<'_>) {
+fn write_workers(page: &mut Page, bulkheads: Bulkheads<'_>, residents: &Residents) {
     page.family(&families::WORKERS);
     for bulkhead in bulkheads {
         for state in WORKER_STATES {
@@ -156,7 +161,7 @@ fn write_workers(page: &mut Page, bulkheads: Bulkheads<'_>) {
     }
     page.family(&families::WORKER_RSS);
     for bulkhead in bulkheads {
-        for (slot, rss_bytes) in memory_by_slot(bulkhead).into_iter().enumerate() {
+        for (slot, rss_bytes) in memory_by_slot(bulkhead, residents).into_iter().enumerate() {
             page.sample(&[&bulkhead.name, &slot.to_string()], rss_bytes);
         }
     }
@@ -169,12 +174,12 @@ fn write_workers(page: &mut Page, bulkheads: Bulkheads<'_>) {
 }
 
 /// Of the workers that fill their slots. Those that come or go beside them are not shown.
-fn memory_by_slot(bulkhead: &BulkheadNumbers) -> Vec<u64> {
+fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64> {
     let current = || bulkhead.workers.iter().filter(|worker| worker.is_current);
     let slots = current().map(|worker| worker.slot + 1).chain([bulkhead.slots]).max().unwrap_or_default();
     let mut memory = vec![0; slots as usize];
     for worker in current() {
-        if let Some(rss_bytes) = worker.pid.and_then(process::resident_bytes) {
+        if let Some(rss_bytes) = worker.pid.and_then(|pid| residents.bytes(pid)) {
             memory[worker.slot as usize] = rss_bytes;
         }
     }
@@ -229,7 +234,7 @@ mod tests {
     fn every_family_is_told_once_and_in_order() {
         let scrape = Scrape { clients: 0, labels: Vec::new().into(), bulkheads: Vec::new() };
         let mut page = Page::new(Format::OpenMetrics);
-        write(&mut page, &scrape, ReloadCounts::default());
+        write(&mut page, &scrape, ReloadCounts::default(), &Residents::default());
         let names: Vec<&str> = ALL.iter().map(|family| family.name).collect();
         assert_eq!(page.families, names);
         let of_kind = |family: &&&Family| family.kind == Kind::Counter;

@@ -1,5 +1,38 @@
 //! What `/proc` says of a process.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// For how long what was found is good enough for metrics.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// The memory of processes, looked up once a second at most, however often it is asked for.
+#[derive(Debug, Default)]
+pub struct Residents(Mutex<Looks>);
+
+#[derive(Debug, Default)]
+struct Looks {
+    began: Option<Instant>,
+    found: HashMap<u32, u64>,
+}
+
+impl Residents {
+    /// Resident bytes of a process; `None` if it is gone.
+    pub fn bytes(&self, pid: u32) -> Option<u64> {
+        let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if looks.began.is_none_or(|began| began.elapsed() >= FRESH) {
+            *looks = Looks { began: Some(Instant::now()), found: HashMap::new() };
+        }
+        if let Some(bytes) = looks.found.get(&pid) {
+            return Some(*bytes);
+        }
+        let bytes = resident_bytes(pid)?;
+        looks.found.insert(pid, bytes);
+        Some(bytes)
+    }
+}
+
 /// The most bytes that were ever resident in a process, and the milliseconds of processor time that it has used,
 /// those of the children that it has waited for included; `None` if it is gone.
 pub fn work(pid: u32) -> Option<(u64, u64)> {
@@ -21,7 +54,7 @@ pub fn machine_memory() -> Option<u64> {
 }
 
 /// Resident bytes of a process; `None` if it is gone.
-pub fn resident_bytes(pid: u32) -> Option<u64> {
+fn resident_bytes(pid: u32) -> Option<u64> {
     let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)

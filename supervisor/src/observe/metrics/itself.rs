@@ -17,7 +17,7 @@ pub(super) fn write(page: &mut Page) {
     };
     page.family(&families::CPU);
     page.sample(&[], own.cpu_seconds);
-    number(page, &families::OPEN_FDS, fs::read_dir("/proc/self/fd").ok().map(|found| found.count() as u64));
+    number(page, &families::OPEN_FDS, open_fds());
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     number(page, &families::MAX_FDS, limit);
     number(page, &families::VIRTUAL, Some(own.virtual_bytes));
@@ -26,6 +26,15 @@ pub(super) fn write(page: &mut Page) {
     if let Some(booted) = booted_at() {
         page.family(&families::START_TIME);
         page.sample(&[], booted as f64 + own.started_after);
+    }
+}
+
+/// Since Linux 6.2 it is the size of the folder; before, that is 0.
+fn open_fds() -> Option<u64> {
+    let folder = "/proc/self/fd";
+    match fs::metadata(folder).ok()?.len() {
+        0 => Some(fs::read_dir(folder).ok()?.count() as u64),
+        count => Some(count),
     }
 }
 

@@ -121,12 +121,14 @@ impl Page {
         if before == ',' {
             self.text.push('}');
         }
-        self.write(format_args!(" {number}\n"));
+        self.text.push(' ');
+        self.write(format_args!("{number}"));
+        self.text.push('\n');
     }
 
     /// Clients choose the names of tenants: anything but NUL can be in them.
     fn escaped(&mut self, value: &str) {
-        if !value.contains(['\\', '"', '\n']) {
+        if !value.bytes().any(|byte| matches!(byte, b'\\' | b'"' | b'\n')) {
             self.text.push_str(value);
             return;
         }

@@ -1,0 +1,311 @@
+//! Connections, from the moment in which they were let in: sorted by what they ask for, served by one thread or the
+//! other, and closed in time.
+
+use std::io;
+use std::net;
+use std::os::fd::AsFd;
+use std::os::unix;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::connect_info::Connected;
+use axum::serve::IncomingStream;
+use rustix::net::RecvFlags;
+use tokio::io::{AsyncRead, AsyncWrite, Interest};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::time::{Instant, Sleep};
+
+use super::{Control, routes};
+
+/// How long a request may take to come and to be answered, before its connection is closed.
+pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
+
+/// How long whoever asked may read nothing of the answer.
+const READ_WITHIN: Duration = Duration::from_secs(30);
+
+/// How long a connection that is answered waits for its other side to close.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Bytes that it throws away meanwhile, at most.
+const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// Bytes of a request that tell what it asks for.
+const HEAD_BYTES: usize = 512;
+
+/// How a connection is served.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    /// If it is not, why, in a sentence.
+    pub(super) refusal: Option<Arc<str>>,
+    /// Whether the request takes as long as it takes: whoever serves it sees to its end.
+    is_patient: Arc<AtomicBool>,
+}
+
+impl Entry {
+    pub(super) fn new() -> Self {
+        Self { refusal: None, is_patient: Arc::default() }
+    }
+
+    pub(super) fn refused(why: &str) -> Self {
+        Self { refusal: Some(why.into()), ..Self::new() }
+    }
+
+    /// From now on the request has no time limit but what its handler gives it.
+    pub(super) fn be_patient(&self) {
+        self.is_patient.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_patient(&self) -> bool {
+        self.is_patient.load(Ordering::Relaxed)
+    }
+}
+
+/// A stream socket that can change from one runtime to another.
+pub(super) trait Socket: AsyncRead + AsyncWrite + AsFd + Unpin + Send + Sized + 'static {
+    /// Without a runtime.
+    type Alone: Send + 'static;
+
+    fn leave(self) -> io::Result<Self::Alone>;
+
+    fn enter(alone: Self::Alone) -> io::Result<Self>;
+
+    /// Waits for something to read and has a look at it.
+    fn peek(&self, bytes: &mut [u8]) -> impl Future<Output = io::Result<usize>> + Send;
+}
+
+impl Socket for UnixStream {
+    type Alone = unix::net::UnixStream;
+
+    fn leave(self) -> io::Result<Self::Alone> {
+        self.into_std()
+    }
+
+    fn enter(alone: Self::Alone) -> io::Result<Self> {
+        Self::from_std(alone)
+    }
+
+    async fn peek(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        let look = || Ok(rustix::net::recv(self, &mut *bytes, RecvFlags::PEEK)?.0);
+        self.async_io(Interest::READABLE, look).await
+    }
+}
+
+impl Socket for TcpStream {
+    type Alone = net::TcpStream;
+
+    fn leave(self) -> io::Result<Self::Alone> {
+        self.into_std()
+    }
+
+    fn enter(alone: Self::Alone) -> io::Result<Self> {
+        Self::from_std(alone)
+    }
+
+    async fn peek(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        Self::peek(self, bytes).await
+    }
+}
+
+/// Somebody who was let in, or is to be told why not.
+pub(super) struct Arrival<S> {
+    socket: S,
+    entry: Entry,
+    came: Instant,
+    place: OwnedSemaphorePermit,
+}
+
+impl<S> Arrival<S> {
+    pub(super) fn new(socket: S, entry: Entry, place: OwnedSemaphorePermit) -> Self {
+        Self { socket, entry, came: Instant::now(), place }
+    }
+}
+
+/// Where arrivals are served.
+type Way<S> = mpsc::UnboundedSender<Arrival<<S as Socket>::Alone>>;
+
+/// The ways of a door: to the control plane's own thread, and to that of onlookers. No more come than have places.
+pub(super) struct Ways<S: Socket> {
+    own: Way<S>,
+    onlookers: Way<S>,
+}
+
+impl<S: Socket> Clone for Ways<S> {
+    fn clone(&self) -> Self {
+        Self { own: self.own.clone(), onlookers: self.onlookers.clone() }
+    }
+}
+
+impl<S: Socket> Ways<S> {
+    /// Sends somebody on as soon as it is known what they want. Nobody waits for those who do not say.
+    pub(super) fn send(&self, arrival: Arrival<S>) {
+        let ways = self.clone();
+        tokio::spawn(async move {
+            let Arrival { socket, entry, came, place } = arrival;
+            let mut head = [0; HEAD_BYTES];
+            let way = match &entry.refusal {
+                Some(_) => &ways.own,
+                None => match tokio::time::timeout_at(came + ANSWERED_WITHIN, socket.peek(&mut head)).await {
+                    Ok(Ok(count)) if routes::is_for_onlookers(&head[..count]) => &ways.onlookers,
+                    Ok(Ok(_)) => &ways.own,
+                    Ok(Err(_)) | Err(_) => return,
+                },
+            };
+            // A socket that cannot change, or has nobody to serve it any more, is closed.
+            if let Ok(socket) = socket.leave() {
+                let _ = way.send(Arrival { socket, entry, came, place });
+            }
+        });
+    }
+}
+
+/// Those who came, as a listener.
+pub(super) struct Arrivals<S: Socket>(mpsc::UnboundedReceiver<Arrival<S::Alone>>);
+
+/// The ways of a door, and those who come to the control plane's own thread and to that of onlookers.
+pub(super) fn ways<S: Socket>() -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
+    let ((own, to_own), (onlookers, to_onlookers)) = (mpsc::unbounded_channel(), mpsc::unbounded_channel());
+    (Ways { own, onlookers }, Arrivals(to_own), Arrivals(to_onlookers))
+}
+
+impl<S: Socket> axum::serve::Listener for Arrivals<S> {
+    type Io = Placed<S>;
+    type Addr = Entry;
+
+    async fn accept(&mut self) -> (Placed<S>, Entry) {
+        loop {
+            let Some(Arrival { socket, entry, came, place }) = self.0.recv().await else {
+                // The door is closed. Those who are inside are served.
+                return std::future::pending().await;
+            };
+            if let Ok(socket) = S::enter(socket) {
+                return (Placed::new(socket, &entry, came, place), entry);
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<Entry> {
+        Ok(Entry::new())
+    }
+}
+
+impl<S: Socket> Connected<IncomingStream<'_, Arrivals<S>>> for Entry {
+    fn connect_info(stream: IncomingStream<'_, Arrivals<S>>) -> Self {
+        stream.remote_addr().clone()
+    }
+}
+
+/// Serves those who come until the control plane ends.
+pub(super) async fn serve<S: Socket>(control: &Control, arrivals: Arrivals<S>, router: Router) {
+    let mut end = control.end.subscribe();
+    let shutdown = async move {
+        let _ = end.wait_for(|is_over| *is_over).await;
+    };
+    let service = router.into_make_service_with_connect_info::<Entry>();
+    if let Err(error) = axum::serve(arrivals, service).with_graceful_shutdown(shutdown).await {
+        tracing::error!("the admin API is not served any more: {error}");
+    }
+}
+
+/// A connection that holds its place, and not for ever: one request is served on each.
+pub(super) struct Placed<S> {
+    socket: S,
+    patience: Pin<Box<Sleep>>,
+    is_patient: Arc<AtomicBool>,
+    state: Turn,
+    _place: OwnedSemaphorePermit,
+}
+
+/// Whose turn it is on a connection.
+#[derive(PartialEq)]
+enum Turn {
+    /// The request is not all there, or not answered yet.
+    Asking,
+    /// The answer goes out as it comes.
+    Answering,
+    /// There is something to send, and nobody reads.
+    Stalled,
+    /// All is sent. What still comes is thrown away for a moment: a connection that is closed with bytes
+    /// unread is reset, and the answer may be lost with it.
+    Lingering { bytes_left: usize },
+}
+
+impl<S> Placed<S> {
+    fn new(socket: S, entry: &Entry, came: Instant, place: OwnedSemaphorePermit) -> Self {
+        let patience = Box::pin(tokio::time::sleep_until(came + ANSWERED_WITHIN));
+        let is_patient = entry.is_patient.clone();
+        Self { socket, patience, is_patient, state: Turn::Asking, _place: place }
+    }
+
+    /// Pending, unless patience is at its end.
+    fn pending<T>(&mut self, cx: &mut Context<'_>) -> Poll<std::io::Result<T>> {
+        if self.state == Turn::Asking && self.is_patient.load(Ordering::Relaxed) {
+            return Poll::Pending;
+        }
+        self.patience.as_mut().poll(cx).map(|()| Err(std::io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Placed<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut tokio::io::ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        match Pin::new(&mut self.socket).poll_read(cx, buffer) {
+            Poll::Pending if self.state == Turn::Asking => self.pending(cx),
+            other => other,
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
+        let result = Pin::new(&mut self.socket).poll_write(cx, bytes);
+        if result.is_ready() {
+            self.state = Turn::Answering;
+            return result;
+        }
+        if self.state != Turn::Stalled {
+            self.state = Turn::Stalled;
+            self.patience.as_mut().reset(tokio::time::Instant::now() + READ_WITHIN);
+        }
+        self.pending(cx)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        if !matches!(self.state, Turn::Lingering { .. }) {
+            std::task::ready!(Pin::new(&mut self.socket).poll_shutdown(cx))?;
+            self.state = Turn::Lingering { bytes_left: LINGER_BYTES_MAX };
+            self.patience.as_mut().reset(tokio::time::Instant::now() + LINGER);
+        }
+        let mut thrown_away = [std::mem::MaybeUninit::uninit(); 4096];
+        loop {
+            if self.patience.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            let mut buffer = tokio::io::ReadBuf::uninit(&mut thrown_away);
+            match std::task::ready!(Pin::new(&mut self.socket).poll_read(cx, &mut buffer)) {
+                Ok(()) if !buffer.filled().is_empty() => {}
+                _ => return Poll::Ready(Ok(())),
+            }
+            let count = buffer.filled().len();
+            match &mut self.state {
+                Turn::Lingering { bytes_left } if *bytes_left > count => *bytes_left -= count,
+                _ => return Poll::Ready(Ok(())),
+            }
+        }
+    }
+}

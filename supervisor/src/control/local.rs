@@ -1,0 +1,99 @@
+//! The admin socket: who connects to it, and whether they may.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::Control;
+use super::connections::{Arrival, Entry, Ways};
+use crate::command::{Command, Commander};
+use crate::entry::{self, Refusal};
+use crate::keeper::Outsiders;
+
+/// Connections at once that are told why they are not served; the next ones are told nothing. As many reports
+/// of such wait for the data plane.
+const REFUSED_MAX: usize = 16;
+
+/// Connections served at once; the next ones wait.
+pub(crate) const CONNECTIONS_MAX: usize = 384;
+
+/// Lets in until the control plane ends.
+pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, ways: Ways<UnixStream>) {
+    let door = Guarded {
+        listener,
+        own,
+        outsiders: Outsiders::default(),
+        commander: control.commander.clone(),
+        places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
+        places_for_refused: Arc::new(Semaphore::new(REFUSED_MAX)),
+        places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
+    };
+    let mut end = control.end.subscribe();
+    let open = async {
+        loop {
+            ways.send(door.accept().await);
+        }
+    };
+    tokio::select! {
+        () = open => {}
+        _ = end.wait_for(|is_over| *is_over) => {}
+    }
+}
+
+/// A listener that takes only so many, and finds out whom it may serve.
+struct Guarded {
+    listener: UnixListener,
+    /// The user who may, beside root.
+    own: u32,
+    outsiders: Outsiders,
+    commander: Commander,
+    places: Arc<Semaphore>,
+    places_for_refused: Arc<Semaphore>,
+    places_for_reports: Arc<Semaphore>,
+}
+
+impl Guarded {
+    fn check(&self, socket: &UnixStream) -> Result<(), Refusal> {
+        let peer = entry::peer_of(socket)?;
+        let (uid, own) = (peer.uid, self.own);
+        if uid != own && uid != 0 {
+            let message = format!("user {uid} may not use the admin socket: only user {own} and root may");
+            return Err(Refusal::forbidden(peer, message));
+        }
+        entry::check_descent_beside(socket, peer, &self.outsiders)
+    }
+
+    /// Reports it. Returns what there is to say and a place to say it in, if there is one.
+    fn refuse(&self, refusal: Refusal) -> Option<(Entry, OwnedSemaphorePermit)> {
+        let place = self.places_for_refused.clone().try_acquire_owned();
+        let entry = Entry::refused(&refusal.message);
+        // A crowd must not fill the queue of commands, and has been heard of.
+        if let Ok(place) = self.places_for_reports.clone().try_acquire_owned() {
+            let _ = self.commander.send(Command::Refused { refusal, _place: place });
+        }
+        Some((entry, place.ok()?))
+    }
+
+    async fn accept(&self) -> Arrival<UnixStream> {
+        let Ok(place) = self.places.clone().acquire_owned().await else {
+            // The semaphore is never closed.
+            return std::future::pending().await;
+        };
+        loop {
+            let Ok((socket, _)) = self.listener.accept().await else {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            };
+            match self.check(&socket) {
+                Ok(()) => return Arrival::new(socket, Entry::new(), place),
+                Err(refusal) => {
+                    if let Some((entry, place)) = self.refuse(refusal) {
+                        return Arrival::new(socket, entry, place);
+                    }
+                }
+            }
+        }
+    }
+}

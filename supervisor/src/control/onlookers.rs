@@ -1,0 +1,58 @@
+//! The thread that serves those who only look on: metrics, events, logs and the dashboard. It has the lowest priority
+//! that there is, so that on a machine whose processors all have work the work of jobs goes first, however many look
+//! on. What decides whether a supervisor is well, and what steers it, is not served here.
+
+use std::io;
+use std::thread::JoinHandle;
+
+use tokio::net::{TcpStream, UnixStream};
+
+use super::connections::{Arrivals, serve};
+use super::http::Shared;
+use super::{CLOSE_WITHIN, http, tcp, watch};
+
+/// As a nice value. With less, Linux lets whoever runs go on for long enough to be seen in the latency of jobs.
+const PRIORITY: i32 = 19;
+
+/// Where they come from.
+pub(super) struct Doors {
+    pub(super) local: Arrivals<UnixStream>,
+    pub(super) tcp: Option<(Arrivals<TcpStream>, tcp::Gate)>,
+}
+
+/// Starts to serve them, until the control plane ends.
+pub(super) fn start(control: Shared, doors: Doors) -> io::Result<JoinHandle<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let run = move || {
+        // Of this thread alone. Where it is refused they are served all the same.
+        let _ = rustix::process::setpriority_process(None, PRIORITY);
+        runtime.block_on(async {
+            tokio::spawn(watch::look(control.clone()));
+            tokio::spawn(tell_of_events(control.clone()));
+            let mut end = control.end.subscribe();
+            let served = tokio::spawn(serve_all(control.clone(), doors));
+            let _ = end.wait_for(|is_over| *is_over).await;
+            let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
+        });
+    };
+    std::thread::Builder::new().name("onlookers".into()).spawn(run)
+}
+
+async fn serve_all(control: Shared, doors: Doors) {
+    let Doors { local, tcp } = doors;
+    let over_tcp = async {
+        if let Some((arrivals, gate)) = tcp {
+            serve(&control, arrivals, tcp::router(control.clone(), gate)).await;
+        }
+    };
+    tokio::join!(serve(&control, local, http::router(control.clone())), over_tcp);
+}
+
+/// Tells those who follow events of new ones.
+async fn tell_of_events(control: Shared) {
+    let mut end = control.end.subscribe();
+    tokio::select! {
+        () = control.events.tell_readers() => {}
+        _ = end.wait_for(|is_over| *is_over) => {}
+    }
+}

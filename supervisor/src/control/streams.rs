@@ -1,0 +1,169 @@
+//! Answers that may have no end: events and the output of workers.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, Query, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::{self, Stream, StreamExt};
+use serde::Deserialize;
+use serde_json::json;
+use tokio::sync::{OwnedSemaphorePermit, broadcast};
+
+use super::http::{Shared, not_found, problem, switch};
+use crate::observe::events::{Piece, Reader};
+
+/// Streams at once, which last as long as their readers like. They are fewer than connections.
+pub(super) const STREAMS_MAX: usize = 128;
+
+/// Events and lines that one answer holds, unless it asks for fewer.
+pub(super) const LIMIT: usize = 4096;
+
+/// Silence after which a stream says that it still is one.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// What it says: a comment.
+const ALIVE: Bytes = Bytes::from_static(b":\n\n");
+
+pub(super) fn too_many_streams() -> Response {
+    let detail = format!("{STREAMS_MAX} streams are open already; end one, or ask with follow=false");
+    problem(StatusCode::SERVICE_UNAVAILABLE, &detail)
+}
+
+/// A server-sent event. The data is one line.
+pub(super) fn frame(kind: &str, data: &str) -> Bytes {
+    debug_assert!(!data.contains('\n'));
+    format!("event: {kind}\ndata: {data}\n\n").into()
+}
+
+/// Server-sent events, each item one or more of them as they are written.
+pub(super) fn server_sent(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
+    let alive = stream::unfold(Box::pin(frames), async |mut frames| {
+        let next = tokio::time::timeout(KEEP_ALIVE, frames.next()).await.unwrap_or(Some(ALIVE));
+        next.map(|bytes| (Ok::<_, Infallible>(bytes), frames))
+    });
+    let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
+    (headers, Body::from_stream(alive)).into_response()
+}
+
+/// What a reader is given, until the control plane ends.
+pub(super) fn pieces(
+    control: &Shared,
+    reader: Reader,
+    place: OwnedSemaphorePermit,
+) -> impl Stream<Item = Piece> + Send + 'static {
+    let state = (control.clone(), reader, control.end.subscribe(), place);
+    stream::unfold(state, async |(control, mut reader, mut end, place)| {
+        let piece = tokio::select! {
+            // What happened before the end comes before it.
+            biased;
+            piece = reader.next(&control.events) => piece,
+            _ = end.wait_for(|is_over| *is_over) => return None,
+        };
+        Some((piece, (control, reader, end, place)))
+    })
+}
+
+/// What comes on a live channel, until the control plane ends. A reader that is too slow hears of it.
+pub(super) fn live<T: Clone + Send + 'static>(
+    control: &Shared,
+    receiver: broadcast::Receiver<T>,
+    place: OwnedSemaphorePermit,
+) -> impl Stream<Item = Result<T, u64>> + Send + 'static {
+    let end = control.end.subscribe();
+    stream::unfold((receiver, end, place), async |(mut receiver, mut end, place)| {
+        let next = tokio::select! {
+            // What was sent before the end comes before it.
+            biased;
+            next = receiver.recv() => next,
+            _ = end.wait_for(|is_over| *is_over) => return None,
+        };
+        match next {
+            Ok(item) => Some((Ok(item), (receiver, end, place))),
+            Err(broadcast::error::RecvError::Lagged(count)) => Some((Err(count), (receiver, end, place))),
+            Err(broadcast::error::RecvError::Closed) => None,
+        }
+    })
+}
+
+#[derive(Deserialize)]
+pub(super) struct StreamQuery {
+    since: Option<u64>,
+    bulkhead: Option<String>,
+    limit: Option<usize>,
+    #[serde(default, deserialize_with = "switch")]
+    follow: Option<bool>,
+}
+
+/// Events are server-sent events, unless whoever asks takes only something else.
+fn takes_stream(accept: &str) -> bool {
+    ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
+}
+
+/// A reader of server-sent events that was cut off says where it was.
+pub(super) fn last_event_id(headers: &HeaderMap) -> Option<u64> {
+    headers.get("last-event-id")?.to_str().ok()?.parse().ok()
+}
+
+pub(super) async fn events(
+    State(control): State<Shared>,
+    headers: HeaderMap,
+    Query(query): Query<StreamQuery>,
+) -> Response {
+    if let Some(name) = query.bulkhead.as_ref().filter(|name| !control.reloads.has(name)) {
+        return not_found(name);
+    }
+    let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
+    let is_stream = query.follow.unwrap_or_else(|| accept.is_none_or(takes_stream));
+    let since = query.since.or(last_event_id(&headers)).unwrap_or(0);
+    let limit = query.limit.unwrap_or(LIMIT);
+    if !is_stream {
+        let kept = control.events.kept(since, query.bulkhead.as_deref(), limit);
+        let body: Vec<u8> = kept.iter().flat_map(|event| [event.json(), b"\n"]).flatten().copied().collect();
+        return ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response();
+    }
+    let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+    let reader = control.events.reader(since, query.bulkhead, limit);
+    server_sent(pieces(&control, reader, place).map(|piece| {
+        let missed = match piece.missed {
+            0 => String::new(),
+            count => format!(": {count} events were missed\n\n"),
+        };
+        written(missed, "", &piece)
+    }))
+}
+
+/// The events of a piece one after the other, each with something before it.
+pub(super) fn written(head: impl Into<Vec<u8>>, before: &str, piece: &Piece) -> Bytes {
+    let mut bytes: Vec<u8> = head.into();
+    for event in &piece.events {
+        bytes.extend_from_slice(before.as_bytes());
+        bytes.extend_from_slice(event.frame());
+    }
+    bytes.into()
+}
+
+pub(super) async fn logs(
+    State(control): State<Shared>,
+    Path(name): Path<String>,
+    Query(query): Query<StreamQuery>,
+) -> Response {
+    if !control.reloads.has(&name) {
+        return not_found(&name);
+    }
+    let (kept, receiver) = control.output.follow(&name, query.limit.unwrap_or(LIMIT));
+    let kept = stream::iter(kept).map(|line| Ok::<_, Infallible>(Bytes::from(format!("{line}\n"))));
+    let body = if query.follow == Some(true) {
+        let Ok(place) = control.streams.clone().try_acquire_owned() else { return too_many_streams() };
+        let coming = live(&control, receiver, place).map(|item| match item {
+            Ok(line) => Ok(Bytes::from(format!("{line}\n"))),
+            Err(count) => Ok(Bytes::from(format!("{}\n", json!({"dropped": count})))),
+        });
+        Body::from_stream(kept.chain(coming))
+    } else {
+        Body::from_stream(kept)
+    };
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+}
