@@ -3,7 +3,6 @@
 
 use std::io;
 use std::net;
-use std::os::fd::AsFd;
 use std::os::unix;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -66,7 +65,7 @@ impl Entry {
 }
 
 /// A stream socket that can change from one runtime to another.
-pub(super) trait Socket: AsyncRead + AsyncWrite + AsFd + Unpin + Send + Sized + 'static {
+pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
     /// Without a runtime.
     type Alone: Send + 'static;
 

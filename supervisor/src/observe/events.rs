@@ -218,7 +218,12 @@ impl Events {
     /// Tells readers of all that there is.
     pub fn tell(&self) {
         let newest = self.lock().seq;
-        self.told.send_if_modified(|told| std::mem::replace(told, newest) < newest);
+        self.told.send_if_modified(|told| {
+            // Several threads tell: one that has looked before another must not take anything back.
+            let is_news = *told < newest;
+            *told = newest.max(*told);
+            is_news
+        });
     }
 }
 
