@@ -500,8 +500,9 @@ fn a_hundred_resizes_while_thousands_of_jobs_run_lose_none() {
     wait_workers(&supervisor, 3);
     let open = |supervisor: &Supervisor| (descriptors(supervisor.pid()), descriptors(supervisor.keeper()));
     let before = wait_for("nothing is open but what must be", || {
+        // Rules that the next worker could have had are gone after a quarter of a second.
         let first = open(&supervisor);
-        std::thread::park_timeout(Duration::from_millis(50));
+        std::thread::park_timeout(Duration::from_millis(300));
         (first == open(&supervisor)).then_some(first)
     });
     let auditor = Auditor::of(&supervisor);

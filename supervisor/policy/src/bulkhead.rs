@@ -22,6 +22,7 @@ use crate::load::Load;
 use crate::messages::{Action, Answer, Event, Note, RecycleReason, Reply, WorkerId, rejection};
 use crate::poison::Poison;
 use crate::queue::Queue;
+use crate::restart::Spacing;
 use crate::tenants::Tenants;
 use crate::time::Time;
 use crate::timers::Timers;
@@ -66,6 +67,7 @@ pub struct Bulkhead<T> {
     /// Slots that have, or will have, a worker.
     live_slots: u32,
     generations: u32,
+    spacing: Spacing,
     /// Slots that a rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
@@ -118,6 +120,7 @@ impl<T> Bulkhead<T> {
             in_use: 0,
             live_slots: 0,
             generations: 0,
+            spacing: Spacing::default(),
             rolling: VecDeque::new(),
             random: seed,
             breaker,

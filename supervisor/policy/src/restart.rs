@@ -10,6 +10,14 @@ use crate::time::Time;
 /// A worker that was up for so long and did a job has proved itself.
 pub(crate) const PROVEN_AFTER: Duration = Duration::from_secs(60);
 
+/// Workers of a bulkhead that may die in vain one after the other, each under its first jobs, before starts are
+/// spaced.
+const IN_VAIN_AT_ONCE: u32 = 10;
+
+/// From then on, from one start in the bulkhead to the next. The kernel works on starts and ends of processes for
+/// milliseconds that it does not give back to others: a hundred a second can be borne, a thousand cannot.
+const IN_VAIN_PACE: Duration = Duration::from_millis(10);
+
 /// What to do after a death that says the worker is unfit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
@@ -64,10 +72,50 @@ impl History {
     }
 }
 
+/// How a bulkhead answers workers that were fit, and died under their first jobs all the same: at once; but when
+/// there are many in a row, it is the jobs, and the starts are spaced, whatever the number of slots. Each job is
+/// told at once what became of it; what waits is the next worker.
+#[derive(Debug, Default)]
+pub(crate) struct Spacing {
+    /// Workers that died in vain since another end.
+    in_vain: u32,
+    /// The last start that was spaced.
+    last: Option<Time>,
+}
+
+impl Spacing {
+    /// Counts the end of a worker: in vain, if it did no job. Returns when the next may start.
+    pub(crate) fn died(&mut self, now: Time, in_vain: bool) -> Time {
+        self.in_vain = if in_vain { self.in_vain.saturating_add(1) } else { 0 };
+        if self.in_vain <= IN_VAIN_AT_ONCE {
+            return now;
+        }
+        let next = self.last.map_or(now, |last| now.max(last + IN_VAIN_PACE));
+        self.last = Some(next);
+        next
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::limits::Limits;
+
+    #[test]
+    fn deaths_in_vain_are_answered_at_once_until_there_are_many_in_a_row() {
+        let mut spacing = Spacing::default();
+        let now = Time(5_000_000_000);
+        for _ in 0..=IN_VAIN_AT_ONCE {
+            assert_eq!(spacing.died(now, true), now);
+        }
+        let soon = now + IN_VAIN_PACE / 2;
+        assert_eq!(spacing.died(soon, true), now + IN_VAIN_PACE);
+        assert_eq!(spacing.died(soon, true), now + IN_VAIN_PACE * 2, "in whatever slot");
+        let later = now + IN_VAIN_PACE * 5;
+        assert_eq!(spacing.died(later, true), later, "long enough after the last");
+        assert_eq!(spacing.died(later, false), later, "it did a job");
+        assert_eq!(spacing.died(later, true), later);
+    }
 
     #[test]
     fn the_first_at_once_then_doubling_below_the_ceiling_then_failed() {

@@ -286,6 +286,8 @@ fn the_budget_has_a_floor_and_then_a_share() {
     while stage.answers.len() < jobs.len() {
         let worker = stage.newest_worker();
         stage.die(worker, Death::Signal(11));
+        // So many in a row are not answered at once.
+        stage.wait(20 * MS);
         stage.bring_up(stage.newest_worker());
     }
     assert_eq!(stage.bulkhead.counters().retries, 10);
@@ -367,6 +369,8 @@ fn quarantine_does_not_cost_the_worker_its_slot() {
     for payload in 0..50 {
         let Some(job) = stage.submit_payload(payload) else { panic!("it has not been here before") };
         stage.die(stage.holder(job), Death::Signal(11));
+        // So many in a row are not answered at once.
+        stage.wait(20 * MS);
         stage.bring_up(stage.newest_worker());
     }
     let job = stage.job();

@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 78] = [
+const DEMANDED: [&str; 79] = [
     "kill unwanted",
     "waits on after a rest",
     "watched",
@@ -100,6 +100,7 @@ const DEMANDED: [&str; 78] = [
     "successor gone",
     "exited beside another",
     "backoff",
+    "many in vain",
     "probe",
     "proven",
     "bulkhead failed",

@@ -8,7 +8,7 @@ use super::recovery::Loss;
 use super::{Activity, Bulkhead, Mode, earlier};
 use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId};
-use crate::restart::{Next, PROVEN_AFTER};
+use crate::restart::{Next, PROVEN_AFTER, Spacing};
 use crate::time::Time;
 use crate::workers::{Phase, Role, Silence, SlotState, Vintage, Worker};
 
@@ -22,6 +22,21 @@ const FORGIVEN_MAX: u32 = 20;
 
 /// How soon a worker that should be replaced and could not be is looked at again.
 const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
+
+/// What the end of a worker says of it.
+struct End {
+    /// It is not fit for work: it would not start, or ended without a reason.
+    is_unfit: bool,
+    /// It exited with 0 while it had nothing to do.
+    is_clean: bool,
+    /// It died of its first jobs.
+    is_in_vain: bool,
+}
+
+impl End {
+    /// Of one that did not even start.
+    const NOT_STARTED: Self = Self { is_unfit: true, is_clean: false, is_in_vain: false };
+}
 
 impl<T> Bulkhead<T> {
     /// Starts a worker for a slot, to fill it or to succeed the one that does.
@@ -89,7 +104,7 @@ impl<T> Bulkhead<T> {
         self.slots[slot as usize].last_end = Some(RestartCause::NotStarted);
         out.push(Action::Note(Note::WorkerNotStarted { slot, message: message.clone() }));
         self.last_trouble = message;
-        self.remove_and_replace(now, id, true, false, out);
+        self.remove_and_replace(now, id, &End::NOT_STARTED, out);
     }
 
     pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
@@ -325,6 +340,7 @@ impl<T> Bulkhead<T> {
                 self.kill(place, KillReason::Unwanted, out);
             }
         }
+        self.spacing = Spacing::default();
         for slot in &mut self.slots {
             slot.history.proven();
             slot.resting = None;
@@ -517,6 +533,8 @@ impl<T> Bulkhead<T> {
             );
         let is_unfit = is_own_doing && (!was_ready || jobs.is_empty() && worker.served == 0);
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
+        let is_of_jobs = is_own_doing || killed == Some(KillReason::Deadline);
+        let is_in_vain = is_of_jobs && !is_unfit && worker.served == 0;
         let sentence = describe(death, killed.as_ref());
         // Under other policies a good end can be the last as well.
         if is_unfit || self.limits.restart.policy != RestartPolicy::Always {
@@ -556,18 +574,11 @@ impl<T> Bulkhead<T> {
         for index in jobs {
             self.job_lost(now, index, &verdict, loss, out);
         }
-        self.remove_and_replace(now, id, is_unfit, is_clean, out);
+        self.remove_and_replace(now, id, &End { is_unfit, is_clean, is_in_vain }, out);
     }
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.
-    fn remove_and_replace(
-        &mut self,
-        now: Time,
-        id: WorkerId,
-        is_unfit: bool,
-        is_clean: bool,
-        out: &mut Vec<Action<T>>,
-    ) {
+    fn remove_and_replace(&mut self, now: Time, id: WorkerId, end: &End, out: &mut Vec<Action<T>>) {
         let Some(mut worker) = self.workers[id.place as usize].take() else { return };
         self.worker_timers.clear(id.place);
         if let Some(level) = worker.listed.take() {
@@ -583,7 +594,7 @@ impl<T> Bulkhead<T> {
         let slot = worker.slot;
         // It was ended before it had begun, for one that runs something else.
         let is_unwanted = worker.phase == Phase::Killing(KillReason::Unwanted);
-        if is_unfit && !is_unwanted {
+        if end.is_unfit && !is_unwanted {
             self.slots[slot as usize].has_settled = true;
         }
         match worker.role {
@@ -598,7 +609,7 @@ impl<T> Bulkhead<T> {
                 self.set_slot(slot, SlotState::Empty);
                 self.spawn(now, slot, Role::Current, out);
             }
-            Role::Current => self.refill(now, slot, is_unfit, is_clean, out),
+            Role::Current => self.refill(now, slot, end, out),
         }
     }
 
@@ -627,7 +638,8 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    fn refill(&mut self, now: Time, slot: u32, is_unfit: bool, is_clean: bool, out: &mut Vec<Action<T>>) {
+    /// Its worker is gone.
+    fn refill(&mut self, now: Time, slot: u32, end: &End, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             self.set_slot(slot, SlotState::Empty);
             return;
@@ -641,19 +653,20 @@ impl<T> Bulkhead<T> {
         }
         let may_restart = match self.limits.restart.policy {
             RestartPolicy::Always => true,
-            RestartPolicy::OnFailure => !is_clean,
+            RestartPolicy::OnFailure => !end.is_clean,
             RestartPolicy::Never => false,
         };
         if !may_restart {
             self.stop_slot(now, slot, StopReason::Policy, None, out);
             return;
         }
-        if !is_unfit {
-            self.spawn(now, slot, Role::Current, out);
-            return;
-        }
-        let random = self.draw();
-        match self.slots[slot as usize].history.failed(now, &self.limits.restart, random) {
+        let next = if end.is_unfit {
+            let random = self.draw();
+            self.slots[slot as usize].history.failed(now, &self.limits.restart, random)
+        } else {
+            Next::At(self.spacing.died(now, end.is_in_vain))
+        };
+        match next {
             Next::At(at) if at <= now => self.spawn(now, slot, Role::Current, out),
             Next::At(until) => {
                 self.set_slot(slot, SlotState::Backoff { until });
@@ -723,6 +736,7 @@ impl<T> Bulkhead<T> {
 
     pub(super) fn reset(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         self.poison.reset();
+        self.spacing = Spacing::default();
         let transition = self.breaker.reset(now);
         self.note_transition(transition, out);
         for slot in 0..self.slots.len() as u32 {

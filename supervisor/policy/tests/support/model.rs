@@ -36,6 +36,10 @@ pub(crate) struct Model {
     /// By their place in the policy's table.
     workers: BTreeMap<u32, Worker>,
     slots: Vec<Slot>,
+    /// Workers one after the other that did no job.
+    in_vain: u32,
+    /// The last start that came late for it, or could have.
+    last_spaced: Option<Time>,
     /// Slots that a rolling restart may still reach.
     rolling: BTreeSet<u32>,
     counters: Counters,
@@ -192,6 +196,8 @@ impl Model {
             poison: recovery::Poison::default(),
             workers: BTreeMap::new(),
             slots,
+            in_vain: 0,
+            last_spaced: None,
             rolling: BTreeSet::new(),
             counters: Counters::default(),
             newest_generation: 0,

@@ -53,7 +53,7 @@ impl Model {
             Event::Cancel { job } => self.cancel(*job),
             Event::SpawnFailed { worker, .. } => {
                 self.coverage.see("spawn failed");
-                self.worker_gone(*worker, true, false);
+                self.worker_gone(*worker, true, false, false);
             }
             Event::Hello { worker, has_dispatch_thread, can_resize } => {
                 self.hello(*worker, *has_dispatch_thread, *can_resize);
@@ -361,6 +361,8 @@ impl Model {
         );
         let is_unfit = !is_ours && (!was_ready || (jobs.is_empty() && worker.served == 0));
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
+        let is_in_vain =
+            (!is_ours || killed == Some(KillReason::Deadline)) && !is_unfit && worker.served == 0;
         let verdict = verdict_of(death, killed.as_ref());
         let is_taken_back = left_unread && jobs.len() == 1 && self.may_be_given_again(jobs[0]);
         let is_crash = !matches!(
@@ -392,7 +394,7 @@ impl Model {
                 self.step.owed.insert(job, verdict.clone());
             }
         }
-        self.worker_gone(id, is_unfit, is_clean);
+        self.worker_gone(id, is_unfit, is_clean, is_in_vain);
     }
 
     fn may_be_given_again(&self, job: JobId) -> bool {

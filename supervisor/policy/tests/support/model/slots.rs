@@ -10,6 +10,9 @@ use super::{Cause, Model, Phase, Worker};
 /// A worker that was up for so long and did a job has proved itself.
 const PROVEN_AFTER: Duration = Duration::from_secs(60);
 
+/// From one start in a bulkhead to the next, where more than ten in a row did no job.
+const IN_VAIN_PACE: Duration = Duration::from_millis(10);
+
 /// A slot that has failed is not probed more often than this.
 const PROBE_PAUSE_MIN: Duration = Duration::from_millis(100);
 
@@ -51,6 +54,9 @@ pub(super) enum SlotState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Next {
     Now,
+    /// At this moment, after many that did no job.
+    At(Time),
+    /// Not later than that.
     Within(Duration),
     Failed,
     Never,
@@ -131,7 +137,7 @@ impl Model {
     }
 
     /// A worker is gone: decides what is to become of its slot.
-    pub(super) fn worker_gone(&mut self, id: WorkerId, is_unfit: bool, is_clean: bool) {
+    pub(super) fn worker_gone(&mut self, id: WorkerId, is_unfit: bool, is_clean: bool, is_in_vain: bool) {
         if self.live(id).is_none() {
             return;
         }
@@ -166,7 +172,12 @@ impl Model {
                 _ if self.is_stopping() => SlotState::Empty,
                 Some(current) => SlotState::Held { current, successor: None },
                 None if is_unwanted => SlotState::Vacated(Next::Now),
-                None => SlotState::Vacated(self.next(slot, is_unfit, is_clean)),
+                None => SlotState::Vacated(match self.limits.restart.policy {
+                    RestartPolicy::Never => Next::Never,
+                    RestartPolicy::OnFailure if is_clean => Next::Never,
+                    _ if is_unfit => self.next(slot),
+                    _ => self.next_fit(is_in_vain),
+                }),
             };
             self.owe_if_none_is_left(slot);
         }
@@ -179,16 +190,26 @@ impl Model {
         }
     }
 
-    /// The restart rules: at once after a worker that was fit; else the first at once, the next within a
-    /// time that doubles, and past `max` failures within `within` not before `backoff_max`.
-    fn next(&mut self, slot: usize, is_unfit: bool, is_clean: bool) -> Next {
-        let (now, limits) = (self.now, &self.limits.restart);
-        match limits.policy {
-            RestartPolicy::Never => return Next::Never,
-            RestartPolicy::OnFailure if is_clean => return Next::Never,
-            _ if !is_unfit => return Next::Now,
-            _ => {}
+    /// At once after a worker that was fit; but if more than ten in a row did no job, in whatever slots, not
+    /// within the pace.
+    fn next_fit(&mut self, is_in_vain: bool) -> Next {
+        self.in_vain = if is_in_vain { self.in_vain + 1 } else { 0 };
+        if self.in_vain <= 10 {
+            return Next::Now;
         }
+        let at = self.last_spaced.map_or(self.now, |last| last + IN_VAIN_PACE).max(self.now);
+        self.last_spaced = Some(at);
+        if at <= self.now {
+            return Next::Now;
+        }
+        self.coverage.see("many in vain");
+        Next::At(at)
+    }
+
+    /// The restart rules after a worker that was not fit: the first at once, the next within a time that
+    /// doubles, and past `max` failures within `within` not before `backoff_max`.
+    fn next(&mut self, slot: usize) -> Next {
+        let (now, limits) = (self.now, &self.limits.restart);
         let slot = &mut self.slots[slot];
         slot.streak += 1;
         slot.failures.push(now);
@@ -210,10 +231,13 @@ impl Model {
     }
 
     pub(super) fn backoff(&mut self, slot: u32, delay: Duration) {
-        let SlotState::Vacated(Next::Within(ceiling)) = self.slots[slot as usize].state else {
-            panic!("slot {slot} waits {delay:?} for no reason");
-        };
-        assert!(delay <= ceiling, "slot {slot} waits {delay:?}, at most {ceiling:?} would be right");
+        match self.slots[slot as usize].state {
+            SlotState::Vacated(Next::Within(ceiling)) => {
+                assert!(delay <= ceiling, "slot {slot} waits {delay:?}, at most {ceiling:?} would be right");
+            }
+            SlotState::Vacated(Next::At(at)) => assert_eq!(self.now + delay, at, "slot {slot}"),
+            _ => panic!("slot {slot} waits {delay:?} for no reason"),
+        }
         self.slots[slot as usize].state = SlotState::Waiting { until: self.now + delay };
     }
 
@@ -228,6 +252,7 @@ impl Model {
     }
 
     pub(super) fn reset(&mut self) {
+        (self.in_vain, self.last_spaced) = (0, None);
         self.slots.iter_mut().for_each(Slot::forget);
     }
 
