@@ -14,10 +14,11 @@ const NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
 /// Bytes of `/proc/PID/status` that are read; it has about 1.5 KiB.
 const STATUS_BYTES_MAX: usize = 16 * 1024;
 
-/// Filters of system calls that a process is under; 0 on kernels that do not tell.
-pub(super) fn filters(pid: u32) -> u32 {
-    let text = read_bounded(&format!("/proc/{pid}/status")).unwrap_or_default();
-    let count = text.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
+/// Bytes that a file in there seldom exceeds.
+const USUAL_BYTES: usize = 4 * 1024;
+
+fn filters_of(status: &str) -> u32 {
+    let count = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
     count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
@@ -31,7 +32,7 @@ pub(super) struct Own {
 impl Own {
     pub(super) fn read() -> Self {
         let namespaces = NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok());
-        Self { namespaces, filters: filters(std::process::id()) }
+        Self { namespaces, filters: filters_of(&read_bounded("/proc/self/status").unwrap_or_default()) }
     }
 
     /// Which namespaces of a process are others than ours.
@@ -52,16 +53,18 @@ pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
     Ok(fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u32)
 }
 
-/// Puts what `/proc/PID/status` says of a process in its place.
-pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<()> {
+/// Puts what `/proc/PID/status` says of a process in its place, and returns how many filters of system calls
+/// it is under; 0 on kernels that do not tell.
+pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
     let text = read_bounded(&format!("/proc/{pid}/status"))?;
     parse(&text, observed);
-    Ok(())
+    Ok(filters_of(&text))
 }
 
 fn read_bounded(path: &str) -> io::Result<String> {
     use std::io::Read;
-    let mut text = String::new();
+    // All of it with the first call, as a rule.
+    let mut text = String::with_capacity(USUAL_BYTES);
     fs::File::open(path)?.take(STATUS_BYTES_MAX as u64).read_to_string(&mut text)?;
     Ok(text)
 }

@@ -4,6 +4,7 @@
 //! file system or on a process that will not die; and it restarts nothing.
 
 mod becoming;
+mod precedence;
 mod starts;
 mod sweeping;
 mod violations;
@@ -22,12 +23,13 @@ use nix::sys::signal::SigSet;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use self::becoming::prepare;
+use self::precedence::Precedence;
 use self::sweeping::{SCAN_PAUSE_MIN, SWEEP_PATIENCE};
 use super::confine::cgroup::Leaf;
 use super::confinement::{Observed, Terms};
 use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
-use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
+use super::spawn::{Ends, Forker, Made, Refusal, Standing};
 use super::temporary::Folders;
 use super::wait;
 use super::{
@@ -146,11 +148,12 @@ struct Process {
     forker: Forker,
     children: HashMap<u32, Child>,
     own: observe::Own,
-    filters: Filters,
+    made: Made,
     folders: Folders,
     groups: Groups,
     leaving: Vec<Leaving>,
     scans: Scans,
+    precedence: Precedence,
     outbox: Outbox,
     /// Whether the socket had more orders when it was last looked at.
     has_orders: bool,
@@ -177,11 +180,12 @@ impl Process {
             forker,
             children: HashMap::new(),
             own: observe::Own::read(),
-            filters: Filters::default(),
+            made: Made::default(),
             folders: Folders::default(),
             groups: Groups::default(),
             leaving: Vec::new(),
             scans: Scans { always, next: None, pause, found: 0, stuck: 0, audit: None },
+            precedence: Precedence::new(standing.nice),
             outbox: Outbox::default(),
             has_orders: true,
             is_blocked: false,
@@ -201,6 +205,7 @@ impl Process {
                 Err(error) => break Err(error),
             }
         };
+        self.precedence.take();
         for &pid in self.children.keys() {
             wait::kill_group(pid);
         }
@@ -235,6 +240,7 @@ impl Process {
         let now = Instant::now();
         self.reap(now);
         self.sweep(now);
+        self.made.rulesets.expire(now);
         Ok(true)
     }
 
@@ -243,7 +249,8 @@ impl Process {
             return Some(Duration::ZERO);
         }
         let overdue = self.leaving.iter().map(|leaving| leaving.since + SWEEP_PATIENCE).min();
-        let due = [self.scans.next, self.scans.audit, overdue].into_iter().flatten().min();
+        let too_old = self.made.rulesets.next_expiry();
+        let due = [self.scans.next, self.scans.audit, overdue, too_old].into_iter().flatten().min();
         due.map(|due| due.saturating_duration_since(now))
     }
 
@@ -281,6 +288,8 @@ impl Process {
                 // Whoever is in the table has not been waited for.
                 let child = self.children.iter().find(|(_, child)| child.worker == worker);
                 if let Some((&pid, _)) = child {
+                    // Given back when nothing is left of it.
+                    self.precedence.take();
                     self.kill(pid);
                 }
                 Ok(true)

@@ -25,6 +25,9 @@ const TRIES_MAX: u32 = 100;
 /// Folders that may wait for their removal.
 const DOOMED_MAX: usize = 16 * 1024;
 
+/// How long the list of names in a folder may be for the keeper to look through it itself.
+const EMPTY_BYTES_MAX: u64 = 64 * 1024;
+
 /// Names of a folder's entries that are held at a time.
 const NAMES_MAX: usize = 16 * 1024;
 
@@ -58,6 +61,12 @@ impl Folders {
             std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
         }
         Ok(path)
+    }
+
+    /// Removes a folder at once, if nothing is in it and there never was much.
+    pub(super) fn remove_empty(folder: &Path) -> bool {
+        let is_small = std::fs::symlink_metadata(folder).is_ok_and(|found| found.len() <= EMPTY_BYTES_MAX);
+        is_small && std::fs::remove_dir(folder).is_ok()
     }
 
     /// Removes a folder of a worker of which nothing is left, soon, or else when the keeper ends.
@@ -222,6 +231,26 @@ fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> rustix::i
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_left_in_a_folder_is_not_the_keepers_own_work() {
+        let folder = tempfile::tempdir().unwrap();
+        let [empty, full, large] = ["empty", "full", "large"].map(|name| folder.path().join(name));
+        for path in [&empty, &full, &large] {
+            std::fs::create_dir(path).unwrap();
+        }
+        std::fs::write(full.join("file"), "").unwrap();
+        std::os::unix::fs::symlink(&empty, folder.path().join("link")).unwrap();
+        assert!(!Folders::remove_empty(&folder.path().join("link")) && empty.exists());
+        assert!(Folders::remove_empty(&empty) && !empty.exists());
+        assert!(!Folders::remove_empty(&full) && full.join("file").exists());
+        // Some file systems never make the list of names shorter again.
+        let name = |number: u32| large.join(format!("{number:0>200}"));
+        (0..1000).for_each(|number| std::fs::write(name(number), "").unwrap());
+        (0..1000).for_each(|number| std::fs::remove_file(name(number)).unwrap());
+        let is_large = std::fs::metadata(&large).unwrap().len() > EMPTY_BYTES_MAX;
+        assert_eq!(Folders::remove_empty(&large), !is_large);
+    }
 
     #[test]
     fn a_tree_that_is_deep_and_locked_is_removed() {

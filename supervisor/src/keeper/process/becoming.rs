@@ -9,9 +9,6 @@ use rustix::process::Pid;
 
 use crate::keeper::spawn::{LINK_FD, Standing, put_at};
 
-/// The nice value of the keeper, if it may have that.
-const PRIORITY: i32 = -20;
-
 /// Makes the process what it has to be before its second thread starts. Returns the order socket, and
 /// how this process stands before it takes precedence.
 pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
@@ -34,7 +31,6 @@ pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
         is_spared: score.trim().parse::<i32>().is_ok_and(|score| score < 0),
         open_files: take_all_descriptors(),
     };
-    take_precedence();
     Ok((socket, standing))
 }
 
@@ -45,14 +41,6 @@ fn take_all_descriptors() -> (u64, u64) {
     let all = Rlimit { current: own.maximum, maximum: own.maximum };
     let _ = setrlimit(Resource::Nofile, all); // What there is has to do then.
     (own.current.unwrap_or(u64::MAX), own.maximum.unwrap_or(u64::MAX))
-}
-
-/// Whoever has to end a fork bomb must not wait for its turn behind a thousand processes. Workers start
-/// with the priority of before. Where privileges are missing, the keeper takes its turn like others.
-fn take_precedence() {
-    let _ = rustix::process::setpriority_process(None, PRIORITY);
-    // With autogroups (a kernel setting) each session has a share, and this is what weighs ours.
-    let _ = std::fs::write("/proc/self/autogroup", PRIORITY.to_string());
 }
 
 /// Nothing but end of file ends the keeper: signals meant for the supervisor's group, or sent by

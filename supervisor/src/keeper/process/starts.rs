@@ -80,7 +80,7 @@ impl Process {
         folder: Option<&Path>,
         leaf: Option<&Leaf>,
     ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
-        let barriers = Barriers::prepare(&order.confinement, order.directory, folder, &mut self.filters)?;
+        let barriers = Barriers::prepare(order, folder, &mut self.made)?;
         let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
         let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
@@ -145,10 +145,9 @@ impl Process {
         let open = observe::descriptors(process).map_err(failed)?;
         child.observed.descriptors = open.saturating_sub(closing);
         child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));
-        observe::status(process, &mut child.observed).map_err(failed)?;
+        let filters = observe::status(process, &mut child.observed).map_err(failed)?;
         let limit = observe::limit_mismatch(process, &child.rlimits, OPEN_FILES).map_err(failed)?;
         // The supervisor may be under a filter itself, which counts for nothing here.
-        let filters = observe::filters(process);
         let is_bare = child.terms.seccomp != Seccomp::Off && filters != 0 && filters <= self.own.filters;
         let filter = is_bare.then_some("Seccomp_filters");
         if let Some(what) = child.observed.mismatch(&child.terms).or(limit).or(filter) {

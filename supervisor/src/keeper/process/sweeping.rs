@@ -13,6 +13,7 @@ use mio::unix::SourceFd;
 use super::{Child, Leaving, Process, Stage};
 use crate::keeper::confine::cgroup::Leaf;
 use crate::keeper::spawn;
+use crate::keeper::temporary::Folders;
 use crate::keeper::wait::{self, Waited};
 use crate::keeper::{Exit, ReportMessage, Usage};
 
@@ -57,6 +58,7 @@ impl Process {
         // What it leaves behind goes with it.
         leaf.iter().for_each(|leaf| _ = leaf.kill());
         if !matches!(stage, Stage::Running) {
+            self.precedence.give_back();
             return self.clear(folder, leaf);
         }
         // The first process of a pid namespace has told of the worker; if not, it was killed first.
@@ -77,17 +79,25 @@ impl Process {
     /// Kills what the dead left behind, and reports those of whom nothing is left.
     pub(super) fn sweep(&mut self, now: Instant) {
         if self.leaving.is_empty() {
-            self.audit(now);
-        } else if self.is_swept(now) {
+            return self.audit(now);
+        }
+        if self.is_swept(now) {
             for gone in std::mem::take(&mut self.leaving) {
-                self.report_exit(gone);
+                if gone.folder.as_deref().is_none_or(Folders::remove_empty) {
+                    self.made.rulesets.release(gone.worker);
+                    self.report_exit(Leaving { folder: None, ..gone });
+                } else {
+                    self.report_exit(gone);
+                }
             }
         } else {
+            self.precedence.take();
             self.give_up_on_overdue(now);
         }
         if self.leaving.is_empty() {
             self.scans.next = None;
             self.scans.pause = SCAN_PAUSE_MIN;
+            self.precedence.give_back();
         }
     }
 
@@ -152,6 +162,7 @@ impl Process {
             // Until a look finds nothing: who kills, finds the victims' children the next time.
             let found_something = !matches!(self.scan(), Ok(0)) | !self.groups.retry();
             self.scans.audit = found_something.then(|| now + AUDIT_PAUSE);
+            if found_something { self.precedence.take() } else { self.precedence.give_back() }
         }
     }
 }

@@ -8,7 +8,9 @@ use rustix::io::Errno;
 
 use super::Refusal;
 use super::root::{Root, View};
+use super::rulesets::Rulesets;
 use super::steps;
+use crate::keeper::SpawnOrder;
 use crate::keeper::confine::landlock::{self, Ruleset};
 use crate::keeper::confine::seccomp::{self, Ending, Filter};
 use crate::keeper::confinement::{Confinement, Seccomp, Temporary, Terms};
@@ -21,33 +23,39 @@ const FILTERS_MAX: usize = 1024;
 #[derive(Default)]
 pub(in crate::keeper) struct Barriers {
     pub(super) terms: Terms,
-    pub(super) ruleset: Option<Ruleset>,
+    pub(super) ruleset: Option<Arc<Ruleset>>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<Root>>,
 }
 
-/// Filters by what they are made of: to make one takes longer than the rest.
+/// What was made for one worker and is kept for the next: to make it takes longer than the rest.
 #[derive(Default)]
-pub(in crate::keeper) struct Filters(HashMap<FilterKey, Arc<Filter>>);
+pub(in crate::keeper) struct Made {
+    filters: Filters,
+    pub(in crate::keeper) rulesets: Rulesets,
+}
+
+/// Filters by what they are made of.
+#[derive(Default)]
+struct Filters(HashMap<FilterKey, Arc<Filter>>);
 
 type FilterKey = (Seccomp, bool, bool, Vec<String>, Vec<String>);
 
 impl Barriers {
-    /// Makes them ready. `directory` is where the worker starts, and `temporary` the folder of its own that
-    /// [`Temporary::Folder`] asks for.
+    /// Makes them ready for a worker. `temporary` is the folder of its own that [`Temporary::Folder`] asks for.
     pub(in crate::keeper) fn prepare(
-        ordered: &Confinement<'_>,
-        directory: &str,
+        order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
-        filters: &mut Filters,
+        made: &mut Made,
     ) -> Result<Self, Refusal> {
+        let SpawnOrder { worker, directory, confinement: ordered, .. } = order;
         let terms = ordered.terms;
         let programs = as_paths(&ordered.programs);
         let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
         let withheld = as_paths(&ordered.withheld);
         let directory = Path::new(directory);
         let ruleset = terms.landlock.then(|| {
-            Ruleset::prepare(&landlock::Rules {
+            let rules = landlock::Rules {
                 programs: &programs,
                 directory: Some(directory),
                 read: &read,
@@ -55,8 +63,14 @@ impl Barriers {
                 temporary,
                 withheld: &withheld,
                 network: terms.network,
-            })
-            .map_err(|failure| {
+            };
+            // A child with a root folder adds to its rules what nobody else is to have.
+            let ruleset = if terms.namespaces.mount {
+                Ruleset::prepare(&rules).map(Arc::new)
+            } else {
+                made.rulesets.get(*worker, &rules)
+            };
+            ruleset.map_err(|failure| {
                 Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
             })
         });
@@ -79,14 +93,14 @@ impl Barriers {
         Ok(Self {
             terms,
             ruleset: ruleset.transpose()?,
-            filter: filters.get(ordered)?,
+            filter: made.filters.get(ordered)?,
             root: root.transpose()?,
         })
     }
 
     /// The version of the Landlock rules, if there are any.
     pub(in crate::keeper) fn landlock(&self) -> Option<u32> {
-        self.ruleset.as_ref().map(Ruleset::abi)
+        self.ruleset.as_ref().map(|ruleset| ruleset.abi())
     }
 
     /// Whether the child tells when it is confined, and waits for the word to go on.

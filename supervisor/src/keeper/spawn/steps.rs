@@ -249,7 +249,7 @@ fn session(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(())
 }
 
-/// The keeper may have a better one. In a session of its own, the child is out of its autogroup already.
+/// That of before the keeper was started. In a session of its own, the child is out of the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
     // The supervisor's unit may be served before everybody else, and a worker must not. Where it is not, there
     // is nothing to give up.
