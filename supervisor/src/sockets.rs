@@ -6,9 +6,17 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use rustix::fs::Mode;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::io::Errno;
+
+/// How long the lock of another supervisor is waited for: one that was killed a moment ago holds it until the last
+/// of its threads is gone.
+const LOCKED_WITHIN: Duration = Duration::from_millis(500);
+
+/// How often is looked meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// A bound socket. Dropping it removes the path; the lock lasts as long.
 #[derive(Debug)]
@@ -38,7 +46,7 @@ impl Bound {
             let made = with_umask(0, || DirBuilder::new().recursive(true).mode(folder_mode).create(parent));
             made.map_err(|error| fail(format!("the folder {} cannot be made: {error}", parent.display())))?;
         }
-        let lock = lock(path).map_err(fail)?;
+        let lock = lock(path, LOCKED_WITHIN).map_err(fail)?;
         clear_stale(path).map_err(fail)?;
         let listener = appear(path, mode).map_err(fail)?;
         let identity = identity(path).map_err(|error| fail(error.to_string()))?;
@@ -100,7 +108,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 
 /// Whoever holds the lock beside the socket owns the path. It is never removed: a lock on a removed file
 /// and one on its successor would both be held.
-fn lock(path: &Path) -> Result<File, String> {
+fn lock(path: &Path, within: Duration) -> Result<File, String> {
     let name = with_suffix(path, ".lock");
     let file = OpenOptions::new()
         .create(true)
@@ -110,12 +118,18 @@ fn lock(path: &Path) -> Result<File, String> {
         .custom_flags(libc::O_NOFOLLOW)
         .open(&name)
         .map_err(|error| format!("the lock file {} cannot be opened: {error}", name.display()))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            Err("another supervisor is running on this socket; stop it, or configure another path".into())
+    let began = Instant::now();
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(Errno::WOULDBLOCK) if began.elapsed() < within => std::thread::sleep(LOOK_EVERY),
+            Err(Errno::WOULDBLOCK) => {
+                return Err(
+                    "another supervisor is running on this socket; stop it, or configure another path".into(),
+                );
+            }
+            Err(error) => return Err(format!("the lock file {} cannot be locked: {error}", name.display())),
         }
-        Err(error) => Err(format!("the lock file {} cannot be locked: {error}", name.display())),
     }
 }
 
@@ -177,6 +191,21 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string().contains("not a socket"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    #[test]
+    fn the_lock_of_one_that_is_about_to_end_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("jobs.sock");
+        let held = lock(&path, Duration::ZERO).unwrap();
+        let waiting = std::thread::spawn({
+            let path = path.clone();
+            move || lock(&path, Duration::from_secs(60))
+        });
+        std::thread::sleep(LOOK_EVERY * 4);
+        assert!(!waiting.is_finished());
+        drop(held);
+        waiting.join().unwrap().unwrap();
     }
 
     #[test]

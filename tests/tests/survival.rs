@@ -123,8 +123,11 @@ fn a_live_socket_is_never_stolen_and_a_stale_one_is_cleared() {
     first.signal(Signal::SIGKILL);
     wait_for("it is dead", || (!is_alive(first.pid())).then_some(()));
     assert!(first.socket().exists(), "a killed supervisor leaves its socket");
-    let mut third = second.stderr(Stdio::null()).spawn().unwrap();
-    wait_for("the next one takes over", || (first.try_get("/readyz")?.0 == 200).then_some(()));
+    let mut third = second.stderr(Stdio::inherit()).spawn().unwrap();
+    wait_for("the next one takes over", || {
+        assert_eq!(third.try_wait().unwrap(), None, "it has ended");
+        (first.try_get("/readyz")?.0 == 200).then_some(())
+    });
     kill_pid(third.id(), Signal::SIGTERM);
     assert_eq!(third.wait().unwrap().code(), Some(0));
 }
