@@ -24,5 +24,6 @@ pub mod shard;
 pub mod snapshot;
 pub mod sockets;
 pub mod span;
+mod succession;
 pub mod supervisor;
 mod tally;

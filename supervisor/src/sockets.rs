@@ -1,22 +1,15 @@
 //! The supervisor's listening sockets: made with the right mode from the first moment, listening from the
 //! first moment, never taken from a supervisor that lives, cleared of one that died.
 
-use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, flock};
-use rustix::io::Errno;
+use rustix::fs::Mode;
 
-/// How long the lock of another supervisor is waited for: one that was killed a moment ago holds it until the last
-/// of its threads is gone.
-const LOCKED_WITHIN: Duration = Duration::from_millis(500);
-
-/// How often is looked meanwhile.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+use crate::succession::{self, NoLock};
 
 /// A bound socket. Dropping it removes the path; the lock lasts as long.
 #[derive(Debug)]
@@ -46,7 +39,7 @@ impl Bound {
             let made = with_umask(0, || DirBuilder::new().recursive(true).mode(folder_mode).create(parent));
             made.map_err(|error| fail(format!("the folder {} cannot be made: {error}", parent.display())))?;
         }
-        let lock = lock(path, LOCKED_WITHIN).map_err(fail)?;
+        let lock = lock(path).map_err(fail)?;
         clear_stale(path).map_err(fail)?;
         let listener = appear(path, mode).map_err(fail)?;
         let identity = identity(path).map_err(|error| fail(error.to_string()))?;
@@ -108,29 +101,17 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 
 /// Whoever holds the lock beside the socket owns the path. It is never removed: a lock on a removed file
 /// and one on its successor would both be held.
-fn lock(path: &Path, within: Duration) -> Result<File, String> {
+fn lock(path: &Path) -> Result<File, String> {
     let name = with_suffix(path, ".lock");
-    let file = OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(&name)
-        .map_err(|error| format!("the lock file {} cannot be opened: {error}", name.display()))?;
-    let began = Instant::now();
-    loop {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(file),
-            Err(Errno::WOULDBLOCK) if began.elapsed() < within => std::thread::sleep(LOOK_EVERY),
-            Err(Errno::WOULDBLOCK) => {
-                return Err(
-                    "another supervisor is running on this socket; stop it, or configure another path".into(),
-                );
-            }
-            Err(error) => return Err(format!("the lock file {} cannot be locked: {error}", name.display())),
+    succession::lock(&name).map_err(|why| match why {
+        NoLock::Held => {
+            "another supervisor is running on this socket; stop it, or configure another path".into()
         }
-    }
+        NoLock::Unopened(error) => {
+            format!("the lock file {} cannot be opened: {error}", name.display())
+        }
+        NoLock::Refused(errno) => format!("the lock file {} cannot be locked: {errno}", name.display()),
+    })
 }
 
 fn clear_stale(path: &Path) -> Result<(), String> {
@@ -144,13 +125,17 @@ fn clear_stale(path: &Path) -> Result<(), String> {
         }
         Ok(_) => {}
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+    let reach = || match UnixStream::connect(path) {
+        Ok(_) => Err(()),
+        Err(error) => Ok(error),
+    };
+    match succession::try_while_taken(reach, |()| true) {
+        Ok(error) if error.kind() == ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
         }
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(format!("a socket is there, and whether it is in use cannot be told: {error}")),
-        Ok(_) => Err("some program listens there already; stop it, or configure another path".into()),
+        Ok(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Ok(error) => Err(format!("a socket is there, and whether it is in use cannot be told: {error}")),
+        Err(()) => Err("some program listens there already; stop it, or configure another path".into()),
     }
 }
 
@@ -191,21 +176,6 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string().contains("not a socket"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
-    }
-
-    #[test]
-    fn the_lock_of_one_that_is_about_to_end_is_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("jobs.sock");
-        let held = lock(&path, Duration::ZERO).unwrap();
-        let waiting = std::thread::spawn({
-            let path = path.clone();
-            move || lock(&path, Duration::from_secs(60))
-        });
-        std::thread::sleep(LOOK_EVERY * 4);
-        assert!(!waiting.is_finished());
-        drop(held);
-        waiting.join().unwrap().unwrap();
     }
 
     #[test]

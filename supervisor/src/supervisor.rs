@@ -13,6 +13,7 @@ use crate::observe::{crashes, spans};
 use crate::program;
 use crate::shard::{Parts, Pulse, Shard};
 use crate::sockets::Bound;
+use crate::succession::try_while_taken;
 
 /// Why a supervisor could not run.
 #[derive(Debug, thiserror::Error)]
@@ -114,7 +115,9 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, control::Token
     let failed = |why: String| RunError::Http(http.address, why);
     let token =
         control::Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
-    let socket = std::net::TcpListener::bind(http.address).map_err(|error| {
+    let bind = || std::net::TcpListener::bind(http.address);
+    let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
+    let socket = try_while_taken(bind, is_taken).map_err(|error| {
         let hint = match error.kind() {
             std::io::ErrorKind::AddrInUse => "another program listens there: end it, or choose another port",
             std::io::ErrorKind::AddrNotAvailable => "this machine does not have the address",

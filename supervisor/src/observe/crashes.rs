@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc as blocking;
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, RenameFlags, flock};
+use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use crate::crash::{CrashId, CrashReport, Summary};
+use crate::succession::{self, NoLock};
 
 /// Reports on their way from the data plane to here; what comes beyond is counted, and not kept.
 pub const REPORTS_WAITING_MAX: usize = 64;
@@ -244,22 +245,13 @@ impl Folder {
 
     /// Two supervisors would remove each other's reports.
     fn lock(path: &Path) -> Result<File, String> {
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(path.join(LOCK))
-            .map_err(|error| format!("its file {LOCK} cannot be opened: {error}"))?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(file),
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                Err("another supervisor keeps its reports there; stop it, or configure another `crash_dir`"
-                    .into())
+        succession::lock(&path.join(LOCK)).map_err(|why| match why {
+            NoLock::Held => {
+                "another supervisor keeps its reports there; stop it, or configure another `crash_dir`".into()
             }
-            Err(error) => Err(format!("its file {LOCK} cannot be locked: {error}")),
-        }
+            NoLock::Unopened(error) => format!("its file {LOCK} cannot be opened: {error}"),
+            NoLock::Refused(errno) => format!("its file {LOCK} cannot be locked: {errno}"),
+        })
     }
 
     fn file(&self, id: CrashId) -> PathBuf {

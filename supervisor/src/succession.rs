@@ -1,0 +1,102 @@
+//! What a supervisor that was killed a moment ago still has: locks and addresses are let go of when the last of its
+//! threads is gone, which on a full machine is later than it can be seen to be dead. Whoever starts the next one then
+//! is not to be told that another one is running.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+/// How long is waited before something counts as another's.
+const LET_GO_WITHIN: Duration = Duration::from_millis(500);
+
+/// How often is looked meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// Why there is no lock.
+#[derive(Debug)]
+pub(crate) enum NoLock {
+    /// The file cannot be opened, or made.
+    Unopened(io::Error),
+    /// Another process has it, and keeps it.
+    Held,
+    /// The file system refuses.
+    Refused(Errno),
+}
+
+/// Locks a file that only its owner may open, and makes it if it is missing. The lock lasts as long as the file is
+/// open.
+pub(crate) fn lock(path: &Path) -> Result<File, NoLock> {
+    lock_within(LET_GO_WITHIN, path)
+}
+
+/// Tries until it works, or fails for another reason than that somebody has it, or for half a second.
+pub(crate) fn try_while_taken<T, E>(
+    attempt: impl FnMut() -> Result<T, E>,
+    is_taken: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    try_within(LET_GO_WITHIN, attempt, is_taken)
+}
+
+fn lock_within(within: Duration, path: &Path) -> Result<File, NoLock> {
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    let file = options.open(path).map_err(NoLock::Unopened)?;
+    let attempt = || flock(&file, FlockOperation::NonBlockingLockExclusive);
+    match try_within(within, attempt, |&errno| errno == Errno::WOULDBLOCK) {
+        Ok(()) => Ok(file),
+        Err(Errno::WOULDBLOCK) => Err(NoLock::Held),
+        Err(errno) => Err(NoLock::Refused(errno)),
+    }
+}
+
+fn try_within<T, E>(
+    within: Duration,
+    mut attempt: impl FnMut() -> Result<T, E>,
+    is_taken: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    let began = Instant::now();
+    loop {
+        match attempt() {
+            Err(error) if is_taken(&error) && began.elapsed() < within => std::thread::sleep(LOOK_EVERY),
+            ended => return ended,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_is_let_go_of_is_waited_for_and_one_that_is_kept_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let held = lock_within(Duration::ZERO, &path).unwrap();
+        assert!(matches!(lock_within(LOOK_EVERY, &path), Err(NoLock::Held)));
+        let waiting = std::thread::spawn({
+            let path = path.clone();
+            move || lock_within(Duration::from_secs(60), &path)
+        });
+        std::thread::sleep(LOOK_EVERY * 4);
+        assert!(!waiting.is_finished());
+        drop(held);
+        waiting.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn other_failures_are_told_at_once() {
+        let missing = lock_within(Duration::from_secs(60), Path::new("/nowhere/lock"));
+        assert!(matches!(missing, Err(NoLock::Unopened(_))));
+        let mut tries = 0;
+        let attempt = || {
+            tries += 1;
+            Err::<(), _>(tries)
+        };
+        assert_eq!(try_within(Duration::from_secs(60), attempt, |&number| number < 3), Err(3));
+    }
+}
