@@ -5,17 +5,13 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use bulkhead_shared::process_tree::read_small;
+
 use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
 
 /// The namespaces that a worker can have of its own, as the kernel names them.
 const NAMES: [&str; 6] = ["user", "pid", "ipc", "uts", "mnt", "net"];
-
-/// Bytes of `/proc/PID/status` that are read; it has about 1.5 KiB.
-const STATUS_BYTES_MAX: usize = 16 * 1024;
-
-/// Bytes that a file in there seldom exceeds.
-const USUAL_BYTES: usize = 4 * 1024;
 
 fn filters_of(status: &str) -> u32 {
     let count = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
@@ -32,7 +28,7 @@ pub(super) struct Own {
 impl Own {
     pub(super) fn read() -> Self {
         let namespaces = NAMES.map(|name| fs::read_link(format!("/proc/self/ns/{name}")).ok());
-        Self { namespaces, filters: filters_of(&read_bounded("/proc/self/status").unwrap_or_default()) }
+        Self { namespaces, filters: filters_of(&read_small("/proc/self/status").unwrap_or_default()) }
     }
 
     /// Which namespaces of a process are others than ours.
@@ -56,17 +52,9 @@ pub(super) fn descriptors(pid: u32) -> io::Result<u32> {
 /// Puts what `/proc/PID/status` says of a process in its place, and returns how many filters of system calls
 /// it is under; 0 on kernels that do not tell.
 pub(super) fn status(pid: u32, observed: &mut Observed) -> io::Result<u32> {
-    let text = read_bounded(&format!("/proc/{pid}/status"))?;
+    let text = read_small(&format!("/proc/{pid}/status"))?;
     parse(&text, observed);
     Ok(filters_of(&text))
-}
-
-fn read_bounded(path: &str) -> io::Result<String> {
-    use std::io::Read;
-    // All of it with the first call, as a rule.
-    let mut text = String::with_capacity(USUAL_BYTES);
-    fs::File::open(path)?.take(STATUS_BYTES_MAX as u64).read_to_string(&mut text)?;
-    Ok(text)
 }
 
 fn parse(text: &str, observed: &mut Observed) {
@@ -93,7 +81,7 @@ fn parse(text: &str, observed: &mut Observed) {
 /// The first of these limits that a process does not have, by its name in `/proc/PID/limits`; but for one
 /// that it still has to get.
 pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::Result<Option<&'static str>> {
-    let text = read_bounded(&format!("/proc/{pid}/limits"))?;
+    let text = read_small(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
         limit.resource != to_come && limit_of(&text, limit.resource) != Some((limit.soft, limit.hard))
     };
@@ -102,7 +90,7 @@ pub(super) fn limit_mismatch(pid: u32, ordered: &[Rlimit], to_come: u32) -> io::
 
 /// The first of these limits that a process has more of.
 pub(super) fn limit_exceeded(pid: u32, ordered: &[Rlimit]) -> io::Result<Option<&'static str>> {
-    let text = read_bounded(&format!("/proc/{pid}/limits"))?;
+    let text = read_small(&format!("/proc/{pid}/limits"))?;
     let is_wrong = |limit: &&Rlimit| {
         let found = limit_of(&text, limit.resource);
         found.is_none_or(|(soft, hard)| soft > limit.soft || hard > limit.hard)
@@ -145,14 +133,14 @@ fn limit_name(resource: u32) -> &'static str {
 
 /// Whether a process is in the control group of this folder.
 pub(super) fn is_in(pid: u32, leaf: &Path) -> bool {
-    let Ok(text) = read_bounded(&format!("/proc/{pid}/cgroup")) else { return false };
+    let Ok(text) = read_small(&format!("/proc/{pid}/cgroup")) else { return false };
     let own = text.lines().find_map(|line| line.strip_prefix("0::"));
     own.is_some_and(|own| Path::new(own).file_name() == leaf.file_name())
 }
 
 /// The process that a thread belongs to, and that one's number where it lives.
 pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
-    let text = read_bounded(&format!("/proc/{thread}/status"))?;
+    let text = read_small(&format!("/proc/{thread}/status"))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name));
     let process = field("Tgid:").and_then(|value| value.trim().parse().ok());
     let inner = field("NStgid:").and_then(|value| value.split_whitespace().last()?.parse().ok());

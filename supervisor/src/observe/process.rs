@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use bulkhead_shared::process_tree::read_small;
+
 /// For how long what was found is good enough for metrics.
 const FRESH: Duration = Duration::from_secs(1);
 
@@ -36,10 +38,10 @@ impl Residents {
 /// The most bytes that were ever resident in a process, and the milliseconds of processor time that it has used,
 /// those of the children that it has waited for included; `None` if it is gone.
 pub fn work(pid: u32) -> Option<(u64, u64)> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let status = read_small(&format!("/proc/{pid}/status")).ok()?;
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = peak.trim().split(' ').next()?.parse().ok()?;
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let stat = read_small(&format!("/proc/{pid}/stat")).ok()?;
     let fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let used: u64 = fields.skip(11).take(4).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
     let ticks = rustix::param::clock_ticks_per_second().max(1);
@@ -55,7 +57,7 @@ pub fn machine_memory() -> Option<u64> {
 
 /// Resident bytes of a process; `None` if it is gone.
 fn resident_bytes(pid: u32) -> Option<u64> {
-    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+    let statm = read_small(&format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)
 }
@@ -63,7 +65,7 @@ fn resident_bytes(pid: u32) -> Option<u64> {
 /// Resident bytes of a process, and the milliseconds of processor time it has used; `None` if it is gone.
 pub fn usage(pid: u32) -> Option<(u64, u64)> {
     let resident = resident_bytes(pid)?;
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let stat = read_small(&format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let user: u64 = fields.nth(11)?.parse().ok()?;
     let system: u64 = fields.next()?.parse().ok()?;

@@ -3,6 +3,8 @@
 use std::fs;
 use std::sync::OnceLock;
 
+use bulkhead_shared::process_tree::read_small;
+
 use super::families::{self, Family};
 use super::text::Page;
 
@@ -48,7 +50,7 @@ struct Own {
 }
 
 fn read_stat() -> Option<Own> {
-    let stat = fs::read_to_string("/proc/self/stat").ok()?;
+    let stat = read_small("/proc/self/stat").ok()?;
     let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
     // As proc_pid_stat(5) numbers them, from the third on.
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
