@@ -1,7 +1,7 @@
 //! Connections, from the moment in which they were let in: sorted by what they ask for, served by one thread or the
 //! other, and closed in time.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::net;
 use std::os::unix;
 use std::pin::Pin;
@@ -267,13 +267,23 @@ impl<S: AsyncRead + Unpin> AsyncRead for Placed<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
-    fn poll_write(
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
+        self.poll_write_vectored(cx, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-        bytes: &[u8],
+        slices: &[IoSlice<'_>],
     ) -> Poll<std::io::Result<usize>> {
-        let part = &bytes[..bytes.len().min(SENT_BYTES_MAX)];
-        let result = Pin::new(&mut self.socket).poll_write(cx, part);
+        let result = match first(slices) {
+            Some((part, None)) => Pin::new(&mut self.socket).poll_write(cx, part),
+            Some((part, Some(next))) => {
+                let slices = [IoSlice::new(part), IoSlice::new(next)];
+                Pin::new(&mut self.socket).poll_write_vectored(cx, &slices)
+            }
+            None => Poll::Ready(Ok(0)),
+        };
         if result.is_ready() {
             self.state = Turn::Answering;
             return result;
@@ -283,6 +293,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
             self.patience.as_mut().reset(tokio::time::Instant::now() + READ_WITHIN);
         }
         self.pending(cx)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.socket.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
@@ -312,4 +326,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
             }
         }
     }
+}
+
+/// What is sent at once of these: of the first that is not empty, and of the one behind it if there is room.
+fn first<'s>(slices: &'s [IoSlice<'_>]) -> Option<(&'s [u8], Option<&'s [u8]>)> {
+    let mut full = slices.iter().filter(|slice| !slice.is_empty());
+    let first: &[u8] = full.next()?;
+    let first = &first[..first.len().min(SENT_BYTES_MAX)];
+    let room = SENT_BYTES_MAX - first.len();
+    let next = full.next().filter(|_| room > 0);
+    Some((first, next.map(|next| &next[..next.len().min(room)])))
 }

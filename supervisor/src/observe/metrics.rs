@@ -60,23 +60,22 @@ fn write_jobs(page: &mut Page, bulkheads: Bulkheads<'_>) {
     }
     page.family(&families::JOBS);
     for (bulkhead, priority) in by_priority(bulkheads) {
-        for (outcome, count) in OUTCOMES.iter().zip(bulkhead.tally.jobs[priority as usize]) {
-            page.sample(&[&bulkhead.name, priority.name(), outcome], count);
-        }
+        let counts = OUTCOMES.into_iter().zip(bulkhead.tally.jobs[priority as usize]);
+        page.samples(&[&bulkhead.name, priority.name()], counts);
     }
     page.family(&families::REJECTED);
     for (bulkhead, priority) in by_priority(bulkheads) {
-        for reason in RejectReason::ALL.iter().filter(|reason| can_be_counted(**reason)) {
-            let count = bulkhead.tally.rejected[priority as usize][usize::from(reason.code())];
-            page.sample(&[&bulkhead.name, priority.name(), reason.name()], count);
-        }
+        let rejected = &bulkhead.tally.rejected[priority as usize];
+        let reasons = RejectReason::ALL.iter().filter(|reason| can_be_counted(**reason));
+        let counts = reasons.map(|reason| (reason.name(), rejected[usize::from(reason.code())]));
+        page.samples(&[&bulkhead.name, priority.name()], counts);
     }
     page.family(&families::CRASHED);
     for bulkhead in bulkheads {
-        for reason in CrashReason::ALL {
-            let count = bulkhead.tally.crashed[usize::from(reason.code())];
-            page.sample(&[&bulkhead.name, reason.name()], count);
-        }
+        let crashed = &bulkhead.tally.crashed;
+        let counts =
+            CrashReason::ALL.iter().map(|reason| (reason.name(), crashed[usize::from(reason.code())]));
+        page.samples(&[&bulkhead.name], counts);
     }
 }
 
@@ -94,16 +93,13 @@ fn write_tenants(page: &mut Page, scrape: &Scrape) {
     page.family(&families::TENANT_JOBS);
     for bulkhead in &scrape.bulkheads {
         for (label, tenant) in labels().zip(&bulkhead.tally.tenants) {
-            for (outcome, count) in OUTCOMES.iter().zip(tenant.jobs) {
-                page.sample(&[&bulkhead.name, label, outcome], count);
-            }
+            page.samples(&[&bulkhead.name, label], OUTCOMES.into_iter().zip(tenant.jobs));
         }
     }
     page.family(&families::EVICTED);
     for bulkhead in &scrape.bulkheads {
-        for (label, tenant) in labels().zip(&bulkhead.tally.tenants) {
-            page.sample(&[&bulkhead.name, label], tenant.evicted);
-        }
+        let evicted = bulkhead.tally.tenants.iter().map(|tenant| tenant.evicted);
+        page.samples(&[&bulkhead.name], labels().zip(evicted));
     }
 }
 
@@ -112,25 +108,22 @@ fn write_events(page: &mut Page, bulkheads: Bulkheads<'_>) {
     page.family(&families::FALLBACK);
     for bulkhead in bulkheads {
         for tally in &bulkhead.tally.fallback {
-            for (outcome, count) in OUTCOMES.iter().zip(tally.jobs) {
-                page.sample(&[&bulkhead.name, &tally.target, outcome], count);
-            }
+            page.samples(&[&bulkhead.name, &tally.target], OUTCOMES.into_iter().zip(tally.jobs));
         }
     }
     each(page, &families::RETRIES, bulkheads, |of| of.tally.retries);
     page.family(&families::RESTARTS);
     for bulkhead in bulkheads {
-        for cause in RestartCause::ALL {
-            page.sample(&[&bulkhead.name, cause.name()], bulkhead.tally.restarts[cause as usize]);
-        }
+        let restarts = &bulkhead.tally.restarts;
+        let counts = RestartCause::ALL.map(|cause| (cause.name(), restarts[cause as usize]));
+        page.samples(&[&bulkhead.name], counts);
     }
     page.family(&families::TRANSITIONS);
     for bulkhead in bulkheads {
         for from in BreakerState::ALL {
-            for to in BreakerState::ALL.into_iter().filter(|to| *to != from) {
-                let count = bulkhead.tally.breaker[from as usize][to as usize];
-                page.sample(&[&bulkhead.name, from.name(), to.name()], count);
-            }
+            let others = BreakerState::ALL.into_iter().filter(|to| *to != from);
+            let counts = others.map(|to| (to.name(), bulkhead.tally.breaker[from as usize][to as usize]));
+            page.samples(&[&bulkhead.name, from.name()], counts);
         }
     }
     each(page, &families::LATE_REPLIES, bulkheads, |of| of.tally.late_replies);
@@ -145,19 +138,16 @@ fn write_gauges(page: &mut Page, bulkheads: Bulkheads<'_>) {
     each(page, &families::GUESTS, bulkheads, |of| of.tally.guests);
     page.family(&families::BREAKER);
     for bulkhead in bulkheads {
-        for state in BreakerState::ALL {
-            page.sample(&[&bulkhead.name, state.name()], u8::from(state == bulkhead.breaker));
-        }
+        let states = BreakerState::ALL.map(|state| (state.name(), u64::from(state == bulkhead.breaker)));
+        page.samples(&[&bulkhead.name], states);
     }
 }
 
 fn write_workers(page: &mut Page, bulkheads: Bulkheads<'_>, residents: &Residents) {
     page.family(&families::WORKERS);
     for bulkhead in bulkheads {
-        for state in WORKER_STATES {
-            let count = bulkhead.workers.iter().filter(|worker| worker.state == state).count();
-            page.sample(&[&bulkhead.name, state], count);
-        }
+        let count = |state| bulkhead.workers.iter().filter(|worker| worker.state == state).count() as u64;
+        page.samples(&[&bulkhead.name], WORKER_STATES.map(|state| (state, count(state))));
     }
     page.family(&families::WORKER_RSS);
     for bulkhead in bulkheads {
@@ -198,12 +188,13 @@ fn write_histogram(
         let labels: &[&str] = &[&bulkhead.name];
         let mut count = 0;
         let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
-        for (bound, own) in bounds.zip(buckets) {
+        let up_to = |(bound, own): (&'static str, &u64)| {
             count += own;
-            page.line("_bucket", labels, Some(bound), count);
-        }
-        page.line("_count", labels, None, count);
-        page.line("_sum", labels, None, *sum_ns as f64 / 1e9);
+            (bound, count)
+        };
+        page.buckets(labels, bounds.zip(buckets).map(up_to));
+        page.line("_count", labels, count);
+        page.line("_sum", labels, *sum_ns as f64 / 1e9);
     }
 }
 

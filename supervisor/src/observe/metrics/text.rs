@@ -63,6 +63,8 @@ pub(super) struct Page {
     format: Format,
     text: String,
     family: Option<&'static Family>,
+    /// What a group of lines begins with; kept for its memory.
+    common: String,
     #[cfg(test)]
     pub(super) families: Vec<&'static str>,
 }
@@ -73,6 +75,7 @@ impl Page {
             format,
             text: String::with_capacity(PAGE_BYTES),
             family: None,
+            common: String::new(),
             #[cfg(test)]
             families: Vec::new(),
         }
@@ -94,51 +97,58 @@ impl Page {
 
     /// A sample of a counter or a gauge.
     pub(super) fn sample(&mut self, values: &[&str], number: impl Display) {
-        let suffix = match self.family {
+        self.line(self.suffix(), values, number);
+    }
+
+    /// Samples of a counter or a gauge that differ in the value of the last label.
+    pub(super) fn samples<'v>(&mut self, values: &[&str], lasts: impl IntoIterator<Item = (&'v str, u64)>) {
+        let Some(Family { labels: [.., label], .. }) = self.family else { return };
+        self.lines(self.suffix(), values, label, lasts);
+    }
+
+    /// The buckets of a histogram, each with its upper bound.
+    pub(super) fn buckets<'v>(&mut self, values: &[&str], counts: impl IntoIterator<Item = (&'v str, u64)>) {
+        self.lines("_bucket", values, "le", counts);
+    }
+
+    /// What the names of samples have behind that of the present family.
+    fn suffix(&self) -> &'static str {
+        match self.family {
             Some(Family { kind: Kind::Counter, .. }) => "_total",
             _ => "",
-        };
-        self.line(suffix, values, None, number);
+        }
     }
 
     /// One line of the present family.
-    pub(super) fn line(&mut self, suffix: &str, values: &[&str], bound: Option<&str>, number: impl Display) {
-        let Some(Family { name, labels, .. }) = self.family else { return };
-        debug_assert_eq!(labels.len(), values.len(), "{name}");
-        // There are thousands of these lines: they are put together without a look at a format.
-        self.text.push_str(name);
-        self.text.push_str(suffix);
-        let own = labels.iter().copied().zip(values.iter().copied());
-        let mut before = '{';
-        for (label, value) in own.chain(bound.map(|bound| ("le", bound))) {
-            self.text.push(before);
-            self.text.push_str(label);
-            self.text.push_str("=\"");
-            self.escaped(value);
-            self.text.push('"');
-            before = ',';
-        }
-        if before == ',' {
-            self.text.push('}');
-        }
-        self.text.push(' ');
-        self.write(format_args!("{number}"));
-        self.text.push('\n');
+    pub(super) fn line(&mut self, suffix: &str, values: &[&str], number: impl Display) {
+        let Some(family) = self.family else { return };
+        debug_assert_eq!(family.labels.len(), values.len(), "{}", family.name);
+        begin(&mut self.text, family, suffix, values);
+        self.text.push_str(if values.is_empty() { " " } else { "} " });
+        self.write(format_args!("{number}\n"));
     }
 
-    /// Clients choose the names of tenants: anything but NUL can be in them.
-    fn escaped(&mut self, value: &str) {
-        if !value.bytes().any(|byte| matches!(byte, b'\\' | b'"' | b'\n')) {
-            self.text.push_str(value);
-            return;
-        }
-        for character in value.chars() {
-            match character {
-                '\\' => self.text.push_str("\\\\"),
-                '"' => self.text.push_str("\\\""),
-                '\n' => self.text.push_str("\\n"),
-                other => self.text.push(other),
-            }
+    /// There are thousands of these lines: what they have in common is put together once for each group.
+    fn lines<'v>(
+        &mut self,
+        suffix: &str,
+        values: &[&str],
+        last: &str,
+        lasts: impl IntoIterator<Item = (&'v str, u64)>,
+    ) {
+        let Some(family) = self.family else { return };
+        self.common.clear();
+        begin(&mut self.common, family, suffix, values);
+        self.common.push(if values.is_empty() { '{' } else { ',' });
+        self.common.push_str(last);
+        self.common.push_str("=\"");
+        let mut digits = itoa::Buffer::new();
+        for (value, number) in lasts {
+            self.text.push_str(&self.common);
+            push_escaped(&mut self.text, value);
+            self.text.push_str("\"} ");
+            self.text.push_str(digits.format(number));
+            self.text.push('\n');
         }
     }
 
@@ -152,6 +162,37 @@ impl Page {
             self.text.push_str("# EOF\n");
         }
         self.text
+    }
+}
+
+/// The name of a sample and its first labels, which are not closed.
+fn begin(text: &mut String, family: &Family, suffix: &str, values: &[&str]) {
+    text.push_str(family.name);
+    text.push_str(suffix);
+    let mut before = '{';
+    for (label, value) in family.labels.iter().zip(values) {
+        text.push(before);
+        text.push_str(label);
+        text.push_str("=\"");
+        push_escaped(text, value);
+        text.push('"');
+        before = ',';
+    }
+}
+
+/// Clients choose the names of tenants: anything but NUL can be in them.
+fn push_escaped(text: &mut String, value: &str) {
+    if !value.bytes().any(|byte| matches!(byte, b'\\' | b'"' | b'\n')) {
+        text.push_str(value);
+        return;
+    }
+    for character in value.chars() {
+        match character {
+            '\\' => text.push_str("\\\\"),
+            '"' => text.push_str("\\\""),
+            '\n' => text.push_str("\\n"),
+            other => text.push(other),
+        }
     }
 }
 
@@ -195,7 +236,9 @@ mod tests {
             let mut page = Page::new(format);
             page.family(&FAMILY);
             page.sample(&["\"} 1\n# EOF\n\\", "ü\r\t"], 7);
+            page.samples(&["ü\r\t"], [("\"} 1\n# EOF\n\\", 8)]);
             let text = page.finish();
+            assert!(text.contains("x_total{a=\"ü\r\t\",b=\"\\\"} 1\\n# EOF\\n\\\\\"} 8\n"), "{text}");
             assert!(text.contains("x_total{a=\"\\\"} 1\\n# EOF\\n\\\\\",b=\"ü\r\t\"} 7\n"), "{text}");
         }
     }
