@@ -33,10 +33,6 @@ const LINGER: Duration = Duration::from_secs(1);
 /// Bytes that it throws away meanwhile, at most.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// Bytes that are sent at once. Linux copies them without giving the processor to anybody else, as it is configured
-/// for servers, and a page of metrics takes a tenth of a millisecond.
-const SENT_BYTES_MAX: usize = 16 * 1024;
-
 /// Bytes of a request that tell what it asks for.
 const HEAD_BYTES: usize = 512;
 
@@ -276,14 +272,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<std::io::Result<usize>> {
-        let result = match first(slices) {
-            Some((part, None)) => Pin::new(&mut self.socket).poll_write(cx, part),
-            Some((part, Some(next))) => {
-                let slices = [IoSlice::new(part), IoSlice::new(next)];
-                Pin::new(&mut self.socket).poll_write_vectored(cx, &slices)
-            }
-            None => Poll::Ready(Ok(0)),
-        };
+        let result = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);
         if result.is_ready() {
             self.state = Turn::Answering;
             return result;
@@ -326,14 +315,4 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Placed<S> {
             }
         }
     }
-}
-
-/// What is sent at once of these: of the first that is not empty, and of the one behind it if there is room.
-fn first<'s>(slices: &'s [IoSlice<'_>]) -> Option<(&'s [u8], Option<&'s [u8]>)> {
-    let mut full = slices.iter().filter(|slice| !slice.is_empty());
-    let first: &[u8] = full.next()?;
-    let first = &first[..first.len().min(SENT_BYTES_MAX)];
-    let room = SENT_BYTES_MAX - first.len();
-    let next = full.next().filter(|_| room > 0);
-    Some((first, next.map(|next| &next[..next.len().min(room)])))
 }
