@@ -29,7 +29,7 @@ use super::confine::cgroup::Leaf;
 use super::confinement::{Observed, Terms};
 use super::groups::Groups;
 use super::socket::{self, Outbox, Received};
-use super::spawn::{Ends, Forker, Made, Refusal, Standing};
+use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
 use super::temporary::Folders;
 use super::wait;
 use super::{
@@ -148,7 +148,7 @@ struct Process {
     forker: Forker,
     children: HashMap<u32, Child>,
     own: observe::Own,
-    made: Made,
+    filters: Filters,
     folders: Folders,
     groups: Groups,
     leaving: Vec<Leaving>,
@@ -180,7 +180,7 @@ impl Process {
             forker,
             children: HashMap::new(),
             own: observe::Own::read(),
-            made: Made::default(),
+            filters: Filters::default(),
             folders: Folders::default(),
             groups: Groups::default(),
             leaving: Vec::new(),
@@ -240,7 +240,6 @@ impl Process {
         let now = Instant::now();
         self.reap(now);
         self.sweep(now);
-        self.made.rulesets.expire(now);
         Ok(true)
     }
 
@@ -249,8 +248,7 @@ impl Process {
             return Some(Duration::ZERO);
         }
         let overdue = self.leaving.iter().map(|leaving| leaving.since + SWEEP_PATIENCE).min();
-        let too_old = self.made.rulesets.next_expiry();
-        let due = [self.scans.next, self.scans.audit, overdue, too_old].into_iter().flatten().min();
+        let due = [self.scans.next, self.scans.audit, overdue].into_iter().flatten().min();
         due.map(|due| due.saturating_duration_since(now))
     }
 

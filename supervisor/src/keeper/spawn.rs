@@ -7,7 +7,6 @@
 //! - `barriers`: what confines it, made ready before the fork.
 //! - `progress`: what it and the keeper say to each other meanwhile.
 //! - `root`: a root folder of its own.
-//! - `rulesets`: Landlock rules that the next worker can have as well.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
@@ -15,7 +14,6 @@ mod barriers;
 mod ended;
 mod progress;
 mod root;
-mod rulesets;
 mod steps;
 
 use std::ffi::{CString, c_char};
@@ -36,7 +34,7 @@ use super::confine::cgroup;
 use super::confinement::Namespaces;
 use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
-pub(super) use self::barriers::{Barriers, Made};
+pub(super) use self::barriers::{Barriers, Filters};
 pub(super) use self::ended::read as read_status;
 pub(super) use self::progress::{Progress, go_on, read as read_progress};
 pub(super) use self::steps::{OPEN_FILES, put_at};

@@ -19,14 +19,14 @@ use super::confinement::Identity;
 /// The names of these folders begin so, and with the user's number.
 const PREFIX: &str = "bulkhead-";
 
+/// Others may go through the folder of all folders, but not look into it.
+const BASE_MODE: u32 = 0o711;
+
 /// Tries to find a name that nobody has.
 const TRIES_MAX: u32 = 100;
 
 /// Folders that may wait for their removal.
 const DOOMED_MAX: usize = 16 * 1024;
-
-/// How long the list of names in a folder may be for the keeper to look through it itself.
-const EMPTY_BYTES_MAX: u64 = 64 * 1024;
 
 /// Names of a folder's entries that are held at a time.
 const NAMES_MAX: usize = 16 * 1024;
@@ -43,7 +43,7 @@ pub(super) struct Folders {
 struct Base {
     path: PathBuf,
     /// Held while the keeper lives: the lock.
-    _lock: OwnedFd,
+    lock: OwnedFd,
     /// Dropped, it ends the thread that removes.
     doomed: SyncSender<PathBuf>,
 }
@@ -55,18 +55,14 @@ impl Folders {
             self.base = Some(Base::make(&std::env::temp_dir())?);
         }
         let Some(base) = &self.base else { return Err(Errno::NOENT.into()) };
+        // Workers of this user may change the mode of what is this user's.
+        rustix::fs::fchmod(&base.lock, Mode::from_raw_mode(BASE_MODE))?;
         let path = base.path.join(worker.to_string());
         std::fs::DirBuilder::new().mode(0o700).create(&path)?;
         if let Some(Identity { uid, gid }) = identity {
             std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
         }
         Ok(path)
-    }
-
-    /// Removes a folder at once, if nothing is in it and there never was much.
-    pub(super) fn remove_empty(folder: &Path) -> bool {
-        let is_small = std::fs::symlink_metadata(folder).is_ok_and(|found| found.len() <= EMPTY_BYTES_MAX);
-        is_small && std::fs::remove_dir(folder).is_ok()
     }
 
     /// Removes a folder of a worker of which nothing is left, soon, or else when the keeper ends.
@@ -94,7 +90,7 @@ impl Base {
         std::thread::Builder::new().name("remover".into()).spawn(move || {
             folders.iter().for_each(|folder| remove(&folder));
         })?;
-        Ok(Self { path, _lock: lock, doomed })
+        Ok(Self { path, lock, doomed })
     }
 }
 
@@ -103,7 +99,7 @@ fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     let prefix = prefix();
     for number in 0..TRIES_MAX {
         let path = parent.join(format!("{prefix}{}-{number}", std::process::id()));
-        match std::fs::DirBuilder::new().mode(0o711).create(&path) {
+        match std::fs::DirBuilder::new().mode(BASE_MODE).create(&path) {
             // Another keeper may sweep it away before it is locked.
             Ok(()) => match lock(&path) {
                 Ok(lock) => return Ok((path, lock)),
@@ -127,7 +123,7 @@ fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
         return Err(Errno::NOENT);
     }
     // The keeper's mask may be narrower.
-    rustix::fs::fchmod(&lock, Mode::from_raw_mode(0o711))?;
+    rustix::fs::fchmod(&lock, Mode::from_raw_mode(BASE_MODE))?;
     Ok(lock)
 }
 
@@ -231,26 +227,6 @@ fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> rustix::i
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_is_left_in_a_folder_is_not_the_keepers_own_work() {
-        let folder = tempfile::tempdir().unwrap();
-        let [empty, full, large] = ["empty", "full", "large"].map(|name| folder.path().join(name));
-        for path in [&empty, &full, &large] {
-            std::fs::create_dir(path).unwrap();
-        }
-        std::fs::write(full.join("file"), "").unwrap();
-        std::os::unix::fs::symlink(&empty, folder.path().join("link")).unwrap();
-        assert!(!Folders::remove_empty(&folder.path().join("link")) && empty.exists());
-        assert!(Folders::remove_empty(&empty) && !empty.exists());
-        assert!(!Folders::remove_empty(&full) && full.join("file").exists());
-        // Some file systems never make the list of names shorter again.
-        let name = |number: u32| large.join(format!("{number:0>200}"));
-        (0..1000).for_each(|number| std::fs::write(name(number), "").unwrap());
-        (0..1000).for_each(|number| std::fs::remove_file(name(number)).unwrap());
-        let is_large = std::fs::metadata(&large).unwrap().len() > EMPTY_BYTES_MAX;
-        assert_eq!(Folders::remove_empty(&large), !is_large);
-    }
 
     #[test]
     fn a_tree_that_is_deep_and_locked_is_removed() {

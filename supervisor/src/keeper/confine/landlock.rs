@@ -93,13 +93,6 @@ impl Ruleset {
         if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
-    /// Adds a temporary folder to rules that were made without it.
-    pub(in crate::keeper) fn add_temporary(&self, folder: &CStr) -> Result<(), Failure> {
-        let added = self.add_raw(folder, temporary_access(ABI::from(self.abi as i32)));
-        added
-            .map_err(|errno| failure(&format!("add a Landlock rule for {}", folder.to_string_lossy()), errno))
-    }
-
     fn add_raw(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
         /// `struct landlock_path_beneath_attr`.
         #[repr(C, packed)]

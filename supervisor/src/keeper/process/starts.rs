@@ -80,7 +80,7 @@ impl Process {
         folder: Option<&Path>,
         leaf: Option<&Leaf>,
     ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
-        let barriers = Barriers::prepare(order, folder, &mut self.made)?;
+        let barriers = Barriers::prepare(order, folder, &mut self.filters)?;
         let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
         let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();

@@ -13,7 +13,6 @@ use mio::unix::SourceFd;
 use super::{Child, Leaving, Process, Stage};
 use crate::keeper::confine::cgroup::Leaf;
 use crate::keeper::spawn;
-use crate::keeper::temporary::Folders;
 use crate::keeper::wait::{self, Waited};
 use crate::keeper::{Exit, ReportMessage, Usage};
 
@@ -83,12 +82,7 @@ impl Process {
         }
         if self.is_swept(now) {
             for gone in std::mem::take(&mut self.leaving) {
-                if gone.folder.as_deref().is_none_or(Folders::remove_empty) {
-                    self.made.rulesets.release(gone.worker);
-                    self.report_exit(Leaving { folder: None, ..gone });
-                } else {
-                    self.report_exit(gone);
-                }
+                self.report_exit(gone);
             }
         } else {
             self.precedence.take();

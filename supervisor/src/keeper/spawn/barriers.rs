@@ -8,7 +8,6 @@ use rustix::io::Errno;
 
 use super::Refusal;
 use super::root::{Root, View};
-use super::rulesets::Rulesets;
 use super::steps;
 use crate::keeper::SpawnOrder;
 use crate::keeper::confine::landlock::{self, Ruleset};
@@ -23,21 +22,14 @@ const FILTERS_MAX: usize = 1024;
 #[derive(Default)]
 pub(in crate::keeper) struct Barriers {
     pub(super) terms: Terms,
-    pub(super) ruleset: Option<Arc<Ruleset>>,
+    pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<Root>>,
 }
 
-/// What was made for one worker and is kept for the next: to make it takes longer than the rest.
+/// Filters by what they are made of: to make one takes longer than the rest.
 #[derive(Default)]
-pub(in crate::keeper) struct Made {
-    filters: Filters,
-    pub(in crate::keeper) rulesets: Rulesets,
-}
-
-/// Filters by what they are made of.
-#[derive(Default)]
-struct Filters(HashMap<FilterKey, Arc<Filter>>);
+pub(in crate::keeper) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 
 type FilterKey = (Seccomp, bool, bool, Vec<String>, Vec<String>);
 
@@ -46,9 +38,9 @@ impl Barriers {
     pub(in crate::keeper) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
-        made: &mut Made,
+        filters: &mut Filters,
     ) -> Result<Self, Refusal> {
-        let SpawnOrder { worker, directory, confinement: ordered, .. } = order;
+        let SpawnOrder { directory, confinement: ordered, .. } = order;
         let terms = ordered.terms;
         let programs = as_paths(&ordered.programs);
         let (read, write) = (as_paths(&ordered.read), as_paths(&ordered.write));
@@ -64,13 +56,7 @@ impl Barriers {
                 withheld: &withheld,
                 network: terms.network,
             };
-            // A child with a root folder adds to its rules what nobody else is to have.
-            let ruleset = if terms.namespaces.mount {
-                Ruleset::prepare(&rules).map(Arc::new)
-            } else {
-                made.rulesets.get(*worker, &rules)
-            };
-            ruleset.map_err(|failure| {
+            Ruleset::prepare(&rules).map_err(|failure| {
                 Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
             })
         });
@@ -93,14 +79,14 @@ impl Barriers {
         Ok(Self {
             terms,
             ruleset: ruleset.transpose()?,
-            filter: made.filters.get(ordered)?,
+            filter: filters.get(ordered)?,
             root: root.transpose()?,
         })
     }
 
     /// The version of the Landlock rules, if there are any.
     pub(in crate::keeper) fn landlock(&self) -> Option<u32> {
-        self.ruleset.as_ref().map(|ruleset| ruleset.abi())
+        self.ruleset.as_ref().map(Ruleset::abi)
     }
 
     /// Whether the child tells when it is confined, and waits for the word to go on.

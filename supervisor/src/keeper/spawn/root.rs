@@ -95,6 +95,9 @@ pub(super) struct Failed {
     pub(super) step: u32,
 }
 
+/// Entries of a folder that are shown one by one; of a larger one the whole, with what is withheld hidden in it.
+const PARTS_MAX: usize = 512;
+
 /// Steps that are the same for every root have numbers above those of [`Root::steps`].
 const COMMON: u32 = 1 << 16;
 const COMMON_STEPS: [&str; 6] =
@@ -113,8 +116,9 @@ impl Root {
         for path in paths::DEVICES.iter().chain(&paths::RANDOM) {
             places.bind(Path::new(path), Access::Device);
         }
+        let mut inner_links = Vec::new();
         for folder in paths::own_folders(view.programs, Some(view.directory), view.write) {
-            places.bind(&folder, Access::Read);
+            inner_links.extend(places.own_folder(&folder, view.withheld));
         }
         let named = view.read.iter().map(|path| (*path, Access::Read));
         for (path, access) in named.chain(view.write.iter().map(|path| (*path, Access::Write))) {
@@ -129,6 +133,11 @@ impl Root {
         // It need not be given to be worked in.
         if paths::leads_as_named(view.directory, view.write) == Ok(true) {
             steps.extend(folders_to(view.directory).into_iter().map(Make::Folder));
+        }
+        for (at, to) in inner_links {
+            if let (None, Some(at), Some(to)) = (places.above(&at), text(&at), text(&to)) {
+                steps.push(Make::Link { to, at });
+            }
         }
         for path in view.withheld {
             steps.extend(places.hide(path));
@@ -249,6 +258,26 @@ impl Places {
             let entry = self.binds.entry(place).or_insert((real.clone(), access));
             entry.1 = entry.1.max(access);
         }
+    }
+
+    /// Shows a folder, or of one with something withheld the other entries as they are now: what is hidden by a
+    /// mount is seen again when another file gets its name. Returns the links in there, and where they lead.
+    fn own_folder(&mut self, folder: &Path, withheld: &[&Path]) -> Vec<(PathBuf, PathBuf)> {
+        let parts = match paths::without(folder, withheld) {
+            Ok(parts) if parts != [folder] && parts.len() <= PARTS_MAX => parts,
+            _ => {
+                self.bind(folder, Access::Read);
+                return Vec::new();
+            }
+        };
+        parts.iter().for_each(|part| self.bind(part, Access::Read));
+        let opened: BTreeSet<&Path> = parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
+        let entries = opened.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok());
+        let links = entries.flatten().flatten().filter_map(|entry| {
+            let path = entry.path();
+            Some((path.clone(), std::fs::read_link(path).ok()?))
+        });
+        links.collect()
     }
 
     /// All of the system, but for what a worker has its own of.
