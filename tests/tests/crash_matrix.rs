@@ -131,6 +131,7 @@ fn starts_that_fail_stop_the_bulkhead_and_say_why() {
         ("raw never-hello", "did not say hello"),
         ("raw wrong-version", "versions 99 to 99"),
         ("raw rubbish-first", "hello"),
+        ("raw text-first", "did not say hello: "),
     ];
     let bulkheads: String = cases
         .iter()
@@ -195,7 +196,7 @@ fn queued_jobs_fail_promptly_when_no_replacement_can_start() {
 
 #[test]
 fn a_worker_that_breaks_the_protocol_is_ended() {
-    for mode in ["rubbish", "close", "hello-twice", "bad-metadata"] {
+    for mode in ["rubbish", "text", "close", "hello-twice", "bad-metadata"] {
         let supervisor =
             Supervisor::start(&format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"{mode}\"]\n"));
         run(async {

@@ -140,6 +140,11 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("NO%20name", "echo", &[], &[0; 100]), 404, "rejected", "not_found", "no");
     check(&place.job(&"x".repeat(70), "echo", &[], b""), 404, "rejected", "not_found", "no");
     check(&place.job("b", "echo", &[], &[0; 102_401]), 413, "rejected", "too_large", "no");
+    let mut chunked = place.connect();
+    chunked.send_head("POST", "/v1/bulkheads/b/jobs", &["Transfer-Encoding: chunked"], None);
+    write!(chunked, "{:x}\r\n", 102_401).and_then(|()| chunked.write_all(&[0; 102_401])).unwrap();
+    // Told before the end has come.
+    check(&Answer::read(chunked).expect("an answer"), 413, "rejected", "too_large", "no");
     check(&place.job("b", &"o".repeat(257), &[], b""), 400, "rejected", "invalid", "no");
 
     let problem = check(&place.job("b", "exit", &[], b"3"), 502, "crashed", "exit", "unknown");

@@ -220,6 +220,9 @@ fn read_body<T: serde::de::DeserializeOwned>(
 ) -> Result<T, String> {
     let value: serde_json::Value =
         serde_json::from_slice(body).map_err(|error| format!("the body is not JSON: {error}"))?;
+    if !value.is_object() {
+        return Err("the body is no JSON object: write {…} with the fields that are to change".into());
+    }
     let change: T = serde_path_to_error::deserialize(value).map_err(|error| error.to_string())?;
     match judge(&change) {
         Some(problem) => Err(problem),

@@ -147,9 +147,8 @@ impl<'h> Asked<'h> {
             "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
             "bulkhead-priority" => self.priority = cut(value, 32).parse()?,
             "bulkhead-deadline-ms" => {
-                let ms: u64 =
-                    value.parse().ok().filter(|ms| (1..=DEADLINE_MS_MAX).contains(ms)).ok_or_else(number)?;
-                self.deadline = Some(Duration::from_millis(ms));
+                let ms: u64 = value.parse().ok().filter(|ms| *ms > 0).ok_or_else(number)?;
+                self.deadline = Some(Duration::from_millis(ms.min(DEADLINE_MS_MAX)));
             }
             "bulkhead-cost" => self.cost = value.parse().ok().filter(|cost| *cost > 0).ok_or_else(number)?,
             "bulkhead-idempotent" => {
@@ -177,7 +176,7 @@ impl<'h> Asked<'h> {
     }
 }
 
-/// The longest deadline that can be asked for; what is above the bulkhead's `deadline_max` is cut to it.
+/// The longest deadline that is handed on; what is above the bulkhead's `deadline_max` is cut to that.
 const DEADLINE_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
 fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
@@ -237,7 +236,7 @@ impl Upload {
         }
         while let Some(chunk) = next_chunk(&mut self.body).await? {
             if self.spool.bytes as u64 + chunk.len() as u64 > most {
-                return Ok(hopeless(0));
+                return Ok(hopeless(most.saturating_add(1)));
             }
             self.spool.add(&chunk)?;
         }

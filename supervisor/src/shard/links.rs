@@ -13,7 +13,9 @@ use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::limits::{
+    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
+};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
@@ -316,6 +318,12 @@ impl Shard {
         let Some(link) = self.links[index].as_mut() else { return false };
         link.inbox = inbox;
         let (is_mid_frame, is_read_closed) = (link.inbox.is_mid_frame(), link.is_read_closed);
+        let begun = link.inbox.begun_header().filter(|_| link.stage != Stage::Disbelieved);
+        let is_new = link.stage == Stage::AwaitingHello;
+        let result = result.and_then(|received| {
+            begun.map_or(Ok(()), |header| check_begun(header, is_new))?;
+            Ok(received)
+        });
         if is_mid_frame && result.is_ok() {
             // A large answer on its way is a sign of life, however long it takes.
             self.apply(compartment, Event::Heard { worker }, Incoming::None);
@@ -615,6 +623,19 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
 }
 
 /// Metadata without a structure can still have extensions, and among them one that must be understood.
+/// What is no frame looks like a long one as a rule, whose end would be waited for in vain.
+fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
+    if is_new && header.kind != kind::HELLO {
+        return Err(format!("it did not say hello: its first frame is of kind {}", header.kind));
+    }
+    // A result that is too large is thrown away, however large.
+    let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
+    if header.kind != kind::RESULT && header.length as usize > most {
+        return Err(format!("it began a frame of kind {} with {} bytes", header.kind, header.length));
+    }
+    Ok(())
+}
+
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }

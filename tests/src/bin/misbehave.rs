@@ -300,6 +300,10 @@ fn raw(mode: &str) -> ExitCode {
         forever();
     }
     let mut raw = Raw::by_hand();
+    if mode == "text-first" {
+        raw.bytes(b"GET / HTTP/1.1\r\n");
+        forever();
+    }
     if mode == "rubbish-first" {
         raw.bytes(&[0xa5; 4096]);
         forever();
@@ -436,6 +440,7 @@ impl Raw {
     fn misbehave(&mut self, mode: &str, job: u64) {
         match mode {
             "rubbish" => self.bytes(&[0xa5; 65_536]),
+            "text" => self.bytes(b"hello world, this is not a frame\n"),
             "huge" => {
                 let header = Header {
                     length: u32::MAX,
