@@ -206,16 +206,16 @@ pub enum BreakerMode {
 #[serde(deny_unknown_fields)]
 pub struct TenantChange {
     /// Jobs of the tenant in flight; per worker process, if it has workers of its own.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     pub max_in_flight: Option<u32>,
     /// Its worker processes, if it has its own.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     pub processes: Option<u32>,
     /// Jobs of it that may wait.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     pub max_queue: Option<u32>,
     /// How fast its jobs may come.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
     pub rate_limit: Option<TenantRate>,
 }
 
@@ -248,6 +248,14 @@ impl TenantChange {
 /// A key that is there, be it with `null`.
 fn named<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
     Option::deserialize(value).map(Some)
+}
+
+/// A key that is absent or has a value: there is no number in whose place a tenant's own could be taken away.
+fn given<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
+    let given = Option::deserialize(value)?;
+    let nothing =
+        || serde::de::Error::custom("null is no number: a tenant's own can be changed, not taken away");
+    given.map(Some).ok_or_else(nothing)
 }
 
 fn check_numbers(
