@@ -166,7 +166,8 @@ fn open_folder(parent: BorrowedFd<'_>, path: impl rustix::path::Arg + Copy) -> r
     })
 }
 
-/// Empties a folder. What is in a folder in it is brought up first, so that there are two levels at any
+/// Empties a folder, beside others who may do the same: the keeper does at its end what its thread has not done yet.
+/// What is in a folder in it is brought up first, so that there are two levels at any
 /// time: a tree that is a million deep takes no more descriptors than a flat one, and no stack.
 fn empty(top: &OwnedFd) -> rustix::io::Result<()> {
     let mut number = 0_u64;
@@ -177,7 +178,10 @@ fn empty(top: &OwnedFd) -> rustix::io::Result<()> {
             if remove_file(top.as_fd(), &name.0, name.1)? {
                 continue;
             }
-            let folder = open_folder(top.as_fd(), name.0.as_c_str())?;
+            let folder = match open_folder(top.as_fd(), name.0.as_c_str()) {
+                Err(Errno::NOENT) => continue,
+                opened => opened?,
+            };
             let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
             for (inner, kind) in names(&folder)? {
                 if !remove_file(folder.as_fd(), &inner, kind)? {
@@ -185,13 +189,14 @@ fn empty(top: &OwnedFd) -> rustix::io::Result<()> {
                     let free = format!(".bulkhead-{number}");
                     let flags = RenameFlags::NOREPLACE;
                     match rustix::fs::renameat_with(&folder, inner.as_c_str(), top, free.as_str(), flags) {
-                        Err(Errno::EXIST) => {} // The next round tries the next number.
+                        // The next round tries the next number.
+                        Err(Errno::EXIST | Errno::NOENT) => {}
                         result => result?,
                     }
                 }
             }
             match rustix::fs::unlinkat(top, name.0.as_c_str(), AtFlags::REMOVEDIR) {
-                Err(Errno::NOTEMPTY) => {}
+                Err(Errno::NOTEMPTY | Errno::NOENT) => {}
                 result => result?,
             }
         }
@@ -220,6 +225,7 @@ fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> rustix::i
     }
     match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
         Err(Errno::ISDIR) => Ok(false),
+        Err(Errno::NOENT) => Ok(true),
         result => result.map(|()| true),
     }
 }
@@ -248,6 +254,39 @@ mod tests {
         remove(&top);
         assert!(!top.exists());
         assert!(Path::new("/etc").exists());
+    }
+
+    #[test]
+    fn a_worker_cannot_shut_the_folder_of_all_for_long() {
+        use std::os::unix::fs::PermissionsExt;
+        let parent = tempfile::tempdir().unwrap();
+        let base = Base::make(parent.path()).unwrap();
+        let all = base.path.clone();
+        let mut folders = Folders { base: Some(base) };
+        folders.make(1, None).unwrap();
+        std::fs::set_permissions(&all, PermissionsExt::from_mode(0o000)).unwrap();
+        folders.make(2, None).unwrap();
+        assert_eq!(std::fs::metadata(&all).unwrap().permissions().mode() & 0o7777, BASE_MODE);
+        drop(folders);
+        assert!(!all.exists());
+    }
+
+    #[test]
+    fn what_several_remove_at_once_is_removed() {
+        let parent = tempfile::tempdir().unwrap();
+        let top = parent.path().join("top");
+        for folder in 0..20 {
+            let folder = top.join(folder.to_string());
+            std::fs::create_dir_all(folder.join("inner")).unwrap();
+            (0..200).for_each(|file| std::fs::write(folder.join(file.to_string()), "").unwrap());
+            (0..20).for_each(|file| std::fs::write(folder.join(format!("inner/{file}")), "").unwrap());
+        }
+        let folder = rustix::fs::open(&top, FOLDER, Mode::empty()).unwrap();
+        std::thread::scope(|scope| {
+            let removers: Vec<_> = (0..3).map(|_| scope.spawn(|| empty(&folder))).collect();
+            removers.into_iter().for_each(|remover| remover.join().unwrap().unwrap());
+        });
+        std::fs::remove_dir(&top).unwrap();
     }
 
     #[test]
