@@ -121,7 +121,12 @@ fn check(site: &Site, browser: &Browser) {
         if message["message"]["method"] != "Network.requestWillBeSent" {
             continue;
         }
-        let url = message["message"]["params"]["request"]["url"].as_str().unwrap().to_owned();
+        let params = &message["message"]["params"];
+        // The pages that a browser begins with (chrome:, chrome-untrusted:), which may still be coming.
+        if params["documentURL"].as_str().is_some_and(|document| document.starts_with("chrome")) {
+            continue;
+        }
+        let url = params["request"]["url"].as_str().unwrap().to_owned();
         let is_own = url.starts_with(&format!("http://{}/", site.address)) || url.starts_with(&site.url());
         assert!(is_own || url.starts_with("data:"), "{url}");
         asked += 1;
