@@ -9,6 +9,7 @@ mod bare;
 mod confinement;
 mod load;
 mod measures;
+mod neighbours;
 mod pairs;
 mod policy;
 mod processes;
@@ -67,11 +68,25 @@ enum Role {
     /// A worker of the real chain.
     #[command(hide = true)]
     Worker,
+    /// Starts a program that dies at once, again and again.
+    #[command(hide = true)]
+    StartAndDie,
+    /// That program.
+    #[command(hide = true)]
+    Die,
     /// Scrapes metrics and follows events until it is killed.
     #[command(hide = true)]
     Watch {
         /// The admin socket.
         admin: PathBuf,
+    },
+    /// Has metrics and events of nothing.
+    #[command(hide = true)]
+    Watched {
+        /// Where to listen.
+        socket: PathBuf,
+        /// Bytes of a page of metrics.
+        page: usize,
     },
 }
 
@@ -81,7 +96,10 @@ fn main() -> ExitCode {
         Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
         Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
         Some(Role::Worker) => return real::worker(),
+        Some(Role::StartAndDie) => neighbours::start_and_die(),
+        Some(Role::Die) => std::process::abort(),
         Some(Role::Watch { admin }) => watched::watch(admin),
+        Some(Role::Watched { socket, page }) => watched::stand_in(socket, *page),
         None => run(&args),
     };
     match result {

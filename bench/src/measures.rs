@@ -1,6 +1,5 @@
 //! What is measured, and against what.
 
-use std::cell::Cell;
 use std::io::{Read, Write};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -12,13 +11,13 @@ use crate::load::{self, Round, median};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};
-use crate::{Result, bare, confinement, policy, watched};
+use crate::{Result, bare, confinement, neighbours, policy, watched};
 
 /// How much of everything.
 pub(crate) struct Plan {
-    rounds: usize,
+    pub(crate) rounds: usize,
     /// Requests of 64 B and 4 KiB, one at a time, in each round.
-    small: usize,
+    pub(crate) small: usize,
     /// Requests of 1 MiB in each round.
     large: usize,
     /// Requests when many are in flight, in each round.
@@ -26,7 +25,9 @@ pub(crate) struct Plan {
     /// Deaths and hangs, all told.
     deaths: usize,
     /// Jobs over four bulkheads in each round.
-    crowd: usize,
+    pub(crate) crowd: usize,
+    /// Jobs of three bulkheads in each round, while the fourth crashes.
+    pub(crate) storm: usize,
     /// Jobs for the decisions alone in each round.
     decisions: usize,
     confinement: confinement::Plan,
@@ -42,6 +43,7 @@ impl Plan {
             many: 262_144,
             deaths: 30,
             crowd: 10_000,
+            storm: 262_144,
             decisions: 100_000,
             confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
@@ -56,6 +58,7 @@ impl Plan {
             many: 4_096,
             deaths: 2,
             crowd: 200,
+            storm: 4_096,
             decisions: 2_000,
             confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
@@ -64,9 +67,9 @@ impl Plan {
 }
 
 /// Both chains, up and idle.
-struct Chains {
+pub(crate) struct Chains {
     bare: bare::Client,
-    real: Rc<Chain>,
+    pub(crate) real: Rc<Chain>,
     _relay: Process,
     _echo: Process,
 }
@@ -94,7 +97,13 @@ impl Chains {
         .await
     }
 
-    async fn real(&self, bulkhead: &str, lanes: usize, total: usize, bytes: usize) -> Result<Round> {
+    pub(crate) async fn real(
+        &self,
+        bulkhead: &str,
+        lanes: usize,
+        total: usize,
+        bytes: usize,
+    ) -> Result<Round> {
         let (chain, payload) = (self.real.clone(), Rc::new(vec![b'x'; bytes]));
         let bulkhead: Rc<str> = bulkhead.into();
         load::run(lanes, total, move || {
@@ -152,12 +161,7 @@ async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
     if wanted("hang: deadline + grace to next answer") {
         figures.push(hang(&chains, plan).await?);
     }
-    if wanted("sibling's p99") {
-        figures.push(sibling(&chains, plan).await?);
-    }
-    if wanted("siblings' p99 in a crowd") {
-        figures.push(crowd(&chains, plan).await?);
-    }
+    figures.extend(neighbours::all(&chains, plan, wanted).await?);
     Ok(figures)
 }
 
@@ -293,64 +297,6 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
         limit: 12.0,
         difference: None,
     })
-}
-
-/// What jobs notice of a neighbour whose worker dies of every job, against the same without it.
-async fn sibling(chains: &Chains, plan: &Plan) -> Result<Figure> {
-    let mut pairs = Vec::new();
-    for _ in 0..plan.rounds {
-        let quiet = chains.real(real::ONE, 1, plan.small, 64).await?;
-        let is_over = Rc::new(Cell::new(false));
-        let (chain, flag) = (chains.real.clone(), is_over.clone());
-        let crashes = tokio::task::spawn_local(async move {
-            while !flag.get() {
-                // Each of them ends as a crash.
-                let _ = chain.client.job(real::CRASHES, "").operation("crash").send().await;
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        });
-        let beside = chains.real(real::ONE, 1, plan.small, 64).await?;
-        is_over.set(true);
-        crashes.await?;
-        pairs.push((quiet.quantile(0.99), beside.quantile(0.99)));
-    }
-    Ok(paired("sibling's p99 beside crashes (50/s) and without".into(), "µs", &pairs, Target::AtMost, 1.5))
-}
-
-/// Rounds of [`crowd`], which are long.
-const CROWD_ROUNDS_MAX: usize = 5;
-
-/// Jobs over four bulkheads, 64 at a time: with one that crashes its worker on every job, and with that one
-/// honest too.
-async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
-    let mut pairs = Vec::new();
-    // The workers of the fourth are started a hundred times a second at most, so that a round takes half a minute.
-    for _ in 0..plan.rounds.min(CROWD_ROUNDS_MAX) {
-        let honest = crowd_round(chains, plan.crowd, "").await?;
-        let beside = crowd_round(chains, plan.crowd, "crash").await?;
-        pairs.push((honest.quantile(0.99), beside.quantile(0.99)));
-    }
-    let name = "siblings' p99 in a crowd, a quarter of which crashes its worker";
-    Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
-}
-
-/// What the jobs of the three honest bulkheads took.
-async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> Result<Round> {
-    let next = Rc::new(Cell::new(0));
-    let chain = chains.real.clone();
-    let call = move || {
-        let (chain, index) = (chain.clone(), next.replace(next.get() + 1) % 4);
-        async move {
-            if index < 3 {
-                chain.call(real::CROWD[index], b"x").await?;
-                return Ok(true);
-            }
-            // Crashed or not, it has its outcome; that none is lost is for the tests.
-            let _ = chain.client.job(real::CROWD[index], "x").operation(operation).send().await;
-            Ok(false)
-        }
-    };
-    load::run_counting(64, total, call).await
 }
 
 async fn idle_memory(chains: &Chains) -> Result<Figure> {

@@ -41,6 +41,10 @@ impl Process {
     pub(crate) fn pid(&self) -> u32 {
         self.0.id()
     }
+
+    pub(crate) fn has_ended(&mut self) -> Result<bool> {
+        Ok(self.0.try_wait()?.is_some())
+    }
 }
 
 impl Drop for Process {

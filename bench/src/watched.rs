@@ -3,9 +3,10 @@
 
 use std::cell::Cell;
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::Result;
@@ -35,6 +36,9 @@ const SCRAPE_EVERY: Duration = Duration::from_millis(100);
 
 /// How often something happens that is worth an event or two, whether anybody looks or not.
 const CRASH_EVERY: Duration = Duration::from_millis(100);
+
+/// Bytes of what a crash is told with.
+const EVENT_BYTES: usize = 700;
 
 /// Jobs in flight where every processor has work.
 const LANES: usize = 64;
@@ -70,9 +74,43 @@ pub(crate) fn watch(admin: &Path) -> Result<()> {
     }
 }
 
+/// Something else to be watched, until it is killed: has nothing to do with jobs, and does no more than it must.
+/// To each that asks for metrics it sends the same page, and to those who follow events one every
+/// [`CRASH_EVERY`].
+pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
+    const HEAD: &str = "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
+    let page = format!("{HEAD}{}# EOF\n", "#\n".repeat(page / 2));
+    let event = format!("data: {}\n\n", "x".repeat(EVENT_BYTES));
+    let listener = UnixListener::bind(socket)?;
+    let followers = Arc::new(Mutex::new(Vec::<UnixStream>::new()));
+    let told = followers.clone();
+    std::thread::spawn(move || {
+        loop {
+            std::thread::sleep(CRASH_EVERY);
+            let mut followers = told.lock().unwrap_or_else(PoisonError::into_inner);
+            // One that is gone.
+            followers.retain_mut(|follower| follower.write_all(event.as_bytes()).is_ok());
+        }
+    });
+    let mut buffer = vec![0; 1024];
+    for connection in listener.incoming() {
+        let mut connection = connection?;
+        let count = connection.read(&mut buffer)?;
+        if buffer[..count].starts_with(b"GET /metrics ") {
+            // Whoever does not wait for it has gone.
+            let _ = connection.write_all(page.as_bytes());
+        } else if connection.write_all(HEAD.as_bytes()).is_ok() {
+            followers.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+        }
+    }
+    Ok(())
+}
+
 fn request(admin: &Path, path: &str, connection: &str) -> Result<UnixStream> {
     let mut stream = UnixStream::connect(admin)?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n")?;
+    let head = format!("GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: {connection}\r\n\r\n");
+    // In one piece, as scrapers do.
+    stream.write_all(head.as_bytes())?;
     Ok(stream)
 }
 
@@ -91,31 +129,54 @@ pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
     let chain = Rc::new(Chain::start_all(&processes::programs()?).await?);
     let is_over = Rc::new(Cell::new(false));
     let crashes = tokio::task::spawn_local(crash_on(chain.clone(), is_over.clone()));
+    let folder = tempfile::tempdir()?;
+    let elsewhere = folder.path().join("admin.sock");
+    let mut page = Vec::new();
+    request(&chain.admin(), "/metrics", "close")?.read_to_end(&mut page)?;
+    let text = elsewhere.to_str().ok_or("an odd path")?;
+    let _stand_in = Process::role(&["watched", text, &page.len().to_string()])?;
+    processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
     load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
-    let mut p99_alone = Vec::new();
-    let (mut p99, mut data_plane, mut supervisor) = (Vec::new(), Vec::new(), Vec::new());
-    for pair in 0..plan.pairs {
-        let mut found = [None, None];
-        for which in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
-            let watcher = if which == 1 { Some(watcher(&chain.admin())?) } else { None };
+    // Nobody looks; at something else; at the supervisor.
+    let arms = [None, Some(elsewhere), Some(chain.admin())];
+    let mut costs = Vec::new();
+    for turn in 0..plan.pairs {
+        let mut found = [const { None }; 3];
+        for place in 0..arms.len() {
+            let which = if turn % 2 == 0 { place } else { arms.len() - 1 - place };
+            let mut watcher = arms[which].as_deref().map(watcher).transpose()?;
             found[which] = Some(round(&chain, plan).await?);
-            drop(watcher);
+            if let Some(watcher) = &mut watcher
+                && watcher.has_ended()?
+            {
+                return Err("whoever watched has gone".into());
+            }
         }
-        let [Some(alone), Some(watched)] = found else { return Err("a round is missing".into()) };
-        p99_alone.push((alone.p99_alone, watched.p99_alone));
-        p99.push((alone.p99, watched.p99));
-        data_plane.push((alone.data_plane, watched.data_plane));
-        supervisor.push((alone.supervisor, watched.supervisor));
+        let [Some(alone), Some(elsewhere), Some(watched)] = found else {
+            return Err("a round is missing".into());
+        };
+        costs.push((alone, elsewhere, watched));
     }
     is_over.set(true);
     crashes.await?;
-    Ok(vec![
-        compared("watched: 64 B, 1 in flight: p99", "µs", &p99_alone),
-        compared("watched: 64 B, 64 in flight: p99", "µs", &p99),
-        compared("watched: CPU of the data plane", "µs/job", &data_plane),
-        compared("watched: CPU of the whole supervisor", "µs/job", &supervisor),
-    ])
+    type Of = fn(&Cost) -> f64;
+    let figures: [(&str, &str, Of); 4] = [
+        ("64 B, 1 in flight: p99", "µs", |cost| cost.p99_alone),
+        ("64 B, 64 in flight: p99", "µs", |cost| cost.p99),
+        ("CPU of the data plane", "µs/job", |cost| cost.data_plane),
+        ("CPU of the whole supervisor", "µs/job", |cost| cost.supervisor),
+    ];
+    let mut all = Vec::new();
+    for (name, unit, of) in figures {
+        let pairs = |which: fn(&(Cost, Cost, Cost)) -> (&Cost, &Cost)| -> Vec<_> {
+            costs.iter().map(which).map(|(before, after)| (of(before), of(after))).collect()
+        };
+        all.push(compared(&format!("watched: {name}"), unit, &pairs(|costs| (&costs.0, &costs.2))));
+        let name = format!("watched, not something else: {name}");
+        all.push(compared(&name, unit, &pairs(|costs| (&costs.1, &costs.2))));
+    }
+    Ok(all)
 }
 
 /// A watcher that has begun.

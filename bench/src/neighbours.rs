@@ -1,0 +1,168 @@
+//! What jobs notice of a neighbour whose workers die: figures of siblings, with and without it.
+
+use std::cell::Cell;
+use std::process::Command;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinHandle;
+
+use crate::Result;
+use crate::load::{self, Round};
+use crate::measures::{Chains, Plan, paired};
+use crate::processes::Process;
+use crate::real::{self, Chain};
+use crate::report::{Figure, Target};
+
+/// From one start of a program that dies at once to the next: as often as the supervisor starts the workers of a
+/// bulkhead that crashes on every job.
+const START_EVERY: Duration = Duration::from_millis(10);
+
+/// Jobs at once of the three siblings, and of the one that crashes.
+const SIBLING_LANES: usize = 48;
+const CRASH_LANES: usize = 16;
+
+/// Takes every measurement that is wanted.
+pub(crate) async fn all(chains: &Chains, plan: &Plan, wanted: impl Fn(&str) -> bool) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    if wanted("sibling's p99") {
+        figures.push(sibling(chains, plan).await?);
+    }
+    if wanted("siblings' p99 in a crowd") {
+        figures.push(crowd(chains, plan).await?);
+    }
+    if wanted("siblings' p99 in a storm") {
+        figures.extend(storm(chains, plan).await?);
+    }
+    Ok(figures)
+}
+
+/// Starts a program that dies at once, again and again, until it is killed.
+pub(crate) fn start_and_die() -> Result<()> {
+    let own = std::env::current_exe()?;
+    let mut due = Instant::now();
+    loop {
+        Command::new(&own).arg("die").spawn()?.wait()?;
+        due += START_EVERY;
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+    }
+}
+
+/// Jobs that crash their worker, until they are over.
+struct Crashes {
+    is_over: Rc<Cell<bool>>,
+    lanes: Vec<JoinHandle<()>>,
+}
+
+impl Crashes {
+    fn begin(chain: &Rc<Chain>, bulkhead: &'static str, lanes: usize, pause: Duration) -> Self {
+        let is_over = Rc::new(Cell::new(false));
+        let crash_on = || {
+            let (chain, is_over) = (chain.clone(), is_over.clone());
+            async move {
+                while !is_over.get() {
+                    // Each of them ends as a crash.
+                    let _ = chain.client.job(bulkhead, "").operation("crash").send().await;
+                    tokio::time::sleep(pause).await;
+                }
+            }
+        };
+        let lanes = (0..lanes).map(|_| tokio::task::spawn_local(crash_on())).collect();
+        Self { is_over, lanes }
+    }
+
+    async fn end(self) -> Result<()> {
+        self.is_over.set(true);
+        for lane in self.lanes {
+            lane.await?;
+        }
+        Ok(())
+    }
+}
+
+/// What jobs notice of a neighbour whose worker dies of every job, against the same without it.
+async fn sibling(chains: &Chains, plan: &Plan) -> Result<Figure> {
+    let mut pairs = Vec::new();
+    for _ in 0..plan.rounds {
+        let quiet = chains.real(real::ONE, 1, plan.small, 64).await?;
+        let crashes = Crashes::begin(&chains.real, real::CRASHES, 1, Duration::from_millis(20));
+        let beside = chains.real(real::ONE, 1, plan.small, 64).await?;
+        crashes.end().await?;
+        pairs.push((quiet.quantile(0.99), beside.quantile(0.99)));
+    }
+    Ok(paired("sibling's p99 beside crashes (50/s) and without".into(), "µs", &pairs, Target::AtMost, 1.5))
+}
+
+/// Rounds of [`crowd`], which are long.
+const CROWD_ROUNDS_MAX: usize = 5;
+
+/// Jobs over four bulkheads, 64 at a time: with one that crashes its worker on every job, and with that one
+/// honest too.
+async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
+    let mut pairs = Vec::new();
+    // The workers of the fourth are started a hundred times a second at most, so that a round takes half a minute.
+    for _ in 0..plan.rounds.min(CROWD_ROUNDS_MAX) {
+        let honest = crowd_round(chains, plan.crowd, "").await?;
+        let beside = crowd_round(chains, plan.crowd, "crash").await?;
+        pairs.push((honest.quantile(0.99), beside.quantile(0.99)));
+    }
+    let name = "siblings' p99 in a crowd, a quarter of which crashes its worker";
+    Ok(paired(name.into(), "µs", &pairs, Target::AtMost, 1.5))
+}
+
+/// What the jobs of the three honest bulkheads took.
+async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> Result<Round> {
+    let next = Rc::new(Cell::new(0));
+    let chain = chains.real.clone();
+    let call = move || {
+        let (chain, index) = (chain.clone(), next.replace(next.get() + 1) % 4);
+        async move {
+            if index < 3 {
+                chain.call(real::CROWD[index], b"x").await?;
+                return Ok(true);
+            }
+            // Crashed or not, it has its outcome; that none is lost is for the tests.
+            let _ = chain.client.job(real::CROWD[index], "x").operation(operation).send().await;
+            Ok(false)
+        }
+    };
+    load::run_counting(64, total, call).await
+}
+
+/// The same at full load all the time, and beside somebody who starts programs that die at once, as often as the
+/// supervisor starts workers: what that alone costs on this machine, no supervisor can do without.
+async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
+    let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..plan.rounds {
+        let quiet = siblings(chains, plan.storm).await?;
+        let starting = Process::role(&["start-and-die"])?;
+        let starts = siblings(chains, plan.storm).await?;
+        drop(starting);
+        let crashes = Crashes::begin(&chains.real, real::CROWD[3], CRASH_LANES, Duration::ZERO);
+        let beside = siblings(chains, plan.storm).await?;
+        crashes.end().await?;
+        let [quiet, starts, beside] = [quiet, starts, beside].map(|round| round.quantile(0.99));
+        over_quiet.push((quiet, beside));
+        starts_over_quiet.push((quiet, starts));
+        over_starts.push((starts, beside));
+    }
+    let figure = |what: &str, pairs: &[_]| {
+        let name = format!("siblings' p99 in a storm: {what}");
+        paired(name, "µs", pairs, Target::Told, f64::NAN)
+    };
+    Ok(vec![
+        figure("crashes on every job, and none", &over_quiet),
+        figure("100 programs a second that die, and none", &starts_over_quiet),
+        figure("crashes on every job, and such programs", &over_starts),
+    ])
+}
+
+async fn siblings(chains: &Chains, total: usize) -> Result<Round> {
+    let next = Rc::new(Cell::new(0));
+    let chain = chains.real.clone();
+    load::run(SIBLING_LANES, total, move || {
+        let (chain, index) = (chain.clone(), next.replace(next.get() + 1) % 3);
+        async move { chain.call(real::CROWD[index], b"x").await.map(drop) }
+    })
+    .await
+}
