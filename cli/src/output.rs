@@ -3,7 +3,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
-use bulkhead_client::{ConnectError, CrashReason, JobError, Outcome, RejectReason, Reply, Verdict};
+use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
 use serde_json::{Map, Value, json};
 
 /// The exit codes that are not an outcome's.
@@ -178,6 +178,9 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
                 put("outcome", json!("unreachable"));
                 put("reason", Value::Null);
                 put("bulkhead", json!(bulkhead));
+                put("attempts", json!(u8::from(error.executed() != Executed::No)));
+                put("queued_ms", json!(0.0));
+                put("ran_ms", json!(0.0));
                 put("message", json!(error.to_string()));
                 put("executed", json!(error.executed().name()));
                 put("retryable", json!(error.is_retryable()));
@@ -228,7 +231,8 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
 /// The same of a job that this command has cancelled, if the supervisor did not say what became of it.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!({
-        "outcome": "cancelled", "reason": null, "bulkhead": bulkhead, "executed": "unknown", "retryable": false,
+        "outcome": "cancelled", "reason": null, "bulkhead": bulkhead, "attempts": 1, "queued_ms": 0.0,
+        "ran_ms": 0.0, "executed": "unknown", "retryable": false,
     })
 }
 

@@ -14,7 +14,7 @@ use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
 use crate::job::{Job, JobError, JobHandle, Progress};
@@ -23,7 +23,7 @@ use crate::requests::{Requests, SubmitError};
 /// How long the supervisor may take to accept the connection and to say welcome.
 const WELCOME_WITHIN: Duration = Duration::from_secs(10);
 
-/// How long a job waits for a connection that is being made anew.
+/// How long jobs wait for a connection that is being made anew, from its loss on.
 const RECONNECT_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The pause before the second attempt to reconnect; it doubles up to [`BACKOFF_MAX`]. A connection that
@@ -87,27 +87,40 @@ pub struct Client {
 struct Shared {
     path: PathBuf,
     current: watch::Receiver<Connection>,
+    /// Somebody has a job to send, and there is no connection.
+    wanted: Arc<Notify>,
 }
 
 #[derive(Debug)]
 enum Connection {
     Up(Arc<Requests>),
-    /// There is none; why, for people.
-    Down(String),
+    Down(Loss),
+}
+
+/// A connection that was lost, and has not been made anew yet.
+#[derive(Clone, Debug)]
+struct Loss {
+    since: Instant,
+    /// How often that has failed.
+    attempts: u64,
+    /// Why there is none, for people.
+    why: String,
 }
 
 impl Client {
     /// Connects to the jobs socket of a supervisor.
     ///
     /// Errors say what to do. Once connected, the client reconnects by itself, with pauses of up to a
-    /// second: jobs that are sent meanwhile wait up to five seconds for that, or until their deadline.
+    /// second: jobs that are sent meanwhile wait for that, until five seconds after the connection was lost or
+    /// until their deadline. Each job that is sent later waits for one more attempt, which is made for it.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
         let path = path.as_ref().to_owned();
         let requests = open(&path).await?;
         let (sender, current) = watch::channel(Connection::Up(requests.clone()));
-        let driver = Driver { path: path.clone(), requests, current: sender };
+        let wanted = Arc::<Notify>::default();
+        let driver = Driver { path: path.clone(), requests, current: sender, wanted: wanted.clone() };
         tokio::spawn(driver.drive());
-        Ok(Self { shared: Arc::new(Shared { path, current }) })
+        Ok(Self { shared: Arc::new(Shared { path, current, wanted }) })
     }
 
     /// Begins a job for a bulkhead.
@@ -146,8 +159,7 @@ impl Client {
         let deadline = job.deadline;
         let remaining = || deadline.map(|limit| limit.saturating_sub(began.elapsed()));
         loop {
-            let patience = remaining().unwrap_or(RECONNECT_PATIENCE).min(RECONNECT_PATIENCE);
-            let requests = self.reconnected(broken.as_ref(), patience).await?;
+            let requests = self.reconnected(broken.as_ref(), remaining()).await?;
             let mut place = requests.queue();
             let mut turn = pin!(requests.room.notified());
             // From here on room that is made is not missed.
@@ -178,20 +190,34 @@ impl Client {
     async fn reconnected(
         &self,
         broken: Option<&Arc<Requests>>,
-        patience: Duration,
+        remaining: Option<Duration>,
     ) -> Result<Arc<Requests>, JobError> {
         let mut current = self.shared.current.clone();
         let is_another = |connection: &Connection| match connection {
             Connection::Up(requests) => broken.is_none_or(|broken| !Arc::ptr_eq(broken, requests)),
             Connection::Down(_) => false,
         };
+        let loss = match &*current.borrow() {
+            Connection::Up(_) => None,
+            Connection::Down(loss) => Some(loss.clone()),
+        };
+        let left = loss.as_ref().map(|loss| RECONNECT_PATIENCE.saturating_sub(loss.since.elapsed()));
+        let is_late = left.is_some_and(|left| left.is_zero());
+        let patience = left.filter(|left| !left.is_zero()).unwrap_or(RECONNECT_PATIENCE);
+        let tried = loss.map_or(0, |loss| loss.attempts);
+        let is_worth_a_look = |connection: &Connection| match connection {
+            Connection::Up(_) => is_another(connection),
+            Connection::Down(loss) => is_late && loss.attempts > tried,
+        };
+        self.shared.wanted.notify_one();
         // If the driver is gone, waiting fails at once.
-        let _ = tokio::time::timeout(patience, current.wait_for(is_another)).await;
+        let wait = current.wait_for(is_worth_a_look);
+        let _ = tokio::time::timeout(remaining.unwrap_or(patience).min(patience), wait).await;
         let found = current.borrow();
         match &*found {
             Connection::Up(requests) if is_another(&found) => Ok(requests.clone()),
             Connection::Up(_) => Err(self.unreachable("the connection has just broken")),
-            Connection::Down(why) => Err(self.unreachable(why)),
+            Connection::Down(loss) => Err(self.unreachable(&loss.why)),
         }
     }
 
@@ -332,6 +358,7 @@ struct Driver {
     path: PathBuf,
     requests: Arc<Requests>,
     current: watch::Sender<Connection>,
+    wanted: Arc<Notify>,
 }
 
 impl Driver {
@@ -365,21 +392,34 @@ impl Driver {
     /// First nobody finds the connection any more, then its waiters are told: whoever tries again after that
     /// does not meet it again.
     fn lose(&self, message: &str) {
-        self.current.send_replace(Connection::Down(message.to_owned()));
+        let loss = Loss { since: Instant::now(), attempts: 0, why: message.to_owned() };
+        self.current.send_replace(Connection::Down(loss));
         self.requests.close(message);
     }
 
     async fn reconnect(&self, pause: &mut Duration) -> Arc<Requests> {
         loop {
-            tokio::time::sleep(*pause).await;
+            tokio::select! {
+                () = tokio::time::sleep(*pause) => {}
+                () = self.asked() => {}
+            }
             *pause = (*pause * 2).clamp(BACKOFF, BACKOFF_MAX);
             match open(&self.path).await {
                 Ok(requests) => return requests,
-                Err(error) => {
-                    self.current.send_replace(Connection::Down(format!("failed to {error}")));
-                }
+                Err(error) => self.current.send_modify(|current| {
+                    if let Connection::Down(loss) = current {
+                        loss.attempts += 1;
+                        loss.why = format!("failed to {error}");
+                    }
+                }),
             }
         }
+    }
+
+    /// Somebody does not want to wait for the end of the pause; some of it there is all the same.
+    async fn asked(&self) {
+        tokio::time::sleep(BACKOFF).await;
+        self.wanted.notified().await;
     }
 }
 

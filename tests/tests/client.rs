@@ -73,6 +73,31 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
 }
 
 #[test]
+fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
+    let mut supervisor = Supervisor::start(ONE);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        client.job("b", "x").send().await.unwrap();
+        supervisor.child.kill().unwrap();
+        supervisor.wait();
+
+        // The first of them has all the patience there is; if each had, these would take minutes.
+        let began = Instant::now();
+        for _ in 0..100 {
+            let error = client.job("b", "x").send().await.unwrap_err();
+            assert_eq!(error.executed(), Executed::No, "{error}");
+            assert!(error.to_string().contains("jobs.sock is not reachable"), "{error}");
+        }
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+
+        // The attempt is made at once, not after the client's pause.
+        let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+        supervisor = Supervisor::launch(folder, "", ONE);
+        assert_eq!(client.job("b", "again").send().await.unwrap().payload(), b"again");
+    });
+}
+
+#[test]
 fn a_job_outlives_the_client_that_sent_it() {
     let supervisor = Supervisor::start(ONE);
     run(async {
