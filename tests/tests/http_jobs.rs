@@ -131,6 +131,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     let problem = check(&place.job("b", "fail", &[], b""), 422, "failed", "bad_input", "yes");
     assert_eq!(problem["code"], "bad_input");
     assert_eq!(problem["fault"], "caller");
+    assert_eq!(problem["message"], "the input is bad");
     assert_eq!(problem["detail"], "the input is bad");
     assert_eq!(problem["retryable"], false);
     let problem = check(&place.job("b", "big", &[], b"2000"), 422, "failed", "result_too_large", "yes");

@@ -1,5 +1,6 @@
 //! The admin API over TCP: who gets in, what web pages of others cannot do, and what the network may send.
 
+use serde_json::json;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
@@ -87,6 +88,14 @@ fn only_the_token_opens_and_health_needs_none() {
         }
     }
     place.ask("GET", &format!("/v1/bulkheads?token={TOKEN}"), &[], b"").problem(401);
+    // A job ends with an outcome here too.
+    let told = |problem: &serde_json::Value| {
+        json!(["outcome", "reason", "bulkhead", "executed", "retryable"].map(|field| &problem[field]))
+    };
+    let ends = |reason: &str| json!(["rejected", reason, "b", "no", false]);
+    assert_eq!(told(&place.job("b", "echo", &[], b"").problem(401)), ends("unauthenticated"));
+    let other = ["Origin: http://evil.example", BEARER];
+    assert_eq!(told(&place.job("b", "echo", &other, b"").problem(403)), ends("forbidden"));
     assert_eq!(supervisor.number("b", "submitted"), 0);
 
     let answer = place.ask("GET", "/v1/bulkheads/b", &[BEARER], b"");

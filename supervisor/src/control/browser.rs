@@ -2,10 +2,11 @@
 //! say where a request comes from, and add credentials that they were given here; other programs say nothing.
 
 use axum::extract::Request;
-use axum::http::{HeaderMap, Method, StatusCode, header};
+use axum::http::{HeaderMap, Method, header};
 use axum::response::Response;
+use bulkhead_shared::RejectReason;
 
-use super::http::problem;
+use super::jobs;
 
 /// Whether this is a request that changes something.
 pub(super) fn is_change(method: &Method) -> bool {
@@ -15,14 +16,12 @@ pub(super) fn is_change(method: &Method) -> bool {
 /// The answer to whatever a page of another site asks, but for a link that somebody follows.
 pub(super) fn refuse(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), is_change(request.method()));
+    let forbid = |why: &str| jobs::turned_away(request, RejectReason::Forbidden, why);
     if is_change && (has_other_origin(headers) || is_sent_by_another_site(headers)) {
-        return Some(problem(StatusCode::FORBIDDEN, "a page of another site may not change anything here"));
+        return Some(forbid("a page of another site may not change anything here"));
     }
     if is_sent_by_another_site(headers) && !is_visit(headers) {
-        return Some(problem(
-            StatusCode::FORBIDDEN,
-            "a page of another site may not use anything of this one",
-        ));
+        return Some(forbid("a page of another site may not use anything of this one"));
     }
     None
 }

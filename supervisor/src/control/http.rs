@@ -11,12 +11,13 @@ use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn, map_response};
 use axum::response::{IntoResponse, Response};
+use bulkhead_shared::RejectReason;
 use serde::{Deserialize, Deserializer};
 use serde_json::json;
 use tokio::sync::oneshot;
 
 use super::connections::{ANSWERED_WITHIN, Entry};
-use super::{Control, browser, routes};
+use super::{Control, browser, jobs, routes};
 use crate::command::{Change, Command, SteerError, TenantChange, Verb};
 
 /// Bytes of a request's body, but for payloads.
@@ -39,7 +40,7 @@ pub(super) fn router(control: Shared) -> Router {
 
 async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: Next) -> Response {
     if let Some(why) = entry.refusal {
-        return problem(StatusCode::FORBIDDEN, &why);
+        return jobs::turned_away(&request, RejectReason::Forbidden, &why);
     }
     // Also on the Unix socket: somebody may have made it a port for their browser.
     if let Some(refusal) = browser::refuse(&request) {

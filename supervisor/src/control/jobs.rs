@@ -11,7 +11,7 @@ use std::time::Duration;
 use axum::body::{Body, BodyDataStream, Bytes};
 use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
 use bulkhead_shared::codec::{self, tag};
@@ -68,18 +68,19 @@ pub(super) async fn submit(
         Ok(asked) => asked,
         Err(sentence) => return refused(&name, RejectReason::Invalid, sentence),
     };
-    let mut response = match run(&control, &name, &asked, Upload::new(&control, &name, &parts.headers, body))
-        .await
-    {
-        Ok(response) => response,
-        Err(Cut::Slow) => {
-            let detail = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
-            problem(StatusCode::REQUEST_TIMEOUT, &detail)
-        }
-        Err(Cut::Overloaded(sentence)) => refused(&name, RejectReason::Overloaded, sentence),
-        Err(Cut::Broken) => problem(StatusCode::BAD_REQUEST, "the payload is not what its headers announce"),
-        Err(Cut::Ended) => ended(&name),
-    };
+    let mut response =
+        match run(&control, &name, &asked, Upload::new(&control, &name, &parts.headers, body)).await {
+            Ok(response) => response,
+            Err(Cut::Slow) => {
+                let detail = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
+                problem(StatusCode::REQUEST_TIMEOUT, &detail)
+            }
+            Err(Cut::Overloaded(sentence)) => refused(&name, RejectReason::Overloaded, sentence),
+            Err(Cut::Broken) => {
+                refused(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
+            }
+            Err(Cut::Ended) => ended(&name),
+        };
     // A job that has a span has answered with that.
     if let Some(given) = asked.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
         tell_trace(&mut response, given);
@@ -462,6 +463,7 @@ fn fields(outcome: &Outcome) -> Map<String, Value> {
     match verdict {
         Verdict::Failed(failure) => {
             put("code", json!(failure.code));
+            put("message", json!(failure.message));
             put("fault", json!(failure.fault.name()));
         }
         Verdict::Crashed { reason: CrashReason::Exit, status: Some(code), .. } => {
@@ -543,6 +545,17 @@ fn outcome_problem(outcome: &Outcome, traceparent: Option<Traceparent>) -> Respo
         response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
     }
     response
+}
+
+/// Nobody who asks so is let in: the end of a job, if it is one that they bring.
+pub(super) fn turned_away(request: &Request, reason: RejectReason, message: &str) -> Response {
+    let path = request.uri().path();
+    let bulkhead = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
+    match bulkhead.filter(|name| request.method() == Method::POST && !name.contains('/')) {
+        Some(name) => refused(name, reason, message.to_owned()),
+        None if reason == RejectReason::Unauthenticated => problem(StatusCode::UNAUTHORIZED, message),
+        None => problem(StatusCode::FORBIDDEN, message),
+    }
 }
 
 /// What is refused before the data plane has heard of it.

@@ -15,6 +15,7 @@ use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::Response;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use bulkhead_shared::RejectReason;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
@@ -23,7 +24,7 @@ use super::connections::{Arrival, Entry, Ways};
 use super::http::{JSON, Shared, complete, problem};
 use super::local::CONNECTIONS_MAX;
 use super::routes::OPEN;
-use super::{Control, http};
+use super::{Control, http, jobs};
 
 /// Bytes of a token.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
@@ -158,13 +159,13 @@ impl Gate {
         let headers = request.headers();
         if !self.is_for_us(headers) {
             let detail = "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address";
-            return Some(problem(StatusCode::FORBIDDEN, detail));
+            return Some(jobs::turned_away(request, RejectReason::Forbidden, detail));
         }
         if let Some(refusal) = browser::refuse(request) {
             return Some(refusal);
         }
         if !OPEN.contains(&request.uri().path()) && !self.token.opens(headers) {
-            return Some(unauthorized());
+            return Some(unauthorized(request));
         }
         // A payload is whatever it is. A form of another site could send one, and a browser would add the token
         // that it was given here: its origin has kept it out above.
@@ -195,10 +196,10 @@ impl Gate {
     }
 }
 
-fn unauthorized() -> Response {
+fn unauthorized(request: &Request) -> Response {
     let detail = "this needs the header `Authorization: Bearer TOKEN`, with what is in http_token_file; in a browser, \
                   that as the password of any user";
-    let mut response = problem(StatusCode::UNAUTHORIZED, detail);
+    let mut response = jobs::turned_away(request, RejectReason::Unauthenticated, detail);
     for challenge in CHALLENGES {
         response.headers_mut().append(header::WWW_AUTHENTICATE, HeaderValue::from_static(challenge));
     }
