@@ -379,7 +379,7 @@ impl KillReason {
             Self::NotReady => "it was not ready within start.ready".into(),
             Self::Overdue => "it was asked to stop and did not".into(),
             Self::Unwanted => "it was still starting, and is not needed any more".into(),
-            Self::KeeperDied => "the keeper died, and all workers with it".into(),
+            Self::KeeperDied => "the keeper died, and all workers with it by SIGKILL".into(),
         }
     }
 }
