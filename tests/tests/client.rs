@@ -93,6 +93,7 @@ fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
         // The attempt is made at once, not after the client's pause.
         let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
         supervisor = Supervisor::launch(folder, "", ONE);
+        wait_for("it listens", || UnixStream::connect(supervisor.socket()).ok());
         assert_eq!(client.job("b", "again").send().await.unwrap().payload(), b"again");
     });
 }
