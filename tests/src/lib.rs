@@ -5,6 +5,7 @@ pub mod attempts;
 pub mod browser;
 pub mod confined;
 pub mod http;
+pub mod ledger;
 pub mod openmetrics;
 
 use std::collections::BTreeMap;
@@ -76,7 +77,8 @@ impl Supervisor {
         Self::launch(folder, supervisor_keys, bulkheads).until_ready()
     }
 
-    fn until_ready(mut self) -> Self {
+    /// Waits until every bulkhead's first start has ended.
+    pub fn until_ready(mut self) -> Self {
         wait_for("the supervisor is ready", || {
             if let Some(status) = self.child.try_wait().expect("our own child") {
                 panic!("the supervisor ended with {status}:\n{}", self.log());
@@ -95,6 +97,16 @@ impl Supervisor {
     /// Starts one in this folder, and does not wait for anything.
     pub fn launch(folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
         Self::launch_as(folder, (&[], &[]), supervisor_keys, bulkheads)
+    }
+
+    /// Starts one in this folder with further variables of its environment, and does not wait for anything.
+    pub fn launch_with_variables(
+        folder: TempDir,
+        variables: &[(&str, &str)],
+        supervisor_keys: &str,
+        bulkheads: &str,
+    ) -> Self {
+        Self::launch_as(folder, (&[], variables), supervisor_keys, bulkheads)
     }
 
     fn launch_as(

@@ -1,0 +1,272 @@
+//! A ledger of jobs that clients and workers keep, and the supervisor does not: clients write down every
+//! outcome, workers write down every beginning and end in a file of their own, and the kernel counts how many jobs
+//! of a bulkhead run at once. Meanwhile workers are killed, stopped and continued, the configuration is reloaded,
+//! and hostile clients flood the jobs socket. Afterwards the two sides are compared.
+
+pub mod chaos;
+pub mod clients;
+pub mod worker;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use tempfile::TempDir;
+
+use crate::{Supervisor, descriptors, processes_with, programs, resident_bytes, tally, wait_for};
+use chaos::Chaos;
+use clients::{Entry, Told};
+use worker::{Mark, Record};
+
+/// The bulkheads under load, and how many jobs each may run at once. No chaos changes these numbers.
+pub const BULKHEADS: [Bulkhead; 4] = [
+    Bulkhead { name: "single", processes: 2, max_in_flight: 1, keys: "recycle = { jobs = 50 }" },
+    Bulkhead { name: "shared", processes: 2, max_in_flight: 4, keys: "recycle = { age = \"2s\" }" },
+    Bulkhead { name: "fresh", processes: 2, max_in_flight: 1, keys: "recycle = { jobs = 1 }" },
+    Bulkhead { name: "bare", processes: 1, max_in_flight: 2, keys: "sandbox = { profile = \"none\" }" },
+];
+
+/// One bulkhead under load.
+pub struct Bulkhead {
+    /// Its name.
+    pub name: &'static str,
+    /// Worker processes.
+    pub processes: usize,
+    /// Jobs for each.
+    pub max_in_flight: usize,
+    /// Further keys.
+    pub keys: &'static str,
+}
+
+impl Bulkhead {
+    /// Jobs that may run at once.
+    pub fn bound(&self) -> usize {
+        self.processes * self.max_in_flight
+    }
+}
+
+/// How long, and by which random numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// How long the load lasts.
+    pub lasts: Duration,
+    /// The seed of what happens; the moments at which it happens are the machine's.
+    pub seed: u64,
+}
+
+/// What both sides wrote down.
+#[derive(Debug, Default)]
+pub struct Findings {
+    /// Jobs by outcome and reason.
+    pub outcomes: std::collections::BTreeMap<String, usize>,
+    /// What was done to the supervisor and its workers, by kind.
+    pub deeds: std::collections::BTreeMap<&'static str, usize>,
+    /// Jobs that began at least once.
+    pub begun: usize,
+    /// What must never happen and did, a sentence each.
+    pub faults: Vec<String>,
+    /// Descriptors of the supervisor: at rest before the load, and after.
+    pub descriptors: (usize, usize),
+    /// Resident bytes of the supervisor: at rest after a fifth of the load, and at the end.
+    pub resident: (u64, u64),
+}
+
+/// Faults of one kind that are told apart; the rest is counted.
+const TOLD_MAX: usize = 5;
+
+/// Descriptors that the supervisor may hold at rest beyond those of the beginning.
+const DESCRIPTORS_SLACK: usize = 12;
+
+/// Bytes by which the supervisor may grow between the two rests: allocators keep some of what they had.
+const RESIDENT_SLACK: u64 = 24 << 20;
+
+/// Runs it all.
+pub fn keep(plan: Plan) -> Findings {
+    // Workers write in this folder; it is not the supervisor's.
+    let notes = TempDir::new().expect("a temporary folder");
+    open_to_all(notes.path());
+    let temporary = TempDir::new().expect("a temporary folder");
+    let supervisor = launch(notes.path(), temporary.path());
+    let mut findings = Findings { descriptors: (at_rest(&supervisor), 0), ..Findings::default() };
+
+    let fifth = plan.lasts / 5;
+    let (first, _) = load(&supervisor, notes.path(), Plan { lasts: fifth, ..plan }, 0);
+    at_rest(&supervisor);
+    findings.resident.0 = resident_bytes(supervisor.pid());
+    let rest = Plan { lasts: plan.lasts - fifth, seed: plan.seed.wrapping_add(1) };
+    let (second, deeds) = load(&supervisor, notes.path(), rest, 1);
+    findings.descriptors.1 = at_rest(&supervisor);
+    findings.resident.1 = resident_bytes(supervisor.pid());
+    findings.deeds = deeds;
+
+    stop(supervisor, notes.path(), temporary.path(), &mut findings);
+    let told: HashMap<u64, Entry> = first.into_iter().chain(second).collect();
+    findings.outcomes = tally(told.values().map(|entry| entry.told.name()));
+    compare(&told, &worker::read(notes.path()), &mut findings);
+    judge_rest(&mut findings);
+    findings
+}
+
+fn open_to_all(folder: &Path) {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o1777)).expect("our own folder");
+}
+
+fn launch(notes: &Path, temporary: &Path) -> Supervisor {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::write(folder.path().join("notes"), notes.to_str().expect("an ordinary path"))
+        .expect("a writable folder");
+    let variables = [("TMPDIR", temporary.to_str().expect("an ordinary path"))];
+    Supervisor::launch_with_variables(folder, &variables, "drain_timeout = \"20s\"", &config(notes, 0))
+        .until_ready()
+}
+
+/// The bulkheads in TOML. Another `revision` has another environment, so that a reload replaces all workers.
+pub fn config(notes: &Path, revision: u64) -> String {
+    let program = programs().join("ledger");
+    let quoted = |path: &Path| format!("{:?}", path.to_str().expect("an ordinary path"));
+    let one = |bulkhead: &Bulkhead| {
+        let Bulkhead { name, processes, max_in_flight, keys } = bulkhead;
+        let sandbox = if keys.contains("sandbox") {
+            String::new()
+        } else {
+            format!("sandbox = {{ write = [{}] }}\n", quoted(notes))
+        };
+        format!(
+            "[bulkhead.{name}]\ncommand = [{}, \"worker\", {}, \"{name}\", \"{}\"]\n\
+             env = {{ REVISION = \"{revision}\" }}\nprocesses = {processes}\nmax_in_flight = {max_in_flight}\n\
+             max_queue = 200\ndeadline = \"2s\"\ngrace = \"50ms\"\nhealth = {{ heartbeat = \"200ms\", missed = 5 }}\n\
+             retry = {{ attempts = 3, budget = 1.0 }}\n{keys}\n{sandbox}",
+            quoted(&program),
+            quoted(notes),
+            bulkhead.bound(),
+        )
+    };
+    BULKHEADS.iter().map(one).collect()
+}
+
+/// Clients and chaos at once, until time is up and every job has its outcome.
+fn load(
+    supervisor: &Supervisor,
+    notes: &Path,
+    plan: Plan,
+    round: u64,
+) -> (HashMap<u64, Entry>, std::collections::BTreeMap<&'static str, usize>) {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let chaos = Chaos::begin(supervisor, notes, plan.seed, is_over.clone());
+    let told = clients::run(&supervisor.socket(), plan, round);
+    is_over.store(true, Ordering::SeqCst);
+    (told, chaos.end())
+}
+
+/// Waits until nothing is in flight; returns how many descriptors the supervisor has then.
+fn at_rest(supervisor: &Supervisor) -> usize {
+    let mut before = 0;
+    let mut same = 0;
+    wait_for("the supervisor is at rest", || {
+        let quiet = BULKHEADS.iter().all(|bulkhead| {
+            let snapshot = supervisor.snapshot(bulkhead.name);
+            snapshot["in_flight"] == 0 && snapshot["queued"] == 0 && snapshot["limit"] == bulkhead.bound()
+        });
+        let now = descriptors(supervisor.pid());
+        same = if quiet && now == before { same + 1 } else { 0 };
+        before = now;
+        (same == 20).then_some(now)
+    })
+}
+
+fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &mut Findings) {
+    supervisor.signal(Signal::SIGTERM);
+    let status = supervisor.wait();
+    if status.code() != Some(0) {
+        findings.faults.push(format!("the supervisor ended with {status}"));
+    }
+    let left = processes_with(notes.to_str().expect("an ordinary path"));
+    if !left.is_empty() {
+        findings.faults.push(format!("processes are left: {left:?}"));
+    }
+    if supervisor.socket().exists() {
+        findings.faults.push("the jobs socket is left".into());
+    }
+    let files = files_below(temporary);
+    if !files.is_empty() {
+        findings.faults.push(format!("temporary files are left: {files:?}"));
+    }
+}
+
+/// Files and folders that are left of workers.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut waiting = vec![folder.to_owned()];
+    while let Some(folder) = waiting.pop() {
+        for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                waiting.push(entry.path());
+                if entry.file_name().to_string_lossy().starts_with("worker") {
+                    found.push(entry.path());
+                }
+            } else {
+                found.push(entry.path());
+            }
+        }
+    }
+    found
+}
+
+/// Holds what clients were told against what workers wrote down.
+fn compare(told: &HashMap<u64, Entry>, records: &[Record], findings: &mut Findings) {
+    let mut begun: HashMap<u64, usize> = HashMap::new();
+    let mut ended: HashMap<u64, usize> = HashMap::new();
+    let mut faults: HashMap<&'static str, Vec<String>> = HashMap::new();
+    for record in records {
+        match record.mark {
+            Mark::Begun => *begun.entry(record.job).or_default() += 1,
+            Mark::Ended => *ended.entry(record.job).or_default() += 1,
+            Mark::OverBound => faults.entry("the bound was passed").or_default().push(format!("{record:?}")),
+        }
+    }
+    findings.begun = begun.len();
+    for (job, times) in &begun {
+        match told.get(job) {
+            None => faults.entry("a job began that no client sent").or_default().push(job.to_string()),
+            Some(entry) if !entry.is_idempotent && *times > 1 => {
+                let what = format!("{job}: {times} times, {:?}", entry.told);
+                faults.entry("a job that is not idempotent began twice").or_default().push(what);
+            }
+            Some(_) => {}
+        }
+    }
+    for (job, entry) in told {
+        let (begun, ended) = (begun.contains_key(job), ended.contains_key(job));
+        let what = || format!("{job}: {:?}, idempotent {}", entry.told, entry.is_idempotent);
+        if entry.told == Told::Nothing {
+            faults.entry("a job has no outcome").or_default().push(what());
+        }
+        if entry.told.is_ok() && !ended {
+            faults.entry("a job is ok that never ended").or_default().push(what());
+        }
+        if entry.told.says_not_executed() && begun {
+            faults.entry("a job began that is told as not executed").or_default().push(what());
+        }
+    }
+    for (kind, found) in faults {
+        let some = found.iter().take(TOLD_MAX).cloned().collect::<Vec<_>>().join("; ");
+        findings.faults.push(format!("{kind} ({} times): {some}", found.len()));
+    }
+}
+
+fn judge_rest(findings: &mut Findings) {
+    let (before, after) = findings.descriptors;
+    if after > before + DESCRIPTORS_SLACK {
+        findings.faults.push(format!("{before} descriptors before the load, {after} after it"));
+    }
+    let (before, after) = findings.resident;
+    if after > before + before / 4 + RESIDENT_SLACK {
+        findings
+            .faults
+            .push(format!("{before} resident bytes after a fifth of the load, {after} at its end"));
+    }
+}

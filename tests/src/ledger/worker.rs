@@ -1,0 +1,145 @@
+//! The workers' side of the ledger: each job that begins and ends is a record in a file that all workers append to,
+//! and each job that runs holds a lock on one of as many bytes as may run at once. The kernel releases the locks of
+//! a process that dies, before its death can be seen.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use bulkhead_worker::{HandlerError, Job, Server};
+use nix::fcntl::{FcntlArg, fcntl};
+
+/// The file with the records.
+const RECORDS: &str = "records";
+
+/// How often all places are looked at before they count as taken.
+const SCANS: usize = 4;
+
+/// What is written down of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mark {
+    /// Its handler has begun.
+    Begun,
+    /// Its handler is about to return.
+    Ended,
+    /// It began while as many ran as may.
+    OverBound,
+}
+
+impl Mark {
+    const ALL: [Self; 3] = [Self::Begun, Self::Ended, Self::OverBound];
+}
+
+/// One entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The client's number of the job.
+    pub job: u64,
+    /// The process that ran it, as it sees itself.
+    pub pid: u32,
+    /// What happened.
+    pub mark: Mark,
+}
+
+impl Record {
+    const BYTES: usize = 16;
+
+    fn encode(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&self.job.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.pid.to_le_bytes());
+        bytes[12] = self.mark as u8;
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Self {
+        let (job, rest) = bytes.split_at(8);
+        Self {
+            job: u64::from_le_bytes(job.try_into().expect("eight bytes")),
+            pid: u32::from_le_bytes(rest[..4].try_into().expect("four bytes")),
+            mark: Mark::ALL[usize::from(rest[4])],
+        }
+    }
+}
+
+/// All records, in the order in which they were written.
+pub fn read(notes: &Path) -> Vec<Record> {
+    let bytes = std::fs::read(notes.join(RECORDS)).unwrap_or_default();
+    assert_eq!(bytes.len() % Record::BYTES, 0, "a record is written as one");
+    bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
+}
+
+/// What a payload begins with: the client's number of the job. What the job does is its operation.
+pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
+    let mut payload = vec![b'x'; bytes.max(8)];
+    payload[..8].copy_from_slice(&job.to_le_bytes());
+    payload
+}
+
+/// Serves jobs until the supervisor wants no more.
+pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
+    let notes = PathBuf::from(notes);
+    let places = notes.join(format!("places-{bulkhead}"));
+    let bound: usize = bound.parse().expect("a number");
+    // The folder is sticky, and workers may have several users.
+    let records = open(&notes.join(RECORDS)).expect("the records can be opened");
+    Server::new()
+        .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
+            let number = job.payload().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+            let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
+            let write = |mark| write(&records, number, mark);
+            write(Mark::Begun)?;
+            let place = take_place(&places, bound)?;
+            if place.is_none() {
+                write(Mark::OverBound)?;
+            }
+            match ctx.operation().split_once(' ') {
+                Some(("sleep", us)) => std::thread::sleep(Duration::from_micros(us.parse().unwrap_or(0))),
+                _ if ctx.operation() == "die" => std::process::abort(),
+                _ if ctx.operation() == "hang" => loop {
+                    std::thread::park();
+                },
+                _ => {}
+            }
+            write(Mark::Ended)?;
+            drop(place);
+            Ok(job.payload()[..8].to_vec())
+        })
+        .serve()
+}
+
+fn open(path: &Path) -> std::io::Result<File> {
+    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+    let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
+    // The file's owner alone may, and needs to do it once.
+    let _ = file.set_permissions(std::fs::Permissions::from_mode(0o666));
+    Ok(file)
+}
+
+fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
+    // One write to a file that is opened to append: records do not mix.
+    records.write_all(&Record { job, pid: std::process::id(), mark }.encode())
+}
+
+/// A lock on one of `bound` bytes, held until the file is closed; `None` if all are held.
+fn take_place(places: &Path, bound: usize) -> std::io::Result<Option<File>> {
+    let file = open(places)?;
+    // A place that is passed over while it is held may be freed, and the next one taken, by others.
+    for byte in (0..SCANS).flat_map(|_| 0..bound) {
+        let lock = nix::libc::flock {
+            l_type: nix::libc::F_WRLCK as i16,
+            l_whence: nix::libc::SEEK_SET as i16,
+            l_start: byte as i64,
+            l_len: 1,
+            l_pid: 0,
+        };
+        match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)) {
+            Ok(_) => return Ok(Some(file)),
+            Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(None)
+}
