@@ -5,6 +5,8 @@
 //! client, the supervisor, and a worker built with the SDK. Both run in turns, round after round, so that
 //! whatever else the machine does hits both; medians of the rounds are compared.
 
+mod attackers;
+mod attacks;
 mod bare;
 mod confinement;
 mod load;
@@ -80,6 +82,26 @@ enum Role {
         /// The admin socket.
         admin: PathBuf,
     },
+    /// A hostile client, or a busy loop in its place.
+    #[command(hide = true)]
+    Attack {
+        /// Which attack.
+        kind: String,
+        /// The jobs socket.
+        socket: PathBuf,
+        /// Stay on the first processor.
+        #[arg(long)]
+        pin: bool,
+    },
+    /// A hostile worker.
+    #[command(hide = true)]
+    HostileWorker {
+        /// Which attack.
+        kind: String,
+        /// Stay on the first processor.
+        #[arg(long)]
+        pin: bool,
+    },
     /// Has metrics and events of nothing.
     #[command(hide = true)]
     Watched {
@@ -98,6 +120,11 @@ fn main() -> ExitCode {
         Some(Role::Worker) => return real::worker(),
         Some(Role::StartAndDie) => neighbours::start_and_die(),
         Some(Role::Die) => std::process::abort(),
+        Some(Role::Attack { kind, socket, pin }) => attack(*pin, || match kind.as_str() {
+            "spin" => attackers::spin(),
+            kind => attackers::client(kind, socket),
+        }),
+        Some(Role::HostileWorker { kind, pin }) => attack(*pin, || attackers::worker(kind)),
         Some(Role::Watch { admin }) => watched::watch(admin),
         Some(Role::Watched { socket, page }) => watched::stand_in(socket, *page),
         None => run(&args),
@@ -109,6 +136,13 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn attack(is_pinned: bool, attack: impl FnOnce() -> Result<()>) -> Result<()> {
+    if is_pinned {
+        attackers::pin()?;
+    }
+    attack()
 }
 
 fn run(args: &Args) -> Result<()> {

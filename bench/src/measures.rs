@@ -11,7 +11,7 @@ use crate::load::{self, Round, median};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};
-use crate::{Result, bare, confinement, neighbours, policy, watched};
+use crate::{Result, attacks, bare, confinement, neighbours, policy, watched};
 
 /// How much of everything.
 pub(crate) struct Plan {
@@ -32,6 +32,7 @@ pub(crate) struct Plan {
     decisions: usize,
     confinement: confinement::Plan,
     watched: watched::Plan,
+    attacks: attacks::Plan,
 }
 
 impl Plan {
@@ -47,6 +48,7 @@ impl Plan {
             decisions: 100_000,
             confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
+            attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
         }
     }
 
@@ -62,6 +64,7 @@ impl Plan {
             decisions: 2_000,
             confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
+            attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },
         }
     }
 }
@@ -123,13 +126,17 @@ pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> 
     // Before anything else runs that could disturb it.
     let mut figures = policy::all(&policy::Plan { rounds: plan.rounds, cycles: plan.decisions }, only)?;
     let is_other = |group: &str| only.is_some_and(|only| only.starts_with(group));
-    let of_others = confinement::GROUPS.into_iter().chain([policy::GROUP, watched::GROUP]);
+    let of_others = confinement::GROUPS.into_iter().chain([policy::GROUP, watched::GROUP, attacks::GROUP]);
     if !of_others.into_iter().any(is_other) {
         figures.extend(LocalSet::new().run_until(measure(plan, only)).await?);
     }
     figures.extend(LocalSet::new().run_until(confinement::all(&plan.confinement, only)).await?);
     if only.is_none_or(|only| only.starts_with(watched::GROUP)) {
         figures.extend(LocalSet::new().run_until(watched::all(&plan.watched)).await?);
+    }
+    // An hour of attacks is not for every run.
+    if only.is_some_and(|only| only.starts_with(attacks::GROUP)) {
+        figures.extend(LocalSet::new().run_until(attacks::all(&plan.attacks, only)).await?);
     }
     Ok(figures)
 }

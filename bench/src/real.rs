@@ -123,6 +123,12 @@ pub(crate) fn worker() -> ExitCode {
             std::thread::park();
         },
         "crash" => std::process::abort(),
+        // Dies and leaves many processes in sessions of their own.
+        "orphans" => {
+            let script = "for n in $(seq 1500); do setsid sleep 100 & done";
+            let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
+            std::process::abort()
+        }
         other => Err(HandlerError::new("unknown_operation", other)),
     })
 }

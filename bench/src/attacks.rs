@@ -1,0 +1,293 @@
+//! What honest jobs notice of an attack, beside what they notice of busy loops in the attacker's place: p99 of
+//! jobs that are sent on schedule, so that a stall counts with every job that it holds up.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use bulkhead_client::Client;
+use tempfile::TempDir;
+
+use crate::Result;
+use crate::load::median;
+use crate::processes::{self, Process};
+use crate::report::{Figure, Target};
+
+/// What the names of these measurements begin with.
+pub(crate) const GROUP: &str = "attack";
+
+/// How much of everything.
+pub(crate) struct Plan {
+    /// Pairs of rounds, one beside busy loops and one beside the attack.
+    pub(crate) pairs: usize,
+    /// How long a round lasts.
+    pub(crate) lasts: Duration,
+}
+
+/// From one honest job to the next.
+const EVERY: Duration = Duration::from_millis(2);
+
+/// From one death of an honest worker to the next.
+const DEATH_EVERY: Duration = Duration::from_millis(100);
+
+/// What an honest job counts for that did not end as it should.
+const HARMED: Duration = Duration::from_secs(60);
+
+/// A user without rights of its own.
+const STRANGER: u32 = 65_534;
+
+/// Who attacks.
+#[derive(Clone, Copy)]
+enum Attacker {
+    /// So many processes of a hostile client.
+    Clients(&'static str, usize),
+    /// So many hostile workers of one bulkhead.
+    Workers(&'static str, usize),
+    /// Jobs for a bulkhead that does not look hostile, so many at once.
+    Jobs(&'static str, usize),
+}
+
+/// Whose time is taken.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Victim {
+    /// Jobs of a sibling.
+    Jobs,
+    /// Jobs that crash their own worker: how soon they are told.
+    Deaths,
+}
+
+const ATTACKS: [(&str, Attacker, Victim); 9] = [
+    ("A1 a client passes descriptors", Attacker::Clients("descriptors", 1), Victim::Jobs),
+    ("A1 a worker passes descriptors", Attacker::Workers("descriptors", 1), Victim::Jobs),
+    ("A2 600 frames announced, not sent", Attacker::Clients("announcements", 1), Victim::Jobs),
+    ("A3 /readyz by four, 4,000 tenants", Attacker::Clients("readyz", 4), Victim::Jobs),
+    ("A4 a worker floods frames", Attacker::Workers("frames", 1), Victim::Jobs),
+    ("A4 four workers flood frames", Attacker::Workers("frames", 4), Victim::Jobs),
+    ("A4 200 connections, unknown bulkhead", Attacker::Clients("unknown-many", 1), Victim::Jobs),
+    ("A5 a worker leaves 1,500 orphans", Attacker::Jobs("orphans", 1), Victim::Deaths),
+    ("A7 a program leaves a writer behind", Attacker::Jobs("loud", 2), Victim::Jobs),
+];
+
+/// Takes every measurement that is wanted; within a `LocalSet`.
+pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        eprintln!("not root: attackers have the user of the bench, no other");
+    }
+    for (name, attacker, victim) in ATTACKS {
+        for is_stranger in [true, false] {
+            for is_pinned in [true, false] {
+                let user = if is_stranger { "another user" } else { "the same user" };
+                let place = if is_pinned { "pinned" } else { "free" };
+                let name = format!("{GROUP}: {name}, {user}, {place}");
+                if (is_stranger && !is_root) || only.is_some_and(|only| !name.contains(only)) {
+                    continue;
+                }
+                figures.push(one(plan, name, Scene { attacker, victim, is_stranger, is_pinned }).await?);
+            }
+        }
+    }
+    Ok(figures)
+}
+
+#[derive(Clone, Copy)]
+struct Scene {
+    attacker: Attacker,
+    victim: Victim,
+    is_stranger: bool,
+    is_pinned: bool,
+}
+
+async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
+    let mut pairs = Vec::new();
+    for _ in 0..plan.pairs {
+        let beside_loops = round(plan, scene, true).await?;
+        let beside_attack = round(plan, scene, false).await?;
+        pairs.push((beside_loops, beside_attack));
+    }
+    Ok(Figure {
+        name,
+        unit: "µs",
+        bare: Some(median(pairs.iter().map(|pair| pair.0).collect())),
+        real: median(pairs.iter().map(|pair| pair.1).collect()),
+        ratio: Some(median(pairs.iter().map(|(loops, attack)| attack / loops).collect())),
+        target: Target::AtMost,
+        limit: 1.5,
+        difference: None,
+    })
+}
+
+/// The honest jobs' p99 in µs, beside the attack or as many busy loops.
+async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
+    let host = Host::start(scene, is_loop).await?;
+    let mut attackers = Vec::new();
+    let mut lanes = Vec::new();
+    match scene.attacker {
+        Attacker::Clients(kind, count) => {
+            for _ in 0..count {
+                attackers
+                    .push(Process::start(&mut host.attacker(scene, if is_loop { "spin" } else { kind })?)?);
+            }
+        }
+        // They have begun, by themselves.
+        Attacker::Workers(..) => {}
+        Attacker::Jobs(bulkhead, count) => {
+            for _ in 0..count {
+                if is_loop {
+                    attackers.push(Process::start(&mut host.attacker(scene, "spin")?)?);
+                } else {
+                    let client = host.client.clone();
+                    lanes.push(tokio::task::spawn_local(async move {
+                        loop {
+                            // It harms, however it ends.
+                            let _ = client.job(bulkhead, "").operation(bulkhead).send().await;
+                        }
+                    }));
+                }
+            }
+        }
+    }
+    // The attack is under way.
+    tokio::time::sleep(plan.lasts / 5).await;
+    let p99 = match scene.victim {
+        Victim::Jobs => scheduled(&host.client, plan.lasts, EVERY, "one", "").await?,
+        Victim::Deaths => scheduled(&host.client, plan.lasts, DEATH_EVERY, "dies", "crash").await?,
+    };
+    lanes.iter().for_each(tokio::task::JoinHandle::abort);
+    Ok(p99)
+}
+
+/// Sends a job on schedule, whatever became of those before; returns the p99 from the time when each was due.
+async fn scheduled(
+    client: &Client,
+    lasts: Duration,
+    every: Duration,
+    bulkhead: &'static str,
+    operation: &'static str,
+) -> Result<f64> {
+    let began = Instant::now();
+    let mut jobs = tokio::task::JoinSet::new();
+    let mut due = Duration::ZERO;
+    while due < lasts {
+        tokio::time::sleep_until((began + due).into()).await;
+        let client = client.clone();
+        jobs.spawn_local(async move {
+            let ended = client.job(bulkhead, "x").operation(operation).send().await;
+            let is_as_expected = match &ended {
+                Ok(_) => operation.is_empty(),
+                Err(error) => {
+                    let reason = error.outcome().and_then(|outcome| outcome.verdict.reason());
+                    operation == "crash" && reason == Some("signal")
+                }
+            };
+            let took = if is_as_expected { began.elapsed() - due } else { HARMED };
+            took.as_secs_f64() * 1e6
+        });
+        due += every;
+    }
+    let mut took = Vec::new();
+    while let Some(job) = jobs.join_next().await {
+        took.push(job?);
+    }
+    took.sort_unstable_by(f64::total_cmp);
+    Ok(took[(took.len() * 99).div_ceil(100).saturating_sub(1)])
+}
+
+/// A supervisor with honest bulkheads, and those that the scene needs.
+struct Host {
+    client: Client,
+    _supervisor: Process,
+    folder: TempDir,
+}
+
+impl Host {
+    async fn start(scene: Scene, is_loop: bool) -> Result<Self> {
+        let programs = processes::programs()?;
+        let folder = tempfile::tempdir()?;
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755))?;
+        let file = folder.path().join("workers.toml");
+        std::fs::write(&file, config(scene, is_loop)?)?;
+        let mut command = Command::new(programs.join("bulkhead-supervisor"));
+        command.args(["--log-level", "error", "--config"]).arg(&file);
+        let supervisor = Process::start(command.stdin(Stdio::null()).stderr(Stdio::null()))?;
+        let socket = folder.path().join("jobs.sock");
+        processes::wait_for(&socket)?;
+        let client = Client::connect(&socket).await?;
+        client.job("one", "ready?").send().await?;
+        if let Attacker::Clients("readyz", _) = scene.attacker {
+            remember_tenants(&client).await?;
+        }
+        Ok(Self { client, _supervisor: supervisor, folder })
+    }
+
+    fn attacker(&self, scene: Scene, kind: &str) -> Result<Command> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["attack", kind]).arg(self.folder.path().join("jobs.sock"));
+        if scene.is_pinned {
+            command.arg("--pin");
+        }
+        if scene.is_stranger {
+            command.gid(STRANGER).uid(STRANGER);
+        }
+        command.stdin(Stdio::null()).stderr(Stdio::null());
+        Ok(command)
+    }
+}
+
+/// Leaves the supervisor with 4,000 tenants to remember.
+async fn remember_tenants(client: &Client) -> Result<()> {
+    let client = Rc::new(client.clone());
+    let mut jobs = tokio::task::JoinSet::new();
+    for number in 0..4_000 {
+        let client = client.clone();
+        jobs.spawn_local(async move {
+            // Refused for want of workers, and remembered all the same.
+            let _ = client.job("tenants", "x").tenant(format!("tenant-{number}")).send().await;
+        });
+        if jobs.len() >= 256 {
+            jobs.join_next().await;
+        }
+    }
+    while jobs.join_next().await.is_some() {}
+    Ok(())
+}
+
+fn config(scene: Scene, is_loop: bool) -> Result<String> {
+    let own = std::env::current_exe()?;
+    let own = own.to_str().ok_or("this program has an odd path")?;
+    let honest =
+        |name: &str| format!("[bulkhead.{name}]\ncommand = [{own:?}, \"worker\"]\nmax_queue = 1000\n");
+    let mut config = "[supervisor]\nsocket = \"jobs.sock\"\nmax_clients = 2000\n".to_owned();
+    if rustix::process::geteuid().is_root() {
+        config += &format!("[[access]]\nuid = 0\n[[access]]\nuid = {STRANGER}\nbulkheads = [\"open\"]\n");
+    }
+    config += &["one", "dies", "open"].map(honest).concat();
+    match scene.attacker {
+        Attacker::Clients("readyz", _) => {
+            config += &honest("tenants");
+            config += "tenants = { isolate = true, max_active = 8, idle = \"60s\" }\n";
+        }
+        Attacker::Clients(..) => {}
+        Attacker::Workers(kind, processes) => {
+            let kind = if is_loop { "spin" } else { kind };
+            let pin = if scene.is_pinned { ", \"--pin\"" } else { "" };
+            let user = if scene.is_stranger { ", user = \"nobody\"" } else { "" };
+            config += &format!(
+                "[bulkhead.hostile]\ncommand = [{own:?}, \"hostile-worker\", {kind:?}{pin}]\n\
+                 processes = {processes}\nhealth = {{ heartbeat = \"60s\", missed = 5 }}\n\
+                 sandbox = {{ network = true{user} }}\n"
+            );
+        }
+        Attacker::Jobs("orphans", _) => {
+            config += &honest("orphans");
+            config += "rlimits = { nproc = \"unlimited\" }\n";
+        }
+        Attacker::Jobs(..) => {
+            config += "[bulkhead.loud]\nexec = [\"sh\", \"-c\", \"yes >&2 & sleep .1; exit 0\"]\nmax_in_flight = 2\n";
+        }
+    }
+    Ok(config)
+}
