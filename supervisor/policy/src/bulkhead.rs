@@ -1,9 +1,10 @@
 //! The state machine of one bulkhead: dispatch, deadlines and cancellation. Who gets in and who waits is in
 //! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`],
-//! and how many there are to be in [`size`].
+//! how many jobs may run in [`permits`], and how many workers there are to be in [`size`].
 
 mod admission;
 mod life;
+mod permits;
 mod recovery;
 mod size;
 mod view;
@@ -519,39 +520,6 @@ impl<T> Bulkhead<T> {
 
     fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
         self.workers.get_mut(id.place as usize)?.as_mut().filter(|w| w.id == id)
-    }
-
-    /// Brings the table of those that may take a job, and the limit, up to date with a worker.
-    fn refresh(&mut self, place: u32) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        let is_available = worker.is_available();
-        let level = worker.jobs.len() as u32;
-        let capacity = self.limits.max_in_flight.min(worker.promised);
-        if !is_available && worker.apart == Apart::Reserved {
-            worker.apart = Apart::No;
-            self.reserved = None;
-        }
-        let takes_jobs = is_available && worker.apart == Apart::No;
-        let listed = (takes_jobs && level < capacity).then_some(level);
-        if worker.listed != listed {
-            if let Some(level) = std::mem::replace(&mut worker.listed, listed) {
-                self.load.remove(place, level);
-            }
-            if let Some(level) = listed {
-                self.load.insert(place, level);
-            }
-        }
-        let permits = if is_available { capacity } else { 0 };
-        // Whoever is alone takes all of them.
-        // So does whoever is too many: its jobs are a debt.
-        let in_use = if takes_jobs || worker.is_surplus { level } else { permits };
-        self.in_use = self.in_use + in_use - std::mem::replace(&mut worker.in_use, in_use);
-        self.permits =
-            self.permits + u64::from(permits) - u64::from(std::mem::replace(&mut worker.permits, permits));
-        if worker.counted != is_available {
-            worker.counted = is_available;
-            self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
-        }
     }
 }
 

@@ -46,12 +46,12 @@ pub(crate) struct Worker {
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
     pub(crate) counted: bool,
-    /// Whether it goes because there are to be fewer.
-    pub(crate) is_surplus: bool,
+    /// Whether it had been sent SIGKILL when another took its slot: what it has is no debt.
+    pub(crate) is_written_off: bool,
     /// Permits that it adds to the limit.
     pub(crate) permits: u32,
-    /// Permits it has taken of the limit.
-    pub(crate) in_use: u32,
+    /// Jobs that it adds to the debt of its slot.
+    pub(crate) debt: u32,
     /// What it said last before it was ready.
     pub(crate) last_words: Option<String>,
 }
@@ -138,9 +138,9 @@ impl Worker {
             succession_after: Time::ZERO,
             listed: None,
             counted: false,
-            is_surplus: false,
+            is_written_off: false,
             permits: 0,
-            in_use: 0,
+            debt: 0,
             last_words: None,
         }
     }
@@ -194,6 +194,10 @@ pub(crate) struct Slot {
     pub(crate) successor: Option<u32>,
     /// How many workers it has replaced that are not gone yet.
     pub(crate) retired: u32,
+    /// Jobs that those still run.
+    pub(crate) debt: u32,
+    /// Permits that all its workers have taken of the limit.
+    pub(crate) in_use: u32,
     pub(crate) history: History,
     pub(crate) restarts: u64,
     /// How it stood when it was put to rest, if its worker was not to start then.

@@ -297,12 +297,6 @@ impl<T> Bulkhead<T> {
         next
     }
 
-    /// Which worker is to have the next job. None, if after a resize more run than should: until as many have
-    /// ended, no permit is free.
-    fn next_worker(&self) -> Option<u32> {
-        self.load.least().filter(|_| u64::from(self.in_use) < self.permits)
-    }
-
     /// The lowest priority that gets a permit now, if one is free. Reserved permits are for critical jobs
     /// only; what they do not reserve, everybody may have. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {

@@ -79,6 +79,7 @@ impl<T> Bulkhead<T> {
         let is_live = state.is_live();
         entry.state = state;
         self.live_slots = self.live_slots + u32::from(is_live) - u32::from(was_live);
+        self.count_in_use(slot);
     }
 
     // From the spawn to ready.
@@ -175,10 +176,13 @@ impl<T> Bulkhead<T> {
         let Some(old) = old else { return };
         if let Some(worker) = self.workers[old as usize].as_mut() {
             worker.role = Role::Retired;
+            // What has been sent SIGKILL already does not keep the next worker waiting.
+            worker.is_written_off = matches!(worker.phase, Phase::Killing(_));
             self.slots[slot as usize].retired += 1;
             out.push(Action::Note(Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason }));
         }
         self.drain_worker(now, old, out);
+        self.refresh(old);
     }
 
     /// Has a worker finish what it has and exit.
@@ -579,17 +583,8 @@ impl<T> Bulkhead<T> {
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.
     fn remove_and_replace(&mut self, now: Time, id: WorkerId, end: &End, out: &mut Vec<Action<T>>) {
-        let Some(mut worker) = self.workers[id.place as usize].take() else { return };
+        let Some(worker) = self.strike_out(id.place) else { return };
         self.worker_timers.clear(id.place);
-        if let Some(level) = worker.listed.take() {
-            self.load.remove(id.place, level);
-        }
-        if self.reserved == Some(id.place) {
-            self.reserved = None;
-        }
-        self.ready -= u32::from(worker.counted);
-        self.permits -= u64::from(worker.permits);
-        self.in_use -= worker.in_use;
         self.free_places.push(id.place);
         let slot = worker.slot;
         // It was ended before it had begun, for one that runs something else.

@@ -198,12 +198,6 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    fn idle_worker(&self) -> Option<u32> {
-        let is_idle =
-            |place: &u32| self.workers[*place as usize].as_ref().is_some_and(|worker| worker.jobs.is_empty());
-        self.load.least().filter(is_idle).or_else(|| self.reserved.filter(is_idle))
-    }
-
     fn unreserve(&mut self) {
         let Some(place) = self.reserved.take() else { return };
         if let Some(worker) = self.workers[place as usize].as_mut() {

@@ -204,7 +204,6 @@ impl<T> Bulkhead<T> {
         for place in current.into_iter().chain(successor) {
             if let Some(worker) = self.workers[place as usize].as_mut() {
                 worker.role = Role::Retired;
-                worker.is_surplus = matches!(state, SlotState::Closed);
                 self.slots[slot as usize].retired += 1;
             }
             self.drain_worker(now, place, out);

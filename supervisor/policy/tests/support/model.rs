@@ -100,8 +100,8 @@ struct Worker {
     promised: u32,
     /// As the policy says; judged by what follows from it.
     is_apart: bool,
-    /// Whether it goes because there are to be fewer.
-    is_surplus: bool,
+    /// Whether it had been killed before another took its slot.
+    is_written_off: bool,
     /// Since when its silence is watched, and whether it is asked what was seen.
     watched_at: Option<Time>,
     was_looked_at: bool,
@@ -289,6 +289,10 @@ impl Model {
         assert!(limit <= most as usize, "more permits than there are");
         assert_eq!(bulkhead.activity(), self.activity);
         assert_eq!(bulkhead.quarantined(self.now), self.poison.len(self.now, &self.limits));
+        let is_replaced = |w: &&Worker| !self.is_current(w) && !w.is_written_off && !w.jobs.is_empty();
+        if self.workers.values().any(|w| is_replaced(&w)) && !self.next_ones().is_empty() {
+            self.coverage.see("debt of a replaced worker");
+        }
         for (worker, job) in self.step.dispatched.drain(..) {
             assert!(bulkhead.holds(worker, job), "{job:?} is not where it was sent");
             assert_eq!(bulkhead.cargo_mut(job).map(|tag| tag.0), self.jobs.get(&job).map(|j| j.tag));
@@ -368,14 +372,37 @@ impl Model {
         self.limits.tenants.max_in_flight.is_some_and(|most| in_flight >= most as usize)
     }
 
-    /// How many permits are taken, and how many there are. Whoever is alone takes all of its worker's.
+    /// How many permits are taken, and how many there are.
     fn permits(&self) -> (usize, usize) {
-        let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
-        let taken = |w: &&Worker| if w.is_apart { self.capacity(w) } else { w.jobs.len() };
-        let limit = available.iter().map(|w| self.capacity(w)).sum();
-        let surplus = self.workers.values().filter(|worker| worker.is_surplus);
-        let debt: usize = surplus.map(|worker| worker.jobs.len()).sum();
-        (available.iter().map(taken).sum::<usize>() + debt, limit)
+        let available = self.workers.values().filter(|w| self.is_available(w));
+        let limit = available.map(|w| self.capacity(w)).sum();
+        ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
+    }
+
+    /// What the workers of a slot have taken of the limit. The one that takes jobs answers for those that it
+    /// replaced; without one the slot's own permits do. Whoever is alone takes all of its worker's.
+    fn taken(&self, slot: usize) -> usize {
+        let of_slot = || self.workers.values().filter(|w| w.slot as usize == slot && !w.is_written_off);
+        let running: usize = of_slot().map(|w| w.jobs.len()).sum();
+        let is_closed = self.slots[slot].state == SlotState::Closed;
+        let own = if is_closed { 0 } else { self.limits.max_in_flight as usize };
+        match of_slot().find(|w| self.is_available(w)) {
+            Some(w) if w.is_apart => running + self.capacity(w).saturating_sub(w.jobs.len()),
+            Some(_) => running,
+            None => running.saturating_sub(own),
+        }
+    }
+
+    /// Jobs that run now, in whatever worker; not in one that had been killed when another took its slot.
+    fn running(&self) -> usize {
+        self.workers.values().filter(|w| !w.is_written_off).map(|w| w.jobs.len()).sum()
+    }
+
+    /// Whether a worker without a job may be given one.
+    fn has_permit(&self, worker: &Worker) -> bool {
+        let (in_use, limit) = self.permits();
+        let own = if worker.is_apart { self.capacity(worker) } else { 0 };
+        in_use - own < limit
     }
 
     fn lowest_admitted(&self) -> Priority {

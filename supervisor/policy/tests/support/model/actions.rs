@@ -29,7 +29,7 @@ impl Worker {
             replaced_again_at: None,
             promised: u32::MAX,
             is_apart: false,
-            is_surplus: false,
+            is_written_off: false,
             watched_at: None,
             was_looked_at: false,
             forgiven: 0,
@@ -73,6 +73,8 @@ impl Model {
             assert!(next.contains(&job_id), "{job_id:?} was given out, and one of {next:?} comes first");
             self.queue.retain(|&waiting| waiting != job_id);
         }
+        let bound = (self.limits.processes * self.limits.max_in_flight) as usize;
+        assert!(self.running() < bound, "{job_id:?} is given out while {} run, of {bound}", self.running());
         let job = self.jobs.get_mut(&job_id).expect("a job that waits is known");
         assert!(!job.is_answered, "{job_id:?} is given out after its answer");
         assert!(job.deadline_at > self.now, "{job_id:?} is given out after its deadline");

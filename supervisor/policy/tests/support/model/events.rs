@@ -310,7 +310,14 @@ impl Model {
         if let SlotState::Held { current, successor } = &mut self.slots[slot as usize].state
             && *successor == Some(id.place)
         {
-            (*current, *successor) = (id.place, None);
+            let replaced = std::mem::replace(current, id.place);
+            *successor = None;
+            let is_killed = |worker: &Worker| worker.killed.is_some();
+            let replaced = self.workers.get_mut(&replaced).filter(|worker| is_killed(worker));
+            if let Some(replaced) = replaced {
+                replaced.is_written_off = true;
+                self.coverage.see("written off");
+            }
         }
     }
 

@@ -125,7 +125,7 @@ impl Model {
         let is_suspect = |job: &JobId| self.jobs[job].is_suspect;
         if !self.suspects.is_empty() {
             assert!(
-                available().all(|worker| !worker.jobs.is_empty()),
+                available().all(|worker| !worker.jobs.is_empty() || !self.has_permit(worker)),
                 "a suspect waits beside an idle worker"
             );
             let has_one = available().any(|worker| worker.is_apart);

@@ -287,21 +287,11 @@ impl Model {
             match (slot < wanted, self.slots[slot].state) {
                 (true, SlotState::Closed) => self.open(slot),
                 (false, SlotState::Closed) => {}
-                (false, _) => self.close(slot),
+                (false, _) => self.slots[slot].state = SlotState::Closed,
                 (true, _) => {}
             }
         }
         self.owe_if_nobody_comes();
-    }
-
-    /// There are to be fewer: what its workers have in hand is a debt.
-    fn close(&mut self, slot: usize) {
-        if let SlotState::Held { current, successor } = self.slots[slot].state {
-            for place in [Some(current), successor].into_iter().flatten() {
-                self.workers.entry(place).and_modify(|worker| worker.is_surplus = true);
-            }
-        }
-        self.slots[slot].state = SlotState::Closed;
     }
 
     /// A slot gets its worker now, unless one is still leaving it, or later.

@@ -1,0 +1,96 @@
+//! Permits: how many jobs may run now, how many do, and which workers may take the next one.
+//!
+//! The bound holds across generations: what a worker that leaves still runs is a debt of its slot. A worker that
+//! has taken the slot bears it; until there is one, the slot's own share of the bound does, and only what exceeds
+//! that share is taken from other slots.
+
+use super::Bulkhead;
+use crate::workers::{Apart, Role, SlotState};
+
+impl<T> Bulkhead<T> {
+    /// Brings the table of those that may take a job, and the limit, up to date with a worker.
+    pub(super) fn refresh(&mut self, place: u32) {
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let is_available = worker.is_available();
+        let level = worker.jobs.len() as u32;
+        let capacity = self.limits.max_in_flight.min(worker.promised);
+        if !is_available && worker.apart == Apart::Reserved {
+            worker.apart = Apart::No;
+            self.reserved = None;
+        }
+        let takes_jobs = is_available && worker.apart == Apart::No;
+        let listed = (takes_jobs && level < capacity).then_some(level);
+        if worker.listed != listed {
+            if let Some(level) = std::mem::replace(&mut worker.listed, listed) {
+                self.load.remove(place, level);
+            }
+            if let Some(level) = listed {
+                self.load.insert(place, level);
+            }
+        }
+        let permits = if is_available { capacity } else { 0 };
+        self.permits =
+            self.permits + u64::from(permits) - u64::from(std::mem::replace(&mut worker.permits, permits));
+        if worker.counted != is_available {
+            worker.counted = is_available;
+            self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
+        }
+        let debt = if worker.role == Role::Retired && !worker.is_written_off { level } else { 0 };
+        let slot = worker.slot;
+        let before = std::mem::replace(&mut worker.debt, debt);
+        self.slots[slot as usize].debt = self.slots[slot as usize].debt + debt - before;
+        self.count_in_use(slot);
+    }
+
+    /// Takes a worker that is gone out of the table and the limit.
+    pub(super) fn strike_out(&mut self, place: u32) -> Option<crate::workers::Worker> {
+        let mut worker = self.workers[place as usize].take()?;
+        if let Some(level) = worker.listed.take() {
+            self.load.remove(place, level);
+        }
+        if self.reserved == Some(place) {
+            self.reserved = None;
+        }
+        self.ready -= u32::from(worker.counted);
+        self.permits -= u64::from(worker.permits);
+        self.slots[worker.slot as usize].debt -= worker.debt;
+        self.count_in_use(worker.slot);
+        Some(worker)
+    }
+
+    /// Counts the permits that the workers of a slot have taken of the limit.
+    pub(super) fn count_in_use(&mut self, slot: u32) {
+        let entry = &self.slots[slot as usize];
+        let (current, share) = match entry.state {
+            SlotState::Occupied(place) => (self.workers[place as usize].as_ref(), self.limits.max_in_flight),
+            SlotState::Closed => (None, 0),
+            _ => (None, self.limits.max_in_flight),
+        };
+        let level = current.map_or(0, |worker| worker.jobs.len() as u32);
+        let in_use = match current.filter(|worker| worker.is_available()) {
+            // Whoever is alone takes all of them.
+            Some(worker) if worker.apart != Apart::No => level.max(worker.permits) + entry.debt,
+            Some(_) => level + entry.debt,
+            None => (level + entry.debt).saturating_sub(share),
+        };
+        let before = std::mem::replace(&mut self.slots[slot as usize].in_use, in_use);
+        self.in_use = self.in_use + in_use - before;
+    }
+
+    /// Which worker is to have the next job. None, if more run than should: until as many have ended, no
+    /// permit is free.
+    pub(super) fn next_worker(&self) -> Option<u32> {
+        self.load.least().filter(|_| u64::from(self.in_use) < self.permits)
+    }
+
+    /// A worker without a job, and a permit for it: the one that is kept for a suspect has its own.
+    pub(super) fn idle_worker(&self) -> Option<u32> {
+        let idle = |place: u32| self.workers[place as usize].as_ref().filter(|worker| worker.jobs.is_empty());
+        let next = self.next_worker().filter(|&place| idle(place).is_some());
+        next.or_else(|| {
+            let place = self.reserved?;
+            let others = u64::from(self.in_use - idle(place)?.permits);
+            (others < self.permits).then_some(place)
+        })
+    }
+}
