@@ -127,6 +127,10 @@ pub const ATTEMPTS: &[Group] = &[
             plain("fill-temporary-folder", "write more than `tmp` to it", Succeeds, Succeeds, Refused(&["ENOSPC"], "`tmp`")),
             plain("make-a-device", "make a device node", Succeeds, Refused(&["EACCES", "EPERM"], "Landlock, no capabilities"), NOT_PERMITTED),
             plain("give-a-file-away", "give a file to another user", Succeeds, NO_CAPABILITY, NOT_PERMITTED),
+            plain("set-id-by-mode", "give a file a set-user-id or set-group-id bit (`chmod` and its variants)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("set-group-id-of-a-folder", "give a folder a set-group-id bit", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("set-id-from-the-start", "make a file that has such a bit from the start (`open`, `creat`, `mknod`)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+            plain("set-id-past-the-filter", "the same by `openat2`, whose arguments no filter sees", Succeeds, NO_SUCH_CALL, NO_SUCH_CALL),
             plain("inherited-descriptors", "find a descriptor that nobody meant to give", Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed")),
         ],
     ),
@@ -280,6 +284,7 @@ pub const ATTEMPTS: &[Group] = &[
         "The link",
         &[
             plain("garbage-on-the-link", "write garbage to its link", Crashes("protocol"), Crashes("protocol"), Crashes("protocol")),
+            plain("urgent-data-on-the-link", "send urgent data on its link", Succeeds, Refused(&["EOPNOTSUPP"], FILTER), Refused(&["EOPNOTSUPP"], FILTER)),
             plain("pass-descriptors", "pass descriptors to the supervisor, which does not take them", Succeeds, Succeeds, Succeeds),
         ],
     ),

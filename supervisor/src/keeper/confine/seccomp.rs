@@ -2,6 +2,7 @@
 //!
 //! - [`Rules`] say what becomes of a call; `profiles` has the ready-made ones.
 //! - [`Filter`] is the program made of them: compiled before the fork, installed by the child.
+//! - `flags`: single bits of arguments that no profile lets pass.
 //! - `assembler`: the few instructions of classic BPF that it takes.
 //! - `notification`: how the keeper learns of a fatal call, and of which.
 //!
@@ -10,6 +11,7 @@
 #![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe form")]
 
 mod assembler;
+mod flags;
 mod notification;
 mod profiles;
 #[cfg(test)]
@@ -139,6 +141,17 @@ impl Rules {
             debug_assert!(syscalls::is_known(name), "there is no system call {name}");
             if let Some(number) = syscalls::number(name) {
                 self.calls.insert(number, rule.clone());
+            }
+        }
+    }
+
+    /// Puts another rule, made of the present one, in the place of that of each of the names.
+    fn narrow(&mut self, names: &str, narrower: impl Fn(Rule) -> Rule) {
+        for name in names.split_ascii_whitespace() {
+            debug_assert!(syscalls::is_known(name), "there is no system call {name}");
+            if let Some(number) = syscalls::number(name) {
+                let rule = self.rule(number).clone();
+                self.calls.insert(number, narrower(rule));
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Other people's files, and ways around the path.
 
+mod set_id;
+
 use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -59,6 +61,10 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("write-to-own-temporary-folder", |_| write_and_remove(&std::env::temp_dir())),
     ("make-a-device", make_a_device),
     ("give-a-file-away", give_a_file_away),
+    ("set-id-by-mode", set_id::by_changing_the_mode),
+    ("set-group-id-of-a-folder", set_id::of_a_folder),
+    ("set-id-from-the-start", set_id::by_making_a_file),
+    ("set-id-past-the-filter", set_id::past_the_filter),
     ("inherited-descriptors", inherited_descriptors),
     ("booby-trap-temporary-folder", booby_trap),
 ];

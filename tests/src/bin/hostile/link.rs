@@ -13,8 +13,11 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use crate::Attempt;
 use crate::calls::{At, Refused, Tried};
 
-pub(crate) const ATTEMPTS: &[(&str, Attempt)] =
-    &[("pass-descriptors", |_| pass_descriptors()), ("garbage-on-the-link", |_| garbage_on_the_link())];
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("pass-descriptors", |_| pass_descriptors()),
+    ("urgent-data-on-the-link", |_| urgent_data_on_the_link()),
+    ("garbage-on-the-link", |_| garbage_on_the_link()),
+];
 
 fn link() -> Result<BorrowedFd<'static>, Refused> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok());
@@ -50,6 +53,16 @@ fn pass_descriptors() -> Tried {
         sendmsg(link()?, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at(what)?;
     }
     Ok(format!("passed {}", TIMES * descriptors.len()))
+}
+
+/// By every call that takes flags. A byte of urgent data is beside the stream, and so no part of a frame.
+fn urgent_data_on_the_link() -> Tried {
+    let what = "send urgent data";
+    let link = link()?;
+    let mut nothing = SendAncillaryBuffer::default();
+    let sent = rustix::net::send(link, b"!", SendFlags::OOB).at(what);
+    let sent_by_message = sendmsg(link, &[IoSlice::new(b"!")], &mut nothing, SendFlags::OOB).at(what);
+    sent.or(sent_by_message).map(|_| "sent".into())
 }
 
 /// And then nothing, for as long as it takes the supervisor to notice.

@@ -8,13 +8,13 @@
 use rustix::io::Errno;
 
 use super::assembler::Condition::{HasAny, Is};
-use super::{Check, Rule, Rules, Verdict};
+use super::{Check, Rule, Rules, Verdict, flags};
 
 /// They change the kernel.
 const FATAL: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
 
 /// C libraries and Node fall back to older calls, whose arguments can be looked at.
-const MISSING: &str = "clone3 io_uring_enter io_uring_register io_uring_setup";
+const MISSING: &str = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
 
 /// Each group is refused, since it
 const REFUSED: &[&str] = &[
@@ -50,6 +50,7 @@ pub(in crate::keeper) fn default(network: bool) -> Rules {
     rules.set(OUTLASTING, Verdict::Errno(Errno::NOSYS));
     rules.set("socket", socket(network));
     rules.set("ioctl", terminal_tricks());
+    flags::refuse(&mut rules);
     rules
 }
 
@@ -67,6 +68,7 @@ pub(in crate::keeper) fn strict(network: bool) -> Rules {
     rules.set("socket", socket(network));
     rules.set("prctl", only(PROCESS_OPTIONS, Errno::INVAL));
     rules.set("ioctl", only(DESCRIPTOR_REQUESTS, Errno::NOTTY));
+    flags::refuse(&mut rules);
     rules
 }
 
@@ -282,8 +284,8 @@ const COMPUTING: &[&str] = &[
      fadvise64 fallocate fchdir fchmod fchmodat fchmodat2 fcntl fdatasync fgetxattr file_getattr \
      flistxattr flock fstat fstatfs fsync ftruncate futimesat getcwd getdents getdents64 getxattr \
      getxattrat inotify_add_watch inotify_init inotify_init1 inotify_rm_watch lgetxattr link linkat \
-     listxattr listxattrat llistxattr lseek lstat mkdir mkdirat newfstatat open openat openat2 pipe \
-     pipe2 pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat \
+     listxattr listxattrat llistxattr lseek lstat mkdir mkdirat newfstatat open openat pipe pipe2 \
+     pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat \
      readv rename renameat renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat \
      sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes vmsplice \
      write writev",

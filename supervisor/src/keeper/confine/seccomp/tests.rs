@@ -91,7 +91,7 @@ fn all_profiles() -> Vec<Rules> {
 
 #[test]
 fn the_program_does_what_the_rules_say_for_every_number() {
-    const SAMPLES: [u64; 20] = [
+    const SAMPLES: [u64; 21] = [
         0,
         1,
         2,
@@ -101,6 +101,7 @@ fn the_program_does_what_the_rules_say_for_every_number() {
         16,
         17,
         40,
+        0x40,
         0x80,
         0x8000,
         0x2_0000,
@@ -119,11 +120,12 @@ fn the_program_does_what_the_rules_say_for_every_number() {
         let numbers = (0..600).chain([X32 - 1, X32, X32 + 39, u32::MAX]);
         for number in numbers {
             let is_checked = matches!(rules.calls.get(&number), Some(Rule::Check(_)));
-            let thirds: &[u64] = if is_checked { &[0, 12] } else { &[0] };
+            let further: &[[u64; 2]] =
+                if is_checked { &[[0, 0], [12, 0], [0o4644, 1], [0, 0o2755]] } else { &[[0, 0]] };
             let seconds = if is_checked { &SAMPLES[..] } else { &[0] };
             for (&first, &second) in SAMPLES.iter().flat_map(|a| seconds.iter().map(move |b| (a, b))) {
-                for &third in thirds {
-                    let arguments = [first, second, third, 0, 0, 0];
+                for &[third, fourth] in further {
+                    let arguments = [first, second, third, fourth, 0, 0];
                     let is = interpret(&program, ARCHITECTURE, number, arguments);
                     assert_eq!(is, expected(&rules, number, arguments), "{number} {arguments:x?}");
                 }
@@ -362,7 +364,7 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
                    adjtimex clock_adjtime clock_settime ioperm iopl quotactl quotactl_fd reboot \
                    setdomainname sethostname settimeofday swapoff swapon syslog vhangup";
     let fatal = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
-    let missing = "clone3 io_uring_enter io_uring_register io_uring_setup";
+    let missing = "clone3 io_uring_enter io_uring_register io_uring_setup openat2";
     let mut all = Vec::new();
     for (names, errno) in [(refused, libc::EPERM), (fatal, TOLD), (missing, libc::ENOSYS)] {
         all.extend(names.split(' ').filter(|name| !name.is_empty()).map(|name| (name, NONSENSE, errno)));
@@ -386,6 +388,27 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
     ]);
+    all.extend(set_id());
+    all
+}
+
+/// Bits of a mode that give a program its file's user or group. What is let through fails for want of a path.
+fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
+    let here = libc::AT_FDCWD as u64;
+    let mut all = Vec::new();
+    for (mode, errno) in [(0o4755, libc::EPERM), (0o2644, libc::EPERM), (0o1777, libc::EFAULT)] {
+        all.extend([("chmod", [0, mode, 0], errno), ("creat", [0, mode, 0], errno)]);
+        all.extend([("mkdir", [0, mode, 0], errno), ("mkdirat", [here, 0, mode], errno)]);
+        all.push(("fchmodat", [here, 0, mode], errno));
+        all.push(("open", [0, libc::O_CREAT as u64, mode], errno));
+        all.push(("open", [0, (libc::O_TMPFILE | libc::O_WRONLY) as u64, mode], errno));
+        // Without these flags, what is in the place of a mode means nothing.
+        all.push(("open", [0, libc::O_DIRECTORY as u64, mode], libc::EFAULT));
+    }
+    all.push(("fchmodat2", [here, 0, 0o4755], libc::EPERM));
+    all.push(("fchmod", [u64::MAX, 0o4755, 0], libc::EPERM));
+    all.push(("fchmod", [u64::MAX, 0o755, 0], libc::EBADF));
+    all.push(("sendmsg", [u64::MAX, 0, libc::MSG_OOB as u64], libc::EOPNOTSUPP));
     all
 }
 
