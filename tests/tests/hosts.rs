@@ -342,6 +342,27 @@ fn a_child_that_floods_the_pipes_does_not_hold_a_program_that_has_ended() {
 }
 
 #[test]
+fn what_floods_the_pipes_after_the_exit_harms_neither_its_job_nor_another() {
+    let script = "case $BULKHEAD_OPERATION in \
+                  wait) n=0; while [ ! -e go ] && [ $n -lt 6000 ]; do sleep 0.01; n=$((n+1)); done; echo here;; \
+                  out) yes & yes >&2 & sleep .1; exit 0;; \
+                  *) yes >&2 & yes >&2 & sleep .1; exit 0;; esac";
+    let (supervisor, client) = shell(script, "max_in_flight = 2\ndeadline = \"60s\"\n");
+    let worker = supervisor.worker_pids("x");
+    let neighbour = client.job("x", "").operation("wait").start().unwrap();
+    for _ in 0..3 {
+        let tenant = tenant("FLOOD");
+        assert_eq!(outcome(&client.job("x", "").tenant(&tenant).send()), "ok");
+        assert_eq!(processes_of(&tenant), NOBODY);
+    }
+    let flooded = outcome(&client.job("x", "").operation("out").send());
+    assert!(["ok", "failed/result_too_large"].contains(&flooded.as_str()), "{flooded}");
+    std::fs::write(supervisor.folder.path().join("go"), "").unwrap();
+    assert_eq!(text(neighbour.wait()), "here\n");
+    assert_eq!(supervisor.worker_pids("x"), worker);
+}
+
+#[test]
 fn at_the_deadline_the_whole_tree_is_killed_and_nothing_else() {
     let (supervisor, client) = shell(&tree("wait; sleep 1000"), "max_in_flight = 2\n");
     let worker = supervisor.worker_pids("x");

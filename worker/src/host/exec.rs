@@ -4,13 +4,13 @@
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, ChildStdin, Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::Arc;
 
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::ioctl_fionbio;
+use rustix::io::{ioctl_fionbio, ioctl_fionread};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal};
 
 use super::orphans::Orphans;
@@ -120,7 +120,10 @@ fn run_program(plan: &Plan, orphans: &Orphans, job: &Job, ctx: &Ctx) -> Reply {
     orphans.programs().remove(&pid);
     orphans.sweep();
     match (watched, status) {
-        (Ok(run), Ok(status)) => run.reply(child.id(), status, ctx),
+        (Ok(mut run), Ok(status)) => {
+            run.read_rest(ctx.result_bytes_max());
+            run.reply(child.id(), status, ctx)
+        }
         (Err(error), _) | (_, Err(error)) => {
             Reply::Failed(HandlerError::new("io", format!("failed to talk to {}: {error}", plan.program)))
         }
@@ -174,6 +177,8 @@ enum End {
 
 /// What a program has said, and why it was no longer listened to.
 struct Run {
+    stdout: Option<ChildStdout>,
+    stderr: Option<ChildStderr>,
     output: Vec<u8>,
     tail: Vec<u8>,
     end: End,
@@ -185,19 +190,24 @@ impl Run {
         let pid = Pid::from_child(child);
         let ended = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let cancelled = ctx.cancellation()?;
-        let (mut stdin, mut stdout, mut stderr) =
-            (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let mut stdin = child.stdin.take();
+        let mut run = Self {
+            stdout: child.stdout.take(),
+            stderr: child.stderr.take(),
+            output: Vec::new(),
+            tail: Vec::new(),
+            end: End::Exited,
+        };
         for fd in [
             stdin.as_ref().map(AsFd::as_fd),
-            stdout.as_ref().map(AsFd::as_fd),
-            stderr.as_ref().map(AsFd::as_fd),
+            run.stdout.as_ref().map(AsFd::as_fd),
+            run.stderr.as_ref().map(AsFd::as_fd),
         ]
         .into_iter()
         .flatten()
         {
             ioctl_fionbio(fd, true)?;
         }
-        let mut run = Self { output: Vec::new(), tail: Vec::new(), end: End::Exited };
         let mut unsent = payload;
         if unsent.is_empty() {
             stdin = None;
@@ -208,33 +218,25 @@ impl Run {
                 [
                     Some(cancelled),
                     Some(ended.as_fd()),
-                    stdout.as_ref().map(AsFd::as_fd),
-                    stderr.as_ref().map(AsFd::as_fd),
+                    run.stdout.as_ref().map(AsFd::as_fd),
+                    run.stderr.as_ref().map(AsFd::as_fd),
                 ],
                 stdin.as_ref(),
             );
             if ready.stdin {
                 feed(&mut stdin, &mut unsent);
             }
-            if ready.readable[2] && !read_some(&mut stdout, |bytes| run.output.extend_from_slice(bytes)) {
-                stdout = None;
+            if ready.readable[2] && run.read_output() == 0 {
+                run.stdout = None;
             }
-            if ready.readable[3] && !read_some(&mut stderr, |bytes| keep_tail(&mut run.tail, bytes)) {
-                stderr = None;
+            if ready.readable[3] && run.read_errors() == 0 {
+                run.stderr = None;
             }
             if run.output.len() as u64 > most {
                 run.end = End::TooLarge;
                 return Ok(run);
             }
             if ready.readable[1] {
-                // What it wrote before it ended is in the pipes.
-                while read_some(&mut stdout, |bytes| run.output.extend_from_slice(bytes))
-                    && run.output.len() as u64 <= most
-                {}
-                while read_some(&mut stderr, |bytes| keep_tail(&mut run.tail, bytes)) {}
-                if run.output.len() as u64 > most {
-                    run.end = End::TooLarge;
-                }
                 return Ok(run);
             }
             if ready.readable[0] {
@@ -242,6 +244,43 @@ impl Run {
                 return Ok(run);
             }
         }
+    }
+
+    /// Reads what is in the pipes of a program that has ended. To be called when nothing is left of it; what
+    /// others may still write is not waited for.
+    fn read_rest(&mut self, most: u64) {
+        if !matches!(self.end, End::Exited) {
+            return;
+        }
+        let held =
+            |pipe: Option<BorrowedFd<'_>>| pipe.and_then(|pipe| ioctl_fionread(pipe).ok()).unwrap_or(0);
+        let mut left = held(self.stdout.as_ref().map(AsFd::as_fd));
+        while left > 0 && self.output.len() as u64 <= most {
+            match self.read_output() as u64 {
+                0 => break,
+                count => left = left.saturating_sub(count),
+            }
+        }
+        if self.output.len() as u64 > most {
+            self.end = End::TooLarge;
+        }
+        let mut left = held(self.stderr.as_ref().map(AsFd::as_fd));
+        while left > 0 {
+            match self.read_errors() as u64 {
+                0 => break,
+                count => left = left.saturating_sub(count),
+            }
+        }
+    }
+
+    /// Reads once from the standard output; returns how much came.
+    fn read_output(&mut self) -> usize {
+        read_some(&mut self.stdout, |bytes| self.output.extend_from_slice(bytes))
+    }
+
+    /// The same of the standard error.
+    fn read_errors(&mut self) -> usize {
+        read_some(&mut self.stderr, |bytes| keep_tail(&mut self.tail, bytes))
     }
 
     fn reply(self, process: u32, status: ExitStatus, ctx: &Ctx) -> Reply {
@@ -326,17 +365,13 @@ fn feed(stdin: &mut Option<ChildStdin>, unsent: &mut &[u8]) {
     }
 }
 
-/// Reads once; returns whether something came.
-fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> bool {
+/// Reads once; returns how much came.
+fn read_some(pipe: &mut Option<impl Read>, mut take: impl FnMut(&[u8])) -> usize {
     let mut buffer = [0; 64 * 1024];
-    let Some(source) = pipe else { return false };
-    match source.read(&mut buffer) {
-        Ok(0) | Err(_) => false,
-        Ok(count) => {
-            take(&buffer[..count]);
-            true
-        }
-    }
+    let Some(source) = pipe else { return 0 };
+    let count = source.read(&mut buffer).unwrap_or(0);
+    take(&buffer[..count]);
+    count
 }
 
 /// Hands standard error on to the log, and keeps its end for the job's message.
