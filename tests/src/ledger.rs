@@ -17,7 +17,7 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
 use crate::{Supervisor, descriptors, processes_with, programs, resident_bytes, tally, wait_for};
-use chaos::Chaos;
+use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Mark, Record};
 
@@ -93,19 +93,20 @@ pub fn keep(plan: Plan) -> Findings {
     let mut findings = Findings { descriptors: (at_rest(&supervisor), 0), ..Findings::default() };
 
     let fifth = plan.lasts / 5;
-    let (first, _) = load(&supervisor, notes.path(), Plan { lasts: fifth, ..plan }, 0);
+    let (first, mut deeds) = load(&supervisor, notes.path(), Plan { lasts: fifth, ..plan }, 0);
     at_rest(&supervisor);
     findings.resident.0 = resident_bytes(supervisor.pid());
     let rest = Plan { lasts: plan.lasts - fifth, seed: plan.seed.wrapping_add(1) };
-    let (second, deeds) = load(&supervisor, notes.path(), rest, 1);
+    let (second, more) = load(&supervisor, notes.path(), rest, 1);
+    deeds.extend(more);
     findings.descriptors.1 = at_rest(&supervisor);
     findings.resident.1 = resident_bytes(supervisor.pid());
-    findings.deeds = deeds;
+    findings.deeds = tally(deeds.iter().map(|deed| deed.1));
 
     stop(supervisor, notes.path(), temporary.path(), &mut findings);
     let told: HashMap<u64, Entry> = first.into_iter().chain(second).collect();
     findings.outcomes = tally(told.values().map(|entry| entry.told.name()));
-    compare(&told, &worker::read(notes.path()), &mut findings);
+    compare(&told, &worker::read(notes.path()), &deeds, &mut findings);
     judge_rest(&mut findings);
     findings
 }
@@ -149,12 +150,7 @@ pub fn config(notes: &Path, revision: u64) -> String {
 }
 
 /// Clients and chaos at once, until time is up and every job has its outcome.
-fn load(
-    supervisor: &Supervisor,
-    notes: &Path,
-    plan: Plan,
-    round: u64,
-) -> (HashMap<u64, Entry>, std::collections::BTreeMap<&'static str, usize>) {
+fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashMap<u64, Entry>, Vec<Deed>) {
     let is_over = Arc::new(AtomicBool::new(false));
     let chaos = Chaos::begin(supervisor, notes, plan.seed, is_over.clone());
     let told = clients::run(&supervisor.socket(), plan, round);
@@ -217,7 +213,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// Holds what clients were told against what workers wrote down.
-fn compare(told: &HashMap<u64, Entry>, records: &[Record], findings: &mut Findings) {
+fn compare(told: &HashMap<u64, Entry>, records: &[Record], deeds: &[Deed], findings: &mut Findings) {
     let mut begun: HashMap<u64, usize> = HashMap::new();
     let mut ended: HashMap<u64, usize> = HashMap::new();
     let mut faults: HashMap<&'static str, Vec<String>> = HashMap::new();
@@ -225,7 +221,7 @@ fn compare(told: &HashMap<u64, Entry>, records: &[Record], findings: &mut Findin
         match record.mark {
             Mark::Begun => *begun.entry(record.job).or_default() += 1,
             Mark::Ended => *ended.entry(record.job).or_default() += 1,
-            Mark::OverBound => faults.entry("the bound was passed").or_default().push(format!("{record:?}")),
+            Mark::OverBound => faults.entry("the bound was passed").or_default().push(around(record, deeds)),
         }
     }
     findings.begun = begun.len();
@@ -256,6 +252,15 @@ fn compare(told: &HashMap<u64, Entry>, records: &[Record], findings: &mut Findin
         let some = found.iter().take(TOLD_MAX).cloned().collect::<Vec<_>>().join("; ");
         findings.faults.push(format!("{kind} ({} times): {some}", found.len()));
     }
+}
+
+/// A record, and what was done in the second before it.
+fn around(record: &Record, deeds: &[Deed]) -> String {
+    let before = deeds.iter().filter_map(|(at_us, deed)| {
+        let ago = record.at_us.checked_sub(*at_us).filter(|ago| *ago < 1_500_000)?;
+        Some(format!("{deed} {} ms before", ago / 1_000))
+    });
+    format!("{record:?}, {}", before.collect::<Vec<_>>().join(", "))
 }
 
 fn judge_rest(findings: &mut Findings) {

@@ -43,7 +43,9 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 pub fn programs() -> PathBuf {
     static BUILD: Once = Once::new();
     let own = std::env::current_exe().expect("a test has a path");
-    let folder = own.ancestors().nth(2).expect("tests lie in target/PROFILE/deps").to_owned();
+    let beside = own.parent().expect("a program lies in a folder");
+    // Tests lie in target/PROFILE/deps, programs in target/PROFILE.
+    let folder = if beside.ends_with("deps") { beside.parent().unwrap_or(beside) } else { beside }.to_owned();
     BUILD.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.args(["build", "--quiet", "--workspace", "--bins"]);

@@ -1,6 +1,5 @@
 //! What happens to the supervisor and its workers while the ledger is kept.
 
-use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -15,6 +14,7 @@ use bulkhead_shared::frame::{Header, MAGIC, kind};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
+use super::worker::now_us;
 use super::{BULKHEADS, config};
 use crate::{Supervisor, kill_pid, request, write_config};
 
@@ -42,9 +42,12 @@ impl Random {
     }
 }
 
+/// What was done, and when it began, in µs of CLOCK_MONOTONIC.
+pub type Deed = (u64, &'static str);
+
 /// Disturbs a supervisor until it is told to end.
 pub struct Chaos {
-    threads: Vec<JoinHandle<BTreeMap<&'static str, usize>>>,
+    threads: Vec<JoinHandle<Vec<Deed>>>,
 }
 
 impl Chaos {
@@ -64,14 +67,9 @@ impl Chaos {
         Self { threads }
     }
 
-    /// Waits for its end; returns what was done how often.
-    pub fn end(self) -> BTreeMap<&'static str, usize> {
-        let done = self.threads.into_iter().map(|thread| thread.join().expect("chaos does not panic"));
-        done.reduce(|mut all, some| {
-            all.extend(some);
-            all
-        })
-        .unwrap_or_default()
+    /// Waits for its end; returns what was done.
+    pub fn end(self) -> Vec<Deed> {
+        self.threads.into_iter().flat_map(|thread| thread.join().expect("chaos does not panic")).collect()
     }
 }
 
@@ -102,12 +100,12 @@ impl Target {
     }
 
     /// Signals, restarts and reloads.
-    fn disturb(&self, mut random: Random) -> BTreeMap<&'static str, usize> {
-        let mut done = BTreeMap::new();
+    fn disturb(&self, mut random: Random) -> Vec<Deed> {
+        let mut done = Vec::new();
         let mut revision = 0;
         while !self.is_over() {
-            let deed = self.deed(&mut random, &mut revision);
-            *done.entry(deed).or_default() += 1;
+            let at_us = now_us();
+            done.push((at_us, self.deed(&mut random, &mut revision)));
             pause(random.below(150));
         }
         done
@@ -168,9 +166,10 @@ impl Target {
     }
 
     /// Clients that mean harm, a burst at a time.
-    fn flood(&self, mut random: Random) -> BTreeMap<&'static str, usize> {
-        let mut done = BTreeMap::new();
+    fn flood(&self, mut random: Random) -> Vec<Deed> {
+        let mut done = Vec::new();
         while !self.is_over() {
+            let at_us = now_us();
             let burst = match random.below(3) {
                 0 => self.burst("a flood of jobs for a bulkhead that is missing", |socket, number| {
                     push(socket, &submit("missing", number, 0))
@@ -185,7 +184,7 @@ impl Target {
                 }),
                 _ => self.burst("rubbish", |socket, _| push(socket, &[0xFF; 64])),
             };
-            *done.entry(burst).or_default() += 1;
+            done.push((at_us, burst));
             pause(random.below(500));
         }
         done

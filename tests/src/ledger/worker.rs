@@ -37,6 +37,8 @@ impl Mark {
 pub struct Record {
     /// The client's number of the job.
     pub job: u64,
+    /// When, in µs of CLOCK_MONOTONIC.
+    pub at_us: u64,
     /// The process that ran it, as it sees itself.
     pub pid: u32,
     /// What happened.
@@ -44,23 +46,21 @@ pub struct Record {
 }
 
 impl Record {
-    const BYTES: usize = 16;
+    const BYTES: usize = 24;
 
     fn encode(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&self.job.to_le_bytes());
-        bytes[8..12].copy_from_slice(&self.pid.to_le_bytes());
-        bytes[12] = self.mark as u8;
+        bytes[8..16].copy_from_slice(&self.at_us.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.pid.to_le_bytes());
+        bytes[20] = self.mark as u8;
         bytes
     }
 
     fn decode(bytes: &[u8]) -> Self {
-        let (job, rest) = bytes.split_at(8);
-        Self {
-            job: u64::from_le_bytes(job.try_into().expect("eight bytes")),
-            pid: u32::from_le_bytes(rest[..4].try_into().expect("four bytes")),
-            mark: Mark::ALL[usize::from(rest[4])],
-        }
+        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let pid = u32::from_le_bytes(bytes[16..20].try_into().expect("four bytes"));
+        Self { job: number(0), at_us: number(8), pid, mark: Mark::ALL[usize::from(bytes[20])] }
     }
 }
 
@@ -120,7 +120,13 @@ fn open(path: &Path) -> std::io::Result<File> {
 
 fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
     // One write to a file that is opened to append: records do not mix.
-    records.write_all(&Record { job, pid: std::process::id(), mark }.encode())
+    records.write_all(&Record { job, at_us: now_us(), pid: std::process::id(), mark }.encode())
+}
+
+/// µs of the clock that all processes share.
+pub fn now_us() -> u64 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("there is a clock");
+    now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
 }
 
 /// A lock on one of `bound` bytes, held until the file is closed; `None` if all are held.
