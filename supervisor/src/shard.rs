@@ -21,6 +21,7 @@ mod spans;
 mod starvation;
 mod steer;
 mod tenants;
+mod unread;
 mod view;
 
 use std::collections::{HashMap, VecDeque};
@@ -105,6 +106,8 @@ pub(crate) struct JobRecord {
     /// The label of its tenant in the metrics.
     label: u32,
     held: Held,
+    /// Where it stands on the link of the worker that has it.
+    given: unread::Given,
     /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
     journey: Option<Box<Journey>>,
 }

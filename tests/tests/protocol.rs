@@ -20,6 +20,9 @@ use bulkhead_shared::{CrashReason, RejectReason};
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
+#[path = "protocol/rules.rs"]
+mod rules;
+
 // The page's own words, as a stranger would write them down.
 
 const BULKHEAD: u64 = 0x4441_4548_4b4c_5542;
@@ -348,7 +351,10 @@ fn the_worker() {
     #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
     // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
     let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
-    Worker::new(socket).work(&bulkhead);
+    match bulkhead.strip_prefix("rules-") {
+        Some(rule) => rules::work(Worker::new(socket), rule),
+        None => Worker::new(socket).work(&bulkhead),
+    }
     std::process::exit(0);
 }
 

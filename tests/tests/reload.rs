@@ -227,14 +227,18 @@ fn a_job_in_flight_ends_in_the_worker_that_has_it() {
         wait_ran(&supervisor, 2);
         let waiting: Vec<_> = (0..4).map(|_| spawn(steps(&client, "b", "pid"))).collect();
         reload(&supervisor, &format!("{B}processes = 2\nmax_queue = 10\nenv = {{ A = \"b\" }}\n"));
-        // The first replacement serves all that wait, while both jobs go on.
+        // Both are replaced, and what they run is all that may run at once.
+        supervisor.wait_events("worker_recycled", 2);
+        let snapshot = supervisor.snapshot("b");
+        let numbers = ["limit", "in_flight", "available", "queued"].map(|name| snapshot[name].as_u64());
+        assert_eq!(numbers, [2, 2, 0, 4].map(Some), "{snapshot}");
+        assert!(before.iter().all(|&pid| is_alive(pid)));
+        supervisor.touch("end");
+        assert_eq!(outcomes(jobs).await, ["ok", "ok"]);
         for job in waiting {
             let pid: u32 = text(&job.await.unwrap().unwrap().into_payload()).parse().unwrap();
             assert!(!before.contains(&pid));
         }
-        assert!(before.iter().all(|&pid| is_alive(pid)));
-        supervisor.touch("end");
-        assert_eq!(outcomes(jobs).await, ["ok", "ok"]);
         wait_replaced(&supervisor, "b", &before);
     });
 }

@@ -161,8 +161,9 @@ impl<T> Bulkhead<T> {
             Event::Broke { worker, message } => self.broke(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
             Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),
-            Event::Exited { worker, death, left_unread } => self.exited(now, worker, death, left_unread, out),
-            Event::Lost { worker, left_unread } => self.lost(now, worker, left_unread, out),
+            Event::Unread { worker, job } => self.unread(worker, job),
+            Event::Exited { worker, death } => self.exited(now, worker, death, out),
+            Event::Lost { worker } => self.lost(now, worker, out),
             Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
             Event::HeldUp => self.held_up(now),
             Event::Restart => self.rolling_restart(now, out),
@@ -277,8 +278,13 @@ impl<T> Bulkhead<T> {
         if job.attempts == 1 {
             self.retries.call(now);
         }
-        job.place =
-            Place::InFlight { worker: place, index: worker.jobs.len() as u32, since: now, is_overdue: false };
+        job.place = Place::InFlight {
+            worker: place,
+            index: worker.jobs.len() as u32,
+            since: now,
+            is_overdue: false,
+            is_unread: false,
+        };
         worker.jobs.push(index);
         worker.wanted += 1;
         if job.is_suspect {

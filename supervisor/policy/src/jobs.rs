@@ -94,6 +94,8 @@ pub(crate) enum Place {
         since: Time,
         /// Whether the bulkhead's own deadline has passed for it.
         is_overdue: bool,
+        /// Whether the worker is gone and cannot have begun it.
+        is_unread: bool,
     },
 }
 

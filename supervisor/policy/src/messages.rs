@@ -180,21 +180,25 @@ pub enum Event<T> {
         /// Which.
         worker: WorkerId,
     },
+    /// A worker that is gone, as will be told next, has not read anything of this job and cannot any more: it
+    /// has not begun it.
+    Unread {
+        /// Which.
+        worker: WorkerId,
+        /// Its job.
+        job: JobId,
+    },
     /// A worker's process, and all that descends from it, is gone.
     Exited {
         /// Which.
         worker: WorkerId,
         /// How.
         death: Death,
-        /// Whether it left something unread on its link. If it had one job only, it cannot have begun it.
-        left_unread: bool,
     },
     /// The supervisor itself had to end a worker, with everything else: its keeper died.
     Lost {
         /// Which.
         worker: WorkerId,
-        /// As in [`Event::Exited`].
-        left_unread: bool,
     },
     /// How many bytes a worker holds.
     Memory {

@@ -194,7 +194,8 @@ fn a_job_left_unread_goes_to_the_next_worker_before_all_others() {
     let mut stage = Stage::ready(limits(1, 1, 5));
     let (unread, later) = (stage.job(), stage.job());
     let worker = stage.newest_worker();
-    stage.apply(Event::Exited { worker, death: Death::Exit(0), left_unread: true });
+    stage.apply(Event::Unread { worker, job: unread });
+    stage.die(worker, Death::Exit(0));
     assert_eq!(stage.verdicts(unread).len(), 0);
     stage.bring_up(stage.newest_worker());
     assert_eq!(stage.holder(unread), stage.newest_worker());
@@ -212,7 +213,8 @@ fn a_job_left_unread_does_not_wait_for_nobody() {
     stage.apply(Event::Restart);
     stage.bring_up(stage.newest_worker());
     stage.die(stage.newest_worker(), Death::Exit(1));
-    stage.apply(Event::Exited { worker: old, death: Death::Signal(9), left_unread: true });
+    stage.apply(Event::Unread { worker: old, job });
+    stage.die(old, Death::Signal(9));
     stage.expect(job, "crashed", Some("signal"));
 }
 

@@ -72,21 +72,20 @@ struct Finding {
 
 impl Shard {
     /// Reports the death of a worker that policy is about to be told of, unless it was a fine one.
-    pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage, left_unread: bool) {
+    pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
         let (compartment, worker) = (link.compartment, link.worker);
         let (now, entry) = (self.now, &mut self.compartments[compartment]);
         if entry.is_replay {
             return;
         }
         let Some(post) = entry.policy.post_mortem(now, worker, JOBS_MAX) else { return };
-        let is_unread = left_unread && post.in_flight == 1;
-        let Some(cause) = cause_of(&post, death, is_unread) else { return };
+        let Some(cause) = cause_of(&post, death) else { return };
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
             (true, _) => Stage::Working,
         };
-        let culprit = (post.in_flight == 1 && !is_unread).then_some(0);
+        let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
         let death = Finding {
             victim: Victim::Worker,
             cause,
@@ -96,7 +95,7 @@ impl Shard {
             stderr_tail: None,
             confinement: self.confinement_in_force(link),
         };
-        self.report(compartment, worker, &post, death, is_unread);
+        self.report(compartment, worker, &post, death);
     }
 
     /// Reports the death of a program by a signal. Its worker is well.
@@ -132,17 +131,10 @@ impl Shard {
             stderr_tail,
             confinement: link.and_then(|link| self.confinement_in_force(link)),
         };
-        self.report(compartment, worker, &post, death, false);
+        self.report(compartment, worker, &post, death);
     }
 
-    fn report(
-        &mut self,
-        compartment: usize,
-        worker: WorkerId,
-        post: &PostMortem,
-        death: Finding,
-        is_unread: bool,
-    ) {
+    fn report(&mut self, compartment: usize, worker: WorkerId, post: &PostMortem, death: Finding) {
         let entry = &self.compartments[compartment];
         let (now, named) = (self.now, entry.named);
         let tenant = entry.tenant.as_deref().map(str::to_owned);
@@ -172,7 +164,7 @@ impl Shard {
             usage: usage.map(Into::into),
             in_flight: post.in_flight,
             culprit,
-            jobs: self.crash_jobs(compartment, &post.jobs, is_unread),
+            jobs: self.crash_jobs(compartment, &post.jobs),
             stderr_tail,
             confinement,
         };
@@ -185,10 +177,10 @@ impl Shard {
         serde_json::to_value(link.program.sandbox().describe(link.observed.as_ref()?)).ok()
     }
 
-    fn crash_jobs(&mut self, compartment: usize, jobs: &[HeldJob], is_unread: bool) -> Vec<CrashJob> {
+    fn crash_jobs(&mut self, compartment: usize, jobs: &[HeldJob]) -> Vec<CrashJob> {
         let mut room = PAYLOADS_BYTES_MAX;
         let policy = &mut self.compartments[compartment].policy;
-        jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), is_unread, &mut room)).collect()
+        jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), &mut room)).collect()
     }
 
     /// For an event about the death of a process: the report about it.
@@ -212,19 +204,13 @@ impl Shard {
 }
 
 /// What a worker died of; `None` if that was fine: it was told to end, or ended when it had nothing to do.
-fn cause_of(post: &PostMortem, death: Death, is_unread: bool) -> Option<Cause> {
-    let is_idle = post.in_flight == 0 || is_unread;
-    let is_fine = post.killed.is_none() && death == Death::Exit(0) && is_idle && post.was_ready;
+fn cause_of(post: &PostMortem, death: Death) -> Option<Cause> {
+    let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
     if is_fine { None } else { Cause::of(death, post.killed.as_ref()) }
 }
 
 /// A job in the hands of a dead worker, and its payload if there is `room` for it.
-fn crash_job(
-    held: &HeldJob,
-    record: Option<&mut Box<JobRecord>>,
-    is_unread: bool,
-    room: &mut usize,
-) -> CrashJob {
+fn crash_job(held: &HeldJob, record: Option<&mut Box<JobRecord>>, room: &mut usize) -> CrashJob {
     let record = record.map(|record| &**record);
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
     let payload = record.and_then(JobRecord::payload).filter(|bytes| {
@@ -240,7 +226,7 @@ fn crash_job(
         attempts: held.attempts,
         ran_ms: millis(held.ran),
         is_answered: record.is_none(),
-        is_unread,
+        is_unread: held.is_unread,
         payload_bytes: record.map_or(0, |record| record.payload_bytes as u64),
         payload: payload.map(<[u8]>::to_vec),
         blake3: None,

@@ -26,6 +26,7 @@ use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::unread::Reading;
 use super::{Endpoint, Incoming, Shard};
 use crate::confinement::Whom;
 use crate::keeper::Observed;
@@ -56,6 +57,8 @@ pub(super) struct Link {
     /// What it was started with.
     pub(super) program: Arc<Program>,
     pub(super) socket: UnixStream,
+    /// What it has read of the link, for the time after it.
+    pub(super) reading: Reading,
     pub(super) pidfd: Option<OwnedFd>,
     pub(super) pid: Option<u32>,
     /// Since it is silent.
@@ -75,10 +78,6 @@ pub(super) struct Link {
     pub(super) status: Option<String>,
     pub(super) is_dirty: bool,
     pub(super) closed_at: Option<bulkhead_policy::Time>,
-    /// Whether it closed its end with something unread.
-    pub(super) left_unread: bool,
-    /// Whether the last frame for it was a job: what it left unread then is that job, or the end of it.
-    pub(super) ends_with_job: bool,
     /// Replies for jobs it does not have.
     strays: u32,
     /// Nothing more comes than what waits in the socket.
@@ -164,6 +163,7 @@ impl Shard {
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
+        let reading = Reading::of(&theirs)?;
         let program = self.owner(compartment).program.clone();
         self.keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write)?;
         self.ask_keeper();
@@ -186,6 +186,7 @@ impl Shard {
             spawn,
             program,
             socket,
+            reading,
             pidfd: None,
             pid: None,
             watch: None,
@@ -200,8 +201,6 @@ impl Shard {
             status: None,
             is_dirty: false,
             closed_at: None,
-            left_unread: false,
-            ends_with_job: false,
             strays: 0,
             is_read_closed: false,
         });
@@ -234,6 +233,8 @@ impl Shard {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let Some(link) = self.links[index].as_mut() else { return };
+        record.given = link.reading.given_behind(link.outbox.waiting_bytes());
         let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
         let payload = record.held.give(coming, &mut self.buffered);
         let message = Job {
@@ -242,12 +243,10 @@ impl Shard {
             remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
         };
         let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
-        let Some(link) = self.links[index].as_mut() else { return };
         // The names were checked when the job came in, so that the metadata fits.
         let pushed =
             link.outbox.push_pooled(kind::JOB, job.0, &message, trace.as_slice(), payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "a job did not fit");
-        link.ends_with_job = true;
         self.mark_dirty(Endpoint::Link(index));
     }
 
@@ -264,7 +263,6 @@ impl Shard {
         if let Some(link) = self.links[index].as_mut() {
             let limits = Limits { max_in_flight };
             let _ = link.outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
-            link.ends_with_job = false;
             self.mark_dirty(Endpoint::Link(index));
         }
     }
@@ -273,7 +271,6 @@ impl Shard {
         let Some(index) = self.link_of(compartment, worker) else { return };
         if let Some(link) = self.links[index].as_mut() {
             let _ = link.outbox.push(kind, number, &Empty, &[], Payload::NONE);
-            link.ends_with_job = false;
             self.mark_dirty(Endpoint::Link(index));
         }
     }
@@ -281,9 +278,11 @@ impl Shard {
     pub(super) fn flush_link(&mut self, index: usize) {
         let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) else { return };
         link.is_dirty = false;
-        // An error means that the worker has closed its end; reading will tell.
+        let before = link.outbox.waiting_bytes();
+        // An error means that the worker has shut its end down; reading will tell.
         let _ = link.outbox.flush(&link.socket, &mut self.pool);
         let waiting = link.outbox.waiting_bytes();
+        link.reading.written(before - waiting);
         self.buffered = self.buffered - link.counted_waiting + waiting;
         link.counted_waiting = waiting;
     }
@@ -358,14 +357,7 @@ impl Shard {
         let is_disbelieved = link.stage == Stage::Disbelieved;
         let (received, mut batch) = match inbox.receive(&link.socket, scratch) {
             Ok(read) => read,
-            Err(error) => {
-                // A reset is the kernel's word for a peer that closed with bytes unread.
-                let is_reset = error.kind() == io::ErrorKind::ConnectionReset;
-                if let Some(link) = self.links[index].as_mut() {
-                    link.left_unread = is_reset;
-                }
-                return Ok(Received::Closed);
-            }
+            Err(_) => return Ok(Received::Closed),
         };
         if is_disbelieved {
             return Ok(received);
@@ -474,6 +466,10 @@ impl Shard {
             kind::READY | kind::HEARTBEAT | kind::STARTED | kind::STOPPING => {
                 check_empty(metadata)?;
                 match header.kind {
+                    kind::STARTED => {
+                        self.note_begun(compartment, worker, JobId(header.number));
+                        Event::Heard { worker }
+                    }
                     kind::READY => Event::Ready { worker },
                     kind::STOPPING => Event::Stopping { worker },
                     _ => Event::Heard { worker },
@@ -596,6 +592,7 @@ impl Shard {
             return;
         }
         let Some(record) = policy.cargo_mut(JobId(number)) else { return };
+        record.given.has_begun = true;
         let (session, request) = (record.session, record.request);
         let text = cut(progress.text, MESSAGE_BYTES_MAX);
         let fraction = progress.fraction.clamp(0.0, 1.0);

@@ -158,6 +158,7 @@ impl Shard {
     /// A worker's process is gone; without a death of its own it was ended with its keeper.
     fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
+        let read = self.links[index].as_mut().map_or(0, |link| link.reading.end());
         // What it said before it died still counts.
         let mut rounds = 0;
         while self.links[index].as_ref().is_some_and(|link| link.closed_at.is_none()) && rounds < 4096 {
@@ -166,14 +167,13 @@ impl Shard {
         }
         let Some(link) = self.take_link(spawn) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
-        // What never left our own buffer was not read either.
-        let left_unread = link.ends_with_job && (link.left_unread || !link.outbox.is_empty());
+        self.tell_unread(compartment, worker, read);
         let event = match death {
             Some((death, usage)) => {
-                self.report_death(&link, death, usage, left_unread);
-                Event::Exited { worker, death, left_unread }
+                self.report_death(&link, death, usage);
+                Event::Exited { worker, death }
             }
-            None => Event::Lost { worker, left_unread },
+            None => Event::Lost { worker },
         };
         self.apply(compartment, event, Incoming::None);
         self.last_report = None;

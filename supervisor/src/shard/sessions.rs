@@ -519,6 +519,7 @@ impl Shard {
                 priority,
                 label,
                 held: Held { is_repeatable, ..Held::default() },
+                given: super::unread::Given::default(),
                 journey,
             }),
             deadline,

@@ -489,23 +489,16 @@ impl<T> Bulkhead<T> {
     }
 
     /// A worker is gone by no fault of its own.
-    pub(super) fn lost(&mut self, now: Time, id: WorkerId, left_unread: bool, out: &mut Vec<Action<T>>) {
+    pub(super) fn lost(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
         worker.phase = Phase::Killing(KillReason::KeeperDied);
         self.refresh(id.place);
-        self.exited(now, id, Death::Signal(SIGKILL), left_unread, out);
+        self.exited(now, id, Death::Signal(SIGKILL), out);
     }
 
     /// A worker is gone, with everything that descended from it: its jobs are answered, its slot is
     /// filled again.
-    pub(super) fn exited(
-        &mut self,
-        now: Time,
-        id: WorkerId,
-        death: Death,
-        left_unread: bool,
-        out: &mut Vec<Action<T>>,
-    ) {
+    pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
         let killed = match &worker.phase {
             Phase::Killing(reason) => Some(reason.clone()),
@@ -521,7 +514,7 @@ impl<T> Bulkhead<T> {
             served: worker.served,
             in_flight: worker.jobs.len() as u32,
         };
-        let mut jobs = std::mem::take(&mut worker.jobs);
+        let jobs = std::mem::take(&mut worker.jobs);
         let last_words = worker.last_words.take();
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
         let is_current = worker.role == Role::Current;
@@ -561,22 +554,18 @@ impl<T> Bulkhead<T> {
             self.slots[slot as usize].last_end = Some(RestartCause::of_end(death, killed.as_ref()));
         }
         out.push(Action::Note(note));
-        if let &[index] = &jobs[..]
-            && left_unread
-            && self.mode == Mode::Open
-            && self.live_slots > 0
-            && self.take_back(index)
-        {
-            jobs.clear();
-        }
-        let loss = match (&killed, jobs.len()) {
+        let (unread, begun) = self.take_back_unread(jobs);
+        let loss = match (&killed, begun.len()) {
             (None | Some(KillReason::Hung | KillReason::Protocol(_)), 1) => Loss::Alone,
             (None | Some(KillReason::Hung | KillReason::Protocol(_)), _) => Loss::AmongOthers,
             _ => Loss::Innocent,
         };
         let verdict = crash(death, killed.as_ref(), sentence);
-        for index in jobs {
+        for index in begun {
             self.job_lost(now, index, &verdict, loss, out);
+        }
+        for index in unread {
+            self.job_lost(now, index, &verdict, Loss::Innocent, out);
         }
         self.remove_and_replace(now, id, &End { is_unfit, is_clean, is_in_vain }, out);
     }

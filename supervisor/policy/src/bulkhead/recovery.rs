@@ -4,7 +4,7 @@
 //! A job that may have brought a worker down is a suspect: it is tried again only in a worker that has nothing
 //! else, so that an innocent one is not killed twice by the same neighbour and the guilty one is found.
 
-use bulkhead_shared::Verdict;
+use bulkhead_shared::{JobId, Verdict};
 
 use super::{Bulkhead, Mode};
 use crate::jobs::{Before, Place};
@@ -125,10 +125,32 @@ impl<T> Bulkhead<T> {
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
 
-    /// A worker died before it read its only job: the job is as good as never given, and goes to the
-    /// next worker. Returns whether it does; not if its client has been told already, or if it cannot be
-    /// given again.
-    pub(super) fn take_back(&mut self, index: u32) -> bool {
+    /// A worker that is gone cannot have begun a job.
+    pub(super) fn unread(&mut self, worker: WorkerId, job: JobId) {
+        if self.holds(worker, job)
+            && let Some(index) = self.jobs.find(job)
+            && let Place::InFlight { is_unread, .. } = &mut self.jobs.get(index).place
+        {
+            *is_unread = true;
+        }
+    }
+
+    /// Of the jobs of a worker that is gone, those that it left unread are as good as never given, and go to the
+    /// next worker in the order in which they came. Returns those that it left unread and that cannot be given
+    /// again, and those that it may have begun.
+    pub(super) fn take_back_unread(&mut self, jobs: Vec<u32>) -> (Vec<u32>, Vec<u32>) {
+        let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|&index| {
+            matches!(self.jobs.get(index).place, Place::InFlight { is_unread: true, .. })
+        });
+        if self.mode == Mode::Open && self.live_slots > 0 {
+            unread.sort_unstable_by_key(|&index| std::cmp::Reverse(self.jobs.id(index)));
+            unread.retain(|&index| !self.take_back(index));
+        }
+        (unread, begun)
+    }
+
+    /// Whether a job can be given again: not if its client has been told already.
+    fn take_back(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
         if job.cargo.is_none() || !job.is_repeatable || job.attempts > UNREAD_ATTEMPTS_MAX {
             return false;

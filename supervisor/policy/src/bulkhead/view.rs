@@ -164,6 +164,8 @@ pub struct PostMortem {
     pub served: u64,
     /// Jobs that it held, and some of them, the oldest first.
     pub in_flight: u32,
+    /// How many of those it may have begun.
+    pub begun: u32,
     /// See there.
     pub jobs: Vec<HeldJob>,
 }
@@ -177,6 +179,8 @@ pub struct HeldJob {
     pub ran: Duration,
     /// How often it was given to a worker, this time included.
     pub attempts: u32,
+    /// Whether the worker is gone and had not read it.
+    pub is_unread: bool,
     /// What tells its payload from all others, where that is asked for.
     pub digest: Option<Digest>,
 }
@@ -345,9 +349,16 @@ impl<T> Bulkhead<T> {
         let indexes = worker.jobs.clone();
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> = indexes.into_iter().map(|index| self.held_job(now, index)).collect();
+        let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);
-        Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, jobs })
+        Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, begun, jobs })
+    }
+
+    /// The jobs that a worker has.
+    pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
+        let jobs = self.worker(worker).map(|worker| &worker.jobs);
+        jobs.into_iter().flatten().map(|&index| self.jobs.id(index)).collect()
     }
 
     /// A job that a worker has, for a report about its program.
@@ -359,11 +370,11 @@ impl<T> Bulkhead<T> {
     fn held_job(&mut self, now: Time, index: u32) -> HeldJob {
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
-        let ran = match job.place {
-            Place::InFlight { since, .. } => now.since(since),
-            Place::Entered | Place::Queued | Place::Apart => Duration::ZERO,
+        let (ran, is_unread) = match job.place {
+            Place::InFlight { since, is_unread, .. } => (now.since(since), is_unread),
+            Place::Entered | Place::Queued | Place::Apart => (Duration::ZERO, false),
         };
-        HeldJob { id, ran, attempts: job.attempts, digest: job.digest }
+        HeldJob { id, ran, attempts: job.attempts, is_unread, digest: job.digest }
     }
 
     /// The same in brief, without order and without a copy of anything.

@@ -163,7 +163,7 @@ impl Stage {
     }
 
     pub(crate) fn die(&mut self, worker: WorkerId, death: Death) {
-        self.apply(Event::Exited { worker, death, left_unread: false });
+        self.apply(Event::Exited { worker, death });
     }
 
     pub(crate) fn newest_worker(&self) -> WorkerId {

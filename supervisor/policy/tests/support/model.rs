@@ -72,6 +72,8 @@ struct Job {
     /// How it ended when it was given out before.
     before: Option<Verdict>,
     is_suspect: bool,
+    /// Whether its worker is about to be gone and cannot have begun it.
+    is_unread: bool,
     attempts: u32,
     is_answered: bool,
     is_overdue: bool,

@@ -55,7 +55,7 @@ struct Process {
     /// What was handed to it and not answered.
     jobs: Vec<JobId>,
     /// Those of them that it never read.
-    unread: usize,
+    unread: Vec<JobId>,
 }
 
 pub(crate) struct World {
@@ -252,7 +252,10 @@ impl World {
             4 => Event::Heard { worker },
             5 => Event::Broke { worker, message },
             6 => Event::Stopping { worker },
-            7 => Event::Exited { worker, death: Death::Exit(0), left_unread: true },
+            7 => match self.random.percent(50) {
+                true => Event::Exited { worker, death: Death::Exit(0) },
+                false => Event::Unread { worker, job },
+            },
             8 => Event::Memory { worker, rss_bytes: u64::MAX },
             9 => Event::ExtendStart { worker, more: Duration::from_secs(9) },
             10 => Event::Said { worker, text: message },
@@ -274,11 +277,15 @@ impl World {
                 Event::SpawnFailed { worker, message: "no such program".into() }
             }
             Sign::Exited(death) => {
-                let left_unread = process.unread > 0;
+                if let Some(job) = process.unread.pop() {
+                    process.is_leaving = true;
+                    self.plan_sign(now, worker, Sign::Exited(death));
+                    return Some(Event::Unread { worker, job });
+                }
                 self.bury(worker);
                 match self.random.percent(5) {
-                    true => Event::Lost { worker, left_unread },
-                    false => Event::Exited { worker, death, left_unread },
+                    true => Event::Lost { worker },
+                    false => Event::Exited { worker, death },
                 }
             }
             _ if process.is_leaving => return None,
@@ -446,7 +453,7 @@ impl World {
             is_draining: false,
             is_leaving: false,
             jobs: Vec::new(),
-            unread: 0,
+            unread: Vec::new(),
         };
         self.processes.insert(worker, process);
         let born = now + self.random.millis(0, self.temper.start_ms);
@@ -486,7 +493,7 @@ impl World {
         assert!(process.is_ready, "a job for a process that never said it was ready");
         process.jobs.push(job);
         if process.is_leaving || reads_nothing {
-            process.unread += 1;
+            process.unread.push(job);
         }
         let crashes = self.temper.job_crashes;
         let breaks = crashes + self.temper.job_breaks_protocol;

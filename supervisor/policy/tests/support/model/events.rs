@@ -37,12 +37,12 @@ impl Model {
             Event::Reset => self.poison = recovery::Poison::default(),
             Event::Spawned { .. } | Event::Heard { .. } | Event::ChangeTenant { .. } => {}
             Event::ForceBreaker { .. } => {}
-            Event::Lost { worker, left_unread } => {
+            Event::Lost { worker } => {
                 self.coverage.see("lost");
                 if let Some(worker) = self.live_mut(*worker) {
                     worker.killed = Some(KillReason::KeeperDied);
                 }
-                self.exited(*worker, Death::Signal(9), *left_unread);
+                self.exited(*worker, Death::Signal(9));
             }
             Event::Change(change) => self.change(*change),
             Event::Reconfigure(limits) => self.reconfigure(limits),
@@ -61,7 +61,8 @@ impl Model {
             Event::ExtendStart { worker, more } => self.extend_start(*worker, *more),
             Event::Ready { worker } => self.ready(*worker),
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
-            Event::Exited { worker, death, left_unread } => self.exited(*worker, *death, *left_unread),
+            Event::Unread { worker, job } => self.unread(*worker, *job),
+            Event::Exited { worker, death } => self.exited(*worker, *death),
             Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.hear(now)),
             Event::Looked { worker, is_starved } => self.looked(*worker, *is_starved),
             Event::Restart => self.restart(),
@@ -223,6 +224,7 @@ impl Model {
             digest: submission.digest,
             before: None,
             is_suspect: false,
+            is_unread: false,
             attempts: 0,
             is_answered: false,
             is_overdue: false,
@@ -358,7 +360,13 @@ impl Model {
         self.step.owed.insert(job, verdict);
     }
 
-    fn exited(&mut self, id: WorkerId, death: Death, left_unread: bool) {
+    fn unread(&mut self, id: WorkerId, job: JobId) {
+        if self.live(id).is_some_and(|worker| worker.jobs.contains(&job)) {
+            self.jobs.entry(job).and_modify(|job| job.is_unread = true);
+        }
+    }
+
+    fn exited(&mut self, id: WorkerId, death: Death) {
         let Some(worker) = self.live(id) else { return };
         let (jobs, killed) = (worker.jobs.clone(), worker.killed.clone());
         let was_ready = worker.ready_at.is_some();
@@ -371,7 +379,8 @@ impl Model {
         let is_in_vain =
             (!is_ours || killed == Some(KillReason::Deadline)) && !is_unfit && worker.served == 0;
         let verdict = verdict_of(death, killed.as_ref());
-        let is_taken_back = left_unread && jobs.len() == 1 && self.may_be_given_again(jobs[0]);
+        let (mut unread, begun): (Vec<_>, Vec<_>) = jobs.into_iter().partition(|id| self.jobs[id].is_unread);
+        unread.sort();
         let is_crash = !matches!(
             killed,
             Some(
@@ -383,25 +392,36 @@ impl Model {
                     | KillReason::Unwanted
             )
         );
-        if let &[job] = &jobs[..]
+        if let &[job] = &begun[..]
             && is_crash
-            && !is_taken_back
         {
             self.crashed_alone(job);
         }
-        for job in jobs {
-            if is_taken_back {
-                self.coverage.see("taken back unread");
+        // The oldest is to be the first in the end.
+        for &job in unread.iter().rev() {
+            if self.may_be_given_again(job) {
+                self.coverage.see(if begun.is_empty() {
+                    "taken back unread"
+                } else {
+                    "taken back beside others"
+                });
                 self.wait_again(job);
-                self.jobs.entry(job).and_modify(|job| job.worker = None);
-            } else if self.jobs[&job].is_answered {
-                self.jobs.remove(&job);
+                self.jobs.entry(job).and_modify(|job| (job.worker, job.is_unread) = (None, false));
             } else {
-                self.may_be_retried(job, is_crash);
-                self.step.owed.insert(job, verdict.clone());
+                self.lost(job, false, &verdict);
             }
         }
+        begun.into_iter().for_each(|job| self.lost(job, is_crash, &verdict));
         self.worker_gone(id, is_unfit, is_clean, is_in_vain);
+    }
+
+    fn lost(&mut self, job: JobId, is_suspect: bool, verdict: &Verdict) {
+        if self.jobs[&job].is_answered {
+            self.jobs.remove(&job);
+        } else {
+            self.may_be_retried(job, is_suspect);
+            self.step.owed.insert(job, verdict.clone());
+        }
     }
 
     fn may_be_given_again(&self, job: JobId) -> bool {

@@ -75,6 +75,7 @@ impl Model {
         let job = self.jobs.get_mut(&id).expect("a job that is tried again is known");
         assert_eq!(attempts, job.attempts);
         (job.before, job.worker, job.is_suspect) = (Some(crash.clone()), None, is_suspect);
+        job.is_unread = false;
         self.wait_again(id);
         if self.live_slots() == 0 {
             // Its worker was the last one.
