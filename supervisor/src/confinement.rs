@@ -56,10 +56,11 @@ impl Grounds {
 fn parts(layer: Layer) -> &'static [&'static str] {
     match layer {
         Layer::Landlock => &["landlock"],
+        Layer::LandlockScopes => &["landlock scopes"],
         Layer::Seccomp => &["seccomp", "seccomp kill"],
         Layer::UserNamespace => &["user namespace"],
         Layer::PidNamespace => &["pid namespace", "ipc namespace", "uts namespace"],
-        Layer::MountNamespace => &["mount namespace", "own /proc", "pivot_root"],
+        Layer::MountNamespace => &["mount namespace", "mount_setattr", "own /proc", "pivot_root"],
         Layer::NetworkNamespace => &["network namespace"],
         Layer::Identity => &["other users"],
         Layer::Cgroup => &["cgroup leaf", "cgroup clone", "cgroup kill"],
@@ -120,11 +121,13 @@ impl Sandbox {
             Settling { grounds, allowed: &sandbox.best_effort, missing: Vec::new(), lacking: Vec::new() };
         let whom = settling.whom(bulkhead);
         let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead) };
+        settling.want_no_signals(&terms, whom);
         let obstacle = settling.obstacle(sandbox.profile);
         let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
         if terms.landlock {
-            missing
-                .extend(LANDLOCK_PARTS.iter().filter(|(part, _)| !grounds.has(part)).map(|(_, name)| *name));
+            let absent = LANDLOCK_PARTS.iter().filter(|(part, _)| !grounds.has(part)).map(|(_, name)| *name);
+            let untold: Vec<_> = absent.filter(|name| !missing.contains(name)).collect();
+            missing.extend(untold);
         }
         let remarks = remarks(bulkhead, &missing, whom, grounds);
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
@@ -310,6 +313,14 @@ impl Settling<'_> {
             self.missing.push(layer);
         } else {
             self.lacking.push((layer, why));
+        }
+    }
+
+    /// "No signals to other processes" is promised, not a layer: rules that scope keep it, an id of each worker's
+    /// own, or process numbers of its own. Where the rules may be missing as a whole, so may this.
+    fn want_no_signals(&mut self, terms: &Terms, whom: Whom) {
+        if terms.landlock && whom != Whom::Each && !terms.namespaces.pid {
+            self.want(Layer::LandlockScopes);
         }
     }
 

@@ -26,7 +26,7 @@ pub const NOBODY: u32 = 65534;
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
 /// The programs that a test here starts, in a folder that every user can reach.
-const PROGRAMS: [&str; 4] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile"];
+const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
 /// A secret of somebody else; that it is readable proves that there is nothing in the way.
 const SECRET_MODE: u32 = 0o600;
@@ -92,6 +92,9 @@ pub struct Setup<'s> {
     pub user: Option<u32>,
     /// Layers that it does not find.
     pub without: &'s str,
+    /// System calls that fail for it and all that it starts, or succeed without being made: see the program
+    /// `filtered`.
+    pub filter: &'s [&'s str],
 }
 
 /// A supervisor that runs, and what there is around it.
@@ -135,7 +138,15 @@ impl Setup<'_> {
         );
         fs::write(path.join("workers.toml"), config).expect("a writable folder");
         let log = fs::File::create(path.join("log")).expect("a writable folder");
-        let mut command = Command::new(path.join("bin/bulkhead-supervisor"));
+        let program = path.join("bin/bulkhead-supervisor");
+        let mut command = match self.filter {
+            [] => Command::new(program),
+            rules => {
+                let mut command = Command::new(path.join("bin/filtered"));
+                command.args(rules).arg("--").arg(program);
+                command
+            }
+        };
         command.arg("--config").arg(path.join("workers.toml")).env("TMPDIR", path.join("tmp"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         if !self.without.is_empty() {

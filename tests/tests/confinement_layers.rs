@@ -165,6 +165,100 @@ fn missing_network_namespaces_are_an_error_or_told() {
     }
 }
 
+/// One that says nothing of scopes, and one that may go without them.
+fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
+    let bulkheads = bulkhead("required", WORKER, sandbox)
+        + &bulkhead("lenient", WORKER, &format!("{sandbox}, best_effort = [\"landlock_scopes\"]"));
+    Setup { bulkheads: &bulkheads, without: "landlock_scopes", user, supervisor, ..Setup::default() }.start()
+}
+
+/// What a profile promises is a property: where the rules cannot scope, an id of each worker's own keeps it from
+/// others, or process numbers of its own; where nothing does, no worker starts.
+#[test]
+fn without_scopes_another_layer_keeps_signals_in_or_nothing_starts() {
+    if !is_root() || !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let signals = ["signal-supervisor", "signal-keeper", "signal-sibling", "signal-sibling-by-descriptor"];
+    let shared = [(None, "profile = \"default\", user = \"root\""), (Some(NOBODY), DEFAULT)];
+    for (user, sandbox) in shared {
+        let place = without_scopes("", sandbox, user);
+        let why = place.failure("required");
+        assert!(why.contains("landlock_scopes") && why.contains("doctor"), "{user:?}: {why}");
+        let told = only(&place, "lenient");
+        assert_eq!(told.missing, ["landlock_scopes"], "{user:?}");
+    }
+    let own =
+        [(WORKER_UIDS, "profile = \"default\", user = \"auto\""), (WORKER_UIDS, "profile = \"strict\"")];
+    for (supervisor, sandbox) in own {
+        let place = without_scopes(supervisor, sandbox, None);
+        let client = place.client();
+        for name in signals {
+            let ended = place.attempt(&client, "required", name, &place.targets("lenient"));
+            assert!(matches!(ended, Ended::Refused(..)), "{sandbox}: {name}: {ended:?}");
+        }
+    }
+}
+
+/// By the way it fails, and by what `doctor` says.
+fn assert_noticed(sandbox: &str, filter: &[&str], user: Option<u32>, step: &str) {
+    let bulkheads = bulkhead("x", WORKER, sandbox);
+    let place = Setup { bulkheads: &bulkheads, filter, user, ..Setup::default() }.start();
+    let why = place.failure("x");
+    assert!(why.contains(step), "{sandbox} under {filter:?} as {user:?}: {why}");
+}
+
+/// A filter above the supervisor can have a call succeed without being made.
+#[test]
+fn rules_that_are_not_in_force_though_the_kernel_said_so_are_noticed() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    for user in [None, Some(NOBODY)].into_iter().take(1 + usize::from(is_root())) {
+        for sandbox in [DEFAULT, STRICT] {
+            assert_noticed(sandbox, &["landlock_restrict_self=0"], user, "landlock");
+            assert_noticed(sandbox, &["landlock_restrict_self=1"], user, "landlock");
+        }
+        assert_noticed(STRICT, &["mount_setattr=0"], user, "mount_namespace");
+        assert_noticed(STRICT, &["mount_setattr=1"], user, "mount_namespace");
+    }
+}
+
+/// What `doctor` says under a filter, by layer.
+fn doctor(filter: &[&str]) -> BTreeMap<String, bool> {
+    let programs = bulkhead_tests::programs();
+    let mut command = Command::new(programs.join("filtered"));
+    command.args(filter).arg("--").arg(programs.join("bulkhead-supervisor")).args(["doctor", "--json"]);
+    let output = command.output().unwrap().stdout;
+    let layers: serde_json::Value = serde_json::from_slice(&output).unwrap();
+    let one =
+        |layer: &serde_json::Value| (layer["layer"].as_str().unwrap().to_owned(), layer["available"] == true);
+    layers.as_array().unwrap().iter().map(one).collect()
+}
+
+#[test]
+fn doctor_tries_what_it_reports() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let lost = [
+        (&["landlock_restrict_self=1"][..], &["landlock", "landlock scopes"][..]),
+        (&["landlock_restrict_self=0"], &["landlock", "landlock scopes"]),
+        (&["mount_setattr=1"], &["mount_setattr"]),
+        (&["mount_setattr=0"], &["mount_setattr"]),
+        (&["seccomp=1"], &["seccomp"]),
+        (&["seccomp=0"], &["seccomp"]),
+    ];
+    let all = doctor(&[]);
+    for (filter, layers) in lost {
+        let found = doctor(filter);
+        for layer in layers {
+            assert!(all[*layer] && !found[*layer], "{layer} under {filter:?}");
+        }
+        assert!(found["pidfd"] && found["user namespace"], "{filter:?}");
+    }
+}
+
 /// Root makes the other namespaces without one of users, and needs none to give up its rights.
 #[test]
 fn root_does_without_a_user_namespace_and_that_is_told() {

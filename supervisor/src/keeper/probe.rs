@@ -5,6 +5,8 @@
 #![expect(unsafe_code, reason = "most of what is tried has no safe form, for want of anything to do")]
 
 mod cgroup;
+mod child;
+mod landlock;
 mod namespaces;
 
 use std::io;
@@ -16,8 +18,8 @@ use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use rustix::thread::{CapabilitySet, capabilities};
 use serde::Serialize;
 
-use super::confine::landlock;
-use super::confine::seccomp::Support;
+use self::child::Refused;
+use super::confine::seccomp::{self, Support};
 
 /// One layer, and whether it can be had.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -55,14 +57,15 @@ impl Ability {
 
 /// Tries all of it. Takes some milliseconds, and some seconds if something is stuck.
 pub fn probe() -> Vec<Ability> {
-    let mut abilities = landlock_layers();
-    abilities.extend(seccomp());
+    let mut abilities = landlock::probe();
+    abilities.extend(filters());
     abilities.extend(namespaces::probe());
     abilities.extend(cgroup::probe());
     abilities.extend(descriptors());
     abilities.extend(own_capabilities());
     abilities.push(yama());
-    abilities.push(Ability::plain("no_new_privs", no_new_privs(), NEWER_KERNEL));
+    let no_new_privs = child::tried(no_new_privs).map(|()| None).map_err(Refused::explain);
+    abilities.push(Ability::of("no_new_privs", no_new_privs, NEWER_KERNEL));
     withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
     abilities
 }
@@ -85,9 +88,10 @@ fn withhold(abilities: &mut [Ability], layers: &str) {
     }
 }
 
-fn no_new_privs() -> Result<(), Errno> {
-    // SAFETY: reads a flag of this thread.
-    check(unsafe { libc::prctl(libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) }.into())
+fn no_new_privs() -> Result<(), Refused> {
+    child::bound();
+    rustix::thread::set_no_new_privs(true)?;
+    if rustix::thread::no_new_privs()? { Ok(()) } else { Err(Refused::Untrue) }
 }
 
 /// What the kernel said, in its words.
@@ -97,40 +101,31 @@ fn explain(errno: Errno) -> String {
 
 const NEWER_KERNEL: &str = "run a newer kernel";
 
-fn landlock_layers() -> Vec<Ability> {
-    const PARTS: [(&str, u32, &str); 5] = [
-        (
-            "landlock",
-            1,
-            "run a kernel of 5.13 or later that has Landlock, with `landlock` in its boot parameter `lsm=`",
-        ),
-        ("landlock truncate", 3, "run a kernel of 6.2 or later"),
-        ("landlock tcp", 4, "run a kernel of 6.7 or later"),
-        ("landlock scopes", 6, "run a kernel of 6.12 or later"),
-        ("landlock unix sockets", 9, "run a kernel of 7.1 or later; seccomp stands in for it"),
-    ];
-    let abi = landlock::kernel_abi();
-    let tried = |least| match abi {
-        Ok(abi) if abi >= least => Ok(Some(format!("version {abi}"))),
-        Ok(abi) => Err(format!("version {abi} does not have it, version {least} does")),
-        Err(errno) => Err(explain(errno)),
+fn filters() -> [Ability; 3] {
+    let support = seccomp::support();
+    let installed = || match &support {
+        Ok(Support::Missing) => {
+            seccomp_filter().map_err(explain).and_then(|()| Err(Refused::Untrue.explain()))
+        }
+        Ok(Support::Unnamed | Support::Full) => Ok(None),
+        Err(error) => Err(error.to_string()),
     };
-    PARTS.map(|(layer, least, what_to_do)| Ability::of(layer, tried(least), what_to_do)).into()
-}
-
-fn seccomp() -> [Ability; 3] {
+    let named = match support {
+        Ok(Support::Full) => seccomp_action(libc::SECCOMP_RET_USER_NOTIF),
+        _ => Err(Errno::BUSY),
+    };
     [
-        Ability::plain("seccomp", seccomp_filter(), "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
+        Ability::of("seccomp", installed(), "run a kernel that was built with CONFIG_SECCOMP_FILTER"),
         Ability::plain(
             "seccomp notify",
-            seccomp_notify(),
+            named,
             "without it a forbidden call is not told by name; run a newer kernel, or not below another supervisor",
         ),
         Ability::plain("seccomp kill", seccomp_action(libc::SECCOMP_RET_KILL_PROCESS), NEWER_KERNEL),
     ]
 }
 
-/// Offers a filter at no address: who could use one says that nothing is there.
+/// Offers a filter at no address: the error tells why none can be installed.
 fn seccomp_filter() -> Result<(), Errno> {
     let nothing = std::ptr::null::<libc::c_void>();
     // SAFETY: the kernel reads the filter from an address that cannot be read, and installs nothing.
@@ -138,16 +133,6 @@ fn seccomp_filter() -> Result<(), Errno> {
     match check(result) {
         Err(Errno::FAULT) | Ok(()) => Ok(()),
         Err(errno) => Err(errno),
-    }
-}
-
-/// Whether a listener can be had: one below another is refused.
-fn seccomp_notify() -> Result<(), Errno> {
-    seccomp_action(libc::SECCOMP_RET_USER_NOTIF)?;
-    match super::confine::seccomp::support() {
-        Ok(Support::Full) => Ok(()),
-        Ok(Support::Unnamed | Support::Missing) => Err(Errno::BUSY),
-        Err(error) => Err(Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))),
     }
 }
 

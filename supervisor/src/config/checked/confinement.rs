@@ -84,6 +84,8 @@ impl SandboxUser {
 pub enum Layer {
     /// What the workers can do with files.
     Landlock,
+    /// No signals to processes outside, where neither a user nor process ids of their own keep them from it.
+    LandlockScopes,
     /// Which system calls they can make.
     Seccomp,
     /// User ids of their own inside.
@@ -104,8 +106,9 @@ pub enum Layer {
 
 impl Layer {
     /// Every layer.
-    pub const ALL: [Layer; 9] = [
+    pub const ALL: [Layer; 10] = [
         Self::Landlock,
+        Self::LandlockScopes,
         Self::Seccomp,
         Self::UserNamespace,
         Self::PidNamespace,
@@ -120,6 +123,7 @@ impl Layer {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Landlock => "landlock",
+            Self::LandlockScopes => "landlock_scopes",
             Self::Seccomp => "seccomp",
             Self::UserNamespace => "user_namespace",
             Self::PidNamespace => "pid_namespace",

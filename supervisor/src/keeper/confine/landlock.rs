@@ -1,12 +1,15 @@
 //! Landlock: which files a worker reaches, and which sockets and processes outside it does not.
 //!
-//! The rules are made in the keeper, before the fork; the child puts them in place with one system call.
+//! The rules are made in the keeper, before the fork; the child puts them in place, and tries whether they are
+//! in force: see `proof`.
 //! All rights that the running kernel knows are withheld, and given back for the paths below alone, never
 //! "as far as possible"; what a kernel of which version lacks, `probe` tells. (Rights of kernels to come are not withheld until the library knows them.)
 //!
 //! What rules hold on to are the files themselves, not their names. So what is replaced under its name
 //! while a worker runs is closed to it until it is started anew.
 #![expect(unsafe_code, reason = "two system calls that no library offers in the form needed here")]
+
+mod proof;
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -19,6 +22,7 @@ use landlock::{
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
+use self::proof::Forbidden;
 use super::paths::{self, PROC};
 
 /// Only to name the rights that there are for single files: what the kernel lacks is not given anyway.
@@ -41,6 +45,8 @@ pub(in crate::keeper) struct Rules<'a> {
     pub(in crate::keeper) temporary: Option<&'a Path>,
     /// What none of the above gives, though it lies in there.
     pub(in crate::keeper) withheld: &'a [&'a Path],
+    /// Whether it has a root folder of its own, which none of these rules is about.
+    pub(in crate::keeper) has_own_root: bool,
     /// Whether it may use TCP.
     pub(in crate::keeper) network: bool,
 }
@@ -59,6 +65,16 @@ pub(in crate::keeper) struct Failure {
 pub(in crate::keeper) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
+    forbidden: Forbidden,
+}
+
+/// Why the rules are not in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::keeper) enum Unrestricted {
+    /// The kernel refuses.
+    Refused(Errno),
+    /// The kernel says that they are, and what no rule gives is done all the same.
+    Untrue,
 }
 
 impl Ruleset {
@@ -68,12 +84,15 @@ impl Ruleset {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
+        let root = rustix::fs::stat("/").map_err(|errno| failure("look at the root folder", errno))?;
+        let mut root_is_given = false;
         for grant in grants(rules, known)? {
-            add(&mut ruleset, &grant)?;
+            root_is_given |= add(&mut ruleset, &grant)? == Some((root.st_dev, root.st_ino));
         }
         let descriptor = Option::<OwnedFd>::from(ruleset);
         let descriptor = descriptor.ok_or_else(|| failure("make a Landlock ruleset", Errno::NOSYS))?;
-        Ok(Self { descriptor, abi })
+        let forbidden = Forbidden::choose(root_is_given && !rules.has_own_root, rules.temporary);
+        Ok(Self { descriptor, abi, forbidden })
     }
 
     /// For a child that closes all others.
@@ -112,15 +131,29 @@ impl Ruleset {
         if result == 0 { Ok(()) } else { Err(last_errno()) }
     }
 
-    /// Puts the calling thread under the rules, for ever, and all that it starts. It must have given up
-    /// new privileges (`PR_SET_NO_NEW_PRIVS`). For a forked child: one system call and nothing else.
-    pub(in crate::keeper) fn restrict(&self) -> Result<(), Errno> {
-        const NO_FLAGS: libc::c_uint = 0;
-        // SAFETY: takes two numbers, and touches no memory of ours.
-        let result =
-            unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.descriptor.as_raw_fd(), NO_FLAGS) };
-        if result == 0 { Ok(()) } else { Err(last_errno()) }
+    /// Puts the calling thread under the rules, for ever, and all that it starts; and tries one thing that they
+    /// forbid. It must have given up new privileges (`PR_SET_NO_NEW_PRIVS`), and capabilities. For a forked
+    /// child: system calls and nothing else.
+    pub(in crate::keeper) fn restrict(&self) -> Result<(), Unrestricted> {
+        // Where the user alone keeps it from that, the attempt would prove nothing.
+        let is_proof = self.forbidden.attempt().is_ok();
+        restrict_self(self.descriptor.as_fd(), self.abi).map_err(Unrestricted::Refused)?;
+        if is_proof && self.forbidden.attempt() != Err(Errno::ACCESS) {
+            return Err(Unrestricted::Untrue);
+        }
+        Ok(())
     }
+}
+
+/// Puts the calling thread under the rules of this descriptor.
+pub(in crate::keeper) fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<(), Errno> {
+    /// What the caller tries itself is not to be written to the audit log.
+    const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
+    const LOG_SINCE: u32 = 7;
+    let flags = if abi >= LOG_SINCE { LOG_SAME_EXEC_OFF } else { 0 };
+    // SAFETY: takes two numbers, and touches no memory of ours.
+    let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), flags) };
+    if result == 0 { Ok(()) } else { Err(last_errno()) }
 }
 
 /// The kernel's version of Landlock. `NOSYS`: built without; `OPNOTSUPP`: switched off.
@@ -215,7 +248,8 @@ impl Grant {
     }
 }
 
-fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
+/// Returns what it was added for: its device and number.
+fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<(u64, u64)>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
     let descriptor = match rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
@@ -223,19 +257,21 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
         Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP)
             if *condition != Condition::Always =>
         {
-            return Ok(());
+            return Ok(None);
         }
         Err(errno) => return Err(failed(errno)),
     };
-    let mode = rustix::fs::fstat(&descriptor).map_err(failed)?.st_mode;
+    let found = rustix::fs::fstat(&descriptor).map_err(failed)?;
+    let mode = found.st_mode;
     if *condition == Condition::IfOthersMayRead && !Mode::from_raw_mode(mode).contains(Mode::ROTH) {
-        return Ok(());
+        return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
     // The kernel refuses a rule that speaks of a file as of a folder.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
-    added.map(drop).map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))
+    added.map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))?;
+    Ok(Some((found.st_dev, found.st_ino)))
 }
 
 fn led_away(path: &Path, errno: Errno) -> Failure {

@@ -27,6 +27,7 @@ use rustix::io::Errno;
 use self::assembler::{Block, Condition};
 use super::syscalls;
 
+pub(in crate::keeper) use self::flags::without_truncation;
 pub(in crate::keeper) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
 pub(in crate::keeper) use self::profiles::{default, sealed, strict, without_unix_sockets};
 
@@ -281,13 +282,17 @@ pub(in crate::keeper) enum Support {
 
 /// Finds out by trying, in children that end at once. Not for while others wait for any child.
 pub(in crate::keeper) fn support() -> io::Result<Support> {
-    let allow = Rules::new(Verdict::Allow);
-    if !can_kill() || !can_install(&allow.compile(Ending::Kill))? {
+    let mut rules = Rules::new(Verdict::Allow);
+    rules.set(TRIED, Verdict::Errno(Errno::NOSYS));
+    if !can_kill() || !can_install(&rules.compile(Ending::Kill))? {
         return Ok(Support::Missing);
     }
-    let can_notify = can_install(&allow.compile(Ending::Notify))?;
+    let can_notify = can_install(&rules.compile(Ending::Notify))?;
     Ok(if can_notify { Support::Full } else { Support::Unnamed })
 }
+
+/// A call that never fails, unless a filter is in force that has it fail.
+const TRIED: &str = "getppid";
 
 /// Whether the kernel knows how to kill a whole process; an older one would kill the thread.
 fn can_kill() -> bool {
@@ -296,6 +301,7 @@ fn can_kill() -> bool {
     unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &action) == 0 }
 }
 
+/// Whether it can be installed, and has [`TRIED`] fail then.
 fn can_install(filter: &Filter) -> io::Result<bool> {
     // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls until it is gone.
     let child = unsafe { libc::fork() };
@@ -303,8 +309,10 @@ fn can_install(filter: &Filter) -> io::Result<bool> {
         -1 => Err(io::Error::last_os_error()),
         0 => {
             let installed = rustix::thread::set_no_new_privs(true).and_then(|()| filter.install());
+            // SAFETY: takes no argument.
+            let is_in_force = unsafe { libc::syscall(libc::SYS_getppid) } == -1;
             // SAFETY: ends the process, without a thing being run that the parent registered.
-            unsafe { libc::_exit(i32::from(installed.is_err())) }
+            unsafe { libc::_exit(i32::from(installed.is_err() || !is_in_force)) }
         }
         child => exit_code(child).map(|code| code == Some(0)),
     }

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::null;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 
@@ -19,7 +20,7 @@ const NEEDS_USER_NAMESPACES: &str = "see `user namespace`, or run as root with C
 
 /// What the child does, in this order: `/proc` is to be mounted while the old one can still be seen, as
 /// the kernel demands, and the change of roots comes last.
-const STEPS: [(&str, Step, &str); 8] = [
+const STEPS: [(&str, Step, &str); 9] = [
     (
         "user namespace",
         || unshare(libc::CLONE_NEWUSER),
@@ -31,6 +32,11 @@ const STEPS: [(&str, Step, &str); 8] = [
     ("uts namespace", || unshare(libc::CLONE_NEWUTS), NEEDS_USER_NAMESPACES),
     ("pid namespace", || unshare(libc::CLONE_NEWPID), NEEDS_USER_NAMESPACES),
     ("mount namespace", mount_namespace, NEEDS_USER_NAMESPACES),
+    (
+        "mount_setattr",
+        mount_setattr,
+        "run a kernel of 5.12 or later, and allow it in the filter of the container",
+    ),
     (
         "own /proc",
         own_proc,
@@ -146,6 +152,19 @@ fn mount_namespace() -> Result<(), Errno> {
     check(
         unsafe { libc::mount(null(), c"/".as_ptr(), null(), libc::MS_REC | libc::MS_PRIVATE, null()) }.into(),
     )
+}
+
+/// Has the root only read, and looks whether it is.
+fn mount_setattr() -> Result<(), Errno> {
+    let attributes =
+        libc::mount_attr { attr_set: libc::MOUNT_ATTR_RDONLY, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
+    // SAFETY: the text ends with NUL, and the pointer is to a local of the size that is told.
+    check(unsafe {
+        libc::syscall(libc::SYS_mount_setattr, libc::AT_FDCWD, c"/".as_ptr(), 0, pointer, size)
+    })?;
+    let is_read_only = rustix::fs::statvfs(c"/")?.f_flag.contains(StatVfsMountFlags::RDONLY);
+    if is_read_only { Ok(()) } else { Err(Errno::PERM) }
 }
 
 /// The first process of a pid namespace mounts a `/proc` that shows what is in there.

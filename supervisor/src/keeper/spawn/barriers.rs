@@ -54,6 +54,7 @@ impl Barriers {
                 write: &write,
                 temporary,
                 withheld: &withheld,
+                has_own_root: terms.namespaces.mount,
                 network: terms.network,
             };
             Ruleset::prepare(&rules).map_err(|failure| {
@@ -123,6 +124,11 @@ impl Filters {
         } else {
             rules
         };
+        let rules = if terms.landlock && !can_keep_from_truncating() {
+            seccomp::without_truncation(rules)
+        } else {
+            rules
+        };
         let unknown =
             |name| Refusal::new(&format!("{}: there is no system call {name}", steps::SECCOMP), Errno::INVAL);
         let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;
@@ -143,6 +149,12 @@ fn keeps_from_unix_sockets(terms: &Terms) -> bool {
     const PATHS_SINCE: u32 = 9;
     let version = landlock::kernel_abi().ok().filter(|_| terms.landlock).unwrap_or(0);
     version >= PATHS_SINCE || version >= SCOPES_SINCE && terms.namespaces.mount
+}
+
+/// Whether Landlock has a say in who cuts a file that may be read.
+fn can_keep_from_truncating() -> bool {
+    const TRUNCATE_SINCE: u32 = 3;
+    landlock::kernel_abi().is_ok_and(|version| version >= TRUNCATE_SINCE)
 }
 
 fn as_paths<'p>(texts: &'p [&'p str]) -> Vec<&'p Path> {

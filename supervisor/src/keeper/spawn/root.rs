@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 use std::ptr::null;
 
-use rustix::fs::Mode;
+use rustix::fs::{Mode, StatVfsMountFlags};
 use rustix::io::Errno;
 
 use super::steps::check;
@@ -423,7 +423,17 @@ fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
         let (here, below) = (libc::AT_FDCWD, libc::AT_RECURSIVE);
         let (pointer, size) = (&raw const attributes, size_of::<libc::mount_attr>());
         libc::syscall(libc::SYS_mount_setattr, here, at.as_ptr(), below, pointer, size)
-    } as i32)
+    } as i32)?;
+    // A filter above us can have the call succeed without being made.
+    let found = rustix::fs::statvfs(at)?.f_flag;
+    let rows = [
+        (libc::MOUNT_ATTR_RDONLY, StatVfsMountFlags::RDONLY),
+        (libc::MOUNT_ATTR_NOSUID, StatVfsMountFlags::NOSUID),
+        (libc::MOUNT_ATTR_NODEV, StatVfsMountFlags::NODEV),
+        (libc::MOUNT_ATTR_NOEXEC, StatVfsMountFlags::NOEXEC),
+    ];
+    let is_in_force = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
+    if rows.into_iter().all(is_in_force) { Ok(()) } else { Err(Errno::PERM) }
 }
 
 fn mount(

@@ -14,6 +14,7 @@ use super::progress::{self, Failure};
 use super::root::Root;
 use super::{LINK_FD, Plan};
 use crate::keeper::Rlimit;
+use crate::keeper::confine::landlock::Unrestricted;
 use crate::keeper::confinement::Identity;
 
 /// What a worker creates is its user's own business: readable and writable by nobody else.
@@ -80,6 +81,9 @@ pub(super) const LANDLOCK: &str = "landlock";
 pub(super) const SECCOMP: &str = "seccomp";
 const RLIMIT: &str = "rlimit";
 
+/// What the step of Landlock says where its rules have been taken and are not in force.
+const LANDLOCK_UNTRUE: u32 = 1;
+
 /// The number of the fork between the tables.
 pub(super) const PID_NAMESPACE: u32 = u32::MAX;
 
@@ -91,6 +95,9 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>) -> String {
         Some(ROOT) => {
             let what = root.map(|root| root.describe(failure.detail)).unwrap_or_default();
             format!("{ROOT}: {what}")
+        }
+        Some(LANDLOCK) if failure.detail == LANDLOCK_UNTRUE => {
+            format!("{LANDLOCK} read-back: the kernel took the rules, and what they forbid succeeds")
         }
         Some(name) => name.to_owned(),
         None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
@@ -200,7 +207,10 @@ fn no_new_privs(plan: &Plan<'_>) -> Result<(), Stop> {
 
 fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
     let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
-    ruleset.restrict()?;
+    ruleset.restrict().map_err(|unrestricted| match unrestricted {
+        Unrestricted::Refused(errno) => errno.into(),
+        Unrestricted::Untrue => Stop { errno: Errno::PERM, detail: LANDLOCK_UNTRUE },
+    })?;
     // SAFETY: nobody uses it any more in this process, which drops nothing.
     unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };
     Ok(())

@@ -57,7 +57,7 @@ fn confined(mut command: Command, rules: &Rules<'_>) -> Command {
     unsafe {
         command.pre_exec(move || {
             rustix::thread::set_no_new_privs(true)?;
-            ruleset.restrict().map_err(io::Error::from)
+            ruleset.restrict().map_err(|why| io::Error::other(format!("{why:?}")))
         })
     };
     command
@@ -178,7 +178,8 @@ fn nothing_is_given_of_etc_that_others_may_not_read() {
         let access = super::AccessFs::ReadFile.into();
         let condition = super::Condition::IfOthersMayRead;
         super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
-        let ruleset = Ruleset { descriptor: Option::from(ruleset).unwrap(), abi: 1 };
+        let ruleset =
+            Ruleset { descriptor: Option::from(ruleset).unwrap(), abi: 1, forbidden: super::Forbidden::Root };
         std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();
             ruleset.restrict().unwrap();
@@ -371,4 +372,58 @@ fn what_matters_of_other_processes_is_closed_though_proc_is_open() {
         let own_child = Command::new("/bin/sleep").arg("600").spawn().map(Outsider).unwrap();
         assert!(fs::read(format!("/proc/{}/environ", own_child.0.id())).is_ok());
     });
+}
+
+/// Puts the calling thread under a filter that has `landlock_restrict_self` succeed without being made.
+fn pretend_to_restrict() {
+    let instruction = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
+    let number = std::mem::offset_of!(libc::seccomp_data, nr) as u32;
+    let program = [
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, number),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_landlock_restrict_self as u32),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+    // SAFETY: the pointer is to a local, and what that points to has the length that it tells.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
+    assert_eq!(result, 0);
+}
+
+#[test]
+fn rules_that_are_not_in_force_are_noticed() {
+    if !has_abi(1) {
+        return;
+    }
+    let temporary = TempDir::new().unwrap();
+    let all = [Path::new("/")];
+    let own = Some(temporary.path());
+    let cases = [
+        Rules::default(),
+        Rules { read: &all, temporary: own, ..Rules::default() },
+        Rules { write: &all, temporary: own, ..Rules::default() },
+        Rules { read: &all, has_own_root: true, ..Rules::default() },
+    ];
+    for (number, rules) in cases.iter().enumerate() {
+        let ruleset = Ruleset::prepare(rules).unwrap();
+        let restrict = |pretends: bool| {
+            std::thread::scope(|scope| {
+                let confined = scope.spawn(|| {
+                    drop_capabilities();
+                    rustix::thread::set_no_new_privs(true).unwrap();
+                    if pretends {
+                        pretend_to_restrict();
+                    }
+                    ruleset.restrict()
+                });
+                confined.join().unwrap()
+            })
+        };
+        assert_eq!(restrict(true), Err(super::Unrestricted::Untrue), "{number}");
+        // A root folder of its own would not be this one, which is given.
+        let expected = if rules.has_own_root { Err(super::Unrestricted::Untrue) } else { Ok(()) };
+        assert_eq!(restrict(false), expected, "{number}");
+        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
+    }
 }

@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use super::assembler::Condition::HasAny;
+use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
 /// The bits of a mode that give a program its file's user or group. Who runs it outside of the sandbox gets
@@ -43,6 +43,22 @@ pub(super) fn refuse(rules: &mut Rules) {
         let unsupported = Verdict::Errno(Errno::OPNOTSUPP);
         rules.narrow(names, |rule| unless_any(flags, libc::MSG_OOB as u32, unsupported.into(), rule));
     }
+}
+
+/// These rules, without what cuts a file that may only be read: for where Landlock has no say in that.
+pub(in crate::keeper) fn without_truncation(mut rules: Rules) -> Rules {
+    const TRUNCATE: u32 = libc::O_TRUNC as u32;
+    /// As good as for reading and writing, but neither.
+    const FOR_NOTHING: u32 = libc::O_ACCMODE as u32;
+    let refused = || Rule::from(Verdict::Errno(Errno::PERM));
+    rules.narrow("truncate", |_| refused());
+    for (argument, _, names) in OPENING {
+        rules.narrow(names, |otherwise| {
+            let cases = vec![(Is(TRUNCATE), refused()), (Is(TRUNCATE | FOR_NOTHING), refused())];
+            Check { argument, mask: TRUNCATE | FOR_NOTHING, cases, otherwise }.into()
+        });
+    }
+    rules
 }
 
 /// One rule where the argument has any of these bits, another one else.

@@ -82,6 +82,8 @@ fn all_profiles() -> Vec<Rules> {
         default(true),
         strict(false),
         strict(true),
+        without_truncation(default(true)),
+        without_truncation(strict(false)),
         sealed(false, &["execve"]).unwrap(),
         sealed(true, &[]).unwrap(),
         default(false).overridden(&allow, &deny).unwrap(),
@@ -455,6 +457,25 @@ fn what_is_denied_fails_with_the_error_that_programs_expect() {
             ("modify_ldt", NONSENSE, TOLD),
         ];
         assert_outcomes(filter, &[&common[..], &listed].concat());
+    }
+}
+
+#[test]
+fn where_landlock_cannot_the_filter_keeps_from_cutting_what_is_only_read() {
+    let (cut, here) = (libc::O_TRUNC as u64, libc::AT_FDCWD as u64);
+    let expectations = [
+        ("truncate", [0, 0, 0], libc::EPERM),
+        ("ftruncate", [u64::MAX, 0, 0], libc::EBADF),
+        ("open", [0, cut, 0], libc::EPERM),
+        ("open", [0, cut | libc::O_ACCMODE as u64, 0], libc::EPERM),
+        ("open", [0, cut | libc::O_WRONLY as u64, 0], libc::EFAULT),
+        ("open", [0, libc::O_RDONLY as u64, 0], libc::EFAULT),
+        ("openat", [here, 0, cut], libc::EPERM),
+        ("openat", [here, 0, cut | libc::O_RDWR as u64], libc::EFAULT),
+        ("creat", [0, 0o600, 0], libc::EFAULT),
+    ];
+    for rules in [default(false), strict(false)] {
+        assert_outcomes(without_truncation(rules).compile(Ending::Notify), &expectations);
     }
 }
 

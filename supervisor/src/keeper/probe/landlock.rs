@@ -1,0 +1,139 @@
+//! Tries Landlock, part by part: a child puts itself under a rule of that kind, and tries what it forbids.
+
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+
+use landlock::{AccessFs, AccessNet, Scope};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
+
+use super::child::{self, Refused};
+use super::{Ability, check, explain};
+use crate::keeper::confine::landlock::{kernel_abi, restrict_self};
+
+/// `struct landlock_ruleset_attr`: what is withheld.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Withheld {
+    files: u64,
+    network: u64,
+    scopes: u64,
+}
+
+/// One part of Landlock.
+struct Part {
+    layer: &'static str,
+    /// The version that it came with.
+    since: u32,
+    what_to_do: &'static str,
+    withheld: Withheld,
+    /// What the kernel refuses then, and with which error. `Ok` of a process without rules.
+    forbidden: fn() -> Result<(), Errno>,
+    refusal: Errno,
+}
+
+const NOTHING: Withheld = Withheld { files: 0, network: 0, scopes: 0 };
+
+fn parts() -> [Part; 5] {
+    let files = |right: AccessFs| Withheld { files: right as u64, ..NOTHING };
+    let tcp = AccessNet::BindTcp as u64 | AccessNet::ConnectTcp as u64;
+    let scopes = Scope::Signal as u64 | Scope::AbstractUnixSocket as u64;
+    [
+        Part {
+            layer: "landlock",
+            since: 1,
+            what_to_do: "run a kernel of 5.13 or later that has Landlock, with `landlock` in its boot parameter `lsm=`",
+            withheld: files(AccessFs::ReadDir),
+            forbidden: list_the_root,
+            refusal: Errno::ACCESS,
+        },
+        Part {
+            layer: "landlock truncate",
+            since: 3,
+            what_to_do: "run a kernel of 6.2 or later; seccomp stands in for it",
+            withheld: files(AccessFs::Truncate),
+            forbidden: not_tried,
+            refusal: Errno::ACCESS,
+        },
+        Part {
+            layer: "landlock tcp",
+            since: 4,
+            what_to_do: "run a kernel of 6.7 or later; seccomp stands in for it",
+            withheld: Withheld { network: tcp, ..NOTHING },
+            forbidden: bind_tcp,
+            refusal: Errno::ACCESS,
+        },
+        Part {
+            layer: "landlock scopes",
+            since: 6,
+            what_to_do: "run a kernel of 6.12 or later; a user of each worker's own or a pid namespace stands in for it",
+            withheld: Withheld { scopes, ..NOTHING },
+            forbidden: signal_the_parent,
+            refusal: Errno::PERM,
+        },
+        Part {
+            layer: "landlock unix sockets",
+            since: 9,
+            what_to_do: "run a kernel of 7.1 or later; seccomp stands in for it",
+            withheld: files(AccessFs::ResolveUnix),
+            forbidden: not_tried,
+            refusal: Errno::ACCESS,
+        },
+    ]
+}
+
+pub(super) fn probe() -> Vec<Ability> {
+    let abi = kernel_abi();
+    let tried = |part: &Part| match abi {
+        Ok(abi) if abi >= part.since => {
+            part.tried(abi).map(|()| Some(format!("version {abi}"))).map_err(Refused::explain)
+        }
+        Ok(abi) => Err(format!("version {abi} does not have it, version {} does", part.since)),
+        Err(errno) => Err(explain(errno)),
+    };
+    parts().iter().map(|part| Ability::of(part.layer, tried(part), part.what_to_do)).collect()
+}
+
+impl Part {
+    fn tried(&self, abi: u32) -> Result<(), Refused> {
+        let ruleset = create(self.withheld)?;
+        child::tried(|| {
+            child::bound();
+            rustix::thread::set_no_new_privs(true)?;
+            let could = (self.forbidden)().is_ok();
+            restrict_self(ruleset.as_fd(), abi)?;
+            if could && (self.forbidden)() != Err(self.refusal) { Err(Refused::Untrue) } else { Ok(()) }
+        })
+    }
+}
+
+fn create(withheld: Withheld) -> Result<OwnedFd, Errno> {
+    const NO_FLAGS: libc::c_uint = 0;
+    let size = size_of::<Withheld>();
+    // SAFETY: the pointer is to a local of the size that is told.
+    let result =
+        unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const withheld, size, NO_FLAGS) };
+    check(result)?;
+    // SAFETY: the call has made this descriptor, for us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
+}
+
+fn list_the_root() -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open(c"/", flags, Mode::empty()).map(drop)
+}
+
+fn bind_tcp() -> Result<(), Errno> {
+    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
+    rustix::net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))
+}
+
+fn signal_the_parent() -> Result<(), Errno> {
+    let parent = rustix::process::getppid().ok_or(Errno::SRCH)?;
+    rustix::process::test_kill_process(parent)
+}
+
+/// To try it, there would have to be something to harm.
+fn not_tried() -> Result<(), Errno> {
+    Err(Errno::NOSYS)
+}

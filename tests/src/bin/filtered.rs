@@ -1,0 +1,67 @@
+//! Runs a program under a filter that has some system calls fail, or succeed without being made: as a kernel
+//! without them, a container, or a supervisor above ours may do.
+//!
+//! `filtered CALL=ERRNO… -- PROGRAM ARGUMENT…`; the error 0 is a success that does nothing.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+use libc::{c_long, sock_filter};
+
+/// The calls that a test has asked for so far.
+const CALLS: [(&str, c_long); 4] = [
+    ("landlock_create_ruleset", libc::SYS_landlock_create_ruleset),
+    ("landlock_restrict_self", libc::SYS_landlock_restrict_self),
+    ("mount_setattr", libc::SYS_mount_setattr),
+    ("seccomp", libc::SYS_seccomp),
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mut parts = arguments.splitn(2, |argument| argument == "--");
+    let (rules, program) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+    let Some((program, arguments)) = program.split_first() else { return ExitCode::from(2) };
+    let Some(rules) = rules.iter().map(|rule| parse(rule)).collect::<Option<Vec<_>>>() else {
+        eprintln!("filtered: CALL=ERRNO, where CALL is one of {CALLS:?}");
+        return ExitCode::from(2);
+    };
+    if let Err(error) = install(&filter(&rules)) {
+        eprintln!("filtered: failed to install the filter: {error}");
+        return ExitCode::FAILURE;
+    }
+    let error = Command::new(program).args(arguments).exec();
+    eprintln!("filtered: failed to run {program}: {error}");
+    ExitCode::FAILURE
+}
+
+fn parse(rule: &str) -> Option<(c_long, u16)> {
+    let (name, errno) = rule.split_once('=')?;
+    let (_, number) = CALLS.iter().find(|(known, _)| *known == name)?;
+    Some((*number, errno.parse().ok()?))
+}
+
+fn filter(rules: &[(c_long, u16)]) -> Vec<sock_filter> {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const JUMP_IF_IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let instruction = |code, jf, k| sock_filter { code, jt: 0, jf, k };
+    let mut program = vec![instruction(LOAD, 0, std::mem::offset_of!(libc::seccomp_data, nr) as u32)];
+    for (number, errno) in rules {
+        program.push(instruction(JUMP_IF_IS, 1, *number as u32));
+        program.push(instruction(RETURN, 0, libc::SECCOMP_RET_ERRNO | u32::from(*errno)));
+    }
+    program.push(instruction(RETURN, 0, libc::SECCOMP_RET_ALLOW));
+    program
+}
+
+fn install(program: &[sock_filter]) -> std::io::Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        rustix::thread::set_no_new_privs(true)?;
+    }
+    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+    #[expect(unsafe_code, reason = "no library has it in this form")]
+    // SAFETY: the pointer is to a local, and what that points to has the length that it tells.
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
