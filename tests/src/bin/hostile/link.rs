@@ -1,9 +1,11 @@
 //! The link to the supervisor, used otherwise than agreed.
 
 use std::fs::File;
-use std::io::IoSlice;
+use std::io::{IoSlice, Write};
 use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{Header, kind};
@@ -13,8 +15,11 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use crate::Attempt;
 use crate::calls::{At, Refused, Tried};
 
-pub(crate) const ATTEMPTS: &[(&str, Attempt)] =
-    &[("pass-descriptors", |_| pass_descriptors()), ("garbage-on-the-link", |_| garbage_on_the_link())];
+pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
+    ("pass-descriptors", |_| pass_descriptors()),
+    ("pass-lingering-socket", |_| pass_lingering_socket()),
+    ("garbage-on-the-link", |_| garbage_on_the_link()),
+];
 
 fn link() -> Result<BorrowedFd<'static>, Refused> {
     let number = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok());
@@ -50,6 +55,30 @@ fn pass_descriptors() -> Tried {
         sendmsg(link()?, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at(what)?;
     }
     Ok(format!("passed {}", TIMES * descriptors.len()))
+}
+
+/// A TCP socket whose close takes ten minutes, in whatever process it is.
+fn pass_lingering_socket() -> Tried {
+    let link = link()?;
+    let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
+    let address = listener.local_addr().at("listen")?;
+    let mut socket = TcpStream::connect(address).at("connect")?;
+    rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).at("linger")?;
+    socket.set_nonblocking(true).at("fill the socket")?;
+    while socket.write(&[0; 1 << 16]).is_ok() {}
+    // What nobody reads is not sent.
+    std::mem::forget(listener);
+    let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [socket.as_fd()];
+    rights.push(SendAncillaryMessage::ScmRights(&descriptors));
+    let sent = sendmsg(link, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at("pass the socket");
+    if sent.is_err() {
+        // It is still ours to close.
+        std::mem::forget(socket);
+    }
+    sent.map(|_| "passed".into())
 }
 
 /// And then nothing, for as long as it takes the supervisor to notice.
