@@ -215,14 +215,25 @@ impl Inbox {
         socket: impl AsFd,
         scratch: &'b mut Scratch,
     ) -> io::Result<(Received, Batch<'b>)> {
+        self.receive_by(scratch, |buffer| {
+            rustix::net::recv(&socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count)
+        })
+    }
+
+    /// The same, where bytes are read in a way of the caller's, which does not wait.
+    pub fn receive_by<'b>(
+        &'b mut self,
+        scratch: &'b mut Scratch,
+        read: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>,
+    ) -> io::Result<(Received, Batch<'b>)> {
         if let Stage::Storing(large) = &mut self.stage {
-            let received = receive_large(socket, large)?;
+            let received = receive_large(read, large)?;
             return Ok((received, Batch { inbox: self, bytes: &[], at: 0 }));
         }
         let kept = self.partial.len();
         let buffer = scratch.buffer();
         buffer[..kept].copy_from_slice(&self.partial);
-        let (received, count) = receive_some(socket, &mut buffer[kept..])?;
+        let (received, count) = receive_some(read, &mut buffer[kept..])?;
         self.partial.clear();
         let bytes = &buffer[..kept + count];
         Ok((received, Batch { inbox: self, bytes, at: 0 }))
@@ -275,16 +286,22 @@ impl Inbox {
     }
 }
 
-fn receive_some(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<(Received, usize)> {
-    match rustix::net::recv(socket, &mut *buffer, RecvFlags::DONTWAIT) {
-        Ok((_, 0)) => Ok((Received::Closed, 0)),
-        Ok((_, count)) if count == buffer.len() => Ok((Received::More, count)),
-        Ok((_, count)) => Ok((Received::Drained, count)),
+fn receive_some(
+    read: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>,
+    buffer: &mut [u8],
+) -> io::Result<(Received, usize)> {
+    match read(&mut *buffer) {
+        Ok(0) => Ok((Received::Closed, 0)),
+        Ok(count) if count == buffer.len() => Ok((Received::More, count)),
+        Ok(count) => Ok((Received::Drained, count)),
         Err(error) => quiet(error).map(|received| (received, 0)),
     }
 }
 
-fn receive_large(socket: impl AsFd, large: &mut Large) -> io::Result<Received> {
+fn receive_large(
+    read: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>,
+    large: &mut Large,
+) -> io::Result<Received> {
     let wanted = large.header.payload_length() - large.filled;
     if large.buffer.len() == large.filled {
         let growth = wanted.min(large.filled.max(LARGE_START_BYTES));
@@ -292,9 +309,9 @@ fn receive_large(socket: impl AsFd, large: &mut Large) -> io::Result<Received> {
     }
     let room = wanted.min(large.buffer.len() - large.filled);
     let into = &mut large.buffer[large.filled..large.filled + room];
-    match rustix::net::recv(socket, into, RecvFlags::DONTWAIT) {
-        Ok((_, 0)) => Ok(Received::Closed),
-        Ok((_, count)) => {
+    match read(into) {
+        Ok(0) => Ok(Received::Closed),
+        Ok(count) => {
             large.filled += count;
             Ok(if count == room { Received::More } else { Received::Drained })
         }

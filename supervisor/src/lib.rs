@@ -12,6 +12,7 @@ mod confinement;
 pub mod control;
 pub mod crash;
 pub mod demand;
+mod descriptors;
 pub mod doctor;
 pub mod entry;
 pub mod keeper;

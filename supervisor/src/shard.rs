@@ -45,6 +45,7 @@ use crate::command::{Command, Commander, Notice};
 use crate::config::{Config, SupervisorConfig};
 use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
+use crate::descriptors::Intake;
 use crate::keeper::{Keeper, Report};
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 use crate::observe::spans::SpanSender;
@@ -180,6 +181,7 @@ pub struct Shard {
     origin: Instant,
     now: Time,
     listener: UnixListener,
+    intake: Intake,
     commands: Receiver<Command>,
     notices: Option<tokio::sync::mpsc::Sender<Notice>>,
     /// Where the spans of jobs go, if anybody takes them.
@@ -374,6 +376,7 @@ impl Shard {
             origin: Instant::now(),
             now: Time::ZERO,
             listener,
+            intake: Intake::new()?,
             commands,
             notices: Some(notices),
             spans: spans.map(Spans::new),

@@ -8,7 +8,9 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
+use rustix::io::Errno;
 
+use crate::keeper;
 use crate::succession::{self, NoLock};
 
 /// A bound socket. Dropping it removes the path; the lock lasts as long.
@@ -73,6 +75,12 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
         let _ = std::fs::remove_file(first);
     }
     let listener = with_umask(0o777, || UnixListener::bind(first)).map_err(|error| error.to_string())?;
+    // Connections inherit it. Older kernels do not know it: see `descriptors`.
+    if let Err(error) = keeper::refuse_descriptors(&listener)
+        && error != Errno::NOPROTOOPT
+    {
+        return Err(format!("it cannot be kept from taking descriptors: {error}"));
+    }
     std::fs::set_permissions(first, Permissions::from_mode(mode))
         .map_err(|error| format!("its mode cannot be set: {error}"))?;
     if is_short {

@@ -8,6 +8,7 @@ use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use crate::config::{Config, HttpConfig};
 use crate::confinement::Grounds;
 use crate::control::{self, Options};
+use crate::descriptors;
 use crate::keeper::{self, Keeper};
 use crate::observe::{crashes, spans};
 use crate::program;
@@ -155,14 +156,15 @@ const DESCRIPTORS_PER_WORKER: u64 = 8;
 const DESCRIPTORS_HTTP: u64 = control::CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 
 /// Takes no more clients than leave descriptors for workers and operators.
-pub(crate) fn leave_descriptors(config: &mut Config, descriptors: u64) {
+pub(crate) fn leave_descriptors(config: &mut Config, limit: u64) {
     let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
     let http = if config.supervisor.http.is_some() { DESCRIPTORS_HTTP } else { 0 };
-    let kept = DESCRIPTORS_OWN + http + workers * DESCRIPTORS_PER_WORKER;
-    let room = usize::try_from(descriptors.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
+    let foreign = descriptors::reserve();
+    let kept = DESCRIPTORS_OWN + http + foreign + workers * DESCRIPTORS_PER_WORKER;
+    let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
     if room < config.supervisor.max_clients {
         tracing::warn!(
-            "the limit of {descriptors} open files leaves room for {room} clients, not for max_clients = {}",
+            "the limit of {limit} open files leaves room for {room} clients, not for max_clients = {}",
             config.supervisor.max_clients
         );
         config.supervisor.max_clients = room;

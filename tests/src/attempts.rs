@@ -59,6 +59,8 @@ const NO_CAPABILITY: Expected = Refused(&["EPERM"], "no capabilities");
 const NO_FAMILY: Expected = Refused(&["EAFNOSUPPORT"], FAMILIES);
 const NO_PROCESS: Expected = Refused(&["ESRCH"], "its own process numbers");
 const NOT_SERVED: Expected = Refused(&["FORBIDDEN"], "the supervisor lets no worker in");
+/// See [`KERNELS_OWN`].
+const NOT_TAKEN: Expected = Refused(&["EPERM"], "the kernel; before Linux 6.16 the worker ends: `protocol`");
 const NO_SUCH_CALL: Expected = Refused(&["ENOSYS"], FILTER);
 const NOT_PERMITTED: Expected = Refused(&["EPERM"], FILTER);
 const NOT_TRACEABLE: Expected = Refused(&["EACCES", "EPERM"], "Landlock: not to be traced");
@@ -285,7 +287,8 @@ pub const ATTEMPTS: &[Group] = &[
         &[
             plain("garbage-on-the-link", "write garbage to its link", Crashes("protocol"), Crashes("protocol"), Crashes("protocol")),
             plain("urgent-data-on-the-link", "send urgent data on its link", Succeeds, Refused(&["EOPNOTSUPP"], FILTER), Refused(&["EOPNOTSUPP"], FILTER)),
-            plain("pass-descriptors", "pass descriptors to the supervisor, which does not take them", Succeeds, Succeeds, Succeeds),
+            plain("pass-descriptors", "pass descriptors to the supervisor", NOT_TAKEN, NOT_TAKEN, NOT_TAKEN),
+            plain("pass-lingering-socket", "pass it a socket that takes ten minutes to close", NOT_TAKEN, NO_FAMILY, NO_FAMILY),
         ],
     ),
 ];
@@ -299,6 +302,9 @@ pub const ELSEWHERE: &[&str] = &[
     "run-set-user-id-program",
     "touch-much-memory",
 ];
+
+/// What older kernels do not refuse, so that the supervisor ends the worker for it.
+pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
 /// What is otherwise for a program run by `exec`, under `default` and `strict`: it is not sealed, and its parent
 /// and whatever else it may signal is its own worker.

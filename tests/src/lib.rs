@@ -117,14 +117,31 @@ impl Supervisor {
         supervisor_keys: &str,
         bulkheads: &str,
     ) -> Self {
-        let programs = programs();
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        command.envs(variables.iter().copied());
+        Self::launch_by(command, folder, arguments, (supervisor_keys, bulkheads))
+    }
+
+    /// Starts one on a kernel that seems to know no `SO_PASSRIGHTS`, as before Linux 6.16.
+    pub fn start_on_older_kernel(bulkheads: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut command = Command::new(programs().join("older-kernel"));
+        command.arg(programs().join("bulkhead-supervisor"));
+        Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
+    }
+
+    fn launch_by(
+        mut command: Command,
+        folder: TempDir,
+        arguments: &[&str],
+        (supervisor_keys, bulkheads): (&str, &str),
+    ) -> Self {
         write_config(folder.path(), supervisor_keys, bulkheads);
         let log = std::fs::File::create(folder.path().join("log")).expect("a writable folder");
-        let child = Command::new(programs.join("bulkhead-supervisor"))
+        let child = command
             .arg("--config")
             .arg(folder.path().join("workers.toml"))
             .args(arguments)
-            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -430,6 +447,14 @@ pub fn processes_with(marker: &str) -> Vec<u32> {
 fn all_pids() -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").expect("/proc");
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Whether this kernel can refuse descriptors to those who send them: Linux 6.16 and later.
+pub fn refuses_descriptors() -> bool {
+    let release = nix::sys::utsname::uname().expect("a kernel has a name");
+    let release = release.release().to_string_lossy().into_owned();
+    let mut numbers = release.split(['.', '-']).map(|part| part.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 16)
 }
 
 /// Open descriptors of a process.

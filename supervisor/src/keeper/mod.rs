@@ -16,6 +16,7 @@
 //! - `confine`: the layers that confine a worker.
 //! - `probe`: which of them can be had here, found by trying.
 //! - `peer`: who is at the other end of a socket, and whether it is one of those that are kept.
+//! - `rights`: sockets to which nobody can pass descriptors.
 //! - `socket`: whole messages with descriptors, never blocking.
 //!
 //! # Two threads, for a reason
@@ -37,6 +38,7 @@ mod observe;
 mod peer;
 mod probe;
 mod process;
+mod rights;
 mod socket;
 mod spawn;
 mod temporary;
@@ -51,6 +53,7 @@ pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Secco
 pub use peer::{Descent, Outsiders, Peer, check_sight, groups};
 pub use probe::{Ability, probe};
 pub use process::run_as_keeper;
+pub use rights::refuse_descriptors;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";

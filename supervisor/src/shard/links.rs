@@ -29,6 +29,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use super::unread::Reading;
 use super::{Endpoint, Incoming, Shard};
 use crate::confinement::Whom;
+use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::keeper::Observed;
 use crate::program::Program;
 
@@ -164,6 +165,7 @@ impl Shard {
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
         let reading = Reading::of(&theirs)?;
+        self.intake.prepare(&socket)?;
         let program = self.owner(compartment).program.clone();
         self.keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write)?;
         self.ask_keeper();
@@ -355,10 +357,14 @@ impl Shard {
     ) -> Result<Received, String> {
         let Some(link) = self.links[index].as_ref() else { return Ok(Received::Drained) };
         let is_disbelieved = link.stage == Stage::Disbelieved;
-        let (received, mut batch) = match inbox.receive(&link.socket, scratch) {
-            Ok(read) => read,
-            Err(_) => return Ok(Received::Closed),
-        };
+        let (received, mut batch) =
+            match inbox.receive_by(scratch, |buffer| self.intake.receive(&link.socket, buffer)) {
+                Ok(read) => read,
+                Err(error) if error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error()) => {
+                    return if is_disbelieved { Ok(Received::Drained) } else { Err(NOT_TAKEN.into()) };
+                }
+                Err(_) => return Ok(Received::Closed),
+            };
         if is_disbelieved {
             return Ok(received);
         }

@@ -187,6 +187,7 @@ impl Shard {
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
+        self.intake.close_soon(&link.socket);
         self.buffered -= link.counted_waiting;
         let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
         if *place == Some(index) {

@@ -28,6 +28,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::access::{self, Grant};
 use super::fallback::Journey;
 use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
+use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use crate::keeper::Peer;
 
@@ -218,7 +219,7 @@ impl Shard {
         let peer = entry::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
         let most = self.limits.clients_max;
-        if grant.is_ok() && self.clients >= most {
+        if grant.is_ok() && self.clients + self.intake.closing() >= most {
             let message = format!(
                 "{most} clients are connected already, which is as many as max_clients and the limit of open \
                  files allow; try again later"
@@ -269,6 +270,7 @@ impl Shard {
             self.clients -= 1;
             self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
         }
+        self.intake.close(session.socket);
         self.freed_sessions.push(index);
     }
 
@@ -311,7 +313,11 @@ impl Shard {
     ) -> Result<Received, Option<Breach>> {
         let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
         let is_closing = session.stage == Stage::Closing;
-        let (received, mut batch) = inbox.receive(&session.socket, scratch).map_err(|_| None)?;
+        let read = inbox.receive_by(scratch, |buffer| self.intake.receive(&session.socket, buffer));
+        let (received, mut batch) = read.map_err(|error| {
+            let is_foreign = error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error());
+            (is_foreign && !is_closing).then(|| Breach(RejectReason::Invalid, NOT_TAKEN.into()))
+        })?;
         if is_closing {
             return Ok(received);
         }

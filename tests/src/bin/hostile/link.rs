@@ -1,9 +1,11 @@
 //! The link to the supervisor, used otherwise than agreed.
 
 use std::fs::File;
-use std::io::IoSlice;
+use std::io::{IoSlice, Write};
 use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{Header, kind};
@@ -16,6 +18,7 @@ use crate::calls::{At, Refused, Tried};
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("pass-descriptors", |_| pass_descriptors()),
     ("urgent-data-on-the-link", |_| urgent_data_on_the_link()),
+    ("pass-lingering-socket", |_| pass_lingering_socket()),
     ("garbage-on-the-link", |_| garbage_on_the_link()),
 ];
 
@@ -63,6 +66,30 @@ fn urgent_data_on_the_link() -> Tried {
     let sent = rustix::net::send(link, b"!", SendFlags::OOB).at(what);
     let sent_by_message = sendmsg(link, &[IoSlice::new(b"!")], &mut nothing, SendFlags::OOB).at(what);
     sent.or(sent_by_message).map(|_| "sent".into())
+}
+
+/// A TCP socket whose close takes ten minutes, in whatever process it is.
+fn pass_lingering_socket() -> Tried {
+    let link = link()?;
+    let listener = TcpListener::bind("127.0.0.1:0").at("listen")?;
+    let address = listener.local_addr().at("listen")?;
+    let mut socket = TcpStream::connect(address).at("connect")?;
+    rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).at("linger")?;
+    socket.set_nonblocking(true).at("fill the socket")?;
+    while socket.write(&[0; 1 << 16]).is_ok() {}
+    // What nobody reads is not sent.
+    std::mem::forget(listener);
+    let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [socket.as_fd()];
+    rights.push(SendAncillaryMessage::ScmRights(&descriptors));
+    let sent = sendmsg(link, &[IoSlice::new(&frame)], &mut rights, SendFlags::empty()).at("pass the socket");
+    if sent.is_err() {
+        // It is still ours to close.
+        std::mem::forget(socket);
+    }
+    sent.map(|_| "passed".into())
 }
 
 /// And then nothing, for as long as it takes the supervisor to notice.

@@ -1,0 +1,295 @@
+//! Descriptors that clients and workers send along with their bytes. Nobody asked for them, and to close one can
+//! take as long as its sender likes, so that the data plane never does.
+//!
+//! Linux 6.16 refuses them to the sender. On an older kernel the data plane takes them, with room for as many as
+//! one message can have, and hands them to threads that close them: also the sockets that are closed with
+//! something unread, since that may have descriptors. While those threads have too many on their hands, the data
+//! plane looks before it reads, and takes none.
+
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketFlags, SocketType,
+};
+
+use crate::keeper;
+
+/// Descriptors that one message can have: the kernel's `SCM_MAX_FD`.
+const MESSAGE_DESCRIPTORS_MAX: usize = 253;
+
+/// Descriptors of others that are held at once.
+const HELD_MAX: usize = 2 * MESSAGE_DESCRIPTORS_MAX;
+
+/// Threads that close: as many closes can hang before others wait for them.
+const CLOSERS: usize = 4;
+
+/// What [`Intake::receive`] answers for bytes that came with descriptors.
+pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
+
+/// What the sender is told.
+pub(crate) const NOT_TAKEN: &str = "it sent descriptors, which are not taken here";
+
+/// The slots for descriptors that are kept free for those of others.
+pub(crate) fn reserve() -> u64 {
+    if kernel_refuses() { 0 } else { HELD_MAX as u64 }
+}
+
+/// Whether this kernel refuses descriptors to their sender.
+fn kernel_refuses() -> bool {
+    static REFUSES: OnceLock<bool> = OnceLock::new();
+    *REFUSES.get_or_init(|| {
+        let pair =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+        pair.is_ok_and(|(socket, _)| keeper::refuse_descriptors(&socket).is_ok())
+    })
+}
+
+/// How the data plane reads from sockets, and closes them.
+pub(crate) enum Intake {
+    /// The kernel lets no descriptors in.
+    Refusing,
+    /// They come in.
+    Closing(Closers),
+}
+
+impl Intake {
+    /// As this kernel allows.
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(if kernel_refuses() { Self::Refusing } else { Self::Closing(Closers::start()?) })
+    }
+
+    /// Makes our end of a pair fit for [`Self::receive`]; what a listener hands out is already.
+    pub(crate) fn prepare(&self, socket: &impl AsFd) -> io::Result<()> {
+        match self {
+            Self::Refusing => Ok(keeper::refuse_descriptors(socket)?),
+            Self::Closing(_) => Ok(()),
+        }
+    }
+
+    /// Reads without waiting. Errors are those of `recv(2)`, and [`CAME_WITH_DESCRIPTORS`].
+    pub(crate) fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+        match self {
+            Self::Refusing => rustix::net::recv(socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count),
+            Self::Closing(closers) => closers.receive(socket, buffer),
+        }
+    }
+
+    /// Closes a socket that somebody else could write to.
+    pub(crate) fn close(&self, socket: UnixStream) {
+        if let Self::Closing(closers) = self {
+            closers.close(socket);
+        }
+    }
+
+    /// The same for a socket that its owner will drop.
+    pub(crate) fn close_soon(&self, socket: &UnixStream) {
+        if let Self::Closing(closers) = self
+            && let Ok(copy) = socket.try_clone()
+        {
+            closers.close(copy);
+        }
+    }
+
+    /// Sockets that are still being closed.
+    pub(crate) fn closing(&self) -> usize {
+        match self {
+            Self::Refusing => 0,
+            Self::Closing(closers) => closers.backlog.sockets.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// What is on its way to be closed.
+#[derive(Default)]
+struct Backlog {
+    descriptors: AtomicUsize,
+    sockets: AtomicUsize,
+}
+
+enum Unwanted {
+    Descriptors(Vec<OwnedFd>),
+    Socket(UnixStream),
+}
+
+/// The way to the threads that close. It is as long as it has to be: descriptors are bounded by [`HELD_MAX`], and
+/// sockets keep the places of the clients that they belonged to. The threads end with it.
+pub(crate) struct Closers {
+    unwanted: Sender<Unwanted>,
+    backlog: Arc<Backlog>,
+}
+
+impl Closers {
+    fn start() -> io::Result<Self> {
+        let (unwanted, coming) = channel();
+        let coming = Arc::new(Mutex::new(coming));
+        let backlog = Arc::<Backlog>::default();
+        for _ in 0..CLOSERS {
+            let (coming, backlog) = (coming.clone(), backlog.clone());
+            let close = move || close_all(&coming, &backlog);
+            std::thread::Builder::new().name("closer".into()).spawn(close)?;
+        }
+        Ok(Self { unwanted, backlog })
+    }
+
+    fn receive(&self, socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+        if self.backlog.descriptors.load(Ordering::Relaxed) + MESSAGE_DESCRIPTORS_MAX > HELD_MAX {
+            return receive_unless_descriptors(socket, buffer);
+        }
+        let (count, descriptors) = receive_with_descriptors(socket, buffer)?;
+        if descriptors.is_empty() {
+            return Ok(count);
+        }
+        self.backlog.descriptors.fetch_add(descriptors.len(), Ordering::Relaxed);
+        self.hand_over(Unwanted::Descriptors(descriptors));
+        Err(CAME_WITH_DESCRIPTORS)
+    }
+
+    fn close(&self, socket: UnixStream) {
+        // Nothing comes after this, so that one without anything unread has no descriptors.
+        let is_shut = socket.shutdown(Shutdown::Both).is_ok();
+        if is_shut && rustix::io::ioctl_fionread(&socket) == Ok(0) {
+            return;
+        }
+        self.backlog.sockets.fetch_add(1, Ordering::Relaxed);
+        self.hand_over(Unwanted::Socket(socket));
+    }
+
+    fn hand_over(&self, unwanted: Unwanted) {
+        // The threads end only after this.
+        if let Err(unsent) = self.unwanted.send(unwanted) {
+            std::mem::forget(unsent);
+        }
+    }
+}
+
+fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
+    loop {
+        // Whoever waits has the lock, and gives it back before it closes anything.
+        let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        match next {
+            Ok(Unwanted::Descriptors(descriptors)) => {
+                let count = descriptors.len();
+                close_descriptors(descriptors);
+                backlog.descriptors.fetch_sub(count, Ordering::Relaxed);
+            }
+            Ok(Unwanted::Socket(socket)) => {
+                let mut bytes = [0; 4096];
+                while let Ok((1.., descriptors)) = receive_with_descriptors(&socket, &mut bytes) {
+                    close_descriptors(descriptors);
+                }
+                drop(socket);
+                backlog.sockets.fetch_sub(1, Ordering::Relaxed);
+            }
+            Err(_) => return,
+        }
+    }
+}
+
+fn close_descriptors(descriptors: Vec<OwnedFd>) {
+    for descriptor in descriptors {
+        // The usual reason to linger. What is no socket says so.
+        let _ = rustix::net::sockopt::set_socket_linger(&descriptor, None);
+    }
+}
+
+/// Reads, and takes what descriptors there are.
+fn receive_with_descriptors(
+    socket: &UnixStream,
+    buffer: &mut [u8],
+) -> rustix::io::Result<(usize, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MESSAGE_DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let mut slices = [IoSliceMut::new(buffer)];
+    let received = rustix::net::recvmsg(socket, &mut slices, &mut ancillary, flags)?;
+    let mut descriptors = Vec::new();
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            descriptors.extend(rights);
+        }
+    }
+    Ok((received.bytes, descriptors))
+}
+
+/// Reads only bytes that have no descriptors.
+fn receive_unless_descriptors(socket: &UnixStream, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let mut slices = [IoSliceMut::new(&mut *buffer)];
+    let seen = rustix::net::recvmsg(socket, &mut slices, &mut RecvAncillaryBuffer::default(), flags)?;
+    // A look ends behind the first message that has some, and says that there was no room for them.
+    if seen.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(CAME_WITH_DESCRIPTORS);
+    }
+    rustix::net::recv(socket, &mut buffer[..seen.bytes], RecvFlags::DONTWAIT).map(|(_, count)| count)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::IoSlice;
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+    use super::*;
+
+    fn send(socket: &UnixStream, bytes: &[u8], descriptors: usize) -> rustix::io::Result<usize> {
+        let files: Vec<File> = (0..descriptors).map(|_| File::open("/dev/null").unwrap()).collect();
+        let descriptors: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MESSAGE_DESCRIPTORS_MAX))];
+        let mut rights = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() {
+            assert!(rights.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        }
+        sendmsg(socket, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
+    }
+
+    /// As on an older kernel, without threads.
+    fn closers() -> (Closers, Receiver<Unwanted>) {
+        let (unwanted, coming) = channel();
+        (Closers { unwanted, backlog: Arc::default() }, coming)
+    }
+
+    #[test]
+    fn descriptors_are_never_closed_where_bytes_are_read() {
+        let (closers, coming) = closers();
+        let mut buffer = [0; 100];
+        // Some messages are taken with their descriptors, and the next ones are left where they are.
+        for round in 0..5 {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            send(&theirs, b"frames", 0).unwrap();
+            assert_eq!(closers.receive(&ours, &mut buffer), Ok(6));
+            send(&theirs, b"plain", 0).unwrap();
+            send(&theirs, b"loaded", MESSAGE_DESCRIPTORS_MAX).unwrap();
+            assert_eq!(closers.receive(&ours, &mut buffer), Err(CAME_WITH_DESCRIPTORS));
+            let held = closers.backlog.descriptors.load(Ordering::Relaxed);
+            assert_eq!(held, MESSAGE_DESCRIPTORS_MAX * (round + 1).min(2));
+            closers.close(ours);
+        }
+        assert_eq!(closers.backlog.sockets.load(Ordering::Relaxed), 3, "those with something unread");
+        let backlog = closers.backlog.clone();
+        drop(closers);
+        close_all(&Mutex::new(coming), &backlog);
+        let left = [&backlog.descriptors, &backlog.sockets].map(|count| count.load(Ordering::Relaxed));
+        assert_eq!(left, [0, 0]);
+    }
+
+    #[test]
+    fn a_kernel_that_can_refuses_descriptors_to_their_sender() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        if let Err(error) = keeper::refuse_descriptors(&ours) {
+            assert_eq!(error, Errno::NOPROTOOPT);
+            eprintln!("skipped: this kernel takes descriptors");
+            return;
+        }
+        assert_eq!(send(&theirs, b"loaded", 1), Err(Errno::PERM));
+        assert_eq!(send(&theirs, b"plain", 0), Ok(5));
+    }
+}

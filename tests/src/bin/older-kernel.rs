@@ -1,0 +1,51 @@
+//! Runs a program for which the kernel knows no `SO_PASSRIGHTS`, as kernels before Linux 6.16:
+//! `older-kernel PROGRAM [ARGUMENT...]`.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+const SO_PASSRIGHTS: u32 = 83;
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1);
+    let Some(program) = arguments.next() else { return ExitCode::from(2) };
+    if let Err(error) = forget_pass_rights() {
+        eprintln!("error: failed to filter setsockopt: {error}");
+        return ExitCode::FAILURE;
+    }
+    let error = Command::new(program).args(arguments).exec();
+    eprintln!("error: {error}");
+    ExitCode::FAILURE
+}
+
+/// From here on, also after `execve(2)`, `setsockopt(2)` of `SO_PASSRIGHTS` is `ENOPROTOOPT`.
+fn forget_pass_rights() -> std::io::Result<()> {
+    // Where the kernel puts the number and the lower halves of the arguments; little-endian.
+    const NUMBER: u32 = 0;
+    const ARGUMENTS: u32 = 16;
+    let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    let is_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    let answer = (libc::BPF_RET | libc::BPF_K) as u16;
+    let op = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let mut program = [
+        op(load, 0, 0, NUMBER),
+        op(is_equal, 0, 5, libc::SYS_setsockopt as u32),
+        op(load, 0, 0, ARGUMENTS + 8),
+        op(is_equal, 0, 3, libc::SOL_SOCKET as u32),
+        op(load, 0, 0, ARGUMENTS + 16),
+        op(is_equal, 0, 1, SO_PASSRIGHTS),
+        op(answer, 0, 0, libc::SECCOMP_RET_ERRNO | libc::ENOPROTOOPT as u32),
+        op(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    #[expect(unsafe_code, reason = "no library filters system calls like this")]
+    // SAFETY: the filter and what it points to outlive the calls, which only read them.
+    let done = unsafe {
+        // Without privileges no filter is taken otherwise. With them, nothing else should change.
+        if libc::geteuid() != 0 {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        }
+        libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const filter)
+    };
+    if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}

@@ -1,0 +1,167 @@
+//! Descriptors that clients and workers send along: they are refused, or closed where nobody waits for it.
+//! The socket that is sent takes ten minutes to close, which is longer than any test is patient.
+
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_shared::client_protocol::{Hello, role};
+use bulkhead_shared::codec;
+use bulkhead_shared::frame::{Header, MAGIC, kind};
+use bulkhead_tests::{PATIENCE, Supervisor, descriptors, outcome, programs, refuses_descriptors, wait_for};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+/// Attacks in a row, so that more closes hang than there could be threads for.
+const ROUNDS: usize = 8;
+
+fn hello() -> Vec<u8> {
+    let hello = Hello {
+        version_min: 1,
+        version_max: 1,
+        role: role::CLIENT,
+        frame_bytes_max: u32::MAX,
+        capabilities: 0,
+        name: "hostile",
+        version: "0",
+    };
+    let mut metadata = Vec::new();
+    codec::encode(&hello, &[], &mut metadata).unwrap();
+    let (length, metadata_length) = (metadata.len() as u32, metadata.len() as u16);
+    let header = Header { length, kind: kind::HELLO, flags: 0, metadata_length, number: MAGIC };
+    [&header.encode()[..], &metadata].concat()
+}
+
+/// A socket that takes long to close, and the listener for which it has something unsent.
+fn lingering() -> (TcpStream, TcpListener) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    while socket.write(&[0; 1 << 16]).is_ok() {}
+    (socket, listener)
+}
+
+fn send(to: &UnixStream, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    assert!(rights.push(SendAncillaryMessage::ScmRights(descriptors)));
+    sendmsg(to, &[IoSlice::new(bytes)], &mut rights, SendFlags::empty())
+}
+
+/// Sends such a socket, and leaves it with the supervisor alone if that takes it.
+fn pass(to: &UnixStream, bytes: &[u8], is_older: bool) -> TcpListener {
+    let (socket, listener) = lingering();
+    match send(to, bytes, &[socket.as_fd()]) {
+        Ok(sent) => assert!(is_older && sent == bytes.len(), "the kernel lets descriptors through"),
+        Err(error) => assert!(!is_older && error == Errno::PERM, "{error}"),
+    }
+    // It lingers in the supervisor, not here.
+    if !is_older {
+        rustix::net::sockopt::set_socket_linger(&socket, None).unwrap();
+    }
+    listener
+}
+
+fn dial(path: &Path) -> UnixStream {
+    let socket = UnixStream::connect(path).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket
+}
+
+fn is_well(supervisor: &Supervisor, client: &Client) {
+    let reply = client.job("honest", "ping").deadline(PATIENCE).send();
+    assert_eq!(outcome(&reply), "ok");
+    assert_eq!(supervisor.try_get("/healthz").unwrap().0, 200);
+}
+
+const BULKHEADS: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
+
+/// On this kernel, if it is a newer one, and on an older one.
+fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
+    if refuses_descriptors() {
+        test(&Supervisor::start(bulkheads), false);
+    }
+    test(&Supervisor::start_on_older_kernel(bulkheads), true);
+}
+
+#[test]
+fn a_client_that_sends_a_socket_that_lingers_holds_nobody_up() {
+    on_both(BULKHEADS, |supervisor, is_older| {
+        let path = supervisor.socket();
+        let client = Client::connect(&path).unwrap();
+        is_well(supervisor, &client);
+        let before = descriptors(supervisor.pid());
+        let mut listeners = Vec::new();
+        for _ in 0..ROUNDS {
+            // With its first words; and as its last ones, so that the supervisor may never read them.
+            let mut first = dial(&path);
+            listeners.push(pass(&first, &hello(), is_older));
+            let last = dial(&path);
+            listeners.push(pass(&last, &hello(), is_older));
+            drop(last);
+            is_well(supervisor, &client);
+            if is_older {
+                let mut told = Vec::new();
+                let _ = first.read_to_end(&mut told);
+                let told = String::from_utf8_lossy(&told);
+                assert!(told.contains("it sent descriptors"), "{told}");
+            }
+        }
+        wait_for("the supervisor has as many descriptors as before", || {
+            (descriptors(supervisor.pid()) <= before + 4).then_some(())
+        });
+        is_well(supervisor, &client);
+    });
+}
+
+#[test]
+fn as_many_descriptors_as_the_kernel_passes_do_not_pile_up() {
+    let supervisor = Supervisor::start_on_older_kernel(BULKHEADS);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    is_well(&supervisor, &client);
+    let before = descriptors(supervisor.pid());
+    let null = std::fs::File::open("/dev/null").unwrap();
+    for _ in 0..20 {
+        let sockets: Vec<_> = (0..10).map(|_| dial(&supervisor.socket())).collect();
+        for socket in &sockets {
+            for _ in 0..2 {
+                let _ = send(socket, &hello(), &[null.as_fd(); 253]);
+            }
+        }
+        is_well(&supervisor, &client);
+    }
+    wait_for("the supervisor has as many descriptors as before", || {
+        (descriptors(supervisor.pid()) <= before).then_some(())
+    });
+}
+
+#[test]
+fn a_worker_that_sends_a_socket_that_lingers_holds_nobody_up() {
+    let hostile = programs().join("hostile");
+    let bulkheads = format!(
+        "[bulkhead.hostile]\ncommand = [{hostile:?}]\nsandbox = {{ profile = \"none\" }}\n\
+         restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n\
+         {BULKHEADS}sandbox = {{ profile = \"none\" }}\n"
+    );
+    on_both(&bulkheads, |supervisor, is_older| {
+        let client = Client::connect(supervisor.socket()).unwrap();
+        for _ in 0..ROUNDS {
+            let job = client.job("hostile", "{}").operation("pass-lingering-socket").deadline(PATIENCE);
+            let ended = job.send();
+            match &ended {
+                Ok(reply) => {
+                    let told = String::from_utf8_lossy(reply.payload()).into_owned();
+                    assert!(!is_older && told.contains("EPERM"), "{told}");
+                }
+                Err(_) => assert!(is_older && outcome(&ended) == "crashed/protocol", "{}", outcome(&ended)),
+            }
+            is_well(supervisor, &client);
+        }
+    });
+}
