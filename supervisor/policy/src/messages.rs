@@ -180,7 +180,8 @@ pub enum Event<T> {
         /// Which.
         worker: WorkerId,
     },
-    /// A worker's process, and all that descends from it, is gone.
+    /// A worker's process is gone. What descends from it may live on, and its slot is taken until
+    /// [`Event::Swept`] follows.
     Exited {
         /// Which.
         worker: WorkerId,
@@ -189,7 +190,13 @@ pub enum Event<T> {
         /// Whether it left something unread on its link. If it had one job only, it cannot have begun it.
         left_unread: bool,
     },
-    /// The supervisor itself had to end a worker, with everything else: its keeper died.
+    /// All that descended from a worker that has exited is gone as well.
+    Swept {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// The supervisor itself had to end a worker and all that descended from it, with everything else: its
+    /// keeper died. Nothing follows.
     Lost {
         /// Which.
         worker: WorkerId,

@@ -195,6 +195,7 @@ fn a_job_left_unread_goes_to_the_next_worker_before_all_others() {
     let (unread, later) = (stage.job(), stage.job());
     let worker = stage.newest_worker();
     stage.apply(Event::Exited { worker, death: Death::Exit(0), left_unread: true });
+    stage.apply(Event::Swept { worker });
     assert_eq!(stage.verdicts(unread).len(), 0);
     stage.bring_up(stage.newest_worker());
     assert_eq!(stage.holder(unread), stage.newest_worker());
