@@ -10,10 +10,11 @@ use std::fs::File;
 use std::io::{self, Read};
 
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, test_kill_process};
+use rustix::process::{Pid, test_kill_process};
 
-/// Rounds of looking for processes that were forked while the last round stopped their parents.
-const STOP_ROUNDS_MAX: usize = 32;
+mod hunt;
+
+pub use hunt::{Hunt, Progress};
 
 /// Ancestors that are looked up for one process; the deepest sessions of honest people have some twenty.
 const ANCESTORS_MAX: usize = 64;
@@ -39,31 +40,21 @@ struct Process {
 /// from them. Returns how many it killed; 0 means that none is left. Call it until then: killing
 /// hands the victims' children upwards.
 ///
-/// Takes a look at every process of the machine, some microseconds for each. Errors: `/proc` cannot
-/// be read.
+/// Takes a look at every process of the machine, some microseconds for each; [`Hunt`] does the same in pieces.
+/// Errors: `/proc` cannot be read.
 pub fn kill_descendants(spare: &HashSet<u32>) -> io::Result<usize> {
-    let mut found: HashMap<u32, u64> = HashMap::new();
-    for _ in 0..STOP_ROUNDS_MAX {
-        let mut fresh = 0;
-        for (pid, started) in descendants(&processes()?, std::process::id(), spare) {
-            if found.insert(pid, started) != Some(started) {
-                signal(pid, started, Signal::STOP);
-                fresh += 1;
-            }
-        }
-        if fresh == 0 {
-            break;
+    let mut hunt = Hunt::default();
+    hunt.begin()?;
+    loop {
+        if let Progress::Over(count) = hunt.step(usize::MAX, |pid| spare.contains(&pid))? {
+            return Ok(count);
         }
     }
-    for (&pid, &started) in &found {
-        signal(pid, started, Signal::KILL);
-    }
-    Ok(found.len())
 }
 
 /// The processes that descend from `root`, nearest first, by number. Zombies are left out.
 pub fn descendants_of(root: u32) -> io::Result<Vec<u32>> {
-    let found = descendants(&processes()?, root, &HashSet::new());
+    let found = descendants(&processes()?, root, |_| false);
     Ok(found.into_iter().map(|(pid, _)| pid).collect())
 }
 
@@ -137,7 +128,7 @@ fn parent_of(pid: u32) -> io::Result<u32> {
     process.map(|process| process.parent).ok_or_else(|| io::Error::other(format!("{path} makes no sense")))
 }
 
-fn descendants(table: &HashMap<u32, Process>, root: u32, spare: &HashSet<u32>) -> Vec<(u32, u64)> {
+fn descendants(table: &HashMap<u32, Process>, root: u32, is_spared: impl Fn(u32) -> bool) -> Vec<(u32, u64)> {
     let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
     for (&pid, process) in table {
         children.entry(process.parent).or_default().push(pid);
@@ -146,7 +137,7 @@ fn descendants(table: &HashMap<u32, Process>, root: u32, spare: &HashSet<u32>) -
     let mut open = vec![root];
     while let Some(parent) = open.pop() {
         for &pid in children.get(&parent).into_iter().flatten() {
-            if parent == root && spare.contains(&pid) {
+            if parent == root && is_spared(pid) {
                 continue;
             }
             let process = table[&pid];
@@ -157,21 +148,6 @@ fn descendants(table: &HashMap<u32, Process>, root: u32, spare: &HashSet<u32>) -
         }
     }
     found
-}
-
-/// Sends a signal to the process that had this number when it was looked up, or to nobody.
-fn signal(pid: u32, started: u64, signal: Signal) {
-    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
-    // From here on the descriptor names the process, so that the second look-up decides.
-    let Ok(descriptor) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-    let is_same = read_process(pid.as_raw_nonzero().get() as u32).is_some_and(|p| p.started == started);
-    if is_same {
-        match pidfd_send_signal(&descriptor, signal) {
-            // Gone between the look and the shot; or a set-user-id program, which a subreaper without
-            // privileges cannot signal: it is found again at the next call.
-            Ok(()) | Err(Errno::SRCH | Errno::PERM) | Err(_) => {}
-        }
-    }
 }
 
 fn processes() -> io::Result<HashMap<u32, Process>> {
@@ -219,7 +195,17 @@ fn parse(stat: &str) -> Option<Process> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
+
+    /// Sends a signal to the process that had this number when it was looked up, or to nobody.
+    fn signal(pid: u32, started: u64, signal: Signal) {
+        let number = Pid::from_raw(pid as i32).unwrap();
+        let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
+        if super::started(pid) == Some(started) {
+            let _ = pidfd_send_signal(&descriptor, signal);
+        }
+    }
 
     #[test]
     fn finds_grandchildren_and_only_those() {
@@ -275,7 +261,7 @@ mod tests {
         };
         let error = lineage(deepest, std::process::id()).unwrap_err().to_string();
         assert!(error.contains("more than 64 ancestors"), "{error}");
-        for (pid, started) in descendants(&processes().unwrap(), child.id(), &HashSet::new()) {
+        for (pid, started) in descendants(&processes().unwrap(), child.id(), |_| false) {
             signal(pid, started, Signal::KILL);
         }
         child.kill().unwrap();

@@ -229,6 +229,7 @@ pub struct Shard {
     /// Of workers that have one each.
     ids: Ids,
     links_by_spawn: HashMap<u64, usize>,
+    sweeping: HashMap<u64, reports::Sweeping>,
     scratch: Scratch,
     pool: BufferPool,
     actions: Vec<Action<Cargo>>,
@@ -412,6 +413,7 @@ impl Shard {
             spawns: 0,
             ids: Ids::new(config.supervisor.worker_uids),
             links_by_spawn: HashMap::new(),
+            sweeping: HashMap::new(),
             scratch: Scratch::default(),
             pool: BufferPool::default(),
             actions: Vec::new(),
@@ -567,7 +569,8 @@ impl Shard {
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
-        if !self.again.is_empty() || self.is_called {
+        // Failed spawns that came up when those before them were told.
+        if !self.again.is_empty() || self.is_called || !self.failed_spawns.is_empty() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.

@@ -22,7 +22,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 13] = [
+const CASES: [(&str, fn()); 16] = [
     ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
     ("what_fails_before_the_program_runs_is_named", failures),
     ("limits_are_set", limits),
@@ -33,6 +33,9 @@ const CASES: [(&str, fn()); 13] = [
     ("dropping_the_keeper_leaves_nothing_within_a_second", dropped),
     ("ending_the_keeper_waits_until_nothing_is_left", ended),
     ("a_killed_keeper_takes_its_workers_along_and_can_be_replaced", killed),
+    ("a_death_is_reported_before_what_others_left_behind_is_swept", told_at_once),
+    ("a_death_in_a_pid_namespace_is_reported_before_all_others_in_there_are_gone", told_in_namespace),
+    ("a_kill_is_never_refused", kills_have_room),
     ("a_fork_bomb_is_ended", fork_bomb),
     ("reports_that_nobody_reads_wait", unread_reports),
     ("descriptors_stay_flat", flat),
@@ -119,11 +122,25 @@ impl Fixture {
         }
     }
 
+    /// How a worker ended, of which nothing is left then.
     fn exit_of(&mut self, worker: &Worker) -> Exit {
-        match self.next() {
+        let exit = match self.next() {
             Report::Exited { worker: number, exit, .. } if number == worker.number => exit,
             other => panic!("{other:?}"),
+        };
+        self.swept(worker);
+        exit
+    }
+
+    fn swept(&mut self, worker: &Worker) {
+        match self.next() {
+            Report::Swept { worker: number } if number == worker.number => {}
+            other => panic!("{other:?}"),
         }
+    }
+
+    fn signal_keeper(&self, signal: Signal) {
+        send(self.keeper.pid(), signal);
     }
 
     fn failure_of(&mut self, order: SpawnOrder<'_>) -> (String, Option<i32>) {
@@ -165,6 +182,16 @@ impl Worker {
     }
 }
 
+fn send(pid: u32, signal: Signal) {
+    rustix::process::kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+}
+
+fn state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // After the name in parentheses comes the state.
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
 fn is_there(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // After the name in parentheses comes the state.
@@ -200,6 +227,7 @@ fn exit_status() {
         }
         other => panic!("{other:?}"),
     }
+    fixture.swept(&worker);
     let (worker, _) = fixture.run("ulimit -c 0; kill -TERM $$");
     assert_eq!(fixture.exit_of(&worker), Exit::Signal { number: 15, core_dumped: false });
     let (worker, pid) = fixture.run("read -r line <&3");
@@ -321,8 +349,8 @@ fn stays_below() {
     let (other, _) = fixture.run("exit 0");
     assert_eq!(fixture.exit_of(&other), Exit::Code(0));
     assert!(is_there(orphan));
-    drop(worker.link);
-    assert!(matches!(fixture.next(), Report::Exited { .. }));
+    worker.link.shutdown(std::net::Shutdown::Both).unwrap();
+    fixture.exit_of(&worker);
     assert!(!is_there(orphan));
 }
 
@@ -388,6 +416,99 @@ fn killed() {
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
 }
 
+/// Several have died before the keeper looks, and the first of them has left many behind.
+fn told_at_once() {
+    let mut fixture = Fixture::start();
+    let script = "for i in $(seq 300); do sleep 1000 & done; echo 1; read -r line <&3";
+    let (mut crowd, crowd_pid) = fixture.run(script);
+    crowd.read_pid();
+    let others: Vec<_> = (0..5).map(|_| fixture.run("read -r line <&3")).collect();
+    fixture.signal_keeper(Signal::STOP);
+    wait_until("the keeper is stopped", PATIENCE, || state(fixture.keeper.pid()) == Some('T'));
+    let all: Vec<u32> = [crowd_pid].into_iter().chain(others.iter().map(|(_, pid)| *pid)).collect();
+    for &pid in &all {
+        send(pid, Signal::KILL);
+        wait_until("it is dead", PATIENCE, || state(pid) == Some('Z'));
+    }
+    fixture.signal_keeper(Signal::CONT);
+    let dead: HashSet<u64> = (0..all.len())
+        .map(|_| match fixture.next() {
+            Report::Exited { worker, exit: Exit::Signal { number: 9, .. }, .. } => worker,
+            other => panic!("a death waits: {other:?}"),
+        })
+        .collect();
+    assert_eq!(dead.len(), all.len());
+    for _ in &all {
+        let Report::Swept { worker } = fixture.next() else { panic!("not swept") };
+        assert!(dead.contains(&worker));
+    }
+    assert_eq!(descendants_of(fixture.keeper.pid()).unwrap(), Vec::<u32>::new());
+}
+
+/// The first process of a namespace ends when all others in there have. One that this test traces has not until the
+/// test says so.
+#[expect(unsafe_code, reason = "ptrace(2) has no safe wrapper here")]
+fn told_in_namespace() {
+    if !rustix::process::geteuid().is_root() {
+        return print!("NOT TRIED: a pid namespace without a user namespace takes root ... ");
+    }
+    let mut fixture = Fixture::start();
+    let mut order = shell("sleep 1000 & read -r line <&3; exit 3");
+    order.confinement.terms.namespaces.pid = true;
+    let worker = fixture.order(order);
+    let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
+    let mut sleeper = 0;
+    wait_until("it has a child", PATIENCE, || {
+        sleeper = descendants_of(pid).unwrap().first().copied().unwrap_or(0);
+        sleeper != 0
+    });
+    // SAFETY: neither call touches memory of this process.
+    let ptrace = |request: libc::c_uint| unsafe { libc::ptrace(request, sleeper as libc::pid_t, 0, 0) };
+    assert_eq!(ptrace(libc::PTRACE_SEIZE), 0, "{}", io::Error::last_os_error());
+    worker.link.shutdown(std::net::Shutdown::Both).unwrap();
+    match fixture.next() {
+        Report::Exited { exit, .. } => assert_eq!(exit, Exit::Code(3)),
+        other => panic!("{other:?}"),
+    }
+    wait_until("the other one is dead", PATIENCE, || state(sleeper) == Some('Z'));
+    let mut status = 0;
+    // SAFETY: the pointer is to a variable of this function.
+    let waited = unsafe { libc::waitpid(sleeper as libc::pid_t, &mut status, libc::__WALL) };
+    assert_eq!(waited, sleeper as libc::pid_t);
+    fixture.swept(&worker);
+}
+
+/// However many orders wait.
+fn kills_have_room() {
+    let mut fixture = Fixture::start();
+    let (worker, _) = fixture.run("read -r line <&3");
+    fixture.signal_keeper(Signal::STOP);
+    let mut ordered = 0;
+    let refused = loop {
+        let (link, theirs) = UnixStream::pair().unwrap();
+        drop(link);
+        let order = SpawnOrder { worker: 1_000 + ordered, program: "/no/such/program", ..shell("") };
+        match fixture.keeper.spawn(&order, theirs.into(), null(), null()) {
+            Ok(()) => ordered += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refused.kind(), io::ErrorKind::WouldBlock);
+    fixture.keeper.kill(worker.number).unwrap();
+    fixture.keeper.ping().unwrap();
+    fixture.signal_keeper(Signal::CONT);
+    let (mut failed, mut is_dead, mut is_there) = (0, false, false);
+    while failed < ordered || !is_dead || !is_there {
+        match fixture.next() {
+            Report::SpawnFailed { .. } => failed += 1,
+            Report::Exited { worker: dead, .. } => is_dead = dead == worker.number,
+            Report::Pong => is_there = true,
+            Report::Swept { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 fn fork_bomb() {
     // Processes that all go on forking: many in the group of the worker, or some that nothing finds
     // but a look for them, each in a session of its own (these keep the processors busiest).
@@ -411,7 +532,7 @@ fn explode(bomb: &str, fork: &str, generations: &str, enough: usize) {
     let light = |fixture: &mut Fixture| {
         let worker = fixture.order(order.clone());
         let Report::Spawned { pid, .. } = fixture.next() else { panic!("it did not start") };
-        wait_until("it has grown", PATIENCE, || descendants_of(pid).unwrap().len() > enough);
+        wait_until("it has grown", PATIENCE * 6, || descendants_of(pid).unwrap().len() > enough);
         worker
     };
     let worker = light(&mut fixture);

@@ -200,3 +200,29 @@ fn a_bulkhead_that_is_off_does_not_keep_the_rest_from_being_ready() {
         assert_eq!(client.job("off", "").send().unwrap_err().exit_code(), 75);
     }
 }
+
+/// Who closes its link by dying is dead, however late the keeper says so.
+#[test]
+fn a_death_that_is_reported_late_has_its_true_cause() {
+    let supervisor = Supervisor::start(&format!("{TREE}\n[bulkhead.clock]\ncommand = [\"MISBEHAVE\"]\n"));
+    let uptime = || supervisor.snapshot("clock")["workers"][0]["uptime_ms"].as_f64().unwrap_or(0.0);
+    let mut job = supervisor.command();
+    job.args(["submit", "b", "pid", "--json"]).stdout(Stdio::null());
+    assert!(job.status().unwrap().success());
+    let mut job = supervisor.command();
+    let job = job.args(["submit", "b", "hang", "--json"]).stdout(Stdio::piped()).stderr(Stdio::null());
+    let job = job.spawn().unwrap();
+    let busy = wait_for("a worker has the job", || {
+        let snapshot = supervisor.snapshot("b");
+        let busy = snapshot["workers"].as_array()?.iter().find(|worker| worker["in_flight"] == 1)?.clone();
+        busy["pid"].as_u64()
+    });
+    kill_pid(supervisor.keeper(), Signal::SIGSTOP);
+    kill_pid(busy as u32, Signal::SIGKILL);
+    let began = uptime();
+    wait_for("the supervisor has looked for a while", || (uptime() > began + 3000.0).then_some(()));
+    kill_pid(supervisor.keeper(), Signal::SIGCONT);
+    let output = job.wait_with_output().unwrap();
+    let outcome: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&outcome["outcome"], &outcome["reason"]), (&"crashed".into(), &"signal".into()), "{outcome}");
+}

@@ -163,6 +163,7 @@ impl<T> Bulkhead<T> {
             Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),
             Event::Unread { worker, job } => self.unread(worker, job),
             Event::Exited { worker, death } => self.exited(now, worker, death, out),
+            Event::Swept { worker } => self.swept(now, worker, out),
             Event::Lost { worker } => self.lost(now, worker, out),
             Event::Memory { worker, rss_bytes } => self.memory(now, worker, rss_bytes, out),
             Event::HeldUp => self.held_up(now),
@@ -520,12 +521,13 @@ impl<T> Bulkhead<T> {
 
     // Tables.
 
+    /// Not one that is dead, of which nothing more can be heard.
     fn worker(&self, id: WorkerId) -> Option<&Worker> {
-        self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id)
+        self.workers.get(id.place as usize)?.as_ref().filter(|w| w.id == id && !w.is_dead())
     }
 
     fn worker_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
-        self.workers.get_mut(id.place as usize)?.as_mut().filter(|w| w.id == id)
+        self.workers.get_mut(id.place as usize)?.as_mut().filter(|w| w.id == id && !w.is_dead())
     }
 }
 

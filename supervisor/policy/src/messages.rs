@@ -188,14 +188,21 @@ pub enum Event<T> {
         /// Its job.
         job: JobId,
     },
-    /// A worker's process, and all that descends from it, is gone.
+    /// A worker's process is gone. What descends from it may live on, and its slot is taken until
+    /// [`Event::Swept`] follows.
     Exited {
         /// Which.
         worker: WorkerId,
         /// How.
         death: Death,
     },
-    /// The supervisor itself had to end a worker, with everything else: its keeper died.
+    /// All that descended from a worker that has exited is gone as well.
+    Swept {
+        /// Which.
+        worker: WorkerId,
+    },
+    /// The supervisor itself had to end a worker and all that descended from it, with everything else: its
+    /// keeper died. Nothing follows.
     Lost {
         /// Which.
         worker: WorkerId,

@@ -9,6 +9,10 @@ use crate::messages::{KillReason, RecycleReason, RestartCause, WorkerId};
 use crate::restart::History;
 use crate::time::Time;
 
+/// How long it may take until an ordered process runs: the keeper starts one after the other.
+/// `start.handshake` begins when it runs.
+const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
+
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) slot: u32,
@@ -99,7 +103,7 @@ pub(crate) enum Apart {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Spawned, not heard yet.
+    /// Ordered or spawned, not heard yet.
     Handshaking { until: Time },
     /// Has said hello.
     Initializing { until: Time },
@@ -109,6 +113,27 @@ pub(crate) enum Phase {
     Draining,
     /// Killed, and not yet gone.
     Killing(KillReason),
+    /// Gone and reported; what it left behind is being swept up.
+    Dead(End),
+}
+
+/// What the end of a worker says of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct End {
+    /// It is not fit for work: it would not start, or ended without a reason.
+    pub(crate) is_unfit: bool,
+    /// It exited with 0 while it had nothing to do.
+    pub(crate) is_clean: bool,
+    /// It died of its first jobs.
+    pub(crate) is_in_vain: bool,
+    /// It was ended before it had begun, for one that runs something else.
+    pub(crate) is_unwanted: bool,
+}
+
+impl End {
+    /// Of one that did not even start.
+    pub(crate) const NOT_STARTED: Self =
+        Self { is_unfit: true, is_clean: false, is_in_vain: false, is_unwanted: false };
 }
 
 impl Worker {
@@ -117,7 +142,7 @@ impl Worker {
             id,
             slot,
             role,
-            phase: Phase::Handshaking { until: now + limits.start.handshake },
+            phase: Phase::Handshaking { until: now + limits.start.handshake.max(SPAWN_PATIENCE) },
             pid: None,
             spawned_at: now,
             ready_at: None,
@@ -145,6 +170,16 @@ impl Worker {
         }
     }
 
+    /// Whether its process is gone.
+    pub(crate) fn is_dead(&self) -> bool {
+        matches!(self.phase, Phase::Dead(_))
+    }
+
+    /// Its process, while there is one.
+    pub(crate) fn living_pid(&self) -> Option<u32> {
+        self.pid.filter(|_| !self.is_dead())
+    }
+
     /// Whether its permits are part of the limit.
     pub(crate) fn is_available(&self) -> bool {
         self.phase == Phase::Ready && self.kill_at.is_none()
@@ -169,7 +204,7 @@ impl Worker {
     }
 
     pub(crate) fn state_name(&self) -> &'static str {
-        let [spawning, handshaking, initializing, ready, busy, draining, terminating, killing] =
+        let [spawning, handshaking, initializing, ready, busy, draining, terminating, killing, reaping] =
             WORKER_STATES;
         match self.phase {
             Phase::Handshaking { .. } if self.pid.is_none() => spawning,
@@ -180,13 +215,23 @@ impl Worker {
             Phase::Ready => busy,
             Phase::Draining => draining,
             Phase::Killing(_) => killing,
+            Phase::Dead(_) => reaping,
         }
     }
 }
 
 /// What a worker can be doing, in the words used in every interface.
-pub const WORKER_STATES: [&str; 8] =
-    ["spawning", "handshaking", "initializing", "ready", "busy", "draining", "terminating", "killing"];
+pub const WORKER_STATES: [&str; 9] = [
+    "spawning",
+    "handshaking",
+    "initializing",
+    "ready",
+    "busy",
+    "draining",
+    "terminating",
+    "killing",
+    "reaping",
+];
 
 #[derive(Default)]
 pub(crate) struct Slot {

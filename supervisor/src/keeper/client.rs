@@ -20,7 +20,9 @@ use super::{
     Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, Usage, wait,
 };
 
-/// Orders that may wait for the keeper; it takes each within a millisecond or so.
+/// Orders that may wait for the keeper before no worker is ordered any more; it takes each within a millisecond or
+/// so. Beyond them there is room for one kill of each worker that was ordered before, and for a question whether
+/// the keeper is there: these are never refused.
 const ORDERS_WAITING_MAX: usize = 1024;
 
 /// How long the end of the keeper may take before it is killed: it ends everything first, and has a
@@ -36,7 +38,8 @@ const WITHHELD: [&str; 6] =
 
 /// News from the keeper.
 ///
-/// Each [`Keeper::spawn`] is answered by either `Spawned` and, later, `Exited`, or by `SpawnFailed`.
+/// Each [`Keeper::spawn`] is answered by either `Spawned`, `Exited` and `Swept`, in this order, or by
+/// `SpawnFailed`.
 #[derive(Debug)]
 pub enum Report {
     /// The keeper is up; the first report.
@@ -74,7 +77,7 @@ pub enum Report {
         /// Why.
         error: io::Error,
     },
-    /// The worker is dead, and all it left behind is gone.
+    /// The worker is dead. What it left behind is being ended.
     Exited {
         /// The worker.
         worker: u64,
@@ -82,6 +85,11 @@ pub enum Report {
         exit: Exit,
         /// What it used.
         usage: Usage,
+    },
+    /// All that a dead worker left behind is gone.
+    Swept {
+        /// The worker.
+        worker: u64,
     },
     /// The keeper is there; see [`Keeper::ping`].
     Pong,
@@ -141,11 +149,14 @@ impl Keeper {
         stdout: OwnedFd,
         stderr: OwnedFd,
     ) -> io::Result<()> {
+        if self.outbox.len() >= ORDERS_WAITING_MAX {
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
+        }
         self.order(order.encode()?, vec![link, stdout, stderr])
     }
 
-    /// Orders a worker to be killed at once, with all it leaves behind. [`Report::Exited`] follows,
-    /// if it does not come anyway.
+    /// Orders a worker to be killed at once, with all it leaves behind; once is enough. [`Report::Exited`]
+    /// follows, if it does not come anyway. An error means that the keeper is gone.
     pub fn kill(&mut self, worker: u64) -> io::Result<()> {
         self.order(Order::Kill { worker }.encode(std::iter::empty())?, Vec::new())
     }
@@ -162,9 +173,6 @@ impl Keeper {
     }
 
     fn order(&mut self, message: Vec<u8>, descriptors: Vec<OwnedFd>) -> io::Result<()> {
-        if self.outbox.len() >= ORDERS_WAITING_MAX {
-            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
-        }
         self.outbox.push(message, descriptors);
         self.flush()
     }
@@ -215,8 +223,10 @@ impl Keeper {
                 let (step, error) = (step.to_owned(), io::Error::from_raw_os_error(errno));
                 Some(Report::SpawnFailed { worker, step, error })
             }
-            ReportMessage::Exited { worker, .. } if self.disowned.remove(&worker) => None,
+            ReportMessage::Exited { worker, .. } if self.disowned.contains(&worker) => None,
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
+            ReportMessage::Swept { worker } if self.disowned.remove(&worker) => None,
+            ReportMessage::Swept { worker } => Some(Report::Swept { worker }),
             ReportMessage::Pong => Some(Report::Pong),
             ReportMessage::Remains { count } => Some(Report::Remains { count }),
         })

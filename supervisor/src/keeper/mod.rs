@@ -6,7 +6,7 @@
 //! the socket tells, and the keeper kills whatever descends from it before it ends.
 //!
 //! - [`client`](Keeper): the supervisor's end.
-//! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead.
+//! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead in pieces.
 //! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
 //! - `confine`, [`confinement`](Confinement): what a worker is barred by, and how that is ordered.
 //! - `observe`: what the kernel says of it.
@@ -234,6 +234,7 @@ enum ReportMessage<'a> {
     Violation { worker: u64, process: u32, call: u32 },
     SpawnFailed { worker: u64, step: &'a str, errno: i32 },
     Exited { worker: u64, exit: Exit, usage: Usage },
+    Swept { worker: u64 },
     Remains { count: u64 },
     Pong,
 }

@@ -24,7 +24,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use self::becoming::prepare;
 use self::precedence::Precedence;
-use self::sweeping::{SCAN_PAUSE_MIN, SWEEP_PATIENCE};
+use self::sweeping::Sweep;
 use super::confine::cgroup::Leaf;
 use super::confinement::{Observed, Terms};
 use super::groups::Groups;
@@ -32,12 +32,10 @@ use super::socket::{self, Outbox, Received};
 use super::spawn::{Ends, Filters, Forker, Refusal, Standing};
 use super::temporary::Folders;
 use super::wait;
-use super::{
-    Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, SpawnOrder, Usage, observe,
-};
+use super::{Exit, ORDER_BYTES_MAX, Order, ReportMessage, Rlimit, STEP_BYTES_MAX, SpawnOrder, observe};
 
 /// No order is taken while this many reports wait for the supervisor; what then still can come is the
-/// two last reports of each worker.
+/// three last reports of each worker.
 const REPORTS_WAITING_MAX: usize = 1024;
 
 /// How long the keeper tries to kill everything before it gives up and ends.
@@ -46,10 +44,16 @@ const END_PATIENCE: Duration = Duration::from_secs(60);
 /// What one turn of the loop takes from the kernel; the rest comes with the next.
 const EVENTS_MAX: usize = 64;
 
-/// The token of a worker's listener is its process number, and this.
+// The tokens of a worker's descriptors are its process number, and one of these.
+/// Of its listener.
 const LISTENER: usize = 1 << 32;
+/// Of its pidfd.
+const END: usize = 1 << 33;
+/// Of what the first process of its namespace tells.
+const STATUS: usize = 1 << 34;
+const NUMBER: usize = LISTENER - 1;
 
-// A worker's progress has its process number as token, and no worker is number 0 or 1.
+// A worker's progress has its process number alone as token, and no worker is number 0 or 1.
 const ORDERS: Token = Token(0);
 const DEATHS: Token = Token(1);
 
@@ -94,6 +98,29 @@ struct Child {
 }
 
 impl Child {
+    /// How it ended, by this status and by what else is known of it.
+    fn cause(&self, exit: Exit) -> Exit {
+        let is_out_of_memory = |leaf: &Leaf| leaf.oom_kills().is_ok_and(|kills| kills > 0);
+        match (exit, self.violation) {
+            (_, Some(call)) => Exit::Violation { call },
+            (Exit::Signal { number: libc::SIGKILL, .. }, None)
+                if self.leaf.as_ref().is_some_and(is_out_of_memory) =>
+            {
+                Exit::Oom
+            }
+            (exit, None) => exit,
+        }
+    }
+
+    /// Closing alone would not do: a child that is being forked may have a copy, which keeps a descriptor
+    /// registered. There is nothing to be done if it fails.
+    fn forget_descriptors(&mut self, poll: &Poll) {
+        let all = [self.listener.as_ref(), self.status.as_ref(), Some(&self.pidfd)];
+        for descriptor in all.into_iter().flatten() {
+            let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
+        }
+    }
+
     /// Reads its status back once its program runs: to execute can give, and must not have given. What is not
     /// as ordered, by name; of a process that has ended already there is nothing to say.
     fn look_again(&mut self) -> Option<&'static str> {
@@ -116,29 +143,8 @@ enum Stage {
     Running,
     /// Reported as failed; it only has to be waited for.
     Failed,
-}
-
-/// A worker that is dead and waited for, while what it left behind is swept up.
-struct Leaving {
-    worker: u64,
-    exit: Exit,
-    usage: Usage,
-    folder: Option<PathBuf>,
-    leaf: Option<Leaf>,
-    since: Instant,
-}
-
-/// The looks at all processes: what has been found, and when the next is due.
-struct Scans {
-    /// The kernel does not tell orphans from workers: only a scan shows whether something is left.
-    always: bool,
-    next: Option<Instant>,
-    pause: Duration,
-    /// What the last scan killed.
-    found: usize,
-    /// What was given up on: as many are expected to be found again.
-    stuck: usize,
-    audit: Option<Instant>,
+    /// Reported as ended, while the first process of its namespace has not.
+    Ended,
 }
 
 struct Process {
@@ -151,8 +157,7 @@ struct Process {
     filters: Filters,
     folders: Folders,
     groups: Groups,
-    leaving: Vec<Leaving>,
-    scans: Scans,
+    sweep: Sweep,
     precedence: Precedence,
     outbox: Outbox,
     /// Whether the socket had more orders when it was last looked at.
@@ -172,7 +177,6 @@ impl Process {
         let poll = Poll::new()?;
         poll.registry().register(&mut SourceFd(&deaths.as_raw_fd()), DEATHS, Interest::READABLE)?;
         poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), ORDERS, Interest::READABLE)?;
-        let pause = SCAN_PAUSE_MIN;
         let mut process = Self {
             poll,
             socket,
@@ -183,8 +187,7 @@ impl Process {
             filters: Filters::default(),
             folders: Folders::default(),
             groups: Groups::default(),
-            leaving: Vec::new(),
-            scans: Scans { always, next: None, pause, found: 0, stuck: 0, audit: None },
+            sweep: Sweep::new(always),
             precedence: Precedence::new(standing.nice),
             outbox: Outbox::default(),
             has_orders: true,
@@ -229,8 +232,15 @@ impl Process {
                 // Or closed, or writable: then the look is for nothing.
                 ORDERS => self.has_orders = true,
                 DEATHS => while self.deaths.read_signal()?.is_some() {},
-                Token(token) if token & LISTENER != 0 => self.look_at_violation((token & !LISTENER) as u32),
-                Token(pid) => self.look_at_start(pid as u32),
+                Token(token) => {
+                    let pid = (token & NUMBER) as u32;
+                    match token & !NUMBER {
+                        LISTENER => self.look_at_violation(pid),
+                        STATUS => self.hear_end(pid),
+                        END => self.reap_worker(pid, Instant::now()),
+                        _ => self.look_at_start(pid),
+                    }
+                }
             }
         }
         // One order a turn, so that deaths do not wait for a hundred spawns.
@@ -247,9 +257,7 @@ impl Process {
         if self.can_take_order() {
             return Some(Duration::ZERO);
         }
-        let overdue = self.leaving.iter().map(|leaving| leaving.since + SWEEP_PATIENCE).min();
-        let due = [self.scans.next, self.scans.audit, overdue].into_iter().flatten().min();
-        due.map(|due| due.saturating_duration_since(now))
+        self.sweep.due(now).map(|due| due.saturating_duration_since(now))
     }
 
     fn can_take_order(&self) -> bool {

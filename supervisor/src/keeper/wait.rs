@@ -46,6 +46,17 @@ pub(super) fn peek() -> Option<u32> {
     (pid != 0).then_some(pid as u32)
 }
 
+/// Whether this child has ended and was not waited for.
+pub(super) fn has_ended(pid: u32) -> bool {
+    // SAFETY: all zeros is a valid `siginfo_t`, which the call fills at most; if it succeeds, the number
+    // is that of the child, or still zero.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
+        libc::waitid(libc::P_PID, pid, &mut info, flags) == 0 && info.si_pid() != 0
+    }
+}
+
 /// Takes the news of this child, without waiting.
 pub(super) fn take(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)

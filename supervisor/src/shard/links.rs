@@ -611,14 +611,35 @@ impl Shard {
             let Some(link) = self.links[index].as_ref() else { continue };
             let Some(closed_at) = link.closed_at else { continue };
             let (compartment, worker) = (link.compartment, link.worker);
-            if now.since(closed_at) >= EXIT_AFTER_CLOSE {
+            if now.since(closed_at) >= EXIT_AFTER_CLOSE && !link.has_ended() {
                 let message = "it closed its link and lives on".to_owned();
                 self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
             } else {
+                // The report of its death may be late; a keeper that does not report at all is replaced.
+                self.ask_keeper();
                 self.want_housekeeping();
             }
         }
     }
+}
+
+impl Link {
+    /// Whether the process has ended, be that reported or not.
+    fn has_ended(&self) -> bool {
+        let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let is_readable = |pidfd: &OwnedFd| {
+            let mut fds = [rustix::event::PollFd::new(pidfd, rustix::event::PollFlags::IN)];
+            rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
+        };
+        // In a pid namespace the descriptor names the first process, whose end follows.
+        self.pidfd.as_ref().is_some_and(is_readable) || self.pid.is_some_and(is_zombie)
+    }
+}
+
+fn is_zombie(pid: u32) -> bool {
+    let stat = bulkhead_shared::process_tree::read_small(&format!("/proc/{pid}/stat"));
+    // After the name in parentheses comes the state.
+    stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }
 
 fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M, String> {

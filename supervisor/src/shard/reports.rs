@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
-use bulkhead_policy::{Death, Event};
+use bulkhead_policy::{Death, Event, WorkerId};
 use mio::Interest;
 use mio::unix::SourceFd;
 use serde_json::json;
@@ -30,12 +30,22 @@ const VIOLATIONS_MAX: usize = 64;
 /// Reports that are read ahead to find one: as many as the keeper has waiting at most.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
+/// A worker that is gone, while what it left behind is being ended.
+pub(super) struct Sweeping {
+    compartment: usize,
+    worker: WorkerId,
+    /// Its user id, if that is its own.
+    id: Option<u32>,
+}
+
 impl Shard {
     pub(super) fn keeper_ready(&mut self) -> io::Result<()> {
         if self.keeper.flush().is_err() {
             return self.keeper_gone();
         }
         loop {
+            // What could not be heard when it came goes before what came after it.
+            self.hear_late_reports();
             match self.keeper.receive() {
                 Ok(Some(report)) => self.keeper_report(report),
                 Ok(None) => break,
@@ -62,6 +72,7 @@ impl Shard {
             Report::Violation { worker, process, call } => self.violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
                 let Some(link) = self.take_link(worker) else { return };
+                link.id.into_iter().for_each(|id| self.ids.give_back(id));
                 let message = format!(
                     "failed to start {}: {step}: {error}{}",
                     link.program.describe(),
@@ -74,6 +85,7 @@ impl Shard {
                 let death = self.death(worker, exit);
                 self.process_gone(worker, Some((death, usage)));
             }
+            Report::Swept { worker } => self.swept(worker),
             Report::Pong => {}
             Report::Remains { count } => {
                 self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
@@ -165,9 +177,14 @@ impl Shard {
             rounds += 1;
             self.read_link_once(index);
         }
-        let Some(link) = self.take_link(spawn) else { return };
+        let Some(mut link) = self.take_link(spawn) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
         self.tell_unread(compartment, worker, read);
+        if death.is_some() {
+            // Its id is not another's before all that has it is gone.
+            self.sweeping.insert(spawn, Sweeping { compartment, worker, id: link.id.take() });
+        }
+        link.id.take().into_iter().for_each(|id| self.ids.give_back(id));
         let event = match death {
             Some((death, usage)) => {
                 self.report_death(&link, death, usage);
@@ -179,10 +196,17 @@ impl Shard {
         self.last_report = None;
     }
 
+    /// Nothing is left of a worker that was told to be gone.
+    fn swept(&mut self, spawn: u64) {
+        let Some(Sweeping { compartment, worker, id }) = self.sweeping.remove(&spawn) else { return };
+        id.into_iter().for_each(|id| self.ids.give_back(id));
+        self.apply(compartment, Event::Swept { worker }, Incoming::None);
+    }
+
+    /// Of a worker that is gone. Its id is not given back yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let index = self.links_by_spawn.remove(&spawn)?;
         let link = self.links[index].take()?;
-        link.id.into_iter().for_each(|id| self.ids.give_back(id));
         self.freed_links.push(index);
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
@@ -218,6 +242,9 @@ impl Shard {
         for spawn in spawns {
             self.process_gone(spawn, None);
         }
+        // What the dead left behind was ended with the rest.
+        let sweeping: Vec<u64> = self.sweeping.keys().copied().collect();
+        sweeping.into_iter().for_each(|spawn| self.swept(spawn));
         Ok(())
     }
 

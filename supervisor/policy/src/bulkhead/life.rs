@@ -10,7 +10,7 @@ use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER, Spacing};
 use crate::time::Time;
-use crate::workers::{Phase, Role, Silence, SlotState, Vintage, Worker};
+use crate::workers::{End, Phase, Role, Silence, SlotState, Vintage, Worker};
 
 const SIGKILL: i32 = 9;
 
@@ -22,21 +22,6 @@ const FORGIVEN_MAX: u32 = 20;
 
 /// How soon a worker that should be replaced and could not be is looked at again.
 const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
-
-/// What the end of a worker says of it.
-struct End {
-    /// It is not fit for work: it would not start, or ended without a reason.
-    is_unfit: bool,
-    /// It exited with 0 while it had nothing to do.
-    is_clean: bool,
-    /// It died of its first jobs.
-    is_in_vain: bool,
-}
-
-impl End {
-    /// Of one that did not even start.
-    const NOT_STARTED: Self = Self { is_unfit: true, is_clean: false, is_in_vain: false };
-}
 
 impl<T> Bulkhead<T> {
     /// Starts a worker for a slot, to fill it or to succeed the one that does.
@@ -85,10 +70,15 @@ impl<T> Bulkhead<T> {
     // From the spawn to ready.
 
     pub(super) fn spawned(&mut self, now: Time, id: WorkerId, pid: u32, out: &mut Vec<Action<T>>) {
+        let handshake = self.limits.start.handshake;
         self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
         worker.pid = Some(pid);
         let slot = worker.slot;
+        if let Phase::Handshaking { until } = &mut worker.phase {
+            *until = now + handshake;
+            self.arm(id.place);
+        }
         out.push(Action::Note(Note::WorkerStarted { worker: id, slot, pid }));
     }
 
@@ -100,12 +90,12 @@ impl<T> Bulkhead<T> {
         out: &mut Vec<Action<T>>,
     ) {
         let Some(worker) = self.worker(id) else { return };
-        let slot = worker.slot;
+        let (slot, is_unwanted) = (worker.slot, worker.phase == Phase::Killing(KillReason::Unwanted));
         self.slots[slot as usize].last_exit = Some(message.clone());
         self.slots[slot as usize].last_end = Some(RestartCause::NotStarted);
         out.push(Action::Note(Note::WorkerNotStarted { slot, message: message.clone() }));
         self.last_trouble = message;
-        self.remove_and_replace(now, id, &End::NOT_STARTED, out);
+        self.remove_and_replace(now, id.place, End { is_unwanted, ..End::NOT_STARTED }, out);
     }
 
     pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
@@ -177,9 +167,11 @@ impl<T> Bulkhead<T> {
         if let Some(worker) = self.workers[old as usize].as_mut() {
             worker.role = Role::Retired;
             // What has been sent SIGKILL already does not keep the next worker waiting.
-            worker.is_written_off = matches!(worker.phase, Phase::Killing(_));
+            worker.is_written_off = matches!(worker.phase, Phase::Killing(_) | Phase::Dead(_));
             self.slots[slot as usize].retired += 1;
-            out.push(Action::Note(Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason }));
+            let recycled =
+                (!worker.is_dead()).then(|| Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason });
+            out.extend(recycled.map(Action::Note));
         }
         self.drain_worker(now, old, out);
         self.refresh(old);
@@ -201,7 +193,7 @@ impl<T> Bulkhead<T> {
                 self.kill(place, KillReason::Unwanted, out);
                 return;
             }
-            Phase::Draining | Phase::Killing(_) => return,
+            Phase::Draining | Phase::Killing(_) | Phase::Dead(_) => return,
         }
         self.refresh(place);
         self.arm(place);
@@ -389,7 +381,7 @@ impl<T> Bulkhead<T> {
 
     fn kill(&mut self, place: u32, reason: KillReason, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
-        if matches!(worker.phase, Phase::Killing(_)) {
+        if matches!(worker.phase, Phase::Killing(_) | Phase::Dead(_)) {
             return;
         }
         worker.phase = Phase::Killing(reason.clone());
@@ -426,7 +418,7 @@ impl<T> Bulkhead<T> {
                 let again = worker.replaced_again_at().filter(|_| worker.silence == Silence::None);
                 earlier(earlier(silence, again), earlier(age, worker.kill_at))
             }
-            Phase::Killing(_) => None,
+            Phase::Killing(_) | Phase::Dead(_) => None,
         };
         match due {
             // Every word of a worker moves this: it is looked at anew when it is due.
@@ -464,7 +456,7 @@ impl<T> Bulkhead<T> {
                     self.replace_again(now, place, out);
                 }
             }
-            Phase::Handshaking { .. } | Phase::Initializing { .. } | Phase::Killing(_) => {}
+            Phase::Handshaking { .. } | Phase::Initializing { .. } | Phase::Killing(_) | Phase::Dead(_) => {}
         }
         self.arm(place);
     }
@@ -488,16 +480,26 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker is gone by no fault of its own.
+    /// A worker is gone by no fault of its own, with everything that descended from it.
     pub(super) fn lost(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.worker_mut(id) else { return };
-        worker.phase = Phase::Killing(KillReason::KeeperDied);
-        self.refresh(id.place);
-        self.exited(now, id, Death::Signal(SIGKILL), out);
+        if let Some(worker) = self.worker_mut(id) {
+            worker.phase = Phase::Killing(KillReason::KeeperDied);
+            self.refresh(id.place);
+            self.exited(now, id, Death::Signal(SIGKILL), out);
+        }
+        self.swept(now, id, out);
     }
 
-    /// A worker is gone, with everything that descended from it: its jobs are answered, its slot is
-    /// filled again.
+    /// Nothing is left of a dead worker: its slot is filled again.
+    pub(super) fn swept(&mut self, now: Time, id: WorkerId, out: &mut Vec<Action<T>>) {
+        let worker = self.workers.get(id.place as usize).and_then(Option::as_ref).filter(|w| w.id == id);
+        if let Some(Worker { phase: Phase::Dead(end), .. }) = worker {
+            let end = *end;
+            self.remove_and_replace(now, id.place, end, out);
+        }
+    }
+
+    /// A worker is gone: its jobs are answered. Its slot is its own until it is [swept](Self::swept).
     pub(super) fn exited(&mut self, now: Time, id: WorkerId, death: Death, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker_mut(id) else { return };
         let killed = match &worker.phase {
@@ -567,17 +569,21 @@ impl<T> Bulkhead<T> {
         for index in unread {
             self.job_lost(now, index, &verdict, Loss::Innocent, out);
         }
-        self.remove_and_replace(now, id, &End { is_unfit, is_clean, is_in_vain }, out);
+        let is_unwanted = killed == Some(KillReason::Unwanted);
+        if let Some(worker) = self.worker_mut(id) {
+            worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted });
+            (worker.wanted, worker.overdue, worker.kill_at) = (0, 0, None);
+            self.refresh(id.place);
+            self.arm(id.place);
+        }
     }
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.
-    fn remove_and_replace(&mut self, now: Time, id: WorkerId, end: &End, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.strike_out(id.place) else { return };
-        self.worker_timers.clear(id.place);
-        self.free_places.push(id.place);
-        let slot = worker.slot;
-        // It was ended before it had begun, for one that runs something else.
-        let is_unwanted = worker.phase == Phase::Killing(KillReason::Unwanted);
+    fn remove_and_replace(&mut self, now: Time, place: u32, end: End, out: &mut Vec<Action<T>>) {
+        let Some(worker) = self.strike_out(place) else { return };
+        self.worker_timers.clear(place);
+        self.free_places.push(place);
+        let (slot, is_unwanted) = (worker.slot, end.is_unwanted);
         if end.is_unfit && !is_unwanted {
             self.slots[slot as usize].has_settled = true;
         }
@@ -623,7 +629,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Its worker is gone.
-    fn refill(&mut self, now: Time, slot: u32, end: &End, out: &mut Vec<Action<T>>) {
+    fn refill(&mut self, now: Time, slot: u32, end: End, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             self.set_slot(slot, SlotState::Empty);
             return;

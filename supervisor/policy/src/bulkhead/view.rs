@@ -381,7 +381,7 @@ impl<T> Bulkhead<T> {
     pub fn staff(&self) -> impl Iterator<Item = StaffView> {
         self.workers.iter().flatten().map(|worker| StaffView {
             slot: worker.slot,
-            pid: worker.pid,
+            pid: worker.living_pid(),
             state: worker.state_name(),
             is_current: worker.role == Role::Current,
         })
@@ -398,7 +398,7 @@ impl<T> Bulkhead<T> {
                 WorkerView {
                     id: worker.id,
                     slot: worker.slot,
-                    pid: worker.pid,
+                    pid: worker.living_pid(),
                     state: worker.state_name(),
                     uptime: now.since(worker.spawned_at),
                     in_flight: worker.jobs.len() as u32,

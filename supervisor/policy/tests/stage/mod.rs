@@ -162,8 +162,10 @@ impl Stage {
         self.apply(Event::Replied { worker, job, reply: Reply::Ok });
     }
 
+    /// The worker dies, and leaves nothing behind.
     pub(crate) fn die(&mut self, worker: WorkerId, death: Death) {
         self.apply(Event::Exited { worker, death });
+        self.apply(Event::Swept { worker });
     }
 
     pub(crate) fn newest_worker(&self) -> WorkerId {

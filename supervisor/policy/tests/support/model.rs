@@ -93,8 +93,8 @@ struct Worker {
     can_resize: bool,
     /// How often it was told to be heard.
     heartbeat: std::time::Duration,
-    /// How long it was given to say hello.
-    handshake: std::time::Duration,
+    /// When it should have said hello.
+    hello_by: Time,
     /// Whether it runs what was to be run before, and when it is replaced after an attempt that failed.
     is_old: bool,
     replaced_again_at: Option<Time>,
@@ -111,9 +111,25 @@ struct Worker {
     jobs: Vec<JobId>,
     served: u64,
     killed: Option<KillReason>,
+    /// What its death said of it; it is not swept up yet.
+    dead: Option<Dead>,
     /// When it may be killed for its jobs, if it deserves that since before.
     killed_at: Option<Time>,
     no_successor_before: Time,
+}
+
+#[derive(Clone, Copy)]
+struct Dead {
+    is_unfit: bool,
+    is_clean: bool,
+    is_in_vain: bool,
+}
+
+impl Worker {
+    /// Whether it is neither dead nor about to be.
+    fn lives_on(&self) -> bool {
+        self.killed.is_none() && self.dead.is_none()
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -306,6 +322,10 @@ impl Model {
         assert_eq!(views.len(), self.workers.len());
         for view in views {
             let worker = &self.workers[&view.id.place];
+            assert_eq!(view.state == "reaping", worker.dead.is_some(), "{:?}", view.id);
+            if worker.dead.is_some() {
+                self.coverage.see("dead and not swept");
+            }
             let in_flight = worker.jobs.len() as u32;
             let expected = (worker.id, worker.slot, in_flight, worker.served, self.is_current(worker));
             assert_eq!((view.id, view.slot, view.in_flight, view.served, view.is_current), expected);
@@ -315,11 +335,11 @@ impl Model {
     // Questions.
 
     fn live(&self, id: WorkerId) -> Option<&Worker> {
-        self.workers.get(&id.place).filter(|worker| worker.id == id)
+        self.workers.get(&id.place).filter(|worker| worker.id == id && worker.dead.is_none())
     }
 
     fn live_mut(&mut self, id: WorkerId) -> Option<&mut Worker> {
-        self.workers.get_mut(&id.place).filter(|worker| worker.id == id)
+        self.workers.get_mut(&id.place).filter(|worker| worker.id == id && worker.dead.is_none())
     }
 
     fn is_stopping(&self) -> bool {
@@ -343,7 +363,7 @@ impl Model {
     }
 
     fn is_available(&self, worker: &Worker) -> bool {
-        worker.phase == Phase::Ready && worker.killed.is_none() && !self.is_stuck(worker)
+        worker.phase == Phase::Ready && worker.lives_on() && !self.is_stuck(worker)
     }
 
     /// Which worker is to have the next job.

@@ -23,6 +23,8 @@ enum Happening {
     Wake,
     Ghost,
     Process(WorkerId, Sign),
+    /// What a dead process left behind is gone.
+    Swept(WorkerId),
 }
 
 #[derive(Debug)]
@@ -134,6 +136,10 @@ impl World {
             Happening::Wake => Some(Event::Start),
             Happening::Ghost => self.ghost(now),
             Happening::Process(worker, sign) => self.sign(now, worker, sign),
+            Happening::Swept(worker) => Some(match self.random.percent(3) {
+                true => Event::Lost { worker },
+                false => Event::Swept { worker },
+            }),
         }
     }
 
@@ -244,7 +250,7 @@ impl World {
             worker = WorkerId { place: worker.place + 1000, generation: 7 };
         }
         let message = "a ghost".to_owned();
-        Some(match self.random.range(0, 11) {
+        Some(match self.random.range(0, 12) {
             0 => Event::Spawned { worker, pid: 1 },
             1 => Event::SpawnFailed { worker, message },
             2 => Event::Hello { worker, has_dispatch_thread: true, can_resize: true },
@@ -259,6 +265,7 @@ impl World {
             8 => Event::Memory { worker, rss_bytes: u64::MAX },
             9 => Event::ExtendStart { worker, more: Duration::from_secs(9) },
             10 => Event::Said { worker, text: message },
+            11 => Event::Looked { worker, is_starved: false },
             _ => Event::Replied { worker, job, reply: Reply::Ok },
         })
     }
@@ -285,7 +292,10 @@ impl World {
                 self.bury(worker);
                 match self.random.percent(5) {
                     true => Event::Lost { worker },
-                    false => Event::Exited { worker, death },
+                    false => {
+                        self.plan_sweep(now, worker);
+                        Event::Exited { worker, death }
+                    }
                 }
             }
             _ if process.is_leaving => return None,
@@ -318,6 +328,13 @@ impl World {
             }
         };
         Some(event)
+    }
+
+    /// Mostly a process leaves nothing behind; sometimes that takes long to end.
+    fn plan_sweep(&mut self, now: Time, worker: WorkerId) {
+        let within_ms = self.random.pick(&[0, 0, 0, 20, 3000]);
+        let after = self.random.millis(0, within_ms);
+        self.plan(now + after, Happening::Swept(worker));
     }
 
     fn bury(&mut self, worker: WorkerId) {

@@ -10,7 +10,7 @@ use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::{Child, LISTENER, Process, Stage};
+use super::{Child, END, LISTENER, Process, STATUS, Stage};
 use crate::keeper::confine::cgroup::Leaf;
 use crate::keeper::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use crate::keeper::spawn::{self, Barriers, Ends, Job, OPEN_FILES, Prepared, Progress, Refusal};
@@ -37,6 +37,9 @@ impl Process {
         match started {
             Ok(((pid, pidfd, mut ends, observed), leaf)) => {
                 let status = ends.status.take();
+                // If that fails, it is read when the first process has ended.
+                let told = status.as_ref().map(|status| self.register(status, pid as usize | STATUS));
+                debug_assert!(told.is_none_or(|told| told.is_ok()));
                 let child = Child {
                     worker: order.worker,
                     pidfd,
@@ -101,9 +104,14 @@ impl Process {
     pub(super) fn watch(&self, pid: u32, progress: &OwnedFd) -> io::Result<OwnedFd> {
         let number = Pid::from_raw(pid as i32).ok_or(Errno::SRCH)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-        let mut source = SourceFd(&progress.as_raw_fd());
-        self.poll.registry().register(&mut source, Token(pid as usize), Interest::READABLE)?;
+        self.register(progress, pid as usize)?;
+        self.register(&pidfd, pid as usize | END)?;
         Ok(pidfd)
+    }
+
+    fn register(&self, descriptor: &OwnedFd, token: usize) -> io::Result<()> {
+        let mut source = SourceFd(&descriptor.as_raw_fd());
+        self.poll.registry().register(&mut source, Token(token), Interest::READABLE)
     }
 
     /// Reads what a starting child says, does what it waits for, and reports how it ends.

@@ -1,139 +1,258 @@
-//! After a death: waiting for the dead, killing what they left behind, and reporting those of whom nothing is
-//! left.
+//! After a death: waiting for the dead, telling of them, and ending what they left behind, in pieces between
+//! other things.
 
-use std::collections::HashSet;
-use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::process_tree::kill_descendants;
+use bulkhead_shared::process_tree::{Hunt, Progress};
 use mio::unix::SourceFd;
+use rustix::io::Errno;
 
-use super::{Child, Leaving, Process, Stage};
+use super::{Child, Process, Stage};
 use crate::keeper::confine::cgroup::Leaf;
-use crate::keeper::spawn;
+use crate::keeper::spawn::{self, Refusal};
 use crate::keeper::wait::{self, Waited};
 use crate::keeper::{Exit, ReportMessage, Usage};
 
-/// Something that survives SIGKILL this long is left to the kernel, and its worker reported.
-pub(super) const SWEEP_PATIENCE: Duration = Duration::from_secs(2);
+/// Something that survives SIGKILL this long is left to the kernel, and its worker reported as swept.
+const SWEEP_PATIENCE: Duration = Duration::from_secs(2);
 
-/// The pauses between two looks at all processes while something is being swept up.
-pub(super) const SCAN_PAUSE_MIN: Duration = Duration::from_millis(2);
-const SCAN_PAUSE_MAX: Duration = Duration::from_millis(64);
+/// The pauses between two hunts while something is being swept up.
+const HUNT_PAUSE_MIN: Duration = Duration::from_millis(2);
+const HUNT_PAUSE_MAX: Duration = Duration::from_millis(64);
 
 /// After a death all processes are looked at once more, so late and at most so often: a worker that
 /// forks with CLONE_PARENT makes siblings of itself instead of descendants.
 const AUDIT_PAUSE: Duration = Duration::from_secs(1);
 
+/// Processes that one turn of the loop waits for, and looks at: some hundred microseconds of each.
+const REAPS_PER_TURN: usize = 64;
+const LOOKS_PER_TURN: usize = 64;
+
+/// A worker that is dead and waited for, while what it left behind is swept up.
+struct Leaving {
+    worker: u64,
+    folder: Option<PathBuf>,
+    leaf: Option<Leaf>,
+    since: Instant,
+    /// The hunt's name for the moment of its death.
+    moment: u64,
+}
+
+/// Those that have left, and the hunt for what they left behind.
+pub(super) struct Sweep {
+    /// The kernel does not tell orphans from workers: only a look at all processes shows whether something is
+    /// left.
+    looks_always: bool,
+    leaving: Vec<Leaving>,
+    hunt: Hunt,
+    /// When the next hunt begins.
+    next: Option<Instant>,
+    pause: Duration,
+    /// What the last hunt killed.
+    found: usize,
+    /// What was given up on: as many are expected to be found again.
+    stuck: usize,
+    audit: Option<Instant>,
+    /// Whether some that have ended are not waited for yet.
+    has_dead: bool,
+}
+
+impl Sweep {
+    pub(super) fn new(looks_always: bool) -> Self {
+        Self {
+            looks_always,
+            leaving: Vec::new(),
+            hunt: Hunt::default(),
+            next: None,
+            pause: HUNT_PAUSE_MIN,
+            found: 0,
+            stuck: 0,
+            audit: None,
+            has_dead: false,
+        }
+    }
+
+    /// When there is something to do next; at once, if there is now.
+    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+        if self.has_dead || self.hunt.is_on() {
+            return Some(now);
+        }
+        let overdue = self.leaving.iter().map(|leaving| leaving.since + SWEEP_PATIENCE).min();
+        overdue.map_or(self.audit, |overdue| Some(overdue.min(self.next.unwrap_or(now))))
+    }
+}
+
 impl Process {
-    /// Waits for whatever has ended, worker or orphan.
+    /// A worker's process, or the first one of its namespace, has ended.
+    pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
+        if self.children.contains_key(&pid) && wait::has_ended(pid) {
+            // What it said at the start, it said before it ended.
+            self.look_at_start(pid);
+            wait::kill_group(pid);
+            self.reap_one(pid, now);
+        }
+    }
+
+    /// Waits for what has ended, worker or orphan; the workers' ends are announced one by one as well, so that
+    /// they do not have to wait behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
-        while let Some(pid) = wait::peek() {
-            if self.children.contains_key(&pid) {
-                // What it said at the start, it said before it ended.
-                self.look_at_start(pid);
-                wait::kill_group(pid);
+        self.sweep.has_dead = false;
+        for _ in 0..REAPS_PER_TURN {
+            let Some(pid) = wait::peek() else { return };
+            if self.children.contains_key(&pid) && wait::has_ended(pid) {
+                self.reap_worker(pid, now);
+            } else if !self.reap_one(pid, now) {
+                return;
             }
-            match wait::take(pid) {
-                Waited::NoChild | Waited::Nothing => return,
-                Waited::Stopped { pid } => wait::kill_child(pid),
-                Waited::Ended { pid, exit, usage } => {
-                    if let Some(child) = self.children.remove(&pid) {
-                        self.left(child, (exit, usage), now);
-                    }
+        }
+        self.sweep.has_dead = true;
+    }
+
+    /// Returns whether there was anything to take.
+    fn reap_one(&mut self, pid: u32, now: Instant) -> bool {
+        match wait::take(pid) {
+            Waited::NoChild | Waited::Nothing => return false,
+            Waited::Stopped { pid } => wait::kill_child(pid),
+            Waited::Ended { pid, exit, usage } => {
+                if let Some(child) = self.children.remove(&pid) {
+                    self.left(child, (exit, usage), now);
                 }
             }
         }
+        true
     }
 
-    /// A child has been waited for.
-    pub(super) fn left(&mut self, child: Child, (exit, usage): (Exit, Usage), now: Instant) {
-        if let Some(listener) = &child.listener {
-            let _ = self.poll.registry().deregister(&mut SourceFd(&listener.as_raw_fd()));
+    /// The first process of a pid namespace tells how the worker has ended. Its own end waits for that of all
+    /// others in there.
+    pub(super) fn hear_end(&mut self, pid: u32) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let Some(status) = child.status.take() else { return };
+        // Nothing follows, whatever was read.
+        let _ = self.poll.registry().deregister(&mut SourceFd(&status.as_raw_fd()));
+        let Some(told) = spawn::read_status(&status) else { return };
+        self.look_at_start(pid);
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        if matches!(child.stage, Stage::Running) {
+            child.stage = Stage::Ended;
+            let (worker, exit) = (child.worker, child.cause(told.0));
+            self.report(&ReportMessage::Exited { worker, exit, usage: told.1 }, None);
         }
-        let Child { worker, stage, violation, status, folder, leaf, .. } = child;
-        // What it leaves behind goes with it.
-        leaf.iter().for_each(|leaf| _ = leaf.kill());
-        if !matches!(stage, Stage::Running) {
-            self.precedence.give_back();
-            return self.clear(folder, leaf);
-        }
-        // The first process of a pid namespace has told of the worker; if not, it was killed first.
-        let (exit, usage) = status.as_ref().and_then(spawn::read_status).unwrap_or((exit, usage));
-        let exit = match (exit, violation) {
-            (_, Some(call)) => Exit::Violation { call },
-            (Exit::Signal { number: libc::SIGKILL, .. }, None)
-                if leaf.as_ref().is_some_and(is_out_of_memory) =>
-            {
-                Exit::Oom
+    }
+
+    /// A child has been waited for: its death is told at once. What it leaves behind goes with it.
+    fn left(&mut self, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
+        child.forget_descriptors(&self.poll);
+        child.leaf.iter().for_each(|leaf| _ = leaf.kill());
+        match child.stage {
+            Stage::Running => {
+                // The first process of a pid namespace has told of the worker; if not, it was killed first.
+                let told = child.status.as_ref().and_then(spawn::read_status);
+                let (exit, usage) = told.unwrap_or((exit, usage));
+                let (worker, exit) = (child.worker, child.cause(exit));
+                self.report(&ReportMessage::Exited { worker, exit, usage }, None);
             }
-            (exit, None) => exit,
-        };
-        self.leaving.push(Leaving { worker, exit, usage, folder, leaf, since: now });
-        self.scans.audit.get_or_insert(now + AUDIT_PAUSE);
+            Stage::Ended => {}
+            Stage::Starting(_) => {
+                // It has not said why; and an order is answered.
+                self.report_failure(child.worker, &Refusal::new("start", Errno::CHILD));
+                return self.failed(child);
+            }
+            Stage::Failed => return self.failed(child),
+        }
+        let Child { worker, folder, leaf, .. } = child;
+        let moment = self.sweep.hunt.moment();
+        self.sweep.leaving.push(Leaving { worker, folder, leaf, since: now, moment });
+        self.sweep.audit.get_or_insert(now + AUDIT_PAUSE);
     }
 
-    /// Kills what the dead left behind, and reports those of whom nothing is left.
+    /// One that never ran is waited for.
+    fn failed(&mut self, child: Child) {
+        self.precedence.give_back();
+        self.clear(child.folder, child.leaf);
+    }
+
+    /// Ends what the dead left behind, a piece of it, and reports those of whom nothing is left.
     pub(super) fn sweep(&mut self, now: Instant) {
-        if self.leaving.is_empty() {
-            return self.audit(now);
+        // Whatever the dead left behind would be a child of this thread.
+        let is_waited_for = !self.sweep.leaving.is_empty() && !self.sweep.looks_always;
+        if is_waited_for && !wait::has_own_children() {
+            self.sweep.stuck = 0;
+            self.report_swept(|_, _| true);
         }
-        if self.is_swept(now) {
-            for gone in std::mem::take(&mut self.leaving) {
-                self.report_exit(gone);
-            }
-        } else {
+        self.hunt(now);
+        self.give_up_on_overdue(now);
+        if !self.sweep.leaving.is_empty() {
             self.precedence.take();
-            self.give_up_on_overdue(now);
+        } else if !self.sweep.hunt.is_on() {
+            self.sweep.next = None;
+            self.sweep.pause = HUNT_PAUSE_MIN;
         }
-        if self.leaving.is_empty() {
-            self.scans.next = None;
-            self.scans.pause = SCAN_PAUSE_MIN;
+    }
+
+    /// Goes on with a hunt, or begins one that is due.
+    fn hunt(&mut self, now: Instant) {
+        if !self.sweep.hunt.is_on() {
+            let is_audit = self.sweep.leaving.is_empty();
+            let due = if is_audit { self.sweep.audit } else { self.sweep.next.or(Some(now)) };
+            if due.is_none_or(|due| now < due) {
+                return;
+            }
+            if self.sweep.hunt.begin().is_err() {
+                return self.hunted(now, None);
+            }
+        }
+        let children = &self.children;
+        match self.sweep.hunt.step(LOOKS_PER_TURN, |pid| children.contains_key(&pid)) {
+            Ok(Progress::Underway) => {}
+            Ok(Progress::Looked) => {
+                self.report_swept(|sweep, leaving| sweep.hunt.has_nothing_since(leaving.moment))
+            }
+            Ok(Progress::Over(found)) => self.hunted(now, Some(found)),
+            Err(_) => self.hunted(now, None),
+        }
+    }
+
+    /// A hunt is over. `None`: it came to nothing.
+    fn hunted(&mut self, now: Instant, found: Option<usize>) {
+        self.sweep.next = Some(now + self.sweep.pause);
+        self.sweep.pause = (self.sweep.pause * 2).min(HUNT_PAUSE_MAX);
+        if let Some(found) = found {
+            self.sweep.found = found;
+            self.report_swept(|sweep, leaving| found <= sweep.stuck && sweep.hunt.moment() > leaving.moment);
+        }
+        if self.sweep.leaving.is_empty() {
+            self.sweep.next = None;
+            // Until a look finds nothing: who kills, finds the victims' children the next time.
+            let found_something = found != Some(0) || !self.groups.retry();
+            self.sweep.audit = found_something.then(|| now + AUDIT_PAUSE);
+            if found_something { self.precedence.take() } else { self.precedence.give_back() }
+        }
+    }
+
+    fn give_up_on_overdue(&mut self, now: Instant) {
+        let is_overdue = |leaving: &Leaving| now >= leaving.since + SWEEP_PATIENCE;
+        if self.sweep.leaving.iter().any(is_overdue) {
+            self.sweep.stuck = self.sweep.found.max(1);
+            self.report(&ReportMessage::Remains { count: self.sweep.stuck as u64 }, None);
+            self.report_swept(|_, leaving| is_overdue(leaving));
+        }
+    }
+
+    /// Reports those of whom nothing is left.
+    fn report_swept(&mut self, is_swept: impl Fn(&Sweep, &Leaving) -> bool) {
+        let all = std::mem::take(&mut self.sweep.leaving);
+        let (swept, left) = all.into_iter().partition(|leaving| is_swept(&self.sweep, leaving));
+        self.sweep.leaving = left;
+        let swept: Vec<Leaving> = swept;
+        if !swept.is_empty() && self.sweep.leaving.is_empty() {
             self.precedence.give_back();
         }
-    }
-
-    /// Whether nothing is left behind. If something is, kills it; its death wakes us.
-    pub(super) fn is_swept(&mut self, now: Instant) -> bool {
-        if !self.scans.always && !wait::has_own_children() {
-            self.scans.stuck = 0;
-            return true;
+        for Leaving { worker, folder, leaf, .. } in swept {
+            self.clear(folder, leaf);
+            self.report(&ReportMessage::Swept { worker }, None);
         }
-        if self.scans.next.is_some_and(|next| now < next) {
-            return false;
-        }
-        self.scans.next = Some(now + self.scans.pause);
-        self.scans.pause = (self.scans.pause * 2).min(SCAN_PAUSE_MAX);
-        self.scan().is_ok_and(|found| found <= self.scans.stuck)
-    }
-
-    pub(super) fn scan(&mut self) -> io::Result<usize> {
-        let living: HashSet<u32> = self.children.keys().copied().collect();
-        self.scans.found = kill_descendants(&living)?;
-        Ok(self.scans.found)
-    }
-
-    pub(super) fn give_up_on_overdue(&mut self, now: Instant) {
-        let (overdue, waiting) =
-            std::mem::take(&mut self.leaving).into_iter().partition(|l| now >= l.since + SWEEP_PATIENCE);
-        self.leaving = waiting;
-        let overdue: Vec<Leaving> = overdue;
-        if overdue.is_empty() {
-            return;
-        }
-        self.scans.stuck = self.scans.found.max(1);
-        self.report(&ReportMessage::Remains { count: self.scans.stuck as u64 }, None);
-        for gone in overdue {
-            self.report_exit(gone);
-        }
-    }
-
-    pub(super) fn report_exit(&mut self, gone: Leaving) {
-        let Leaving { worker, exit, usage, folder, leaf, .. } = gone;
-        self.clear(folder, leaf);
-        self.report(&ReportMessage::Exited { worker, exit, usage }, None);
     }
 
     /// Removes what a worker had, when nothing is left of it.
@@ -150,18 +269,4 @@ impl Process {
         }
         wait::kill_group(pid);
     }
-
-    pub(super) fn audit(&mut self, now: Instant) {
-        if self.scans.audit.is_some_and(|due| due <= now) {
-            // Until a look finds nothing: who kills, finds the victims' children the next time.
-            let found_something = !matches!(self.scan(), Ok(0)) | !self.groups.retry();
-            self.scans.audit = found_something.then(|| now + AUDIT_PAUSE);
-            if found_something { self.precedence.take() } else { self.precedence.give_back() }
-        }
-    }
-}
-
-/// Whether the kernel has killed something in a worker's group for want of memory.
-fn is_out_of_memory(leaf: &Leaf) -> bool {
-    leaf.oom_kills().is_ok_and(|kills| kills > 0)
 }

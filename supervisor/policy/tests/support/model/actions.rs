@@ -12,6 +12,9 @@ use crate::support::Tag;
 /// How long a worker may take to exit once it has nothing left to do.
 const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 
+/// How long it may take until an ordered process runs.
+const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
+
 impl Worker {
     pub(super) fn new(id: WorkerId, slot: u32, now: Time, limits: &Limits) -> Self {
         Self {
@@ -24,7 +27,7 @@ impl Worker {
             has_dispatch_thread: false,
             can_resize: false,
             heartbeat: limits.health.heartbeat,
-            handshake: limits.start.handshake,
+            hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
             is_old: false,
             replaced_again_at: None,
             promised: u32::MAX,
@@ -36,6 +39,7 @@ impl Worker {
             jobs: Vec::new(),
             served: 0,
             killed: None,
+            dead: None,
             killed_at: None,
             no_successor_before: Time::ZERO,
         }
@@ -111,9 +115,7 @@ impl Model {
         let now = self.now;
         match reason {
             KillReason::Protocol(_) => self.step.cause == Cause::Broke(worker.id),
-            KillReason::NoHello => {
-                worker.phase == Phase::Spawned && worker.spawned_at + worker.handshake <= now
-            }
+            KillReason::NoHello => worker.phase == Phase::Spawned && worker.hello_by <= now,
             KillReason::NotReady => {
                 matches!(worker.phase, Phase::Initializing { until } if until <= now)
             }
@@ -178,7 +180,7 @@ impl Model {
         {
             assert!(!worker.was_looked_at || worker.killed.is_some(), "{id:?} hangs and lives");
         }
-        for worker in self.workers.values().filter(|worker| worker.killed.is_none()) {
+        for worker in self.workers.values().filter(|worker| worker.lives_on()) {
             let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
             assert!(
                 !has_not_begun || !worker.is_old || !self.is_wanted(worker),

@@ -9,7 +9,7 @@ use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verd
 
 use super::recovery;
 use super::slots::SlotState;
-use super::{Cause, Job, Mode, Model, Phase, Step, Submitted, Worker};
+use super::{Cause, Dead, Job, Mode, Model, Phase, Step, Submitted, Worker};
 use crate::support::Tag;
 
 /// A job that so many workers left unread is not given to another.
@@ -35,14 +35,18 @@ impl Model {
             Event::Rest => self.rest(),
             Event::Await => self.wait_for_start(),
             Event::Reset => self.poison = recovery::Poison::default(),
-            Event::Spawned { .. } | Event::Heard { .. } | Event::ChangeTenant { .. } => {}
+            Event::Heard { .. } | Event::ChangeTenant { .. } => {}
+            Event::Spawned { worker, .. } => self.spawned(*worker),
             Event::ForceBreaker { .. } => {}
             Event::Lost { worker } => {
-                self.coverage.see("lost");
+                let is_dead =
+                    self.workers.get(&worker.place).is_some_and(|w| w.id == *worker && w.dead.is_some());
+                self.coverage.see(if is_dead { "lost while it is swept" } else { "lost" });
                 if let Some(worker) = self.live_mut(*worker) {
                     worker.killed = Some(KillReason::KeeperDied);
                 }
                 self.exited(*worker, Death::Signal(9));
+                self.swept(*worker);
             }
             Event::Change(change) => self.change(*change),
             Event::Reconfigure(limits) => self.reconfigure(limits),
@@ -53,7 +57,10 @@ impl Model {
             Event::Cancel { job } => self.cancel(*job),
             Event::SpawnFailed { worker, .. } => {
                 self.coverage.see("spawn failed");
-                self.worker_gone(*worker, true, false, false);
+                if self.live(*worker).is_some() {
+                    let dead = Dead { is_unfit: true, is_clean: false, is_in_vain: false };
+                    self.worker_gone(*worker, dead);
+                }
             }
             Event::Hello { worker, has_dispatch_thread, can_resize } => {
                 self.hello(*worker, *has_dispatch_thread, *can_resize);
@@ -63,6 +70,7 @@ impl Model {
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
             Event::Unread { worker, job } => self.unread(*worker, *job),
             Event::Exited { worker, death } => self.exited(*worker, *death),
+            Event::Swept { worker } => self.swept(*worker),
             Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.hear(now)),
             Event::Looked { worker, is_starved } => self.looked(*worker, *is_starved),
             Event::Restart => self.restart(),
@@ -274,6 +282,16 @@ impl Model {
 
     // Workers.
 
+    fn spawned(&mut self, id: WorkerId) {
+        let hello_by = self.now + self.limits.start.handshake;
+        if let Some(worker) = self.live_mut(id)
+            && worker.phase == Phase::Spawned
+            && worker.killed.is_none()
+        {
+            worker.hello_by = hello_by;
+        }
+    }
+
     fn hello(&mut self, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
         let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
         let heartbeat = self.limits.health.heartbeat;
@@ -412,7 +430,7 @@ impl Model {
             }
         }
         begun.into_iter().for_each(|job| self.lost(job, is_crash, &verdict));
-        self.worker_gone(id, is_unfit, is_clean, is_in_vain);
+        self.worker_dead(id, Dead { is_unfit, is_clean, is_in_vain });
     }
 
     fn lost(&mut self, job: JobId, is_suspect: bool, verdict: &Verdict) {

@@ -173,7 +173,7 @@ impl Model {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);
         let (most, now) = (self.limits.max_in_flight, self.now);
-        for worker in self.workers.values_mut().filter(|worker| worker.killed.is_none()) {
+        for worker in self.workers.values_mut().filter(|worker| worker.lives_on()) {
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
             if is_told_anew && is_told && worker.can_resize && worker.promised != most {
                 self.coverage.see("told of the limit");

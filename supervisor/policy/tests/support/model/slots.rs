@@ -5,7 +5,7 @@ use std::time::Duration;
 use bulkhead_policy::{Activity, KillReason, RestartPolicy, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
-use super::{Cause, Model, Phase, Worker};
+use super::{Cause, Dead, Model, Phase, Worker};
 
 /// A worker that was up for so long and did a job has proved itself.
 const PROVEN_AFTER: Duration = Duration::from_secs(60);
@@ -118,7 +118,7 @@ impl Model {
     /// Whether there is a reason to replace a worker that works.
     fn check_succession(&mut self, slot: u32, current: u32) {
         let worker = &self.workers[&current];
-        assert!(worker.phase == Phase::Ready && worker.killed.is_none(), "it is on its way out already");
+        assert!(worker.phase == Phase::Ready && worker.lives_on(), "it is on its way out already");
         let recycle = &self.limits.recycle;
         let is_due = match self.step.cause {
             Cause::Replied(id) => id == worker.id && recycle.jobs.is_some_and(|jobs| worker.served >= jobs),
@@ -136,20 +136,35 @@ impl Model {
         assert_eq!(others.count(), 0, "a rolling restart replaces one after the other");
     }
 
-    /// A worker is gone: decides what is to become of its slot.
-    pub(super) fn worker_gone(&mut self, id: WorkerId, is_unfit: bool, is_clean: bool, is_in_vain: bool) {
-        if self.live(id).is_none() {
-            return;
-        }
-        let worker = self.workers.remove(&id.place).expect("it is live");
-        let slot = worker.slot as usize;
-        // Something else is to be run than what had not begun.
-        let is_unwanted = worker.killed == Some(KillReason::Unwanted);
-        let is_proven = worker.ready_at.is_some_and(|at| self.now.since(at) >= PROVEN_AFTER);
-        if is_proven && worker.served > 0 {
+    /// A worker is dead: what it left behind is swept up next.
+    pub(super) fn worker_dead(&mut self, id: WorkerId, dead: Dead) {
+        let now = self.now;
+        let Some(worker) = self.live_mut(id) else { return };
+        worker.dead = Some(dead);
+        worker.jobs.clear();
+        let is_proven = worker.ready_at.is_some_and(|at| now.since(at) >= PROVEN_AFTER);
+        let (slot, served) = (worker.slot as usize, worker.served);
+        if is_proven && served > 0 {
             self.coverage.see("proven");
             self.slots[slot].forget();
         }
+    }
+
+    /// Nothing is left of a worker that is dead.
+    pub(super) fn swept(&mut self, id: WorkerId) {
+        let worker = self.workers.get(&id.place).filter(|worker| worker.id == id);
+        if let Some(dead) = worker.and_then(|worker| worker.dead) {
+            self.worker_gone(id, dead);
+        }
+    }
+
+    /// A worker is gone: decides what is to become of its slot.
+    pub(super) fn worker_gone(&mut self, id: WorkerId, dead: Dead) {
+        let Dead { is_unfit, is_clean, is_in_vain } = dead;
+        let worker = self.workers.remove(&id.place).expect("it is there");
+        let slot = worker.slot as usize;
+        // Something else is to be run than what had not begun.
+        let is_unwanted = worker.killed == Some(KillReason::Unwanted);
         if self.slots[slot].state == SlotState::Awaiting && self.activity == Activity::Started {
             self.open(slot);
         }

@@ -1,0 +1,265 @@
+//! Ending all that descends from this process, in pieces: its owner has other things to do between them.
+//!
+//! A hunt looks at every process, stops those that descend from this one and are not spared, looks again until
+//! there is no other, and kills them. It remembers which it has seen before: so its owner can tell what a process
+//! that dies during a hunt left behind from what was being hunted already.
+
+use std::collections::HashMap;
+use std::fs::ReadDir;
+use std::io;
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::{Process, descendants, read_process};
+
+/// Rounds of looking for processes that were forked while the last round stopped their parents.
+const STOP_ROUNDS_MAX: usize = 32;
+
+/// Finds and ends what descends from this process. One hunt follows the other; see [`Hunt::begin`].
+#[derive(Default)]
+pub struct Hunt {
+    stage: Stage,
+    /// Looks that this hunt has begun.
+    rounds: usize,
+    /// Looks that were begun by all hunts.
+    looks: u64,
+    /// What was found and was still there at the last look.
+    found: HashMap<u32, Found>,
+    /// The latest first sight of any of those.
+    newest: u64,
+}
+
+#[derive(Default)]
+enum Stage {
+    #[default]
+    Over,
+    /// At the table of all processes.
+    Looking { entries: ReadDir, table: HashMap<u32, Process> },
+    /// At these, of which the last ones are next.
+    Ending { targets: Vec<u32>, signal: Signal },
+}
+
+struct Found {
+    started: u64,
+    parent: u32,
+    /// The look that saw it first.
+    seen: u64,
+    /// Whether it was told to stop, as far as it can be.
+    is_stopped: bool,
+}
+
+/// How far a hunt is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// It goes on.
+    Underway,
+    /// It goes on; a look is complete, which is when there is something new to be asked.
+    Looked,
+    /// It is over, and has killed so many. 0 means that nothing was left.
+    Over(usize),
+}
+
+impl std::fmt::Debug for Hunt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hunt").field("looks", &self.looks).field("found", &self.found.len()).finish()
+    }
+}
+
+impl Hunt {
+    /// Begins the next hunt. Errors: `/proc` cannot be read.
+    pub fn begin(&mut self) -> io::Result<()> {
+        self.rounds = 0;
+        self.look()
+    }
+
+    /// Whether there is a hunt to go on with.
+    pub fn is_on(&self) -> bool {
+        !matches!(self.stage, Stage::Over)
+    }
+
+    /// Looks that were begun so far: a name for this moment, for [`Hunt::has_nothing_since`].
+    pub fn moment(&self) -> u64 {
+        self.looks
+    }
+
+    /// Asked when a look is complete: whether it was begun after this moment and found nothing that was not
+    /// found before. A process that died at this moment then has left nothing behind.
+    pub fn has_nothing_since(&self, moment: u64) -> bool {
+        self.looks > moment && self.newest <= moment
+    }
+
+    /// Goes on with so many processes; `is_spared` are children of this one that stay, with what descends from
+    /// them. After an error (`/proc` cannot be read) the hunt is over.
+    pub fn step(&mut self, processes_max: usize, is_spared: impl Fn(u32) -> bool) -> io::Result<Progress> {
+        match std::mem::take(&mut self.stage) {
+            Stage::Over => Ok(Progress::Over(self.found.len())),
+            Stage::Looking { mut entries, mut table } => {
+                for entry in entries.by_ref().take(processes_max) {
+                    let pid = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+                    if let Some(pid) = pid
+                        && let Some(process) = read_process(pid)
+                    {
+                        table.insert(pid, process);
+                    }
+                }
+                match entries.next() {
+                    None => Ok(self.looked(&table, is_spared)),
+                    Some(entry) => {
+                        let pid = entry?.file_name().to_str().and_then(|name| name.parse().ok());
+                        table.extend(pid.and_then(|pid| Some((pid, read_process(pid)?))));
+                        self.stage = Stage::Looking { entries, table };
+                        Ok(Progress::Underway)
+                    }
+                }
+            }
+            Stage::Ending { mut targets, signal } => {
+                for _ in 0..processes_max {
+                    let Some(pid) = targets.pop() else { break };
+                    self.send(pid, signal);
+                }
+                if !targets.is_empty() {
+                    self.stage = Stage::Ending { targets, signal };
+                } else if signal == Signal::STOP {
+                    self.look()?;
+                } else {
+                    return Ok(Progress::Over(self.found.len()));
+                }
+                Ok(Progress::Underway)
+            }
+        }
+    }
+
+    fn look(&mut self) -> io::Result<()> {
+        self.stage = Stage::Over;
+        let entries = std::fs::read_dir("/proc")?;
+        self.rounds += 1;
+        self.looks += 1;
+        self.stage = Stage::Looking { entries, table: HashMap::new() };
+        Ok(())
+    }
+
+    /// A look is complete: stops what it found for the first time, or else kills all.
+    fn looked(&mut self, table: &HashMap<u32, Process>, is_spared: impl Fn(u32) -> bool) -> Progress {
+        let own = std::process::id();
+        let mut before = std::mem::take(&mut self.found);
+        // The nearest first: the parent of one that is to be stopped has been stopped itself.
+        let mut fresh = Vec::new();
+        for (pid, started) in descendants(table, own, is_spared) {
+            let known = before.remove(&pid).filter(|found| found.started == started);
+            let parent = table[&pid].parent;
+            let unseen = Found { started, parent, seen: self.looks, is_stopped: false };
+            let found = Found { parent, ..known.unwrap_or(unseen) };
+            if !found.is_stopped {
+                fresh.push(pid);
+            }
+            self.found.insert(pid, found);
+        }
+        self.newest = self.found.values().map(|found| found.seen).max().unwrap_or(0);
+        if self.found.is_empty() {
+            return Progress::Over(0);
+        }
+        if fresh.is_empty() || self.rounds >= STOP_ROUNDS_MAX {
+            let targets = self.found.keys().copied().collect();
+            self.stage = Stage::Ending { targets, signal: Signal::KILL };
+        } else {
+            fresh.reverse();
+            self.stage = Stage::Ending { targets: fresh, signal: Signal::STOP };
+        }
+        Progress::Looked
+    }
+
+    /// Sends a signal to a process that was found, or to nobody. Numbers are used again, and some time has passed:
+    /// one that was not stopped and has another parent now is not known to be ours before the next look.
+    fn send(&mut self, pid: u32, signal: Signal) {
+        let Some(found) = self.found.get_mut(&pid) else { return };
+        let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return };
+        // From here on the descriptor names the process, so that the second look-up decides.
+        let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
+        let Some(process) = read_process(pid).filter(|process| process.started == found.started) else {
+            self.found.remove(&pid);
+            return;
+        };
+        let has_its_parent = process.parent == found.parent || process.parent == std::process::id();
+        if found.is_stopped || has_its_parent {
+            // It fails if it has gone between the look and the shot; or for a set-user-id program, which a
+            // subreaper without privileges cannot signal: it is found again by the next hunt.
+            let _ = pidfd_send_signal(&descriptor, signal);
+            found.is_stopped = true;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// All of a hunt, in pieces.
+    fn all(hunt: &mut Hunt, is_spared: impl Fn(u32) -> bool) -> usize {
+        hunt.begin().unwrap();
+        loop {
+            if let Progress::Over(count) = hunt.step(3, &is_spared).unwrap() {
+                return count;
+            }
+        }
+    }
+
+    /// In a process of its own: a hunt ends whatever else descends from this one.
+    fn alone(case: &str, run: impl FnOnce()) {
+        if std::env::var_os("BULKHEAD_HUNTER").is_some_and(|hunter| hunter == case) {
+            return run();
+        }
+        let name = format!("process_tree::hunt::tests::{case}");
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env("BULKHEAD_HUNTER", case);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+
+    fn shell(script: &str) -> std::process::Child {
+        Command::new("sh").args(["-c", script]).spawn().unwrap()
+    }
+
+    fn wait_for_descendants(of: u32, count: usize) {
+        while super::super::descendants_of(of).unwrap().len() < count {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn ends_what_is_not_spared_in_pieces() {
+        alone("ends_what_is_not_spared_in_pieces", || {
+            let script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & done; wait";
+            let (mut goes, mut stays) = (shell(script), shell(script));
+            [goes.id(), stays.id()].into_iter().for_each(|pid| wait_for_descendants(pid, 10));
+            let spared = stays.id();
+            let mut hunt = Hunt::default();
+            assert_eq!(all(&mut hunt, |pid| pid == spared), 11);
+            goes.wait().unwrap();
+            assert_eq!(super::super::descendants_of(spared).unwrap().len(), 10);
+            assert_eq!(all(&mut hunt, |_| false), 11);
+            stays.wait().unwrap();
+        });
+    }
+
+    #[test]
+    fn tells_what_it_hunts_already_from_what_is_new() {
+        alone("tells_what_it_hunts_already_from_what_is_new", || {
+            let mut first = shell("exec sleep 1000");
+            let mut hunt = Hunt::default();
+            hunt.begin().unwrap();
+            while hunt.step(usize::MAX, |_| false).unwrap() != Progress::Looked {}
+            let moment = hunt.moment();
+            assert!(!hunt.has_nothing_since(moment), "the look was begun before");
+            // Stopped, and looked for again: it was there before.
+            assert_eq!(hunt.step(usize::MAX, |_| false).unwrap(), Progress::Underway);
+            assert_eq!(hunt.step(usize::MAX, |_| false).unwrap(), Progress::Looked);
+            assert!(hunt.has_nothing_since(moment) && !hunt.has_nothing_since(0));
+            let mut second = shell("exec sleep 1000");
+            assert_eq!(all(&mut hunt, |_| false), 2);
+            assert!(!hunt.has_nothing_since(moment));
+            first.wait().unwrap();
+            second.wait().unwrap();
+        });
+    }
+}

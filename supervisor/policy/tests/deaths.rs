@@ -1,0 +1,98 @@
+//! The two ends of a worker: its death, which is told at once, and the end of what it left behind, which frees its
+//! slot. And its birth: what it is given time for begins when its process runs.
+
+#![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
+
+mod stage;
+
+use bulkhead_policy::{Death, Event, KillReason, Note};
+
+use stage::{SECOND, Stage, limits};
+
+/// The caller does not wait for the sweep, and the slot does.
+#[test]
+fn a_death_is_answered_at_once_and_its_slot_is_filled_once_it_is_swept() {
+    let mut stage = Stage::ready(limits(1, 2, 5));
+    let worker = stage.newest_worker();
+    let (first, second, waits) = (stage.job(), stage.job(), stage.job());
+    stage.apply(Event::Exited { worker, death: Death::Signal(11) });
+    for job in [first, second] {
+        stage.expect(job, "crashed", Some("signal"));
+    }
+    assert!(stage.notes.iter().any(|note| matches!(note, Note::WorkerExited { in_flight: 2, .. })));
+    assert_eq!((stage.spawned.len(), stage.bulkhead.limit(), stage.bulkhead.in_flight()), (1, 0, 0));
+    let view = &stage.bulkhead.workers(stage.now)[0];
+    assert_eq!((view.state, view.pid, view.in_flight), ("reaping", None, 0));
+    assert!(!stage.bulkhead.is_stopped());
+
+    // Nothing that is still said of it counts, not even a second death.
+    stage.apply(Event::Exited { worker, death: Death::Exit(0) });
+    stage.apply(Event::SpawnFailed { worker, message: String::new() });
+    stage.apply(Event::Broke { worker, message: String::new() });
+    stage.apply(Event::Ready { worker });
+    assert_eq!((stage.spawned.len(), stage.answers.len(), stage.killed.len()), (1, 2, 0));
+
+    stage.apply(Event::Swept { worker });
+    assert_eq!(stage.spawned.len(), 2);
+    stage.bring_up(stage.newest_worker());
+    assert_eq!(stage.holder(waits), stage.newest_worker());
+}
+
+/// What is left behind delays the slot of its own worker alone.
+#[test]
+fn jobs_go_on_beside_a_sweep() {
+    let mut stage = Stage::ready(limits(2, 1, 5));
+    let (dies, lives) = (stage.spawned[0], stage.spawned[1]);
+    let jobs = [stage.job(), stage.job(), stage.job()];
+    let of_the_living = jobs.into_iter().find(|&job| stage.was_given_out(job) && stage.holder(job) == lives);
+    stage.apply(Event::Exited { worker: dies, death: Death::Exit(3) });
+    stage.reply(of_the_living.unwrap_or_else(|| panic!("it has none")));
+    assert_eq!(stage.holder(jobs[2]), lives);
+    assert_eq!(stage.bulkhead.limit(), 1);
+}
+
+#[test]
+fn a_stop_waits_for_the_sweep() {
+    let mut stage = Stage::ready(limits(1, 1, 0));
+    let worker = stage.newest_worker();
+    let by = stage.now + SECOND;
+    stage.apply(Event::Stop { by });
+    stage.apply(Event::Exited { worker, death: Death::Exit(0) });
+    assert!(!stage.bulkhead.is_stopped());
+    stage.apply(Event::Swept { worker });
+    assert!(stage.bulkhead.is_stopped());
+}
+
+/// The keeper died while it swept: nothing follows, and nothing is to be waited for.
+#[test]
+fn a_lost_sweep_is_over() {
+    let mut stage = Stage::ready(limits(1, 1, 0));
+    let worker = stage.newest_worker();
+    stage.apply(Event::Exited { worker, death: Death::Exit(1) });
+    stage.apply(Event::Lost { worker });
+    assert_eq!(stage.spawned.len(), 2);
+}
+
+/// The keeper starts one after the other: the last of many waits for all before it.
+#[test]
+fn the_handshake_counts_from_the_spawn_and_not_from_the_order() {
+    let mut limits = limits(1, 1, 0);
+    limits.start.handshake = SECOND;
+    let mut stage = Stage::starting(limits);
+    let worker = stage.newest_worker();
+    stage.wait(SECOND * 20);
+    assert_eq!(stage.killed, []);
+    stage.apply(Event::Spawned { worker, pid: 100 });
+    stage.wait(SECOND / 2);
+    assert_eq!(stage.killed, []);
+    stage.wait(SECOND);
+    assert_eq!(stage.killed, [(worker, KillReason::NoHello)]);
+}
+
+/// And yet an order is not waited for without end.
+#[test]
+fn an_order_that_becomes_no_process_is_given_up() {
+    let mut stage = Stage::starting(limits(1, 1, 0));
+    stage.wait(SECOND * 61);
+    assert_eq!(stage.killed.len(), 1);
+}
