@@ -1,5 +1,6 @@
 //! What goes over the admin socket: status, events, logs, and the four verbs.
 
+use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use tokio::net::UnixStream;
 
 use crate::args::{Args, Resize};
 use crate::output::{self, Failure, exit, harmless};
+use crate::worst;
 
 /// Bytes of one line of a stream; a longer one is not ours.
 const LINE_BYTES_MAX: usize = 1 << 20;
@@ -117,12 +119,17 @@ pub(crate) fn encoded(name: &str) -> String {
 
 pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>) -> Result<u8, Failure> {
     let Some(name) = name else {
-        let all = get_json(args, "/v1/bulkheads").await?;
+        let mut all = get_json(args, "/v1/bulkheads").await?;
+        let rows = all["bulkheads"].as_array_mut().map(Vec::as_mut_slice).unwrap_or_default();
         if args.json {
             output::line(&all.to_string())?;
-        } else {
-            let rows = all["bulkheads"].as_array().map(Vec::as_slice).unwrap_or_default();
-            output::line(&bulkhead_table(rows))?;
+            return Ok(exit::OK);
+        }
+        worst::sort(rows);
+        output::line(&bulkhead_table(rows))?;
+        // Programs get the table alone.
+        if io::stdout().is_terminal() {
+            print_troubles(&rows.iter().flat_map(troubles).collect::<Vec<_>>())?;
         }
         return Ok(exit::OK);
     };
@@ -138,15 +145,29 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
         return Ok(exit::OK);
     }
     output::line(&bulkhead_table(std::slice::from_ref(&one)))?;
-    if let Some(detail) = one["detail"].as_str() {
-        output::line(&format!("\n{}", harmless(detail)))?;
-    }
+    print_troubles(&troubles(&one))?;
     output::line(&format!("\n{}", worker_table(&one)))?;
     output::line("")?;
     for line in events.lines() {
         print_event(args, line)?;
     }
     Ok(exit::OK)
+}
+
+/// Why a bulkhead is not well, a line for each reason.
+fn troubles(bulkhead: &Value) -> Vec<String> {
+    let line = |field: &str, what: &str| {
+        let why = bulkhead[field].as_str()?;
+        Some(format!("{}: {} {}: {}", text(&bulkhead["name"]), what, text(&bulkhead[what]), harmless(why)))
+    };
+    [line("detail", "state"), line("service_cause", "service")].into_iter().flatten().collect()
+}
+
+fn print_troubles(troubles: &[String]) -> Result<(), Failure> {
+    if troubles.is_empty() {
+        return Ok(());
+    }
+    output::line(&format!("\n{}", troubles.join("\n")))
 }
 
 pub(crate) fn table(head: &[&str]) -> Table {
@@ -172,11 +193,13 @@ fn bulkhead_table(rows: &[Value]) -> String {
     let mut table = table(&[
         "NAME",
         "STATE",
+        "SERVICE",
         "WORKERS",
         "INFLIGHT/LIMIT",
         "QUEUE",
         "DONE",
         "FAILED",
+        "LATE",
         "REJECTED",
         "CRASHED",
         "RESTARTS",
@@ -190,11 +213,13 @@ fn bulkhead_table(rows: &[Value]) -> String {
         table.add_row([
             text(&row["name"]),
             text(&row["state"]),
+            text(&row["service"]),
             row["workers"].as_array().map_or(0, Vec::len).to_string(),
             format!("{}/{}", text(&row["in_flight"]), text(&row["limit"])),
             format!("{}/{}", text(&row["queued"]), text(&row["queue_capacity"])),
             text(&row["done"]),
             text(&row["failed"]),
+            text(&row["deadline_exceeded"]),
             rejected.to_string(),
             text(&row["crashed"]),
             text(&row["restarts"]),

@@ -203,7 +203,7 @@ pub(crate) struct Request {
     #[arg(default_value = "")]
     pub(crate) operation: String,
 
-    /// The payload; - for standard input [default: an empty payload]
+    /// The payload; - for standard input
     #[arg(long, value_name = "FILE")]
     pub(crate) payload_file: Option<PathBuf>,
 
@@ -232,6 +232,11 @@ pub(crate) struct Request {
 pub(crate) struct Submit {
     #[command(flatten)]
     pub(crate) request: Request,
+
+    /// Send an empty payload, and leave standard input alone: for loops that read it [default: standard input is the
+    /// payload, unless it is a terminal]
+    #[arg(short = 'n', long, conflicts_with = "payload_file")]
+    pub(crate) no_input: bool,
 
     /// Write the result there instead of to standard output; of many jobs, the last result stays
     #[arg(long, value_name = "FILE")]

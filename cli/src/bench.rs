@@ -10,11 +10,12 @@ use tokio::task::JoinSet;
 use crate::args::{Args, Bench};
 use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
+use crate::payload;
 
 /// Runs the command; returns its exit code: that of a success if any job was `ok`, otherwise that of a job.
 pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     let payload = match &bench.request.payload_file {
-        Some(file) => load::payload(Some(file))?,
+        Some(file) => payload::read(file)?,
         None => vec![b'x'; bench.payload_bytes],
     };
     let client = Client::connect(args.socket()).await?;

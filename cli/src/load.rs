@@ -1,35 +1,11 @@
 //! Many jobs at once over one connection: the part that `submit --repeat` and `bench` share.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use bulkhead_client::{Client, Job, JobError, PAYLOAD_BYTES_CEILING, RejectReason, Reply};
+use bulkhead_client::{Client, Job, JobError, Reply};
 
 use crate::args::Request;
-use crate::output::{Failure, exit};
-
-/// Reads a job's payload; `-` is standard input. What no bulkhead can be configured to take is not read whole.
-pub(crate) fn payload(file: Option<&Path>) -> Result<Vec<u8>, Failure> {
-    let Some(file) = file else { return Ok(Vec::new()) };
-    let mut bytes = Vec::new();
-    let most = PAYLOAD_BYTES_CEILING + 1;
-    let read = if file == Path::new("-") {
-        io::stdin().lock().take(most).read_to_end(&mut bytes)
-    } else {
-        File::open(file).and_then(|file| file.take(most).read_to_end(&mut bytes))
-    };
-    let fail =
-        |error| Failure::new(exit::USAGE, format!("failed to read the payload {}: {error}", file.display()));
-    read.map_err(fail)?;
-    if bytes.len() as u64 == most {
-        let message = format!("the payload {} is larger than any bulkhead takes", file.display());
-        return Err(Failure::rejected(RejectReason::TooLarge, message));
-    }
-    Ok(bytes)
-}
 
 /// The job that a command line asks for.
 pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {

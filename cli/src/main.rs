@@ -9,9 +9,11 @@ mod crashes;
 mod load;
 mod output;
 mod pages;
+mod payload;
 mod reload;
 mod submit;
 mod top;
+mod worst;
 
 use std::process::ExitCode;
 

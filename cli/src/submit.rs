@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use crate::args::{Args, Submit};
 use crate::load::{self, Tally};
 use crate::output::{self, Failure, exit};
+use crate::payload;
 
 /// How long the supervisor may take to say what became of the jobs that ^C cancelled.
 const CANCELLED_WITHIN: Duration = Duration::from_secs(2);
@@ -61,7 +62,7 @@ async fn prepare(args: &Args, submit: &Submit) -> Result<(Vec<u8>, Client), Fail
     if let Some(path) = submit.output.as_deref().filter(|path| *path != Path::new("-")) {
         check_output(path)?;
     }
-    let payload = load::payload(submit.request.payload_file.as_deref())?;
+    let payload = payload::of_submit(submit)?;
     Ok((payload, Client::connect(args.socket()).await?))
 }
 

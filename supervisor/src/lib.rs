@@ -21,6 +21,7 @@ pub mod observe;
 mod program;
 pub mod reload;
 pub mod scrape;
+mod service;
 pub mod shard;
 pub mod snapshot;
 pub mod sockets;

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use bulkhead_policy::{BreakerState, StaffView};
+use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
 
+use crate::service::Service;
 use crate::tally::Tally;
 
 /// All numbers of the data plane, of one moment.
@@ -44,6 +45,10 @@ pub(crate) struct BulkheadNumbers {
     pub(crate) queue_capacity: u64,
     /// The breaker that matters most.
     pub(crate) breaker: BreakerState,
+    /// The state of its workers.
+    pub(crate) state: BulkheadState,
+    /// How well it serves.
+    pub(crate) service: Service,
     /// Its workers; the slots of tenants that are apart are numbered through.
     pub(crate) workers: Vec<StaffView>,
     /// Slots that are shown, whether they have a worker or not.

@@ -19,6 +19,13 @@ pub struct Snapshot {
     /// Why it is degraded or failed, for people.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
+    /// How well it serves: `ok`, `degraded` or `failing`, by how the jobs of the last minute ended. Absent from one
+    /// tenant's part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub service: Option<&'static str>,
+    /// Why that is not `ok`: the most frequent outcome and reason, for people.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub service_cause: Option<String>,
     /// The numbers in force: worker processes, jobs in flight in each, and the rate limit; of one tenant, where
     /// tenants are apart.
     pub processes: u32,

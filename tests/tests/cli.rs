@@ -124,7 +124,7 @@ fn plain(arguments: &[&str]) -> Command {
 
 /// A job that is under way until it is told to stop.
 fn blocker(supervisor: &Supervisor, arguments: &[&str]) -> Running {
-    let running = spawn(supervisor.command().args(arguments));
+    let running = spawn(supervisor.command().args(arguments).arg("-n"));
     supervisor.wait_number(arguments[1], "in_flight", 1);
     running
 }
@@ -286,7 +286,7 @@ fn a_full_a_slow_and_a_closed_bulkhead_say_try_again_later() {
     let late = end(&["queue", "--deadline", "50ms"], 124, "deadline_exceeded", "queued");
     assert!(late["queued_ms"].as_f64() >= Some(40.0), "{late}");
     // Who waits hears of the drain as well as who comes later.
-    let waiting = spawn(supervisor.command().args(["submit", "queue", "--json"]));
+    let waiting = spawn(supervisor.command().args(["submit", "queue", "--json", "-n"]));
     supervisor.wait_number("queue", "queued", 1);
     bulkhead(&supervisor, &["drain", "queue"]).expect(0);
     told.push(check_end(waiting.end(), 75, "rejected", "draining", "no", true));
@@ -311,7 +311,7 @@ fn an_interrupted_job_is_cancelled() {
     );
     let one = blocker(&supervisor, &["submit", "one", "yield"]);
     let two =
-        spawn(supervisor.command().args("submit two yield --json --repeat 5 --concurrency 2".split(' ')));
+        spawn(supervisor.command().args("submit two yield -n --json --repeat 5 --concurrency 2".split(' ')));
     supervisor.wait_number("two", "in_flight", 2);
     kill_pid(one.child.id(), Signal::SIGINT);
     let one = one.end().expect(130);
@@ -529,8 +529,9 @@ fn bytes_go_in_and_come_out_unchanged() {
     assert_eq!(piped.stderr.lines().count(), 1);
     let read = bulkhead(&supervisor, &["submit", "cat", "--payload-file", file]).expect(0);
     assert!(read.stdout == payload, "{} bytes came back", read.stdout.len());
-    // Without a file there is no payload, whatever waits on standard input.
-    assert!(fed(&supervisor, &["submit", "cat"], b"unread").expect(0).stdout.is_empty());
+    // Without a file standard input is the payload, unless it is to be left alone.
+    assert_eq!(fed(&supervisor, &["submit", "cat"], b"read").expect(0).stdout, b"read");
+    assert!(fed(&supervisor, &["submit", "cat", "-n"], b"unread").expect(0).stdout.is_empty());
 
     let saved = bulkhead(&supervisor, &["submit", "cat", "--payload-file", file, "--output", out]).expect(0);
     assert!(saved.stdout.is_empty());
@@ -662,8 +663,7 @@ fn words(line: &str) -> Vec<&str> {
     line.split_ascii_whitespace().collect()
 }
 
-const COLUMNS: &str =
-    "NAME STATE WORKERS INFLIGHT/LIMIT QUEUE DONE FAILED REJECTED CRASHED RESTARTS BREAKER P50 P99";
+const COLUMNS: &str = "NAME STATE SERVICE WORKERS INFLIGHT/LIMIT QUEUE DONE FAILED LATE REJECTED CRASHED RESTARTS BREAKER P50 P99";
 const WORKER_COLUMNS: &str = "PID STATE UPTIME INFLIGHT SERVED RESTARTS RSS LAST-EXIT";
 
 #[test]
@@ -675,7 +675,7 @@ fn status_is_a_table_with_the_columns_it_promises() {
     supervisor.wait_number("b", "limit", 6);
     let fresh = bulkhead(&supervisor, &["status"]).expect(0);
     let row = fresh.text().lines().find(|line| words(line).first() == Some(&"b")).unwrap();
-    assert_eq!(words(row), "b ready 2 0/6 0/7 0 0 0 0 0 closed - -".split(' ').collect::<Vec<_>>());
+    assert_eq!(words(row), "b ready ok 2 0/6 0/7 0 0 0 0 0 0 closed - -".split(' ').collect::<Vec<_>>());
     for (operation, code) in [("", 0), ("", 0), ("fail", 1), ("abort", 70)] {
         bulkhead(&supervisor, &["submit", "b", operation]).expect(code);
     }
@@ -687,10 +687,10 @@ fn status_is_a_table_with_the_columns_it_promises() {
     assert_eq!(words(lines[0]), words(COLUMNS));
     assert_eq!(lines.len(), 3, "{lines:?}");
     let row = words(lines.iter().find(|line| words(line)[0] == "b").unwrap());
-    assert_eq!(row[..11], words("b ready 2 0/6 0/7 2 1 0 1 1 closed"));
-    assert!(row[11].ends_with("ms") && row[12].ends_with("ms"), "{row:?}");
+    assert_eq!(row[..13], words("b ready ok 2 0/6 0/7 2 1 0 0 1 1 closed"));
+    assert!(row[13].ends_with("ms") && row[14].ends_with("ms"), "{row:?}");
     let row = words(lines.iter().find(|line| words(line)[0] == "broken").unwrap());
-    assert_eq!(row, words("broken failed 0 0/0 0/0 0 0 0 0 0 closed - -"));
+    assert_eq!(row, words("broken failed ok 0 0/0 0/0 0 0 0 0 0 0 closed - -"));
 
     let one = bulkhead(&supervisor, &["status", "b"]).expect(0);
     let lines: Vec<&str> = one.text().lines().collect();

@@ -180,6 +180,28 @@ fn every_bulkhead_has_a_card_and_a_crash_is_told_at_once() {
 }
 
 #[test]
+fn the_worst_card_comes_first() {
+    let broken =
+        "[bulkhead.zz]\ncommand = [\"MISBEHAVE\", \"exit-at-start\"]\nrestart = { policy = \"never\" }\n";
+    let Some((site, browser)) = open(&format!("{BULKHEADS}{broken}")) else { return };
+    let client = Client::connect(site.supervisor.socket()).unwrap();
+    let service = format!("{} .service", card("thumbnail"));
+    assert_eq!(browser.text(&service), "service ok");
+    // Some wait until then, some run.
+    let job = client.job("sql", "").operation("yield").deadline(Duration::from_secs(1));
+    let jobs: Vec<_> = (0..11).map(|_| job.clone().start().unwrap()).collect();
+    for job in jobs {
+        job.wait().unwrap_err();
+    }
+    browser.wait(
+        "[...document.querySelectorAll('.card h3')].map((e) => e.textContent).join() === 'sql,zz,thumbnail,script'",
+    );
+    assert_eq!(browser.text(&format!("{} .service", card("sql"))), "service failing");
+    assert!(browser.text(&format!("{} .why", card("sql"))).contains("deadline_exceeded/queued: 10 of 11"));
+    check(&site, &browser);
+}
+
+#[test]
 fn what_changes_something_is_confirmed_first() {
     let Some((site, browser)) = open(BULKHEADS) else { return };
     let limit = |name: &str| site.supervisor.number(name, "limit");
@@ -381,8 +403,10 @@ fn a_storm_leaves_the_page_its_bounds() {
     });
     threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
     browser.wait("Number(document.querySelector('#feed-count').textContent.replace(/[^0-9]/g, '')) > 500 && document.querySelector('#feed').children.length === 500");
+    // What the storm made fail has come to the front.
+    browser.wait("document.querySelector('.card h3').textContent === 'script'");
     browser.press(&["j"]);
-    assert_eq!(browser.value("document.activeElement.textContent"), "thumbnail");
+    assert_eq!(browser.value("document.activeElement.textContent"), "script");
     // Only what is asked for.
     browser.run("const s = document.querySelector('#feed-bulkhead'); s.value = 'sql'; s.dispatchEvent(new Event('change'))");
     browser.wait("[...document.querySelectorAll('#feed .who')].every((e) => e.textContent === 'sql')");

@@ -258,7 +258,7 @@ fn keys_do_not_wait_for_a_supervisor_that_hangs() {
     terminal.press("?");
     terminal.shows("any key goes back");
     terminal.press("xs");
-    terminal.shows("sort: utilisation");
+    terminal.shows("sort: name");
     supervisor.signal(Signal::SIGCONT);
     terminal.shows("every 100ms");
     supervisor.signal(Signal::SIGSTOP);
@@ -336,7 +336,11 @@ fn without_a_terminal_it_is_asked_for_once() {
     let (code, told, why) = ran(supervisor.command().args(once));
     assert_eq!((code, why.as_str()), (Some(0), ""), "{told}");
     assert!(told.starts_with("NAME ") || told.starts_with(" NAME "), "{told}");
-    assert_eq!(row(&told, "b").unwrap()[..5], ["b", "ready", "1", "0/1", "0/7"].map(String::from), "{told}");
+    assert_eq!(
+        row(&told, "b").unwrap()[..6],
+        ["b", "ready", "ok", "1", "0/1", "0/7"].map(String::from),
+        "{told}"
+    );
     assert!(told.contains("worker_ready"), "{told}");
 
     let (code, told, _) = ran(supervisor.command().args(["top", "--json", "--interval", "100ms"]));

@@ -11,6 +11,7 @@ use super::events::Events;
 use super::sample::{Bulkhead, Counts, Sample, rates};
 use super::words::clean;
 use crate::output::{Failure, exit};
+use crate::worst::rank;
 
 /// Characters of a filter.
 const FILTER_CHARS_MAX: usize = 64;
@@ -53,6 +54,8 @@ pub(super) enum Mode {
 /// What the table is sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sort {
+    /// By state and service, the worst first.
+    Worst,
     Name,
     Utilisation,
     Rejections,
@@ -62,6 +65,7 @@ pub(super) enum Sort {
 impl Sort {
     pub(super) fn name(self) -> &'static str {
         match self {
+            Self::Worst => "worst",
             Self::Name => "name",
             Self::Utilisation => "utilisation",
             Self::Rejections => "rejections",
@@ -74,7 +78,8 @@ impl Sort {
             Self::Name => Self::Utilisation,
             Self::Utilisation => Self::Rejections,
             Self::Rejections => Self::Crashes,
-            Self::Crashes => Self::Name,
+            Self::Crashes => Self::Worst,
+            Self::Worst => Self::Name,
         }
     }
 
@@ -85,6 +90,7 @@ impl Sort {
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
         };
         let order = match self {
+            Self::Worst => rank(&b.state, &b.service).cmp(&rank(&a.state, &a.service)),
             Self::Name => Ordering::Equal,
             Self::Utilisation => b.utilisation().total_cmp(&a.utilisation()),
             Self::Rejections => by(|rates| rates.rejected, |counts| counts.rejected),
@@ -143,7 +149,7 @@ impl App {
         Self {
             page: Page::List,
             mode: Mode::Browse,
-            sort: Sort::Name,
+            sort: Sort::Worst,
             filter: String::new(),
             events,
             top: 0,
@@ -293,6 +299,7 @@ impl App {
         match key {
             '/' => self.mode = Mode::Filter { before: self.filter.clone() },
             's' => self.sort = self.sort.next(),
+            'w' => self.sort = Sort::Worst,
             'n' => self.sort = Sort::Name,
             'u' => self.sort = Sort::Utilisation,
             'r' => self.sort = Sort::Rejections,
@@ -405,6 +412,22 @@ pub(super) mod tests {
         assert_eq!(names(&app), "b c a", "no filter any more");
         types(&mut app, &format!("/{}\u{1b}\u{7}", "x".repeat(100)));
         assert_eq!(app.filter.len(), FILTER_CHARS_MAX);
+    }
+
+    #[test]
+    fn the_worst_comes_first_at_first() {
+        let mut all = ["a", "b", "c", "d"].map(|name| bulkhead(name, 0, 0, 0));
+        for (place, state, service) in
+            [(1, "ready", "failing"), (2, "failed", "ok"), (3, "ready", "degraded")]
+        {
+            (all[place]["state"], all[place]["service"]) = (json!(state), json!(service));
+        }
+        let mut app = App::new(sample(Instant::now(), &all), Duration::from_secs(1), String::new());
+        assert_eq!(names(&app), "b c d a");
+        types(&mut app, "n");
+        assert_eq!(names(&app), "a b c d");
+        types(&mut app, "w");
+        assert_eq!(names(&app), "b c d a");
     }
 
     #[test]

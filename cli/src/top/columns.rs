@@ -14,6 +14,7 @@ const NAME_FIRST: usize = 14;
 pub(super) enum Column {
     Name,
     State,
+    Service,
     Workers,
     InFlight,
     Queue,
@@ -21,6 +22,7 @@ pub(super) enum Column {
     Ok,
     Rejected,
     Failed,
+    Late,
     Crashed,
     Restarts,
     Breaker,
@@ -29,14 +31,16 @@ pub(super) enum Column {
 }
 
 /// All of them, the most important first.
-const BY_IMPORTANCE: [Column; 14] = [
+const BY_IMPORTANCE: [Column; 16] = [
     Column::Name,
     Column::State,
+    Column::Service,
     Column::InFlight,
     Column::Queue,
     Column::Ok,
     Column::Rejected,
     Column::Failed,
+    Column::Late,
     Column::Crashed,
     Column::Load,
     Column::Workers,
@@ -48,7 +52,7 @@ const BY_IMPORTANCE: [Column; 14] = [
 
 impl Column {
     /// All of them, as they are shown.
-    pub(super) fn all() -> [Self; 14] {
+    pub(super) fn all() -> [Self; 16] {
         let mut all = BY_IMPORTANCE;
         all.sort();
         all
@@ -58,6 +62,7 @@ impl Column {
         match self {
             Self::Name => "NAME",
             Self::State => "STATE",
+            Self::Service => "SERVICE",
             Self::Workers => "WORKERS",
             Self::InFlight => "INFLIGHT",
             Self::Queue => "QUEUE",
@@ -65,6 +70,7 @@ impl Column {
             Self::Ok => "OK/s",
             Self::Rejected => "REJ/s",
             Self::Failed => "FAIL/s",
+            Self::Late => "LATE/s",
             Self::Crashed => "CRASH/s",
             Self::Restarts => "RESTARTS",
             Self::Breaker => "BREAKER",
@@ -74,7 +80,7 @@ impl Column {
     }
 
     pub(super) fn is_number(self) -> bool {
-        !matches!(self, Self::Name | Self::State | Self::Load | Self::Breaker)
+        !matches!(self, Self::Name | Self::State | Self::Service | Self::Load | Self::Breaker)
     }
 
     pub(super) fn text(self, bulkhead: &Bulkhead) -> String {
@@ -82,16 +88,18 @@ impl Column {
             Self::Ok => rates.ok,
             Self::Rejected => rates.rejected,
             Self::Failed => rates.failed,
+            Self::Late => rates.late,
             _ => rates.crashed,
         };
         match self {
             Self::Name => bulkhead.name.clone(),
             Self::State => bulkhead.state.clone(),
+            Self::Service => bulkhead.service.clone(),
             Self::Workers => short(bulkhead.workers.len() as u64),
             Self::InFlight => format!("{}/{}", short(bulkhead.in_flight), short(bulkhead.limit)),
             Self::Queue => format!("{}/{}", short(bulkhead.queued), short(bulkhead.capacity)),
             Self::Load => format!("{:.0}%", bulkhead.utilisation() * 100.0),
-            Self::Ok | Self::Rejected | Self::Failed | Self::Crashed => {
+            Self::Ok | Self::Rejected | Self::Failed | Self::Late | Self::Crashed => {
                 bulkhead.rates.as_ref().map_or_else(|| "-".to_owned(), |rates| rate(of(rates)))
             }
             Self::Restarts => short(bulkhead.restarts),
@@ -146,7 +154,7 @@ mod tests {
     fn bulkhead(name: &str) -> Bulkhead {
         let latency = json!({"run": {"p50": 1.5, "p99": 12.25}});
         Bulkhead::new(&json!({
-            "name": name, "state": "ready", "limit": 8, "in_flight": 2, "queue_capacity": 100,
+            "name": name, "state": "ready", "service": "ok", "limit": 8, "in_flight": 2, "queue_capacity": 100,
             "breaker": "closed", "latency_ms": latency,
         }))
     }
@@ -162,10 +170,10 @@ mod tests {
     fn a_width_gets_what_is_most_important() {
         let rows = [&bulkhead("thumbnail"), &bulkhead("ocr")];
         let at_76 =
-            ["NAME", "STATE", "WORKERS", "INFLIGHT", "QUEUE", "LOAD", "OK/s", "REJ/s", "FAIL/s", "CRASH/s"];
+            ["NAME", "STATE", "SERVICE", "INFLIGHT", "QUEUE", "OK/s", "REJ/s", "FAIL/s", "LATE/s", "CRASH/s"];
         assert_eq!(heads(&rows, 76), at_76);
-        assert_eq!(heads(&rows, 40), ["NAME", "STATE", "INFLIGHT", "QUEUE", "OK/s"]);
-        assert_eq!(heads(&rows, 200).len(), 14);
+        assert_eq!(heads(&rows, 40), ["NAME", "STATE", "SERVICE", "INFLIGHT", "QUEUE"]);
+        assert_eq!(heads(&rows, 200).len(), 16);
         assert_eq!(heads(&rows, 3), ["NAME"]);
         for columns in 0..200 {
             let few = choose(&rows, columns);
@@ -187,8 +195,8 @@ mod tests {
     fn what_stands_in_them() {
         let mut one = bulkhead("b");
         let told = |one: &Bulkhead| Column::all().map(|column| column.text(one)).join(" ");
-        assert_eq!(told(&one), "b ready 0 2/8 0/100 25% - - - - 0 closed 1.50ms 12.25ms");
-        one.rates = Some(Counts { ok: 20_000.0, rejected: 0.5, failed: 0.0, crashed: 3.0 });
-        assert_eq!(told(&one), "b ready 0 2/8 0/100 25% 20k 0.5 0 3.0 0 closed 1.50ms 12.25ms");
+        assert_eq!(told(&one), "b ready ok 0 2/8 0/100 25% - - - - - 0 closed 1.50ms 12.25ms");
+        one.rates = Some(Counts { ok: 20_000.0, rejected: 0.5, failed: 0.0, late: 1.0, crashed: 3.0 });
+        assert_eq!(told(&one), "b ready ok 0 2/8 0/100 25% 20k 0.5 0 1.0 3.0 0 closed 1.50ms 12.25ms");
     }
 }

@@ -50,7 +50,8 @@ pub(super) fn page(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize 
 
 fn about(bulkhead: &Bulkhead) -> Vec<(String, Style)> {
     let mut lines = Vec::new();
-    lines.extend(bulkhead.detail.iter().map(|detail| (detail.clone(), Style::new().fg(Color::Red))));
+    let causes = bulkhead.detail.iter().chain(&bulkhead.service_cause);
+    lines.extend(causes.map(|cause| (cause.clone(), Style::new().fg(Color::Red))));
     let breaker = format!("breaker   {}  restarts {}", bulkhead.breaker, bulkhead.restarts);
     lines.extend(bulkhead.facts.iter().chain([&breaker]).map(|fact| (fact.clone(), Style::new())));
     if !bulkhead.tenants.is_empty() {

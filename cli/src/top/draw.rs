@@ -27,8 +27,8 @@ const HELP: &[(&str, &str)] = &[
     ("Enter", "open: workers, tenants, rejections, events"),
     ("Esc", "back; without a filter, leave"),
     ("/", "filter by name; Enter keeps it, Esc does not"),
-    ("s", "sort by the next of these four"),
-    ("n u r c", "sort by name, utilisation, rejections, crashes"),
+    ("s", "sort by the next of these five"),
+    ("w n u r c", "the worst first; by name, utilisation, rejections, crashes"),
     ("p", "pause, go on"),
     ("Ctrl-Z", "back to the shell; `fg` goes on"),
     ("q Ctrl-C", "leave"),
@@ -90,7 +90,7 @@ pub(super) fn bold() -> Style {
 /// Colours only repeat what a word says.
 pub(super) fn state_style(state: &str) -> Style {
     match state {
-        "failed" | "open" | "forced_open" => Style::new().fg(Color::Red),
+        "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),
         "degraded" | "half_open" => Style::new().fg(Color::Yellow),
         "draining" | "starting" => Style::new().fg(Color::Cyan),
         _ => Style::new(),
@@ -111,8 +111,10 @@ fn header(buffer: &mut Buffer, row: Rect, app: &App, now: Instant) {
     };
     let all = app.bulkheads();
     let troubled = all.iter().filter(|bulkhead| bulkhead.state != "ready").count();
+    let unserved = all.iter().filter(|bulkhead| matches!(&*bulkhead.service, "degraded" | "failing")).count();
     let of = if all.len() == 1 { "bulkhead" } else { "bulkheads" };
-    let mut text = format!("bulkhead top  {told}  {} {of}, {troubled} not ready", all.len());
+    let mut text =
+        format!("bulkhead top  {told}  {} {of}, {troubled} not ready, {unserved} not ok", all.len());
     if !app.filter.is_empty() {
         text.push_str(&format!("  filter: {}", app.filter));
     }
@@ -194,6 +196,7 @@ pub(super) fn table_row(buffer: &mut Buffer, row: Rect, placed: &[Placed], bulkh
     cells(buffer, row, placed, |column| match column {
         Column::Load => (bar(bulkhead.utilisation(), columns::BAR_COLUMNS), Style::new()),
         Column::State => (bulkhead.state.clone(), state_style(&bulkhead.state)),
+        Column::Service => (bulkhead.service.clone(), state_style(&bulkhead.service)),
         Column::Breaker => (bulkhead.breaker.clone(), state_style(&bulkhead.breaker)),
         other => (other.text(bulkhead), Style::new()),
     });

@@ -6,10 +6,11 @@ use serde_json::{Value, json};
 
 use super::columns::Column;
 use super::events::Event;
-use super::sample::{Answers, Bulkhead, Watcher, counts, rates};
+use super::sample::{Answers, Bulkhead, Counts, Watcher, counts, rates};
 use crate::admin::table;
 use crate::args::Args;
 use crate::output::{self, Failure, exit};
+use crate::worst;
 
 /// Events that are printed, the newest.
 const EVENTS_SHOWN: usize = 10;
@@ -18,10 +19,11 @@ pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> 
     let mut watcher = Watcher::new(args);
     let before = watcher.ask().await?;
     tokio::time::sleep(interval).await;
-    let now = watcher.ask().await?;
+    let mut now = watcher.ask().await?;
     if args.json {
         output::line(&as_json(&before, &now).to_string())?;
     } else {
+        worst::sort(&mut now.bulkheads);
         print(&before, &now)?;
     }
     Ok(exit::OK)
@@ -46,8 +48,8 @@ fn as_json(before: &Answers, now: &Answers) -> Value {
         let mut told = snapshot.clone();
         told["utilisation"] = json!(Bulkhead::new(snapshot).utilisation());
         told["per_second"] = now.rates_of(snapshot, before).map_or(Value::Null, |rates| {
-            let (ok, rejected, failed, crashed) = (rates.ok, rates.rejected, rates.failed, rates.crashed);
-            json!({"ok": ok, "rejected": rejected, "failed": failed, "crashed": crashed})
+            let Counts { ok, rejected, failed, late, crashed } = rates;
+            json!({"ok": ok, "rejected": rejected, "failed": failed, "late": late, "crashed": crashed})
         });
         told
     };
@@ -64,7 +66,7 @@ fn newest<'a>(before: &'a Answers, now: &'a Answers) -> Vec<&'a Value> {
 }
 
 impl Answers {
-    fn rates_of(&self, snapshot: &Value, before: &Self) -> Option<super::sample::Counts<f64>> {
+    fn rates_of(&self, snapshot: &Value, before: &Self) -> Option<Counts<f64>> {
         let earlier = before.bulkheads.iter().find(|earlier| earlier["name"] == snapshot["name"])?;
         let is_same = !self.is_another;
         is_same.then(|| rates(&counts(earlier), &counts(snapshot), self.at - before.at)).flatten()

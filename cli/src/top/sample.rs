@@ -30,6 +30,8 @@ pub(super) struct Counts<T> {
     pub(super) ok: T,
     pub(super) rejected: T,
     pub(super) failed: T,
+    /// Those that missed their deadline.
+    pub(super) late: T,
     pub(super) crashed: T,
 }
 
@@ -38,7 +40,9 @@ pub(super) struct Counts<T> {
 pub(super) struct Bulkhead {
     pub(super) name: String,
     pub(super) state: String,
+    pub(super) service: String,
     pub(super) detail: Option<String>,
+    pub(super) service_cause: Option<String>,
     pub(super) in_flight: u64,
     pub(super) limit: u64,
     pub(super) queued: u64,
@@ -93,7 +97,9 @@ impl Bulkhead {
         Self {
             name: line(&snapshot["name"]),
             state: line(&snapshot["state"]),
+            service: line(&snapshot["service"]),
             detail: snapshot["detail"].as_str().map(clean),
+            service_cause: snapshot["service_cause"].as_str().map(clean),
             in_flight: number(&snapshot["in_flight"]),
             limit: number(&snapshot["limit"]),
             queued: number(&snapshot["queued"]),
@@ -126,6 +132,7 @@ pub(super) fn counts(snapshot: &Value) -> Counts<u64> {
         ok: number(&snapshot["done"]),
         rejected: rejected.map_or(0, |counts| counts.values().map(number).fold(0, u64::saturating_add)),
         failed: number(&snapshot["failed"]),
+        late: number(&snapshot["deadline_exceeded"]),
         crashed: number(&snapshot["crashed"]),
     }
 }
@@ -181,6 +188,7 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
         ok: rate(before.ok, now.ok)?,
         rejected: rate(before.rejected, now.rejected)?,
         failed: rate(before.failed, now.failed)?,
+        late: rate(before.late, now.late)?,
         crashed: rate(before.crashed, now.crashed)?,
     })
 }
@@ -294,7 +302,7 @@ mod tests {
     fn no_text_of_a_snapshot_steers_a_terminal() {
         let evil = "\u{1b}[2J\n\u{202e}evil";
         let odd = json!({
-            "name": evil, "state": evil, "detail": evil, "breaker": evil, "rejected": {evil: 1},
+            "name": evil, "state": evil, "service": evil, "detail": evil, "service_cause": evil, "breaker": evil, "rejected": {evil: 1},
             "tenants": [{"name": evil}], "done": evil,
             "workers": [{"tenant": evil, "pid": evil, "state": evil, "last_exit": evil}],
         });
@@ -308,12 +316,12 @@ mod tests {
 
     #[test]
     fn rates_are_never_negative() {
-        let before = Counts { ok: 10, rejected: 5, failed: 0, crashed: 1 };
-        let now = Counts { ok: 30, rejected: 5, failed: 1, crashed: 1 };
+        let before = Counts { ok: 10, rejected: 5, failed: 0, late: 2, crashed: 1 };
+        let now = Counts { ok: 30, rejected: 5, failed: 1, late: 5, crashed: 1 };
         let two = Duration::from_secs(2);
         assert_eq!(
             rates(&before, &now, two),
-            Some(Counts { ok: 10.0, rejected: 0.0, failed: 0.5, crashed: 0.0 })
+            Some(Counts { ok: 10.0, rejected: 0.0, failed: 0.5, late: 1.5, crashed: 0.0 })
         );
         assert_eq!(rates(&now, &before, two), None);
         assert_eq!(rates(&before, &Counts { ok: 100, ..Counts::default() }, two), None);

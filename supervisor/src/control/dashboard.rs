@@ -16,8 +16,9 @@ macro_rules! file {
 }
 
 /// What each module imports stands before it. They become one script, in which names are told apart by a test.
-const MODULES: [&str; 13] = [
+const MODULES: [&str; 14] = [
     file!("format.js"),
+    file!("worst.js"),
     file!("dom.js"),
     file!("history.js"),
     file!("api.js"),

@@ -194,10 +194,11 @@ fn schemas() -> Value {
         },
         "Bulkhead": {
             "type": "object",
-            "required": ["name", "state", "limit", "in_flight", "queued", "rejected", "breaker", "workers"],
+            "required": ["name", "state", "service", "limit", "in_flight", "queued", "rejected", "breaker", "workers"],
             "properties": {
                 "name": text,
                 "state": {"type": "string", "enum": ["starting", "ready", "degraded", "failed", "draining"]},
+                "service": {"type": "string", "enum": ["ok", "degraded", "failing"]}, "service_cause": text,
                 "limit": count, "in_flight": count, "available": count, "queued": count,
                 "queue_capacity": count, "queue_available": count, "done": count, "failed": count,
                 "crashed": count, "deadline_exceeded": count, "cancelled": count, "restarts": count,

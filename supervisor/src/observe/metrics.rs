@@ -5,12 +5,13 @@ mod families;
 mod itself;
 mod text;
 
-use bulkhead_policy::{BreakerState, RestartCause, WORKER_STATES};
+use bulkhead_policy::{BreakerState, BulkheadState, RestartCause, WORKER_STATES};
 use bulkhead_shared::{CrashReason, Priority, RejectReason};
 
 use super::process::Residents;
 use crate::config::OTHER_TENANTS;
 use crate::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
+use crate::service::Service;
 use crate::tally::{BOUNDS, Histogram, OUTCOMES};
 
 use families::Family;
@@ -139,6 +140,16 @@ fn write_gauges(page: &mut Page, bulkheads: Bulkheads<'_>) {
     page.family(&families::BREAKER);
     for bulkhead in bulkheads {
         let states = BreakerState::ALL.map(|state| (state.name(), u64::from(state == bulkhead.breaker)));
+        page.samples(&[&bulkhead.name], states);
+    }
+    page.family(&families::STATE);
+    for bulkhead in bulkheads {
+        let states = BulkheadState::ALL.map(|state| (state.name(), u64::from(state == bulkhead.state)));
+        page.samples(&[&bulkhead.name], states);
+    }
+    page.family(&families::SERVICE);
+    for bulkhead in bulkheads {
+        let states = Service::ALL.map(|state| (state.name(), u64::from(state == bulkhead.service)));
         page.samples(&[&bulkhead.name], states);
     }
 }

@@ -49,6 +49,8 @@ impl Shard {
             queued: policies().map(|policy| policy.queued() as u64).sum(),
             queue_capacity: active.map(|policy| u64::from(policy.limits().max_queue)).sum(),
             breaker: self.breaker_of(index),
+            state: self.state_of(index),
+            service: named.service.service(self.now),
             workers: staff(&parts),
             slots: if is_shared { self.limits_of(index).processes } else { 1 },
             memory_limit: named.memory_limit,
@@ -84,7 +86,9 @@ impl Shard {
             Some(journey) => journey.entry.0,
             None => self.compartments[compartment].named,
         };
-        self.named[named].tally.end(cargo.priority, cargo.label, verdict);
+        let (now, named) = (self.now, &mut self.named[named]);
+        named.tally.end(cargo.priority, cargo.label, verdict);
+        named.service.count(now, verdict);
     }
 
     /// Counts what a compartment did with a job that it answers for, be it a guest or not.

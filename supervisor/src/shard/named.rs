@@ -13,6 +13,7 @@ use crate::demand::{Demand, Level};
 use crate::latency::Latency;
 use crate::program::{Program, TenantNumbers};
 use crate::reload::Settled;
+use crate::service::Window;
 use crate::tally::Tally;
 
 /// One bulkhead as its users know it.
@@ -33,6 +34,8 @@ pub(super) struct Named {
     /// Whether payloads that kill are to be recognised.
     pub(super) knows_poison: bool,
     pub(super) latency: Latency,
+    /// How its jobs ended lately.
+    pub(super) service: Window,
     /// What its metrics count.
     pub(super) tally: Tally,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
@@ -183,6 +186,7 @@ impl Named {
             retries: false,
             knows_poison: false,
             latency: Latency::default(),
+            service: Window::default(),
             tally: Tally::new(settled.limits.tenants.labelled.len()),
             memory_limit: None,
             demand: Demand::default(),

@@ -74,9 +74,11 @@ impl Shard {
         (priority, label): (Priority, u32),
         reason: RejectReason,
     ) {
-        let tally = &mut self.named[named].tally;
-        tally.submit(priority);
-        tally.end(priority, label, &Verdict::rejected(reason));
+        let verdict = Verdict::rejected(reason);
+        let (now, entry) = (self.now, &mut self.named[named]);
+        entry.tally.submit(priority);
+        entry.tally.end(priority, label, &verdict);
+        entry.service.count(now, &verdict);
         match &mut self.named[named].layout {
             Layout::Shared(compartment) => {
                 self.compartments[*compartment].policy.count_refused(reason);

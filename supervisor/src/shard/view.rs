@@ -23,6 +23,8 @@ impl Shard {
         let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
         let mut snapshot = self.sum(named, &parts);
         snapshot.latency_ms = self.named[named].latency.percentiles();
+        let (service, cause) = self.named[named].service.told(self.now);
+        (snapshot.service, snapshot.service_cause) = (Some(service.name()), cause);
         match &self.named[named].layout {
             Layout::Shared(place) => {
                 let views = self.compartments[*place].policy.tenants(TENANTS_SHOWN);
@@ -72,6 +74,17 @@ impl Shard {
         }
     }
 
+    /// The state of a bulkhead in one word.
+    pub(super) fn state_of(&self, named: usize) -> BulkheadState {
+        match &self.named[named].layout {
+            Layout::Isolated(isolated) if isolated.is_draining => BulkheadState::Draining,
+            _ => {
+                let places = self.compartments_of(named);
+                state(&places.iter().map(|&place| &self.compartments[place]).collect::<Vec<_>>())
+            }
+        }
+    }
+
     fn sum(&self, named: usize, parts: &[&Compartment]) -> Snapshot {
         let mut counters = Counters::default();
         parts.iter().for_each(|part| counters.add(part.policy.counters()));
@@ -89,6 +102,8 @@ impl Shard {
             tenant: None,
             state: state.name(),
             detail: trouble.filter(|_| !is_fine).map(str::to_owned),
+            service: None,
+            service_cause: None,
             processes: limits.processes,
             max_in_flight: limits.max_in_flight,
             rate_limit: limits.rate_limit.map(RateSnapshot::from),

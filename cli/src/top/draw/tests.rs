@@ -21,6 +21,7 @@ fn snapshot(name: &str, state: &str, in_flight: u64) -> Value {
     };
     json!({
         "name": name, "state": state, "detail": (state != "ready").then_some(EVIL), "limit": 4,
+        "service": "degraded", "service_cause": "deadline_exceeded/running: 3 of 20",
         "in_flight": in_flight, "queued": 3, "queue_capacity": 100, "done": 10, "failed": 2, "crashed": 1,
         "rejected": {"queue_full": 7, "rate_limited": 2}, "restarts": 1, "breaker": "closed",
         "latency_ms": {"run": {"p50": 1.5, "p99": 20.0}},
@@ -61,15 +62,15 @@ fn screen(app: &mut App, now: Instant, width: u16, height: u16) -> Vec<String> {
 fn an_ordinary_terminal() {
     let (mut app, now) = app();
     let lines = screen(&mut app, now, 80, 24);
-    assert_eq!(lines[0], "bulkhead top  every 1s  2 bulkheads, 1 not ready");
-    let head = "NAME      STATE    WORKERS INFLIGHT QUEUE LOAD   OK/s REJ/s FAIL/s CRASH/s";
+    assert_eq!(lines[0], "bulkhead top  every 1s  2 bulkheads, 1 not ready, 2 not ok");
+    let head = "NAME      STATE    SERVICE  INFLIGHT QUEUE OK/s REJ/s FAIL/s LATE/s CRASH/s";
     assert_eq!(lines[1], head);
-    assert_eq!(lines[2], "ocr       degraded       2      0/4 3/100           -     -      -       -");
-    assert_eq!(lines[3], "thumbnail ready          2      3/4 3/100 ████▌     -     -      -       -");
+    assert_eq!(lines[2], "ocr       degraded degraded      0/4 3/100    -     -      -      -       -");
+    assert_eq!(lines[3], "thumbnail ready    degraded      3/4 3/100    -     -      -      -       -");
     let pane = lines.iter().position(|line| line == "EVENTS").unwrap();
     assert!(lines[pane + 1].starts_with("14:07:35 warning  worker_exited thumbnail message="), "{lines:#?}");
     assert!(lines[pane + 3].contains("worker_exited ocr"));
-    assert!(lines[23].contains("? help") && lines[23].contains("sort: name"), "{}", lines[23]);
+    assert!(lines[23].contains("? help") && lines[23].contains("sort: worst"), "{}", lines[23]);
 }
 
 #[test]
@@ -81,8 +82,8 @@ fn a_wide_and_a_small_terminal() {
     }
     assert!(lines[3].contains("closed") && lines[3].contains("20.00ms"), "{}", lines[3]);
     let lines = screen(&mut app, now, 40, 10);
-    assert_eq!(lines[1], "NAME      STATE    INFLIGHT QUEUE OK/s");
-    assert!(lines[3].starts_with("thumbnail ready         3/4 3/100"), "{lines:#?}");
+    assert_eq!(lines[1], "NAME      STATE    SERVICE  INFLIGHT");
+    assert!(lines[3].starts_with("thumbnail ready    degraded      3/4"), "{lines:#?}");
     assert!(lines.iter().any(|line| line == "EVENTS"), "{lines:#?}");
 }
 
@@ -92,9 +93,14 @@ fn one_bulkhead() {
     press(&mut app, KeyCode::Enter);
     let lines = screen(&mut app, now, 80, 24);
     let has = |part: &str| lines.iter().any(|line| line.contains(part));
-    for part in
-        ["ocr  degraded", "rejected  queue_full 7  rate_limited 2", "acme", "run       p50 1.50ms", "\\u{1b}"]
-    {
+    for part in [
+        "ocr  degraded",
+        "running: 3 of 20",
+        "rejected  queue_full 7  rate_limited 2",
+        "acme",
+        "run       p50 1.50ms",
+        "\\u{1b}",
+    ] {
         assert!(has(part), "{part}: {lines:#?}");
     }
     let head = lines.iter().position(|line| line.starts_with("PID  STATE UPTIME INFLIGHT SERVED")).unwrap();
@@ -140,7 +146,7 @@ fn help_filter_and_nothing() {
     let (mut app, now) = app();
     press(&mut app, KeyCode::Char('?'));
     let lines = screen(&mut app, now, 80, 24);
-    assert!(lines.iter().any(|line| line.contains("sort by name")), "{lines:#?}");
+    assert!(lines.iter().any(|line| line.contains("the worst first; by name")), "{lines:#?}");
     assert!(lines[23].ends_with("/run/bulkhead/admin.sock"), "{}", lines[23]);
     press(&mut app, KeyCode::Esc);
     press(&mut app, KeyCode::Char('/'));

@@ -102,6 +102,9 @@ pub enum BulkheadState {
 }
 
 impl BulkheadState {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Starting, Self::Ready, Self::Degraded, Self::Failed, Self::Draining];
+
     /// The word used in every interface.
     pub const fn name(self) -> &'static str {
         match self {

@@ -3,6 +3,7 @@
 import { h, setData, setText } from './dom.js';
 import { count, millis, rate, word } from './format.js';
 import { COUNTED } from './history.js';
+import { causes, worstFirst } from './worst.js';
 
 /** Seconds that a sparkline shows. */
 const SPARK_SAMPLES = 90;
@@ -23,11 +24,14 @@ export class Cards {
       card.element.remove();
       this.cards.delete(name);
     }
-    bulkheads.forEach((bulkhead, at) => {
+    const focused = document.activeElement;
+    worstFirst(bulkheads).forEach((bulkhead, at) => {
       const card = this.card(bulkhead.name);
       if (this.place.children[at] !== card.element) this.place.insertBefore(card.element, this.place.children[at] ?? null);
       card.update(bulkhead, history, hasBreaker(bulkhead));
     });
+    // What is moved loses the focus.
+    if (this.place.contains(focused) && document.activeElement !== focused) focused.focus({ preventScroll: true });
     this.filter(this.text);
   }
 
@@ -39,12 +43,12 @@ export class Cards {
     return card;
   }
 
-  /** Shows those whose name or state has the text in it. Returns how many there are. */
+  /** Shows those whose name, state or service has the text in it. Returns how many there are. */
   filter(text) {
     this.text = text.trim().toLowerCase();
     let shown = 0;
     for (const card of this.cards.values()) {
-      const isShown = `${card.name} ${card.state}`.toLowerCase().includes(this.text);
+      const isShown = `${card.name} ${card.state} ${card.service}`.toLowerCase().includes(this.text);
       card.element.hidden = !isShown;
       if (isShown) shown += 1;
     }
@@ -66,6 +70,7 @@ class Card {
     this.name = name;
     this.button = h('button', { type: 'button', onclick: open, 'aria-haspopup': 'dialog' }, name);
     this.badge = h('span.badge');
+    this.serviceBadge = h('span.badge.service');
     this.permits = new Gauge('in flight');
     this.queue = new Gauge('queue');
     this.counts = Object.fromEntries(COUNTED.map((what) => [what, h('dd')]));
@@ -78,7 +83,7 @@ class Card {
     this.element = h(
       'article.card',
       { 'data-name': name },
-      h('header', {}, h('h3', {}, this.button), this.badge),
+      h('header', {}, h('h3', {}, this.button), h('span.badges', {}, this.badge, this.serviceBadge)),
       this.permits.element,
       this.queue.element,
       h('dl.counts', { 'aria-label': 'jobs a second' }, ...counted),
@@ -93,6 +98,9 @@ class Card {
     setData(this.element, 'state', bulkhead.state);
     setText(this.badge, bulkhead.state);
     setData(this.badge, 'state', bulkhead.state);
+    this.service = bulkhead.service;
+    setText(this.serviceBadge, `service ${bulkhead.service}`);
+    setData(this.serviceBadge, 'state', bulkhead.service);
     this.permits.update(bulkhead.in_flight, bulkhead.limit);
     this.queue.update(bulkhead.queued, bulkhead.queue_capacity);
     const rates = history.rates(bulkhead.name);
@@ -105,8 +113,8 @@ class Card {
     setText(this.p99, millis(bulkhead.latency_ms.run.p99));
     setText(this.breaker, hasBreaker ? `breaker ${word(bulkhead.breaker)}` : '');
     setData(this.breaker, 'state', bulkhead.breaker);
-    setText(this.detail, bulkhead.detail ?? '');
-    this.detail.hidden = !bulkhead.detail;
+    setText(this.detail, causes(bulkhead));
+    this.detail.hidden = !causes(bulkhead);
   }
 }
 

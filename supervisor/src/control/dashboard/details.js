@@ -3,6 +3,7 @@
 import { bulkheadPath, get, logLines } from './api.js';
 import { fillRows, h, setData, setText, table } from './dom.js';
 import { bytes, count, duration, millis, plural, word } from './format.js';
+import { causes } from './worst.js';
 
 /** Lines of output that are shown, and how often they and the advice are asked for. */
 const LINES = 40;
@@ -58,6 +59,7 @@ export class Details {
 
   build() {
     this.badge = h('span.badge');
+    this.serviceBadge = h('span.badge.service');
     this.closer = h('button', { type: 'button', 'aria-label': 'Close', onclick: () => this.close() }, '✕');
     this.why = h('p.why');
     this.facts = h('dl.facts');
@@ -70,7 +72,7 @@ export class Details {
     this.advice = h('div.advice');
     this.output = h('pre', { tabindex: 0, 'aria-label': 'Output of its workers' });
     this.place.replaceChildren(
-      h('header', {}, h('h2', {}, this.name), this.badge, this.closer),
+      h('header', {}, h('h2', {}, this.name), this.badge, this.serviceBadge, this.closer),
       this.why,
       this.buttons,
       part('Now', this.facts),
@@ -91,8 +93,10 @@ export class Details {
     if (!bulkhead) return this.close();
     setText(this.badge, bulkhead.state);
     setData(this.badge, 'state', bulkhead.state);
-    setText(this.why, bulkhead.detail ?? '');
-    this.why.hidden = !bulkhead.detail;
+    setText(this.serviceBadge, `service ${bulkhead.service}`);
+    setData(this.serviceBadge, 'state', bulkhead.service);
+    setText(this.why, causes(bulkhead));
+    this.why.hidden = !causes(bulkhead);
     this.showActions(bulkhead);
     this.showFacts(bulkhead);
     fillRows(this.workers.body, bulkhead.workers.map(workerRow));

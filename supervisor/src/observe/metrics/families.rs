@@ -80,6 +80,10 @@ families! {
         "Jobs of other bulkheads that are active or queued here as their fallback, and count there.";
     BREAKER = Gauge "bulkhead_breaker_state" ["bulkhead", "state"]
         "1 for the state of the breaker, 0 for all others; of several breakers the one that matters most.";
+    STATE = Gauge "bulkhead_state" ["bulkhead", "state"]
+        "1 for the state of its workers (starting, ready, degraded, failed, draining), 0 for the others.";
+    SERVICE = Gauge "bulkhead_service" ["bulkhead", "state"]
+        "1 for how well it serves (ok, degraded, failing: by how the jobs of the last minute ended), 0 for the others.";
     WORKERS = Gauge "bulkhead_workers" ["bulkhead", "state"]
         "Worker processes by what they are doing.";
     WORKER_RSS = Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"]

@@ -1,0 +1,294 @@
+//! How well a bulkhead serves its clients: how the jobs of the last minute ended. This is beside the state of its
+//! workers, which may all be ready while no job ends `ok`. Counting a job costs a few additions; a window is summed
+//! when it is shown.
+
+use std::time::Duration;
+
+use bulkhead_policy::Time;
+use bulkhead_shared::limits::cut;
+use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
+
+/// How long a part of the window is.
+const PART: Duration = Duration::from_secs(5);
+
+/// Parts that count: the last minute.
+const PARTS: usize = 12;
+
+/// Fewer jobs say nothing.
+const JOBS_MIN: u64 = 10;
+
+/// Over this share of jobs that did not end `ok`, a service is degraded or failing.
+const DEGRADED_ABOVE_PERCENT: u64 = 5;
+const FAILING_ABOVE_PERCENT: u64 = 50;
+
+/// Bytes of a handler's own code that a cause names.
+const CODE_BYTES_MAX: usize = 64;
+
+/// How well a bulkhead serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Service {
+    /// Nearly all jobs end `ok`, or there are too few to tell.
+    Ok,
+    /// Over 5 % do not.
+    Degraded,
+    /// Over half do not.
+    Failing,
+}
+
+impl Service {
+    pub(crate) const ALL: [Self; 3] = [Self::Ok, Self::Degraded, Self::Failing];
+
+    /// The word of the contract.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Degraded => "degraded",
+            Self::Failing => "failing",
+        }
+    }
+}
+
+// Where each way to end is counted; the first is `ok`. Codes begin at 1 and leave no gap.
+const OK: usize = 0;
+const FAILED: usize = 1;
+const LATE_QUEUED: usize = 2;
+const LATE_RUNNING: usize = 3;
+const REJECTED: usize = 4;
+const CRASHED: usize = REJECTED + RejectReason::ALL.len();
+const ENDS: usize = CRASHED + CrashReason::ALL.len();
+
+/// The place of a verdict; `None` for one that is the caller's own.
+fn place(verdict: &Verdict) -> Option<usize> {
+    match verdict {
+        Verdict::Ok => Some(OK),
+        Verdict::Failed(failure) => (failure.fault == Fault::Dependency).then_some(FAILED),
+        Verdict::Rejected { reason, .. } => {
+            (!is_callers(*reason)).then_some(REJECTED + usize::from(reason.code()) - 1)
+        }
+        Verdict::DeadlineQueued => Some(LATE_QUEUED),
+        Verdict::DeadlineRunning => Some(LATE_RUNNING),
+        Verdict::Crashed { reason, .. } => Some(CRASHED + usize::from(reason.code()) - 1),
+        Verdict::Cancelled { .. } => None,
+    }
+}
+
+const fn is_callers(reason: RejectReason) -> bool {
+    use RejectReason as R;
+    match reason {
+        R::Invalid | R::TooLarge | R::NotFound | R::Unauthenticated | R::Forbidden => true,
+        R::RateLimited | R::TenantQuota | R::Quarantined => true,
+        R::Backpressure | R::QueueFull | R::QueueTimeout | R::Shed | R::Evicted => false,
+        R::CircuitOpen | R::Draining | R::Unavailable | R::Overloaded => false,
+    }
+}
+
+/// How the jobs of the last minute ended.
+#[derive(Debug, Default)]
+pub(crate) struct Window {
+    /// Allocated with the first job: most bulkheads of many are idle.
+    parts: Vec<Part>,
+    /// The code of the last failure, in the handler's words.
+    code: String,
+}
+
+#[derive(Clone, Debug)]
+struct Part {
+    /// Which part of time it is; one of an older number holds nothing.
+    number: u64,
+    ends: [u32; ENDS],
+}
+
+const EMPTY: Part = Part { number: 0, ends: [0; ENDS] };
+
+fn number_of(now: Time) -> u64 {
+    // Never 0, so that an empty part is of no time.
+    now.since(Time::ZERO).as_secs() / PART.as_secs() + PARTS as u64
+}
+
+impl Window {
+    pub(crate) fn count(&mut self, now: Time, verdict: &Verdict) {
+        let Some(place) = place(verdict) else { return };
+        if self.parts.is_empty() {
+            self.parts = vec![EMPTY; PARTS];
+        }
+        let number = number_of(now);
+        let part = &mut self.parts[number as usize % PARTS];
+        if part.number != number {
+            *part = Part { number, ..EMPTY };
+        }
+        part.ends[place] = part.ends[place].saturating_add(1);
+        if let Verdict::Failed(failure) = verdict {
+            let code = cut(&failure.code, CODE_BYTES_MAX);
+            if self.code != code {
+                self.code.replace_range(.., code);
+            }
+        }
+    }
+
+    pub(crate) fn service(&self, now: Time) -> Service {
+        Sum::of(self, now).service()
+    }
+
+    /// The service with the cause, in words, unless it is `ok`.
+    pub(crate) fn told(&self, now: Time) -> (Service, Option<String>) {
+        let sum = Sum::of(self, now);
+        let service = sum.service();
+        (service, (service != Service::Ok).then(|| sum.cause(&self.code)))
+    }
+}
+
+struct Sum {
+    ends: [u64; ENDS],
+    jobs: u64,
+}
+
+impl Sum {
+    fn of(window: &Window, now: Time) -> Self {
+        let oldest = number_of(now) + 1 - PARTS as u64;
+        let mut ends = [0; ENDS];
+        for part in window.parts.iter().filter(|part| part.number >= oldest) {
+            for (sum, count) in ends.iter_mut().zip(part.ends) {
+                *sum += u64::from(count);
+            }
+        }
+        Self { ends, jobs: ends.iter().sum() }
+    }
+
+    fn bad(&self) -> u64 {
+        self.jobs - self.ends[OK]
+    }
+
+    fn service(&self) -> Service {
+        let is_above = |percent| self.bad() * 100 > self.jobs * percent;
+        match self.jobs {
+            0..JOBS_MIN => Service::Ok,
+            _ if is_above(FAILING_ABOVE_PERCENT) => Service::Failing,
+            _ if is_above(DEGRADED_ABOVE_PERCENT) => Service::Degraded,
+            _ => Service::Ok,
+        }
+    }
+
+    /// The most frequent outcome that is not `ok` with its reason, and how many they are.
+    fn cause(&self, code: &str) -> String {
+        let (mut first, mut most) = (FAILED, 0);
+        for (place, &count) in self.ends.iter().enumerate().skip(OK + 1) {
+            if count > most {
+                (first, most) = (place, count);
+            }
+        }
+        let (jobs, bad) = (self.jobs, self.bad());
+        let all = if bad > most { format!("; {bad} did not end ok") } else { String::new() };
+        format!("{}: {most} of {jobs} jobs in the last minute{all}", words(first, code))
+    }
+}
+
+fn words(place: usize, code: &str) -> String {
+    let code_of = |first: usize| u8::try_from(place + 1 - first).unwrap_or_default();
+    match place {
+        FAILED => format!("failed/{code}"),
+        LATE_QUEUED => "deadline_exceeded/queued".to_owned(),
+        LATE_RUNNING => "deadline_exceeded/running".to_owned(),
+        REJECTED..CRASHED => {
+            let reason = RejectReason::from_code(code_of(REJECTED));
+            format!("rejected/{}", reason.map_or("", RejectReason::name))
+        }
+        _ => format!("crashed/{}", CrashReason::from_code(code_of(CRASHED)).map_or("", CrashReason::name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bulkhead_shared::{Executed, HandlerFailure};
+
+    use super::*;
+
+    fn at(seconds: u64) -> Time {
+        Time::ZERO + Duration::from_secs(seconds)
+    }
+
+    fn failed(fault: Fault) -> Verdict {
+        let code = "db_down".to_owned();
+        Verdict::Failed(HandlerFailure { code, message: String::new(), retryable: true, fault })
+    }
+
+    fn count(window: &mut Window, now: Time, verdict: &Verdict, times: usize) {
+        (0..times).for_each(|_| window.count(now, verdict));
+    }
+
+    #[test]
+    fn shares_of_at_least_ten_jobs_decide() {
+        let told = |ok: usize, late: usize| {
+            let mut window = Window::default();
+            count(&mut window, at(100), &Verdict::Ok, ok);
+            count(&mut window, at(100), &Verdict::DeadlineRunning, late);
+            assert_eq!(window.service(at(100)), window.told(at(100)).0);
+            window.service(at(100)).name()
+        };
+        assert_eq!((told(0, 0), told(0, 9), told(0, 10)), ("ok", "ok", "failing"));
+        assert_eq!((told(19, 1), told(18, 1), told(95, 5)), ("ok", "degraded", "ok"));
+        assert_eq!((told(10, 10), told(10, 11)), ("degraded", "failing"));
+    }
+
+    #[test]
+    fn the_callers_own_faults_count_neither_for_nor_against() {
+        let callers = [
+            failed(Fault::Caller),
+            Verdict::rejected(RejectReason::Invalid),
+            Verdict::rejected(RejectReason::TooLarge),
+            Verdict::rejected(RejectReason::NotFound),
+            Verdict::rejected(RejectReason::Unauthenticated),
+            Verdict::rejected(RejectReason::Forbidden),
+            Verdict::rejected(RejectReason::RateLimited),
+            Verdict::rejected(RejectReason::TenantQuota),
+            Verdict::rejected(RejectReason::Quarantined),
+            Verdict::Cancelled { executed: Executed::Yes },
+        ];
+        let mut window = Window::default();
+        callers.iter().for_each(|verdict| count(&mut window, at(1), verdict, 100));
+        assert_eq!(window.told(at(1)), (Service::Ok, None));
+        count(&mut window, at(1), &Verdict::Ok, 4);
+        count(&mut window, at(1), &Verdict::rejected(RejectReason::QueueFull), 6);
+        assert_eq!(window.service(at(1)), Service::Failing);
+    }
+
+    #[test]
+    fn a_minute_later_it_is_forgotten() {
+        let mut window = Window::default();
+        count(&mut window, at(0), &failed(Fault::Dependency), 20);
+        for second in 0..55 {
+            assert_eq!(window.service(at(second)), Service::Failing, "{second}");
+        }
+        assert_eq!(window.service(at(60)), Service::Ok);
+        assert_eq!(window.service(at(3600)), Service::Ok);
+        // The same place in the ring is of another time.
+        count(&mut window, at(60), &Verdict::Ok, 10);
+        assert_eq!(window.service(at(60)), Service::Ok);
+    }
+
+    #[test]
+    fn the_cause_is_the_most_frequent() {
+        let cause = |verdicts: &[(Verdict, usize)]| {
+            let mut window = Window::default();
+            verdicts.iter().for_each(|(verdict, times)| count(&mut window, at(7), verdict, *times));
+            window.told(at(7)).1.expect("it does not serve")
+        };
+        assert_eq!(
+            cause(&[(Verdict::Ok, 9), (Verdict::DeadlineRunning, 31)]),
+            "deadline_exceeded/running: 31 of 40 jobs in the last minute"
+        );
+        let crashed = |reason| Verdict::Crashed { reason, status: None, message: String::new() };
+        assert_eq!(
+            cause(&[(crashed(CrashReason::Signal), 6), (Verdict::DeadlineQueued, 5)]),
+            "crashed/signal: 6 of 11 jobs in the last minute; 11 did not end ok"
+        );
+        assert!(cause(&[(failed(Fault::Dependency), 10)]).starts_with("failed/db_down: 10 of 10"));
+        for reason in RejectReason::ALL.iter().filter(|reason| !is_callers(**reason)) {
+            let told = cause(&[(Verdict::rejected(*reason), 10)]);
+            assert!(told.starts_with(&format!("rejected/{reason}: 10 of 10")), "{told}");
+        }
+        for reason in CrashReason::ALL {
+            let told = cause(&[(crashed(*reason), 10)]);
+            assert!(told.starts_with(&format!("crashed/{reason}: 10 of 10")), "{told}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! How well a bulkhead serves, beside the state of its workers: what `status`, `top`, snapshots and metrics say of
+//! bulkheads whose workers are ready and whose jobs do not end `ok`.
+
+use bulkhead_client::JobError;
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{Supervisor, wait_for};
+use serde_json::json;
+use std::time::Duration;
+
+const BULKHEADS: &str = r#"
+[bulkhead.callers]
+exec = ["sh", "-c", "exit 64"]
+max_queue = 100
+env = { PATH = "/usr/bin:/bin" }
+[bulkhead.fails]
+exec = ["sh", "-c", "exit 3"]
+max_queue = 100
+env = { PATH = "/usr/bin:/bin" }
+[bulkhead.idle]
+command = ["MISBEHAVE"]
+[bulkhead.late]
+command = ["MISBEHAVE"]
+max_in_flight = 12
+grace = "30s"
+[bulkhead.mixed]
+command = ["MISBEHAVE"]
+"#;
+
+fn jobs(client: &Client, bulkhead: &str, operation: &str, count: usize) {
+    for _ in 0..count {
+        let _: Result<_, JobError> = client.job(bulkhead, "").operation(operation).send();
+    }
+}
+
+/// All at once, with a deadline that a slow machine begins them in.
+fn late(client: &Client, bulkhead: &str) {
+    let job = client.job(bulkhead, "").operation("yield").deadline(Duration::from_secs(2));
+    let jobs: Vec<_> = (0..12).map(|_| job.clone().start().unwrap()).collect();
+    for job in jobs {
+        assert!(matches!(job.wait(), Err(JobError::DeadlineExceeded(_))));
+    }
+}
+
+fn stdout(supervisor: &Supervisor, arguments: &[&str]) -> String {
+    let output = supervisor.command().args(arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn jobs_that_do_not_end_ok_show_while_workers_are_ready() {
+    let supervisor = Supervisor::start(BULKHEADS);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| late(&client, "late"));
+        scope.spawn(|| jobs(&client, "callers", "", 12));
+        scope.spawn(|| jobs(&client, "fails", "", 12));
+        jobs(&client, "mixed", "echo", 18);
+        jobs(&client, "mixed", "abort", 2);
+    });
+    let service = |name: &str| {
+        let told = supervisor.snapshot(name);
+        (told["service"].clone(), told["service_cause"].clone())
+    };
+    let cause = |text: &str| json!(format!("{text} jobs in the last minute"));
+    assert_eq!(service("late"), (json!("failing"), cause("deadline_exceeded/running: 12 of 12")));
+    assert_eq!(service("fails"), (json!("failing"), cause("failed/exit_3: 12 of 12")));
+    assert_eq!(service("mixed"), (json!("degraded"), cause("crashed/signal: 2 of 20")));
+    assert_eq!(service("callers"), (json!("ok"), json!(null)));
+    assert_eq!(service("idle"), (json!("ok"), json!(null)));
+
+    // The worst first, and with their causes.
+    wait_for("workers are ready", || {
+        let all = supervisor.get("/v1/bulkheads");
+        let all = all["bulkheads"].as_array().unwrap();
+        all.iter().all(|bulkhead| bulkhead["state"] == "ready").then_some(())
+    });
+    let table = stdout(&supervisor, &["status"]);
+    let rows: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+    let column = |head: &str| rows[0].iter().position(|&one| one == head).unwrap();
+    let (service, late) = (column("SERVICE"), column("LATE"));
+    let told: Vec<(&str, &str, &str)> =
+        rows[1..].iter().map(|row| (row[0], row[service], row[late])).collect();
+    let expected = [
+        ("fails", "failing", "0"),
+        ("late", "failing", "12"),
+        ("mixed", "degraded", "0"),
+        ("callers", "ok", "0"),
+        ("idle", "ok", "0"),
+    ];
+    assert_eq!(told, expected, "{table}");
+    let one = stdout(&supervisor, &["status", "late"]);
+    assert!(one.contains("late: service failing: deadline_exceeded/running: 12 of 12"), "{one}");
+    let top = stdout(&supervisor, &["top", "--once", "--interval", "100ms"]);
+    let names: Vec<&str> =
+        top.lines().skip(1).take(5).filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, ["fails", "late", "mixed", "callers", "idle"], "{top}");
+
+    let (_, page) = supervisor.try_get("/metrics").unwrap();
+    for (name, state) in [("late", "failing"), ("mixed", "degraded"), ("callers", "ok"), ("idle", "ok")] {
+        for each in ["ok", "degraded", "failing"] {
+            let is_it = u8::from(each == state);
+            let line = format!("bulkhead_service{{bulkhead=\"{name}\",state=\"{each}\"}} {is_it}\n");
+            assert!(page.contains(&line), "{line}");
+        }
+    }
+    assert!(page.contains("bulkhead_state{bulkhead=\"late\",state=\"ready\"} 1\n"), "{page}");
+}

@@ -1,0 +1,94 @@
+//! Where `bulkhead submit` takes the payload from when no file is named.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Command, Output, Stdio};
+
+use bulkhead_tests::{Supervisor, programs, wait_for};
+use nix::pty::openpty;
+
+fn supervisor() -> Supervisor {
+    Supervisor::start(
+        "[bulkhead.cat]\nexec = [\"cat\"]\nenv = { PATH = \"/usr/bin:/bin\" }\ndeadline = \"60s\"\n",
+    )
+}
+
+fn submit(supervisor: &Supervisor, arguments: &[&str]) -> Command {
+    let mut command = supervisor.command();
+    command.args(["submit", "cat"]).args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+#[track_caller]
+fn result(output: Output) -> String {
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn standard_input_is_the_payload() {
+    let supervisor = supervisor();
+    let (file, other) = (supervisor.file("input"), supervisor.file("other"));
+    std::fs::write(&file, "from the file\n").unwrap();
+    std::fs::write(&other, "from the other\n").unwrap();
+    let with = |arguments: &[&str], input: Stdio| {
+        result(submit(&supervisor, arguments).stdin(input).output().unwrap())
+    };
+    let input = || Stdio::from(File::open(&file).unwrap());
+    assert_eq!(with(&[], input()), "from the file\n");
+    assert_eq!(with(&["--payload-file", "-"], input()), "from the file\n");
+    assert_eq!(with(&["--payload-file", other.to_str().unwrap()], input()), "from the other\n");
+    assert_eq!(with(&["-n"], input()), "");
+    assert_eq!(with(&[], Stdio::null()), "");
+    // It is read once, for all jobs.
+    assert_eq!(with(&["--repeat", "3"], input()), "from the file\n".repeat(3));
+    let both = submit(&supervisor, &["-n", "--payload-file", "-"]).stdin(input()).output().unwrap();
+    assert_eq!(both.status.code(), Some(2), "{both:?}");
+}
+
+#[test]
+fn a_loop_keeps_its_input() {
+    let supervisor = supervisor();
+    let script =
+        "while read -r line; do echo \"$line\"; \"$BULKHEAD\" submit cat $N 2> /dev/null; done < list";
+    std::fs::write(supervisor.file("list"), "one\ntwo\nthree\n").unwrap();
+    let run = |n: &str| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script]).env("N", n).env("BULKHEAD", programs().join("bulkhead"));
+        shell.env("BULKHEAD_SOCKET", supervisor.socket()).current_dir(supervisor.folder.path());
+        result(shell.output().unwrap())
+    };
+    assert_eq!(run("-n"), "one\ntwo\nthree\n");
+    assert_eq!(run(""), "one\ntwo\nthree\n", "the first job takes the rest");
+    let told = submit(&supervisor, &["-n"]).stdin(Stdio::piped()).spawn().unwrap();
+    assert_eq!(result(told.wait_with_output().unwrap()), "");
+}
+
+/// On a terminal nobody types a payload: nothing is read, and nothing waited for.
+#[test]
+fn a_terminal_is_no_payload() {
+    let supervisor = supervisor();
+    let terminal = openpty(None, None).expect("a pseudoterminal");
+    let mut child = submit(&supervisor, &[]).stdin(terminal.slave).spawn().unwrap();
+    wait_for("it ends", || child.try_wait().unwrap());
+    assert_eq!(result(child.wait_with_output().unwrap()), "");
+    drop(terminal.master);
+}
+
+#[test]
+fn what_is_waited_for_is_said() {
+    let supervisor = supervisor();
+    let mut child = submit(&supervisor, &[]).stdin(Stdio::piped()).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(b"begun, ").unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    stderr.read_line(&mut line).unwrap();
+    assert!(line.contains("waiting for the end of standard input") && line.contains("-n"), "{line}");
+    stdin.write_all(b"ended").unwrap();
+    drop(stdin);
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    assert_eq!(result(child.wait_with_output().unwrap()), "begun, ended");
+    assert_eq!(rest.lines().count(), 1, "the summary: {rest}");
+}
