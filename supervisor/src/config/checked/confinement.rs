@@ -100,11 +100,13 @@ pub enum Layer {
     Cgroup,
     /// No privileges from the programs that they run.
     NoNewPrivs,
+    /// What keeps the programs apart that run at once in one worker of `exec`.
+    ProgramScopes,
 }
 
 impl Layer {
     /// Every layer.
-    pub const ALL: [Layer; 9] = [
+    pub const ALL: [Layer; 10] = [
         Self::Landlock,
         Self::Seccomp,
         Self::UserNamespace,
@@ -114,6 +116,7 @@ impl Layer {
         Self::Identity,
         Self::Cgroup,
         Self::NoNewPrivs,
+        Self::ProgramScopes,
     ];
 
     /// The word in the file.
@@ -128,6 +131,7 @@ impl Layer {
             Self::Identity => "identity",
             Self::Cgroup => "cgroup",
             Self::NoNewPrivs => "no_new_privs",
+            Self::ProgramScopes => "program_scopes",
         }
     }
 }

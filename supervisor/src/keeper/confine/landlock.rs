@@ -12,6 +12,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use bulkhead_shared::program_rules;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
     RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
@@ -59,6 +60,8 @@ pub(in crate::keeper) struct Failure {
 pub(in crate::keeper) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
+    /// What is given, as far as it is there.
+    granted: Vec<program_rules::Grant>,
 }
 
 impl Ruleset {
@@ -68,12 +71,30 @@ impl Ruleset {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
+        let mut granted = Vec::new();
         for grant in grants(rules, known)? {
-            add(&mut ruleset, &grant)?;
+            let access = add(&mut ruleset, &grant)?;
+            granted.extend(access.map(|access| program_rules::Grant { path: grant.path, access }));
         }
         let descriptor = Option::<OwnedFd>::from(ruleset);
         let descriptor = descriptor.ok_or_else(|| failure("make a Landlock ruleset", Errno::NOSYS))?;
-        Ok(Self { descriptor, abi })
+        Ok(Self { descriptor, abi, granted })
+    }
+
+    /// The same rules for the programs that a worker runs: each puts its own part of the worker's temporary
+    /// folder in place of all of it.
+    pub(in crate::keeper) fn of_programs(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
+        let abi = ABI::from(self.abi as i32);
+        let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
+        program_rules::ProgramRules {
+            handled: AccessFs::from_all(abi).bits(),
+            scoped: Scope::from_all(abi).bits(),
+            temporary: temporary.map(|path| program_rules::Grant {
+                path: path.to_owned(),
+                access: temporary_access(abi).bits(),
+            }),
+            grants: self.granted.iter().filter(is_other).cloned().collect(),
+        }
     }
 
     /// For a child that closes all others.
@@ -215,7 +236,8 @@ impl Grant {
     }
 }
 
-fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
+/// Adds a rule; returns the rights that it gives, if its path is there.
+fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<u64>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
     let descriptor = match rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
@@ -223,19 +245,20 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<(), Failure> {
         Err(Errno::NOENT | Errno::NOTDIR | Errno::ACCESS | Errno::LOOP)
             if *condition != Condition::Always =>
         {
-            return Ok(());
+            return Ok(None);
         }
         Err(errno) => return Err(failed(errno)),
     };
     let mode = rustix::fs::fstat(&descriptor).map_err(failed)?.st_mode;
     if *condition == Condition::IfOthersMayRead && !Mode::from_raw_mode(mode).contains(Mode::ROTH) {
-        return Ok(());
+        return Ok(None);
     }
     let is_folder = FileType::from_raw_mode(mode) == FileType::Directory;
     // The kernel refuses a rule that speaks of a file as of a folder.
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
-    added.map(drop).map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))
+    let added = added.map(|_| Some(access.bits()));
+    added.map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))
 }
 
 fn led_away(path: &Path, errno: Errno) -> Failure {
