@@ -65,6 +65,7 @@ fn parts(layer: Layer) -> &'static [&'static str] {
         Layer::Identity => &["other users"],
         Layer::Cgroup => &["cgroup leaf", "cgroup clone", "cgroup kill"],
         Layer::NoNewPrivs => &["no_new_privs"],
+        Layer::ProgramScopes => &["landlock", "landlock scopes"],
     }
 }
 
@@ -108,6 +109,8 @@ pub(crate) struct Sandbox {
     remarks: Vec<String>,
     /// What a worker with our SDK puts in force before its first job.
     seal: Option<Vec<u8>>,
+    /// Why a worker runs no more than one program at once.
+    one_at_once: Option<String>,
     /// Why no worker can be started.
     obstacle: Option<String>,
 }
@@ -120,6 +123,7 @@ impl Sandbox {
         let mut settling =
             Settling { grounds, allowed: &sandbox.best_effort, missing: Vec::new(), lacking: Vec::new() };
         let whom = settling.whom(bulkhead);
+        let one_at_once = settling.program_scopes(bulkhead);
         let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead) };
         settling.want_no_signals(&terms, whom);
         let obstacle = settling.obstacle(sandbox.profile);
@@ -152,8 +156,14 @@ impl Sandbox {
             missing,
             remarks,
             seal,
+            one_at_once,
             obstacle,
         }
+    }
+
+    /// Why a worker may not run more than one job at once, if it may not.
+    pub(crate) fn one_at_once(&self) -> Option<&str> {
+        self.one_at_once.as_deref()
     }
 
     /// Why no worker can be started, for people.
@@ -283,6 +293,13 @@ fn list(texts: &[String]) -> Vec<&str> {
     texts.iter().map(String::as_str).collect()
 }
 
+/// Whether a worker of the bulkhead, or of one of its tenants, runs several jobs at once.
+fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
+    let of_tenants = bulkhead.tenant.values().filter_map(|tenant| tenant.max_in_flight);
+    let of_tenants = of_tenants.filter(|_| bulkhead.isolation().is_some());
+    of_tenants.chain([bulkhead.max_in_flight]).any(|most| most > 1)
+}
+
 /// One bulkhead's layers, while it is found out which there are.
 struct Settling<'g> {
     grounds: &'g Grounds,
@@ -396,8 +413,26 @@ impl Settling<'_> {
             identity: None,
             network: sandbox.network,
             temporary,
+            programs_apart: matches!(bulkhead.program, Program::Exec { .. }),
             cgroup: None,
         }
+    }
+
+    /// Whether the programs that run at once in one worker are kept from each other. Returns why no worker may
+    /// ever run more than one.
+    fn program_scopes(&mut self, bulkhead: &BulkheadConfig) -> Option<String> {
+        let is_confined = bulkhead.sandbox.profile != Profile::None;
+        if !is_confined || !matches!(bulkhead.program, Program::Exec { .. }) {
+            return None;
+        }
+        let why = self.grounds.lack(Layer::ProgramScopes)?;
+        let is_allowed = self.allowed.contains(&Layer::ProgramScopes);
+        if is_allowed || runs_several_at_once(bulkhead) {
+            let advice = "programs that run at once in one worker would reach each other; `max_in_flight = 1` with \
+                          more `processes` keeps them apart";
+            self.lack(Layer::ProgramScopes, format!("{why}: {advice}"));
+        }
+        (!is_allowed).then_some(why)
     }
 
     /// Its control group, whatever its profile.

@@ -293,28 +293,51 @@ pub const ATTEMPTS: &[Group] = &[
     ),
 ];
 
+/// What a program of `exec` tries against another one of the same worker, which runs at the same time and is
+/// `sibling`, and against the host of both.
+#[rustfmt::skip] // One row each.
+pub const BETWEEN_PROGRAMS: &[Attempt] = &[
+    plain("list-temporary-folders", "list the temporary folders of all programs", Succeeds, LANDLOCK, LANDLOCK),
+    plain("read-temporary-file-of-sibling", "read a temporary file of another program", Succeeds, LANDLOCK, LANDLOCK),
+    plain("open-memory-of-sibling", "open the memory of another program, and so its payload", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("read-environment-of-sibling", "read the environment of another program", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("look-at-descriptors-of-sibling", "see what another program has open", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("write-result-of-sibling", "write to another program's result", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("trace-sibling", "trace another program", Succeeds, Violation("ptrace"), Violation("ptrace")),
+    plain("read-sibling-directly", "read the memory of another program (process_vm_readv)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("take-descriptor-of-sibling", "take a descriptor out of another program", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("signal-sibling", "signal another program", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("signal-sibling-by-descriptor", "signal another program by a pidfd", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("kill-parent", "kill the host of both", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("read-environment-of-host", "read the environment of the host", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("open-memory-of-host", "open the memory of the host, and so the link", Machine, NOT_TRACEABLE, NOT_TRACEABLE),
+];
+
 /// What the table above does not have, since it takes something of its own to be judged.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",
     "leave-processes-behind",
+    "list-temporary-folders",
     "make-many-processes",
+    "open-memory-of-host",
+    "read-environment-of-host",
+    "read-temporary-file-of-sibling",
     "run-set-user-id-program",
     "touch-much-memory",
+    "write-result-of-sibling",
 ];
 
 /// What older kernels do not refuse, so that the supervisor ends the worker for it.
 pub const KERNELS_OWN: &[&str] = &["pass-descriptors", "pass-lingering-socket"];
 
-/// What is otherwise for a program run by `exec`, under `default` and `strict`: it is not sealed, and its parent
-/// and whatever else it may signal is its own worker.
+/// What is otherwise for a program run by `exec`, under `default` and `strict`: it is not sealed.
 pub const OF_PROGRAMS: &[(&str, Expected, Expected)] = &[
     ("pair-of-sockets", Succeeds, Succeeds),
+    ("list-temporary-files", LANDLOCK, LANDLOCK),
     ("run-a-program", Succeeds, Succeeds),
     ("run-from-temporary-folder", Succeeds, Refused(&["EACCES"], "no programs in `/tmp`")),
     ("run-from-memory", Succeeds, Succeeds),
-    ("kill-parent", Succeeds, Succeeds),
-    ("kill-everything", Crashes("signal"), Crashes("signal")),
 ];
 
 /// What succeeds under `default` where supervisor and workers are one user without privileges: with a root
@@ -339,10 +362,12 @@ impl fmt::Display for Expected {
 pub fn markdown() -> String {
     use fmt::Write as _;
     let mut text = String::new();
-    for (heading, attempts) in ATTEMPTS {
-        let _ = write!(text, "\n**{heading}.** A worker tries to …\n\n");
+    let of_workers = ATTEMPTS.iter().map(|(heading, attempts)| (*heading, "worker", *attempts));
+    let all = of_workers.chain([("Programs of one worker", "program of `exec`", BETWEEN_PROGRAMS)]);
+    for (heading, who, attempts) in all {
+        let _ = write!(text, "\n**{heading}.** A {who} tries to …\n\n");
         text.push_str("| … | `none` | `default` | `strict` |\n| --- | --- | --- | --- |\n");
-        for Attempt { tries, none, default, strict, .. } in *attempts {
+        for Attempt { tries, none, default, strict, .. } in attempts {
             let _ = writeln!(text, "| {tries} | {none} | {default} | {strict} |");
         }
     }

@@ -140,6 +140,7 @@ fn the_environment_is_the_jobs_and_nothing_else() {
         "BULKHEAD_JOB",
         "BULKHEAD_OPERATION",
         "BULKHEAD_TENANT",
+        "HOME",
         "MOTTO",
         "PATH",
         "TMPDIR",

@@ -6,8 +6,11 @@
 //! ```
 
 mod exec;
+mod folder;
+mod launch;
 mod library;
 mod orphans;
+mod rules;
 
 use std::process::ExitCode;
 

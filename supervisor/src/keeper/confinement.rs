@@ -45,6 +45,9 @@ pub struct Terms {
     pub network: bool,
     /// Where it can write what nobody keeps.
     pub temporary: Temporary,
+    /// Whether it is told its own rules, so that it can put each program that it runs under rules apart from
+    /// those of the others.
+    pub programs_apart: bool,
     /// What it may use together with all that it starts, in a control group of its own; `None`: no group.
     pub cgroup: Option<Cgroup>,
 }

@@ -6,12 +6,14 @@
 //!
 //! - `barriers`: what confines it, made ready before the fork.
 //! - `progress`: what it and the keeper say to each other meanwhile.
+//! - `programs`: what a host of programs is told of its own rules.
 //! - `root`: a root folder of its own.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
 mod barriers;
 mod ended;
+mod programs;
 mod progress;
 mod root;
 mod steps;

@@ -13,6 +13,7 @@ use crate::command::{
     BreakerMode, Change, ChangedPer, Command, Notice, Severity, SteerError, TenantChange, TenantRate, Verb,
 };
 use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use crate::confinement::Sandbox;
 use crate::entry::Door;
 use crate::program::TenantNumbers;
 use crate::snapshot::{RateSnapshot, Snapshot};
@@ -219,6 +220,7 @@ impl Shard {
         limits.max_queue = numbers.max_queue.unwrap_or(limits.max_queue);
         limits.rate_limit = numbers.rate_limit.unwrap_or(limits.rate_limit);
         let entry = &self.named[named];
+        check_programs(entry.program.sandbox(), limits.max_in_flight)?;
         let max_active = match &entry.layout {
             Layout::Shared(_) => None,
             Layout::Isolated(isolated) => Some(isolated.max_active),
@@ -285,6 +287,7 @@ impl Shard {
                 let processes = numbers.processes.unwrap_or(limits.processes);
                 let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
                 let queue = numbers.max_queue.unwrap_or(limits.max_queue);
+                check_programs(self.named[named].program.sandbox(), in_flight)?;
                 if u64::from(in_flight) > IN_FLIGHT_CEILING {
                     return unfit(format!(
                         "max_in_flight, of each worker, must be at most {IN_FLIGHT_CEILING}"
@@ -395,6 +398,16 @@ impl Shard {
 
 fn rate_limit(per_second: f64, burst: Option<u32>, per: RatePer) -> RateLimit {
     RateLimit { per_second, burst: burst.unwrap_or_else(|| per_second.ceil() as u32), per }
+}
+
+/// Programs that nothing keeps apart run one after the other.
+fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerError> {
+    match sandbox.one_at_once() {
+        Some(why) if max_in_flight > 1 => Err(SteerError::Unfit(format!(
+            "max_in_flight must be at most 1, since programs of one worker would reach each other: {why}"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// The relations that a file is held to as well.

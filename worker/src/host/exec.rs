@@ -3,17 +3,19 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitCode, ExitStatus, Stdio};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, ExitCode, ExitStatus};
 use std::sync::Arc;
 
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
-use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{ioctl_fionbio, ioctl_fionread};
-use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal};
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, getrlimit, setrlimit};
 
+use super::folder::{Folder, Folders};
+use super::launch::{self, Environment, Launch};
 use super::orphans::Orphans;
+use super::rules::{Rules, Temporary};
 use crate::context::{Ctx, Job};
 use crate::server::{HandlerError, Reply, Server};
 
@@ -87,7 +89,9 @@ pub(super) fn run(plan: Plan) -> ExitCode {
     let (orphans, requests) = Orphans::new();
     let orphans = Arc::new(orphans);
     let handler_orphans = orphans.clone();
-    let server = Server::new().raw_handler(move |job, ctx| run_program(&plan, &handler_orphans, job, ctx));
+    let server = Server::new()
+        .init(move |_| Host::new(plan, handler_orphans))
+        .raw_handler(|job, ctx: &Ctx<Host>| ctx.state().run_program(job, ctx));
     let serving = std::thread::Builder::new().name("dispatch".into()).spawn(move || {
         let code = server.serve();
         // There is no other way to hand a status to a process whose first thread is busy.
@@ -101,72 +105,95 @@ pub(super) fn run(plan: Plan) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn run_program(plan: &Plan, orphans: &Orphans, job: &Job, ctx: &Ctx) -> Reply {
-    let mut child = match start(plan, orphans, ctx) {
-        Ok(child) => child,
-        Err(error) => {
-            let message = format!("failed to start {}: {error}", plan.program);
-            return Reply::Failed(HandlerError::new("spawn", message).retryable());
-        }
-    };
-    let pid = child.id();
-    let watched = Run::watch(&mut child, job.payload(), ctx);
-    let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited, .. }));
-    if is_cut_short {
-        // Of this process alone: what it leaves behind is swept up below.
-        let _ = child.kill();
-    }
-    let status = child.wait();
-    orphans.programs().remove(&pid);
-    orphans.sweep();
-    match (watched, status) {
-        (Ok(mut run), Ok(status)) => {
-            run.read_rest(ctx.result_bytes_max());
-            run.reply(child.id(), status, ctx)
-        }
-        (Err(error), _) | (_, Err(error)) => {
-            Reply::Failed(HandlerError::new("io", format!("failed to talk to {}: {error}", plan.program)))
-        }
-    }
+/// What all programs have in common.
+struct Host {
+    plan: Plan,
+    environment: Environment,
+    rules: Arc<Rules>,
+    folders: Folders,
+    orphans: Arc<Orphans>,
 }
 
-fn start(plan: &Plan, orphans: &Orphans, ctx: &Ctx) -> io::Result<Child> {
-    let mut command = Command::new(&plan.program);
-    command
-        .args(&plan.arguments)
-        .env_remove(LINK_VARIABLE)
-        .env("BULKHEAD_OPERATION", ctx.operation())
-        .env("BULKHEAD_TENANT", ctx.tenant())
-        .env("BULKHEAD_JOB", format!("{:x}", ctx.number()))
-        .env("BULKHEAD_DEADLINE_MS", ctx.remaining().as_millis().to_string())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let rlimits = plan.rlimits.clone();
-    let host = rustix::process::getpid();
-    // SAFETY: what runs between fork and exec makes system calls and touches memory that was made
-    // before; it neither allocates nor takes a lock.
-    #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
-    unsafe {
-        command.pre_exec(move || {
-            rustix::process::setsid()?;
-            rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
-            for (resource, limit) in &rlimits {
-                rustix::process::setrlimit(*resource, *limit)?;
-            }
-            rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-            // If the host died before that, nobody would send the signal.
-            if rustix::process::getppid() == Some(host) {
-                Ok(())
-            } else {
-                Err(io::ErrorKind::Interrupted.into())
-            }
-        });
+impl Host {
+    fn new(mut plan: Plan, orphans: Arc<Orphans>) -> Result<Self, HandlerError> {
+        let failed = |attempted: &str, error: io::Error| {
+            HandlerError::new("confinement", format!("failed to {attempted}: {error}"))
+        };
+        // A descriptor for each path, and some for each program. Programs get what the host was given.
+        let open_files = getrlimit(Resource::Nofile);
+        plan.rlimits.insert(0, (Resource::Nofile, open_files.clone()));
+        let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
+        setrlimit(Resource::Nofile, raised).map_err(|error| failed("raise a limit", error.into()))?;
+        let rules = Rules::inherited().map_err(|error| failed("read the rules for programs", error))?;
+        // What fails for every program fails here.
+        rules.of_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
+        if rules.leave_temporary_files_open() {
+            eprintln!(
+                "programs of this worker can read each other's temporary files: `read` or `write` names a folder \
+                 above them"
+            );
+        }
+        let rules = Arc::new(rules);
+        let folders = Folders::new(rules.clone()).map_err(|error| failed("start a thread", error))?;
+        let environment = Environment::new(rules.temporary().map(|temporary| temporary.path.as_path()));
+        Ok(Self { plan, environment, rules, folders, orphans })
     }
-    let mut programs = orphans.programs();
-    let child = command.spawn()?;
-    programs.insert(child.id());
-    Ok(child)
+
+    fn run_program(&self, job: &Job, ctx: &Ctx<Self>) -> Reply {
+        let failed = |error: io::Error| {
+            let message = format!("failed to start {}: {}", self.plan.program, launch::describe(&error));
+            Reply::Failed(HandlerError::new("spawn", message).retryable())
+        };
+        let folder = match self.folders.make() {
+            Ok(folder) => folder,
+            Err(error) => return failed(error),
+        };
+        let reply = match self.start(folder.as_ref(), ctx) {
+            Ok(child) => self.attend(child, job, ctx),
+            Err(error) => failed(error),
+        };
+        if let Some(folder) = folder {
+            self.folders.remove(folder);
+        }
+        reply
+    }
+
+    /// Starts the program of a job.
+    fn start(&self, folder: Option<&Folder>, ctx: &Ctx<Self>) -> io::Result<Child> {
+        let ruleset = self.rules.of_program(folder.map(Folder::place))?;
+        let proof = self.rules.temporary().map(Temporary::proof).transpose()?.flatten();
+        let environment = self.environment.of_job(ctx, folder.map(|folder| folder.path.as_path()))?;
+        let launch = Launch::new(&self.plan.program, &self.plan.arguments, environment)?;
+        let mut command = launch.command(self.plan.rlimits.clone(), ruleset, proof);
+        let mut programs = self.orphans.programs();
+        let child = command.spawn()?;
+        programs.insert(child.id());
+        Ok(child)
+    }
+
+    /// Sees a program through to its end, after which nothing is left of it.
+    fn attend(&self, mut child: Child, job: &Job, ctx: &Ctx<Self>) -> Reply {
+        let pid = child.id();
+        let watched = Run::watch(&mut child, job.payload(), ctx);
+        let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited, .. }));
+        if is_cut_short {
+            // Of this process alone: what it leaves behind is swept up below.
+            let _ = child.kill();
+        }
+        let status = child.wait();
+        self.orphans.programs().remove(&pid);
+        self.orphans.sweep();
+        match (watched, status) {
+            (Ok(mut run), Ok(status)) => {
+                run.read_rest(ctx.result_bytes_max());
+                run.reply(pid, status, ctx)
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                let message = format!("failed to talk to {}: {error}", self.plan.program);
+                Reply::Failed(HandlerError::new("io", message))
+            }
+        }
+    }
 }
 
 enum End {
@@ -186,7 +213,7 @@ struct Run {
 
 impl Run {
     /// Feeds the program and listens to it until it has ended or must.
-    fn watch(child: &mut Child, payload: &[u8], ctx: &Ctx) -> io::Result<Self> {
+    fn watch(child: &mut Child, payload: &[u8], ctx: &Ctx<Host>) -> io::Result<Self> {
         let pid = Pid::from_child(child);
         let ended = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let cancelled = ctx.cancellation()?;
@@ -283,7 +310,7 @@ impl Run {
         read_some(&mut self.stderr, |bytes| keep_tail(&mut self.tail, bytes))
     }
 
-    fn reply(self, process: u32, status: ExitStatus, ctx: &Ctx) -> Reply {
+    fn reply(self, process: u32, status: ExitStatus, ctx: &Ctx<Host>) -> Reply {
         let tail = String::from_utf8_lossy(&self.tail).trim_end().to_owned();
         match self.end {
             End::Cancelled => {

@@ -102,11 +102,13 @@ pub enum Layer {
     Cgroup,
     /// No privileges from the programs that they run.
     NoNewPrivs,
+    /// What keeps the programs apart that run at once in one worker of `exec`.
+    ProgramScopes,
 }
 
 impl Layer {
     /// Every layer.
-    pub const ALL: [Layer; 10] = [
+    pub const ALL: [Layer; 11] = [
         Self::Landlock,
         Self::LandlockScopes,
         Self::Seccomp,
@@ -117,6 +119,7 @@ impl Layer {
         Self::Identity,
         Self::Cgroup,
         Self::NoNewPrivs,
+        Self::ProgramScopes,
     ];
 
     /// The word in the file.
@@ -132,6 +135,7 @@ impl Layer {
             Self::Identity => "identity",
             Self::Cgroup => "cgroup",
             Self::NoNewPrivs => "no_new_privs",
+            Self::ProgramScopes => "program_scopes",
         }
     }
 }

@@ -15,6 +15,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use bulkhead_shared::program_rules;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
     RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
@@ -66,6 +67,8 @@ pub(in crate::keeper) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
     forbidden: Forbidden,
+    /// What is given, as far as it is there.
+    granted: Vec<program_rules::Grant>,
 }
 
 /// Why the rules are not in force.
@@ -86,13 +89,32 @@ impl Ruleset {
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
         let root = rustix::fs::stat("/").map_err(|errno| failure("look at the root folder", errno))?;
         let mut root_is_given = false;
+        let mut granted = Vec::new();
         for grant in grants(rules, known)? {
-            root_is_given |= add(&mut ruleset, &grant)? == Some((root.st_dev, root.st_ino));
+            let Some(Added { identity, access }) = add(&mut ruleset, &grant)? else { continue };
+            root_is_given |= identity == (root.st_dev, root.st_ino);
+            granted.push(program_rules::Grant { path: grant.path, access });
         }
         let descriptor = Option::<OwnedFd>::from(ruleset);
         let descriptor = descriptor.ok_or_else(|| failure("make a Landlock ruleset", Errno::NOSYS))?;
         let forbidden = Forbidden::choose(root_is_given && !rules.has_own_root, rules.temporary);
-        Ok(Self { descriptor, abi, forbidden })
+        Ok(Self { descriptor, abi, forbidden, granted })
+    }
+
+    /// The same rules for the programs that a worker runs: each puts its own part of the worker's temporary
+    /// folder in place of all of it.
+    pub(in crate::keeper) fn of_programs(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
+        let abi = ABI::from(self.abi as i32);
+        let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
+        program_rules::ProgramRules {
+            handled: AccessFs::from_all(abi).bits(),
+            scoped: Scope::from_all(abi).bits(),
+            temporary: temporary.map(|path| program_rules::Grant {
+                path: path.to_owned(),
+                access: temporary_access(abi).bits(),
+            }),
+            grants: self.granted.iter().filter(is_other).cloned().collect(),
+        }
     }
 
     /// For a child that closes all others.
@@ -248,8 +270,16 @@ impl Grant {
     }
 }
 
-/// Returns what it was added for: its device and number.
-fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<(u64, u64)>, Failure> {
+/// A rule whose path is there.
+struct Added {
+    /// Device and number of what it is for.
+    identity: (u64, u64),
+    /// The rights that it gives.
+    access: u64,
+}
+
+/// Adds a rule.
+fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<Added>, Failure> {
     let Grant { path, access, condition } = grant;
     let failed = |errno| failure(&format!("open {} for a Landlock rule", path.display()), errno);
     let descriptor = match rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) {
@@ -271,7 +301,7 @@ fn add(ruleset: &mut RulesetCreated, grant: &Grant) -> Result<Option<(u64, u64)>
     let access = if is_folder { *access } else { *access & AccessFs::from_file(NEWEST) };
     let added = ruleset.add_rule(PathBeneath::new(descriptor, access));
     added.map_err(|error| refused(&format!("add a Landlock rule for {}", path.display()), error))?;
-    Ok(Some((found.st_dev, found.st_ino)))
+    Ok(Some(Added { identity: (found.st_dev, found.st_ino), access: access.bits() }))
 }
 
 fn led_away(path: &Path, errno: Errno) -> Failure {

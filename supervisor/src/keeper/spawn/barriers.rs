@@ -1,14 +1,15 @@
 //! What a worker is barred by, made ready before the fork: rules, a filter, a root folder.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::Refusal;
 use super::root::{Root, View};
 use super::steps;
+use super::{Refusal, programs};
 use crate::keeper::SpawnOrder;
 use crate::keeper::confine::landlock::{self, Ruleset};
 use crate::keeper::confine::seccomp::{self, Ending, Filter};
@@ -25,6 +26,8 @@ pub(in crate::keeper) struct Barriers {
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
     pub(super) root: Option<Arc<Root>>,
+    /// What the worker is told of its own rules: its standard input.
+    pub(super) program_rules: Option<OwnedFd>,
 }
 
 /// Filters by what they are made of: to make one takes longer than the rest.
@@ -77,9 +80,13 @@ impl Barriers {
             };
             Root::prepare(&view).map(Arc::new).map_err(missing)
         });
+        let ruleset = ruleset.transpose()?;
+        let program_rules =
+            terms.programs_apart.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
         Ok(Self {
             terms,
-            ruleset: ruleset.transpose()?,
+            program_rules: program_rules.transpose()?,
+            ruleset,
             filter: filters.get(ordered)?,
             root: root.transpose()?,
         })

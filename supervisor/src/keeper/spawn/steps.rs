@@ -269,8 +269,11 @@ fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(rustix::process::setpriority_process(None, plan.standing.nice)?)
 }
 
-/// Standard input is the keeper's own, `/dev/null`.
+/// Standard input is the keeper's own, `/dev/null`, or what a host of programs is told.
 fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
+    if let Some(rules) = &plan.prepared.barriers.program_rules {
+        put_at(rules, libc::STDIN_FILENO)?;
+    }
     put_at(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
     put_at(&plan.prepared.stderr, libc::STDERR_FILENO)?;
     Ok(put_at(&plan.prepared.link, LINK_FD)?)

@@ -67,6 +67,11 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("set-id-past-the-filter", set_id::past_the_filter),
     ("inherited-descriptors", inherited_descriptors),
     ("booby-trap-temporary-folder", booby_trap),
+    ("list-temporary-folders", |to| {
+        let sibling = parent(to.text("temporary file of sibling")?)?;
+        list(sibling.parent().unwrap_or(sibling))
+    }),
+    ("read-temporary-file-of-sibling", |to| read(to.text("temporary file of sibling")?)),
 ];
 
 /// Bytes that are read at most: enough to know.

@@ -22,6 +22,9 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("open-memory-of-sibling", |to| open_memory(to.pid("sibling")?)),
     ("look-at-descriptors-of-supervisor", |to| look_at_descriptor(to.pid("supervisor")?)),
     ("look-at-descriptors-of-sibling", |to| look_at_descriptor(to.pid("sibling")?)),
+    ("read-environment-of-host", |_| read(&format!("/proc/{}/environ", getppid().as_raw()))),
+    ("open-memory-of-host", |_| open_memory(getppid().as_raw())),
+    ("write-result-of-sibling", write_result_of_sibling),
     ("trace-sibling", trace_sibling),
     ("ask-to-be-traced", |_| ask_to_be_traced()),
     ("read-sibling-directly", |to| between_memories(libc::SYS_process_vm_readv, to.pid("sibling")?)),
@@ -73,6 +76,13 @@ fn look_at_descriptor(pid: i32) -> Tried {
 }
 
 /// Without stopping it; the end of the tracing thread lets it go again.
+/// To standard output, which it does not change: opening it decides.
+fn write_result_of_sibling(to: &Targets) -> Tried {
+    let path = format!("/proc/{}/fd/1", to.pid("sibling")?);
+    fs::OpenOptions::new().write(true).open(path).at("write to a sibling's standard output")?;
+    Ok("could be written to".into())
+}
+
 fn trace_sibling(to: &Targets) -> Tried {
     let pid = to.pid("sibling")? as usize;
     thread(|| call(libc::SYS_ptrace, [libc::PTRACE_SEIZE as usize, pid, 0, 0])).at("trace a sibling")?;
@@ -162,13 +172,11 @@ fn kill_parent(_: &Targets) -> Tried {
 }
 
 /// Only where it is certain that the machine survives: when not one process that can be seen could be
-/// signalled, but for the host of a program, which may.
+/// signalled.
 fn kill_everything(_: &Targets) -> Tried {
     let what = "kill every process";
-    let (own, parent) = (std::process::id() as i32, getppid().as_raw());
-    let is_host = fs::read_to_string(format!("/proc/{parent}/comm"))
-        .is_ok_and(|name| name.starts_with("bulkhead-worker"));
-    let is_other = |pid: &i32| *pid != own && !(is_host && *pid == parent);
+    let own = std::process::id() as i32;
+    let is_other = |pid: &i32| *pid != own;
     let can_signal = |pid: &i32| call(libc::SYS_kill, [*pid as usize, 0]).is_ok();
     let others = if is_in_own_pid_namespace() { Vec::new() } else { all_processes() };
     match others.into_iter().filter(is_other).filter(can_signal).count() {

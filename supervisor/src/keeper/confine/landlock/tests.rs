@@ -178,8 +178,12 @@ fn nothing_is_given_of_etc_that_others_may_not_read() {
         let access = super::AccessFs::ReadFile.into();
         let condition = super::Condition::IfOthersMayRead;
         super::add(&mut ruleset, &super::Grant { path: path.clone(), access, condition }).unwrap();
-        let ruleset =
-            Ruleset { descriptor: Option::from(ruleset).unwrap(), abi: 1, forbidden: super::Forbidden::Root };
+        let ruleset = Ruleset {
+            descriptor: Option::from(ruleset).unwrap(),
+            abi: 1,
+            forbidden: super::Forbidden::Root,
+            granted: Vec::new(),
+        };
         std::thread::spawn(move || {
             rustix::thread::set_no_new_privs(true).unwrap();
             ruleset.restrict().unwrap();

@@ -1,0 +1,109 @@
+//! What the keeper tells the host of `exec` about its own confinement, so that the host can put each program
+//! under rules of its own: the Landlock rules of the worker, path by path, and its temporary folder apart from
+//! them. It lies in a file that is the host's standard input.
+//!
+//! Numbers are little-endian: the rights that are withheld and the scopes, 64 bits each; then for each path the
+//! rights that are given, 64 bits, the length of the path, 32 bits, and the path. The first is that of the
+//! temporary folder; it has no path if there is none.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+/// Bytes of such a file that are read.
+pub const PROGRAM_RULES_BYTES_MAX: u64 = 64 << 20;
+
+/// A path, and what may be done with it and what lies below, in Landlock's bits.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Grant {
+    /// Absolute, as the worker sees it.
+    pub path: PathBuf,
+    /// `LANDLOCK_ACCESS_FS_*`.
+    pub access: u64,
+}
+
+/// The rules of a worker, for the programs that it runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProgramRules {
+    /// The rights that are withheld but for what is given; none: there is no Landlock.
+    pub handled: u64,
+    /// `LANDLOCK_SCOPE_*`.
+    pub scoped: u64,
+    /// The worker's temporary folder, of which each program gets a part.
+    pub temporary: Option<Grant>,
+    /// All else that is given.
+    pub grants: Vec<Grant>,
+}
+
+impl ProgramRules {
+    /// As bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let nowhere = (Path::new(""), 0);
+        let temporary = self.temporary.as_ref().map_or(nowhere, |grant| (&grant.path, grant.access));
+        let grants = self.grants.iter().map(|grant| (grant.path.as_path(), grant.access));
+        let mut bytes = Vec::with_capacity(16 + 64 * (self.grants.len() + 1));
+        bytes.extend_from_slice(&self.handled.to_le_bytes());
+        bytes.extend_from_slice(&self.scoped.to_le_bytes());
+        for (path, access) in std::iter::once(temporary).chain(grants) {
+            let path = path.as_os_str().as_bytes();
+            bytes.extend_from_slice(&access.to_le_bytes());
+            bytes.extend_from_slice(&(path.len() as u32).to_le_bytes());
+            bytes.extend_from_slice(path);
+        }
+        bytes
+    }
+
+    /// From bytes; `None` if they are no such rules.
+    pub fn decode(mut bytes: &[u8]) -> Option<Self> {
+        let rest = &mut bytes;
+        let (handled, scoped) = (number(rest)?, number(rest)?);
+        let temporary = Some(grant(rest)?).filter(|grant| !grant.path.as_os_str().is_empty());
+        let mut grants = Vec::new();
+        while !rest.is_empty() {
+            grants.push(grant(rest)?);
+        }
+        Some(Self { handled, scoped, temporary, grants })
+    }
+}
+
+fn number(rest: &mut &[u8]) -> Option<u64> {
+    let (bytes, others) = rest.split_first_chunk()?;
+    *rest = others;
+    Some(u64::from_le_bytes(*bytes))
+}
+
+fn grant(rest: &mut &[u8]) -> Option<Grant> {
+    let access = number(rest)?;
+    let (length, others) = rest.split_first_chunk()?;
+    let (path, others) = others.split_at_checked(u32::from_le_bytes(*length) as usize)?;
+    *rest = others;
+    Some(Grant { path: PathBuf::from(OsString::from_vec(path.to_vec())), access })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_come_back_as_they_went() {
+        let grant = |path: &str, access| Grant { path: path.into(), access };
+        let all = [
+            ProgramRules::default(),
+            ProgramRules {
+                handled: u64::MAX,
+                scoped: 3,
+                temporary: Some(grant("/tmp/x", 7)),
+                grants: vec![grant("/usr", 13), grant("/etc/hosts", 4)],
+            },
+            ProgramRules { handled: 1, grants: vec![grant("/", 1)], ..ProgramRules::default() },
+        ];
+        for rules in all {
+            let bytes = rules.encode();
+            assert_eq!(ProgramRules::decode(&bytes), Some(rules.clone()));
+            for length in 0..bytes.len() {
+                assert_ne!(ProgramRules::decode(&bytes[..length]), Some(rules.clone()));
+            }
+        }
+        assert_eq!(ProgramRules::decode(&[0xff; 40]), None);
+    }
+}

@@ -1,0 +1,51 @@
+//! What the host of `exec` is told of its own rules, in a file in memory that nobody can change any more.
+
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use bulkhead_shared::program_rules::{Grant, ProgramRules};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::Refusal;
+use crate::keeper::confine::landlock::Ruleset;
+use crate::keeper::confinement::{Temporary, Terms};
+
+/// The step's name.
+const STEP: &str = "rules for programs";
+
+/// Where [`Temporary::FileSystem`] is.
+const TMP: &str = "/tmp";
+
+/// The rules, from their beginning on.
+pub(super) fn rules(
+    terms: &Terms,
+    ruleset: Option<&Ruleset>,
+    temporary: Option<&Path>,
+) -> Result<OwnedFd, Refusal> {
+    let temporary = match terms.temporary {
+        Temporary::FileSystem(_) => Some(Path::new(TMP)),
+        Temporary::None | Temporary::Folder => temporary,
+    };
+    let rules = match ruleset {
+        Some(ruleset) => ruleset.of_programs(temporary),
+        None => ProgramRules {
+            temporary: temporary.map(|path| Grant { path: path.to_owned(), access: 0 }),
+            ..ProgramRules::default()
+        },
+    };
+    in_memory(&rules.encode()).map_err(|error| Refusal::of(STEP, &error))
+}
+
+fn in_memory(bytes: &[u8]) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(rustix::fs::memfd_create(c"rules", flags)?);
+    file.write_all(bytes)?;
+    file.rewind()?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE,
+    )?;
+    Ok(file.into())
+}
