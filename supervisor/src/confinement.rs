@@ -212,7 +212,7 @@ impl Sandbox {
 
     /// What a snapshot says of a worker.
     pub(crate) fn describe(&self, observed: &Observed) -> ConfinementSnapshot {
-        let Namespaces { user, pid, mount, network } = observed.namespaces;
+        let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
         let namespaces = rows.iter().filter(|(is_own, _)| *is_own).map(|(_, name)| *name).collect();
         ConfinementSnapshot {
@@ -390,8 +390,10 @@ impl Settling<'_> {
         if profile == Profile::None {
             return Terms::default();
         }
-        let namespaces =
-            if profile == Profile::Strict { self.namespaces(sandbox.network) } else { Namespaces::default() };
+        let namespaces = match profile {
+            Profile::Strict => self.namespaces(sandbox.network),
+            Profile::Default | Profile::None => self.processes(),
+        };
         let no_new_privs = self.want(Layer::NoNewPrivs);
         let seccomp = match (self.want(Layer::Seccomp), profile) {
             (false, _) => Seccomp::Off,
@@ -475,7 +477,19 @@ impl Settling<'_> {
             pid: self.want(Layer::PidNamespace),
             mount: self.want(Layer::MountNamespace),
             network: !network && self.want(Layer::NetworkNamespace),
+            proc: false,
         }
+    }
+
+    /// Process numbers of their own, under `default`: then the kernel ends all that a worker has started, whoever
+    /// else has been killed. Where they cannot be had, that is told, and the keeper ends it.
+    fn processes(&mut self) -> Namespaces {
+        if self.grounds.has(keeper::TREE_END) {
+            let user = !self.grounds.has("CAP_SYS_ADMIN");
+            return Namespaces { user, pid: true, proc: true, ..Namespaces::default() };
+        }
+        self.missing.push(Layer::PidNamespace);
+        Namespaces::default()
     }
 
     fn obstacle(&self, profile: Profile) -> Option<String> {

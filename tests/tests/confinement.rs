@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use std::process::Command;
 
 use bulkhead_tests::attempts::{
-    ATTEMPTS, Attempt, ELSEWHERE, Expected, KERNELS_OWN, OF_ONE_USER, OF_PROGRAMS, Setting, markdown,
+    ATTEMPTS, Attempt, ELSEWHERE, Expected, KERNELS_OWN, OF_ONE_USER, OF_PROGRAMS, OF_SHARED_PROCESSES,
+    Setting, markdown,
 };
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
@@ -85,7 +86,7 @@ fn the_table_and_the_hostile_worker_name_the_same_attempts() {
     assert!(gone.is_empty() || !cfg!(target_arch = "x86_64"), "the worker does not know {gone:?}");
     assert_eq!(listed.difference(&written).count(), 0, "{listed:?}");
     assert_eq!(written.len(), all().count() + ELSEWHERE.len(), "a name stands there twice");
-    let others = OF_PROGRAMS.iter().map(|(name, ..)| name).chain(OF_ONE_USER);
+    let others = OF_PROGRAMS.iter().map(|(name, ..)| name).chain(OF_ONE_USER).chain(OF_SHARED_PROCESSES);
     assert!(others.into_iter().all(|name| written.contains(name)));
 }
 
@@ -167,8 +168,21 @@ fn no_more_than_written(expected: Expected, ended: &Ended) -> Result<(), String>
 fn default_stops_as_much_under_a_supervisor_without_privileges() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, Some(NOBODY));
+        try_all(&place, |attempt, ended| no_more_than_written(attempt.default, ended));
+    }
+}
+
+/// As in many containers: the same is stopped by other layers, but for a little.
+#[test]
+fn default_stops_nearly_as_much_where_process_numbers_are_shared() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    for (user, open) in [(None, &[][..]), (Some(NOBODY), OF_ONE_USER)] {
+        let (bulkheads, without) = (bulkheads(WORKER, DEFAULT), "pid_namespace");
+        let place = Setup { bulkheads: &bulkheads, user, without, ..Setup::default() }.start();
         try_all(&place, |attempt, ended| {
-            let is_open = OF_ONE_USER.contains(&attempt.name);
+            let is_open = open.contains(&attempt.name) || OF_SHARED_PROCESSES.contains(&attempt.name);
             no_more_than_written(if is_open { Expected::Succeeds } else { attempt.default }, ended)
         });
     }

@@ -9,7 +9,7 @@ use bulkhead_tests::confined::{
     Confinement, DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers,
     is_root, namespaces, status_field,
 };
-use bulkhead_tests::{descriptors, kill_pid, outcome, wait_for};
+use bulkhead_tests::{PATIENCE, descriptors, kill_pid, outcome, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -80,12 +80,20 @@ fn what_the_snapshot_says_is_so() {
                 Some(_) => assert_powerless_but_for_bounds(told.pid),
             }
             let foreign = foreign_namespaces(told.pid);
-            let expected: &[&str] = if name == "strict" { &NAMESPACES } else { &[] };
-            assert_eq!(foreign, expected.iter().map(|name| (*name).to_owned()).collect(), "{name}");
+            let expected: &[&str] = match (name, user) {
+                ("strict", _) | (_, Some(_)) => &NAMESPACES,
+                _ => &["pid", "mnt", "ipc", "uts"],
+            };
+            let expected = expected.iter().filter(|kind| name == "strict" || **kind != "net");
+            assert_eq!(foreign, expected.map(|name| (*name).to_owned()).collect(), "{name}");
             // With processes go System V objects and host names.
             let told_of: Vec<_> = told.namespaces.iter().map(String::as_str).collect();
-            let all = ["user", "pid", "mount", "network"];
-            assert_eq!(told_of, if name == "strict" { &all[..] } else { &[] }, "{told:?}");
+            let expected: &[&str] = match (name, user) {
+                ("strict", _) => &["user", "pid", "mount", "network"],
+                (_, Some(_)) => &["user", "pid", "mount"],
+                (_, None) => &["pid", "mount"],
+            };
+            assert_eq!(told_of, expected, "{told:?}");
             assert_eq!(status_field(told.pid, "Uid").split(' ').nth(1), Some(told.uid.to_string().as_str()));
             let missing: &[&str] = if name == "strict" { &["identity"] } else { &[] };
             assert_eq!(told.missing, missing, "{told:?}");
@@ -93,19 +101,38 @@ fn what_the_snapshot_says_is_so() {
     }
 }
 
-/// The pid that the supervisor names is the worker's, not that of the first process of its namespace.
+/// The pid that the supervisor names is the worker's as the machine knows it, not that of the first process of its
+/// namespace.
 #[test]
 fn the_pid_that_is_told_is_the_workers() {
     if !has_layers(STRICT_LAYERS) {
         return;
     }
-    let place = Setup { bulkheads: &bulkhead("x", WORKER, STRICT), ..Setup::default() }.start();
-    let pid = place.worker("x");
-    let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
-    assert!(line.contains("hostile"), "{line}");
-    let inside = place.ask("x", "pid");
-    assert_eq!(status_field(pid, "NSpid").split(' ').next_back(), Some(inside.as_str()));
-    assert!(inside.parse::<u32>().unwrap() < 10, "{inside}");
+    for sandbox in [DEFAULT, STRICT] {
+        let place = Setup { bulkheads: &bulkhead("x", WORKER, sandbox), ..Setup::default() }.start();
+        let pid = place.worker("x");
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+        assert!(line.contains("hostile"), "{sandbox}: {line}");
+        let reply = place.client().job("x", "").operation("pid").deadline(PATIENCE).send().unwrap();
+        let inside = String::from_utf8_lossy(reply.payload()).into_owned();
+        assert_eq!(status_field(pid, "NSpid").split(' ').next_back(), Some(inside.as_str()), "{sandbox}");
+        assert!(inside.parse::<u32>().unwrap() < 10, "{sandbox}: {inside}");
+        assert_eq!(reply.outcome().worker_pid, Some(pid), "{sandbox}");
+    }
+}
+
+/// In a container that has no `/proc` of its own to give, say.
+#[test]
+fn where_process_numbers_cannot_be_had_default_runs_without_and_tells() {
+    if !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    for without in ["pid_namespace", "own_/proc", "mount_namespace", "ipc_namespace"] {
+        let place = Setup { bulkheads: &bulkhead("x", WORKER, DEFAULT), without, ..Setup::default() }.start();
+        let told = only(&place, "x");
+        assert_eq!((told.missing.as_slice(), told.namespaces.len()), (&["pid_namespace".to_owned()][..], 0));
+        assert_eq!(place.ask("x", "pid"), told.pid.to_string());
+    }
 }
 
 /// With these layers missing, a bulkhead that wants all of `profile` fails and names `layer`; one that may go
@@ -169,7 +196,12 @@ fn missing_network_namespaces_are_an_error_or_told() {
 fn without_scopes(supervisor: &str, sandbox: &str, user: Option<u32>) -> Place {
     let bulkheads = bulkhead("required", WORKER, sandbox)
         + &bulkhead("lenient", WORKER, &format!("{sandbox}, best_effort = [\"landlock_scopes\"]"));
-    Setup { bulkheads: &bulkheads, without: "landlock_scopes", user, supervisor, ..Setup::default() }.start()
+    let without = if sandbox.contains("auto") || sandbox.contains("strict") {
+        "landlock_scopes"
+    } else {
+        "landlock_scopes,pid_namespace"
+    };
+    Setup { bulkheads: &bulkheads, without, user, supervisor, ..Setup::default() }.start()
 }
 
 /// What a profile promises is a property: where the rules cannot scope, an id of each worker's own keeps it from
@@ -186,7 +218,7 @@ fn without_scopes_another_layer_keeps_signals_in_or_nothing_starts() {
         let why = place.failure("required");
         assert!(why.contains("landlock_scopes") && why.contains("doctor"), "{user:?}: {why}");
         let told = only(&place, "lenient");
-        assert_eq!(told.missing, ["landlock_scopes"], "{user:?}");
+        assert_eq!(told.missing, ["pid_namespace", "landlock_scopes"], "{user:?}");
     }
     let own =
         [(WORKER_UIDS, "profile = \"default\", user = \"auto\""), (WORKER_UIDS, "profile = \"strict\"")];

@@ -256,6 +256,33 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
     assert_ne!(place.supervisor.keeper(), keeper);
 }
 
+/// Nobody is left to sweep: what a worker has put out of its session and its group is ended by the kernel.
+#[test]
+fn nothing_outlives_a_supervisor_and_a_keeper_that_die_in_the_same_instant() {
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let users = [None, Some(NOBODY)];
+    for user in users.into_iter().take(1 + usize::from(is_root())) {
+        for sandbox in [DEFAULT, STRICT] {
+            let mut place = Setup { bulkheads: &bulkhead(sandbox, 2), user, ..Setup::default() }.start();
+            let left = place.attempt(&place.client(), "x", "leave-processes-behind", &json!({}));
+            assert!(matches!(left, Ended::Succeeded(_)), "{sandbox}: {left:?}");
+            let family = wait_for("they are there", || {
+                Some(processes_with(&marker(&place))).filter(|all| all.len() >= 6)
+            });
+            let (supervisor, keeper) = (place.supervisor.pid(), place.supervisor.keeper());
+            // Neither runs between the two deaths.
+            for signal in [Signal::SIGSTOP, Signal::SIGKILL] {
+                kill_pid(keeper, signal);
+                kill_pid(supervisor, signal);
+            }
+            place.supervisor.wait();
+            wait_for("they are gone", || (!family.iter().any(|&pid| is_alive(pid))).then_some(()));
+        }
+    }
+}
+
 #[test]
 fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
     for (sandbox, layers) in [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)] {

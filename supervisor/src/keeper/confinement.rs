@@ -86,6 +86,8 @@ pub struct Namespaces {
     pub mount: bool,
     /// The network: no interface but a loopback that is down.
     pub network: bool,
+    /// Mounts as well, but of them only a `/proc` of its own, on the system's root folder.
+    pub proc: bool,
 }
 
 impl Namespaces {
@@ -158,7 +160,7 @@ impl Observed {
             ("Groups", terms.identity.is_none() || self.groups == 0),
             ("user namespace", !wanted.user || found.user),
             ("pid namespace", !wanted.pid || found.pid),
-            ("mount namespace", !wanted.mount || found.mount),
+            ("mount namespace", !(wanted.mount || wanted.proc) || found.mount),
             ("network namespace", !wanted.network || found.network),
             ("Landlock", !terms.landlock || self.landlock.is_some()),
             ("cgroup", terms.cgroup.is_none() || self.cgroup),
@@ -178,7 +180,7 @@ mod tests {
     #[test]
     fn whatever_is_missing_is_named() {
         let identity = Identity { uid: 7, gid: 8 };
-        let everything = Namespaces { user: true, pid: true, mount: true, network: true };
+        let everything = Namespaces { user: true, pid: true, mount: true, network: true, proc: false };
         let terms = Terms {
             no_new_privs: true,
             no_capabilities: true,
@@ -210,6 +212,9 @@ mod tests {
             (Observed { descriptors: 9, ..right }, "descriptors"),
             (Observed { namespaces: Namespaces { pid: false, ..everything }, ..right }, "pid namespace"),
         ];
+        let only_proc = Terms { namespaces: Namespaces { proc: true, ..Namespaces::default() }, ..terms };
+        let shared = Observed { namespaces: Namespaces { mount: false, ..everything }, ..right };
+        assert_eq!(shared.mismatch(&only_proc), Some("mount namespace"));
         for (observed, name) in wrong {
             assert_eq!(observed.mismatch(&terms), Some(name));
         }

@@ -51,7 +51,7 @@ use std::io;
 pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
 pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
 pub use peer::{Descent, Outsiders, Peer, check_sight, groups};
-pub use probe::{Ability, probe};
+pub use probe::{Ability, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use rights::refuse_descriptors;
 

@@ -40,7 +40,7 @@ impl Own {
             *differs = fs::read_link(format!("/proc/{pid}/ns/{name}"))? != *own;
         }
         let [user, pid, ipc, uts, mount, network] = differs;
-        Ok(Namespaces { user, pid: pid && ipc && uts, mount, network })
+        Ok(Namespaces { user, pid: pid && ipc && uts, mount, network, proc: false })
     }
 }
 

@@ -67,7 +67,31 @@ pub fn probe() -> Vec<Ability> {
     let no_new_privs = child::tried(no_new_privs).map(|()| None).map_err(Refused::explain);
     abilities.push(Ability::of("no_new_privs", no_new_privs, NEWER_KERNEL));
     withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
+    abilities.push(tree_end(&abilities));
     abilities
+}
+
+/// Whether the kernel ends all that a worker has started, under the profile `default`.
+pub const TREE_END: &str = "tree end";
+
+/// What it takes: process numbers of a worker's own, and a `/proc` that shows them.
+fn tree_end(abilities: &[Ability]) -> Ability {
+    let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
+    let namespaces = ["pid namespace", "ipc namespace", "uts namespace", "mount namespace", "own /proc"];
+    let lacking = namespaces.into_iter().find(|layer| !has(layer));
+    let may_make = has("CAP_SYS_ADMIN") || has("user namespace");
+    let tried = match lacking.or((!may_make).then_some("user namespace")) {
+        None => Ok(Some("by the kernel: each worker is in a pid namespace of its own".to_owned())),
+        Some(layer) => Err(format!(
+            "there is no {layer}: under `default`, as under `none`, the keeper ends what a worker leaves behind; if it \
+             and the supervisor are killed in the same instant, processes that left their session stay"
+        )),
+    };
+    Ability::of(
+        TREE_END,
+        tried,
+        "have `KillMode=control-group` (or `mixed`) in the unit, or see the layer that is missing",
+    )
 }
 
 /// Names layers, separated by commas, that are taken for missing: to see what becomes of a configuration

@@ -266,7 +266,7 @@ fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno>
     let rows = [
         (namespaces.user, libc::CLONE_NEWUSER),
         (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
-        (namespaces.mount, libc::CLONE_NEWNS),
+        (namespaces.mount || namespaces.proc, libc::CLONE_NEWNS),
         (namespaces.network, libc::CLONE_NEWNET),
     ];
     let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);

@@ -378,6 +378,17 @@ fn old(path: &Path) -> Option<CString> {
     CString::new([OLD.to_bytes(), path.as_os_str().as_bytes()].concat()).ok()
 }
 
+/// Covers the system's `/proc` with one of this process's own numbers, of which it is the first, for itself and what
+/// it starts.
+pub(super) fn mount_own_proc() -> Result<(), Errno> {
+    mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None)?;
+    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
+    let mut first = [std::mem::MaybeUninit::uninit(); 16];
+    let (own, _) = rustix::fs::readlinkat_raw(rustix::fs::CWD, c"/proc/self", &mut first[..])?;
+    if own == b"1" { Ok(()) } else { Err(Errno::PERM) }
+}
+
 /// Puts an empty root in the place of the system's, which is a folder in it from then on.
 fn change_root() -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;

@@ -42,13 +42,14 @@ impl From<Errno> for Stop {
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
 /// Of the first process in new namespaces.
-pub(super) const OUTER: [(&str, Step); 6] = [
+pub(super) const OUTER: [(&str, Step); 7] = [
     ("session", session),
     ("parent-death signal", parent_death_signal),
     ("user namespace", user_namespace),
     ("identity in the user namespace", inner_identity),
     ("parent-death signal after the identity", parent_death_signal),
     (ROOT, private_root),
+    ("own /proc", own_proc),
 ];
 
 /// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
@@ -173,6 +174,16 @@ fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     // The rules know the files of the system, not what has been mounted just now.
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
     Ok(ruleset.add_mounted(barriers.has_tmp())?)
+}
+
+/// On the system's root folder; a root folder of its own has one already.
+fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.proc {
+        return Ok(());
+    }
+    super::root::mount_own_proc()?;
+    let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
+    Ok(ruleset.add_mounted(false)?)
 }
 
 /// The right to get any capability by executing something. Before the identity, which takes along the

@@ -5,6 +5,7 @@ use std::io::{IoSlice, Write};
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use bulkhead_shared::codec;
@@ -17,8 +18,8 @@ use crate::calls::{At, Refused, Tried};
 
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("pass-descriptors", |_| pass_descriptors()),
-    ("urgent-data-on-the-link", |_| urgent_data_on_the_link()),
     ("pass-lingering-socket", |_| pass_lingering_socket()),
+    ("urgent-data", |_| urgent_data()),
     ("garbage-on-the-link", |_| garbage_on_the_link()),
 ];
 
@@ -58,13 +59,17 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// By every call that takes flags. A byte of urgent data is beside the stream, and so no part of a frame.
-fn urgent_data_on_the_link() -> Tried {
+/// By every call that takes flags; on a pair of its own, where it can have one: who reads a link may be held up by it.
+fn urgent_data() -> Tried {
     let what = "send urgent data";
-    let link = link()?;
+    let pair = UnixStream::pair();
+    let socket = match &pair {
+        Ok((socket, _)) => socket.as_fd(),
+        Err(_) => link()?,
+    };
     let mut nothing = SendAncillaryBuffer::default();
-    let sent = rustix::net::send(link, b"!", SendFlags::OOB).at(what);
-    let sent_by_message = sendmsg(link, &[IoSlice::new(b"!")], &mut nothing, SendFlags::OOB).at(what);
+    let sent = rustix::net::send(socket, b"!", SendFlags::OOB).at(what);
+    let sent_by_message = sendmsg(socket, &[IoSlice::new(b"!")], &mut nothing, SendFlags::OOB).at(what);
     sent.or(sent_by_message).map(|_| "sent".into())
 }
 
