@@ -12,6 +12,7 @@ mod links;
 mod metrics;
 mod named;
 mod notes;
+mod output;
 mod refusals;
 mod reload;
 mod replay;
@@ -45,6 +46,7 @@ use crate::config::{Config, SupervisorConfig};
 use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
 use crate::keeper::{Keeper, Report};
+use crate::notices::Speaker;
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
@@ -178,7 +180,9 @@ pub struct Shard {
     now: Time,
     listener: UnixListener,
     commands: Receiver<Command>,
-    notices: Option<tokio::sync::mpsc::Sender<Notice>>,
+    notices: Speaker,
+    /// Whether the output of some workers found no room on its way to the control plane.
+    has_outputs: bool,
     /// Where the spans of jobs go, if anybody takes them.
     spans: Option<Spans>,
     pulse: Arc<Pulse>,
@@ -345,7 +349,7 @@ pub struct Parts {
     /// The running keeper.
     pub keeper: Keeper,
     /// Where notices go.
-    pub notices: tokio::sync::mpsc::Sender<Notice>,
+    pub notices: Speaker,
     /// Where the spans of sampled jobs go, if anybody takes them.
     pub spans: Option<SpanSender>,
     /// Counts for the control plane.
@@ -373,7 +377,8 @@ impl Shard {
             now: Time::ZERO,
             listener,
             commands,
-            notices: Some(notices),
+            notices,
+            has_outputs: false,
             spans: spans.map(Spans::new),
             pulse,
             keeper,
@@ -604,6 +609,7 @@ impl Shard {
             self.look_after_sessions();
             self.look_after_refusals();
             self.look_after_links();
+            self.hand_outputs_over();
             self.look_after_keeper();
             self.tell_unreported();
         }
@@ -701,9 +707,7 @@ impl Shard {
     }
 
     fn notify(&mut self, notice: Notice) {
-        if let Some(notices) = &self.notices
-            && notices.try_send(notice).is_err()
-        {
+        if !self.notices.notice(notice) {
             self.pulse.notices_dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
