@@ -1,7 +1,6 @@
 //! How the control plane talks to the data plane and hears from it: commands in, notices out. Both
 //! ways are bounded; neither side ever waits for the other's work.
 
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError};
@@ -23,9 +22,6 @@ use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
 pub const COMMANDS_MAX: usize = 1024;
-
-/// Notices that wait for the control plane at most; what comes beyond is dropped and counted.
-pub const NOTICES_MAX: usize = 16 * 1024;
 
 /// What the control plane may ask of the data plane.
 #[derive(Debug)]
@@ -370,7 +366,8 @@ impl Commander {
     }
 }
 
-/// What the data plane tells the control plane.
+/// What the data plane tells the control plane of what happens; some of it is dropped when it is too much. What must
+/// not be has ways of its own: see [`crate::notices`].
 #[derive(Debug)]
 pub enum Notice {
     /// Something happened that an operator may want to know.
@@ -382,21 +379,6 @@ pub enum Notice {
         /// Its place among those that are to be kept.
         place: OwnedSemaphorePermit,
     },
-    /// A worker was started; these are the reading ends of its standard output and error.
-    Output {
-        /// Whose worker.
-        bulkhead: Arc<str>,
-        /// Its process.
-        pid: u32,
-        /// Its standard output.
-        stdout: OwnedFd,
-        /// Its standard error.
-        stderr: OwnedFd,
-    },
-    /// Every bulkhead's first start has ended, ready or failed.
-    Started,
-    /// The supervisor has begun to stop.
-    Stopping,
 }
 
 /// How much an event matters.

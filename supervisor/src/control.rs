@@ -36,11 +36,12 @@ use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, oneshot};
 
 use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
 use crate::config::Config;
 use crate::crash::{CrashReport, Victim};
+use crate::notices::{Heard, Listener, Milestone, WorkerOutput};
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
@@ -78,7 +79,7 @@ pub struct Options {
     /// The way to the data plane.
     pub commander: Commander,
     /// What the data plane says. Its end is ours.
-    pub notices: mpsc::Receiver<Notice>,
+    pub notices: Listener,
     /// Counts of the data plane.
     pub pulse: Arc<Pulse>,
     /// The configuration, which can become another.
@@ -251,25 +252,25 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
     }
 }
 
-async fn take_notices(control: &Control, mut notices: mpsc::Receiver<Notice>, pulse: &Pulse) {
+async fn take_notices(control: &Control, mut notices: Listener, pulse: &Pulse) {
     let mut dropped = 0;
-    while let Some(notice) = notices.recv().await {
-        match notice {
-            Notice::Output { bulkhead, pid, stdout, stderr } => {
+    while let Some(heard) = notices.hear().await {
+        match heard {
+            Heard::Output(WorkerOutput { bulkhead, pid, stdout, stderr }) => {
                 control.output.read(bulkhead, pid, stdout, stderr);
             }
-            Notice::Event(mut event) => {
+            Heard::Notice(Notice::Event(mut event)) => {
                 if event.kind == "worker_exited" {
                     control.add_tail(&mut event.fields).await;
                 }
                 control.events.add(event);
             }
-            Notice::Crash { mut report, place } => {
+            Heard::Notice(Notice::Crash { mut report, place }) => {
                 control.add_last_words(&mut report).await;
                 control.crashes.add(report, place);
             }
-            Notice::Started => control.announce_start(),
-            Notice::Stopping => {
+            Heard::Milestone(Milestone::Started) => control.announce_start(),
+            Heard::Milestone(Milestone::Stopping) => {
                 control.is_stopping.store(true, Ordering::SeqCst);
                 notify_systemd(&[NotifyState::Stopping]);
             }

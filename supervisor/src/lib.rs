@@ -17,6 +17,7 @@ pub mod doctor;
 pub mod entry;
 pub mod keeper;
 mod latency;
+pub mod notices;
 pub mod observe;
 mod program;
 pub mod reload;

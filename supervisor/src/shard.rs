@@ -12,6 +12,7 @@ mod links;
 mod metrics;
 mod named;
 mod notes;
+mod output;
 mod refusals;
 mod reload;
 mod replay;
@@ -47,6 +48,7 @@ use crate::confinement::{Grounds, Ids};
 use crate::crash::CrashId;
 use crate::descriptors::Intake;
 use crate::keeper::{Keeper, Report};
+use crate::notices::Speaker;
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
@@ -183,7 +185,9 @@ pub struct Shard {
     listener: UnixListener,
     intake: Intake,
     commands: Receiver<Command>,
-    notices: Option<tokio::sync::mpsc::Sender<Notice>>,
+    notices: Speaker,
+    /// Whether the output of some workers found no room on its way to the control plane.
+    has_outputs: bool,
     /// Where the spans of jobs go, if anybody takes them.
     spans: Option<Spans>,
     pulse: Arc<Pulse>,
@@ -350,7 +354,7 @@ pub struct Parts {
     /// The running keeper.
     pub keeper: Keeper,
     /// Where notices go.
-    pub notices: tokio::sync::mpsc::Sender<Notice>,
+    pub notices: Speaker,
     /// Where the spans of sampled jobs go, if anybody takes them.
     pub spans: Option<SpanSender>,
     /// Counts for the control plane.
@@ -379,7 +383,8 @@ impl Shard {
             listener,
             intake: Intake::new()?,
             commands,
-            notices: Some(notices),
+            notices,
+            has_outputs: false,
             spans: spans.map(Spans::new),
             pulse,
             keeper,
@@ -610,6 +615,7 @@ impl Shard {
             self.look_after_sessions();
             self.look_after_refusals();
             self.look_after_links();
+            self.hand_outputs_over();
             self.look_after_keeper();
             self.tell_unreported();
         }
@@ -707,9 +713,7 @@ impl Shard {
     }
 
     fn notify(&mut self, notice: Notice) {
-        if let Some(notices) = &self.notices
-            && notices.try_send(notice).is_err()
-        {
+        if !self.notices.notice(notice) {
             self.pulse.notices_dropped.fetch_add(1, Ordering::Relaxed);
         }
     }

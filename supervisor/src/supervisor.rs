@@ -72,7 +72,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         warn_of_closed_folder(&config.supervisor.socket);
     }
 
-    let (notices, received) = tokio::sync::mpsc::channel(crate::command::NOTICES_MAX);
+    let (notices, received) = crate::notices::ways();
     let pulse = Arc::new(Pulse::default());
     let (span_sender, span_thread) =
         spans::start(pulse.clone()).map_err(system("start the thread for spans"))?.unzip();

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::{Cargo, Shard};
 use crate::command::{Event, Notice, Severity};
+use crate::notices::Milestone;
 
 type Fields = Vec<(&'static str, Value)>;
 
@@ -96,7 +97,7 @@ impl Shard {
     pub(super) fn check_started(&mut self) {
         if !self.started && self.compartments.iter().all(|c| c.is_replay || c.policy.has_settled()) {
             self.started = true;
-            self.notify(Notice::Started);
+            self.notices.milestone(Milestone::Started);
         }
     }
 

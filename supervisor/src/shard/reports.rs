@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::links::Link;
 use super::{Endpoint, Incoming, Shard};
-use crate::command::{Notice, Severity};
+use crate::command::Severity;
 use crate::keeper::{self, Exit, Observed, Report, Usage};
 
 /// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
@@ -158,10 +158,7 @@ impl Shard {
         link.pidfd = Some(pidfd);
         link.pid = Some(pid);
         let (compartment, worker) = (link.compartment, link.worker);
-        if let Some((stdout, stderr)) = link.output.take() {
-            let bulkhead = self.owner(compartment).name.clone();
-            self.notify(Notice::Output { bulkhead, pid, stdout, stderr });
-        }
+        self.hand_output_over(index);
         self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
         // Its hello may have come before the news of its birth.
         self.link_readable(index);

@@ -10,11 +10,12 @@ use serde_json::json;
 use super::named::{Layout, Presence};
 use super::{Incoming, Shard};
 use crate::command::{
-    BreakerMode, Change, ChangedPer, Command, Notice, Severity, SteerError, TenantChange, TenantRate, Verb,
+    BreakerMode, Change, ChangedPer, Command, Severity, SteerError, TenantChange, TenantRate, Verb,
 };
 use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use crate::confinement::Sandbox;
 use crate::entry::Door;
+use crate::notices::Milestone;
 use crate::program::TenantNumbers;
 use crate::snapshot::{RateSnapshot, Snapshot};
 
@@ -353,7 +354,7 @@ impl Shard {
         let patience = if self.stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.stopping {
             self.stopping = true;
-            self.notify(Notice::Stopping);
+            self.notices.milestone(Milestone::Stopping);
             self.event(
                 Severity::Info,
                 "draining",
