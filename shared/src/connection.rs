@@ -250,6 +250,20 @@ impl Inbox {
         !self.partial.is_empty() || !matches!(self.stage, Stage::Frames)
     }
 
+    /// Bytes that are still to come of a small frame, or of the metadata of a large one, whose header is there.
+    pub fn missing_bytes(&self) -> usize {
+        let Some(header) = self.pending_header() else { return 0 };
+        let length = header.length as usize;
+        let is_large = length.saturating_sub(header.metadata_length.into()) > INLINE_PAYLOAD_BYTES_MAX;
+        let whole = HEADER_BYTES + if is_large { header.metadata_length.into() } else { length };
+        whole.saturating_sub(self.partial.len())
+    }
+
+    /// Whether bytes that come next are payload of a large frame.
+    pub fn is_within_large(&self) -> bool {
+        !matches!(self.stage, Stage::Frames)
+    }
+
     /// Bytes held for a half-received frame.
     pub fn held_bytes(&self) -> usize {
         let large = match &self.stage {

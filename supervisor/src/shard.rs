@@ -12,6 +12,7 @@ mod links;
 mod metrics;
 mod named;
 mod notes;
+mod notices;
 mod output;
 mod refusals;
 mod reload;
@@ -22,6 +23,7 @@ mod spans;
 mod starvation;
 mod steer;
 mod tenants;
+mod turns;
 mod unread;
 mod view;
 
@@ -62,6 +64,7 @@ use refusals::Refusals;
 use replay::Replay;
 use sessions::{Session, SessionId};
 use spans::{Spans, Trace};
+use turns::Turns;
 
 /// Sockets that one turn of the loop looks at.
 const EVENTS_PER_TURN: usize = 1024;
@@ -240,8 +243,12 @@ pub struct Shard {
     /// Of jobs that are over: memory for the next ones.
     records: Vec<Cargo>,
     dirty: Vec<Endpoint>,
-    /// Connections that had more to read than one turn takes.
-    again: Vec<Endpoint>,
+    /// Links that had more to read than one turn takes.
+    again: Vec<usize>,
+    /// When a link that is read less often is read again.
+    resume_links_at: Option<Time>,
+    /// Clients that have something to be read.
+    turns: Turns,
     /// Bytes of payloads that wait, be it for a permit, for their own end, or for a worker to read.
     buffered: usize,
     /// Bytes of results that clients have not read.
@@ -302,10 +309,6 @@ impl Endpoint {
             Self::Session(index) => Token(FIRST_CONNECTION + 2 * index),
             Self::Link(index) => Token(FIRST_CONNECTION + 2 * index + 1),
         }
-    }
-
-    fn is_link(&self) -> bool {
-        matches!(self, Self::Link(_))
     }
 
     fn of(token: Token) -> Option<Self> {
@@ -425,6 +428,8 @@ impl Shard {
             records: Vec::new(),
             dirty: Vec::new(),
             again: Vec::new(),
+            resume_links_at: None,
+            turns: Turns::default(),
             buffered: 0,
             undelivered: 0,
             limits: ShardLimits::new(&config.supervisor),
@@ -486,8 +491,9 @@ impl Shard {
 
     fn turn(&mut self, events: &Events) -> io::Result<()> {
         // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
+        self.resume_links();
         let again = std::mem::take(&mut self.again);
-        again.iter().filter(|endpoint| endpoint.is_link()).for_each(|&link| self.readable(link));
+        again.into_iter().for_each(|link| self.link_readable(link));
         let mut has_others = self.is_called;
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
@@ -497,10 +503,10 @@ impl Shard {
             }
         }
         self.hear_late_reports();
-        again.iter().filter(|endpoint| !endpoint.is_link()).for_each(|&session| self.readable(session));
         if has_others {
             self.hear_others(events);
         }
+        self.read_clients();
         self.tick();
         Ok(())
     }
@@ -555,7 +561,7 @@ impl Shard {
 
     fn readable(&mut self, endpoint: Endpoint) {
         match endpoint {
-            Endpoint::Session(index) => self.session_readable(index),
+            Endpoint::Session(index) => self.want_read(index),
             Endpoint::Link(index) => self.link_readable(index),
         }
     }
@@ -567,15 +573,13 @@ impl Shard {
     }
 
     fn next_due(&self) -> Option<Time> {
-        match (self.timers.next(), self.housekeeping_at) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        [self.timers.next(), self.housekeeping_at, self.resume_links_at].into_iter().flatten().min()
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
         // Failed spawns that came up when those before them were told.
-        if !self.again.is_empty() || self.is_called || !self.failed_spawns.is_empty() {
+        let has_more = !self.again.is_empty() || !self.turns.is_empty() || self.is_called;
+        if has_more || !self.failed_spawns.is_empty() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.

@@ -194,6 +194,32 @@ fn progress_comes_in_order_and_ends_with_the_job() {
 }
 
 #[test]
+fn progress_that_is_told_all_the_time_comes_ten_times_a_second_and_the_last_word_before_the_result() {
+    let supervisor = Supervisor::start(ONE);
+    let client = blocking::Client::connect(supervisor.socket()).unwrap();
+    let began = Instant::now();
+    let mut handle = client.job("b", "").operation("progress-often").start().unwrap();
+    let mut seen = Vec::new();
+    while let Some(progress) = handle.progress() {
+        seen.push((progress.fraction, progress.text));
+    }
+    handle.wait().unwrap();
+    // The first at once, and the last when the job is done.
+    let most = 2 + began.elapsed().as_millis() / 100;
+    assert!(seen.len() >= 2 && seen.len() as u128 <= most, "{} of {most}", seen.len());
+    assert_eq!(seen.last(), Some(&(1.0, "step 20000".to_owned())));
+
+    // Nor is it kept back for as long as the job goes on.
+    let go = supervisor.file("go").display().to_string();
+    let mut handle = client.job("b", go).operation("progress-and-wait").start().unwrap();
+    let mut texts = std::iter::from_fn(|| handle.progress()).map(|progress| progress.text);
+    assert_eq!([texts.next(), texts.next()], [Some("first".into()), Some("second".into())]);
+    supervisor.touch("go");
+    assert_eq!(texts.next(), None);
+    handle.wait().unwrap();
+}
+
+#[test]
 fn the_blocking_twin_does_the_same() {
     let supervisor = Supervisor::start(
         "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"60s\"\n",

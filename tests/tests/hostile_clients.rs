@@ -699,6 +699,10 @@ fn descriptors_for_workers_and_operators_are_left_when_clients_take_all() {
 /// Stops the supervisor, so that everything that is done before [`goes_on`] reaches it at once.
 fn is_stopped(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGSTOP);
+    wait_stopped(supervisor);
+}
+
+fn wait_stopped(supervisor: &Supervisor) {
     wait_for("the supervisor is stopped", || {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", supervisor.pid())).ok()?;
         stat[stat.rfind(')')? + 1..].trim_start().starts_with('T').then_some(())
@@ -707,6 +711,33 @@ fn is_stopped(supervisor: &Supervisor) {
 
 fn goes_on(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGCONT);
+}
+
+/// Both users and connections take turns: what many connections have sent does not go before what one has.
+#[test]
+fn a_job_does_not_wait_for_all_that_others_have_sent() {
+    const FLOODS: usize = 200;
+    const SUBMITS: u64 = 1200;
+    let supervisor = Supervisor::start(
+        "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\nsandbox = { profile = \"none\" }\n",
+    );
+    let mut floods: Vec<UnixStream> = (0..FLOODS).map(|_| open(&supervisor.socket())).collect();
+    let honest = open(&supervisor.socket());
+    is_stopped(&supervisor);
+    let nowhere = Submit { bulkhead: "nowhere", ..PLAIN };
+    let flood: Vec<u8> = (0..SUBMITS).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
+    assert!(flood.len() < 128 << 10, "all of it fits into one read: {}", flood.len());
+    floods.iter_mut().for_each(|socket| socket.write_all(&flood).unwrap());
+    // The worker stops the supervisor as soon as it has the job.
+    let freeze = Submit { bulkhead: "honest", operation: "freeze", ..PLAIN };
+    push(&honest, &frame(kind::SUBMIT, 1, &freeze, supervisor.pid().to_string().as_bytes()));
+    goes_on(&supervisor);
+    wait_stopped(&supervisor);
+    let answered: u64 = floods.iter().map(|socket| rustix::io::ioctl_fionread(socket).unwrap()).sum();
+    goes_on(&supervisor);
+    assert_eq!(outcome(&honest).1.verdict, Verdict::Ok);
+    let most = FLOODS as u64 * (40 << 10);
+    assert!(answered < most, "{answered} bytes of answers for others came first; fair are {most}");
 }
 
 #[test]
@@ -890,6 +921,18 @@ impl Worker {
                 }
                 self.answer(job, b"done");
             }
+            "flood-heartbeats" => loop {
+                self.say(&frame(kind::HEARTBEAT, 0, &Empty, b""));
+            },
+            // Each by itself, as a library would that knows no better.
+            "chatter" => {
+                for step in 0..count() {
+                    let progress = Progress { fraction: 0.5, text: &step.to_string() };
+                    self.say(&frame(kind::PROGRESSED, job, &progress, b""));
+                    self.flush();
+                }
+                self.answer(job, b"done");
+            }
             "flood-answers" => loop {
                 self.answer(job.wrapping_add(1 << 24), b"nobody's");
             },
@@ -1016,6 +1059,18 @@ fn a_worker_that_says_too_much_is_bounded() {
     let control = log.iter().find(|&&byte| byte < b' ' && byte != b'\n' && byte != b'\t');
     assert_eq!(control, None, "a terminal that shows the log is told what to do");
     assert!(most.bytes < before.bytes + 64 * MIB, "before {before:?}, most {most:?}");
+
+    // To say more than anybody wants to hear takes longer, and is no crime.
+    assert_eq!(result(&client, "chatter", "3000").unwrap().payload(), b"done");
+    assert_eq!(supervisor.number("victim", "restarts"), 0);
+
+    // To say nothing else is.
+    let flooded = result(&client, "flood-heartbeats", "").unwrap_err();
+    let verdict = &flooded.outcome().unwrap().verdict;
+    assert_eq!((verdict.name(), verdict.reason()), ("crashed", Some("protocol")), "{flooded}");
+    assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
+    let exits = supervisor.events("worker_killed");
+    assert!(exits.iter().any(|event| event.to_string().contains("300000")), "{exits:?}");
 
     // Replies without end for jobs that it does not have are more than an accident.
     assert_eq!(ended(&result(&client, "flood-answers", "")), "crashed/protocol");

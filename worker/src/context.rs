@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
-use bulkhead_shared::worker_protocol::{Extend, Progressed, Status};
+use bulkhead_shared::worker_protocol::{Extend, Status};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::link::Writer;
+use crate::progress::Progress;
 
 /// One job, as handed to a handler.
 pub struct Job {
@@ -37,6 +38,8 @@ pub(crate) struct Handle {
     cancelled: AtomicBool,
     /// Made only for those who want to wait for the cancellation.
     event: OnceLock<OwnedFd>,
+    /// Made only for those who tell of it.
+    pub(crate) progress: OnceLock<Box<Progress>>,
     #[cfg(feature = "tokio")]
     notify: tokio::sync::Notify,
 }
@@ -150,10 +153,11 @@ impl<S> Ctx<S> {
         &self.state
     }
 
-    /// Tells the client how far the job is: `fraction` from 0 to 1, and a few words.
+    /// Tells the client how far the job is: `fraction` from 0 to 1, and a few words. However often it is called,
+    /// the client hears ten times a second at most, and the last word before the result.
     pub fn progress(&self, fraction: f32, text: &str) {
-        let message = Progressed { fraction, text: cut(text, MESSAGE_BYTES_MAX) };
-        self.writer.send(kind::PROGRESSED, self.order.number, &message);
+        let progress = self.order.handle.progress.get_or_init(Box::default);
+        progress.say(&self.writer, self.order.number, fraction, cut(text, MESSAGE_BYTES_MAX));
     }
 }
 

@@ -16,6 +16,7 @@
 mod context;
 mod link;
 mod pool;
+mod progress;
 mod seal;
 mod server;
 

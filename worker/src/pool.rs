@@ -492,6 +492,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
         };
         let reply = catch_unwind(AssertUnwindSafe(|| (self.handler)(&job, ctx)))
             .unwrap_or_else(|panic| Reply::Failed(HandlerError::new("panic", panic_text(&*panic))));
+        if let Some(progress) = ctx.order.handle.progress.get() {
+            progress.settle(&self.writer, number);
+        }
         self.answer(number, reply);
         if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
             lock(&self.reader).pool.give(job.payload);
@@ -587,8 +590,25 @@ impl<S: Send + Sync + 'static> Pool<S> {
             }
             if !interval.is_zero() && Instant::now() >= next_beat {
                 self.writer.try_send(kind::HEARTBEAT, &Empty);
+                self.settle_progress();
                 next_beat = Instant::now() + interval;
             }
+        }
+    }
+
+    /// What jobs have said of their progress and not told, because they said something else just before.
+    fn settle_progress(&self) {
+        let live: Vec<(u64, Arc<Handle>)> = {
+            let state = lock(&self.state);
+            let telling = state.live.iter().filter(|(_, handle)| handle.progress.get().is_some());
+            telling.map(|(number, handle)| (*number, handle.clone())).collect()
+        };
+        let settle = |(number, handle): &(u64, Arc<Handle>)| {
+            handle.progress.get().is_some_and(|progress| progress.settle(&self.writer, *number))
+        };
+        // Each of them, and one write.
+        if live.iter().filter(|job| settle(job)).count() > 0 {
+            self.writer.flush();
         }
     }
 

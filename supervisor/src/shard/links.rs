@@ -26,6 +26,7 @@ use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::notices::Notices;
 use super::unread::Reading;
 use super::{Endpoint, Incoming, Shard};
 use crate::confinement::Whom;
@@ -77,6 +78,7 @@ pub(super) struct Link {
     pub(super) outbox: Outbox,
     pub(super) counted_waiting: usize,
     pub(super) status: Option<String>,
+    pub(super) notices: Notices,
     pub(super) is_dirty: bool,
     pub(super) closed_at: Option<bulkhead_policy::Time>,
     /// Replies for jobs it does not have.
@@ -201,6 +203,7 @@ impl Shard {
             outbox: Outbox::default(),
             counted_waiting: 0,
             status: None,
+            notices: Notices::default(),
             is_dirty: false,
             closed_at: None,
             strays: 0,
@@ -249,6 +252,7 @@ impl Shard {
         let pushed =
             link.outbox.push_pooled(kind::JOB, job.0, &message, trace.as_slice(), payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "a job did not fit");
+        link.notices.add_job();
         self.mark_dirty(Endpoint::Link(index));
     }
 
@@ -294,15 +298,15 @@ impl Shard {
     pub(super) fn link_readable(&mut self, index: usize) {
         // Not before its process is known, so that every event about it has a worker.
         let is_known = self.links.get(index).and_then(Option::as_ref).is_some_and(|l| l.pidfd.is_some());
-        if !is_known {
+        if !is_known || self.is_paused(index) {
             return;
         }
         for _ in 0..READS_PER_TURN {
-            if !self.read_link_once(index) {
+            if !self.read_link_once(index) || self.is_paused(index) {
                 return;
             }
         }
-        self.again.push(Endpoint::Link(index));
+        self.again.push(index);
     }
 
     /// Reads once; returns whether there may be more.
@@ -316,6 +320,8 @@ impl Shard {
         let mut scratch = std::mem::take(&mut self.scratch);
         let result = self.read_link(index, &mut inbox, &mut scratch);
         self.scratch = scratch;
+        let heard = self.hear_notices(index);
+        let result = result.and_then(|received| heard.map(|()| received));
         let Some(link) = self.links[index].as_mut() else { return false };
         link.inbox = inbox;
         let (is_mid_frame, is_read_closed) = (link.inbox.is_mid_frame(), link.is_read_closed);
@@ -468,17 +474,18 @@ impl Shard {
     fn worker_notice(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), String> {
         let Some(link) = self.links[index].as_mut() else { return Ok(()) };
         let (compartment, worker) = (link.compartment, link.worker);
+        link.notices.spend(header.length as usize);
         let event = match header.kind {
             kind::READY | kind::HEARTBEAT | kind::STARTED | kind::STOPPING => {
                 check_empty(metadata)?;
                 match header.kind {
                     kind::STARTED => {
                         self.note_begun(compartment, worker, JobId(header.number));
-                        Event::Heard { worker }
+                        return Ok(());
                     }
                     kind::READY => Event::Ready { worker },
                     kind::STOPPING => Event::Stopping { worker },
-                    _ => Event::Heard { worker },
+                    _ => return Ok(()),
                 }
             }
             kind::EXTEND_START => {
@@ -489,18 +496,19 @@ impl Shard {
                 let status = decode::<Status<'_>>(metadata)?;
                 let text = cut(status.text, STATUS_BYTES_MAX).to_owned();
                 link.status = Some(text.clone());
-                Event::Said { worker, text }
+                link.notices.say(text);
+                return Ok(());
             }
             kind::PROGRESSED => {
                 let progress = decode::<Progressed<'_>>(metadata)?;
                 self.progress(compartment, worker, header.number, progress);
-                Event::Heard { worker }
+                return Ok(());
             }
             kind::HELLO => return Err("it said hello twice".into()),
             unknown if header.is_critical() => {
                 return Err(format!("it sent a frame of kind {unknown} that must be understood"));
             }
-            _ => Event::Heard { worker },
+            _ => return Ok(()),
         };
         self.apply(compartment, event, Incoming::None);
         Ok(())
@@ -565,6 +573,7 @@ impl Shard {
         reply: Reply,
         payload: Incoming<'_>,
     ) {
+        let size = payload.len();
         // The answer to a job that was cancelled is late and yet owed.
         let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
         let late = |shard: &Self| shard.compartments[compartment].policy.counters().late_replies;
@@ -579,6 +588,7 @@ impl Shard {
             && let Some(link) = self.links[index].as_mut()
         {
             link.strays = link.strays.saturating_add(1);
+            link.notices.spend(size);
         }
     }
 

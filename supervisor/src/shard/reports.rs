@@ -206,7 +206,7 @@ impl Shard {
         let link = self.links[index].take()?;
         self.freed_links.push(index);
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
-        self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
+        self.again.retain(|&link| link != index);
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
         self.intake.close_soon(&link.socket);
         self.buffered -= link.counted_waiting;

@@ -27,6 +27,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::access::{self, Grant};
 use super::fallback::Journey;
+use super::turns::Standing;
 use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
@@ -74,12 +75,14 @@ pub(super) struct SessionId {
 pub(super) struct Session {
     socket: UnixStream,
     /// Whoever connected, if that could be told.
-    peer: Option<Peer>,
+    pub(super) peer: Option<Peer>,
+    /// When it is read.
+    pub(super) standing: Standing,
     /// What they may do.
     grant: Grant,
     epoch: u64,
     stage: Stage,
-    inbox: Inbox,
+    pub(super) inbox: Inbox,
     outbox: Outbox,
     /// By request number: the job, and whose it is.
     requests: HashMap<u64, (usize, JobId), RandomState>,
@@ -191,6 +194,7 @@ impl Shard {
         self.sessions[index] = Some(Session {
             socket,
             peer,
+            standing: Standing::default(),
             grant,
             epoch: self.session_epochs,
             stage,
@@ -262,7 +266,6 @@ impl Shard {
         let Some(session) = self.sessions[index].take() else { return };
         // A place that is free again must not be flushed for its former owner.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
-        self.again.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
         self.buffered -= session.counted_held;
         self.undelivered -= session.counted_unread;
@@ -284,16 +287,20 @@ impl Shard {
 
     // Frames in.
 
-    pub(super) fn session_readable(&mut self, index: usize) {
-        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return };
+    /// Reads once: frames of up to so many bytes together, or the rest of one that has begun. Returns how many
+    /// bytes came.
+    pub(super) fn session_readable(&mut self, index: usize, most: usize) -> usize {
+        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return 0 };
         if session.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
             session.is_paused = true;
-            return;
+            return 0;
         }
+        let most = most.max(session.inbox.missing_bytes());
         // Taken out while its frames are handled, so that they can reach everything else.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.scratch);
-        let result = self.read_session(index, &mut inbox, &mut scratch);
+        let mut bytes = 0;
+        let result = self.read_session(index, &mut inbox, &mut scratch, (most, &mut bytes));
         self.scratch = scratch;
         if let Some(session) = self.sessions[index].as_mut() {
             session.inbox = inbox;
@@ -303,6 +310,7 @@ impl Shard {
             Err(Some(Breach(reason, message))) => self.refuse_session(index, reason, &message),
             Err(None) => self.drop_session(index),
         }
+        bytes
     }
 
     fn read_session(
@@ -310,14 +318,23 @@ impl Shard {
         index: usize,
         inbox: &mut Inbox,
         scratch: &mut bulkhead_shared::connection::Scratch,
+        (most, bytes): (usize, &mut usize),
     ) -> Result<Received, Option<Breach>> {
         let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
         let is_closing = session.stage == Stage::Closing;
-        let read = inbox.receive_by(scratch, |buffer| self.intake.receive(&session.socket, buffer));
+        let is_large = inbox.is_within_large();
+        let mut is_cut = false;
+        let read = inbox.receive_by(scratch, |buffer| {
+            let most = if is_large { buffer.len() } else { most.min(buffer.len()) };
+            *bytes = self.intake.receive(&session.socket, &mut buffer[..most])?;
+            is_cut = *bytes == most;
+            Ok(*bytes)
+        });
         let (received, mut batch) = read.map_err(|error| {
             let is_foreign = error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error());
             (is_foreign && !is_closing).then(|| Breach(RejectReason::Invalid, NOT_TAKEN.into()))
         })?;
+        let received = if is_cut && received == Received::Drained { Received::More } else { received };
         if is_closing {
             return Ok(received);
         }
@@ -374,8 +391,8 @@ impl Shard {
             self.want_housekeeping();
         }
         match received {
-            Received::More => self.again.push(Endpoint::Session(index)),
-            Received::Drained if is_read_closed => self.again.push(Endpoint::Session(index)),
+            Received::More => self.want_read(index),
+            Received::Drained if is_read_closed => self.want_read(index),
             Received::Drained => {}
             Received::Closed => self.drop_session(index),
         }
@@ -817,7 +834,7 @@ impl Shard {
                     let _ = session.socket.shutdown(std::net::Shutdown::Write);
                     self.drop_session(index);
                 } else if std::mem::take(&mut session.is_paused) {
-                    self.again.push(Endpoint::Session(index));
+                    self.want_read(index);
                 }
             }
             Ok(false) => {
@@ -826,7 +843,7 @@ impl Shard {
                 }
                 if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
                     session.is_paused = false;
-                    self.again.push(Endpoint::Session(index));
+                    self.want_read(index);
                 }
                 self.want_housekeeping();
                 self.bound_undelivered(index);

@@ -279,9 +279,24 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "progress" => {
             for step in 1..=4 {
                 ctx.progress(step as f32 / 4.0, &format!("step {step}"));
-                std::thread::sleep(Duration::from_millis(5));
+                // The client hears of each.
+                std::thread::sleep(Duration::from_millis(110));
             }
         }
+        "progress-often" => {
+            for step in 1..=20_000 {
+                ctx.progress(step as f32 / 20_000.0, &format!("step {step}"));
+            }
+        }
+        // Says something twice, and then nothing until the file is there.
+        "progress-and-wait" => {
+            ctx.progress(0.5, "first");
+            ctx.progress(0.6, "second");
+            let path = String::from_utf8_lossy(job.payload()).into_owned();
+            wait_for_file(&path, || ctx.is_cancelled());
+        }
+        // Stops another process.
+        "freeze" => kill(Pid::from_raw(number(job) as i32), Signal::SIGSTOP)?,
         other => return Err(HandlerError::new("unknown_operation", other)),
     }
     Ok(b"done".to_vec())

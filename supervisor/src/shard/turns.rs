@@ -1,0 +1,217 @@
+//! Whose frames are read next. Users take turns, and the connections of each user among themselves, so that a
+//! client that floods, on however many connections, is waited for by itself alone. What one turn of the loop reads
+//! from clients is bounded, since the answers of workers wait for its end.
+
+use std::collections::{HashMap, VecDeque};
+
+use foldhash::quality::RandomState;
+
+use super::Shard;
+
+/// Bytes that one connection is read at once, while others wait.
+const QUANTUM_BYTES: usize = 4 * 1024;
+
+/// The same of a connection that has the turn to itself.
+const ALONE_BYTES: usize = 16 * 1024;
+
+/// What may be read from clients in one turn, in bytes, where each frame counts as [`FRAME_COST`] more: a few
+/// hundred small jobs.
+const TURN_COST_MAX: usize = 64 * 1024;
+
+/// What a frame costs beside its bytes.
+const FRAME_COST: usize = 256;
+
+/// Those that share a turn: a user's connections; those of the control plane are `None`.
+type Uid = Option<u32>;
+
+/// Where a connection stands with its user.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Standing {
+    is_waiting: bool,
+    /// The user's round in which it was read last, and how much.
+    round: u64,
+    bytes: usize,
+}
+
+/// The connections of one user that have something to be read.
+#[derive(Default)]
+struct User {
+    /// Those that have been read little in this round: they go first. So a connection with a job now and then does
+    /// not wait for those that always have more.
+    fresh: VecDeque<usize>,
+    backlog: VecDeque<usize>,
+    /// Named by numbers that are never used again.
+    round: u64,
+    /// How many of the backlog are still to be read in this round.
+    left: usize,
+}
+
+/// Who waits to be read.
+#[derive(Default)]
+pub(super) struct Turns {
+    users: HashMap<Uid, User, RandomState>,
+    /// Those with connections that wait, in order.
+    order: VecDeque<Uid>,
+    rounds: u64,
+    waiting: usize,
+}
+
+impl Turns {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting == 0
+    }
+
+    fn is_alone(&self) -> bool {
+        self.waiting == 0
+    }
+
+    /// A connection has, or may have, something to be read.
+    pub(super) fn wait(&mut self, uid: Uid, index: usize, standing: &mut Standing) {
+        if std::mem::replace(&mut standing.is_waiting, true) {
+            return;
+        }
+        self.waiting += 1;
+        let rounds = &mut self.rounds;
+        let user = self.users.entry(uid).or_insert_with(|| {
+            self.order.push_back(uid);
+            *rounds += 1;
+            User { round: *rounds, ..User::default() }
+        });
+        if standing.round != user.round {
+            (standing.round, standing.bytes) = (user.round, 0);
+        }
+        let is_fresh = standing.bytes < QUANTUM_BYTES;
+        if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
+    }
+
+    /// The next connection, which does not wait any more. It may have been closed since.
+    fn next(&mut self) -> Option<usize> {
+        let uid = self.order.pop_front()?;
+        let user = self.users.get_mut(&uid)?;
+        let next = user.fresh.pop_front().or_else(|| {
+            if user.left == 0 {
+                self.rounds += 1;
+                (user.round, user.left) = (self.rounds, user.backlog.len());
+            }
+            user.left = user.left.saturating_sub(1);
+            user.backlog.pop_front()
+        });
+        self.waiting -= usize::from(next.is_some());
+        if user.fresh.is_empty() && user.backlog.is_empty() {
+            self.users.remove(&uid);
+        } else {
+            self.order.push_back(uid);
+        }
+        next
+    }
+}
+
+impl Shard {
+    /// The connection of a client may have something to be read.
+    pub(super) fn want_read(&mut self, index: usize) {
+        if let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) {
+            let uid = session.peer.map(|peer| peer.uid);
+            self.turns.wait(uid, index, &mut session.standing);
+        }
+    }
+
+    /// Reads from those that wait, as much as one turn may.
+    pub(super) fn read_clients(&mut self) {
+        let mut cost = 0;
+        while cost < TURN_COST_MAX
+            && let Some(index) = self.turns.next()
+        {
+            // A place that was given to another meanwhile has not waited.
+            let session = self.sessions[index].as_mut();
+            let Some(session) = session.filter(|session| session.standing.is_waiting) else { continue };
+            session.standing.is_waiting = false;
+            let most = if self.turns.is_alone() { ALONE_BYTES } else { QUANTUM_BYTES };
+            let before = session.inbox.frames_begun();
+            let bytes = self.session_readable(index, most);
+            let Some(session) = self.sessions[index].as_mut() else { continue };
+            session.standing.bytes = session.standing.bytes.saturating_add(bytes);
+            let frames = session.inbox.frames_begun().saturating_sub(before) as usize;
+            cost += bytes + FRAME_COST * (1 + frames);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Connections with users, each of which always has more.
+    struct Crowd {
+        turns: Turns,
+        standings: Vec<Standing>,
+        uids: Vec<Uid>,
+    }
+
+    impl Crowd {
+        fn new(uids: Vec<Uid>) -> Self {
+            let standings = vec![Standing::default(); uids.len()];
+            let mut crowd = Self { turns: Turns::default(), standings, uids };
+            (0..crowd.uids.len()).for_each(|index| crowd.wait(index));
+            crowd
+        }
+
+        fn wait(&mut self, index: usize) {
+            self.turns.wait(self.uids[index], index, &mut self.standings[index]);
+        }
+
+        /// Reads one, which then waits again if there is more.
+        fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
+            let index = self.turns.next().unwrap();
+            self.standings[index].is_waiting = false;
+            self.standings[index].bytes += bytes;
+            if has_more(index) {
+                self.wait(index);
+            }
+            index
+        }
+    }
+
+    #[test]
+    fn users_take_turns_whatever_their_connections() {
+        let mut uids = vec![Some(1); 200];
+        uids.push(Some(2));
+        let mut crowd = Crowd::new(uids);
+        let read: Vec<usize> = (0..1000).map(|_| crowd.read(QUANTUM_BYTES, |_| true)).collect();
+        let of_the_second = read.iter().filter(|&&index| index == 200).count();
+        assert!((499..=501).contains(&of_the_second), "{of_the_second}");
+        let mut counts = [0; 200];
+        read.iter().filter(|&&index| index < 200).for_each(|&index| counts[index] += 1);
+        assert!(counts.iter().all(|count| (2..=3).contains(count)), "{counts:?}");
+    }
+
+    #[test]
+    fn one_that_sends_little_does_not_wait_for_those_that_always_have_more() {
+        let mut crowd = Crowd::new(vec![Some(1); 201]);
+        for _ in 0..201 {
+            crowd.read(QUANTUM_BYTES, |index| index != 200);
+        }
+        for _ in 0..1000 {
+            crowd.wait(200);
+            assert_eq!(crowd.read(10, |index| index != 200), 200);
+            crowd.read(QUANTUM_BYTES, |index| index != 200);
+        }
+        // Nor do all the others wait for it: what goes first in a round is no more than what goes in it.
+        let mut its_own = 0;
+        for _ in 0..1000 {
+            crowd.wait(200);
+            its_own += usize::from(crowd.read(QUANTUM_BYTES, |index| index != 200) == 200);
+        }
+        assert!(its_own <= 2 * 1000 / 200 + 2, "{its_own}");
+    }
+
+    #[test]
+    fn nothing_is_left_of_those_who_have_nothing() {
+        let mut crowd = Crowd::new((0..50).map(|n| Some(n % 7)).collect());
+        crowd.wait(3);
+        for _ in 0..50 {
+            crowd.read(1, |_| false);
+        }
+        assert!(crowd.turns.next().is_none());
+        assert!(crowd.turns.is_empty() && crowd.turns.users.is_empty() && crowd.turns.order.is_empty());
+    }
+}
