@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 79] = [
+const DEMANDED: [&str; 81] = [
     "kill unwanted",
     "waits on after a rest",
     "watched",
@@ -127,6 +127,8 @@ const DEMANDED: [&str; 79] = [
     "replacement failed",
     "event Stopping",
     "event Cancel",
+    "event GiveUp",
+    "waiting job given up",
     "event Stop",
 ];
 

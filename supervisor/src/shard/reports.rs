@@ -11,6 +11,7 @@ use mio::unix::SourceFd;
 use serde_json::json;
 
 use super::links::Link;
+use super::shares::Kind;
 use super::{Endpoint, Incoming, Shard};
 use crate::command::{Notice, Severity};
 use crate::keeper::{self, Exit, Observed, Report, Usage};
@@ -187,7 +188,7 @@ impl Shard {
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.again.retain(|&endpoint| endpoint != Endpoint::Link(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
-        self.buffered -= link.counted_waiting;
+        self.memory.recount(self.memory.workers, (link.counted_waiting, Kind::Fixed), (0, Kind::Fixed));
         let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
         if *place == Some(index) {
             *place = None;
