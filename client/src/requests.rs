@@ -87,6 +87,8 @@ struct State {
 pub(crate) struct Requests {
     state: Mutex<State>,
     pub(crate) socket: UnixStream,
+    /// The process that connected. What it forks has the socket, too, and must not end the connection.
+    owner: u32,
     pub(crate) flush_due: Notify,
     /// Wakes the first who waits for room in the outbox, or, when the connection ends, all.
     pub(crate) room: Notify,
@@ -105,6 +107,7 @@ impl Requests {
         Self {
             state: Mutex::default(),
             socket,
+            owner: std::process::id(),
             flush_due: Notify::new(),
             room: Notify::new(),
             idle: Notify::new(),
@@ -306,7 +309,9 @@ impl Requests {
         let slots = std::mem::take(&mut state.slots);
         drop(state);
         // Not left to the last who holds it: the supervisor is to know now. It may be gone itself.
-        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        if self.owner == std::process::id() {
+            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        }
         self.room.notify_waiters();
         for waiter in slots.into_iter().filter_map(|slot| slot.waiter) {
             // The supervisor begins nothing before it has the whole frame.
@@ -450,4 +455,27 @@ impl Drop for Ticket {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    /// A process that was forked off has the socket of its parent, and lets go of it when it ends.
+    #[tokio::test]
+    async fn only_the_process_that_connected_ends_the_connection() {
+        let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
+        here.set_nonblocking(true).unwrap();
+        there.set_nonblocking(true).unwrap();
+        let mut requests = Requests::new(UnixStream::from_std(here).unwrap(), 1 << 20);
+        requests.owner = std::process::id() + 1;
+        requests.close("the child has ended");
+        let open = there.read(&mut [0]).unwrap_err();
+        assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the parent's connection goes on");
+        requests.owner = std::process::id();
+        requests.close("the parent has ended");
+        assert_eq!(there.read(&mut [0]).unwrap(), 0);
+    }
 }

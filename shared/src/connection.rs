@@ -18,8 +18,15 @@ use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX
 /// Bytes that a half-received frame leaves behind at most: a small frame, all but its last byte.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
-/// A large payload's buffer starts with at most this many bytes and grows as bytes really arrive.
-const LARGE_START_BYTES: usize = 1024 * 1024;
+/// The least that a large payload's buffer has room for.
+const LARGE_START_BYTES: usize = 4 * 1024;
+
+/// How many times what has arrived of a large payload its buffer may have room for: memory follows what arrives,
+/// not what is announced, and few steps lead to the end.
+const LARGE_GROWTH: usize = 8;
+
+/// A pooled buffer may be so many times as large as what is asked for: all of it counts as held.
+const POOL_FIT_MAX: usize = 2;
 
 /// A coalescing buffer is closed once it holds this many bytes, and the next one opened.
 const SEGMENT_BYTES_MAX: usize = 256 * 1024;
@@ -59,8 +66,9 @@ impl BufferPool {
     /// A buffer with room for `bytes`, if the pool has such a one; what it holds is of no meaning.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
         // The tightest fit, so that one huge buffer is not spent on many small payloads.
+        let fits = bytes..=bytes.saturating_mul(POOL_FIT_MAX);
         let fit = (0..self.buffers.len())
-            .filter(|&i| self.buffers[i].capacity() >= bytes)
+            .filter(|&i| fits.contains(&self.buffers[i].capacity()))
             .min_by_key(|&i| self.buffers[i].capacity());
         match fit {
             Some(i) => {
@@ -74,11 +82,22 @@ impl BufferPool {
 
     /// Takes back a buffer that is no longer needed, if it is worth keeping and there is room.
     pub fn give(&mut self, buffer: Vec<u8>) {
-        let worth = buffer.capacity() > INLINE_PAYLOAD_BYTES_MAX;
-        if worth && self.bytes + buffer.capacity() <= POOL_BYTES_MAX {
-            self.bytes += buffer.capacity();
-            self.buffers.push(buffer);
+        let bytes = buffer.capacity();
+        if bytes <= INLINE_PAYLOAD_BYTES_MAX || bytes > POOL_BYTES_MAX {
+            return;
         }
+        // The oldest go: they are of a size that is not asked for any more.
+        let surplus = (self.bytes + bytes).saturating_sub(POOL_BYTES_MAX);
+        let mut freed = 0;
+        let gone = self.buffers.iter().take_while(|oldest| {
+            let is_kept = freed >= surplus;
+            freed += if is_kept { 0 } else { oldest.capacity() };
+            !is_kept
+        });
+        let gone = gone.count();
+        self.buffers.drain(..gone);
+        self.bytes = self.bytes - freed + bytes;
+        self.buffers.push(buffer);
     }
 
     /// An empty coalescing buffer.
@@ -188,15 +207,43 @@ struct Large {
 }
 
 impl Large {
+    fn room_for(&self, arrived: usize) -> usize {
+        room_for(arrived, self.header.payload_length())
+    }
+
+    /// Puts what is there into a larger buffer; returns the one it was in.
+    fn move_to(&mut self, mut buffer: Vec<u8>, room: usize) -> Vec<u8> {
+        if buffer.capacity() < room {
+            buffer = Vec::with_capacity(room);
+        }
+        let room = buffer.capacity().min(self.header.payload_length());
+        let kept = buffer.len().min(self.filled);
+        buffer[..kept].copy_from_slice(&self.buffer[..kept]);
+        buffer.extend_from_slice(&self.buffer[kept..self.filled]);
+        buffer.resize(room.max(buffer.len()), 0);
+        std::mem::replace(&mut self.buffer, buffer)
+    }
+
     /// Takes what belongs to it from the front of `bytes`; returns how many those were.
     fn store(&mut self, bytes: &[u8]) -> usize {
         let count = bytes.len().min(self.header.payload_length() - self.filled);
+        if self.buffer.capacity() < self.filled + count {
+            let more = self.room_for(self.filled + count) - self.buffer.len();
+            self.buffer.reserve_exact(more);
+        }
         let (over, beyond) = bytes[..count].split_at(count.min(self.buffer.len() - self.filled));
         self.buffer[self.filled..self.filled + over.len()].copy_from_slice(over);
         self.buffer.extend_from_slice(beyond);
         self.filled += count;
         count
     }
+}
+
+/// How large the buffer of a payload is to be once `arrived` bytes of it are there: not much more than these, and all
+/// of it when the end is near.
+fn room_for(arrived: usize, total: usize) -> usize {
+    let room = arrived.saturating_mul(LARGE_GROWTH).max(LARGE_START_BYTES);
+    if room >= total - total / 4 { total } else { room }
 }
 
 /// The receiving half of a connection.
@@ -264,14 +311,41 @@ impl Inbox {
         !matches!(self.stage, Stage::Frames)
     }
 
-    /// Bytes held for a half-received frame.
+    /// Bytes held for a half-received frame: all of its buffers, whether the peer has filled them or not.
     pub fn held_bytes(&self) -> usize {
         let large = match &self.stage {
-            // All of the buffer is memory, whether the peer has filled it or not.
-            Stage::Storing(large) => large.buffer.len(),
+            Stage::Storing(large) => large.buffer.capacity() + large.metadata.capacity(),
             _ => 0,
         };
-        self.partial.len() + large
+        self.partial.capacity() + large
+    }
+
+    /// Whether the frame that has begun is a large one that is stored.
+    pub fn is_storing(&self) -> bool {
+        matches!(self.stage, Stage::Storing(_))
+    }
+
+    /// Bytes by which the next [`Inbox::receive`] makes the buffer of a large frame grow: nothing, as long as there
+    /// is room in it.
+    pub fn growth(&self) -> usize {
+        match &self.stage {
+            Stage::Storing(large) if large.buffer.capacity() == large.filled => {
+                large.room_for(large.filled) - large.filled
+            }
+            _ => 0,
+        }
+    }
+
+    /// Lets it grow now, from a pool, which gets the smaller buffer.
+    pub fn grow(&mut self, pool: &mut BufferPool) {
+        let growth = self.growth();
+        if let Stage::Storing(large) = &mut self.stage
+            && growth > 0
+        {
+            let room = large.filled + growth;
+            let fit = pool.take(room);
+            pool.give(large.move_to(fit, room));
+        }
     }
 
     /// Frames whose header was handled. It stays the same as long as a frame that has begun does not end.
@@ -318,8 +392,10 @@ fn receive_large(
 ) -> io::Result<Received> {
     let wanted = large.header.payload_length() - large.filled;
     if large.buffer.len() == large.filled {
-        let growth = wanted.min(large.filled.max(LARGE_START_BYTES));
-        large.buffer.resize(large.filled + growth, 0);
+        if large.buffer.capacity() == large.filled {
+            large.buffer.reserve_exact(large.room_for(large.filled) - large.filled);
+        }
+        large.buffer.resize(large.buffer.capacity().min(large.header.payload_length()), 0);
     }
     let room = wanted.min(large.buffer.len() - large.filled);
     let into = &mut large.buffer[large.filled..large.filled + room];
@@ -396,11 +472,29 @@ impl<'b> Batch<'b> {
         }
     }
 
+    /// Whether the payload of a large frame is thrown away, and has not come to its end.
+    pub fn is_skipping(&self) -> bool {
+        matches!(self.inbox.stage, Stage::Skipping { .. } | Stage::Announced { .. })
+    }
+
     /// Keeps the bytes behind the last frame for the next [`Inbox::receive`], which has them even if nothing
     /// more has come. Only for whoever stops at a small frame.
     pub fn leave_rest(self) {
         debug_assert!(matches!(self.inbox.stage, Stage::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);
+    }
+
+    /// How large a buffer for [`Batch::accept`] is worth to be looked for in a pool: as large as what has come with
+    /// the announcement asks for.
+    pub fn buffer_bytes(&self) -> usize {
+        match &self.inbox.stage {
+            Stage::Announced { header, .. } => {
+                let total = header.payload_length();
+                let arrived = (self.bytes.len() - self.at).min(total);
+                room_for(arrived, total)
+            }
+            _ => 0,
+        }
     }
 
     /// Has the payload of the frame just announced stored in `buffer`, over whatever it holds.
@@ -766,6 +860,59 @@ mod tests {
             assert!(inbox.held_bytes() < 100);
         }
         assert_eq!(seen, [1, 2]);
+    }
+
+    #[test]
+    fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
+        let total = 8 << 20;
+        let mut announcement = Outbox::default();
+        announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
+        let mut bytes: Vec<u8> = announcement.segments.iter().flatten().copied().collect();
+        let payload_at = bytes.len() - total;
+        bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
+        let (mut here, there) = UnixStream::pair().unwrap();
+        let (mut inbox, mut scratch, mut pool) =
+            (Inbox::default(), Scratch::default(), BufferPool::default());
+        // Neither what was used before, nor what is announced, is held for two bytes.
+        pool.give(vec![1; total]);
+        let mut sent = 0;
+        for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {
+            let end = payload_at + arrived;
+            while sent < end {
+                let piece = (end - sent).min(50_000);
+                std::io::Write::write_all(&mut here, &bytes[sent..sent + piece]).unwrap();
+                sent += piece;
+                inbox.grow(&mut pool);
+                let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+                match batch.next().unwrap() {
+                    Some(Item::Announced { .. }) => {
+                        let fit = pool.take(batch.buffer_bytes());
+                        batch.accept(fit);
+                        assert!(batch.next().unwrap().is_none());
+                    }
+                    Some(Item::Large { payload, .. }) => {
+                        assert!(arrived == total && payload == bytes[payload_at..]);
+                        assert!(pool.bytes < total, "the pool's buffer has served");
+                        return;
+                    }
+                    _ => {}
+                }
+            }
+            let most = POOL_FIT_MAX * LARGE_GROWTH * arrived.max(LARGE_START_BYTES) + METADATA_BYTES_USUAL;
+            assert!(inbox.held_bytes() <= most, "{arrived} came, {} are held", inbox.held_bytes());
+        }
+        panic!("the frame did not end");
+    }
+
+    #[test]
+    fn a_pool_gives_up_what_is_of_no_use() {
+        let mut pool = BufferPool::default();
+        pool.give(Vec::with_capacity(POOL_BYTES_MAX));
+        assert_eq!(pool.take(100_000).capacity(), 0, "far too large for that");
+        (0..3).for_each(|_| pool.give(Vec::with_capacity(1 << 20)));
+        assert_eq!((pool.buffers.len(), pool.bytes), (3, 3 << 20));
+        assert!(pool.take(600_000).capacity() == 1 << 20);
+        assert_eq!((pool.buffers.len(), pool.bytes), (2, 2 << 20));
     }
 
     #[test]

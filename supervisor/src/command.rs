@@ -114,6 +114,8 @@ pub enum Command {
         socket: UnixStream,
         /// Of the few that may be; it is free again when the data plane has done with the client.
         place: OwnedSemaphorePermit,
+        /// The user that it is for.
+        uid: u32,
     },
     /// Somebody was turned away at the admin socket.
     Refused {

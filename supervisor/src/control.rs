@@ -62,8 +62,8 @@ const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the data plane may take for a snapshot before it counts as stuck.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long open streams get to end.
-const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+/// How long open streams, and answers that are under way, get to end.
+const CLOSE_WITHIN: Duration = Duration::from_secs(3);
 
 /// Turns of the runtime in which the last words of a worker that has ended are read. Somebody else may
 /// hold the pipe open, so that its end does not come.
@@ -164,7 +164,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         let tcp = http.map(|(socket, token)| tcp::open(socket, token)).transpose()?;
         ((listener, own), tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
     };
-    let (serving, doors) = serving(local, tcp);
+    let (serving, doors) = serving(local, tcp, &control.end);
     let onlookers = onlookers::start(control.clone(), doors)?;
     let run = move || {
         runtime.block_on(async {
@@ -201,12 +201,16 @@ struct Serving {
 }
 
 /// Two ways from each door.
-fn serving(local: Local, tcp: Option<Tcp>) -> (Serving, onlookers::Doors) {
-    let (ways, own, local_onlookers) = connections::ways();
+fn serving(
+    local: Local,
+    tcp: Option<Tcp>,
+    end: &tokio::sync::watch::Sender<bool>,
+) -> (Serving, onlookers::Doors) {
+    let (ways, own, local_onlookers) = connections::ways(end.subscribe());
     let local = (local, ways, own);
     let (tcp, tcp_onlookers) = tcp
         .map(|tcp| {
-            let (ways, own, onlookers) = connections::ways();
+            let (ways, own, onlookers) = connections::ways(end.subscribe());
             let gate = tcp.1.clone();
             ((tcp, ways, own), (onlookers, gate))
         })
@@ -219,18 +223,12 @@ async fn serve(control: Arc<Control>, serving: Serving) {
     let Serving { local: ((listener, own), ways, arrivals), tcp } = serving;
     let router = http::router(control.clone());
     let local = async {
-        tokio::join!(
-            local::let_in(&control, listener, own, ways),
-            connections::serve(&control, arrivals, router)
-        )
+        tokio::join!(local::let_in(&control, listener, own, ways), connections::serve(arrivals, router))
     };
     let over_tcp = async {
         if let Some(((listener, gate), ways, arrivals)) = tcp {
             let router = tcp::router(control.clone(), gate);
-            tokio::join!(
-                tcp::let_in(&control, listener, ways),
-                connections::serve(&control, arrivals, router)
-            );
+            tokio::join!(tcp::let_in(&control, listener, ways), connections::serve(arrivals, router));
         }
     };
     tokio::join!(local, over_tcp);

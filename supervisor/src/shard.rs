@@ -7,18 +7,22 @@
 mod access;
 mod crashes;
 mod demand;
+mod ending;
 mod fallback;
 mod links;
+mod memory;
 mod metrics;
 mod named;
 mod notes;
 mod notices;
 mod output;
+mod places;
 mod refusals;
 mod reload;
 mod replay;
 mod reports;
 mod sessions;
+mod shares;
 mod spans;
 mod starvation;
 mod steer;
@@ -32,7 +36,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -58,6 +62,7 @@ use crate::reload::{Settled, Surroundings};
 pub(crate) use access::Access;
 use fallback::Journey;
 use links::Link;
+use memory::{Charge, Memory};
 use named::{Compartment, Named};
 pub(crate) use notes::signal_name;
 use refusals::Refusals;
@@ -94,6 +99,14 @@ pub struct Pulse {
     /// Bytes of payloads that wait in the control plane, where they come in. They count with the others: it is
     /// the control plane that keeps this one.
     pub spooled: AtomicUsize,
+    /// Whether the data plane gives its last answers, or has: what it has not heard of by then, it never will.
+    pub is_over: AtomicBool,
+    /// So many of these are to be given up, since others need the room.
+    pub spool_unwanted: AtomicUsize,
+    /// Called when some are.
+    pub spool_called: tokio::sync::Notify,
+    /// So many of them may be there, however much others hold.
+    pub spool_share: AtomicUsize,
 }
 
 /// A job's record as policy carries it along: it moves with every decision, so that it had better be small.
@@ -114,6 +127,7 @@ pub(crate) struct JobRecord {
     held: Held,
     /// Where it stands on the link of the worker that has it.
     given: unread::Given,
+    charge: Charge,
     /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
     journey: Option<Box<Journey>>,
 }
@@ -150,22 +164,23 @@ impl Held {
         self.payload.is_none() && self.copy.is_none()
     }
 
+    /// Bytes that count towards the memory for what waits.
+    fn bytes(&self) -> usize {
+        self.payload.as_ref().map_or(0, Vec::capacity)
+    }
+
     /// The payload for a worker: what is held, or else what comes in just now.
-    fn give<'p>(&'p mut self, coming: Payload<'p>, buffered: &mut usize) -> Payload<'p> {
+    fn give<'p>(&'p mut self, coming: Payload<'p>) -> Payload<'p> {
         if self.copy.is_some() {
             return self.copy.as_deref().map_or(Payload::NONE, Payload::Copied);
         }
         let payload = match self.payload.take() {
-            Some(waited) => {
-                *buffered -= waited.len();
-                Payload::Owned(waited)
-            }
+            Some(waited) => Payload::Owned(waited),
             None => coming,
         };
         match payload {
             payload if !self.is_repeatable => payload,
             Payload::Owned(bytes) if bytes.len() > INLINE_PAYLOAD_BYTES_MAX => {
-                *buffered += bytes.len();
                 Payload::Copied(self.payload.insert(bytes))
             }
             Payload::Owned(bytes) => {
@@ -249,8 +264,8 @@ pub struct Shard {
     resume_links_at: Option<Time>,
     /// Clients that have something to be read.
     turns: Turns,
-    /// Bytes of payloads that wait, be it for a permit, for their own end, or for a worker to read.
-    buffered: usize,
+    /// Of what waits, be it for a permit, for its own end, or for a worker to read.
+    memory: Memory,
     /// Bytes of results that clients have not read.
     undelivered: usize,
     limits: ShardLimits,
@@ -430,7 +445,7 @@ impl Shard {
             again: Vec::new(),
             resume_links_at: None,
             turns: Turns::default(),
-            buffered: 0,
+            memory: Memory::new(rustix::process::geteuid().as_raw()),
             undelivered: 0,
             limits: ShardLimits::new(&config.supervisor),
             housekeeping_at: None,
@@ -469,9 +484,10 @@ impl Shard {
             self.settle_tenants();
             self.settle_replays();
             self.settle_leaving();
+            self.settle_memory();
             self.flush_dirty();
             self.set_timers();
-            self.pulse.buffered.store(self.buffered, Ordering::Relaxed);
+            self.tell_memory();
             self.free_sessions.append(&mut self.freed_sessions);
             self.free_links.append(&mut self.freed_links);
             let due = self.next_due();
@@ -662,8 +678,8 @@ impl Shard {
             Incoming::Owned(bytes) => bytes,
         };
         if let Some(record) = self.compartments[index].policy.cargo_mut(job) {
-            self.buffered += payload.len();
             record.held.payload = Some(payload);
+            self.charge_waiting(index, job);
         }
     }
 
@@ -730,7 +746,9 @@ impl Shard {
 
     /// Gives the last answers a moment to leave, and ends the keeper.
     fn finish(mut self) {
+        self.pulse.is_over.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
+        self.hear_the_last();
         loop {
             for index in 0..self.sessions.len() {
                 self.flush_session(index);

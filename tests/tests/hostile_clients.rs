@@ -913,6 +913,18 @@ impl Worker {
                 }
             }
             "too-large" => self.answer(job, &vec![1; count() as usize]),
+            // The rest comes when it is time.
+            "too-large-slowly" => {
+                let whole = frame(kind::RESULT, job, &Empty, &vec![1; count() as usize]);
+                let (first, rest) = whole.split_at(whole.len() / 2);
+                self.say(first);
+                self.flush();
+                std::fs::write(self.note("half"), "").unwrap();
+                while !self.note("go").exists() {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                self.say(rest);
+            }
             "flood-progress" => {
                 let text = "x".repeat(8 << 10);
                 for step in 0..count() {
@@ -1075,6 +1087,31 @@ fn a_worker_that_says_too_much_is_bounded() {
     // Replies without end for jobs that it does not have are more than an accident.
     assert_eq!(ended(&result(&client, "flood-answers", "")), "crashed/protocol");
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
+}
+
+/// Its worker is busy with it: another job would wait behind it for nothing.
+#[test]
+fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
+    let notes = tempfile::tempdir().unwrap();
+    let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\n{PATIENT}");
+    let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let large = std::thread::spawn({
+        let client = client.clone();
+        move || ended(&result(&client, "too-large-slowly", "3000000"))
+    });
+    wait_for("half of it has come", || notes.path().join("half").exists().then_some(()));
+    let next = std::thread::spawn(move || ended(&result(&client, "echo", "next")));
+    supervisor.wait_number("victim", "queued", 1);
+    // Whatever was read of the result by now: its permit is taken.
+    for _ in 0..20 {
+        let snapshot = supervisor.snapshot("victim");
+        assert_eq!((&snapshot["in_flight"], &snapshot["queued"]), (&1.into(), &1.into()));
+    }
+    std::fs::write(notes.path().join("go"), "").unwrap();
+    assert!(large.join().unwrap().contains("result_too_large"));
+    assert_eq!(next.join().unwrap(), "ok");
+    assert_eq!(supervisor.number("victim", "crashed"), 0);
 }
 
 #[test]

@@ -37,6 +37,51 @@ fn start() -> (Supervisor, Place) {
     start_at("127.0.0.1:0", ONE)
 }
 
+/// Sends these bytes; returns all that comes.
+fn raw(place: &Place, request: &str) -> String {
+    let mut socket = place.connect();
+    socket.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn probes_that_name_no_host_are_answered() {
+    let (_supervisor, place) = start();
+    for request in [
+        "GET /healthz HTTP/1.0\r\n\r\n",
+        "GET /healthz HTTP/1.1\r\n\r\n",
+        "HEAD /readyz HTTP/1.0\r\n\r\n",
+        "GET /healthz HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+    ] {
+        let answer = raw(&place, request);
+        assert!(answer.lines().next().unwrap().ends_with(" 200 OK"), "{request:?}: {answer}");
+    }
+    // A browser always names one; and without one nothing else is open, token or not.
+    for request in [
+        "GET /healthz HTTP/1.1\r\nHost: evil.example\r\n\r\n".to_owned(),
+        "GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n".to_owned(),
+        format!("GET /v1/bulkheads HTTP/1.0\r\n{BEARER}\r\n\r\n"),
+    ] {
+        let answer = raw(&place, &request);
+        assert!(answer.lines().next().unwrap().ends_with(" 403 Forbidden"), "{request:?}: {answer}");
+    }
+}
+
+#[test]
+fn a_connection_that_would_be_kept_alive_is_told_once_that_it_is_not() {
+    let (supervisor, place) = start();
+    for place in [place, Place::of(&supervisor)] {
+        for path in ["/healthz", "/v1/nothing"] {
+            let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n");
+            let answer = raw(&place, &request).to_ascii_lowercase();
+            let told: Vec<_> = answer.lines().filter(|line| line.starts_with("connection:")).collect();
+            assert_eq!(told, ["connection: close"], "{answer}");
+        }
+    }
+}
+
 #[test]
 fn only_the_token_opens_and_health_needs_none() {
     let (supervisor, place) = start();

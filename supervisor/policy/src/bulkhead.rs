@@ -93,6 +93,10 @@ enum Mode {
 }
 
 impl<T> Bulkhead<T> {
+    /// Bytes that a waiting job takes in the tables here, which may be half empty.
+    pub const JOB_BYTES: usize =
+        2 * (size_of::<Option<crate::jobs::Job<T>>>() + Queue::JOB_BYTES + Timers::ENTRY_BYTES);
+
     /// A bulkhead that has not started. Equal seeds and equal histories give equal decisions.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let breaker = Breaker::new(limits.breaker.clone());
@@ -148,6 +152,7 @@ impl<T> Bulkhead<T> {
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
             Event::Tick => self.tick(now, out),
             Event::Cancel { job } => self.cancel(now, job, out),
+            Event::GiveUp { job } => self.give_up(now, job, out),
             Event::Start => self.start(now, out),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
             Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
@@ -206,6 +211,12 @@ impl<T> Bulkhead<T> {
     pub fn cargo_mut(&mut self, job: JobId) -> Option<&mut T> {
         let index = self.jobs.find(job)?;
         self.jobs.get(index).cargo.as_mut()
+    }
+
+    /// Whether a job waits, so that it can be given up.
+    pub fn is_waiting(&self, job: JobId) -> bool {
+        let place = self.jobs.find(job).and_then(|index| self.jobs.place(index));
+        matches!(place, Some(Place::Queued | Place::Apart))
     }
 
     /// Whether this incarnation of a worker has this job.
@@ -428,6 +439,21 @@ impl<T> Bulkhead<T> {
                 self.job_timers.set(index, hard_deadline_at);
             }
             Place::InFlight { .. } | Place::Entered => {}
+        }
+    }
+
+    fn give_up(&mut self, now: Time, id: JobId, out: &mut Vec<Action<T>>) {
+        if self.is_waiting(id)
+            && let Some(index) = self.jobs.find(id)
+        {
+            let message =
+                "the memory for waiting jobs is used up, and its client holds most of it".to_owned();
+            self.leave_queue(
+                now,
+                index,
+                Verdict::Rejected { reason: RejectReason::Overloaded, message },
+                out,
+            );
         }
     }
 

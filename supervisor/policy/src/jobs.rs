@@ -167,6 +167,10 @@ impl<T> Jobs<T> {
         self.table[index as usize].as_mut().expect("a job stands at each index in use")
     }
 
+    pub(crate) fn place(&self, index: u32) -> Option<Place> {
+        self.table.get(index as usize)?.as_ref().map(|job| job.place)
+    }
+
     pub(crate) fn digest(&self, index: u32) -> Option<Digest> {
         self.table[index as usize].as_ref().and_then(|job| job.digest)
     }

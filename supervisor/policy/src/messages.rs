@@ -105,6 +105,11 @@ pub enum Event<T> {
         /// Which.
         job: JobId,
     },
+    /// There is no memory for a job that waits: it is to make room. One that a worker has stays.
+    GiveUp {
+        /// Which.
+        job: JobId,
+    },
     /// A worker's process runs.
     Spawned {
         /// Which.

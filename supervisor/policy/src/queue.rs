@@ -48,6 +48,9 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
+    /// Bytes that a job takes in the tables here.
+    pub(crate) const JOB_BYTES: usize = size_of::<Option<Entry>>() + 2 * size_of::<Link>();
+
     /// Enters a job behind all others of its tenant and class. O(1).
     pub(crate) fn push(&mut self, job: u32, class: Priority, tenant: u32, cost: u32) {
         let cost = cost.clamp(1, COST_MAX);

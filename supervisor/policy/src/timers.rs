@@ -14,6 +14,9 @@ pub struct Timers {
 }
 
 impl Timers {
+    /// Bytes that a timer takes.
+    pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<u32>();
+
     /// When the next timer is due.
     pub fn next(&self) -> Option<Time> {
         self.heap.first().map(|(at, _)| *at)

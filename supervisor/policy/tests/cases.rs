@@ -115,6 +115,25 @@ fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
     }
 }
 
+/// What waits makes room when memory is short; what runs goes on. Each has one outcome, and the sums agree.
+#[test]
+fn a_job_that_waits_can_be_given_up_and_one_that_runs_cannot() {
+    let mut stage = Stage::ready(limits(1, 1, 2));
+    let [running, first, second] = [(); 3].map(|()| stage.job());
+    for job in [running, first, first] {
+        stage.apply(Event::GiveUp { job });
+    }
+    stage.expect(first, "rejected", Some("overloaded"));
+    assert!(stage.verdicts(running).is_empty() && !stage.bulkhead.is_waiting(running));
+    assert!(stage.bulkhead.is_waiting(second));
+    stage.reply(running);
+    stage.expect(running, "ok", None);
+    assert!(stage.was_given_out(second));
+    stage.reply(second);
+    let counters = stage.bulkhead.counters();
+    assert_eq!((counters.submitted, counters.outcomes()), (3, 3));
+}
+
 /// Architecture, 4: a reply from an earlier generation is dropped and counted.
 #[test]
 fn a_reply_from_an_earlier_generation_reaches_nobody() {

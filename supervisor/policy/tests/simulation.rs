@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 84] = [
+const DEMANDED: [&str; 86] = [
     "taken back beside others",
     "written off",
     "debt of a replaced worker",
@@ -132,6 +132,8 @@ const DEMANDED: [&str; 84] = [
     "replacement failed",
     "event Stopping",
     "event Cancel",
+    "event GiveUp",
+    "waiting job given up",
     "event Stop",
 ];
 

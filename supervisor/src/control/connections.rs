@@ -16,10 +16,10 @@ use axum::serve::IncomingStream;
 use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, Interest};
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::{Instant, Sleep};
 
-use super::{Control, routes};
+use super::routes;
 
 /// How long a request may take to come and to be answered, before its connection is closed.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
@@ -33,6 +33,9 @@ const LINGER: Duration = Duration::from_secs(1);
 /// Bytes that it throws away meanwhile, at most.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
+/// When the control plane ends: how long those who have come by then may take to be let in and to be heard.
+pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
+
 /// Bytes of a request that tell what it asks for.
 const HEAD_BYTES: usize = 512;
 
@@ -41,13 +44,19 @@ const HEAD_BYTES: usize = 512;
 pub(super) struct Entry {
     /// If it is not, why, in a sentence.
     pub(super) refusal: Option<Arc<str>>,
+    /// The user whose request it is; over TCP, where that cannot be told, the supervisor's own.
+    pub(super) uid: u32,
     /// Whether the request takes as long as it takes: whoever serves it sees to its end.
     is_patient: Arc<AtomicBool>,
 }
 
 impl Entry {
     pub(super) fn new() -> Self {
-        Self { refusal: None, is_patient: Arc::default() }
+        Self::of(rustix::process::geteuid().as_raw())
+    }
+
+    pub(super) fn of(uid: u32) -> Self {
+        Self { refusal: None, uid, is_patient: Arc::default() }
     }
 
     pub(super) fn refused(why: &str) -> Self {
@@ -65,7 +74,7 @@ impl Entry {
 }
 
 /// A stream socket that can change from one runtime to another.
-pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + Sized + 'static {
+pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + Sync + Sized + 'static {
     /// Without a runtime.
     type Alone: Send + 'static;
 
@@ -131,27 +140,29 @@ type Way<S> = mpsc::UnboundedSender<Arrival<<S as Socket>::Alone>>;
 pub(super) struct Ways<S: Socket> {
     own: Way<S>,
     onlookers: Way<S>,
+    /// True once those who say nothing are not waited for any more.
+    end: watch::Receiver<bool>,
 }
 
 impl<S: Socket> Clone for Ways<S> {
     fn clone(&self) -> Self {
-        Self { own: self.own.clone(), onlookers: self.onlookers.clone() }
+        Self { own: self.own.clone(), onlookers: self.onlookers.clone(), end: self.end.clone() }
     }
 }
 
 impl<S: Socket> Ways<S> {
     /// Sends somebody on as soon as it is known what they want. Nobody waits for those who do not say.
     pub(super) fn send(&self, arrival: Arrival<S>) {
-        let ways = self.clone();
+        let mut ways = self.clone();
         tokio::spawn(async move {
             let Arrival { socket, entry, came, place } = arrival;
             let mut head = [0; HEAD_BYTES];
             let way = match &entry.refusal {
                 Some(_) => &ways.own,
-                None => match tokio::time::timeout_at(came + ANSWERED_WITHIN, socket.peek(&mut head)).await {
-                    Ok(Ok(count)) if routes::is_for_onlookers(&head[..count]) => &ways.onlookers,
-                    Ok(Ok(_)) => &ways.own,
-                    Ok(Err(_)) | Err(_) => return,
+                None => match asks(&socket, &mut head, came, &mut ways.end).await {
+                    Some(count) if routes::is_for_onlookers(&head[..count]) => &ways.onlookers,
+                    Some(_) => &ways.own,
+                    None => return,
                 },
             };
             // A socket that cannot change, or has nobody to serve it any more, is closed.
@@ -162,13 +173,41 @@ impl<S: Socket> Ways<S> {
     }
 }
 
+/// Waits until somebody says what they want; returns how many bytes of that there are to be seen.
+async fn asks<S: Socket>(
+    socket: &S,
+    head: &mut [u8],
+    came: Instant,
+    end: &mut watch::Receiver<bool>,
+) -> Option<usize> {
+    let over = async {
+        let _ = end.wait_for(|is_over| *is_over).await;
+        tokio::time::sleep(LAST_WITHIN).await;
+    };
+    tokio::select! {
+        count = socket.peek(head) => count.ok(),
+        () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => None,
+        () = over => None,
+    }
+}
+
 /// Those who came, as a listener.
-pub(super) struct Arrivals<S: Socket>(mpsc::UnboundedReceiver<Arrival<S::Alone>>);
+pub(super) struct Arrivals<S: Socket> {
+    queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>,
+    /// True once the door is closed, and all who came are inside.
+    is_empty: watch::Sender<bool>,
+}
+
+impl<S: Socket> Arrivals<S> {
+    fn new(queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>) -> Self {
+        Self { queue, is_empty: watch::Sender::new(false) }
+    }
+}
 
 /// The ways of a door, and those who come to the control plane's own thread and to that of onlookers.
-pub(super) fn ways<S: Socket>() -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
+pub(super) fn ways<S: Socket>(end: watch::Receiver<bool>) -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
     let ((own, to_own), (onlookers, to_onlookers)) = (mpsc::unbounded_channel(), mpsc::unbounded_channel());
-    (Ways { own, onlookers }, Arrivals(to_own), Arrivals(to_onlookers))
+    (Ways { own, onlookers, end }, Arrivals::new(to_own), Arrivals::new(to_onlookers))
 }
 
 impl<S: Socket> axum::serve::Listener for Arrivals<S> {
@@ -177,8 +216,9 @@ impl<S: Socket> axum::serve::Listener for Arrivals<S> {
 
     async fn accept(&mut self) -> (Placed<S>, Entry) {
         loop {
-            let Some(Arrival { socket, entry, came, place }) = self.0.recv().await else {
+            let Some(Arrival { socket, entry, came, place }) = self.queue.recv().await else {
                 // The door is closed. Those who are inside are served.
+                self.is_empty.send_replace(true);
                 return std::future::pending().await;
             };
             if let Ok(socket) = S::enter(socket) {
@@ -198,11 +238,11 @@ impl<S: Socket> Connected<IncomingStream<'_, Arrivals<S>>> for Entry {
     }
 }
 
-/// Serves those who come until the control plane ends.
-pub(super) async fn serve<S: Socket>(control: &Control, arrivals: Arrivals<S>, router: Router) {
-    let mut end = control.end.subscribe();
+/// Serves those who come until the control plane ends, and then those who had come by that time.
+pub(super) async fn serve<S: Socket>(arrivals: Arrivals<S>, router: Router) {
+    let mut is_empty = arrivals.is_empty.subscribe();
     let shutdown = async move {
-        let _ = end.wait_for(|is_over| *is_over).await;
+        let _ = is_empty.wait_for(|is_empty| *is_empty).await;
     };
     let service = router.into_make_service_with_connect_info::<Entry>();
     if let Err(error) = axum::serve(arrivals, service).with_graceful_shutdown(shutdown).await {

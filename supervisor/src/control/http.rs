@@ -8,8 +8,8 @@ use axum::Router;
 use axum::body::Bytes;
 use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
-use axum::middleware::{Next, from_fn, map_response};
+use axum::http::{HeaderValue, StatusCode, Version, header};
+use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use bulkhead_shared::RejectReason;
 use serde::{Deserialize, Deserializer};
@@ -34,7 +34,7 @@ pub(super) fn router(control: Shared) -> Router {
         })
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .layer(from_fn(let_in))
-        .layer(map_response(complete))
+        .layer(from_fn(complete))
         .with_state(control)
 }
 
@@ -76,7 +76,9 @@ pub(super) fn problem_with(status: StatusCode, detail: &str, mut body: serde_jso
 
 /// What the router's own parts refuse, such as a query that makes no sense, is told like everything else;
 /// and whoever is put off hears until when.
-pub(super) async fn complete(mut response: Response) -> Response {
+pub(super) async fn complete(request: Request, next: Next) -> Response {
+    let version = request.version();
+    let mut response = next.run(request).await;
     let status = response.status();
     let is_plain =
         response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != PROBLEM && kind != JSON);
@@ -92,6 +94,10 @@ pub(super) async fn complete(mut response: Response) -> Response {
     headers.entry(header::CONTENT_SECURITY_POLICY).or_insert(HeaderValue::from_static(INERT));
     if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
         response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
+    }
+    if version == Version::HTTP_10 {
+        // Otherwise a `keep-alive` is added to our `close` for those who ask for one.
+        *response.version_mut() = version;
     }
     response
 }

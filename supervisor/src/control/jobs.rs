@@ -13,7 +13,7 @@ use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
 use bulkhead_shared::limits::{
@@ -69,7 +69,9 @@ pub(super) async fn submit(
         Err(sentence) => return refused(&name, RejectReason::Invalid, sentence),
     };
     let mut response =
-        match run(&control, &name, &asked, Upload::new(&control, &name, &parts.headers, body)).await {
+        match run(&control, entry.uid, &name, &asked, Upload::new(&control, &name, &parts.headers, body))
+            .await
+        {
             Ok(response) => response,
             Err(Cut::Slow) => {
                 let detail = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
@@ -80,6 +82,7 @@ pub(super) async fn submit(
                 refused(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
             }
             Err(Cut::Ended) => ended(&name),
+            Err(Cut::Draining) => refused(&name, RejectReason::Draining, "the supervisor is stopping".into()),
         };
     // A job that has a span has answered with that.
     if let Some(given) = asked.traceparent.filter(|_| !response.headers().contains_key(TRACEPARENT)) {
@@ -102,8 +105,10 @@ enum Cut {
     Overloaded(String),
     /// Its sender broke off, or broke the rules of HTTP.
     Broken,
-    /// The data plane is not there any more.
+    /// The data plane has let go of it.
     Ended,
+    /// The data plane ended before it heard of it.
+    Draining,
 }
 
 // What is asked.
@@ -235,7 +240,17 @@ impl Upload {
             Length::Known(bytes) => return Ok(Announced::Coming(bytes)),
             Length::Open => {}
         }
-        while let Some(chunk) = next_chunk(&mut self.body).await? {
+        let pulse = self.spool.pulse.clone();
+        loop {
+            let called = pulse.spool_called.notified();
+            let chunk = tokio::select! {
+                chunk = next_chunk(&mut self.body) => chunk?,
+                () = called => {
+                    self.spool.give_way()?;
+                    continue;
+                }
+            };
+            let Some(chunk) = chunk else { break };
             if self.spool.bytes as u64 + chunk.len() as u64 > most {
                 return Ok(hopeless(most.saturating_add(1)));
             }
@@ -308,13 +323,28 @@ impl Spool {
     }
 
     fn count(&mut self, more: usize) -> Result<(), Cut> {
+        self.give_way()?;
         self.counted += more;
         let spooled = self.pulse.spooled.fetch_add(more, Ordering::Relaxed) + more;
-        if spooled.saturating_add(self.pulse.buffered.load(Ordering::Relaxed)) > self.room {
-            let sentence = format!("the waiting payloads hold max_buffered ({} bytes)", self.room);
-            return Err(Cut::Overloaded(sentence));
+        let in_all = spooled.saturating_add(self.pulse.buffered.load(Ordering::Relaxed));
+        if in_all > self.room && spooled > self.pulse.spool_share.load(Ordering::Relaxed) {
+            return Err(self.full());
         }
         Ok(())
+    }
+
+    /// Others need the room: gives up what it holds, if it is not another that does.
+    fn give_way(&self) -> Result<(), Cut> {
+        let take = |unwanted: usize| (unwanted > 0).then(|| unwanted.saturating_sub(self.counted));
+        let unwanted = &self.pulse.spool_unwanted;
+        match self.counted > 0 && unwanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
+            true => Err(self.full()),
+            false => Ok(()),
+        }
+    }
+
+    fn full(&self) -> Cut {
+        Cut::Overloaded(format!("what waits holds max_buffered ({} bytes)", self.room))
     }
 
     /// From now on it is the data plane that counts them.
@@ -324,7 +354,11 @@ impl Spool {
     }
 
     fn uncount(&mut self) {
-        self.pulse.spooled.fetch_sub(std::mem::take(&mut self.counted), Ordering::Relaxed);
+        let counted = std::mem::take(&mut self.counted);
+        if counted > 0 && self.pulse.spooled.fetch_sub(counted, Ordering::Relaxed) == counted {
+            // There is nothing left to be given up.
+            self.pulse.spool_unwanted.store(0, Ordering::Relaxed);
+        }
     }
 }
 
@@ -337,7 +371,13 @@ impl Drop for Spool {
 // To the data plane and back.
 
 /// Submits a job and waits for its outcome. Dropping this closes the connection, and so cancels the job.
-async fn run(control: &Shared, name: &str, asked: &Asked<'_>, mut upload: Upload) -> Result<Response, Cut> {
+async fn run(
+    control: &Shared,
+    uid: u32,
+    name: &str,
+    asked: &Asked<'_>,
+    mut upload: Upload,
+) -> Result<Response, Cut> {
     // First of all, so that no payload comes in for whom there is no place.
     let Ok(place) = control.jobs.clone().try_acquire_owned() else {
         let sentence = format!("{JOBS_MAX} jobs over HTTP are under way, which is as many as may be");
@@ -349,13 +389,14 @@ async fn run(control: &Shared, name: &str, asked: &Asked<'_>, mut upload: Upload
         .map_err(|error| Cut::Overloaded(format!("the supervisor is short of descriptors: {error}")))?;
     control
         .commander
-        .send(Command::Client { socket: there, place })
-        .map_err(|error| Cut::Overloaded(error.to_string()))?;
+        .send(Command::Client { socket: there, place, uid })
+        .map_err(|error| if is_over(control) { Cut::Draining } else { Cut::Overloaded(error.to_string()) })?;
     let (mut reader, mut writer) = here.into_split();
     let head = head(name, asked, &announced)?;
-    writer.write_all(&head).await.map_err(|_| Cut::Ended)?;
+    // If it cannot be sent, its answer says why.
+    let _ = writer.write_all(&head).await;
     let (metadata, result_bytes) = {
-        let mut answer = pin!(read_outcome(&mut reader));
+        let mut answer = pin!(read_outcome(control, &mut reader));
         let sent = tokio::time::timeout_at(within, upload.send(&announced, &mut writer));
         tokio::select! {
             // One that is refused need not come in.
@@ -391,6 +432,11 @@ async fn run(control: &Shared, name: &str, asked: &Asked<'_>, mut upload: Upload
     Ok(response)
 }
 
+/// Whether the data plane has given its last answers.
+fn is_over(control: &Shared) -> bool {
+    control.pulse.is_over.load(Ordering::SeqCst)
+}
+
 fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
     let (here, there) = std::os::unix::net::UnixStream::pair()?;
     here.set_nonblocking(true)?;
@@ -416,17 +462,27 @@ fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>,
 }
 
 /// Reads up to the result: the outcome's metadata, and how many bytes follow.
-async fn read_outcome(reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Cut> {
+async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(Vec<u8>, u64), Cut> {
+    let mut is_begun = false;
     loop {
         let mut bytes = [0; HEADER_BYTES];
-        reader.read_exact(&mut bytes).await.map_err(|_| Cut::Ended)?;
+        // The data plane answers every job that it has heard of before it ends: one of which it says nothing has
+        // never begun.
+        let end = |_| if !is_begun && is_over(control) { Cut::Draining } else { Cut::Ended };
+        bytes[0] = reader.read_u8().await.map_err(end)?;
+        is_begun = true;
+        reader.read_exact(&mut bytes[1..]).await.map_err(|_| Cut::Ended)?;
         let header = Header::decode(&bytes).check().map_err(|_| Cut::Ended)?;
         let mut metadata = vec![0; usize::from(header.metadata_length)];
         reader.read_exact(&mut metadata).await.map_err(|_| Cut::Ended)?;
         match header.kind {
             kind::OUTCOME => return Ok((metadata, header.payload_length() as u64)),
             // The frame did not end in time: there is nothing else to refuse of it.
-            kind::REFUSED => return Err(Cut::Slow),
+            kind::REFUSED => {
+                let (refused, _) = codec::decode::<Refused<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
+                let is_for_memory = refused.reason == RejectReason::Overloaded.code();
+                return Err(if is_for_memory { Cut::Overloaded(refused.message.into()) } else { Cut::Slow });
+            }
             // Progress, as a rule. Nothing but an outcome has a payload.
             _ => {}
         }

@@ -7,7 +7,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::Control;
-use super::connections::{Arrival, Entry, Ways};
+use super::connections::{Arrival, Entry, LAST_WITHIN, Ways};
 use crate::command::{Command, Commander};
 use crate::entry::{self, Refusal};
 use crate::keeper::Outsiders;
@@ -31,15 +31,17 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
     };
     let mut end = control.end.subscribe();
-    let open = async {
+    let open = async || {
         loop {
             ways.send(door.accept().await);
         }
     };
     tokio::select! {
-        () = open => {}
+        () = open() => {}
         _ = end.wait_for(|is_over| *is_over) => {}
     }
+    // Those who have come already are told that it is over, and not reset.
+    let _ = tokio::time::timeout(LAST_WITHIN, open()).await;
 }
 
 /// A listener that takes only so many, and finds out whom it may serve.
@@ -55,14 +57,16 @@ struct Guarded {
 }
 
 impl Guarded {
-    fn check(&self, socket: &UnixStream) -> Result<(), Refusal> {
+    /// Who connected, if they may.
+    fn check(&self, socket: &UnixStream) -> Result<u32, Refusal> {
         let peer = entry::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own);
         if uid != own && uid != 0 {
             let message = format!("user {uid} may not use the admin socket: only user {own} and root may");
             return Err(Refusal::forbidden(peer, message));
         }
-        entry::check_descent_beside(socket, peer, &self.outsiders)
+        entry::check_descent_beside(socket, peer, &self.outsiders)?;
+        Ok(uid)
     }
 
     /// Reports it. Returns what there is to say and a place to say it in, if there is one.
@@ -87,7 +91,7 @@ impl Guarded {
                 continue;
             };
             match self.check(&socket) {
-                Ok(()) => return Arrival::new(socket, Entry::new(), place),
+                Ok(uid) => return Arrival::new(socket, Entry::of(uid), place),
                 Err(refusal) => {
                     if let Some((entry, place)) = self.refuse(refusal) {
                         return Arrival::new(socket, entry, place);

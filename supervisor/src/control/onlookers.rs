@@ -42,10 +42,10 @@ async fn serve_all(control: Shared, doors: Doors) {
     let Doors { local, tcp } = doors;
     let over_tcp = async {
         if let Some((arrivals, gate)) = tcp {
-            serve(&control, arrivals, tcp::router(control.clone(), gate)).await;
+            serve(arrivals, tcp::router(control.clone(), gate)).await;
         }
     };
-    tokio::join!(serve(&control, local, http::router(control.clone())), over_tcp);
+    tokio::join!(serve(local, http::router(control.clone())), over_tcp);
 }
 
 /// Tells those who follow events of new ones.

@@ -11,7 +11,7 @@ use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
-use axum::middleware::{Next, from_fn_with_state, map_response};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -20,7 +20,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use super::browser::{self, is_change};
-use super::connections::{Arrival, Entry, Ways};
+use super::connections::{Arrival, Entry, LAST_WITHIN, Ways};
 use super::http::{JSON, Shared, complete, problem};
 use super::local::CONNECTIONS_MAX;
 use super::routes::OPEN;
@@ -118,16 +118,18 @@ pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(T
 pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut end = control.end.subscribe();
-    let open = async {
+    let door = async || {
         // The semaphore is never closed.
         while let Ok(place) = places.clone().acquire_owned().await {
             ways.send(Arrival::new(accept(&listener).await, Entry::new(), place));
         }
     };
     tokio::select! {
-        () = open => {}
+        () = door() => {}
         _ = end.wait_for(|is_over| *is_over) => {}
     }
+    // Those who have come already are told that it is over, and not reset.
+    let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
 }
 
 async fn accept(listener: &TcpListener) -> TcpStream {
@@ -144,7 +146,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
 
 /// What is served over TCP, to whoever passes.
 pub(super) fn router(control: Shared, gate: Gate) -> Router {
-    http::router(control).layer(from_fn_with_state(gate, pass)).layer(map_response(complete))
+    http::router(control).layer(from_fn_with_state(gate, pass)).layer(from_fn(complete))
 }
 
 async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Response {
@@ -157,14 +159,17 @@ async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Respons
 impl Gate {
     fn refuse(&self, request: &Request) -> Option<Response> {
         let headers = request.headers();
-        if !self.is_for_us(headers) {
+        // Browsers always say it. Probes that speak HTTP/1.0, or hardly any, ask only for what is open to all.
+        let is_open = OPEN.contains(&request.uri().path());
+        let is_probe = is_open && !is_change(request.method()) && !headers.contains_key(header::HOST);
+        if !is_probe && !self.is_for_us(headers) {
             let detail = "the Host of the request is not this machine's: use localhost, 127.0.0.1 or the configured address";
             return Some(jobs::turned_away(request, RejectReason::Forbidden, detail));
         }
         if let Some(refusal) = browser::refuse(request) {
             return Some(refusal);
         }
-        if !OPEN.contains(&request.uri().path()) && !self.token.opens(headers) {
+        if !is_open && !self.token.opens(headers) {
             return Some(unauthorized(request));
         }
         // A payload is whatever it is. A form of another site could send one, and a browser would add the token

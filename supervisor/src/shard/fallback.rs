@@ -141,8 +141,8 @@ impl Shard {
     }
 
     fn payload_of<'p>(&mut self, cargo: &mut JobRecord, incoming: &mut Incoming<'p>) -> Incoming<'p> {
+        self.memory.discharge(&mut cargo.charge);
         if let Some(payload) = cargo.held.payload.take() {
-            self.buffered -= payload.len();
             return Incoming::Owned(payload);
         }
         match cargo.held.copy.take() {

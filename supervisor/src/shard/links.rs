@@ -27,6 +27,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::notices::Notices;
+use super::shares::Kind;
 use super::unread::Reading;
 use super::{Endpoint, Incoming, Shard};
 use crate::confinement::Whom;
@@ -83,6 +84,8 @@ pub(super) struct Link {
     pub(super) closed_at: Option<bulkhead_policy::Time>,
     /// Replies for jobs it does not have.
     strays: u32,
+    /// A result that is too large and still coming: its job has its permit until the worker has sent it all.
+    oversized: Option<(JobId, HandlerFailure)>,
     /// Nothing more comes than what waits in the socket.
     pub(super) is_read_closed: bool,
 }
@@ -207,6 +210,7 @@ impl Shard {
             is_dirty: false,
             closed_at: None,
             strays: 0,
+            oversized: None,
             is_read_closed: false,
         });
         Ok(index)
@@ -241,7 +245,8 @@ impl Shard {
         let Some(link) = self.links[index].as_mut() else { return };
         record.given = link.reading.given_behind(link.outbox.waiting_bytes());
         let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
-        let payload = record.held.give(coming, &mut self.buffered);
+        self.memory.discharge(&mut record.charge);
+        let payload = record.held.give(coming);
         let message = Job {
             operation: &record.operation,
             tenant: &record.tenant,
@@ -253,6 +258,9 @@ impl Shard {
             link.outbox.push_pooled(kind::JOB, job.0, &message, trace.as_slice(), payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "a job did not fit");
         link.notices.add_job();
+        if record.held.payload.is_some() {
+            self.charge_kept(compartment, job);
+        }
         self.mark_dirty(Endpoint::Link(index));
     }
 
@@ -289,8 +297,8 @@ impl Shard {
         let _ = link.outbox.flush(&link.socket, &mut self.pool);
         let waiting = link.outbox.waiting_bytes();
         link.reading.written(before - waiting);
-        self.buffered = self.buffered - link.counted_waiting + waiting;
-        link.counted_waiting = waiting;
+        let was = std::mem::replace(&mut link.counted_waiting, waiting);
+        self.memory.recount(self.memory.workers, (was, Kind::Fixed), (waiting, Kind::Fixed));
     }
 
     // Frames in.
@@ -374,7 +382,12 @@ impl Shard {
         if is_disbelieved {
             return Ok(received);
         }
+        let mut is_oversized = link.oversized.is_some();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
+            // Another frame begins only where the one before has ended.
+            if std::mem::take(&mut is_oversized) {
+                self.end_oversized(index);
+            }
             match item {
                 Item::Frame { header, metadata, payload } => {
                     self.worker_frame(index, header, metadata, Incoming::Borrowed(payload))?;
@@ -384,10 +397,17 @@ impl Shard {
                 }
                 Item::Announced { header, metadata } => {
                     if self.worker_announces(index, header, metadata)? {
-                        batch.accept(self.pool.take(header.payload_length()));
+                        let fit = self.pool.take(batch.buffer_bytes());
+                        batch.accept(fit);
+                    } else {
+                        is_oversized =
+                            self.links[index].as_ref().is_some_and(|link| link.oversized.is_some());
                     }
                 }
             }
+        }
+        if is_oversized && !batch.is_skipping() {
+            self.end_oversized(index);
         }
         Ok(received)
     }
@@ -399,15 +419,25 @@ impl Shard {
             self.worker_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
-        let (compartment, worker) = (link.compartment, link.worker);
+        let compartment = link.compartment;
         let most = self.owner(compartment).max_result;
         let size = header.payload_length() as u64;
         if size <= most {
             return Ok(true);
         }
-        let failure = too_large(size, most);
-        self.reply(compartment, worker, header.number, Reply::Failed(failure), Incoming::None);
+        if let Some(link) = self.links[index].as_mut() {
+            link.oversized = Some((JobId(header.number), too_large(size, most)));
+        }
         Ok(false)
+    }
+
+    /// A result that is too large has come to its end.
+    fn end_oversized(&mut self, index: usize) {
+        let Some(link) = self.links[index].as_mut() else { return };
+        let (compartment, worker) = (link.compartment, link.worker);
+        if let Some((job, failure)) = link.oversized.take() {
+            self.reply(compartment, worker, job.0, Reply::Failed(failure), Incoming::None);
+        }
     }
 
     fn worker_frame(

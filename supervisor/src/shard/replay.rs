@@ -99,10 +99,7 @@ impl Shard {
     }
 
     pub(super) fn replay_answered(&mut self, compartment: usize, mut answer: Answer<Cargo>) {
-        if let Some(payload) = answer.cargo.held.payload.take() {
-            self.buffered -= payload.len();
-            self.pool.give(payload);
-        }
+        self.free_job(&mut answer.cargo);
         if let Some(replay) = self.replay_in(compartment) {
             match answer.verdict {
                 Verdict::Rejected { .. } if replay.cause.is_some() => replay.fail_unread(),

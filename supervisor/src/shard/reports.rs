@@ -11,6 +11,7 @@ use mio::unix::SourceFd;
 use serde_json::json;
 
 use super::links::Link;
+use super::shares::Kind;
 use super::{Endpoint, Incoming, Shard};
 use crate::command::Severity;
 use crate::keeper::{self, Exit, Observed, Report, Usage};
@@ -209,7 +210,7 @@ impl Shard {
         self.again.retain(|&link| link != index);
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
         self.intake.close_soon(&link.socket);
-        self.buffered -= link.counted_waiting;
+        self.memory.recount(self.memory.workers, (link.counted_waiting, Kind::Fixed), (0, Kind::Fixed));
         let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
         if *place == Some(index) {
             *place = None;

@@ -27,8 +27,9 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::access::{self, Grant};
 use super::fallback::Journey;
+use super::shares::{Holder, Kind, Owner};
 use super::turns::Standing;
-use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
+use super::{Cargo, Charge, Endpoint, Held, Incoming, JobRecord, Shard, memory};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use crate::keeper::Peer;
@@ -50,6 +51,9 @@ const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 /// Jobs that one client can have under way.
 const REQUESTS_MAX: usize = 1 << 20;
+
+/// Places for requests that a client keeps when it has only a few.
+const REQUESTS_KEPT: usize = 1024;
 
 /// By its specification one that makes no sense is as good as none.
 fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
@@ -86,8 +90,10 @@ pub(super) struct Session {
     outbox: Outbox,
     /// By request number: the job, and whose it is.
     requests: HashMap<u64, (usize, JobId), RandomState>,
+    /// Who what it sends is held for.
+    holder: Holder,
     /// As last added to the totals of the shard.
-    counted_held: usize,
+    counted_held: (usize, Kind),
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// As of the last read, see [`Inbox::frames_begun`].
@@ -96,7 +102,10 @@ pub(super) struct Session {
     pub(super) is_dirty: bool,
     is_paused: bool,
     /// Of a client of the control plane's, which does not count among those of the jobs socket.
-    place: Option<OwnedSemaphorePermit>,
+    pub(super) place: Option<OwnedSemaphorePermit>,
+    pub(super) uid: u32,
+    /// When something came or went last.
+    pub(super) active_at: Time,
     /// Nothing more comes than what waits in the socket.
     pub(super) is_read_closed: bool,
 }
@@ -159,7 +168,9 @@ impl Shard {
         self.clients += 1;
         self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
-        let index = self.open_session(socket, (peer, grant), stage, None);
+        // One that cannot be told has its share with all such.
+        let uid = peer.map_or(u32::MAX, |peer| peer.uid);
+        let index = self.open_session(socket, (peer, grant), stage, None, uid);
         self.want_housekeeping();
         if let Some(refusal) = refusal {
             self.refuse_session(index, refusal.reason, &refusal.message);
@@ -172,8 +183,8 @@ impl Shard {
     }
 
     /// Serves a client of the control plane's.
-    pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit) {
-        self.open_session(socket, (None, Grant::Everything), Stage::Open, Some(place));
+    pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
+        self.open_session(socket, (None, Grant::Everything), Stage::Open, Some(place), uid);
     }
 
     /// A session on a socket that does not block. One that cannot be served is gone already.
@@ -183,8 +194,10 @@ impl Shard {
         (peer, grant): (Option<Peer>, Grant),
         stage: Stage,
         place: Option<OwnedSemaphorePermit>,
+        uid: u32,
     ) -> usize {
         self.session_epochs += 1;
+        let holder = self.memory.shares.open(Owner::User(uid), self.session_epochs);
         let index = self.free_sessions.pop().unwrap_or_else(|| {
             self.sessions.push(None);
             self.sessions.len() - 1
@@ -201,7 +214,8 @@ impl Shard {
             inbox: Inbox::default(),
             outbox: Outbox::default(),
             requests: HashMap::default(),
-            counted_held: 0,
+            counted_held: (0, Kind::Fixed),
+            holder,
             counted_unread: 0,
             mid_frame_since: None,
             frames_begun: 0,
@@ -209,6 +223,8 @@ impl Shard {
             is_dirty: false,
             is_paused: false,
             place,
+            uid,
+            active_at: self.now,
             is_read_closed: false,
         });
         let interest = Interest::READABLE | Interest::WRITABLE;
@@ -219,11 +235,13 @@ impl Shard {
     }
 
     /// Who connected, and what they may do; or why they may not come in. The cheap looks come first.
-    fn admit(&self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
+    fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
         let peer = entry::peer_of(socket)?;
         let grant = self.access.grant(peer, socket);
         let most = self.limits.clients_max;
-        if grant.is_ok() && self.clients + self.intake.closing() >= most {
+        let is_full = self.clients + self.intake.closing() >= most;
+        let idle = if grant.is_ok() && is_full { self.idle_session_for(peer.uid) } else { None };
+        if grant.is_ok() && is_full && idle.is_none() {
             let message = format!(
                 "{most} clients are connected already, which is as many as max_clients and the limit of open \
                  files allow; try again later"
@@ -234,7 +252,11 @@ impl Shard {
         if grant.is_ok() || self.access.is_own(peer) {
             entry::check_descent(socket, peer)?;
         }
-        Ok((peer, grant?))
+        let grant = grant?;
+        if let Some(idle) = idle {
+            self.close_idle(idle);
+        }
+        Ok((peer, grant))
     }
 
     /// Asks anew what each client may do: `[[access]]` is another. One that may nothing any more stays, since its
@@ -247,7 +269,19 @@ impl Shard {
         }
     }
 
-    fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
+    /// Whether nothing is in flight, waits or is under way.
+    pub(super) fn is_idle(session: &Session) -> bool {
+        let has_nothing =
+            session.requests.is_empty() && session.outbox.is_empty() && !session.inbox.is_mid_frame();
+        // What has just come makes it another.
+        let mut byte = [0];
+        let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
+        session.stage != Stage::Closing
+            && has_nothing
+            && matches!(rustix::net::recv(&session.socket, &mut byte, flags), Err(rustix::io::Errno::AGAIN))
+    }
+
+    pub(super) fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions[index].as_mut() else { return };
         if session.stage == Stage::Closing {
             return;
@@ -261,13 +295,14 @@ impl Shard {
         self.want_housekeeping();
     }
 
-    fn drop_session(&mut self, index: usize) {
+    pub(super) fn drop_session(&mut self, index: usize) {
         self.cancel_requests(index);
         let Some(session) = self.sessions[index].take() else { return };
         // A place that is free again must not be flushed for its former owner.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
-        self.buffered -= session.counted_held;
+        self.memory.recount(session.holder, session.counted_held, (0, Kind::Fixed));
+        self.memory.shares.close(session.holder);
         self.undelivered -= session.counted_unread;
         if session.place.is_none() {
             self.clients -= 1;
@@ -296,6 +331,12 @@ impl Shard {
             return 0;
         }
         let most = most.max(session.inbox.missing_bytes());
+        let (growth, holder) = (session.inbox.growth(), session.holder);
+        if growth > 0 && !self.may_hold(holder, None, growth) {
+            self.give_frame(holder);
+        }
+        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return 0 };
+        session.inbox.grow(&mut self.pool);
         // Taken out while its frames are handled, so that they can reach everything else.
         let mut inbox = std::mem::take(&mut session.inbox);
         let mut scratch = std::mem::take(&mut self.scratch);
@@ -349,7 +390,8 @@ impl Shard {
                 }
                 Item::Announced { header, metadata } => {
                     if self.client_announces(index, header, metadata)? {
-                        batch.accept(self.pool.take(header.payload_length()));
+                        let fit = self.pool.take(batch.buffer_bytes());
+                        batch.accept(fit);
                     }
                 }
             }
@@ -365,11 +407,9 @@ impl Shard {
 
     fn after_read(&mut self, index: usize, received: Received) {
         let now = self.now;
-        let is_over_budget = self.buffered_in_all() > self.limits.buffered_bytes_max;
+        self.count_frame(index);
         let Some(session) = self.sessions[index].as_mut() else { return };
-        let held = session.inbox.held_bytes();
-        self.buffered = self.buffered - session.counted_held + held;
-        session.counted_held = held;
+        session.active_at = now;
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
         session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
@@ -379,14 +419,6 @@ impl Shard {
         };
         let is_mid_frame = session.mid_frame_since.is_some();
         let is_read_closed = session.is_read_closed;
-        if is_over_budget
-            && held > 0
-            && let Some((header, metadata)) = session.inbox.abandon_large()
-        {
-            self.buffered -= session.counted_held;
-            session.counted_held = 0;
-            self.reject_frame(index, header, &metadata, RejectReason::Overloaded, &self.buffered_full());
-        }
         if is_mid_frame {
             self.want_housekeeping();
         }
@@ -396,6 +428,7 @@ impl Shard {
             Received::Drained => {}
             Received::Closed => self.drop_session(index),
         }
+        self.settle_memory();
     }
 
     fn client_frame(
@@ -471,6 +504,17 @@ impl Shard {
         }
         self.check_number(index, header.number).map_err(Some)?;
         match self.check_submit(session, header, metadata) {
+            // What would be turned away when it is there need not come.
+            Ok(_) if self.stopping => {
+                self.reject_frame(
+                    index,
+                    header,
+                    metadata,
+                    RejectReason::Draining,
+                    "the supervisor is stopping",
+                );
+                Ok(false)
+            }
             Ok(_) => Ok(true),
             Err((reason, message)) => {
                 self.reject_frame(index, header, metadata, reason, &message);
@@ -543,6 +587,7 @@ impl Shard {
                 label,
                 held: Held { is_repeatable, ..Held::default() },
                 given: super::unread::Given::default(),
+                charge: Charge::default(),
                 journey,
             }),
             deadline,
@@ -634,22 +679,61 @@ impl Shard {
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
-        // Some of it may be counted as buffered already.
-        if self.buffered_in_all().saturating_sub(session.counted_held) as u64 + size
-            > self.limits.buffered_bytes_max as u64
-        {
-            return Err((RejectReason::Overloaded, self.buffered_full()));
+        // Some of it may be held already.
+        let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.0);
+        if !self.may_hold(session.holder, Some(named), more) {
+            return Err(self.memory_full());
         }
         Ok((named, submit, traceparent(&extensions)))
     }
 
-    /// Bytes of payloads that wait here, and where they come in by HTTP.
-    fn buffered_in_all(&self) -> usize {
-        self.buffered.saturating_add(self.pulse.spooled.load(Ordering::Relaxed))
+    /// Counts what is held for the frame that has begun. It can be given up if nothing else is lost with it.
+    fn count_frame(&mut self, index: usize) {
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        let held = session.inbox.held_bytes();
+        let is_large = session.inbox.is_storing();
+        let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
+        let counted = (held, if is_large || is_alone { Kind::Frame } else { Kind::Fixed });
+        let was = std::mem::replace(&mut session.counted_held, counted);
+        self.memory.recount(session.holder, was, counted);
     }
 
-    fn buffered_full(&self) -> String {
-        format!("the waiting payloads hold max_buffered ({} bytes)", self.limits.buffered_bytes_max)
+    /// A connection gives up its half-received frame; if it has no jobs under way, it is closed.
+    pub(super) fn give_frame(&mut self, holder: Holder) {
+        let has_it = |session: &Option<Session>| session.as_ref().is_some_and(|it| it.holder == holder);
+        let Some(index) = self.sessions.iter().position(has_it) else { return };
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        let is_alone = session.requests.is_empty();
+        let (reason, message) = self.memory_full();
+        self.give_up_frame(index, reason, &message);
+        if is_alone {
+            if let Some(session) = self.sessions[index].as_mut() {
+                session.inbox = Inbox::default();
+            }
+            self.refuse_session(index, reason, &message);
+        }
+        self.count_frame(index);
+    }
+
+    /// Gives up a large frame that comes in, if one does, and says so: the connection goes on.
+    pub(super) fn give_up_frame(&mut self, index: usize, reason: RejectReason, message: &str) {
+        let Some(session) = self.sessions[index].as_mut() else { return };
+        if let Some((header, metadata)) = session.inbox.abandon_large() {
+            self.reject_frame(index, header, &metadata, reason, message);
+        }
+    }
+
+    pub(super) fn session_holder(&self, id: SessionId) -> Option<Holder> {
+        let session = self.sessions.get(id.index)?.as_ref().filter(|session| session.epoch == id.epoch)?;
+        Some(session.holder)
+    }
+
+    /// Gives back what is held for a job that is over.
+    pub(super) fn free_job(&mut self, cargo: &mut JobRecord) {
+        self.memory.discharge(&mut cargo.charge);
+        if let Some(payload) = cargo.held.payload.take() {
+            self.pool.give(payload);
+        }
     }
 
     /// Answers a submit that policy never hears of.
@@ -711,10 +795,7 @@ impl Shard {
                 None => return,
             }
         }
-        if let Some(payload) = answer.cargo.held.payload.take() {
-            self.buffered -= payload.len();
-            self.pool.give(payload);
-        }
+        self.free_job(&mut answer.cargo);
         if answer.attempts > 0 {
             let (now, entry) = (self.now, &mut self.compartments[compartment]);
             let (ran, queued) = (answer.ran, answer.queued);
@@ -739,6 +820,11 @@ impl Shard {
         let is_there = match self.sessions[index].as_mut().filter(|session| session.epoch == epoch) {
             Some(session) => {
                 session.requests.remove(&request);
+                // What a flood took is given back.
+                let (len, capacity) = (session.requests.len(), session.requests.capacity());
+                if capacity > REQUESTS_KEPT && len < capacity / 8 {
+                    session.requests.shrink_to(2 * len);
+                }
                 true
             }
             None => false,
@@ -822,6 +908,9 @@ impl Shard {
         let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return };
         session.is_dirty = false;
         let before = session.outbox.waiting_bytes();
+        if before > 0 {
+            session.active_at = now;
+        }
         let flushed = session.outbox.flush(&session.socket, &mut self.pool);
         let waiting = session.outbox.waiting_bytes();
         self.undelivered = self.undelivered - session.counted_unread + waiting;

@@ -59,7 +59,7 @@ impl Shard {
             Command::Replay { order, accepted, done } => {
                 let _ = accepted.send(self.replay(order, done));
             }
-            Command::Client { socket, place } => self.welcome_own(socket, place),
+            Command::Client { socket, place, uid } => self.welcome_own(socket, place, uid),
             Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
             Command::Reload { reload, reply } => {
                 let _ = reply.send(self.reload(*reload));
@@ -389,7 +389,7 @@ impl Shard {
         }
         let fields = vec![
             ("clients", json!(self.clients)),
-            ("buffered_bytes", json!(self.buffered)),
+            ("buffered_bytes", json!(self.memory.held())),
             ("undelivered_bytes", json!(self.undelivered)),
             ("keeper_pid", json!(self.keeper.pid())),
         ];

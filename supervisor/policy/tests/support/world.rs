@@ -18,6 +18,7 @@ use super::settings::{self, RSS_LIMIT_BYTES, Temper};
 enum Happening {
     Arrival,
     Cancel(JobId),
+    GiveUp(JobId),
     Operator,
     Resume,
     Wake,
@@ -131,6 +132,7 @@ impl World {
         match entry.remove() {
             Happening::Arrival => Some(self.arrival(now)),
             Happening::Cancel(job) => Some(Event::Cancel { job }),
+            Happening::GiveUp(job) => Some(Event::GiveUp { job }),
             Happening::Operator => Some(self.operator(now)),
             Happening::Resume => Some(Event::Resume),
             Happening::Wake => Some(Event::Start),
@@ -171,7 +173,9 @@ impl World {
     pub(crate) fn taken(&mut self, now: Time, job: JobId) {
         if self.random.percent(self.temper.cancels) {
             let after = self.random.millis(0, 2 * self.temper.job_ms + 20);
-            self.plan(now + after, Happening::Cancel(job));
+            let is_given_up = self.random.percent(30);
+            let end = if is_given_up { Happening::GiveUp(job) } else { Happening::Cancel(job) };
+            self.plan(now + after, end);
         }
     }
 

@@ -55,6 +55,7 @@ impl Model {
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
             Event::Cancel { job } => self.cancel(*job),
+            Event::GiveUp { job } => self.give_up(*job),
             Event::SpawnFailed { worker, .. } => {
                 self.coverage.see("spawn failed");
                 if self.live(*worker).is_some() {
@@ -248,6 +249,14 @@ impl Model {
         let has_run = job.worker.is_some() || job.before.is_some();
         let executed = if has_run { Executed::Yes } else { Executed::No };
         self.step.owed.insert(id, Verdict::Cancelled { executed });
+    }
+
+    fn give_up(&mut self, id: JobId) {
+        if self.queue.contains(&id) || self.suspects.contains(&id) {
+            self.coverage.see("waiting job given up");
+            let verdict = self.told(id, Verdict::rejected(RejectReason::Overloaded));
+            self.step.owed.insert(id, verdict);
+        }
     }
 
     // Time.
@@ -528,6 +537,7 @@ fn event_name(event: &Event<Tag>) -> &'static str {
         Event::Replace => "event Replace",
         Event::Stopping { .. } => "event Stopping",
         Event::Cancel { .. } => "event Cancel",
+        Event::GiveUp { .. } => "event GiveUp",
         Event::Stop { .. } => "event Stop",
         _ => "event",
     }
