@@ -26,7 +26,6 @@ use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::shares::Kind;
 use super::{Endpoint, Incoming, Shard};
 use crate::confinement::Whom;
 use crate::keeper::Observed;
@@ -293,7 +292,7 @@ impl Shard {
         let _ = link.outbox.flush(&link.socket, &mut self.pool);
         let waiting = link.outbox.waiting_bytes();
         let was = std::mem::replace(&mut link.counted_waiting, waiting);
-        self.memory.recount(self.memory.workers, (was, Kind::Fixed), (waiting, Kind::Fixed));
+        self.memory.recount_workers(was, waiting);
     }
 
     // Frames in.
