@@ -484,7 +484,7 @@ impl Shard {
             self.settle_tenants();
             self.settle_replays();
             self.settle_leaving();
-            self.settle_memory();
+            self.settle_memory(None);
             self.flush_dirty();
             self.set_timers();
             self.tell_memory();

@@ -36,6 +36,9 @@ const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// When the control plane ends: how long those who have come by then may take to be let in and to be heard.
 pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
 
+/// How long those may take to be answered.
+const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
+
 /// Bytes of a request that tell what it asks for.
 const HEAD_BYTES: usize = 512;
 
@@ -196,11 +199,13 @@ pub(super) struct Arrivals<S: Socket> {
     queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>,
     /// True once the door is closed, and all who came are inside.
     is_empty: watch::Sender<bool>,
+    /// How many are inside.
+    inside: Arc<watch::Sender<usize>>,
 }
 
 impl<S: Socket> Arrivals<S> {
     fn new(queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>) -> Self {
-        Self { queue, is_empty: watch::Sender::new(false) }
+        Self { queue, is_empty: watch::Sender::new(false), inside: Arc::new(watch::Sender::new(0)) }
     }
 }
 
@@ -222,7 +227,9 @@ impl<S: Socket> axum::serve::Listener for Arrivals<S> {
                 return std::future::pending().await;
             };
             if let Ok(socket) = S::enter(socket) {
-                return (Placed::new(socket, &entry, came, place), entry);
+                self.inside.send_modify(|inside| *inside += 1);
+                let inside = Inside(self.inside.clone());
+                return (Placed::new(socket, &entry, came, (place, inside)), entry);
             }
         }
     }
@@ -241,8 +248,11 @@ impl<S: Socket> Connected<IncomingStream<'_, Arrivals<S>>> for Entry {
 /// Serves those who come until the control plane ends, and then those who had come by that time.
 pub(super) async fn serve<S: Socket>(arrivals: Arrivals<S>, router: Router) {
     let mut is_empty = arrivals.is_empty.subscribe();
+    let mut inside = arrivals.inside.subscribe();
     let shutdown = async move {
         let _ = is_empty.wait_for(|is_empty| *is_empty).await;
+        // A shutdown would drop those that are not read yet. Each is closed by itself after its answer.
+        let _ = tokio::time::timeout(ANSWERED_LAST_WITHIN, inside.wait_for(|inside| *inside == 0)).await;
     };
     let service = router.into_make_service_with_connect_info::<Entry>();
     if let Err(error) = axum::serve(arrivals, service).with_graceful_shutdown(shutdown).await {
@@ -256,7 +266,16 @@ pub(super) struct Placed<S> {
     patience: Pin<Box<Sleep>>,
     is_patient: Arc<AtomicBool>,
     state: Turn,
-    _place: OwnedSemaphorePermit,
+    _place: (OwnedSemaphorePermit, Inside),
+}
+
+/// One that is counted as inside.
+struct Inside(Arc<watch::Sender<usize>>);
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        self.0.send_modify(|inside| *inside -= 1);
+    }
 }
 
 /// Whose turn it is on a connection.
@@ -274,7 +293,7 @@ enum Turn {
 }
 
 impl<S> Placed<S> {
-    fn new(socket: S, entry: &Entry, came: Instant, place: OwnedSemaphorePermit) -> Self {
+    fn new(socket: S, entry: &Entry, came: Instant, place: (OwnedSemaphorePermit, Inside)) -> Self {
         let patience = Box::pin(tokio::time::sleep_until(came + ANSWERED_WITHIN));
         let is_patient = entry.is_patient.clone();
         Self { socket, patience, is_patient, state: Turn::Asking, _place: place }

@@ -27,7 +27,6 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::notices::Notices;
-use super::shares::Kind;
 use super::unread::Reading;
 use super::{Endpoint, Incoming, Shard};
 use crate::confinement::Whom;
@@ -298,7 +297,7 @@ impl Shard {
         let waiting = link.outbox.waiting_bytes();
         link.reading.written(before - waiting);
         let was = std::mem::replace(&mut link.counted_waiting, waiting);
-        self.memory.recount(self.memory.workers, (was, Kind::Fixed), (waiting, Kind::Fixed));
+        self.memory.recount_workers(was, waiting);
     }
 
     // Frames in.

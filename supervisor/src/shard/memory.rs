@@ -35,6 +35,14 @@ pub(super) struct Charge {
     is_waiting: bool,
 }
 
+/// What is held all the time, as it was counted last.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Counted {
+    pub(super) holder: Holder,
+    pub(super) bytes: usize,
+    pub(super) kind: Kind,
+}
+
 /// The jobs of one connection in one bulkhead that wait, the newest last; some of them do not any more.
 #[derive(Default)]
 struct Waiting {
@@ -47,7 +55,7 @@ pub(super) struct Memory {
     pub(super) shares: Shares,
     waiting: HashMap<Holder, Waiting, RandomState>,
     /// What workers have not read yet.
-    pub(super) workers: Holder,
+    workers: Holder,
     /// What is the supervisor's own affair: jobs that are run again.
     own: Holder,
     /// Payloads that come in by HTTP without saying how long they are.
@@ -71,22 +79,25 @@ impl Memory {
     }
 
     /// Another sum of something that is held all the time.
-    pub(super) fn recount(
-        &mut self,
-        holder: Holder,
-        (was, kind_was): (usize, Kind),
-        (is, kind): (usize, Kind),
-    ) {
-        if (was, kind_was) != (is, kind) {
-            // What grows is added first, so that its holder is never forgotten in between.
-            self.shares.add(holder, kind, is);
-            self.shares.subtract(holder, kind_was, was);
+    pub(super) fn recount(&mut self, was: Counted, is: Counted) {
+        if was != is {
+            // First what is added, so that its holder is never forgotten in between.
+            self.shares.add(is.holder, is.kind, is.bytes);
+            self.shares.subtract(was.holder, was.kind, was.bytes);
         }
     }
 
+    /// Another sum of what workers have not read.
+    pub(super) fn recount_workers(&mut self, was: usize, is: usize) {
+        let holder = self.workers;
+        let of = |bytes| Counted { holder, bytes, kind: Kind::Fixed };
+        self.recount(of(was), of(is));
+    }
+
     fn spooled(&mut self, is: usize) {
-        let was = std::mem::replace(&mut self.spooled, is);
-        self.recount(self.spool, (was, Kind::Frame), (is, Kind::Frame));
+        let (holder, was) = (self.spool, std::mem::replace(&mut self.spooled, is));
+        let of = |bytes| Counted { holder, bytes, kind: Kind::Frame };
+        self.recount(of(was), of(is));
     }
 
     /// Gives back what was held for a job.
@@ -175,7 +186,7 @@ impl Shard {
         self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
     }
 
-    pub(super) fn look_at_spool(&mut self) {
+    fn look_at_spool(&mut self) {
         let unwanted = self.pulse.spool_unwanted.load(Ordering::Relaxed);
         let spooled = self.pulse.spooled.load(Ordering::Relaxed);
         self.memory.spooled(spooled.saturating_sub(unwanted));
@@ -188,14 +199,14 @@ impl Shard {
         self.pulse.spool_share.store(share, Ordering::Relaxed);
     }
 
-    /// If more is held than may be, those furthest over their share give.
-    pub(super) fn settle_memory(&mut self) {
+    /// If more is held than may be, those furthest over their share give, for what a connection has just sent.
+    pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<usize>)>) {
         self.look_at_spool();
-        while let Some(giver) = self.memory.shares.giver(self.limits.buffered_bytes_max) {
+        while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
             let before = self.memory.shares.held();
             match giver {
                 Giver::Frame(spool) if spool == self.memory.spool => self.give_spool(),
-                Giver::Frame(connection) => self.give_frame(connection),
+                Giver::Frame(holder) => self.give_frame(self.memory.shares.connection(holder)),
                 Giver::Job(leaf) => self.give_job(leaf),
             }
             if self.memory.shares.held() >= before {

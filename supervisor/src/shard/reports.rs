@@ -11,7 +11,6 @@ use mio::unix::SourceFd;
 use serde_json::json;
 
 use super::links::Link;
-use super::shares::Kind;
 use super::{Endpoint, Incoming, Shard};
 use crate::command::Severity;
 use crate::keeper::{self, Exit, Observed, Report, Usage};
@@ -210,7 +209,7 @@ impl Shard {
         self.again.retain(|&link| link != index);
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));
         self.intake.close_soon(&link.socket);
-        self.memory.recount(self.memory.workers, (link.counted_waiting, Kind::Fixed), (0, Kind::Fixed));
+        self.memory.recount_workers(link.counted_waiting, 0);
         let place = &mut self.compartments[link.compartment].links[link.worker.place as usize];
         if *place == Some(index) {
             *place = None;

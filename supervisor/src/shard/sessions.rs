@@ -27,6 +27,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::access::{self, Grant};
 use super::fallback::Journey;
+use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
 use super::turns::Standing;
 use super::{Cargo, Charge, Endpoint, Held, Incoming, JobRecord, Shard, memory};
@@ -93,7 +94,9 @@ pub(super) struct Session {
     /// Who what it sends is held for.
     holder: Holder,
     /// As last added to the totals of the shard.
-    counted_held: (usize, Kind),
+    counted_held: Counted,
+    /// The bulkhead that a large frame, or else the last job, is for.
+    frame_for: Option<usize>,
     counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// As of the last read, see [`Inbox::frames_begun`].
@@ -214,7 +217,8 @@ impl Shard {
             inbox: Inbox::default(),
             outbox: Outbox::default(),
             requests: HashMap::default(),
-            counted_held: (0, Kind::Fixed),
+            counted_held: Counted { holder, bytes: 0, kind: Kind::Fixed },
+            frame_for: None,
             holder,
             counted_unread: 0,
             mid_frame_since: None,
@@ -301,7 +305,8 @@ impl Shard {
         // A place that is free again must not be flushed for its former owner.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
-        self.memory.recount(session.holder, session.counted_held, (0, Kind::Fixed));
+        let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
+        self.memory.recount(session.counted_held, nothing);
         self.memory.shares.close(session.holder);
         self.undelivered -= session.counted_unread;
         if session.place.is_none() {
@@ -331,8 +336,8 @@ impl Shard {
             return 0;
         }
         let most = most.max(session.inbox.missing_bytes());
-        let (growth, holder) = (session.inbox.growth(), session.holder);
-        if growth > 0 && !self.may_hold(holder, None, growth) {
+        let (growth, holder, frame_for) = (session.inbox.growth(), session.holder, session.frame_for);
+        if growth > 0 && !self.may_hold(holder, frame_for, growth) {
             self.give_frame(holder);
         }
         let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return 0 };
@@ -428,7 +433,8 @@ impl Shard {
             Received::Drained => {}
             Received::Closed => self.drop_session(index),
         }
-        self.settle_memory();
+        let wants = self.sessions[index].as_ref().map(|session| (session.holder, session.frame_for));
+        self.settle_memory(wants);
     }
 
     fn client_frame(
@@ -515,7 +521,12 @@ impl Shard {
                 );
                 Ok(false)
             }
-            Ok(_) => Ok(true),
+            Ok((named, ..)) => {
+                if let Some(session) = self.sessions[index].as_mut() {
+                    session.frame_for = Some(named);
+                }
+                Ok(true)
+            }
             Err((reason, message)) => {
                 self.reject_frame(index, header, metadata, reason, &message);
                 Ok(false)
@@ -602,6 +613,9 @@ impl Shard {
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
             self.remember_request(id, header.number, compartment, job);
+            if let Some(session) = self.sessions[index].as_mut() {
+                session.frame_for = Some(named);
+            }
         }
         Ok(())
     }
@@ -680,7 +694,7 @@ impl Shard {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
         // Some of it may be held already.
-        let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.0);
+        let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);
         if !self.may_hold(session.holder, Some(named), more) {
             return Err(self.memory_full());
         }
@@ -693,9 +707,14 @@ impl Shard {
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
-        let counted = (held, if is_large || is_alone { Kind::Frame } else { Kind::Fixed });
+        let kind = if is_large || is_alone { Kind::Frame } else { Kind::Fixed };
+        let holder = match session.frame_for.filter(|_| is_large) {
+            Some(named) => self.memory.shares.leaf(session.holder, named),
+            None => session.holder,
+        };
+        let counted = Counted { holder, bytes: held, kind };
         let was = std::mem::replace(&mut session.counted_held, counted);
-        self.memory.recount(session.holder, was, counted);
+        self.memory.recount(was, counted);
     }
 
     /// A connection gives up its half-received frame; if it has no jobs under way, it is closed.

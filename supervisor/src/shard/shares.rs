@@ -38,7 +38,7 @@ pub(super) enum Kind {
 /// Who is to give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Giver {
-    /// This connection its half-received frame.
+    /// Its half-received frame; it is a connection, or what one holds in a bulkhead.
     Frame(Holder),
     /// This connection and bulkhead its newest waiting job of the lowest class.
     Job(Holder),
@@ -104,8 +104,11 @@ impl Shares {
     pub(super) fn close(&mut self, connection: Holder) {
         self.node(connection).is_open = false;
         let idle: Vec<Holder> = self.node(connection).children.values().copied().collect();
-        idle.into_iter().for_each(|leaf| self.forget(leaf));
-        self.forget(connection);
+        match idle.is_empty() {
+            true => self.forget(connection),
+            // It goes with the last of them.
+            false => idle.into_iter().for_each(|leaf| self.forget(leaf)),
+        }
     }
 
     /// What a connection holds in a bulkhead. It stays as long as the connection, or something is held.
@@ -138,22 +141,40 @@ impl Shares {
         more: usize,
         most: usize,
     ) -> bool {
-        if self.held().saturating_add(more) <= most {
-            return true;
-        }
-        let entry = &self.nodes[connection.0 as usize];
-        let owner = &self.nodes[entry.parent.0 as usize];
-        let is_within = |held: usize, parent: &Node, room: usize| {
-            let sharers = parent.active + usize::from(held == 0);
-            held.saturating_add(more) <= room / sharers.max(1)
-        };
-        is_within(owner.held.all, &self.nodes[0], most)
-            || is_within(entry.held.all, owner, owner.held.all.min(most))
-            || bulkhead.is_some_and(|bulkhead| {
-                let leaf = entry.children.get(&(bulkhead as u64));
-                let held = leaf.map_or(0, |leaf| self.nodes[leaf.0 as usize].held.all);
-                is_within(held, entry, entry.held.all.min(most))
+        self.held().saturating_add(more) <= most || self.scope(connection, bulkhead, more, most).is_some()
+    }
+
+    /// Of those that hold what a connection holds for a bulkhead, the highest that would stay within an equal share
+    /// with so much more: its parent, whose other children are to give.
+    fn scope(&self, connection: Holder, bulkhead: Option<usize>, more: usize, most: usize) -> Option<Holder> {
+        let owner = self.nodes[connection.0 as usize].parent;
+        let leaf = bulkhead.map(|bulkhead| {
+            let children = &self.nodes[connection.0 as usize].children;
+            children.get(&(bulkhead as u64)).map_or(0, |&leaf| self.bytes(leaf).all)
+        });
+        let levels = [
+            (ROOT, Some(self.bytes(owner).all)),
+            (owner, Some(self.bytes(connection).all)),
+            (connection, leaf),
+        ];
+        let is_within = |&(parent, held): &(Holder, Option<usize>)| {
+            held.is_some_and(|held| {
+                let sharers = self.nodes[parent.0 as usize].active + usize::from(held == 0);
+                held.saturating_add(more) <= self.room(parent, most) / sharers.max(1)
             })
+        };
+        levels.iter().find(|level| is_within(level)).map(|&(parent, _)| parent)
+    }
+
+    /// What the children of a holder share.
+    fn room(&self, parent: Holder, most: usize) -> usize {
+        if parent == ROOT { most } else { self.bytes(parent).all.min(most) }
+    }
+
+    /// The connection that a holder is, or is of.
+    pub(super) fn connection(&self, holder: Holder) -> Holder {
+        let parent = self.nodes[holder.0 as usize].parent;
+        if self.nodes[parent.0 as usize].parent == ROOT { holder } else { parent }
     }
 
     /// What each owner may hold whatever the others do.
@@ -161,9 +182,9 @@ impl Shares {
         most / self.nodes[0].active.max(1)
     }
 
-    /// Who gives when more than `most` is held; `None` if it is not, or only by what cannot be given, or by owners
-    /// that are within their share.
-    pub(super) fn giver(&mut self, most: usize) -> Option<Giver> {
+    /// Who gives when more than `most` is held, to make room for what a connection holds for a bulkhead; `None` if it
+    /// is not, or only by what cannot be given, or by holders that are within their share.
+    pub(super) fn giver(&mut self, wants: Option<(Holder, Option<usize>)>, most: usize) -> Option<Giver> {
         if self.held() <= most {
             if self.is_ordered && self.held() < most / 2 {
                 self.is_ordered = false;
@@ -174,15 +195,27 @@ impl Shares {
         if !self.is_ordered {
             self.put_in_order();
         }
-        let share = self.equal_share(most);
-        let over = self.most_first(ROOT).take_while(|&owner| self.bytes(owner).all > share);
-        let owner = { over }.find(|&owner| self.bytes(owner).frames + self.bytes(owner).jobs > 0)?;
-        if self.bytes(owner).frames > 0 {
-            return self.most_first(owner).max_by_key(|&it| self.bytes(it).frames).map(Giver::Frame);
+        let scope = wants.and_then(|(connection, bulkhead)| self.scope(connection, bulkhead, 0, most));
+        self.giver_in(scope.unwrap_or(ROOT), most).or_else(|| self.giver_in(ROOT, most))
+    }
+
+    /// The child that is furthest over its share gives: first a frame, whichever is the largest.
+    fn giver_in(&self, parent: Holder, most: usize) -> Option<Giver> {
+        let share = self.room(parent, most) / self.nodes[parent.0 as usize].active.max(1);
+        let mut over = self.most_first(parent).take_while(|&child| self.bytes(child).all > share);
+        let mut giver = over.find(|&child| self.bytes(child).frames + self.bytes(child).jobs > 0)?;
+        let has_frames = self.bytes(giver).frames > 0;
+        let given =
+            |child: Holder| if has_frames { self.bytes(child).frames } else { self.bytes(child).jobs };
+        loop {
+            let mut children = self.most_first(giver).filter(|&child| given(child) > 0);
+            let next = if has_frames { children.max_by_key(|&child| given(child)) } else { children.next() };
+            match next {
+                Some(child) => giver = child,
+                None if has_frames => return Some(Giver::Frame(giver)),
+                None => return Some(Giver::Job(giver)),
+            }
         }
-        let has_jobs = |holder: &Holder| self.bytes(*holder).jobs > 0;
-        let connection = self.most_first(owner).find(has_jobs)?;
-        self.most_first(connection).find(has_jobs).map(Giver::Job)
     }
 
     fn bytes(&self, holder: Holder) -> Bytes {

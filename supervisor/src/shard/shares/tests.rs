@@ -112,7 +112,7 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
 }
 
 fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
-    let giver = shares.giver(most);
+    let giver = shares.giver(None, most);
     let users = plain.distinct(|key| Some(key.0)).max(1);
     let share = most / users;
     let is_over = |user: u32| plain.total(|key| key.0 == user) > share && plain.jobs(|key| key.0 == user) > 0;
@@ -146,7 +146,7 @@ fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) 
     }
     let holder = shares.leaf(leaf.0, leaf.1);
     shares.add(holder, Kind::Job, wanted);
-    while let Some(giver) = shares.giver(most) {
+    while let Some(giver) = shares.giver(Some((leaf.0, Some(leaf.1))), most) {
         let Giver::Job(holder) = giver else { panic!("there are no frames") };
         shares.subtract(holder, Kind::Job, wanted);
     }
@@ -192,16 +192,16 @@ fn frames_go_before_jobs_and_what_is_fixed_stays() {
     shares.add(leaf, Kind::Job, 500);
     shares.add(b, Kind::Frame, 20);
     shares.add(workers, Kind::Fixed, 600);
-    assert_eq!(shares.giver(1000), Some(Giver::Frame(b)), "small, but a frame");
+    assert_eq!(shares.giver(None, 1000), Some(Giver::Frame(b)), "small, but a frame");
     shares.subtract(b, Kind::Frame, 20);
-    assert_eq!(shares.giver(1000), None, "within its share, whatever is on its way to workers");
+    assert_eq!(shares.giver(None, 1000), None, "within its share, whatever is on its way to workers");
     assert!(!shares.may_have(a, Some(0), 1, 1000));
     shares.add(leaf, Kind::Job, 1);
-    assert_eq!(shares.giver(1000), Some(Giver::Job(leaf)));
+    assert_eq!(shares.giver(None, 1000), Some(Giver::Job(leaf)));
     shares.subtract(leaf, Kind::Job, 1);
     shares.add(leaf, Kind::Fixed, 1000);
     shares.subtract(leaf, Kind::Job, 500);
-    assert_eq!(shares.giver(1000), None, "nobody has anything to give");
+    assert_eq!(shares.giver(None, 1000), None, "nobody has anything to give");
     shares.close(a);
     shares.subtract(leaf, Kind::Fixed, 1000);
     assert_eq!(shares.free.len(), 2, "a connection that is closed stays as long as something is held for it");
