@@ -12,6 +12,7 @@ mod local;
 mod metrics;
 mod onlookers;
 mod openapi;
+mod readiness;
 mod reload;
 mod routes;
 mod streams;
@@ -106,6 +107,7 @@ pub(crate) struct Control {
     /// The places for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
+    readiness: readiness::Readiness,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
     /// The places for streams.
@@ -148,6 +150,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         residents: Residents::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(in_force),
+        readiness: readiness::Readiness::default(),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
@@ -243,7 +246,7 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
                 Ok(())
             }
             SIGUSR1 => control.commander.send(Command::Summarise),
-            _ => control.commander.send(Command::Stop),
+            _ => control.commander.stop(),
         };
         if let Err(error) = sent {
             tracing::error!("signal {signal} came to nothing: {error}");

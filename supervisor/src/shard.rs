@@ -5,6 +5,7 @@
 //! It decides nothing itself, never blocks, and never renders, formats or writes a log.
 
 mod access;
+mod commands;
 mod crashes;
 mod demand;
 mod fallback;
@@ -18,6 +19,7 @@ mod reload;
 mod replay;
 mod reports;
 mod sessions;
+mod snapshots;
 mod spans;
 mod starvation;
 mod steer;
@@ -30,7 +32,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -60,6 +62,7 @@ pub(crate) use notes::signal_name;
 use refusals::Refusals;
 use replay::Replay;
 use sessions::{Session, SessionId};
+use snapshots::SnapshotInPieces;
 use spans::{Spans, Trace};
 use turns::Turns;
 
@@ -84,6 +87,8 @@ pub struct Pulse {
     pub notices_dropped: AtomicU64,
     /// Spans of jobs that were dropped since they were not taken fast enough.
     pub spans_dropped: AtomicU64,
+    /// Counts what changed the state of bulkheads by order, or once and for all.
+    pub revision: AtomicU64,
     /// Clients that are connected.
     pub clients: AtomicU64,
     /// Bytes of payloads that wait in the data plane.
@@ -183,6 +188,12 @@ pub struct Shard {
     listener: UnixListener,
     intake: Intake,
     commands: Receiver<Command>,
+    /// Whether there may be more of them.
+    has_commands: bool,
+    /// How often somebody wanted it to stop.
+    stops: Arc<AtomicU32>,
+    /// What is being shown, piece by piece.
+    snapshots: VecDeque<SnapshotInPieces>,
     notices: Option<tokio::sync::mpsc::Sender<Notice>>,
     /// Where the spans of jobs go, if anybody takes them.
     spans: Option<Spans>,
@@ -367,6 +378,7 @@ impl Shard {
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
+        let commander = Commander::new(sender, waker);
         listener.set_nonblocking(true)?;
         poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
@@ -378,6 +390,9 @@ impl Shard {
             listener,
             intake: Intake::new()?,
             commands,
+            has_commands: false,
+            stops: commander.stops(),
+            snapshots: VecDeque::new(),
             notices: Some(notices),
             spans: spans.map(Spans::new),
             pulse,
@@ -441,7 +456,7 @@ impl Shard {
             settled.program.tell_remarks(&bulkhead.name);
             shard.open(settled);
         }
-        Ok((shard, Commander::new(sender, waker)))
+        Ok((shard, commander))
     }
 
     /// Runs until everything is stopped. Errors are those of `epoll_wait(2)`, and of a keeper that can
@@ -496,21 +511,18 @@ impl Shard {
         if has_others {
             self.hear_others(events);
         }
+        self.obey();
         self.read_clients();
         self.tick();
         Ok(())
     }
 
-    /// Clients, who wants to be one, and the control plane.
+    /// Clients, who wants to be one, and whether the control plane has something to say.
     fn hear_others(&mut self, events: &Events) {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (LISTENER, _) => self.is_called = true,
-                (WAKER, _) => {
-                    while let Ok(command) = self.commands.try_recv() {
-                        self.command(command);
-                    }
-                }
+                (WAKER, _) => self.has_commands = true,
                 (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
                 _ => {}
             }
@@ -567,7 +579,7 @@ impl Shard {
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
-        if !self.again.is_empty() || !self.turns.is_empty() || self.is_called {
+        if !self.again.is_empty() || !self.turns.is_empty() || self.is_called || self.has_orders() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.

@@ -31,11 +31,10 @@ impl Shard {
 
     fn numbers(&self, index: usize) -> BulkheadNumbers {
         let named = &self.named[index];
-        let awake = |part: &&Compartment| !part.policy.has_no_jobs() || !part.policy.has_no_workers();
         let parts: Vec<&Compartment> = match &named.layout {
             Layout::Shared(place) => vec![&self.compartments[*place]],
             Layout::Isolated(isolated) => {
-                isolated.by_tenant.values().map(|&place| &self.compartments[place]).filter(awake).collect()
+                isolated.awake.iter().map(|&place| &self.compartments[place]).collect()
             }
         };
         let policies = || parts.iter().map(|part| &part.policy);
