@@ -8,6 +8,7 @@ mod crashes;
 mod dashboard;
 mod http;
 mod jobs;
+mod lobby;
 mod local;
 mod metrics;
 mod onlookers;
@@ -20,7 +21,10 @@ mod tcp;
 mod watch;
 
 pub(crate) use jobs::JOBS_MAX;
-pub(crate) use local::CONNECTIONS_MAX;
+use local::CONNECTIONS_MAX;
+
+/// Connections that whoever reaches the address of `http` can hold.
+pub(crate) const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
 pub(crate) use tcp::Token;
 
 use std::io;

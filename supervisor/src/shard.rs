@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 use bulkhead_policy::{Action, Event, Time, Timers};
 use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
-use bulkhead_shared::{JobId, Priority};
+use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
@@ -79,6 +79,12 @@ const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
 const KEEPER: Token = Token(2);
 const FIRST_CONNECTION: usize = 4;
+
+/// What is heard of a connection: also that something came out of band, which ends it.
+const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
+
+/// What its peer is told.
+const OUT_OF_BAND: &str = "it sent bytes out of band, which the protocol does not have";
 
 /// Counts that the data plane keeps for the control plane to look at.
 #[derive(Debug, Default)]
@@ -539,6 +545,9 @@ impl Shard {
         if event.is_read_closed() {
             self.peer_closed(endpoint);
         }
+        if event.is_priority() {
+            self.out_of_band(endpoint);
+        }
         if event.is_readable() || event.is_read_closed() || event.is_error() {
             self.readable(endpoint);
         }
@@ -565,6 +574,18 @@ impl Shard {
         match endpoint {
             Endpoint::Session(index) => self.want_read(index),
             Endpoint::Link(index) => self.link_readable(index),
+        }
+    }
+
+    /// Bytes out of band break the order of all others, and are not announced again.
+    fn out_of_band(&mut self, endpoint: Endpoint) {
+        match endpoint {
+            Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
+            // Of a worker whose process is not known yet, the kernel throws them away.
+            Endpoint::Link(index) if self.links[index].as_ref().is_some_and(|link| link.pidfd.is_some()) => {
+                self.break_link(index, OUT_OF_BAND.to_owned());
+            }
+            Endpoint::Link(_) => {}
         }
     }
 

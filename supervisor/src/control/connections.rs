@@ -34,7 +34,7 @@ const LINGER: Duration = Duration::from_secs(1);
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// Bytes of a request that tell what it asks for.
-const HEAD_BYTES: usize = 512;
+pub(super) const HEAD_BYTES: usize = 512;
 
 /// How a connection is served.
 #[derive(Clone, Debug)]
@@ -146,19 +146,25 @@ impl<S: Socket> Ways<S> {
         tokio::spawn(async move {
             let Arrival { socket, entry, came, place } = arrival;
             let mut head = [0; HEAD_BYTES];
-            let way = match &entry.refusal {
-                Some(_) => &ways.own,
+            let count = match &entry.refusal {
+                Some(_) => 0,
                 None => match tokio::time::timeout_at(came + ANSWERED_WITHIN, socket.peek(&mut head)).await {
-                    Ok(Ok(count)) if routes::is_for_onlookers(&head[..count]) => &ways.onlookers,
-                    Ok(Ok(_)) => &ways.own,
+                    Ok(Ok(count)) => count,
                     Ok(Err(_)) | Err(_) => return,
                 },
             };
-            // A socket that cannot change, or has nobody to serve it any more, is closed.
-            if let Ok(socket) = socket.leave() {
-                let _ = way.send(Arrival { socket, entry, came, place });
-            }
+            ways.send_on(Arrival { socket, entry, came, place }, &head[..count]);
         });
+    }
+
+    /// Sends somebody on whose request begins so.
+    pub(super) fn send_on(&self, arrival: Arrival<S>, head: &[u8]) {
+        let Arrival { socket, entry, came, place } = arrival;
+        let way = if routes::is_for_onlookers(head) { &self.onlookers } else { &self.own };
+        // A socket that cannot change, or has nobody to serve it any more, is closed.
+        if let Ok(socket) = socket.leave() {
+            let _ = way.send(Arrival { socket, entry, came, place });
+        }
     }
 }
 

@@ -21,14 +21,13 @@ use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
-use mio::Interest;
 use mio::unix::SourceFd;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::access::{self, Grant};
 use super::fallback::Journey;
 use super::turns::Standing;
-use super::{Cargo, Endpoint, Held, Incoming, JobRecord, Shard};
+use super::{Cargo, Endpoint, Held, INTEREST, Incoming, JobRecord, Shard};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use crate::keeper::Peer;
@@ -211,8 +210,7 @@ impl Shard {
             place,
             is_read_closed: false,
         });
-        let interest = Interest::READABLE | Interest::WRITABLE;
-        if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), interest).is_err() {
+        if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), INTEREST).is_err() {
             self.drop_session(index);
         }
         index
@@ -247,7 +245,7 @@ impl Shard {
         }
     }
 
-    fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
+    pub(super) fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
         let Some(session) = self.sessions[index].as_mut() else { return };
         if session.stage == Stage::Closing {
             return;
