@@ -3,6 +3,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, SystemTime};
 
@@ -32,6 +33,11 @@ pub enum Command {
         bulkhead: Option<String>,
         /// Empty if there is no such bulkhead.
         reply: oneshot::Sender<Vec<Snapshot>>,
+    },
+    /// The state of each bulkhead in a word.
+    States {
+        /// Of all.
+        reply: oneshot::Sender<Vec<StateInShort>>,
     },
     /// The state of one tenant's part of a bulkhead whose tenants are kept apart.
     TenantSnapshot {
@@ -131,10 +137,43 @@ pub enum Command {
         /// Whether it is in force.
         reply: oneshot::Sender<Result<(), SteerError>>,
     },
-    /// Stop: drain for as long as `drain_timeout`, or, if already stopping, at once.
-    Stop,
     /// Write a summary of the state to the log.
     Summarise,
+}
+
+impl Command {
+    /// Whether the one who asked does not wait for the answer any more, and nothing else is to come of it.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Snapshot { reply, .. } => reply.is_closed(),
+            Self::States { reply, .. } => reply.is_closed(),
+            Self::TenantSnapshot { reply, .. } => reply.is_closed(),
+            Self::Scrape { reply } => reply.is_closed(),
+            Self::Observe { reply, .. } => reply.is_closed(),
+            Self::WorkerProcesses { reply } => reply.is_closed(),
+            _ => false,
+        }
+    }
+
+    /// How much of a turn of the data plane it takes, compared with others.
+    pub(crate) fn weight(&self) -> usize {
+        match self {
+            Self::Client { .. } | Self::Refused { .. } | Self::Memory { .. } => 1,
+            Self::Snapshot { .. } | Self::Scrape { .. } | Self::Summarise => 8,
+            _ => 4,
+        }
+    }
+}
+
+/// A bulkhead's state in a word.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateInShort {
+    /// Which bulkhead.
+    pub name: Arc<str>,
+    /// As in its snapshot.
+    pub state: &'static str,
+    /// Why it is not well, if it is not.
+    pub detail: Option<String>,
 }
 
 /// The four things an operator can do to a bulkhead.
@@ -351,12 +390,25 @@ pub struct Busy;
 pub struct Commander {
     commands: SyncSender<Command>,
     waker: Arc<mio::Waker>,
+    stops: Arc<AtomicU32>,
 }
 
 impl Commander {
     /// Sends into `commands`, whose receiver sleeps until `waker` wakes it.
     pub fn new(commands: SyncSender<Command>, waker: Arc<mio::Waker>) -> Self {
-        Self { commands, waker }
+        Self { commands, waker, stops: Arc::default() }
+    }
+
+    /// Has the data plane stop: drain for as long as `drain_timeout`, or, if it is stopping already, at once. This
+    /// has a way of its own, which is never full.
+    pub fn stop(&self) -> Result<(), Busy> {
+        self.stops.fetch_add(1, Ordering::SeqCst);
+        self.waker.wake().map_err(|_| Busy)
+    }
+
+    /// How often it was asked to stop.
+    pub(crate) fn stops(&self) -> Arc<AtomicU32> {
+        self.stops.clone()
     }
 
     /// Hands over a command; never waits.
@@ -406,4 +458,32 @@ pub struct Event {
     pub bulkhead: Option<Arc<str>>,
     /// The kind's own fields. `worker_exited` has `pid`, so that the tail of its standard error can be added.
     pub fields: Vec<(&'static str, serde_json::Value)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stop_is_heard_where_no_command_has_room() {
+        let poll = mio::Poll::new().unwrap();
+        let waker = Arc::new(mio::Waker::new(poll.registry(), mio::Token(0)).unwrap());
+        let (sender, _commands) = std::sync::mpsc::sync_channel(1);
+        let commander = Commander::new(sender, waker);
+        commander.send(Command::Summarise).unwrap();
+        assert!(commander.send(Command::Summarise).is_err());
+        commander.stop().unwrap();
+        commander.clone().stop().unwrap();
+        assert_eq!(commander.stops().load(Ordering::SeqCst), 2);
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_known() {
+        let (reply, answer) = oneshot::channel();
+        let command = Command::States { reply };
+        assert!(!command.is_abandoned());
+        drop(answer);
+        assert!(command.is_abandoned());
+        assert!(!Command::Summarise.is_abandoned());
+    }
 }

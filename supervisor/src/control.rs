@@ -8,10 +8,12 @@ mod crashes;
 mod dashboard;
 mod http;
 mod jobs;
+mod lobby;
 mod local;
 mod metrics;
 mod onlookers;
 mod openapi;
+mod readiness;
 mod reload;
 mod routes;
 mod streams;
@@ -19,7 +21,10 @@ mod tcp;
 mod watch;
 
 pub(crate) use jobs::JOBS_MAX;
-pub(crate) use local::CONNECTIONS_MAX;
+use local::CONNECTIONS_MAX;
+
+/// Connections that whoever reaches the address of `http` can hold.
+pub(crate) const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
 pub(crate) use tcp::Token;
 
 use std::io;
@@ -107,6 +112,7 @@ pub(crate) struct Control {
     /// The places for replays.
     replays: Arc<Semaphore>,
     reloads: Reloads,
+    readiness: readiness::Readiness,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
     /// The places for streams.
@@ -149,6 +155,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         residents: Residents::default(),
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(in_force),
+        readiness: readiness::Readiness::default(),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
@@ -242,7 +249,7 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
                 Ok(())
             }
             SIGUSR1 => control.commander.send(Command::Summarise),
-            _ => control.commander.send(Command::Stop),
+            _ => control.commander.stop(),
         };
         if let Err(error) = sent {
             tracing::error!("signal {signal} came to nothing: {error}");

@@ -5,6 +5,7 @@
 //! It decides nothing itself, never blocks, and never renders, formats or writes a log.
 
 mod access;
+mod commands;
 mod crashes;
 mod demand;
 mod ending;
@@ -23,6 +24,7 @@ mod replay;
 mod reports;
 mod sessions;
 mod shares;
+mod snapshots;
 mod spans;
 mod starvation;
 mod steer;
@@ -36,14 +38,14 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::{Action, Event, Time, Timers};
 use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
-use bulkhead_shared::{JobId, Priority};
+use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
@@ -68,6 +70,7 @@ pub(crate) use notes::signal_name;
 use refusals::Refusals;
 use replay::Replay;
 use sessions::{Session, SessionId};
+use snapshots::SnapshotInPieces;
 use spans::{Spans, Trace};
 use turns::Turns;
 
@@ -85,6 +88,12 @@ const WAKER: Token = Token(1);
 const KEEPER: Token = Token(2);
 const FIRST_CONNECTION: usize = 4;
 
+/// What is heard of a connection: also that something came out of band, which ends it.
+const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Interest::PRIORITY);
+
+/// What its peer is told.
+const OUT_OF_BAND: &str = "it sent bytes out of band, which the protocol does not have";
+
 /// Counts that the data plane keeps for the control plane to look at.
 #[derive(Debug, Default)]
 pub struct Pulse {
@@ -92,6 +101,8 @@ pub struct Pulse {
     pub notices_dropped: AtomicU64,
     /// Spans of jobs that were dropped since they were not taken fast enough.
     pub spans_dropped: AtomicU64,
+    /// Counts what changed the state of bulkheads by order, or once and for all.
+    pub revision: AtomicU64,
     /// Clients that are connected.
     pub clients: AtomicU64,
     /// Bytes of payloads that wait in the data plane.
@@ -206,6 +217,12 @@ pub struct Shard {
     notices: Speaker,
     /// Whether the output of some workers found no room on its way to the control plane.
     has_outputs: bool,
+    /// Whether there may be more of them.
+    has_commands: bool,
+    /// How often somebody wanted it to stop.
+    stops: Arc<AtomicU32>,
+    /// What is being shown, piece by piece.
+    snapshots: VecDeque<SnapshotInPieces>,
     /// Where the spans of jobs go, if anybody takes them.
     spans: Option<Spans>,
     pulse: Arc<Pulse>,
@@ -390,6 +407,7 @@ impl Shard {
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
+        let commander = Commander::new(sender, waker);
         listener.set_nonblocking(true)?;
         poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
@@ -403,6 +421,9 @@ impl Shard {
             commands,
             notices,
             has_outputs: false,
+            has_commands: false,
+            stops: commander.stops(),
+            snapshots: VecDeque::new(),
             spans: spans.map(Spans::new),
             pulse,
             keeper,
@@ -466,7 +487,7 @@ impl Shard {
             settled.program.tell_remarks(&bulkhead.name);
             shard.open(settled);
         }
-        Ok((shard, Commander::new(sender, waker)))
+        Ok((shard, commander))
     }
 
     /// Runs until everything is stopped. Errors are those of `epoll_wait(2)`, and of a keeper that can
@@ -522,21 +543,18 @@ impl Shard {
         if has_others {
             self.hear_others(events);
         }
+        self.obey();
         self.read_clients();
         self.tick();
         Ok(())
     }
 
-    /// Clients, who wants to be one, and the control plane.
+    /// Clients, who wants to be one, and whether the control plane has something to say.
     fn hear_others(&mut self, events: &Events) {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
                 (LISTENER, _) => self.is_called = true,
-                (WAKER, _) => {
-                    while let Ok(command) = self.commands.try_recv() {
-                        self.command(command);
-                    }
-                }
+                (WAKER, _) => self.has_commands = true,
                 (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
                 _ => {}
             }
@@ -552,6 +570,9 @@ impl Shard {
         }
         if event.is_read_closed() {
             self.peer_closed(endpoint);
+        }
+        if event.is_priority() {
+            self.out_of_band(endpoint);
         }
         if event.is_readable() || event.is_read_closed() || event.is_error() {
             self.readable(endpoint);
@@ -582,6 +603,18 @@ impl Shard {
         }
     }
 
+    /// Bytes out of band break the order of all others, and are not announced again.
+    fn out_of_band(&mut self, endpoint: Endpoint) {
+        match endpoint {
+            Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
+            // Of a worker whose process is not known yet, the kernel throws them away.
+            Endpoint::Link(index) if self.links[index].as_ref().is_some_and(|link| link.pidfd.is_some()) => {
+                self.break_link(index, OUT_OF_BAND.to_owned());
+            }
+            Endpoint::Link(_) => {}
+        }
+    }
+
     // Time.
 
     fn read_clock(&mut self) {
@@ -593,8 +626,9 @@ impl Shard {
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
+        let has_more =
+            !self.again.is_empty() || !self.turns.is_empty() || self.is_called || self.has_orders();
         // Failed spawns that came up when those before them were told.
-        let has_more = !self.again.is_empty() || !self.turns.is_empty() || self.is_called;
         if has_more || !self.failed_spawns.is_empty() {
             return Some(Duration::ZERO);
         }

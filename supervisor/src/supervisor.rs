@@ -153,7 +153,7 @@ const DESCRIPTORS_PER_WORKER: u64 = 8;
 
 /// Descriptors that whoever reaches the address of `http` can take up: connections, and jobs that need a
 /// connection to the data plane, which has two ends.
-const DESCRIPTORS_HTTP: u64 = control::CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
+const DESCRIPTORS_HTTP: u64 = control::TCP_CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 
 /// Takes no more clients than leave descriptors for workers and operators.
 pub(crate) fn leave_descriptors(config: &mut Config, limit: u64) {

@@ -20,6 +20,7 @@ use bulkhead_tests::{
     PATIENCE, Supervisor, descriptors, is_alive, kill_pid, programs, resident_bytes, wait_for,
 };
 use nix::sys::signal::Signal;
+use rustix::net::SendFlags;
 
 const MIB: u64 = 1 << 20;
 
@@ -713,6 +714,32 @@ fn goes_on(supervisor: &Supervisor) {
     supervisor.signal(Signal::SIGCONT);
 }
 
+#[test]
+fn bytes_out_of_band_end_the_connection_that_they_come_on_and_no_other() {
+    let notes = tempfile::tempdir().unwrap();
+    let folder = notes.path();
+    let confined = format!("sandbox = {{ write = [{folder:?}] }}");
+    let bulkheads = by_hand(folder, PATIENT).replace(&confined, "sandbox = { profile = \"none\" }");
+    let supervisor = Supervisor::start(&bulkheads);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let other = client.job("honest", "").operation("hang").start().unwrap();
+    supervisor.wait_number("honest", "in_flight", 1);
+    // Before anything else, between frames, and within one.
+    for sent in [&b""[..], &hello(role::CLIENT), &hello(role::CLIENT)[..7]] {
+        let socket = dial(&supervisor.socket());
+        push(&socket, sent);
+        rustix::net::send(&socket, b"!", SendFlags::OOB).unwrap();
+        is_refused(&socket, "out of band");
+    }
+    let flooded = result(&client, "out-of-band", "").unwrap_err();
+    let verdict = &flooded.outcome().unwrap().verdict;
+    assert_eq!((verdict.name(), verdict.reason()), ("crashed", Some("protocol")), "{flooded}");
+    assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
+    honest_job(&client, 1);
+    assert_eq!(supervisor.number("honest", "in_flight"), 1, "the other connection goes on");
+    drop(other);
+}
+
 /// Both users and connections take turns: what many connections have sent does not go before what one has.
 #[test]
 fn a_job_does_not_wait_for_all_that_others_have_sent() {
@@ -936,6 +963,9 @@ impl Worker {
             "flood-heartbeats" => loop {
                 self.say(&frame(kind::HEARTBEAT, 0, &Empty, b""));
             },
+            "out-of-band" => {
+                rustix::net::send(&self.socket, b"!", SendFlags::OOB).unwrap();
+            }
             // Each by itself, as a library would that knows no better.
             "chatter" => {
                 for step in 0..count() {

@@ -1,7 +1,8 @@
 //! The admin API over TCP: who gets in, what web pages of others cannot do, and what the network may send.
 
 use serde_json::json;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::time::Duration;
@@ -254,6 +255,36 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
     assert!(answer.status >= 400 && !answer.headers.keys().any(|name| name.starts_with("access-control")));
     assert_eq!(supervisor.number("b", "submitted"), 0);
     assert_eq!(supervisor.number("b", "queue_capacity"), 5);
+}
+
+/// As many as can be served have begun a request and stop there; many more have not begun one.
+#[test]
+fn connections_that_say_nothing_do_not_keep_out_those_who_ask_whether_all_is_well() {
+    let (_supervisor, place) = start();
+    let Place::Tcp(address) = place else { panic!() };
+    let begin = |bytes: &[u8]| {
+        let mut socket = TcpStream::connect(address).unwrap();
+        socket.write_all(bytes).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        socket
+    };
+    let is_open = |mut socket: &TcpStream| {
+        socket.read(&mut [0]).is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+    };
+    let begun: Vec<_> = (0..384).map(|_| begin(b"GET /v1/bulkheads HTTP/1.1\r\n")).collect();
+    let also = begin(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n");
+    let mut silent: Vec<_> = (0..300).map(|_| begin(b"")).collect();
+    for page in ["/healthz", "/readyz"] {
+        assert_eq!(place.ask("GET", page, &[], b"").status, 200, "{page}");
+        silent.extend((0..100).map(|_| begin(b"")));
+    }
+    // It was not their end that made room.
+    let open = begun.iter().filter(|socket| is_open(socket)).count();
+    assert!(open > 384 / 2, "{open} of {} are still open", begun.len());
+    // Of the silent ones the oldest had to go, and only as many as needed.
+    wait_for("the oldest is closed", || (!is_open(&silent[0])).then_some(()));
+    assert!(is_open(silent.last().unwrap()));
+    drop(also);
 }
 
 #[test]

@@ -40,7 +40,7 @@ pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
 const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
 
 /// Bytes of a request that tell what it asks for.
-const HEAD_BYTES: usize = 512;
+pub(super) const HEAD_BYTES: usize = 512;
 
 /// How a connection is served.
 #[derive(Clone, Debug)]
@@ -160,37 +160,38 @@ impl<S: Socket> Ways<S> {
         tokio::spawn(async move {
             let Arrival { socket, entry, came, place } = arrival;
             let mut head = [0; HEAD_BYTES];
-            let way = match &entry.refusal {
-                Some(_) => &ways.own,
-                None => match asks(&socket, &mut head, came, &mut ways.end).await {
-                    Some(count) if routes::is_for_onlookers(&head[..count]) => &ways.onlookers,
-                    Some(_) => &ways.own,
+            let count = match &entry.refusal {
+                Some(_) => 0,
+                None => match ways.asks(&socket, &mut head, came).await {
+                    Some(count) => count,
                     None => return,
                 },
             };
-            // A socket that cannot change, or has nobody to serve it any more, is closed.
-            if let Ok(socket) = socket.leave() {
-                let _ = way.send(Arrival { socket, entry, came, place });
-            }
+            ways.send_on(Arrival { socket, entry, came, place }, &head[..count]);
         });
     }
-}
 
-/// Waits until somebody says what they want; returns how many bytes of that there are to be seen.
-async fn asks<S: Socket>(
-    socket: &S,
-    head: &mut [u8],
-    came: Instant,
-    end: &mut watch::Receiver<bool>,
-) -> Option<usize> {
-    let over = async {
-        let _ = end.wait_for(|is_over| *is_over).await;
-        tokio::time::sleep(LAST_WITHIN).await;
-    };
-    tokio::select! {
-        count = socket.peek(head) => count.ok(),
-        () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => None,
-        () = over => None,
+    /// Waits until a client says what it wants; returns how many bytes of that there are to be seen.
+    pub(super) async fn asks(&mut self, socket: &S, head: &mut [u8], came: Instant) -> Option<usize> {
+        let over = async {
+            let _ = self.end.wait_for(|is_over| *is_over).await;
+            tokio::time::sleep(LAST_WITHIN).await;
+        };
+        tokio::select! {
+            count = socket.peek(head) => count.ok(),
+            () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => None,
+            () = over => None,
+        }
+    }
+
+    /// Sends somebody on whose request begins so.
+    pub(super) fn send_on(&self, arrival: Arrival<S>, head: &[u8]) {
+        let Arrival { socket, entry, came, place } = arrival;
+        let way = if routes::is_for_onlookers(head) { &self.onlookers } else { &self.own };
+        // A socket that cannot change, or has nobody to serve it any more, is closed.
+        if let Ok(socket) = socket.leave() {
+            let _ = way.send(Arrival { socket, entry, came, place });
+        }
     }
 }
 

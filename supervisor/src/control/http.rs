@@ -126,22 +126,24 @@ pub(super) struct ReadyQuery {
 }
 
 pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) -> Response {
-    let Some(snapshots) = control.snapshots(query.bulkhead.as_deref()).await else { return stuck() };
+    let name = query.bulkhead.as_deref();
+    let Some(states) = control.readiness.states(&control.commander, &control.pulse).await else {
+        return stuck();
+    };
+    let mut states: Vec<_> = states.iter().filter(|it| name.is_none_or(|name| name == &*it.name)).collect();
     let is_serving = |state: &str| matches!(state, "ready" | "degraded");
-    let (is_ready, status) = match query.bulkhead.as_deref() {
-        Some(name) => match snapshots.first() {
+    let (is_ready, status) = match name {
+        Some(name) => match states.first() {
             None => return not_found(name),
-            Some(snapshot) => (is_serving(snapshot.state), snapshot.state),
+            Some(one) => (is_serving(one.state), one.state),
         },
         None if control.is_stopping.load(Ordering::SeqCst) => (false, "draining"),
         None if control.is_started.load(Ordering::SeqCst) => (true, "ready"),
         None => (false, "starting"),
     };
-    let degraded: Vec<_> = snapshots
-        .iter()
-        .filter(|snapshot| snapshot.state != "ready")
-        .map(|snapshot| json!({"name": snapshot.name, "state": snapshot.state, "detail": snapshot.detail}))
-        .collect();
+    states.retain(|it| it.state != "ready");
+    let degraded: Vec<_> =
+        states.iter().map(|it| json!({"name": &*it.name, "state": it.state, "detail": it.detail})).collect();
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (code, axum::Json(json!({"status": status, "degraded": degraded}))).into_response()
 }

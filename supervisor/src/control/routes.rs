@@ -65,6 +65,17 @@ pub(super) fn is_for_onlookers(head: &[u8]) -> bool {
     FOR_ONLOOKERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
 }
 
+/// What is asked by those who decide whether the supervisor is well.
+const FOR_HEALTH: &[&str] = &["/healthz", "/readyz"];
+
+/// Whether this is a whole request for that: one that is not all there could hold a place for long.
+pub(super) fn asks_for_health(head: &[u8]) -> bool {
+    let Some(target) = head.strip_prefix(b"GET ").or(head.strip_prefix(b"HEAD ")) else { return false };
+    let end = target.iter().position(|byte| b" ?\r\n".contains(byte)).unwrap_or(target.len());
+    let is_whole = head.windows(4).any(|bytes| bytes == b"\r\n\r\n");
+    is_whole && FOR_HEALTH.iter().any(|path| path.as_bytes() == &target[..end])
+}
+
 const LINES: &str = "application/x-ndjson";
 const EVENTS: &str = "text/event-stream";
 
@@ -210,5 +221,26 @@ mod tests {
         // Whatever is there, and nothing else.
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
         assert!(FOR_ONLOOKERS.iter().all(|path| paths.contains(path)));
+    }
+
+    #[test]
+    fn whole_requests_for_health_are_known() {
+        for head in
+            ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
+        {
+            assert!(asks_for_health(head.as_bytes()), "{head}");
+        }
+        for head in [
+            "",
+            "GET ",
+            "GET /healthz HTTP/1.1\r\nHost: x\r\n",
+            "POST /healthz HTTP/1.1\r\n\r\n",
+            "GET /healthzs HTTP/1.1\r\n\r\n",
+            "GET /v1/config?/healthz HTTP/1.1\r\n\r\n",
+        ] {
+            assert!(!asks_for_health(head.as_bytes()), "{head}");
+        }
+        let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
+        assert!(FOR_HEALTH.iter().all(|path| paths.contains(path) && OPEN.contains(path)));
     }
 }

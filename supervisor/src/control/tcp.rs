@@ -4,7 +4,6 @@
 use std::io;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -17,11 +16,11 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bulkhead_shared::RejectReason;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 
 use super::browser::{self, is_change};
-use super::connections::{Arrival, Entry, LAST_WITHIN, Ways};
+use super::connections::{LAST_WITHIN, Ways};
 use super::http::{JSON, Shared, complete, problem};
+use super::lobby::Lobby;
 use super::local::CONNECTIONS_MAX;
 use super::routes::OPEN;
 use super::{Control, http, jobs};
@@ -116,12 +115,11 @@ pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(T
 
 /// Lets in until the control plane ends: anybody, since requests say who they are.
 pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut lobby = Lobby::new(ways, CONNECTIONS_MAX);
     let mut end = control.end.subscribe();
-    let door = async || {
-        // The semaphore is never closed.
-        while let Ok(place) = places.clone().acquire_owned().await {
-            ways.send(Arrival::new(accept(&listener).await, Entry::new(), place));
+    let mut door = async || {
+        loop {
+            lobby.enter(accept(&listener).await);
         }
     };
     tokio::select! {

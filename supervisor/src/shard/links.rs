@@ -21,14 +21,13 @@ use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, Job, Limits, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
 };
 use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
-use mio::Interest;
 use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::notices::Notices;
 use super::unread::Reading;
-use super::{Endpoint, Incoming, Shard};
+use super::{Endpoint, INTEREST, Incoming, Shard};
 use crate::confinement::Whom;
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::keeper::Observed;
@@ -177,9 +176,8 @@ impl Shard {
             self.links.push(None);
             self.links.len() - 1
         });
-        let interest = Interest::READABLE | Interest::WRITABLE;
         let token = Endpoint::Link(index).token();
-        let registered = self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), token, interest);
+        let registered = self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST);
         if let Err(error) = registered {
             self.free_links.push(index);
             let _ = self.keeper.kill(spawn);
@@ -353,13 +351,18 @@ impl Shard {
                 false
             }
             Err(message) => {
-                if let Some(link) = self.links[index].as_mut() {
-                    link.stage = Stage::Disbelieved;
-                }
-                self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
+                self.break_link(index, message);
                 false
             }
         }
+    }
+
+    /// The worker broke the protocol: nothing that it says counts any more.
+    pub(super) fn break_link(&mut self, index: usize, message: String) {
+        let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) else { return };
+        link.stage = Stage::Disbelieved;
+        let (compartment, worker) = (link.compartment, link.worker);
+        self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
     }
 
     fn read_link(

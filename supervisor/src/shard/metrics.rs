@@ -31,11 +31,10 @@ impl Shard {
 
     fn numbers(&self, index: usize) -> BulkheadNumbers {
         let named = &self.named[index];
-        let awake = |part: &&Compartment| !part.policy.has_no_jobs() || !part.policy.has_no_workers();
         let parts: Vec<&Compartment> = match &named.layout {
             Layout::Shared(place) => vec![&self.compartments[*place]],
             Layout::Isolated(isolated) => {
-                isolated.by_tenant.values().map(|&place| &self.compartments[place]).filter(awake).collect()
+                isolated.awake.iter().map(|&place| &self.compartments[place]).collect()
             }
         };
         let policies = || parts.iter().map(|part| &part.policy);
@@ -49,7 +48,7 @@ impl Shard {
             queued: policies().map(|policy| policy.queued() as u64).sum(),
             queue_capacity: active.map(|policy| u64::from(policy.limits().max_queue)).sum(),
             breaker: self.breaker_of(index),
-            state: self.state_of(index),
+            state: self.state_of(index).0,
             service: named.service.service(self.now),
             workers: staff(&parts),
             slots: if is_shared { self.limits_of(index).processes } else { 1 },

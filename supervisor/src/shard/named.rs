@@ -79,6 +79,10 @@ pub(super) struct Isolated {
     pub(super) idle: BTreeSet<(Time, usize)>,
     /// Compartments without workers, by how long.
     pub(super) resting: BTreeSet<(Time, usize)>,
+    /// Compartments with workers or jobs, or that wait for some: all others rest.
+    pub(super) awake: BTreeSet<usize>,
+    /// Compartments whose breaker is not closed.
+    pub(super) tripped: BTreeSet<usize>,
     /// Compartments that wait until another has no workers any more.
     pub(super) awaiting: VecDeque<usize>,
     /// How many have workers, be they wanted or on their way out.
@@ -112,6 +116,8 @@ pub(super) struct Compartment {
     pub(super) level: Level,
     /// As last entered in the books of its bulkhead.
     pub(super) standing: Standing,
+    /// The same of its breaker: whether it was not closed.
+    pub(super) was_tripped: bool,
 }
 
 /// Where a tenant's compartment stands in the books of its bulkhead.
@@ -141,6 +147,7 @@ impl Compartment {
             latency: Latency::default(),
             level: Level::default(),
             standing: Standing::Resting(now),
+            was_tripped: false,
         }
     }
 
@@ -258,6 +265,8 @@ impl Layout {
             max_active: settled.max_active.unwrap_or_default(),
             idle: BTreeSet::new(),
             resting: BTreeSet::new(),
+            awake: BTreeSet::new(),
+            tripped: BTreeSet::new(),
             awaiting: VecDeque::new(),
             running: 0,
             leaving: 0,

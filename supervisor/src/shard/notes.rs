@@ -97,6 +97,7 @@ impl Shard {
     pub(super) fn check_started(&mut self) {
         if !self.started && self.compartments.iter().all(|c| c.is_replay || c.policy.has_settled()) {
             self.started = true;
+            self.states_have_changed();
             self.notices.milestone(Milestone::Started);
         }
     }

@@ -21,7 +21,6 @@ use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 use foldhash::quality::RandomState;
-use mio::Interest;
 use mio::unix::SourceFd;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -30,7 +29,7 @@ use super::fallback::Journey;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
 use super::turns::Standing;
-use super::{Cargo, Charge, Endpoint, Held, Incoming, JobRecord, Shard, memory};
+use super::{Cargo, Charge, Endpoint, Held, INTEREST, Incoming, JobRecord, Shard, memory};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use crate::keeper::Peer;
@@ -231,8 +230,7 @@ impl Shard {
             active_at: self.now,
             is_read_closed: false,
         });
-        let interest = Interest::READABLE | Interest::WRITABLE;
-        if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), interest).is_err() {
+        if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), INTEREST).is_err() {
             self.drop_session(index);
         }
         index

@@ -25,27 +25,30 @@ const OWN_MAX: usize = 16_384;
 impl Shard {
     pub(super) fn command(&mut self, command: Command) {
         match command {
-            Command::Snapshot { bulkhead, reply } => {
-                let snapshots = self.present().into_iter();
-                let wanted = |n: &usize| bulkhead.as_deref().is_none_or(|name| name == &*self.named[*n].name);
-                let snapshots = snapshots.filter(wanted).map(|n| self.snapshot(n)).collect();
-                // Whoever asked may have gone.
-                let _ = reply.send(snapshots);
+            Command::Snapshot { bulkhead, reply } => self.want_snapshot(bulkhead.as_deref(), reply),
+            Command::States { reply } => {
+                let _ = reply.send(self.states());
             }
             Command::Scrape { reply } => {
                 let _ = reply.send(self.scrape());
             }
             Command::Steer { bulkhead, verb, reply } => {
-                let _ = reply.send(self.steer(&bulkhead, verb));
+                let done = self.steer(&bulkhead, verb);
+                self.states_have_changed();
+                let _ = reply.send(done);
             }
             Command::Change { bulkhead, change, reply } => {
-                let _ = reply.send(self.change(&bulkhead, &change));
+                let done = self.change(&bulkhead, &change);
+                self.states_have_changed();
+                let _ = reply.send(done);
             }
             Command::TenantSnapshot { bulkhead, tenant, reply } => {
                 let _ = reply.send(self.tenant_snapshot(&bulkhead, &tenant));
             }
             Command::ChangeTenant { bulkhead, tenant, change, reply } => {
-                let _ = reply.send(self.change_tenant(&bulkhead, &tenant, &change));
+                let done = self.change_tenant(&bulkhead, &tenant, &change);
+                self.states_have_changed();
+                let _ = reply.send(done);
             }
             Command::Observe { bulkhead, reply } => {
                 let _ = reply.send(self.observation(&bulkhead));
@@ -62,9 +65,10 @@ impl Shard {
             Command::Client { socket, place, uid } => self.welcome_own(socket, place, uid),
             Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
             Command::Reload { reload, reply } => {
-                let _ = reply.send(self.reload(*reload));
+                let done = self.reload(*reload);
+                self.states_have_changed();
+                let _ = reply.send(done);
             }
-            Command::Stop => self.stop(),
             Command::Summarise => self.summarise(),
         }
     }
@@ -209,7 +213,7 @@ impl Shard {
     }
 
     /// The bulkheads that take jobs.
-    fn present(&self) -> Vec<usize> {
+    pub(super) fn present(&self) -> Vec<usize> {
         let is_here = |named: &usize| self.named[*named].presence == Presence::Here;
         (0..self.named.len()).filter(is_here).collect()
     }
@@ -350,10 +354,11 @@ impl Shard {
     }
 
     /// The first time in-flight jobs get `drain_timeout`; the second time nothing gets any.
-    fn stop(&mut self) {
+    pub(super) fn stop(&mut self) {
         let patience = if self.stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.stopping {
             self.stopping = true;
+            self.states_have_changed();
             self.notices.milestone(Milestone::Stopping);
             self.event(
                 Severity::Info,

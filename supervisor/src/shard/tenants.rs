@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use bulkhead_policy::{Activity, Event, Submission};
+use bulkhead_policy::{Activity, BreakerState, Event, Submission};
 use bulkhead_shared::JobId;
 
 use super::named::{Compartment, Layout, Named, Standing};
@@ -115,6 +115,8 @@ impl Shard {
     /// Keeps what a tenant's compartment has counted, and forgets the tenant.
     fn bury(&mut self, named: usize, place: usize, gone: &Compartment) {
         let Some(isolated) = self.named[named].isolated() else { return };
+        isolated.tripped.remove(&place);
+        isolated.awake.remove(&place);
         isolated.past.add(gone.policy.counters());
         isolated.past_restarts += gone.policy.restarts();
         if let Some(tenant) = &gone.tenant {
@@ -123,6 +125,7 @@ impl Shard {
         if let Standing::Resting(since) = gone.standing {
             isolated.resting.remove(&(since, place));
         }
+        self.add_gone_to_snapshot(named, place, gone);
     }
 
     /// Applies what one event tells of all tenants' compartments.
@@ -171,6 +174,14 @@ impl Shard {
     pub(super) fn observe_tenant(&mut self, place: usize) {
         let entry = &self.compartments[place];
         let (named, before, after) = (entry.named, entry.standing, entry.standing_now(self.now));
+        let is_tripped = entry.policy.breaker() != BreakerState::Closed;
+        if is_tripped != entry.was_tripped {
+            self.compartments[place].was_tripped = is_tripped;
+            if let Some(isolated) = self.named[named].isolated() {
+                let tripped = &mut isolated.tripped;
+                let _ = if is_tripped { tripped.insert(place) } else { tripped.remove(&place) };
+            }
+        }
         if before == after {
             return;
         }
@@ -185,12 +196,16 @@ impl Shard {
         }
         match after {
             Standing::Resting(since) => {
+                isolated.awake.remove(&place);
                 isolated.resting.insert((since, place));
                 self.compartments[place].latency = Latency::default();
             }
             Standing::Idle(since) => drop(isolated.idle.insert((since, place))),
             Standing::Leaving => isolated.leaving += 1,
             Standing::Awaiting | Standing::Busy => {}
+        }
+        if !matches!(after, Standing::Resting(_)) {
+            isolated.awake.insert(place);
         }
         isolated.running = isolated.running + usize::from(runs(after)) - usize::from(runs(before));
         if !isolated.awaiting.is_empty() {

@@ -77,15 +77,13 @@ impl Turns {
             *rounds += 1;
             User { round: *rounds, ..User::default() }
         });
-        if standing.round != user.round {
-            (standing.round, standing.bytes) = (user.round, 0);
-        }
+        standing.enter(user.round);
         let is_fresh = standing.bytes < QUANTUM_BYTES;
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
-    /// The next connection, which does not wait any more. It may have been closed since.
-    fn next(&mut self) -> Option<usize> {
+    /// The next connection, and its user's round. It may have been closed since.
+    fn next(&mut self) -> Option<(usize, u64)> {
         let uid = self.order.pop_front()?;
         let user = self.users.get_mut(&uid)?;
         let next = user.fresh.pop_front().or_else(|| {
@@ -96,13 +94,28 @@ impl Turns {
             user.left = user.left.saturating_sub(1);
             user.backlog.pop_front()
         });
+        let round = user.round;
         self.waiting -= usize::from(next.is_some());
         if user.fresh.is_empty() && user.backlog.is_empty() {
             self.users.remove(&uid);
         } else {
             self.order.push_back(uid);
         }
-        next
+        next.map(|index| (index, round))
+    }
+}
+
+impl Standing {
+    /// It is its turn, in this round.
+    fn begin(&mut self, round: u64) {
+        self.is_waiting = false;
+        self.enter(round);
+    }
+
+    fn enter(&mut self, round: u64) {
+        if self.round != round {
+            (self.round, self.bytes) = (round, 0);
+        }
     }
 }
 
@@ -119,12 +132,12 @@ impl Shard {
     pub(super) fn read_clients(&mut self) {
         let mut cost = 0;
         while cost < TURN_COST_MAX
-            && let Some(index) = self.turns.next()
+            && let Some((index, round)) = self.turns.next()
         {
             // A place that was given to another meanwhile has not waited.
             let session = self.sessions[index].as_mut();
             let Some(session) = session.filter(|session| session.standing.is_waiting) else { continue };
-            session.standing.is_waiting = false;
+            session.standing.begin(round);
             let most = if self.turns.is_alone() { ALONE_BYTES } else { QUANTUM_BYTES };
             let before = session.inbox.frames_begun();
             let bytes = self.session_readable(index, most);
@@ -161,8 +174,8 @@ mod tests {
 
         /// Reads one, which then waits again if there is more.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
-            let index = self.turns.next().unwrap();
-            self.standings[index].is_waiting = false;
+            let (index, round) = self.turns.next().unwrap();
+            self.standings[index].begin(round);
             self.standings[index].bytes += bytes;
             if has_more(index) {
                 self.wait(index);
@@ -187,9 +200,10 @@ mod tests {
     #[test]
     fn one_that_sends_little_does_not_wait_for_those_that_always_have_more() {
         let mut crowd = Crowd::new(vec![Some(1); 201]);
-        for _ in 0..201 {
+        for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
+        crowd.read(10, |index| index != 200);
         for _ in 0..1000 {
             crowd.wait(200);
             assert_eq!(crowd.read(10, |index| index != 200), 200);

@@ -7,7 +7,7 @@ use bulkhead_shared::RejectReason;
 
 use super::Shard;
 use super::links::Link;
-use super::named::{Compartment, Layout};
+use super::named::{Compartment, Isolated, Layout};
 use crate::command::SteerError;
 use crate::snapshot::{
     ConfinementSnapshot, Latencies, RateSnapshot, Snapshot, TenantSnapshot, WorkerSnapshot,
@@ -16,12 +16,24 @@ use crate::snapshot::{
 /// Tenants that a snapshot shows.
 const TENANTS_SHOWN: usize = 10;
 
+/// Tenants that are collected before the busiest of them are found.
+const TENANTS_SORTED_MAX: usize = 256;
+
 impl Shard {
     /// A whole bulkhead.
     pub(super) fn snapshot(&self, named: usize) -> Snapshot {
         let places = self.compartments_of(named);
         let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
-        let mut snapshot = self.sum(named, &parts);
+        let mut sum = self.sum(&parts);
+        if let Layout::Isolated(isolated) = &self.named[named].layout {
+            sum.add_past(isolated);
+        }
+        self.whole(named, sum)
+    }
+
+    /// A whole bulkhead of which everything is added up.
+    pub(super) fn whole(&self, named: usize, sum: Sum) -> Snapshot {
+        let mut snapshot = sum.snapshot(self, named);
         snapshot.latency_ms = self.named[named].latency.percentiles();
         let (service, cause) = self.named[named].service.told(self.now);
         (snapshot.service, snapshot.service_cause) = (Some(service.name()), cause);
@@ -31,12 +43,12 @@ impl Shard {
                 snapshot.tenants = views.into_iter().map(share).collect();
             }
             Layout::Isolated(isolated) => {
-                snapshot.tenants = busiest(&parts);
-                snapshot.add(&isolated.past, isolated.past_restarts);
                 if isolated.is_draining {
                     snapshot.state = BulkheadState::Draining.name();
                 }
-                snapshot.breaker = self.breaker_of(named).name();
+                if isolated.is_forced_open {
+                    snapshot.breaker = BreakerState::ForcedOpen.name();
+                }
             }
         }
         snapshot
@@ -51,7 +63,7 @@ impl Shard {
         };
         let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::NoTenant)?;
         let part = &self.compartments[place];
-        let mut snapshot = self.sum(named, &[part]);
+        let mut snapshot = self.sum(&[part]).snapshot(self, named);
         snapshot.tenant = Some(tenant.to_owned());
         snapshot.latency_ms = part.latency.percentiles();
         let limits = part.policy.limits();
@@ -60,7 +72,6 @@ impl Shard {
         if isolated.is_draining {
             snapshot.state = BulkheadState::Draining.name();
         }
-        snapshot.tenants = busiest(&[part]);
         Ok(Box::new(snapshot))
     }
 
@@ -70,66 +81,14 @@ impl Shard {
         match &self.named[named].layout {
             Layout::Shared(place) => breaker(*place),
             Layout::Isolated(isolated) if isolated.is_forced_open => BreakerState::ForcedOpen,
-            Layout::Isolated(isolated) => worst(isolated.by_tenant.values().map(|&place| breaker(place))),
+            Layout::Isolated(isolated) => worst(isolated.tripped.iter().map(|&place| breaker(place))),
         }
     }
 
-    /// The state of a bulkhead in one word.
-    pub(super) fn state_of(&self, named: usize) -> BulkheadState {
-        match &self.named[named].layout {
-            Layout::Isolated(isolated) if isolated.is_draining => BulkheadState::Draining,
-            _ => {
-                let places = self.compartments_of(named);
-                state(&places.iter().map(|&place| &self.compartments[place]).collect::<Vec<_>>())
-            }
-        }
-    }
-
-    fn sum(&self, named: usize, parts: &[&Compartment]) -> Snapshot {
-        let mut counters = Counters::default();
-        parts.iter().for_each(|part| counters.add(part.policy.counters()));
-        let restarts = parts.iter().map(|part| part.policy.restarts()).sum::<u64>();
-        let policies = || parts.iter().map(|part| &part.policy);
-        let active = policies().filter(|policy| policy.activity() != Activity::Resting);
-        let capacity: u64 = active.map(|policy| u64::from(policy.limits().max_queue)).sum();
-        let queued = policies().map(|policy| policy.queued() as u64).sum();
-        let state = state(parts);
-        let trouble = policies().map(|policy| policy.last_trouble()).find(|trouble| !trouble.is_empty());
-        let is_fine = state == BulkheadState::Ready;
-        let limits = self.limits_of(named);
-        Snapshot {
-            name: self.named[named].name.as_ref().to_owned(),
-            tenant: None,
-            state: state.name(),
-            detail: trouble.filter(|_| !is_fine).map(str::to_owned),
-            service: None,
-            service_cause: None,
-            processes: limits.processes,
-            max_in_flight: limits.max_in_flight,
-            rate_limit: limits.rate_limit.map(RateSnapshot::from),
-            limit: policies().map(|policy| policy.limit()).sum(),
-            in_flight: policies().map(|policy| policy.in_flight()).sum(),
-            available: policies().map(|policy| policy.available()).sum(),
-            queued,
-            queue_capacity: capacity,
-            queue_available: capacity.saturating_sub(queued),
-            submitted: counters.submitted,
-            done: counters.ok,
-            failed: counters.failed,
-            crashed: counters.crashed,
-            deadline_exceeded: counters.deadline_exceeded,
-            cancelled: counters.cancelled,
-            rejected: rejected(&counters),
-            breaker: worst(policies().map(|policy| policy.breaker())).name(),
-            restarts,
-            retries: counters.retries,
-            quarantined: policies().map(|policy| policy.quarantined(self.now) as u64).sum(),
-            elsewhere: counters.elsewhere,
-            late_replies: counters.late_replies,
-            latency_ms: Latencies::default(),
-            tenants: Vec::new(),
-            workers: parts.iter().flat_map(|part| self.worker_snapshots(part)).collect(),
-        }
+    fn sum(&self, parts: &[&Compartment]) -> Sum {
+        let mut sum = Sum::default();
+        parts.iter().for_each(|part| sum.add(self, part));
+        sum
     }
 
     fn worker_snapshots(&self, compartment: &Compartment) -> Vec<WorkerSnapshot> {
@@ -170,20 +129,115 @@ impl Shard {
     }
 }
 
-impl Snapshot {
+/// What the parts of a bulkhead add up to.
+pub(super) struct Sum {
+    counters: Counters,
+    restarts: u64,
+    states: States,
+    trouble: Option<String>,
+    limit: u64,
+    in_flight: u64,
+    available: u64,
+    queued: u64,
+    capacity: u64,
+    breaker: BreakerState,
+    quarantined: u64,
+    tenants: Vec<TenantSnapshot>,
+    workers: Vec<WorkerSnapshot>,
+}
+
+impl Default for Sum {
+    fn default() -> Self {
+        Self {
+            counters: Counters::default(),
+            restarts: 0,
+            states: States::default(),
+            trouble: None,
+            limit: 0,
+            in_flight: 0,
+            available: 0,
+            queued: 0,
+            capacity: 0,
+            breaker: BreakerState::Closed,
+            quarantined: 0,
+            tenants: Vec::new(),
+            workers: Vec::new(),
+        }
+    }
+}
+
+impl Sum {
+    /// Adds a part.
+    pub(super) fn add(&mut self, shard: &Shard, part: &Compartment) {
+        let policy = &part.policy;
+        self.counters.add(policy.counters());
+        self.restarts += policy.restarts();
+        let is_resting = policy.activity() == Activity::Resting;
+        if part.tenant.is_none() || !is_resting {
+            self.states.add(policy.state());
+        }
+        if !is_resting {
+            self.capacity += u64::from(policy.limits().max_queue);
+        }
+        if self.trouble.is_none() {
+            self.trouble = Some(policy.last_trouble()).filter(|text| !text.is_empty()).map(str::to_owned);
+        }
+        self.limit += policy.limit();
+        self.in_flight += policy.in_flight();
+        self.available += policy.available();
+        self.queued += policy.queued() as u64;
+        self.breaker = worst([self.breaker, policy.breaker()].into_iter());
+        self.quarantined += policy.quarantined(shard.now) as u64;
+        self.workers.extend(shard.worker_snapshots(part));
+        self.tenants.extend(of_its_own(part));
+        if self.tenants.len() >= TENANTS_SORTED_MAX {
+            keep_busiest(&mut self.tenants);
+        }
+    }
+
     /// Adds what was counted in parts that are gone.
-    fn add(&mut self, past: &Counters, restarts: u64) {
-        self.submitted += past.submitted;
-        self.done += past.ok;
-        self.failed += past.failed;
-        self.crashed += past.crashed;
-        self.deadline_exceeded += past.deadline_exceeded;
-        self.cancelled += past.cancelled;
-        self.retries += past.retries;
-        self.late_replies += past.late_replies;
-        self.restarts += restarts;
-        for (reason, count) in rejected(past) {
-            *self.rejected.entry(reason).or_default() += count;
+    pub(super) fn add_past(&mut self, isolated: &Isolated) {
+        self.counters.add(&isolated.past);
+        self.restarts += isolated.past_restarts;
+    }
+
+    fn snapshot(mut self, shard: &Shard, named: usize) -> Snapshot {
+        let state = self.states.in_one();
+        let is_fine = state == BulkheadState::Ready;
+        let limits = shard.limits_of(named);
+        keep_busiest(&mut self.tenants);
+        Snapshot {
+            name: shard.named[named].name.as_ref().to_owned(),
+            tenant: None,
+            state: state.name(),
+            detail: self.trouble.filter(|_| !is_fine),
+            service: None,
+            service_cause: None,
+            processes: limits.processes,
+            max_in_flight: limits.max_in_flight,
+            rate_limit: limits.rate_limit.map(RateSnapshot::from),
+            limit: self.limit,
+            in_flight: self.in_flight,
+            available: self.available,
+            queued: self.queued,
+            queue_capacity: self.capacity,
+            queue_available: self.capacity.saturating_sub(self.queued),
+            submitted: self.counters.submitted,
+            done: self.counters.ok,
+            failed: self.counters.failed,
+            crashed: self.counters.crashed,
+            deadline_exceeded: self.counters.deadline_exceeded,
+            cancelled: self.counters.cancelled,
+            rejected: rejected(&self.counters),
+            breaker: self.breaker.name(),
+            restarts: self.restarts,
+            retries: self.counters.retries,
+            quarantined: self.quarantined,
+            elsewhere: self.counters.elsewhere,
+            late_replies: self.counters.late_replies,
+            latency_ms: Latencies::default(),
+            tenants: self.tenants,
+            workers: self.workers,
         }
     }
 }
@@ -193,20 +247,30 @@ fn rejected(counters: &Counters) -> BTreeMap<&'static str, u64> {
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
-/// The state of the parts in one word. Tenants without workers say nothing: none are wanted.
-fn state(parts: &[&Compartment]) -> BulkheadState {
-    let states: Vec<BulkheadState> = parts
-        .iter()
-        .filter(|part| part.tenant.is_none() || part.policy.activity() != Activity::Resting)
-        .map(|part| part.policy.state())
-        .collect();
-    let Some(&first) = states.first() else { return BulkheadState::Ready };
-    if states.iter().all(|&state| state == first) {
-        return first;
+/// The states of the parts. Tenants without workers say nothing: none are wanted.
+#[derive(Default)]
+pub(super) struct States {
+    first: Option<BulkheadState>,
+    differ: bool,
+    is_one_unwell: bool,
+}
+
+impl States {
+    pub(super) fn add(&mut self, state: BulkheadState) {
+        self.differ |= *self.first.get_or_insert(state) != state;
+        self.is_one_unwell |= !matches!(state, BulkheadState::Ready | BulkheadState::Starting);
     }
-    let is_well = |state: &BulkheadState| matches!(state, BulkheadState::Ready | BulkheadState::Starting);
-    // Somebody's first worker is always about to start.
-    if states.iter().all(is_well) { BulkheadState::Ready } else { BulkheadState::Degraded }
+
+    /// All of them in one word.
+    pub(super) fn in_one(&self) -> BulkheadState {
+        match self.first {
+            None => BulkheadState::Ready,
+            Some(state) if !self.differ => state,
+            Some(_) if self.is_one_unwell => BulkheadState::Degraded,
+            // Somebody's first worker is always about to start.
+            Some(_) => BulkheadState::Ready,
+        }
+    }
 }
 
 /// The breaker that matters most.
@@ -225,12 +289,10 @@ fn share(view: TenantView) -> TenantSnapshot {
     TenantSnapshot { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
 }
 
-fn busiest(parts: &[&Compartment]) -> Vec<TenantSnapshot> {
-    let mut tenants: Vec<TenantSnapshot> = parts.iter().filter_map(|part| of_its_own(part)).collect();
+fn keep_busiest(tenants: &mut Vec<TenantSnapshot>) {
     let load = |tenant: &TenantSnapshot| (u64::from(tenant.in_flight) + tenant.queued, tenant.submitted);
     tenants.sort_by(|a, b| load(b).cmp(&load(a)).then_with(|| a.name.cmp(&b.name)));
     tenants.truncate(TENANTS_SHOWN);
-    tenants
 }
 
 fn of_its_own(part: &Compartment) -> Option<TenantSnapshot> {

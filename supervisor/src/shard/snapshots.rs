@@ -1,0 +1,123 @@
+//! Snapshots in pieces: a bulkhead can remember thousands of tenants, and to look at all of them takes longer than
+//! jobs may wait. Each part is counted once: when it is looked at, or when it is forgotten before that.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::Shard;
+use super::named::{Compartment, Layout, Presence};
+use super::view::Sum;
+use crate::snapshot::Snapshot;
+
+/// Parts of bulkheads that one turn of the loop looks at. Fewer than these are all of one moment.
+const PARTS_PER_TURN: usize = 256;
+
+/// A snapshot that is being made.
+pub(super) struct SnapshotInPieces {
+    reply: oneshot::Sender<Vec<Snapshot>>,
+    /// Bulkheads that are still to be looked at: their places, and who is there.
+    wanted: VecDeque<(usize, Arc<str>)>,
+    begun: Option<Begun>,
+    done: Vec<Snapshot>,
+}
+
+/// A bulkhead of which some parts are looked at.
+struct Begun {
+    named: usize,
+    name: Arc<str>,
+    /// The other ones.
+    left: Vec<usize>,
+    sum: Sum,
+}
+
+impl Shard {
+    /// Begins to show bulkheads, and as a rule ends it.
+    pub(super) fn want_snapshot(&mut self, bulkhead: Option<&str>, reply: oneshot::Sender<Vec<Snapshot>>) {
+        let wanted = self.present().into_iter().map(|named| (named, self.named[named].name.clone()));
+        let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
+        self.snapshots.push_back(SnapshotInPieces { reply, wanted, begun: None, done: Vec::new() });
+        if self.snapshots.len() == 1 {
+            self.show_a_piece();
+        }
+    }
+
+    /// Goes on with the oldest one.
+    pub(super) fn show_a_piece(&mut self) {
+        let Some(mut snapshot) = self.snapshots.pop_front() else { return };
+        if snapshot.reply.is_closed() {
+            return;
+        }
+        let mut parts = PARTS_PER_TURN;
+        while parts > 0 {
+            if snapshot.begun.is_none() {
+                snapshot.begun =
+                    snapshot.wanted.pop_front().and_then(|(named, name)| self.begin(named, name));
+            }
+            match snapshot.begun.take() {
+                Some(mut begun) => {
+                    let is_whole = self.look_at_parts(&mut begun, &mut parts);
+                    if !self.is_there(&begun) {
+                        continue;
+                    }
+                    if is_whole {
+                        snapshot.done.push(self.whole(begun.named, begun.sum));
+                    } else {
+                        snapshot.begun = Some(begun);
+                    }
+                }
+                None if snapshot.wanted.is_empty() => {
+                    // Whoever asked may have gone.
+                    let _ = snapshot.reply.send(snapshot.done);
+                    return;
+                }
+                None => {}
+            }
+        }
+        self.snapshots.push_front(snapshot);
+    }
+
+    fn begin(&self, named: usize, name: Arc<str>) -> Option<Begun> {
+        let mut begun = Begun { named, name, left: Vec::new(), sum: Sum::default() };
+        if !self.is_there(&begun) {
+            return None;
+        }
+        begun.left = self.compartments_of(named);
+        if let Layout::Isolated(isolated) = &self.named[named].layout {
+            begun.sum.add_past(isolated);
+        }
+        Some(begun)
+    }
+
+    /// Whether it was not removed, and perhaps another put in its place.
+    fn is_there(&self, begun: &Begun) -> bool {
+        let named = &self.named[begun.named];
+        named.presence == Presence::Here && Arc::ptr_eq(&named.name, &begun.name)
+    }
+
+    /// Returns whether it has looked at all of them.
+    fn look_at_parts(&self, begun: &mut Begun, parts: &mut usize) -> bool {
+        while *parts > 0
+            && let Some(place) = begun.left.pop()
+        {
+            *parts -= 1;
+            begun.sum.add(self, &self.compartments[place]);
+        }
+        begun.left.is_empty()
+    }
+
+    /// A tenant's part that is forgotten counts as what it was, if nobody has looked at it yet.
+    pub(super) fn add_gone_to_snapshot(&mut self, named: usize, place: usize, gone: &Compartment) {
+        let mut snapshots = std::mem::take(&mut self.snapshots);
+        for begun in snapshots.iter_mut().filter_map(|snapshot| snapshot.begun.as_mut()) {
+            if begun.named == named
+                && let Some(at) = begun.left.iter().position(|&left| left == place)
+            {
+                begun.left.swap_remove(at);
+                begun.sum.add(self, gone);
+            }
+        }
+        self.snapshots = snapshots;
+    }
+}

@@ -1,0 +1,114 @@
+//! Whoever asks the supervisor all the time waits by themselves: jobs go on, and so does a stop.
+
+mod tenant_support;
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{PATIENCE, Supervisor, outcome, wait_for};
+use nix::sys::signal::Signal;
+use tenant_support::{assert_balanced, isolated};
+
+/// As many tenants of one bulkhead as are remembered, roughly.
+const TENANTS: usize = 4000;
+
+const HONEST: &str = "[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n";
+
+/// A supervisor that remembers many tenants, none of whom was served.
+fn crowded() -> (Supervisor, Client) {
+    let bulkheads = format!("{}{HONEST}", isolated("max_active = 1", "max_in_flight = 1"));
+    let supervisor = Supervisor::start(&bulkheads);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let busy = client.job("b", "").operation("hang").tenant("busy").start().unwrap();
+    supervisor.wait_number("b", "in_flight", 1);
+    for tenant in 0..TENANTS {
+        let refused = client.job("b", "").tenant(format!("t{tenant}")).send();
+        assert_eq!(outcome(&refused), "rejected/unavailable");
+    }
+    std::mem::forget(busy);
+    (supervisor, client)
+}
+
+/// Asks for these pages again and again beside `meanwhile`; returns how often there was an answer.
+fn besieged(supervisor: &Supervisor, pages: &[&str], meanwhile: impl FnOnce()) -> u64 {
+    let (is_over, answers) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for page in pages {
+            let (is_over, answers) = (&is_over, &answers);
+            scope.spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    answers.fetch_add(u64::from(supervisor.try_get(page).is_some()), Ordering::Relaxed);
+                }
+            });
+        }
+        wait_for("some are answered", || (answers.load(Ordering::Relaxed) > 0).then_some(()));
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(meanwhile));
+        is_over.store(true, Ordering::Relaxed);
+        if let Err(panic) = done {
+            std::panic::resume_unwind(panic);
+        }
+    });
+    answers.into_inner()
+}
+
+#[test]
+fn jobs_go_on_while_pages_about_thousands_of_tenants_are_asked_for_all_the_time() {
+    let (supervisor, client) = crowded();
+    let pages = ["/v1/bulkheads", "/v1/bulkheads/b", "/readyz", "/metrics"].repeat(4);
+    let mut jobs = 0;
+    let answers = besieged(&supervisor, &pages, || {
+        for _ in 0..100 {
+            assert_eq!(outcome(&client.job("honest", "").deadline(PATIENCE).send()), "ok");
+            jobs += 1;
+        }
+    });
+    // A job takes two turns of the loop or three, and each of these makes a part of one page of the large ones.
+    assert!(jobs == 100 && answers > 0);
+    let snapshot = supervisor.snapshot("b");
+    assert_balanced(&snapshot);
+    assert_eq!(snapshot["rejected"]["unavailable"], TENANTS);
+    assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200);
+}
+
+/// What is forgotten while it is looked at counts once.
+#[test]
+fn a_snapshot_in_pieces_adds_up_while_tenants_are_forgotten() {
+    let (supervisor, client) = crowded();
+    let submitted = TENANTS + 1;
+    besieged(&supervisor, &["/v1/bulkheads"; 2], || {
+        let mut least = 0;
+        for round in 0..20 {
+            for tenant in 0..50 {
+                let refused = client.job("b", "").tenant(format!("u{round}-{tenant}")).send();
+                assert_eq!(outcome(&refused), "rejected/unavailable");
+            }
+            let snapshot = supervisor.snapshot("b");
+            assert_balanced(&snapshot);
+            let now = snapshot["submitted"].as_u64().unwrap();
+            assert!(now >= least, "{now} after {least}");
+            least = now;
+        }
+    });
+    assert_eq!(supervisor.number("b", "submitted") as usize, submitted + 20 * 50);
+}
+
+#[test]
+fn a_stop_is_not_lost_in_a_crowd_of_commands() {
+    let (mut supervisor, _client) = crowded();
+    // So many ask that more commands wait than are taken; and none of them stays for the answer.
+    supervisor.signal(Signal::SIGSTOP);
+    let admin = supervisor.folder.path().join("admin.sock");
+    let ask = || {
+        let mut socket = UnixStream::connect(&admin).ok()?;
+        socket.write_all(b"GET /v1/bulkheads HTTP/1.1\r\nHost: x\r\n\r\n").ok()
+    };
+    let asked = (0..100).filter_map(|_| ask()).count();
+    assert!(asked > 0);
+    // The second one ends what would be waited for.
+    supervisor.signal(Signal::SIGTERM);
+    supervisor.signal(Signal::SIGINT);
+    supervisor.signal(Signal::SIGCONT);
+    assert!(supervisor.wait().success());
+}
