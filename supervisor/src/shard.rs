@@ -10,6 +10,7 @@ mod crashes;
 mod demand;
 mod ending;
 mod fallback;
+mod held_up;
 mod links;
 mod memory;
 mod metrics;
@@ -79,9 +80,6 @@ const EVENTS_PER_TURN: usize = 1024;
 
 /// How often slow peers are looked at, while there are any.
 const HOUSEKEEPING: Duration = Duration::from_millis(250);
-
-/// A turn that comes so much later than it was due means that the supervisor itself was held up.
-const HELD_UP: Duration = Duration::from_millis(500);
 
 const LISTENER: Token = Token(0);
 const WAKER: Token = Token(1);
@@ -300,6 +298,7 @@ pub struct Shard {
     /// The report about the death that is being applied, and the process that died: events name it.
     last_report: Option<(u32, CrashId)>,
     replays: Vec<Replay>,
+    pauses: held_up::Pauses,
     /// Whether what is told is told elsewhere already.
     is_quiet: bool,
     stopping: bool,
@@ -478,6 +477,7 @@ impl Shard {
             last_report: None,
             replays: Vec::new(),
             is_quiet: false,
+            pauses: held_up::Pauses::default(),
             stopping: false,
             started: false,
         };
@@ -517,9 +517,7 @@ impl Shard {
                 other => other?,
             }
             self.read_clock();
-            if due.is_some_and(|at| self.now.since(at) > HELD_UP) {
-                self.held_up();
-            }
+            self.mind_pause(due);
             self.turn(&events)?;
         }
         self.finish();
@@ -635,13 +633,6 @@ impl Shard {
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.
         let wait = due?.since(Time(u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)));
         Some(Duration::from_millis(u64::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)))
-    }
-
-    fn held_up(&mut self) {
-        self.keeper_asked_at = self.keeper_asked_at.map(|_| self.now);
-        for index in 0..self.compartments.len() {
-            self.apply(index, Event::HeldUp, Incoming::None);
-        }
     }
 
     /// Once for all that happened in a turn.

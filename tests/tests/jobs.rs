@@ -328,3 +328,29 @@ fn ten_thousand_jobs_beside_a_bulkhead_that_crashes_on_each() {
     assert_eq!(counts.get("crash crashed/signal"), Some(&2500), "{counts:?}");
     assert!(supervisor.number("crash", "restarts") >= 1000);
 }
+
+/// What was done is told, also if the supervisor itself was stopped and so did not say "too late" in time.
+#[test]
+fn an_answer_that_came_while_the_supervisor_was_stopped_is_told() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let deadline = Duration::from_secs(2);
+        let began = Instant::now();
+        let steps = "steps:count ran;wait end;count over";
+        let job = tokio::spawn(client.job("b", "").operation(steps).deadline(deadline).send());
+        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        supervisor.signal(nix::sys::signal::Signal::SIGSTOP);
+        supervisor.touch("end");
+        wait_for("it is over", || (supervisor.file_bytes("over") == 1).then_some(()));
+        wait_for("a second more than the deadline is over", || {
+            (began.elapsed() > deadline + Duration::from_secs(1)).then_some(())
+        });
+        supervisor.signal(nix::sys::signal::Signal::SIGCONT);
+        let reply = job.await.unwrap().unwrap();
+        assert!(reply.outcome().ran > deadline, "{:?}", reply.outcome());
+    });
+    let told = &supervisor.wait_events("held_up", 1)[0];
+    assert!(told["late_ms"].as_u64().unwrap() > 500, "{told}");
+    assert_eq!((&told["severity"], supervisor.number("b", "deadline_exceeded")), (&"warning".into(), 0));
+}

@@ -90,3 +90,57 @@ fn beyond_so_much_memory() {
     assert!(pids.len() >= 3, "{pids:?}");
     assert_settled(&supervisor, &pids);
 }
+
+/// "1 is a fresh process for each job", with nothing that waits but for a worker that is on its way.
+#[test]
+fn one_job_each() {
+    let bulkhead = |name: &str, program: &str| {
+        format!("[bulkhead.{name}]\n{program}\nprocesses = 2\nmax_queue = 0\nrecycle = {{ jobs = 1 }}\n")
+    };
+    let supervisor = Supervisor::start(&format!(
+        "{}{}",
+        bulkhead("b", "command = [\"MISBEHAVE\"]"),
+        bulkhead("x", "exec = [\"cat\"]")
+    ));
+    for (name, count) in [("b", 100), ("x", 20)] {
+        let client = Client::connect(supervisor.socket()).unwrap();
+        let pids: Vec<Option<u32>> = std::thread::scope(|scope| {
+            let lane = || {
+                let job = || client.job(name, "x").operation("echo").send().unwrap().outcome().worker_pid;
+                scope.spawn(move || (0..count).map(|_| job()).collect::<Vec<_>>())
+            };
+            let lanes = [lane(), lane()];
+            lanes.into_iter().flat_map(|lane| lane.join().unwrap()).collect()
+        });
+        assert_eq!(pids.iter().collect::<BTreeSet<_>>().len(), 2 * count, "{name}: {pids:?}");
+        assert_eq!(supervisor.number(name, "done"), 2 * count as u64, "{name}");
+    }
+}
+
+/// The number holds also for a worker that may run many at once, and is told that it may run more.
+#[test]
+fn no_worker_begins_more_than_so_many_jobs() {
+    let supervisor = supervisor("jobs = 5");
+    let resizes = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for most in [4, 1, 3].into_iter().cycle() {
+                if !resizes.load(Ordering::Relaxed) {
+                    break;
+                }
+                supervisor.resize("b", &format!("{{\"max_in_flight\": {most}}}"));
+                std::thread::park_timeout(Duration::from_millis(5));
+            }
+        });
+        let client = Client::connect(supervisor.socket()).unwrap();
+        let pids: Vec<Option<u32>> = std::thread::scope(|scope| {
+            let job = || client.job("b", "x").operation("echo").send().unwrap().outcome().worker_pid;
+            let lanes: Vec<_> =
+                (0..4).map(|_| scope.spawn(move || (0..50).map(|_| job()).collect::<Vec<_>>())).collect();
+            lanes.into_iter().flat_map(|lane| lane.join().unwrap()).collect()
+        });
+        resizes.store(false, Ordering::Relaxed);
+        let served = bulkhead_tests::tally(pids);
+        assert!(served.values().all(|&jobs| jobs <= 5), "{served:?}");
+    });
+}

@@ -1,11 +1,12 @@
 //! The state machine of one bulkhead: dispatch, deadlines and cancellation. Who gets in and who waits is in
-//! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`],
+//! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`] and [`recycle`],
 //! how many jobs may run in [`permits`], and how many workers there are to be in [`size`].
 
 mod admission;
 mod life;
 mod permits;
 mod recovery;
+mod recycle;
 mod size;
 mod view;
 
@@ -65,6 +66,8 @@ pub struct Bulkhead<T> {
     permits: u64,
     /// Those of them that are taken.
     in_use: u32,
+    /// Those that are held, also by workers that are not part of the limit any more.
+    held: u32,
     /// Slots that have, or will have, a worker.
     live_slots: u32,
     generations: u32,
@@ -123,6 +126,7 @@ impl<T> Bulkhead<T> {
             ready: 0,
             permits: 0,
             in_use: 0,
+            held: 0,
             live_slots: 0,
             generations: 0,
             spacing: Spacing::default(),
@@ -299,6 +303,7 @@ impl<T> Bulkhead<T> {
         };
         worker.jobs.push(index);
         worker.wanted += 1;
+        worker.begun += 1;
         if job.is_suspect {
             worker.apart = Apart::Taken;
         }
@@ -308,6 +313,9 @@ impl<T> Bulkhead<T> {
         self.refresh(place);
         let remaining = deadline_at.since(now);
         out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining });
+        if self.limits.recycle.jobs.is_some() {
+            self.mind_jobs_left(now, place, out);
+        }
     }
 
     // Answers.
@@ -391,7 +399,7 @@ impl<T> Bulkhead<T> {
             worker.wanted -= u32::from(is_wanted);
         }
         self.review(now, worker.place);
-        self.after_job(now, worker.place, out);
+        self.after_job(now, worker.place);
     }
 
     /// Takes a job that is in flight out of its worker's hands and out of the table.

@@ -44,7 +44,12 @@ pub(crate) struct Worker {
     /// When it is killed, unless it does what it should before.
     pub(crate) kill_at: Option<Time>,
     pub(crate) served: u64,
-    /// No replacement is tried before this.
+    /// Jobs that it was given.
+    pub(crate) begun: u64,
+    /// Whether those are as many as it may be given.
+    pub(crate) is_spent: bool,
+    /// No replacement is tried before this. Of one that waits for its turn: when it is seen whether that still
+    /// comes.
     pub(crate) succession_after: Time,
     /// Its level in the table of those that may take a job.
     pub(crate) listed: Option<u32>,
@@ -64,7 +69,7 @@ pub(crate) struct Worker {
 pub(crate) enum Role {
     /// It fills its slot.
     Current,
-    /// It will fill its slot once it is ready.
+    /// It will fill its slot once it is ready; if that is to have begun only so many jobs, not before it has.
     Successor(RecycleReason),
     /// It has been replaced.
     Retired,
@@ -128,12 +133,14 @@ pub(crate) struct End {
     pub(crate) is_in_vain: bool,
     /// It was ended before it had begun, for one that runs something else.
     pub(crate) is_unwanted: bool,
+    /// It had begun as many jobs as it may.
+    pub(crate) is_spent: bool,
 }
 
 impl End {
     /// Of one that did not even start.
     pub(crate) const NOT_STARTED: Self =
-        Self { is_unfit: true, is_clean: false, is_in_vain: false, is_unwanted: false };
+        Self { is_unfit: true, is_clean: false, is_in_vain: false, is_unwanted: false, is_spent: false };
 }
 
 impl Worker {
@@ -160,6 +167,8 @@ impl Worker {
             overdue: 0,
             kill_at: None,
             served: 0,
+            begun: 0,
+            is_spent: false,
             succession_after: Time::ZERO,
             listed: None,
             counted: false,
@@ -182,7 +191,12 @@ impl Worker {
 
     /// Whether its permits are part of the limit.
     pub(crate) fn is_available(&self) -> bool {
-        self.phase == Phase::Ready && self.kill_at.is_none()
+        self.phase == Phase::Ready && self.kill_at.is_none() && self.role == Role::Current
+    }
+
+    /// How many jobs it may still be given.
+    pub(crate) fn jobs_left(&self, limits: &Limits) -> u64 {
+        limits.recycle.jobs.map_or(u64::MAX, |most| most.saturating_sub(self.begun))
     }
 
     /// How long it may be silent: the beats it may miss, and one on its way.
@@ -243,6 +257,8 @@ pub(crate) struct Slot {
     pub(crate) debt: u32,
     /// Permits that all its workers have taken of the limit.
     pub(crate) in_use: u32,
+    /// Permits that all its workers hold, be they part of the limit or not.
+    pub(crate) held: u32,
     pub(crate) history: History,
     pub(crate) restarts: u64,
     /// How it stood when it was put to rest, if its worker was not to start then.

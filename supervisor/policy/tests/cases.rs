@@ -357,10 +357,10 @@ fn a_clean_exit_with_a_job_in_flight_is_a_crash() {
 #[test]
 fn a_recycled_worker_goes_on_until_its_replacement_is_ready() {
     let mut limits = limits(1, 1, 0);
-    limits.recycle.jobs = Some(1);
+    limits.recycle.age = Some(SECOND);
     let mut stage = Stage::ready(limits);
-    let (old, job) = (stage.newest_worker(), stage.job());
-    stage.reply(job);
+    let old = stage.newest_worker();
+    stage.wait(SECOND);
     let new = stage.newest_worker();
     assert_ne!(new, old);
     let between = stage.job();
@@ -380,21 +380,22 @@ fn a_recycled_worker_goes_on_until_its_replacement_is_ready() {
 #[test]
 fn a_slot_has_two_workers_at_most() {
     let mut limits = limits(1, 2, 0);
-    limits.recycle.jobs = Some(1);
+    limits.recycle.jobs = Some(2);
     let mut stage = Stage::ready(limits);
     let _hangs = stage.job();
-    for _ in 0..10 {
+    for _ in 0..3 {
         let job = stage.job();
         stage.reply(job);
-        if stage.spawned.len() == 2 && stage.drained.is_empty() {
+        if stage.spawned.len() == 2 && stage.bulkhead.limit() == 0 {
             stage.bring_up(stage.newest_worker());
         }
     }
-    assert_eq!(stage.bulkhead.workers(stage.now).len(), 2);
+    assert_eq!((stage.spawned.len(), stage.drained.len()), (2, 2), "both have begun all that they may");
+    let waits = stage.job();
     stage.die(stage.drained[0], Death::Signal(11));
-    let job = stage.job();
-    stage.reply(job);
     assert_eq!(stage.spawned.len(), 3, "now there is room for the next replacement");
+    stage.bring_up(stage.newest_worker());
+    stage.reply(waits);
 }
 
 /// A rolling restart replaces one worker after the other, and says nothing of trouble.

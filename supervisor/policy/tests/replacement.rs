@@ -1,10 +1,14 @@
-//! Workers that are replaced: how many jobs run meanwhile.
+//! Workers that are replaced: how many jobs run meanwhile, and how many one may begin.
 
 #![expect(clippy::panic, reason = "a test says what is wrong by panicking")]
 
 mod stage;
 
-use bulkhead_policy::{Death, Event, KillReason, Limits};
+use std::collections::BTreeSet;
+
+use bulkhead_policy::{
+    Change, Death, Event, KillReason, Limits, Note, RecycleReason, RestartCause, RestartPolicy,
+};
 use bulkhead_shared::JobId;
 use stage::{MS, SECOND, Stage, limits};
 
@@ -104,4 +108,155 @@ fn a_debt_is_that_of_its_own_slot_as_long_as_nothing_has_taken_it() {
     let (one, two) = (stage.job(), stage.job());
     assert_eq!((stage.holder(one), stage.holder(two)), (other, other));
     assert_eq!((stage.bulkhead.in_flight(), stage.bulkhead.limit()), (4, 2));
+}
+
+// So many jobs and no more.
+
+fn counted(jobs: u64, mut limits: Limits) -> Limits {
+    limits.recycle.jobs = Some(jobs);
+    limits
+}
+
+fn recycled(stage: &Stage) -> usize {
+    let is_one = |note: &&Note| matches!(note, Note::WorkerRecycled { reason: RecycleReason::Jobs, .. });
+    stage.notes.iter().filter(is_one).count()
+}
+
+/// The contract: 1 is a fresh process for each job. Jobs that come while there is none wait as they do at the
+/// start, without a queue as well.
+#[test]
+fn one_job_each_takes_as_many_workers_as_jobs() {
+    for policy in [RestartPolicy::Always, RestartPolicy::OnFailure, RestartPolicy::Never] {
+        let mut limits = counted(1, limits(2, 1, 0));
+        limits.restart.policy = policy;
+        let mut stage = Stage::ready(limits);
+        for _ in 0..100 {
+            let jobs = [stage.job(), stage.job()];
+            // Both have begun, or wait for two that are on their way.
+            for _ in 0..2 {
+                let gone = stage.drained.clone();
+                stage.bulkhead.workers(stage.now).iter().filter(|view| view.in_flight == 0).for_each(
+                    |view| {
+                        if gone.contains(&view.id) {
+                            stage.die(view.id, Death::Exit(0));
+                        } else if stage.bulkhead.limit() < 2 {
+                            stage.bring_up(view.id);
+                        }
+                    },
+                );
+            }
+            jobs.iter().for_each(|&job| stage.reply(job));
+        }
+        assert_eq!(stage.bulkhead.counters().ok, 200, "{policy:?}");
+        let workers: BTreeSet<_> = stage.dispatched.iter().map(|(worker, _)| worker.generation).collect();
+        assert_eq!((workers.len(), recycled(&stage)), (200, 200), "{policy:?}");
+        assert!(stage.causes.iter().flatten().all(|&cause| cause == RestartCause::Jobs));
+    }
+}
+
+/// The follower is ready before the last job is given, and has its turn then and not before: nothing waits, and
+/// each worker begins exactly as many as it may.
+#[test]
+fn the_next_worker_is_there_when_the_last_job_has_begun() {
+    let mut stage = Stage::starting(counted(10, limits(1, 1, 0)));
+    for turn in 0..5 {
+        let worker = stage.newest_worker();
+        if turn == 0 {
+            stage.wait(SECOND);
+            stage.bring_up(worker);
+        }
+        for job in 0..10 {
+            let job_id = stage.job();
+            assert_eq!(stage.holder(job_id), worker, "turn {turn}, job {job}");
+            stage.wait(SECOND);
+            stage.reply(job_id);
+            let next = stage.newest_worker();
+            assert!(job < 9 || next != worker, "turn {turn}: it starts too late");
+            if job == 8 {
+                assert_ne!(next, worker, "turn {turn}: a start takes as long as a job");
+                stage.bring_up(next);
+                assert_eq!((stage.bulkhead.limit(), stage.drained.len()), (1, turn));
+            }
+        }
+        assert_eq!((stage.drained[turn], recycled(&stage)), (worker, turn + 1));
+        stage.die(worker, Death::Exit(0));
+        // The next start takes a second as well.
+        stage.wait(SECOND);
+    }
+    assert_eq!(stage.killed, []);
+}
+
+/// A larger `max_in_flight` does not let a worker begin more, nor does a smaller number of jobs that is put in
+/// force while it works.
+#[test]
+fn no_number_lets_a_worker_begin_more() {
+    let mut stage = Stage::ready(counted(3, limits(1, 2, 8)));
+    let worker = stage.newest_worker();
+    stage.apply(Event::Change(Change { max_in_flight: Some(8), ..Change::default() }));
+    let jobs: Vec<_> = (0..5).map(|_| stage.job()).collect();
+    assert_eq!(stage.dispatched.iter().filter(|(holder, _)| *holder == worker).count(), 3);
+    stage.bring_up(stage.newest_worker());
+    assert!(jobs.iter().all(|&job| stage.was_given_out(job)));
+
+    let mut stage = Stage::ready(counted(9, limits(1, 2, 8)));
+    let worker = stage.newest_worker();
+    let (one, _two) = (stage.job(), stage.job());
+    stage.apply(Event::Reconfigure(Box::new(counted(2, limits(1, 2, 8)))));
+    assert_eq!(stage.drained, [worker]);
+    stage.reply(one);
+    let three = stage.job();
+    assert!(!stage.was_given_out(three));
+}
+
+/// A follower that does not start is tried again, while the worker that is spent still runs its last job.
+#[test]
+fn a_follower_that_fails_is_tried_again() {
+    let mut limits = counted(1, limits(1, 1, 1));
+    limits.restart.backoff_max = SECOND;
+    let mut stage = Stage::ready(limits);
+    let (old, job) = (stage.newest_worker(), stage.job());
+    stage.die(stage.newest_worker(), Death::Exit(3));
+    assert_eq!(stage.spawned.len(), 2);
+    stage.wait(SECOND);
+    assert_eq!(stage.spawned.len(), 3);
+    let next = stage.job();
+    stage.bring_up(stage.newest_worker());
+    assert!(!stage.was_given_out(next), "the bound");
+    stage.reply(job);
+    stage.die(old, Death::Exit(0));
+    assert_eq!(stage.holder(next), stage.spawned[2]);
+}
+
+/// What waits for its turn is as old as what it waits for: a restart starts anew.
+#[test]
+fn a_restart_ends_those_that_wait_for_their_turn() {
+    let mut stage = Stage::ready(counted(3, limits(1, 1, 0)));
+    let (old, job) = (stage.newest_worker(), stage.job());
+    let standby = stage.newest_worker();
+    stage.bring_up(standby);
+    assert_ne!(standby, old);
+    stage.apply(Event::Restart);
+    assert_eq!(stage.killed, [(standby, KillReason::Unwanted)]);
+    stage.die(standby, Death::Signal(9));
+    let new = stage.newest_worker();
+    stage.bring_up(new);
+    assert_eq!((stage.spawned.len(), &stage.drained), (3, &vec![old]));
+    stage.reply(job);
+}
+
+/// Nothing is there twice for long: where the jobs end before the last one, what waits for it takes over.
+#[test]
+fn who_waits_for_a_turn_that_does_not_come_takes_it() {
+    let mut stage = Stage::ready(counted(3, limits(1, 1, 0)));
+    let (old, job) = (stage.newest_worker(), stage.job());
+    let standby = stage.newest_worker();
+    stage.bring_up(standby);
+    stage.wait(5 * SECOND);
+    assert_eq!(stage.drained, [], "a job runs");
+    stage.reply(job);
+    stage.wait(SECOND);
+    assert_eq!((&stage.drained, stage.bulkhead.limit(), recycled(&stage)), (&vec![old], 1, 1));
+    stage.die(old, Death::Exit(0));
+    let next = stage.job();
+    assert_eq!(stage.holder(next), standby);
 }

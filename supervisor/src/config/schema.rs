@@ -389,7 +389,7 @@ const KEYS: &[Key] = &[
         "A worker that misses this many in a row is hung and killed."),
 
     key(RECYCLE, "jobs", Kind::Count { min: 1, max: defaults::NUMBER_MAX }, Preset::Described("off"),
-        "Replace a worker after this many jobs. The replacement is ready first, then the old one drains."),
+        "A worker begins this many jobs and no more: 1 is a fresh process for each job. Its replacement is started early enough to be ready by then, and waits for its turn."),
     key(RECYCLE, "rss", Kind::Size { min: 1, max: defaults::NUMBER_MAX }, Preset::Described("off"),
         "Replace a worker whose resident memory exceeds this."),
     key(RECYCLE, "age", Kind::Duration { min: SOME }, Preset::Described("off"),

@@ -99,6 +99,30 @@ fn serve(worker: &mut Worker) {
 
 pub(super) fn work(mut worker: Worker, rule: &str) {
     match rule {
+        "stops" => {
+            open(&mut worker, 0);
+            stop(&mut worker);
+        }
+        "falls-silent" => {
+            open(&mut worker, 0);
+            fall_silent(&mut worker);
+        }
+        "strays" => {
+            open(&mut worker, 0);
+            (1..=2_000).for_each(|number| worker.send(RESULT, number, empty(), b"whose?"));
+            let odd = Meta::default().text("odd").text("").u8(2).u8(9).end();
+            let job = worker.next();
+            worker.send(FAILED, job.number, odd, b"");
+            serve(&mut worker);
+        }
+        "waits" => {
+            open(&mut worker, 0);
+            assert_eq!(worker.next().kind, JOB);
+            mark("begun");
+            assert_eq!(worker.next().kind, CANCEL_JOB);
+            mark("cancelled");
+            forever();
+        }
         "closes" => {
             open(&mut worker, DISPATCH_THREAD);
             assert_eq!(worker.next().kind, JOB);
@@ -110,6 +134,30 @@ pub(super) fn work(mut worker: Worker, rule: &str) {
             leave(&mut worker, rule);
         }
     }
+}
+
+/// Says that it stops while jobs are on their way, and reads on until the supervisor has seen that.
+fn stop(worker: &mut Worker) {
+    if mark("came") > 0 {
+        return serve(worker);
+    }
+    let first = worker.next();
+    worker.send(STOPPING, 0, empty(), b"");
+    worker.send(RESULT, first.number, empty(), &first.payload);
+    serve(worker);
+    mark("drained");
+}
+
+/// Without the capability 1: not heard for ten intervals while it has a job, and never again once it has none.
+fn fall_silent(worker: &mut Worker) {
+    let again = mark("came") > 0;
+    let job = read_frame(&worker.socket).unwrap();
+    if again {
+        return worker.send(RESULT, job.number, empty(), b"again");
+    }
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    worker.send(RESULT, job.number, empty(), b"late but well");
+    forever();
 }
 
 fn forever() -> ! {
@@ -166,4 +214,74 @@ fn a_worker_that_closes_its_descriptor_and_lives_on_is_found() {
     let outcome = Client::connect(&supervisor).job("rules-closes", "", b"");
     assert_eq!(outcome.kind(), (CRASHED, CrashReason::Hung as u8));
     supervisor.wait_number("rules-closes", "limit", 1);
+}
+
+// The rest of the page.
+
+/// "There is no half-close".
+#[test]
+fn a_client_that_shuts_its_writing_side_has_gone() {
+    let supervisor = start("waits", "");
+    let mut client = Client::connect(&supervisor);
+    client.send(SUBMIT, 1, submit("rules-waits", "").end(), b"");
+    wait_for("the job runs", || (supervisor.file_bytes("begun") == 1).then_some(()));
+    client.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(read_frame(&client.socket).is_none(), "no outcome, and an end");
+    supervisor.wait_number("rules-waits", "cancelled", 1);
+    wait_for("its worker is told", || (supervisor.file_bytes("cancelled") == 1).then_some(()));
+}
+
+/// "Anything but 0 counts as 1", "a number that is not under way means nothing".
+#[test]
+fn odd_values_of_a_client() {
+    let supervisor = start("reads-a-byte", "retry = { attempts = 2, budget = 1.0 }");
+    let mut client = Client::connect(&supervisor);
+    let meta = Meta::default().text("rules-reads-a-byte").text("").text("").u64(0).u8(1).u8(2).u32(0);
+    client.send(CANCEL, 1, empty(), b"");
+    client.send(SUBMIT, 1, meta.end(), b"twice");
+    let outcome = client.outcome();
+    assert_eq!((outcome.kind(), outcome.attempts), ((OK, 0), 2), "tried again as one that is idempotent");
+    for number in [1, 77, u64::MAX] {
+        client.send(CANCEL, number, empty(), b"");
+    }
+    assert_eq!(client.job("rules-reads-a-byte", "", b"").kind(), (OK, 0), "nothing came in between");
+}
+
+/// "Dropped and counted"; "`retryable` is true if it is not 0, and any `fault` but 1 is the dependency's".
+#[test]
+fn odd_values_of_a_worker() {
+    let supervisor = start("strays", "");
+    let mut client = Client::connect(&supervisor);
+    let outcome = client.job("rules-strays", "", b"");
+    assert_eq!((outcome.kind(), outcome.retryable, outcome.fault), ((FAILED_OUTCOME, 0), 1, 2));
+    assert_eq!(client.job("rules-strays", "", b"").kind(), (OK, 0));
+    supervisor.wait_number("rules-strays", "late_replies", 2_000);
+    assert_eq!(supervisor.number("rules-strays", "restarts"), 0);
+}
+
+/// "The worker reads on up to DRAIN, finishes all that came, and exits".
+#[test]
+fn a_worker_that_stops_loses_no_job_that_is_on_its_way() {
+    let supervisor = start("stops", "max_in_flight = 8\nmax_queue = 100");
+    let mut client = Client::connect(&supervisor);
+    for number in 1..=50 {
+        client.send(SUBMIT, number, submit("rules-stops", "").end(), b"x");
+    }
+    let outcomes: Vec<_> = (0..50).map(|_| client.outcome()).collect();
+    assert!(
+        outcomes.iter().all(|outcome| outcome.kind() == (OK, 0) && outcome.attempts == 1),
+        "{outcomes:?}"
+    );
+    wait_for("it is drained", || (supervisor.file_bytes("drained") == 1).then_some(()));
+    supervisor.wait_number("rules-stops", "crashed", 0);
+}
+
+/// "Without it, it is from READY on, as long as the worker has no job".
+#[test]
+fn heartbeats_without_a_dispatch_thread_are_demanded_while_idle() {
+    let supervisor = start("falls-silent", "health = { heartbeat = \"200ms\", missed = 2 }");
+    // Its start is not over before it is ready, and then it has its job before it can be missed.
+    let outcome = Client::connect(&supervisor).job("rules-falls-silent", "", b"");
+    assert_eq!(outcome.kind(), (OK, 0), "{outcome:?}");
+    supervisor.wait_events("worker_hung", 1);
 }

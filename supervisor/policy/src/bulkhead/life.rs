@@ -21,7 +21,7 @@ const EXIT_PATIENCE: Duration = Duration::from_secs(2);
 const FORGIVEN_MAX: u32 = 20;
 
 /// How soon a worker that should be replaced and could not be is looked at again.
-const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
+pub(super) const RECYCLE_PAUSE: Duration = Duration::from_secs(1);
 
 impl<T> Bulkhead<T> {
     /// Starts a worker for a slot, to fill it or to succeed the one that does.
@@ -144,7 +144,9 @@ impl<T> Bulkhead<T> {
         let (pid, after) = (worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         out.push(Action::Note(Note::WorkerReady { worker: id, pid, after }));
         self.slots[slot as usize].has_settled = true;
-        if let Role::Successor(reason) = role {
+        if let Role::Successor(reason) = role
+            && !self.waits_for_its_turn(now, slot, id.place, reason)
+        {
             self.succeed(now, slot, id.place, reason, out);
         }
         self.refresh(id.place);
@@ -153,7 +155,14 @@ impl<T> Bulkhead<T> {
     }
 
     /// The successor is ready: it takes the slot, and the worker that had it is drained.
-    fn succeed(&mut self, now: Time, slot: u32, place: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
+    pub(super) fn succeed(
+        &mut self,
+        now: Time,
+        slot: u32,
+        place: u32,
+        reason: RecycleReason,
+        out: &mut Vec<Action<T>>,
+    ) {
         self.slots[slot as usize].successor = None;
         let old = match self.slots[slot as usize].state {
             SlotState::Occupied(old) => Some(old),
@@ -162,15 +171,19 @@ impl<T> Bulkhead<T> {
         self.set_slot(slot, SlotState::Occupied(place));
         if let Some(worker) = self.workers[place as usize].as_mut() {
             worker.role = Role::Current;
+            worker.succession_after = now;
         }
+        self.refresh(place);
+        self.arm(place);
         let Some(old) = old else { return };
         if let Some(worker) = self.workers[old as usize].as_mut() {
             worker.role = Role::Retired;
             // What has been sent SIGKILL already does not keep the next worker waiting.
             worker.is_written_off = matches!(worker.phase, Phase::Killing(_) | Phase::Dead(_));
             self.slots[slot as usize].retired += 1;
-            let recycled =
-                (!worker.is_dead()).then(|| Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason });
+            // Otherwise that has been told, or nothing of it is left to be replaced.
+            let recycled = (!worker.is_dead() && !worker.is_spent)
+                .then(|| Note::WorkerRecycled { pid: worker.pid.unwrap_or(0), reason });
             out.extend(recycled.map(Action::Note));
         }
         self.drain_worker(now, old, out);
@@ -255,16 +268,11 @@ impl<T> Bulkhead<T> {
     }
 
     /// What a finished job means for its worker.
-    pub(super) fn after_job(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
+    pub(super) fn after_job(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if worker.phase == Phase::Draining && worker.jobs.is_empty() {
             worker.kill_at = Some(now + EXIT_PATIENCE);
             self.arm(place);
-            return;
-        }
-        let (slot, served) = (worker.slot, worker.served);
-        if self.limits.recycle.jobs.is_some_and(|jobs| served >= jobs) {
-            self.recycle(now, slot, RecycleReason::Jobs, out);
         }
     }
 
@@ -277,11 +285,12 @@ impl<T> Bulkhead<T> {
     }
 
     /// Starts a successor for the worker of a slot, unless one is on its way or has failed just now, or
-    /// the one before is not gone yet: a slot has two workers at most.
+    /// the one before is not gone yet: a slot has two workers at most. One that waits for its turn has it now.
     fn recycle(&mut self, now: Time, slot: u32, reason: RecycleReason, out: &mut Vec<Action<T>>) {
         let entry = &self.slots[slot as usize];
         let SlotState::Occupied(place) = entry.state else { return };
-        if entry.successor.is_some() || entry.retired > 0 {
+        let standby = self.standby(slot);
+        if entry.successor != standby || entry.retired > 0 {
             return;
         }
         let is_due = self.workers[place as usize].as_ref().is_some_and(|worker| match reason {
@@ -289,8 +298,10 @@ impl<T> Bulkhead<T> {
             RecycleReason::Reload => worker.phase == Phase::Ready && worker.vintage != Vintage::New,
             _ => worker.phase == Phase::Ready && now >= worker.succession_after,
         });
-        if is_due {
-            self.spawn(now, slot, Role::Successor(reason), out);
+        match standby {
+            _ if !is_due => {}
+            Some(standby) => self.succeed(now, slot, standby, reason, out),
+            None => self.spawn(now, slot, Role::Successor(reason), out),
         }
     }
 
@@ -300,7 +311,9 @@ impl<T> Bulkhead<T> {
         for worker in self.workers.iter_mut().flatten() {
             worker.succession_after = now;
         }
+        self.dismiss_standbys(|_| true, out);
         self.roll_on(now, out);
+        self.follow_all_spent(now, out);
     }
 
     /// Goes on with the rolling restart once no successor is on its way, and the next slot has room for
@@ -308,7 +321,8 @@ impl<T> Bulkhead<T> {
     pub(super) fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(&(slot, reason)) = self.rolling.front()
             && self.slots[slot as usize].retired == 0
-            && self.slots.iter().all(|slot| slot.successor.is_none())
+            && (0..self.slots.len() as u32)
+                .all(|slot| self.slots[slot as usize].successor == self.standby(slot))
         {
             self.rolling.pop_front();
             match self.slots[slot as usize].state {
@@ -336,6 +350,7 @@ impl<T> Bulkhead<T> {
                 self.kill(place, KillReason::Unwanted, out);
             }
         }
+        self.dismiss_standbys(|_| true, out);
         self.spacing = Spacing::default();
         for slot in &mut self.slots {
             slot.history.proven();
@@ -344,6 +359,7 @@ impl<T> Bulkhead<T> {
         let slots = (0..self.slots.len() as u32).filter(|&slot| self.slots[slot as usize].state.is_wanted());
         self.rolling = slots.map(|slot| (slot, RecycleReason::Reload)).collect();
         self.roll_on(now, out);
+        self.follow_all_spent(now, out);
     }
 
     /// The next attempt to replace a worker that runs what was to be run before.
@@ -366,7 +382,13 @@ impl<T> Bulkhead<T> {
         if let Some(worker) = self.worker_mut(id)
             && worker.phase == Phase::Ready
         {
-            self.drain_worker(now, id.place, out);
+            let slot = worker.slot;
+            match self.standby(slot) {
+                Some(standby) if standby != id.place => {
+                    self.succeed(now, slot, standby, RecycleReason::Jobs, out);
+                }
+                _ => self.drain_worker(now, id.place, out),
+            }
         }
     }
 
@@ -379,7 +401,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    fn kill(&mut self, place: u32, reason: KillReason, out: &mut Vec<Action<T>>) {
+    pub(super) fn kill(&mut self, place: u32, reason: KillReason, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if matches!(worker.phase, Phase::Killing(_) | Phase::Dead(_)) {
             return;
@@ -410,13 +432,14 @@ impl<T> Bulkhead<T> {
             Phase::Ready | Phase::Draining => {
                 // Whoever is silent is not recycled before it is known why.
                 let age = match (worker.role, self.limits.recycle.age) {
-                    (Role::Current, Some(age)) if worker.silence == Silence::None => {
+                    (Role::Current, Some(age)) if worker.silence == Silence::None && !worker.is_spent => {
                         Some((worker.spawned_at + age).max(worker.succession_after))
                     }
                     _ => None,
                 };
                 let again = worker.replaced_again_at().filter(|_| worker.silence == Silence::None);
-                earlier(earlier(silence, again), earlier(age, worker.kill_at))
+                let follower = self.follower_due(worker).filter(|_| worker.silence == Silence::None);
+                earlier(earlier(silence, again), earlier(earlier(age, follower), worker.kill_at))
             }
             Phase::Killing(_) | Phase::Dead(_) => None,
         };
@@ -454,6 +477,8 @@ impl<T> Bulkhead<T> {
                 } else {
                     self.recycle_if_old(now, place, out);
                     self.replace_again(now, place, out);
+                    self.follow_again(now, place, out);
+                    self.mind_turn(now, place, out);
                 }
             }
             Phase::Handshaking { .. } | Phase::Initializing { .. } | Phase::Killing(_) | Phase::Dead(_) => {}
@@ -464,7 +489,7 @@ impl<T> Bulkhead<T> {
     fn recycle_if_old(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_old = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= now);
-        if worker.role != Role::Current || !is_old || now < worker.succession_after {
+        if worker.role != Role::Current || worker.is_spent || !is_old || now < worker.succession_after {
             return;
         }
         let slot = worker.slot;
@@ -534,6 +559,7 @@ impl<T> Bulkhead<T> {
         let is_clean = killed.is_none() && death == Death::Exit(0) && jobs.is_empty() && was_ready;
         let is_of_jobs = is_own_doing || killed == Some(KillReason::Deadline);
         let is_in_vain = is_of_jobs && !is_unfit && worker.served == 0;
+        let is_spent = worker.is_spent;
         let sentence = describe(death, killed.as_ref());
         // Under other policies a good end can be the last as well.
         if is_unfit || self.limits.restart.policy != RestartPolicy::Always {
@@ -553,7 +579,9 @@ impl<T> Bulkhead<T> {
         }
         self.slots[slot as usize].last_exit = Some(sentence.clone());
         if is_current {
-            self.slots[slot as usize].last_end = Some(RestartCause::of_end(death, killed.as_ref()));
+            let end = RestartCause::of_end(death, killed.as_ref());
+            let end = if is_clean && is_spent { RestartCause::Jobs } else { end };
+            self.slots[slot as usize].last_end = Some(end);
         }
         out.push(Action::Note(note));
         let (unread, begun) = self.take_back_unread(jobs);
@@ -571,7 +599,7 @@ impl<T> Bulkhead<T> {
         }
         let is_unwanted = killed == Some(KillReason::Unwanted);
         if let Some(worker) = self.worker_mut(id) {
-            worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted });
+            worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted, is_spent });
             (worker.wanted, worker.overdue, worker.kill_at) = (0, 0, None);
             self.refresh(id.place);
             self.arm(id.place);
@@ -592,6 +620,7 @@ impl<T> Bulkhead<T> {
             Role::Successor(_) if is_unwanted => {
                 self.slots[slot as usize].successor = None;
                 self.roll_on(now, out);
+                self.follow_spent(now, slot, out);
             }
             Role::Successor(reason) => self.successor_gone(now, slot, reason, out),
             Role::Current if is_unwanted && self.slots[slot as usize].successor.is_none() => {
@@ -639,10 +668,14 @@ impl<T> Bulkhead<T> {
                 worker.role = Role::Current;
             }
             self.set_slot(slot, SlotState::Occupied(successor));
+            self.refresh(successor);
+            self.arm(successor);
             return;
         }
         let may_restart = match self.limits.restart.policy {
             RestartPolicy::Always => true,
+            // One that was replaced in time would not have been asked either.
+            _ if end.is_clean && end.is_spent => true,
             RestartPolicy::OnFailure => !end.is_clean,
             RestartPolicy::Never => false,
         };

@@ -1,8 +1,8 @@
 //! Permits: how many jobs may run now, how many do, and which workers may take the next one.
 //!
-//! The bound holds across generations: what a worker that leaves still runs is a debt of its slot. A worker that
-//! has taken the slot bears it; until there is one, the slot's own share of the bound does, and only what exceeds
-//! that share is taken from other slots.
+//! The bound holds across generations: what a worker that leaves still runs is a debt of its slot. The part of the
+//! slot's share of the bound that is not in the limit bears it (all of it, while no worker is ready), then the
+//! worker that has taken the slot, and the other slots only what exceeds that share.
 
 use super::Bulkhead;
 use crate::workers::{Apart, Role, SlotState};
@@ -13,7 +13,8 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_available = worker.is_available();
         let level = worker.jobs.len() as u32;
-        let capacity = self.limits.max_in_flight.min(worker.promised);
+        let left = u32::try_from(worker.jobs_left(&self.limits)).unwrap_or(u32::MAX);
+        let capacity = self.limits.max_in_flight.min(worker.promised).min(level.saturating_add(left));
         if !is_available && worker.apart == Apart::Reserved {
             worker.apart = Apart::No;
             self.reserved = None;
@@ -67,14 +68,21 @@ impl<T> Bulkhead<T> {
             _ => (None, self.limits.max_in_flight),
         };
         let level = current.map_or(0, |worker| worker.jobs.len() as u32);
-        let in_use = match current.filter(|worker| worker.is_available()) {
+        let (taken, permits, debt) = match current.filter(|worker| worker.is_available()) {
             // Whoever is alone takes all of them.
-            Some(worker) if worker.apart != Apart::No => level.max(worker.permits) + entry.debt,
-            Some(_) => level + entry.debt,
-            None => (level + entry.debt).saturating_sub(share),
+            Some(worker) if worker.apart != Apart::No => {
+                (level.max(worker.permits), worker.permits, entry.debt)
+            }
+            Some(worker) => (level, worker.permits, entry.debt),
+            None => (0, 0, level + entry.debt),
         };
-        let before = std::mem::replace(&mut self.slots[slot as usize].in_use, in_use);
-        self.in_use = self.in_use + in_use - before;
+        // The part of the slot's share that is not in the limit bears what it can. While other numbers are put in
+        // force, a worker may still have permits by those of before.
+        let in_use = taken + debt.saturating_sub(share.saturating_sub(permits));
+        let held = taken + debt;
+        let entry = &mut self.slots[slot as usize];
+        self.held = self.held + held - std::mem::replace(&mut entry.held, held);
+        self.in_use = self.in_use + in_use - std::mem::replace(&mut entry.in_use, in_use);
     }
 
     /// Which worker is to have the next job. None, if more run than should: until as many have ended, no

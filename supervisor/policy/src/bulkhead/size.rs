@@ -82,6 +82,10 @@ impl<T> Bulkhead<T> {
             self.start_stopped(now, out);
         }
         self.replace_unresizable(now, out);
+        if before.recycle.jobs != self.limits.recycle.jobs {
+            self.recount_jobs_left(now, out);
+            self.dismiss_standbys(|_| true, out);
+        }
         let is_judged_anew = before.health.missed != self.limits.health.missed;
         for place in 0..self.workers.len() as u32 {
             if let Some(worker) = self.workers[place as usize].as_mut().filter(|_| is_judged_anew) {
@@ -125,6 +129,7 @@ impl<T> Bulkhead<T> {
     /// Workers that cannot be told of growth are replaced, one after the other.
     fn replace_unresizable(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let most = self.limits.max_in_flight;
+        self.dismiss_standbys(|worker| worker.promised < most, out);
         for worker in self.workers.iter_mut().flatten() {
             let is_behind = worker.role == Role::Current && worker.promised < most;
             if is_behind && !self.rolling.iter().any(|(slot, _)| *slot == worker.slot) {
@@ -218,6 +223,7 @@ impl<T> Bulkhead<T> {
             self.open_slot(now, slot, out);
         }
         self.roll_on(now, out);
+        self.follow_spent(now, slot, out);
     }
 
     // Rest.

@@ -279,7 +279,7 @@ impl<T> Bulkhead<T> {
 
     /// Permits that are taken, those of workers that take no more jobs included.
     pub fn permits_taken(&self) -> u32 {
-        self.in_use
+        self.held
     }
 
     /// Whether an ordinary job that came now would not run at once, since no permit is free that it may have.
@@ -327,7 +327,7 @@ impl<T> Bulkhead<T> {
             .iter()
             .filter(|slot| match slot.state {
                 SlotState::Occupied(place) => {
-                    self.workers[place as usize].as_ref().is_some_and(|w| w.counted)
+                    self.workers[place as usize].as_ref().is_some_and(|w| w.counted || w.is_spent)
                 }
                 _ => false,
             })

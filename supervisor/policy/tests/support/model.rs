@@ -5,6 +5,7 @@
 mod actions;
 mod events;
 mod recovery;
+mod recycle;
 mod slots;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -110,6 +111,12 @@ struct Worker {
     forgiven: u32,
     jobs: Vec<JobId>,
     served: u64,
+    /// Jobs that it was given, and whether those are all that it may have.
+    begun: u64,
+    is_spent: bool,
+    pid: Option<u32>,
+    /// Whether it follows one that may begin only so many jobs.
+    waits_its_turn: bool,
     killed: Option<KillReason>,
     /// What its death said of it; it is not swept up yet.
     dead: Option<Dead>,
@@ -149,6 +156,12 @@ struct Step {
     owed: BTreeMap<JobId, Verdict>,
     /// What is to be run is another from here on: workers that had not begun are to go.
     is_replaced: bool,
+    /// All are to be replaced by fresh ones.
+    is_restarted: bool,
+    /// How many jobs a worker may begin is another.
+    is_recounted: bool,
+    /// How many jobs at once a worker may have is told anew.
+    is_resized: bool,
     /// Whether a silence is put down to the machine.
     is_forgiven: bool,
     /// Those of them that may be tried again instead, and whether as suspects.
@@ -348,7 +361,8 @@ impl Model {
 
     /// How many jobs it may have now: no more than it was told to expect.
     fn capacity(&self, worker: &Worker) -> usize {
-        self.limits.max_in_flight.min(worker.promised) as usize
+        let most = self.limits.max_in_flight.min(worker.promised) as usize;
+        most.min(worker.jobs.len() + self.jobs_left(worker))
     }
 
     fn is_current(&self, worker: &Worker) -> bool {
@@ -363,7 +377,8 @@ impl Model {
     }
 
     fn is_available(&self, worker: &Worker) -> bool {
-        worker.phase == Phase::Ready && worker.lives_on() && !self.is_stuck(worker)
+        let is_ready = worker.phase == Phase::Ready && worker.lives_on();
+        is_ready && !self.is_stuck(worker) && self.is_current(worker)
     }
 
     /// Which worker is to have the next job.
@@ -408,11 +423,13 @@ impl Model {
         let running: usize = of_slot().map(|w| w.jobs.len()).sum();
         let is_closed = self.slots[slot].state == SlotState::Closed;
         let own = if is_closed { 0 } else { self.limits.max_in_flight as usize };
-        match of_slot().find(|w| self.is_available(w)) {
-            Some(w) if w.is_apart => running + self.capacity(w).saturating_sub(w.jobs.len()),
-            Some(_) => running,
-            None => running.saturating_sub(own),
-        }
+        let Some(worker) = of_slot().find(|w| self.is_available(w)) else {
+            return running.saturating_sub(own);
+        };
+        let (jobs, capacity) = (worker.jobs.len(), self.capacity(worker));
+        let taken = if worker.is_apart { jobs.max(capacity) } else { jobs };
+        // What it may not have of the slot's own is there for those that it replaced.
+        taken + (running - jobs).saturating_sub(own - capacity.min(own))
     }
 
     /// Jobs that run now, in whatever worker; not in one that had been killed when another took its slot.

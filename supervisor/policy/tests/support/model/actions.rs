@@ -38,6 +38,10 @@ impl Worker {
             forgiven: 0,
             jobs: Vec::new(),
             served: 0,
+            begun: 0,
+            is_spent: false,
+            pid: None,
+            waits_its_turn: false,
             killed: None,
             dead: None,
             killed_at: None,
@@ -49,7 +53,7 @@ impl Worker {
 impl Model {
     pub(super) fn action(&mut self, action: &Action<Tag>) {
         match action {
-            Action::Spawn { worker, slot, .. } => self.spawn(*worker, *slot),
+            Action::Spawn { worker, slot, again } => self.spawn(*worker, *slot, *again),
             Action::Dispatch { worker, job, remaining } => self.dispatch(*worker, *job, *remaining),
             Action::Cancel { worker, job } => {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
@@ -87,13 +91,14 @@ impl Model {
         job.worker = Some(id.place);
         self.workers.entry(id.place).and_modify(|worker| worker.jobs.push(job_id));
         self.step.dispatched.push((id, job_id));
+        self.begin(id);
     }
 
     fn drain_worker(&mut self, id: WorkerId) {
         let now = self.now;
         let is_due = self.live(id).is_some_and(|worker| {
             let says_so = self.step.cause == Cause::Stopping(id);
-            self.is_stopping() || says_so || !self.is_current(worker)
+            self.is_stopping() || says_so || worker.is_spent || !self.is_current(worker)
         });
         assert!(is_due, "{id:?} is drained for no reason");
         let worker = self.live_mut(id).expect("it is live");
@@ -126,7 +131,8 @@ impl Model {
             KillReason::Overdue => self.is_overdue(worker),
             KillReason::Unwanted => {
                 let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
-                has_not_begun && (self.is_stopping() || self.step.is_replaced || !self.is_wanted(worker))
+                let is_unwanted = self.step.is_replaced || !self.is_wanted(worker);
+                has_not_begun && (self.is_stopping() || is_unwanted) || self.is_dismissed(worker)
             }
             KillReason::KeeperDied => false,
         }
@@ -195,7 +201,10 @@ impl Model {
             let is_leaving = matches!(worker.phase, Phase::Draining { .. });
             assert!(is_leaving || self.is_wanted(worker), "{:?} is too many and goes on", worker.id);
             assert!(!is_ready || !self.is_stopping(), "{:?} was not told to stop", worker.id);
-            assert!(!is_ready || self.is_current(worker), "{:?} was replaced and goes on", worker.id);
+            let is_in_place = self.is_current(worker) || self.is_standby(worker);
+            assert!(!is_ready || is_in_place, "{:?} was replaced and goes on", worker.id);
+            assert!(!is_ready || !worker.is_spent, "{:?} is spent and goes on", worker.id);
+            assert!(!self.is_dismissed(worker), "{:?} waits for its turn in vain", worker.id);
         }
     }
 
@@ -204,6 +213,7 @@ impl Model {
         let is_watched = worker.watched_at.is_some_and(|at| self.now < at + worker.heartbeat);
         let is_fine = !self.is_silent(worker) || is_watched || worker.was_looked_at;
         assert!(is_fine, "{:?} is silent, and nobody cares", worker.id);
+        assert!(!self.is_to_be_followed(worker), "{:?} is spent, and nothing follows", worker.id);
         for reason in [Deadline, NoHello, NotReady, Overdue, Unwanted] {
             assert!(!self.may_kill(worker, &reason), "{:?} lives on in spite of {reason:?}", worker.id);
         }
@@ -305,8 +315,9 @@ impl Model {
                 self.coverage.see("backoff");
                 self.backoff(*slot, *delay);
             }
-            Note::WorkerRecycled { reason, .. } => {
+            Note::WorkerRecycled { pid, reason } => {
                 self.coverage.see(&format!("recycled {}", reason.name()));
+                self.recycled(*pid, *reason);
             }
             Note::BulkheadFailed { reason, .. } => {
                 assert_eq!(self.live_slots(), 0, "it is said to have failed, and a slot lives");

@@ -35,8 +35,9 @@ impl Model {
             Event::Rest => self.rest(),
             Event::Await => self.wait_for_start(),
             Event::Reset => self.poison = recovery::Poison::default(),
+            Event::Spawned { worker, pid } => self.spawned(*worker, *pid),
+            Event::Stopping { worker } => self.stopping(*worker),
             Event::Heard { .. } | Event::ChangeTenant { .. } => {}
-            Event::Spawned { worker, .. } => self.spawned(*worker),
             Event::ForceBreaker { .. } => {}
             Event::Lost { worker } => {
                 let is_dead =
@@ -51,7 +52,7 @@ impl Model {
             Event::Change(change) => self.change(*change),
             Event::Reconfigure(limits) => self.reconfigure(limits),
             Event::Replace => self.replace(),
-            Event::Memory { .. } | Event::Stopping { .. } | Event::Broke { .. } | Event::Said { .. } => {}
+            Event::Memory { .. } | Event::Broke { .. } | Event::Said { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
             Event::Cancel { job } => self.cancel(*job),
@@ -291,8 +292,9 @@ impl Model {
 
     // Workers.
 
-    fn spawned(&mut self, id: WorkerId) {
+    fn spawned(&mut self, id: WorkerId, pid: u32) {
         let hello_by = self.now + self.limits.start.handshake;
+        self.live_mut(id).into_iter().for_each(|worker| worker.pid = Some(pid));
         if let Some(worker) = self.live_mut(id)
             && worker.phase == Phase::Spawned
             && worker.killed.is_none()
@@ -336,11 +338,12 @@ impl Model {
         worker.phase = Phase::Ready;
         worker.ready_at = Some(now);
         let slot = worker.slot;
-        if let SlotState::Held { current, successor } = &mut self.slots[slot as usize].state
-            && *successor == Some(id.place)
+        if let SlotState::Held { current, successor } = self.slots[slot as usize].state
+            && successor == Some(id.place)
+            && !self.has_turns_left(current, id.place)
         {
-            let replaced = std::mem::replace(current, id.place);
-            *successor = None;
+            let replaced = current;
+            self.slots[slot as usize].state = SlotState::Held { current: id.place, successor: None };
             let is_killed = |worker: &Worker| worker.killed.is_some();
             let replaced = self.workers.get_mut(&replaced).filter(|worker| is_killed(worker));
             if let Some(replaced) = replaced {
@@ -460,6 +463,7 @@ impl Model {
     // The operator.
 
     fn restart(&mut self) {
+        self.step.is_restarted = true;
         self.rolling = (0..self.slots.len() as u32).collect();
         let now = self.now;
         self.workers.values_mut().for_each(|worker| worker.no_successor_before = now);

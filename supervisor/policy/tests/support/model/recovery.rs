@@ -156,6 +156,9 @@ impl Model {
         }
         let (policy, policy_before) = (limits.restart.policy, before.restart.policy);
         self.fit(true);
+        if before.recycle.jobs != limits.recycle.jobs {
+            self.recount();
+        }
         if policy != policy_before && policy != RestartPolicy::Never && !self.is_stopping() {
             self.start_stopped();
         }
@@ -173,6 +176,7 @@ impl Model {
         self.max_queue_ever = self.max_queue_ever.max(self.limits.max_queue);
         self.permits_ever = self.permits_ever.max(self.limits.processes * self.limits.max_in_flight);
         let (most, now) = (self.limits.max_in_flight, self.now);
+        self.step.is_resized = true;
         for worker in self.workers.values_mut().filter(|worker| worker.lives_on()) {
             let is_told = matches!(worker.phase, Phase::Initializing { .. } | Phase::Ready);
             if is_told_anew && is_told && worker.can_resize && worker.promised != most {

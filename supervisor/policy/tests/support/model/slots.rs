@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Activity, KillReason, RestartPolicy, Time, WorkerId};
+use bulkhead_policy::{Activity, KillReason, RestartCause, RestartPolicy, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
 use super::{Cause, Dead, Model, Phase, Worker};
@@ -82,7 +82,7 @@ impl Model {
         self.slots.iter().filter(|slot| slot.is_live()).count()
     }
 
-    pub(super) fn spawn(&mut self, id: WorkerId, slot: u32) {
+    pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, again: Option<RestartCause>) {
         assert!(!self.is_stopping(), "a worker is started while all are being stopped");
         assert!(id.generation > self.newest_generation, "a generation was used twice");
         assert!(!self.workers.contains_key(&id.place), "two workers in one place");
@@ -103,37 +103,35 @@ impl Model {
             _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
         };
         if let Some(current) = successor_to {
-            self.check_succession(slot, current);
+            self.check_succession(slot, current, again);
         }
         self.slots[slot as usize].state = match successor_to {
             Some(current) => SlotState::Held { current, successor: Some(id.place) },
             None => SlotState::Held { current: id.place, successor: None },
         };
-        self.workers.insert(id.place, Worker::new(id, slot, self.now, &self.limits));
+        let worker = Worker::new(id, slot, self.now, &self.limits);
+        let waits_its_turn = successor_to.is_some() && again == Some(RestartCause::Jobs);
+        self.workers.insert(id.place, Worker { waits_its_turn, ..worker });
         // One slot has its worker, and either one that follows it or one that leaves.
         let of_slot = self.workers.values().filter(|worker| worker.slot == slot).count();
         assert!(of_slot <= 2, "slot {slot} has {of_slot} workers");
     }
 
     /// Whether there is a reason to replace a worker that works.
-    fn check_succession(&mut self, slot: u32, current: u32) {
+    fn check_succession(&mut self, slot: u32, current: u32, cause: Option<RestartCause>) {
         let worker = &self.workers[&current];
-        assert!(worker.phase == Phase::Ready && worker.lives_on(), "it is on its way out already");
-        let recycle = &self.limits.recycle;
-        let is_due = match self.step.cause {
-            Cause::Replied(id) => id == worker.id && recycle.jobs.is_some_and(|jobs| worker.served >= jobs),
-            Cause::Memory(id) => id == worker.id && recycle.rss.is_some(),
-            Cause::Tick => recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now),
-            _ => false,
-        };
-        if is_due {
+        if cause == Some(RestartCause::Jobs) {
+            assert!(
+                self.limits.recycle.jobs.is_some() && worker.begun > 0,
+                "slot {slot} is recycled for no reason"
+            );
+            let is_at_it = worker.phase == Phase::Ready || worker.is_spent;
+            assert!(is_at_it && worker.lives_on(), "it is on its way out already");
             assert!(worker.no_successor_before <= self.now, "the next successor comes too soon");
             return;
         }
-        assert!(self.rolling.remove(&slot), "slot {slot} is recycled for no reason");
-        let others =
-            self.slots.iter().filter(|s| matches!(s.state, SlotState::Held { successor: Some(_), .. }));
-        assert_eq!(others.count(), 0, "a rolling restart replaces one after the other");
+        assert!(worker.phase == Phase::Ready && worker.lives_on(), "it is on its way out already");
+        self.check_turn(slot, current);
     }
 
     /// A worker is dead: what it left behind is swept up next.
@@ -188,8 +186,8 @@ impl Model {
                 Some(current) => SlotState::Held { current, successor: None },
                 None if is_unwanted => SlotState::Vacated(Next::Now),
                 None => SlotState::Vacated(match self.limits.restart.policy {
-                    RestartPolicy::Never => Next::Never,
-                    RestartPolicy::OnFailure if is_clean => Next::Never,
+                    RestartPolicy::Never if !(is_clean && worker.is_spent) => Next::Never,
+                    RestartPolicy::OnFailure if is_clean && !worker.is_spent => Next::Never,
                     _ if is_unfit => self.next(slot),
                     _ => self.next_fit(is_in_vain),
                 }),

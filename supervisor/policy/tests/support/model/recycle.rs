@@ -1,0 +1,135 @@
+//! Workers that may begin only so many jobs, and those that follow them.
+
+use std::time::Duration;
+
+use bulkhead_policy::{RecycleReason, WorkerId};
+
+use super::slots::SlotState;
+use super::{Cause, Model, Phase, Worker};
+
+impl Model {
+    /// How many jobs it may still be given.
+    pub(super) fn jobs_left(&self, worker: &Worker) -> usize {
+        let left = self.limits.recycle.jobs.map(|most| most.saturating_sub(worker.begun));
+        left.map_or(usize::MAX / 2, |left| left as usize)
+    }
+
+    /// A worker was given a job.
+    pub(super) fn begin(&mut self, id: WorkerId) {
+        self.workers.entry(id.place).and_modify(|worker| worker.begun += 1);
+        let most = self.limits.recycle.jobs.unwrap_or(u64::MAX);
+        assert!(self.workers[&id.place].begun <= most, "{id:?} begins more than {most} jobs");
+        self.spend(id.place);
+    }
+
+    pub(super) fn recount(&mut self) {
+        self.step.is_recounted = true;
+        let places: Vec<u32> = self.workers.keys().copied().collect();
+        places.into_iter().for_each(|place| self.spend(place));
+    }
+
+    /// One that has begun its last job goes, and the one that waits for that has its turn.
+    fn spend(&mut self, place: u32) {
+        let worker = &self.workers[&place];
+        let is_at_work = worker.phase == Phase::Ready && worker.lives_on() && self.is_current(worker);
+        if is_at_work && self.jobs_left(worker) == 0 {
+            self.workers.entry(place).and_modify(|worker| worker.is_spent = true);
+            self.give_turn(place);
+        }
+    }
+
+    fn give_turn(&mut self, place: u32) -> bool {
+        let slot = self.workers[&place].slot as usize;
+        let SlotState::Held { current, successor: Some(next) } = self.slots[slot].state else { return false };
+        let standby = &self.workers[&next];
+        let is_ready = standby.phase == Phase::Ready && standby.lives_on();
+        if current == place && is_ready {
+            self.coverage.see("its turn");
+            self.slots[slot].state = SlotState::Held { current: next, successor: None };
+            return true;
+        }
+        false
+    }
+
+    pub(super) fn stopping(&mut self, id: WorkerId) {
+        let is_ready = |worker: &Worker| worker.phase == Phase::Ready && worker.lives_on();
+        if self.live(id).is_some_and(is_ready) {
+            self.give_turn(id.place);
+        }
+    }
+
+    /// A worker is said to be replaced: if another waited, that has its turn for this reason.
+    pub(super) fn recycled(&mut self, pid: u32, reason: RecycleReason) {
+        let worker = self.workers.values().find(|worker| worker.pid == Some(pid) && self.is_current(worker));
+        let Some((place, slot)) = worker.map(|worker| (worker.id.place, worker.slot)) else { return };
+        if reason == RecycleReason::Jobs && !self.workers[&place].is_spent {
+            assert!(self.has_waited(slot), "slot {slot}: it was not its turn");
+            self.coverage.see("its turn since nothing comes");
+            assert!(self.give_turn(place) && self.workers[&place].jobs.is_empty());
+        } else if reason != RecycleReason::Jobs && self.give_turn(place) {
+            self.coverage.see("its turn for another reason");
+            self.check_turn(slot, place);
+        }
+    }
+
+    /// Whether one that is ready has waited for its turn for a second at least, and four times its start.
+    pub(super) fn has_waited(&self, slot: u32) -> bool {
+        let of_slot = self.workers.values().filter(|worker| worker.slot == slot);
+        of_slot.filter(|worker| self.is_standby(worker)).any(|worker| {
+            let ready_at = worker.ready_at.unwrap_or(self.now);
+            let patience = (ready_at.since(worker.spawned_at) * 4).max(Duration::from_secs(1));
+            ready_at + patience <= self.now
+        })
+    }
+
+    /// Whether there is another reason to replace a worker that works.
+    pub(super) fn check_turn(&mut self, slot: u32, current: u32) {
+        let worker = &self.workers[&current];
+        let recycle = &self.limits.recycle;
+        let is_due = match self.step.cause {
+            Cause::Memory(id) => id == worker.id && recycle.rss.is_some(),
+            Cause::Tick => recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now),
+            _ => false,
+        };
+        if is_due {
+            assert!(worker.no_successor_before <= self.now, "the next successor comes too soon");
+            return;
+        }
+        assert!(self.rolling.remove(&slot), "slot {slot} is recycled for no reason");
+        let on_their_way = self.workers.values().filter(|w| self.is_successor(w) && !self.is_standby(w));
+        assert_eq!(on_their_way.count(), 0, "a rolling restart replaces one after the other");
+    }
+
+    /// Whether the one that fills the slot may still begin a job before this one takes its place.
+    pub(super) fn has_turns_left(&self, current: u32, next: u32) -> bool {
+        let is_counted = self.workers[&next].waits_its_turn && self.limits.recycle.jobs.is_some();
+        let worker = &self.workers[&current];
+        let is_at_work = worker.phase == Phase::Ready && worker.lives_on();
+        is_counted && is_at_work && self.jobs_left(worker) > 0
+    }
+
+    fn is_successor(&self, worker: &Worker) -> bool {
+        let state = self.slots[worker.slot as usize].state;
+        matches!(state, SlotState::Held { successor, .. } if successor == Some(worker.id.place))
+    }
+
+    /// Whether it is ready and waits for its turn.
+    pub(super) fn is_standby(&self, worker: &Worker) -> bool {
+        worker.phase == Phase::Ready && worker.lives_on() && self.is_successor(worker)
+    }
+
+    /// Whether it waited, and is not what is wanted any more.
+    pub(super) fn is_dismissed(&self, worker: &Worker) -> bool {
+        let is_behind = self.step.is_resized && worker.promised < self.limits.max_in_flight;
+        let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;
+        self.is_standby(worker) && is_unwanted && !self.is_stopping()
+    }
+
+    /// Whether it has begun its last job, and nothing follows it though it could.
+    pub(super) fn is_to_be_followed(&self, worker: &Worker) -> bool {
+        let is_leaving = matches!(worker.phase, Phase::Draining { .. }) && worker.lives_on();
+        let others = self.workers.values().filter(|other| other.slot == worker.slot).count() - 1;
+        let may_be = self.is_current(worker) && !self.is_stopping() && worker.no_successor_before <= self.now;
+        worker.is_spent && is_leaving && others == 0 && may_be
+    }
+}

@@ -1,0 +1,60 @@
+//! Pauses of the supervisor itself: it was stopped, got no processor, or the machine was suspended. They say nothing
+//! about workers, and operators are told.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Event, Time};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::json;
+
+use super::{Incoming, Shard};
+use crate::command::Severity;
+
+/// A turn that comes so much later than it was due means that the supervisor itself was held up.
+const HELD_UP: Duration = Duration::from_millis(500);
+
+/// Of those that come sooner after each other, one is told.
+const TOLD_EVERY: Duration = Duration::from_secs(1);
+
+/// What is known of pauses.
+#[derive(Default)]
+pub(super) struct Pauses {
+    /// How far the clock that goes on while the machine is suspended was ahead of ours, in nanoseconds.
+    ahead_ns: Option<u64>,
+    told_at: Option<Time>,
+}
+
+impl Pauses {
+    /// For how long the machine was suspended since the last call. Our own clock stood still meanwhile, and with
+    /// it every deadline.
+    fn suspended(&mut self, now: Time) -> Duration {
+        let clock = clock_gettime(ClockId::Boottime);
+        let since_boot_ns = clock.tv_sec as u64 * 1_000_000_000 + clock.tv_nsec as u64;
+        let ahead_ns = since_boot_ns.saturating_sub(now.0);
+        let before_ns = self.ahead_ns.replace(ahead_ns).unwrap_or(ahead_ns);
+        Duration::from_nanos(ahead_ns.saturating_sub(before_ns))
+    }
+}
+
+impl Shard {
+    /// Notes at the begin of a turn that was due at `due` whether it comes too late.
+    pub(super) fn mind_pause(&mut self, due: Option<Time>) {
+        let suspended = self.pauses.suspended(self.now);
+        let late = due.map_or(Duration::ZERO, |at| self.now.since(at));
+        if late.max(suspended) <= HELD_UP {
+            return;
+        }
+        self.keeper_asked_at = self.keeper_asked_at.map(|_| self.now);
+        for index in 0..self.compartments.len() {
+            self.apply(index, Event::HeldUp, Incoming::None);
+        }
+        if self.pauses.told_at.is_none_or(|at| self.now.since(at) >= TOLD_EVERY) {
+            self.pauses.told_at = Some(self.now);
+            let mut fields = vec![("late_ms", json!(late.as_millis() as u64))];
+            if suspended > HELD_UP {
+                fields.push(("suspended_ms", json!(suspended.as_millis() as u64)));
+            }
+            self.event(Severity::Warning, "held_up", None, fields);
+        }
+    }
+}
