@@ -24,6 +24,7 @@ mod reports;
 mod sessions;
 mod shares;
 mod spans;
+mod start_failures;
 mod starvation;
 mod steer;
 mod tenants;
