@@ -128,10 +128,9 @@ fn workers_that_never_start_are_one_row_and_push_nothing_out() {
     let row = all.iter().find(is_of("broken")).unwrap();
     assert_eq!((&row["stage"], &row["exit_code"]), (&"starting".into(), &3.into()), "{row}");
     // The events of later ones name the same report.
+    let exits = supervisor.events("worker_exited").into_iter().filter(|event| event["bulkhead"] == "broken");
     let reports: BTreeMap<String, usize> =
-        bulkhead_tests::tally(supervisor.events("worker_exited").iter().filter_map(|event| {
-            (event["bulkhead"] == "broken").then(|| event["report"].as_str().unwrap_or("none").to_owned())
-        }));
+        bulkhead_tests::tally(exits.map(|event| event["report"].as_str().unwrap_or("none").to_owned()));
     assert_eq!(reports.keys().collect::<Vec<_>>(), [row["id"].as_str().unwrap()], "{reports:?}");
     let table = supervisor.command().arg("crashes").output().unwrap();
     let table = String::from_utf8(table.stdout).unwrap();
