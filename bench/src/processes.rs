@@ -77,8 +77,9 @@ pub(crate) fn programs() -> Result<PathBuf> {
     let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "--package", "bulkhead-supervisor", "--bins"]);
-    if folder.ends_with("release") {
-        cargo.arg("--release");
+    match folder.file_name().and_then(|name| name.to_str()) {
+        None | Some("debug") => {}
+        Some(profile) => drop(cargo.args(["--profile", profile])),
     }
     let status = cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).status()?;
     if status.success() { Ok(folder) } else { Err("the supervisor does not build".into()) }

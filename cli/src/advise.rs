@@ -86,6 +86,13 @@ fn head(advice: &Value) -> String {
         text(&seen["concurrency"]["max"]),
         text(&seen["limit"]),
     );
+    let rejected = seen["rejected"].as_object();
+    let total: u64 = rejected.map_or(0, |counts| counts.values().filter_map(Value::as_u64).sum());
+    if let Some(counts) = rejected.filter(|_| total > 0) {
+        let by: Vec<String> =
+            counts.iter().map(|(why, count)| format!("{} {count}", harmless(why))).collect();
+        head += &format!("; {total} rejected ({})", by.join(", "));
+    }
     if advice["enough"] != Value::Bool(true) {
         let is_silent = list(&advice["advice"]).is_empty() && list(&advice["kept"]).is_empty();
         let then = if is_silent { "too little to say anything" } else { "what follows is provisional" };

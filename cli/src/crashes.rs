@@ -45,13 +45,15 @@ async fn list(args: &Args, crashes: &Crashes) -> Result<u8, Failure> {
         return Ok(exit::OK);
     }
     let rows = all["crashes"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let mut table = table(&["ID", "TIME", "BULKHEAD", "CAUSE", "OPERATION", "TENANT", "UPTIME", "SERVED"]);
+    let mut table =
+        table(&["ID", "TIME", "BULKHEAD", "CAUSE", "COUNT", "OPERATION", "TENANT", "UPTIME", "SERVED"]);
     for row in rows {
         table.add_row([
             text(&row["id"]),
             seconds(&row["at"]),
             text(&row["bulkhead"]),
             cause_in_short(row),
+            row["count"].as_u64().unwrap_or(1).to_string(),
             named(&row["operation"]),
             named(&row["tenant"]),
             duration(&row["uptime_ms"]),
@@ -103,6 +105,9 @@ fn describe(report: &Value) -> String {
     let mut put = |name: &str, value: String| lines.push_str(&format!("{name:<12} {value}\n"));
     put("id", text(&report["id"]));
     put("time", text(&report["at"]));
+    if let Some(count @ 2..) = report["count"].as_u64() {
+        put("count", format!("{count} like this; this is the last"));
+    }
     put("bulkhead", text(&report["bulkhead"]));
     if report["tenant"].is_string() {
         put("tenant", named(&report["tenant"]));

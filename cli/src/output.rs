@@ -70,7 +70,7 @@ impl Failure {
             (None, _) => ("error", false),
         };
         json!({
-            "outcome": outcome, "reason": self.reason.map(RejectReason::name), "bulkhead": bulkhead,
+            "outcome": outcome, "reason": self.reason.map(RejectReason::name), "job": null, "bulkhead": bulkhead,
             "attempts": 0, "queued_ms": 0.0, "ran_ms": 0.0, "message": self.message, "executed": "no",
             "retryable": retryable,
         })
@@ -155,6 +155,9 @@ fn timing(outcome: &Outcome) -> String {
     if let Some(pid) = outcome.worker_pid {
         text.push_str(&format!(", worker {pid}"));
     }
+    if let Some(job) = outcome.job {
+        text.push_str(&format!(", job {job}"));
+    }
     text
 }
 
@@ -177,6 +180,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
             None => {
                 put("outcome", json!("unreachable"));
                 put("reason", Value::Null);
+                put("job", Value::Null);
                 put("bulkhead", json!(bulkhead));
                 put("attempts", json!(u8::from(error.executed() != Executed::No)));
                 put("queued_ms", json!(0.0));
@@ -191,6 +195,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
     let verdict = &outcome.verdict;
     put("outcome", json!(verdict.name()));
     put("reason", json!(verdict.reason()));
+    put("job", json!(outcome.job.map(|job| job.to_string())));
     put("bulkhead", json!(outcome.bulkhead));
     put("attempts", json!(outcome.attempts));
     put("queued_ms", rounded(outcome.queued));
@@ -231,7 +236,7 @@ pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> 
 /// The same of a job that this command has cancelled, if the supervisor did not say what became of it.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
     json!({
-        "outcome": "cancelled", "reason": null, "bulkhead": bulkhead, "attempts": 1, "queued_ms": 0.0,
+        "outcome": "cancelled", "reason": null, "job": null, "bulkhead": bulkhead, "attempts": 1, "queued_ms": 0.0,
         "ran_ms": 0.0, "executed": "unknown", "retryable": false,
     })
 }

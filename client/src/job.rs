@@ -176,6 +176,7 @@ impl Job {
     /// The outcome of a job that the supervisor never saw.
     fn unsent(&self, verdict: Verdict) -> Outcome {
         Outcome {
+            job: None,
             bulkhead: self.bulkhead.clone(),
             attempts: 0,
             queued: Duration::ZERO,

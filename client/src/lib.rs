@@ -30,7 +30,7 @@ mod requests;
 
 pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
 pub use bulkhead_shared::{
-    CrashReason, Executed, Fault, HandlerFailure, Outcome, Priority, RejectReason, Verdict,
+    CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, Priority, RejectReason, Verdict,
 };
 pub use connection::{Client, ConnectError};
 pub use job::{Job, JobError, JobHandle, Progress, Reply};

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{OutcomeMessage, Progress as ProgressMessage, Refused, Submit};
-use bulkhead_shared::codec;
+use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{Header, kind};
 use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_shared::{Executed, RejectReason};
+use bulkhead_shared::{Executed, JobId, RejectReason};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 
@@ -245,11 +245,14 @@ impl Requests {
     pub(crate) fn frame(&self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
         match header.kind {
             kind::OUTCOME => {
-                let message = decode::<OutcomeMessage<'_>>(metadata)?;
+                let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
                 // Who does not wait any more has cancelled.
                 let Some(waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
                 let result = match message.to_outcome() {
-                    Some(outcome) => JobError::from_outcome(outcome, payload),
+                    Some(mut outcome) => {
+                        outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
+                        JobError::from_outcome(outcome, payload)
+                    }
                     None => Err(JobError::unintelligible(&message)),
                 };
                 let _ = waiter.outcome.send(result);
@@ -322,8 +325,12 @@ impl Requests {
 }
 
 fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {
+    decode_with(metadata).map(|(message, _)| message)
+}
+
+fn decode_with<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<(M, Extensions<'m>), String> {
     let malformed = |error| format!("the supervisor sent what cannot be read: {error}");
-    codec::decode::<M>(metadata, &[]).map(|(message, _)| message).map_err(malformed)
+    codec::decode::<M>(metadata, &[]).map_err(malformed)
 }
 
 /// A place among those that wait for room in the outbox. Whoever leaves it lets the next one try.

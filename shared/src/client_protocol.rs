@@ -216,7 +216,7 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// The outcome told by this message; `None` if it uses a code that this version does not know.
+    /// The outcome told by this message, without the job's number, which is in an extension; `None` if it uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();
@@ -247,6 +247,7 @@ impl<'a> OutcomeMessage<'a> {
         };
         Some(Outcome {
             verdict,
+            job: None,
             bulkhead: self.bulkhead.to_owned(),
             attempts: self.attempts,
             queued: Duration::from_micros(self.queued_us),
@@ -268,6 +269,7 @@ mod tests {
         Outcome {
             retryable: verdict.is_retryable(true),
             verdict,
+            job: None,
             bulkhead: "thumbnail".into(),
             attempts: 2,
             queued: Duration::from_micros(1500),

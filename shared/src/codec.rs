@@ -36,6 +36,8 @@ pub mod tag {
     pub const SEAL: u16 = 2;
     /// The process that a program was, as the worker numbers it: 4 bytes; on a program's crash.
     pub const PROCESS: u16 = 3;
+    /// The number of a job, as a [`JobId`](crate::JobId): 8 bytes; on the outcome of a job that was taken.
+    pub const JOB: u16 = 4;
 }
 
 /// Why metadata could not be read.
@@ -64,12 +66,23 @@ impl<'a, T: Encode + BorrowDecode<'a, ()>> Message<'a> for T {}
 
 /// The extensions of a received message, each a tag and its bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Extensions<'a>(Vec<(u16, &'a [u8])>);
+pub struct Extensions<'a> {
+    /// The first one lies here, so that a single one takes no memory of its own: every outcome has one.
+    first: Option<(u16, &'a [u8])>,
+    others: Vec<(u16, &'a [u8])>,
+}
 
 impl<'a> Extensions<'a> {
     /// The bytes under a tag, if the peer sent it.
     pub fn get(&self, tag: u16) -> Option<&'a [u8]> {
-        self.0.iter().find(|(t, _)| *t == tag).map(|(_, bytes)| *bytes)
+        self.first.iter().chain(&self.others).find(|(t, _)| *t == tag).map(|(_, bytes)| *bytes)
+    }
+
+    fn push(&mut self, extension: (u16, &'a [u8])) {
+        match &self.first {
+            None => self.first = Some(extension),
+            Some(_) => self.others.push(extension),
+        }
     }
 }
 
@@ -124,7 +137,7 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     let mut rest = &bytes[used..];
     let (count, used) = take::<u64>(rest)?;
     rest = &rest[used..];
-    let mut extensions = Vec::new();
+    let mut extensions = Extensions::default();
     // Each extension takes bytes of its own, so that a made-up count ends at the end of the bytes.
     for _ in 0..count {
         let ((tag, value), used) = take::<(u16, &'a [u8])>(rest)?;
@@ -137,7 +150,7 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     if !rest.is_empty() {
         return Err(CodecError::LeftOver(rest.len()));
     }
-    Ok((message, Extensions(extensions)))
+    Ok((message, extensions))
 }
 
 fn take<'a, M: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<(M, usize), CodecError> {

@@ -2,12 +2,25 @@
 
 use std::fmt;
 
-/// Names one job inside one supervisor; it appears in events, logs and on the worker's link.
+/// Names one job inside one bulkhead of one supervisor; it appears in outcomes, events, logs, crash reports and on the
+/// worker's link, and is written in one way only: that of its [`Display`](fmt::Display).
 ///
 /// The low 24 bits are a place in the supervisor's table of the bulkhead and the rest counts up, so
 /// that a reply which comes too late never finds another job under its number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub u64);
+
+impl JobId {
+    /// The bytes of [`tag::JOB`](crate::codec::tag::JOB).
+    pub const fn to_bytes(self) -> [u8; 8] {
+        self.0.to_le_bytes()
+    }
+
+    /// The number in those bytes.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        Some(Self(u64::from_le_bytes(bytes.try_into().ok()?)))
+    }
+}
 
 impl fmt::Debug for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -15,6 +28,7 @@ impl fmt::Debug for JobId {
     }
 }
 
+/// The only notation of a job's number, wherever people or programs read it: hexadecimal digits.
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)

@@ -4,6 +4,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::JobId;
+
 /// Whether the handler began to work on the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -322,6 +324,9 @@ impl Verdict {
 pub struct Outcome {
     /// How it ended.
     pub verdict: Verdict,
+    /// The number under which events, crash reports and the worker know it, in that bulkhead; `None` if it was not
+    /// taken.
+    pub job: Option<JobId>,
     /// Who served it, or was asked to.
     pub bulkhead: String,
     /// How often a worker was given the job.

@@ -29,6 +29,10 @@ pub struct Args {
     #[arg(long, default_value = "info", value_name = "LEVEL")]
     pub log_level: String,
 
+    /// Whether the log has what workers write to stdout and stderr; `bulkhead logs` has it in any case
+    #[arg(long, value_enum, default_value_t = LogOutput::On, value_name = "WHETHER")]
+    pub log_output: LogOutput,
+
     /// What to do instead
     #[command(subcommand)]
     pub command: Option<Command>,
@@ -43,6 +47,14 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+}
+
+/// Whether the log has the output of workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum LogOutput {
+    On,
+    Off,
 }
 
 /// How log lines look.

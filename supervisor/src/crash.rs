@@ -216,8 +216,12 @@ impl From<crate::keeper::Usage> for Usage {
 #[expect(missing_docs, reason = "the names are those of the events and say what they hold")]
 pub struct CrashReport {
     pub id: CrashId,
+    /// When; of several, the last one.
     #[serde(with = "rfc3339")]
     pub at: SystemTime,
+    /// How many equal ones this stands for: workers that died alike before they were ready.
+    #[serde(default = "one")]
+    pub count: u32,
     pub bulkhead: String,
     /// The only tenant that the worker served, where tenants have workers of their own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -248,6 +252,10 @@ pub struct CrashReport {
     /// What confined the worker, as read back from the kernel.
     #[serde(default)]
     pub confinement: Option<serde_json::Value>,
+}
+
+const fn one() -> u32 {
+    1
 }
 
 /// A job in a crash report.
@@ -294,6 +302,7 @@ pub struct Summary {
     pub id: CrashId,
     #[serde(with = "rfc3339")]
     pub at: SystemTime,
+    pub count: u32,
     pub bulkhead: String,
     pub victim: Victim,
     pub stage: Stage,
@@ -322,6 +331,7 @@ impl CrashReport {
         Summary {
             id: self.id,
             at: self.at,
+            count: self.count,
             bulkhead: self.bulkhead.clone(),
             victim: self.victim,
             stage: self.stage,
@@ -395,6 +405,7 @@ pub(crate) mod tests {
         CrashReport {
             id: CrashId::new(at, number),
             at,
+            count: 1,
             bulkhead: "b".into(),
             tenant: None,
             victim: Victim::Worker,

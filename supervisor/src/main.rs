@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use bulkhead_supervisor::args::{Args, Command, LogFormat};
+use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::{config, doctor, keeper, supervisor};
 use clap::Parser;
@@ -56,7 +56,9 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         LogFormat::Text => logging::LogFormat::Text,
         LogFormat::Json => logging::LogFormat::Json,
     };
-    if let Err(error) = logging::init(format, &args.log_level) {
+    let selection =
+        logging::Selection { level: &args.log_level, has_output: args.log_output == LogOutput::On };
+    if let Err(error) = logging::init(format, selection) {
         let _ = writeln!(io::stderr(), "error: {error}");
         return ExitCode::from(USAGE);
     }

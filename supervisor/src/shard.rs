@@ -27,6 +27,7 @@ mod sessions;
 mod shares;
 mod snapshots;
 mod spans;
+mod start_failures;
 mod starvation;
 mod steer;
 mod tenants;

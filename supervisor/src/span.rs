@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use bulkhead_shared::limits::cut;
 use bulkhead_shared::trace::Traceparent;
-use bulkhead_shared::{Executed, Fault, Outcome, Priority, Verdict};
+use bulkhead_shared::{Executed, Fault, JobId, Outcome, Priority, Verdict};
 
 /// Bytes of an outcome's sentence for people that a span has.
 const MESSAGE_BYTES_MAX: usize = 512;
@@ -48,6 +48,8 @@ pub struct SpanEnd {
     pub is_error: bool,
     /// Whether the handler began.
     pub executed: Executed,
+    /// Its number there; `None` if it was not taken.
+    pub job: Option<JobId>,
     /// Who served it, or was asked to: a fallback, perhaps.
     pub served_by: Box<str>,
     /// How often a worker was given it.
@@ -69,6 +71,7 @@ impl From<&Outcome> for SpanEnd {
             message: verdict.message().map(|message| cut(message, MESSAGE_BYTES_MAX).into()),
             is_error: is_error(verdict),
             executed: verdict.executed(),
+            job: outcome.job,
             served_by: outcome.bulkhead.as_str().into(),
             attempts: outcome.attempts,
             queued: outcome.queued,

@@ -50,8 +50,9 @@ pub fn programs() -> PathBuf {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.args(["build", "--quiet", "--workspace", "--bins"]);
         cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-        if folder.ends_with("release") {
-            cargo.arg("--release");
+        match folder.file_name().and_then(|name| name.to_str()) {
+            None | Some("debug") => {}
+            Some(profile) => drop(cargo.args(["--profile", profile])),
         }
         assert!(cargo.status().expect("cargo runs").success(), "the workspace does not build");
     });

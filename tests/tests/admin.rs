@@ -842,8 +842,10 @@ fn the_log_is_one_json_object_a_line() {
     let summary = wait_for("the summary is logged", || {
         objects(&supervisor).into_iter().find(|o| message(o).starts_with("summary") && o["bulkhead"] == "b")
     });
-    for part in ["state=\"ready\"", "workers=1", "in_flight=0", "queued=0", "done=0", "restarts=0"] {
-        assert!(message(&summary).contains(part), "{part}: {summary}");
+    assert_eq!((&summary["kind"], &summary["state"]), (&"summary".into(), &"ready".into()), "{summary}");
+    assert_eq!(message(&summary), "summary", "the rest are fields");
+    for (field, number) in [("workers", 1), ("in_flight", 0), ("queued", 0), ("done", 0), ("restarts", 0)] {
+        assert_eq!(summary[field], number, "{field}: {summary}");
     }
     kill_pid(supervisor.0.id(), Signal::SIGHUP);
     wait_for("it goes on", || (try_ask(folder.path(), "GET", "/readyz", &[])?.status == 200).then_some(()));
@@ -851,6 +853,7 @@ fn the_log_is_one_json_object_a_line() {
     let all = objects(&supervisor);
     for object in &all {
         assert!(object["timestamp"].is_string() && object["level"].is_string(), "{object}");
+        assert!(object["target"].is_string() && object["message"].is_string(), "{object}");
     }
     assert_eq!(all.iter().filter(|o| message(o) == "ready").count(), 1, "ready is said once");
     assert_eq!(message(all.last().unwrap()), "stopped", "{all:?}");

@@ -339,6 +339,7 @@ fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
     let verdict = Verdict::Cancelled { executed: Executed::Yes };
     let told = Outcome {
         verdict,
+        job: None,
         bulkhead: "b".into(),
         attempts: 1,
         queued: Duration::ZERO,

@@ -41,7 +41,7 @@ extern "C" {
 typedef struct bulkhead_job {
     uint32_t struct_size;      /* sizeof(bulkhead_job) as the host knows it */
     uint32_t reserved;
-    uint64_t number;           /* names the job in the supervisor's logs and events */
+    uint64_t number;           /* names the job in outcomes, logs and events, which write it as "%" PRIx64 does */
     const char *operation;     /* never NULL; "" if the caller named none */
     const char *tenant;        /* never NULL; "" if the caller named none */
     const uint8_t *payload;    /* never NULL, even if payload_len is 0 */

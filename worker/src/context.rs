@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use bulkhead_shared::JobId;
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::worker_protocol::{Extend, Status};
@@ -108,9 +109,15 @@ impl<S> Ctx<S> {
         self.order.traceparent.as_deref()
     }
 
-    /// The number under which the supervisor's logs and events know the job.
+    /// The number under which outcomes, events, logs and crash reports know the job. They write it as [`id`](Self::id)
+    /// does, in hexadecimal digits.
     pub fn number(&self) -> u64 {
         self.order.number
+    }
+
+    /// The same, to be written in the one notation of all: `format!("job {}", ctx.id())`.
+    pub fn id(&self) -> JobId {
+        JobId(self.order.number)
     }
 
     /// When the client is told that it took too long.

@@ -28,6 +28,6 @@ pub mod host;
 
 #[cfg(feature = "tokio")]
 pub use asynchronous::serve_async;
-pub use bulkhead_shared::Fault;
+pub use bulkhead_shared::{Fault, JobId};
 pub use context::{Ctx, Job, StartCtx};
 pub use server::{HandlerError, Reply, Server, serve};

@@ -1,5 +1,6 @@
 //! The tour: supervises the examples, sends real work and hostile work at the same time, shows what
-//! became of every job, and checks that nothing but the hostile jobs came to harm.
+//! became of every job, and checks that nothing but the hostile jobs came to harm. What is judged is that, and not how
+//! fast this machine is, or what else it has to do.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -9,11 +10,12 @@ use bulkhead_client::{Client, Job, JobError, Reply};
 use bulkhead_shared::process_tree::descendants_of;
 use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 
-/// How long the supervisor may take to stop; its own `drain_timeout` is 5 s.
-const STOP_MAX: Duration = Duration::from_secs(20);
+/// How long anything may take on a machine that has other work: to start, to stop, to do an honest job. On an idle
+/// one it takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(300);
 
-/// How long the kernel may take to clear away what was killed.
-const LEFT_MAX: Duration = Duration::from_secs(2);
+/// The deadline of jobs that never end; longer each time that one spent it in the queue, where nothing was seen of it.
+const ENDLESS: Duration = Duration::from_secs(1);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -26,12 +28,19 @@ struct Case {
     payload: Vec<u8>,
     /// The outcomes that are as promised.
     expected: &'static [&'static str],
+    /// Whether it would run for ever.
+    is_endless: bool,
 }
 
 impl Case {
     fn good(bulkhead: &'static str, what: impl Into<String>, payload: impl Into<Vec<u8>>) -> Self {
         let (what, payload) = (what.into(), payload.into());
-        Self { bulkhead, operation: "", tenant: String::new(), what, payload, expected: &["ok"] }
+        let tenant = String::new();
+        Self { bulkhead, operation: "", tenant, what, payload, expected: &["ok"], is_endless: false }
+    }
+
+    fn endless(self) -> Self {
+        Self { expected: &["deadline_exceeded/running"], is_endless: true, ..self }
     }
 
     fn hostile(operation: &'static str, expected: &'static [&'static str]) -> Self {
@@ -84,7 +93,7 @@ impl Supervisor {
             match self.0.try_wait()? {
                 Some(status) if status.success() => return Ok(()),
                 Some(status) => return Err(format!("the supervisor ended with {status}").into()),
-                None if began.elapsed() > STOP_MAX => return Err("the supervisor does not stop".into()),
+                None if began.elapsed() > PATIENCE => return Err("the supervisor does not stop".into()),
                 None => std::thread::sleep(Duration::from_millis(5)),
             }
         }
@@ -113,7 +122,7 @@ fn nothing_left() -> Result<()> {
         if left.is_empty() {
             return Ok(());
         }
-        if began.elapsed() > LEFT_MAX {
+        if began.elapsed() > PATIENCE {
             return Err(format!("these processes are left: {left:?}").into());
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -125,10 +134,13 @@ fn build() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
     let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--quiet", "--workspace", "--bins"]);
-    if folder.ends_with("release") {
-        cargo.arg("--release");
+    cargo.args(["build", "--quiet", "--bins"]);
+    cargo.args(["-p", "bulkhead-supervisor", "-p", "bulkhead-worker", "-p", "bulkhead-examples"]);
+    match folder.file_name().and_then(|name| name.to_str()) {
+        None | Some("debug") => {}
+        Some(profile) => drop(cargo.args(["--profile", profile])),
     }
+    println!("building the supervisor and the examples");
     let status = cargo.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).status()?;
     if status.success() { Ok(folder) } else { Err("the workspace does not build".into()) }
 }
@@ -147,11 +159,15 @@ fn start(programs: &Path, folder: &Path) -> Result<(Supervisor, PathBuf)> {
         .stdin(Stdio::null())
         .stderr(log)
         .spawn()?;
-    let supervisor = Supervisor(child);
+    let mut supervisor = Supervisor(child);
     let began = Instant::now();
-    while !socket.exists() {
-        if began.elapsed() > Duration::from_secs(20) {
-            return Err("the supervisor does not start; see its log".into());
+    while std::os::unix::net::UnixStream::connect(&socket).is_err() {
+        let log = || std::fs::read_to_string(folder.join("log")).unwrap_or_default();
+        if let Some(status) = supervisor.0.try_wait()? {
+            return Err(format!("the supervisor ended with {status}:\n{}", log()).into());
+        }
+        if began.elapsed() > PATIENCE {
+            return Err(format!("the supervisor does not start:\n{}", log()).into());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -188,26 +204,25 @@ fn cases() -> Result<Vec<Case>> {
     cases.push(Case { expected: &["failed/not_an_image"], ..case });
     let runaway = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n";
     let hungry = "SELECT hex(zeroblob(200000000))";
+    let mallory = |what: &str, sql: &str| Case { tenant: "mallory".into(), ..Case::good("sql", what, sql) };
+    let case = mallory("a query that eats memory", hungry);
+    cases.push(Case { expected: &["failed/out_of_memory"], ..case });
+    let case = mallory("a query with a mistake", "SELEKT 1");
+    cases.push(Case { expected: &["failed/sql"], ..case });
     // The endless ones last: they keep both workers until their deadline.
-    for (operation, what, sql, expected) in [
-        ("", "a query that eats memory", hungry, &["failed/out_of_memory"]),
-        ("", "a query with a mistake", "SELEKT 1", &["failed/sql"]),
-        ("", "a query that never ends", runaway, &["deadline_exceeded/running"]),
-        ("polite", "the same, watched by its worker", runaway, &["deadline_exceeded/running"]),
-    ] {
-        let case = Case::good("sql", what, sql);
-        cases.push(Case { operation, tenant: "mallory".into(), expected, ..case });
-    }
+    cases.push(mallory("a query that never ends", runaway).endless());
+    let case = mallory("the same, watched by its worker", runaway).endless();
+    cases.push(Case { operation: "polite", ..case });
     cases.push(Case::hostile("abort", &["crashed/signal"]));
     cases.push(Case::hostile("segfault", &["crashed/signal"]));
     cases.push(Case::hostile("exit", &["crashed/exit"]));
     cases.push(Case::hostile("exit99", &["crashed/exit"]));
     cases.push(Case::hostile("panic", &["failed/panic"]));
-    cases.push(Case::hostile("hang", &["deadline_exceeded/running"]));
-    cases.push(Case::hostile("spin", &["deadline_exceeded/running"]));
-    cases.push(Case::hostile("fork", &["deadline_exceeded/running"]));
+    cases.push(Case::hostile("hang", &[]).endless());
+    cases.push(Case::hostile("spin", &[]).endless());
+    cases.push(Case::hostile("fork", &[]).endless());
     cases.push(Case::hostile("leak", &["crashed/signal"]));
-    cases.push(Case::hostile("flood", &["ok", "deadline_exceeded/running"]));
+    cases.push(Case::hostile("flood", &["ok"]));
     Ok(cases)
 }
 
@@ -228,19 +243,22 @@ async fn work(socket: &Path, thumbnails: &Path) -> Result<()> {
     let burst = async {
         let mut running = Vec::new();
         for case in honest {
-            let job = job(&client, &case);
-            running.push((case, tokio::spawn(job.send())));
+            let client = client.clone();
+            running.push(tokio::spawn(async move {
+                let result = send(&client, &case).await;
+                (case, result)
+            }));
         }
         let mut done = Vec::new();
-        for (case, task) in running {
-            done.push((case, task.await));
+        for task in running {
+            done.push(task.await);
         }
         done
     };
     let (hostile, honest) = tokio::join!(sequence, burst);
     let mut jobs = Vec::new();
-    for (case, result) in honest {
-        jobs.push((case, result?));
+    for done in honest {
+        jobs.push(done?);
     }
     jobs.extend(hostile);
     println!("{:<10} {:<9} {:<32} {:<28} {:>8}", "BULKHEAD", "TENANT", "JOB", "OUTCOME", "RAN");
@@ -274,7 +292,15 @@ fn job(client: &Client, case: &Case) -> Job {
 }
 
 async fn send(client: &Client, case: &Case) -> std::result::Result<Reply, JobError> {
-    job(client, case).send().await
+    let mut deadline = if case.is_endless { ENDLESS } else { PATIENCE };
+    loop {
+        let result = job(client, case).deadline(deadline).send().await;
+        // It was never begun: there is nothing to judge yet.
+        if deadline >= PATIENCE || outcome(&result) != "deadline_exceeded/queued" {
+            return result;
+        }
+        deadline *= 2;
+    }
 }
 
 fn outcome_of(result: &std::result::Result<Reply, JobError>) -> Option<&bulkhead_client::Outcome> {

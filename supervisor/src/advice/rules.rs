@@ -257,7 +257,12 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
     }
     let now_set = Setting::Count(now);
     if turned_away == 0 {
-        return verdicts.keep(key, now_set, format!("nobody was turned away, and {used}"));
+        let others = reasons(seen.rejected.iter().map(|(reason, count)| (*reason, *count)));
+        let rejected = match seen.rejected.is_empty() {
+            true => "no job was rejected".to_owned(),
+            false => format!("no job was rejected for want of a place (rejected were: {others})"),
+        };
+        return verdicts.keep(key, now_set, format!("{rejected}, and {used}"));
     }
     let why =
         format!("{turned_away} of {} jobs were turned away ({})", seen.jobs, reasons(seen.turned_away_by()));

@@ -229,7 +229,7 @@ const KEYS: &[Key] = &[
     key(SUPERVISOR, "crash_dir", Kind::Path, Preset::Described("none: they are kept in memory only"),
         "The folder that crash reports are kept in; made 0700 if it is missing. A report holds the payload of the job."),
     key(SUPERVISOR, "crash_keep", Kind::Count { min: 1, max: defaults::CRASH_KEEP_CEILING }, Preset::Count(defaults::CRASH_KEEP),
-        "Crash reports that are kept: the newest."),
+        "Crash reports that are kept: the newest, and beside them as many of workers that never started."),
     key(SUPERVISOR, "tenant_labels", Kind::Count { min: 0, max: defaults::TENANT_LABELS_CEILING }, Preset::Count(defaults::TENANT_LABELS),
         "How many tenants have a label of their own in the metrics: those that the file names, from its first bulkhead to its last, by name, and then those of `[[access]]`. All others are `_other`."),
     key(SUPERVISOR, "worker_uids", Kind::Ids, Preset::Described("none"),

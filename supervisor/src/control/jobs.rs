@@ -21,7 +21,7 @@ use bulkhead_shared::limits::{
     TENANT_BYTES_MAX, cut,
 };
 use bulkhead_shared::trace::Traceparent;
-use bulkhead_shared::{CrashReason, Outcome, Priority, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, JobId, Outcome, Priority, RejectReason, Verdict};
 use futures_util::stream::{self, StreamExt};
 use serde_json::{Map, Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -411,6 +411,7 @@ async fn run(
     };
     let (told, extensions) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
     let mut outcome = told.to_outcome().ok_or(Cut::Ended)?;
+    outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
     // The announcement was not about its true size.
     if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
@@ -503,6 +504,7 @@ fn fields(outcome: &Outcome) -> Map<String, Value> {
     let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
     put("outcome", json!(verdict.name()));
     put("reason", json!(verdict.reason()));
+    put("job", json!(outcome.job.map(|job| job.to_string())));
     put("bulkhead", json!(outcome.bulkhead));
     put("attempts", json!(outcome.attempts));
     put("queued_ms", ms(outcome.queued));
@@ -538,6 +540,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
     let told = [
         ("bulkhead-outcome", "outcome"),
         ("bulkhead-reason", "reason"),
+        ("bulkhead-job", "job"),
         ("bulkhead-served-by", "bulkhead"),
         ("bulkhead-attempts", "attempts"),
         ("bulkhead-queued-ms", "queued_ms"),
@@ -629,6 +632,7 @@ fn ended(name: &str) -> Response {
 /// An outcome that the data plane did not tell.
 fn untold(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
     let outcome = Outcome {
+        job: None,
         bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
         attempts: 0,
         queued: Duration::ZERO,

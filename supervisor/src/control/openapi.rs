@@ -244,7 +244,7 @@ fn schemas() -> Value {
             "properties": {
                 "type": text, "title": text, "status": {"type": "integer"}, "detail": text,
                 "outcome": {"type": "string", "enum": ["failed", "rejected", "deadline_exceeded", "crashed", "cancelled"]},
-                "reason": {"type": ["string", "null"]}, "bulkhead": text, "attempts": count,
+                "reason": {"type": ["string", "null"]}, "job": {"type": ["string", "null"]}, "bulkhead": text, "attempts": count,
                 "queued_ms": {"type": "number"}, "ran_ms": {"type": "number"}, "deadline_ms": {"type": "number"},
                 "worker_pid": count, "executed": {"type": "string", "enum": ["no", "yes", "unknown"]},
                 "retryable": {"type": "boolean"}, "retry_after_ms": {"type": "number"}, "code": text,

@@ -3,7 +3,7 @@
 //!
 //! Files are written by nobody else, and yet not trusted when they are read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::crash::{CrashId, CrashReport, Summary};
+use crate::crash::{CrashId, CrashReport, Stage, Summary};
 use crate::succession::{self, NoLock};
 
 /// Reports on their way from the data plane to here; what comes beyond is counted, and not kept.
@@ -58,11 +58,14 @@ pub enum ReadError {
 }
 
 /// The reports.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Store {
     folder: Option<Folder>,
     keep: usize,
     entries: BTreeMap<CrashId, Entry>,
+    /// Those of them that are of workers that never started. As many are kept beside the others, so that neither
+    /// pushes the others out.
+    starts: BTreeSet<CrashId>,
     held_bytes: usize,
     /// Whether the last report could not be written: told once, not for each.
     is_failing: bool,
@@ -82,7 +85,7 @@ impl Store {
             Folder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
         };
         let folder = folder.map(open).transpose()?;
-        Ok(Self { folder, keep: keep.max(1), entries: BTreeMap::new(), held_bytes: 0, is_failing: false })
+        Ok(Self { folder, keep: keep.max(1), ..Self::default() })
     }
 
     /// Takes up what an earlier run of the supervisor has left.
@@ -96,13 +99,17 @@ impl Store {
             }
         };
         ids.sort_unstable();
-        let surplus = ids.len().saturating_sub(self.keep);
+        // Which of them are of workers that never started is known when they are read.
+        let surplus = ids.len().saturating_sub(2 * self.keep);
         for id in ids.drain(..surplus) {
             folder.remove(id);
         }
         for id in ids {
             match folder.read(id) {
                 Ok(report) => {
+                    if report.stage == Stage::Starting {
+                        self.starts.insert(id);
+                    }
                     let summary = report.summary();
                     self.entries.insert(id, Entry { summary, held: None });
                 }
@@ -113,11 +120,15 @@ impl Store {
             let (count, path) = (skipped.len(), folder.path.display());
             tracing::warn!("{count} files in {path} are no crash reports and are ignored, such as {first:?}");
         }
+        self.drop_surplus();
     }
 
     fn add(&mut self, mut report: Box<CrashReport>) {
         for job in &mut report.jobs {
             job.blake3 = job.payload.as_ref().map(|payload| blake3::hash(payload).to_hex().to_string());
+        }
+        if report.stage == Stage::Starting {
+            self.starts.insert(report.id);
         }
         let (id, summary) = (report.id, report.summary());
         let held = if self.write(&report) {
@@ -130,9 +141,7 @@ impl Store {
         if let Some(Entry { held: Some((_, bytes)), .. }) = self.entries.insert(id, Entry { summary, held }) {
             self.held_bytes -= bytes;
         }
-        while self.entries.len() > self.keep {
-            self.drop_oldest();
-        }
+        self.drop_surplus();
         while self.held_bytes > MEMORY_BYTES_MAX && self.drop_oldest_held() {}
     }
 
@@ -159,8 +168,22 @@ impl Store {
         }
     }
 
-    fn drop_oldest(&mut self) {
-        let Some((id, entry)) = self.entries.pop_first() else { return };
+    fn drop_surplus(&mut self) {
+        while self.starts.len() > self.keep {
+            let Some(oldest) = self.starts.first().copied() else { return };
+            self.drop_one(oldest);
+        }
+        while self.entries.len() - self.starts.len() > self.keep {
+            let Some(oldest) = self.entries.keys().find(|id| !self.starts.contains(id)).copied() else {
+                return;
+            };
+            self.drop_one(oldest);
+        }
+    }
+
+    fn drop_one(&mut self, id: CrashId) {
+        self.starts.remove(&id);
+        let Some(entry) = self.entries.remove(&id) else { return };
         match (entry.held, &self.folder) {
             (Some((_, bytes)), _) => self.held_bytes -= bytes,
             (None, Some(folder)) => folder.remove(id),
@@ -169,10 +192,10 @@ impl Store {
     }
 
     fn drop_oldest_held(&mut self) -> bool {
-        let oldest = self.entries.iter().find_map(|(id, entry)| Some((*id, entry.held.as_ref()?.1)));
-        let Some((id, bytes)) = oldest else { return false };
-        self.entries.remove(&id);
-        self.held_bytes -= bytes;
+        let is_held = |id: &&CrashId| self.entries.get(id).is_some_and(|entry| entry.held.is_some());
+        let oldest = self.starts.iter().find(is_held).or_else(|| self.entries.keys().find(is_held)).copied();
+        let Some(id) = oldest else { return false };
+        self.drop_one(id);
         true
     }
 
@@ -190,6 +213,7 @@ impl Store {
                 if error.kind() == io::ErrorKind::NotFound {
                     // Somebody has removed it by hand.
                     self.entries.remove(&id);
+                    self.starts.remove(&id);
                     return ReadError::NotFound;
                 }
                 ReadError::Unreadable(error.to_string())
@@ -302,8 +326,9 @@ impl Folder {
         let unfinished = self.path.join(format!("{}{UNFINISHED_SUFFIX}", report.id));
         let written = write_new(&unfinished, report).and_then(|()| {
             let (directory, target) = (rustix::fs::CWD, self.file(report.id));
-            // A clock that was set back must not cost a report of an earlier run.
-            let flags = RenameFlags::NOREPLACE;
+            // One that stands for several takes the place of the one before. Otherwise a clock that was set back must
+            // not cost a report of an earlier run.
+            let flags = if report.count > 1 { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
             match rustix::fs::renameat_with(directory, &unfinished, directory, &target, flags) {
                 // Not every file system knows how.
                 Err(rustix::io::Errno::INVAL) if !target.exists() => std::fs::rename(&unfinished, &target),
@@ -459,6 +484,38 @@ mod tests {
         assert_eq!(again.get(id), Err(ReadError::NotFound));
         assert_eq!(numbers(&again), ["0005"]);
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 2, "a report and the lock");
+    }
+
+    fn start_failure(number: u32, count: u32) -> Box<CrashReport> {
+        let mut report = boxed(number);
+        (report.stage, report.count) = (Stage::Starting, count);
+        report
+    }
+
+    #[test]
+    fn workers_that_never_start_push_no_other_report_out() {
+        for is_in_memory in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("crashes");
+            let path = (!is_in_memory).then_some(&*path);
+            let mut store = Store::open(path, 3).unwrap();
+            store.add(boxed(1));
+            (2..=9).for_each(|number| store.add(start_failure(number, 1)));
+            assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
+            // One that stands for more is the same row, and the same file.
+            store.add(start_failure(8, 2));
+            assert_eq!(numbers(&store), ["0001", "0007", "0008", "0009"]);
+            let again = store.get(boxed(8).id).unwrap();
+            assert_eq!((again.count, store.list()[2].count), (2, 2));
+            (10..=13).for_each(|number| store.add(boxed(number)));
+            assert_eq!(numbers(&store), ["0007", "0008", "0009", "0011", "0012", "0013"]);
+            drop(store);
+            let mut store = Store::open(path, 2).unwrap();
+            store.load();
+            let left: &[&str] = if is_in_memory { &[] } else { &["0009", "0012", "0013"] };
+            // The four newest files are looked at, and two of each kind stay.
+            assert_eq!(numbers(&store), left);
+        }
     }
 
     #[test]

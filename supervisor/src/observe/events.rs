@@ -10,6 +10,7 @@ use axum::body::Bytes;
 use serde_json::{Map, Value, json};
 use tokio::sync::{Notify, watch};
 
+use super::logging;
 use crate::command::{Event, Severity};
 
 /// Events that are kept.
@@ -389,6 +390,9 @@ pub(super) fn escaped(json: &str) -> String {
 }
 
 fn log(event: &Event) {
+    if logging::is_json() {
+        return log_json(event);
+    }
     let bulkhead = event.bulkhead.as_deref();
     let mut text = event.kind.to_owned();
     for (name, value) in &event.fields {
@@ -401,6 +405,34 @@ fn log(event: &Event) {
         Severity::Warning => tracing::warn!(target: "bulkhead", bulkhead, "{text}"),
         Severity::Critical => tracing::error!(target: "bulkhead", bulkhead, "{text}"),
     }
+}
+
+/// The fields of the event as fields of the line. Every line has a message: the event's own sentence, or its kind.
+fn log_json(event: &Event) {
+    let level = match event.severity {
+        Severity::Info if tracing::enabled!(target: "bulkhead", tracing::Level::INFO) => tracing::Level::INFO,
+        Severity::Warning if tracing::enabled!(target: "bulkhead", tracing::Level::WARN) => {
+            tracing::Level::WARN
+        }
+        Severity::Critical if tracing::enabled!(target: "bulkhead", tracing::Level::ERROR) => {
+            tracing::Level::ERROR
+        }
+        _ => return,
+    };
+    let mut fields = Map::new();
+    fields.insert("message".into(), json!(event.kind));
+    fields.insert("kind".into(), json!(event.kind));
+    if let Some(bulkhead) = &event.bulkhead {
+        fields.insert("bulkhead".into(), json!(&**bulkhead));
+    }
+    let own = event.fields.iter().filter(|(_, value)| !value.is_null());
+    fields.extend(own.map(|(name, value)| (beside_the_lines_own(name), value.clone())));
+    logging::write_json(&level, "bulkhead", fields);
+}
+
+/// The name of a field in a line that has fields of its own.
+fn beside_the_lines_own(name: &str) -> String {
+    if logging::LINE_FIELDS.contains(&name) { format!("event_{name}") } else { name.to_owned() }
 }
 
 #[cfg(test)]

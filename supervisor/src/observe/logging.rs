@@ -3,10 +3,12 @@
 
 use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
+use serde_json::{Map, Value};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
@@ -31,20 +33,70 @@ pub enum LogFormat {
     Json,
 }
 
-/// Sends what is logged from now on to standard error. An error is a sentence about `level`.
-pub fn init(format: LogFormat, level: &str) -> Result<(), String> {
-    let filter = filter(level)?;
+/// Where lines of JSON go that are put together here, if the log is of that format.
+static JSON_LINES: OnceLock<SyncSender<Vec<u8>>> = OnceLock::new();
+
+/// The target of what workers wrote.
+pub(crate) const WORKER_TARGET: &str = "worker";
+
+/// What is logged.
+#[derive(Clone, Copy, Debug)]
+pub struct Selection<'a> {
+    /// A level, or a filter of targets and levels.
+    pub level: &'a str,
+    /// Whether what workers write is logged as well.
+    pub has_output: bool,
+}
+
+/// Sends what is logged from now on to standard error. An error is a sentence about the level.
+pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
+    let mut filter = filter(selection.level)?;
+    if !selection.has_output {
+        let off = format!("{WORKER_TARGET}=off").parse().map_err(|error| format!("{error}"))?;
+        filter = filter.add_directive(off);
+    }
     let (lines, received) = sync_channel(LINES_MAX);
     std::thread::Builder::new()
         .name("log".into())
         .spawn(move || write_lines(&received))
         .map_err(|error| format!("the logging thread cannot be started: {error}"))?;
+    if format == LogFormat::Json {
+        JSON_LINES.get_or_init(|| lines.clone());
+    }
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines { lines, format });
     match format {
         LogFormat::Text => builder.with_ansi(io::stderr().is_terminal()).init(),
         LogFormat::Json => builder.json().flatten_event(true).init(),
     }
     Ok(())
+}
+
+/// Whether each line is one JSON object.
+pub(crate) fn is_json() -> bool {
+    JSON_LINES.get().is_some()
+}
+
+/// What every line of JSON has beside its message.
+pub(crate) const LINE_FIELDS: [&str; 3] = ["timestamp", "level", "target"];
+
+/// Logs one object with these fields and the [`LINE_FIELDS`]. Only if [`is_json`].
+pub(crate) fn write_json(level: &tracing::Level, target: &str, fields: Map<String, Value>) {
+    let Some(lines) = JSON_LINES.get() else { return };
+    let mut object = Map::new();
+    object.insert("timestamp".into(), humantime::format_rfc3339_micros(SystemTime::now()).to_string().into());
+    object.insert("level".into(), level.as_str().into());
+    object.extend(fields);
+    object.insert("target".into(), target.into());
+    let line = format!("{}\n", Value::Object(object));
+    send(lines, without_controls(line.into_bytes()));
+}
+
+fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
+    WAITING.fetch_add(1, Ordering::Relaxed);
+    if lines.try_send(line).is_err() {
+        WAITING.fetch_sub(1, Ordering::Relaxed);
+        DROPPED.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// Waits until the lines logged so far are written, or until it is plain that nobody reads them.
@@ -111,13 +163,9 @@ impl Write for Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        WAITING.fetch_add(1, Ordering::Relaxed);
         let bytes = std::mem::take(&mut self.bytes);
         let line = if self.format == LogFormat::Json { without_controls(bytes) } else { bytes };
-        if self.lines.try_send(line).is_err() {
-            WAITING.fetch_sub(1, Ordering::Relaxed);
-            DROPPED.fetch_add(1, Ordering::Relaxed);
-        }
+        send(&self.lines, line);
     }
 }
 

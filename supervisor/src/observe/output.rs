@@ -11,6 +11,7 @@ use tokio::net::unix::pipe::Receiver;
 use tokio::sync::broadcast;
 
 use super::events::{line, rfc3339};
+use super::logging::{self, WORKER_TARGET};
 
 /// Bytes of one line; what is longer is cut.
 const LINE_BYTES_MAX: usize = 8 * 1024;
@@ -167,15 +168,20 @@ impl Output {
         }
         let object = json!({
             "at": rfc3339(SystemTime::now()), "bulkhead": &*source.bulkhead, "pid": source.pid,
-            "stream": source.stream, "line": text,
+            "stream": source.stream, "line": &text,
         });
         lines.keep(line(&object).into());
         drop(inner);
         let Source { bulkhead, pid, stream } = source;
         if dropped > 0 {
-            tracing::warn!(target: "worker", %bulkhead, dropped, "lines of output were dropped");
+            tracing::warn!(target: WORKER_TARGET, %bulkhead, dropped, "lines of output were dropped");
         }
-        tracing::info!(target: "worker", %bulkhead, pid, stream, "{}", text.escape_debug());
+        if logging::is_json() {
+            // JSON escapes it where it must.
+            tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{text}");
+        } else {
+            tracing::info!(target: WORKER_TARGET, %bulkhead, pid, stream, "{}", text.escape_debug());
+        }
     }
 
     /// The lines kept of a bulkhead, as JSON objects, and the way to those that come.

@@ -149,6 +149,7 @@ fn log(span: &JobSpan) {
         outcome = end.outcome,
         reason = end.reason.as_deref(),
         executed = end.executed.name(),
+        job = end.job.map(|job| job.to_string()),
         served_by = &*end.served_by,
         attempts = end.attempts,
         queued_ms = millis(end.queued),

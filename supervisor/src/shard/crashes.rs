@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
 use bulkhead_shared::JobId;
 use serde_json::{Value, json};
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::links::Link;
 use super::{JobRecord, Shard};
@@ -14,6 +15,7 @@ use crate::crash::{
     Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
 };
 use crate::keeper::Usage;
+use crate::observe::crashes::REPORTS_WAITING_MAX;
 
 /// Crashes of one bulkhead that are reported one after the other, at most; after that one a second.
 const BURST: u32 = 10;
@@ -136,21 +138,30 @@ impl Shard {
 
     fn report(&mut self, compartment: usize, worker: WorkerId, post: &PostMortem, death: Finding) {
         let entry = &self.compartments[compartment];
-        let (now, named) = (self.now, entry.named);
+        let named = entry.named;
         let tenant = entry.tenant.as_deref().map(str::to_owned);
-        let is_allowed = self.named[named].crash_allowance.take(now);
-        let place = self.crash_places.clone().try_acquire_owned().ok().filter(|_| is_allowed);
-        let Some(place) = place else {
-            self.named[named].crash_allowance.skipped += 1;
-            return self.want_housekeeping();
+        let place = self.place_for_report(named, death.stage);
+        let before = match death.stage {
+            Stage::Starting => self.named[named].start_failures.count_again(&death.cause),
+            _ => None,
         };
-        self.crashes = self.crashes.wrapping_add(1);
+        if let Some((id, _)) = before {
+            self.last_report = Some((post.pid, id));
+        }
+        let Some(place) = place else { return self.want_housekeeping() };
         let at = SystemTime::now();
-        let id = CrashId::new(at, self.crashes);
+        let (id, count) = before.unwrap_or_else(|| {
+            self.crashes = self.crashes.wrapping_add(1);
+            (CrashId::new(at, self.crashes), 1)
+        });
+        if death.stage == Stage::Starting && before.is_none() {
+            self.named[named].start_failures.begin(death.cause.clone(), id);
+        }
         let Finding { victim, cause, stage, culprit, usage, stderr_tail, confinement } = death;
         let report = CrashReport {
             id,
             at,
+            count,
             bulkhead: self.named[named].name.as_ref().to_owned(),
             tenant,
             victim,
@@ -170,6 +181,20 @@ impl Shard {
         };
         self.last_report = Some((post.pid, id));
         self.notify(Notice::Crash { report: Box::new(report), place });
+    }
+
+    /// A place among the reports that wait to be kept, unless too many of the bulkhead were reported lately. Half of
+    /// the places are not for workers that never started.
+    fn place_for_report(&mut self, named: usize, stage: Stage) -> Option<OwnedSemaphorePermit> {
+        let (now, named) = (self.now, &mut self.named[named]);
+        let (allowance, spared) = match stage {
+            Stage::Starting => (&mut named.start_failures.allowance, REPORTS_WAITING_MAX / 2),
+            Stage::Idle | Stage::Working => (&mut named.crash_allowance, 0),
+        };
+        let is_allowed = allowance.take(now) && self.crash_places.available_permits() > spared;
+        let place = self.crash_places.clone().try_acquire_owned().ok().filter(|_| is_allowed);
+        allowance.skipped += u64::from(place.is_none());
+        place
     }
 
     /// What confined a worker, as read back from the kernel.
@@ -193,11 +218,16 @@ impl Shard {
     pub(super) fn tell_unreported(&mut self) {
         let now = self.now;
         for named in 0..self.named.len() {
-            if let Some(skipped) = self.named[named].crash_allowance.untold(now) {
-                let fields = vec![("crashes", json!(skipped)), ("reported_per_second", json!(1))];
-                self.named_event(Severity::Warning, "crashes_not_reported", named, fields);
-            } else if self.named[named].crash_allowance.skipped > 0 {
-                self.want_housekeeping();
+            let entry = &mut self.named[named];
+            let allowances = [&mut entry.crash_allowance, &mut entry.start_failures.allowance];
+            let untold = allowances.map(|allowance| (allowance.untold(now), allowance.skipped > 0));
+            for (skipped, is_waiting) in untold {
+                if let Some(skipped) = skipped {
+                    let fields = vec![("crashes", json!(skipped)), ("reported_per_second", json!(1))];
+                    self.named_event(Severity::Warning, "crashes_not_reported", named, fields);
+                } else if is_waiting {
+                    self.want_housekeeping();
+                }
             }
         }
     }

@@ -214,6 +214,7 @@ impl Shard {
     pub(super) fn outcome_of(&self, compartment: usize, answer: &Answer<Cargo>) -> Outcome {
         Outcome {
             verdict: answer.verdict.clone(),
+            job: answer.job,
             bulkhead: self.owner(compartment).name.as_ref().to_owned(),
             attempts: answer.attempts,
             queued: answer.queued,

@@ -9,6 +9,7 @@ use foldhash::quality::RandomState;
 
 use super::Cargo;
 use super::crashes::Allowance;
+use super::start_failures::StartFailures;
 use crate::demand::{Demand, Level};
 use crate::latency::Latency;
 use crate::program::{Program, TenantNumbers};
@@ -44,6 +45,8 @@ pub(super) struct Named {
     pub(super) demand: Demand,
     /// How many more of its crashes are reported now.
     pub(super) crash_allowance: Allowance,
+    /// Those of workers that were never ready.
+    pub(super) start_failures: StartFailures,
     /// What single tenants have of their own, if all share its workers.
     pub(super) own: BTreeMap<String, TenantNumbers>,
     pub(super) layout: Layout,
@@ -198,6 +201,7 @@ impl Named {
             memory_limit: None,
             demand: Demand::default(),
             crash_allowance: Allowance::default(),
+            start_failures: StartFailures::default(),
             own: BTreeMap::new(),
             layout,
         };

@@ -788,7 +788,7 @@ impl Shard {
             ..OutcomeMessage::of_verdict(&verdict, name)
         };
         let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
-        self.send_outcome(index, header.number, &message, span, Payload::NONE);
+        self.send_outcome(index, header.number, &message, (None, span), Payload::NONE);
     }
 
     fn cancel_request(&mut self, index: usize, number: u64) {
@@ -855,7 +855,8 @@ impl Shard {
             }
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
-                self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), span, payload);
+                let about = (outcome.job, span);
+                self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
             self.keep_record(answer.cargo);
             return;
@@ -871,7 +872,7 @@ impl Shard {
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let payload = result_for(&answer.verdict, incoming);
-            self.send_outcome(index, request, &message, None, payload);
+            self.send_outcome(index, request, &message, (answer.job, None), payload);
         }
         self.keep_record(answer.cargo);
     }
@@ -889,7 +890,7 @@ impl Shard {
         index: usize,
         request: u64,
         message: &OutcomeMessage<'_>,
-        span: Option<Traceparent>,
+        (job, span): (Option<JobId>, Option<Traceparent>),
         payload: Payload<'_>,
     ) {
         let Some(session) = self.sessions[index].as_mut() else { return };
@@ -897,15 +898,13 @@ impl Shard {
             return;
         }
         // Every text in an outcome is bounded where it enters, so that the metadata fits.
+        let number = job.unwrap_or(JobId(0)).to_bytes();
+        let number = (tag::JOB, &number[..]);
         let span = span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes()));
-        let pushed = session.outbox.push_pooled(
-            kind::OUTCOME,
-            request,
-            message,
-            span.as_slice(),
-            payload,
-            &mut self.pool,
-        );
+        let both = [number, span.unwrap_or(number)];
+        let extensions = &both[usize::from(job.is_none())..1 + usize::from(span.is_some())];
+        let pushed =
+            session.outbox.push_pooled(kind::OUTCOME, request, message, extensions, payload, &mut self.pool);
         debug_assert!(pushed.is_ok(), "an outcome did not fit");
         self.mark_dirty(Endpoint::Session(index));
     }

@@ -114,6 +114,7 @@ impl Shard {
         let name = cut(submit.bulkhead, BULKHEAD_NAME_BYTES_MAX);
         let outcome = Outcome {
             verdict: verdict.clone(),
+            job: None,
             bulkhead: name.to_owned(),
             attempts: 0,
             queued: Duration::ZERO,

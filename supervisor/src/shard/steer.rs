@@ -378,6 +378,8 @@ impl Shard {
             let s = self.snapshot(named);
             let fields = vec![
                 ("state", json!(s.state)),
+                ("service", json!(s.service)),
+                ("service_cause", json!(s.service_cause)),
                 ("workers", json!(s.workers.len())),
                 ("in_flight", json!(s.in_flight)),
                 ("limit", json!(s.limit)),

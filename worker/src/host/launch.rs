@@ -47,7 +47,7 @@ impl Environment {
         let values = [
             ctx.operation().to_owned(),
             ctx.tenant().to_owned(),
-            format!("{:x}", ctx.number()),
+            ctx.id().to_string(),
             ctx.remaining().as_millis().to_string(),
         ];
         let mut all = self.common.clone();

@@ -40,15 +40,18 @@ export class Crashes {
   }
 
   show(crashes) {
-    const ids = crashes.map((crash) => crash.id).join(' ');
+    const ids = crashes.map(key).join(' ');
     setText(byId('crash-count'), crashes.length === REPORTS_MAX ? `the newest ${REPORTS_MAX}` : crashes.length ? `${crashes.length} kept` : '');
     if (ids === this.ids && ids) return;
     this.ids = ids;
-    const known = new Map([...this.place.querySelectorAll('details')].map((one) => [one.dataset.id, one]));
-    const entries = crashes.map((crash) => known.get(crash.id) ?? entry(crash));
+    const known = new Map([...this.place.querySelectorAll('details')].map((one) => [one.dataset.key, one]));
+    const entries = crashes.map((crash) => known.get(key(crash)) ?? entry(crash));
     this.place.replaceChildren(...(entries.length ? entries : [h('p.muted', {}, 'Nothing has crashed.')]));
   }
 }
+
+/** Workers that never start are one report that counts them. */
+const key = (crash) => `${crash.id}×${crash.count}`;
 
 function cause(crash) {
   const what = crash.signal ?? crash.system_call ?? (crash.exit_code == null ? null : `exit ${crash.exit_code}`);
@@ -58,12 +61,13 @@ function cause(crash) {
 function entry(crash) {
   const details = h(
     'details',
-    { 'data-id': crash.id },
+    { 'data-key': key(crash) },
     h(
       'summary',
       {},
       h('time', { datetime: crash.at }, clock(crash.at)),
       h('b.cause', {}, cause(crash)),
+      crash.count > 1 ? h('span.times', {}, `× ${crash.count}`) : null,
       h('span.who', {}, crash.bulkhead),
       h('span.fields', {}, [crash.operation, crash.tenant].filter(Boolean).join(' · ')),
     ),

@@ -173,6 +173,7 @@ mod tests {
         let given = Traceparent::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01").unwrap();
         let outcome = Outcome {
             verdict: Verdict::Ok,
+            job: None,
             bulkhead: "b".into(),
             attempts: 1,
             queued: Duration::ZERO,

@@ -167,6 +167,7 @@ fn render(span: &JobSpan) -> Value {
         ("bulkhead.outcome", json!(end.outcome)),
         ("bulkhead.reason", json!(end.reason.as_deref())),
         ("bulkhead.executed", json!(end.executed.name())),
+        ("bulkhead.job", json!(end.job.map(|job| job.to_string()))),
         ("bulkhead.served_by", json!(&*end.served_by)),
         ("bulkhead.attempts", json!(end.attempts)),
         ("bulkhead.queued_ms", json!(millis(end.queued))),

@@ -1,0 +1,69 @@
+//! Workers that die before they are ready, of one bulkhead: counted by cause, so that a program that never starts is
+//! one crash report with a number and not a hundred. They have an allowance of their own and cost no job its report.
+
+use super::crashes::Allowance;
+use crate::crash::{Cause, CrashId};
+
+/// Causes of one bulkhead that are told apart; of more, the one that was seen longest ago is forgotten.
+const CAUSES_MAX: usize = 8;
+
+/// The start failures of one bulkhead.
+#[derive(Debug, Default)]
+pub(super) struct StartFailures {
+    /// How many more are reported now.
+    pub(super) allowance: Allowance,
+    /// What was reported, the cause that was seen last at the end.
+    seen: Vec<Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    cause: Cause,
+    report: CrashId,
+    count: u32,
+}
+
+impl StartFailures {
+    /// Counts one more of a cause that was reported before: its report, and how many it stands for now.
+    pub(super) fn count_again(&mut self, cause: &Cause) -> Option<(CrashId, u32)> {
+        let place = self.seen.iter().position(|seen| seen.cause.is_same(cause))?;
+        let mut seen = self.seen.remove(place);
+        seen.count = seen.count.saturating_add(1);
+        let told = (seen.report, seen.count);
+        self.seen.push(seen);
+        Some(told)
+    }
+
+    /// The first one of a cause is reported.
+    pub(super) fn begin(&mut self, cause: Cause, report: CrashId) {
+        if self.seen.len() == CAUSES_MAX {
+            self.seen.remove(0);
+        }
+        self.seen.push(Seen { cause, report, count: 1 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use bulkhead_policy::Death;
+
+    use super::*;
+
+    #[test]
+    fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {
+        let mut failures = StartFailures::default();
+        let cause = |code| Cause::of(Death::Exit(code), None).expect("a cause");
+        let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
+        for code in 1..=8 {
+            assert_eq!(failures.count_again(&cause(code)), None);
+            failures.begin(cause(code), id(code));
+        }
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 2)));
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 3)));
+        failures.begin(cause(9), id(9));
+        assert_eq!(failures.count_again(&cause(2)), None, "seen longest ago");
+        assert_eq!(failures.count_again(&cause(1)), Some((id(1), 4)));
+    }
+}
