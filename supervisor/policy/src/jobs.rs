@@ -15,6 +15,9 @@ const INDEX_BITS: u32 = 24;
 /// Jobs that a bulkhead can hold at once.
 const JOBS_MAX: usize = 1 << INDEX_BITS;
 
+/// A table of up to this many places is kept, however few of them are in use.
+const KEPT_MAX: usize = 1024;
+
 pub(crate) struct Job<T> {
     id: JobId,
     /// The caller's record; gone once the client has its answer, though a worker may still be at it.
@@ -103,11 +106,13 @@ pub(crate) struct Jobs<T> {
     table: Vec<Option<Job<T>>>,
     free: Vec<u32>,
     sequence: u64,
+    /// With no more jobs than these it is worth to look for memory at the end of the table. Each look halves it.
+    few: usize,
 }
 
 impl<T> Default for Jobs<T> {
     fn default() -> Self {
-        Self { table: Vec::new(), free: Vec::new(), sequence: 0 }
+        Self { table: Vec::new(), free: Vec::new(), sequence: 0, few: usize::MAX }
     }
 }
 
@@ -184,10 +189,26 @@ impl<T> Jobs<T> {
         debug_assert!(matches!(self.get(index).place, Place::Entered));
         self.table[index as usize] = None;
         self.free.push(index);
-        if self.free.len() == self.table.len() && self.table.len() > 1024 {
+        if self.free.len() == self.table.len() && self.table.len() > KEPT_MAX {
             // Nothing is left of a flood; neither is its memory.
             *self = Self { sequence: self.sequence, ..Self::default() };
+            return;
         }
+        let in_use = self.table.len() - self.free.len();
+        if in_use > self.table.len() / 8 {
+            self.few = usize::MAX;
+        } else if self.table.len() > KEPT_MAX && in_use <= self.few {
+            self.few = in_use / 2;
+            self.give_back();
+        }
+    }
+
+    /// Gives back what lies behind the last job that is left of a flood; the next ones go to the front.
+    fn give_back(&mut self) {
+        let len = self.table.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+        self.table.truncate(len);
+        self.table.shrink_to_fit();
+        self.free = (0..len as u32).rev().filter(|&index| self.table[index as usize].is_none()).collect();
     }
 
     /// The jobs that wait, in no order.
@@ -244,5 +265,18 @@ mod tests {
         assert_eq!((jobs.table.capacity(), jobs.free.capacity()), (0, 0));
         let next = jobs.insert(entry(7));
         assert!(jobs.id(next).0 > newest.0 && !jobs.is_empty(), "no number is used twice");
+    }
+
+    #[test]
+    fn what_a_flood_took_is_given_back_beside_the_few_that_stay() {
+        let mut jobs = Jobs::default();
+        let all: Vec<u32> = (0..10_000).map(|n| jobs.insert(entry(n))).collect();
+        let stays = all[3];
+        let number = jobs.id(stays);
+        all.into_iter().filter(|&index| index != stays).for_each(|index| jobs.remove(index));
+        assert!(jobs.table.capacity() < 2 * KEPT_MAX, "{}", jobs.table.capacity());
+        assert_eq!(jobs.find(number), Some(stays));
+        let next: Vec<u32> = (0..2000).map(|n| jobs.insert(entry(n))).collect();
+        assert!(!next.contains(&stays) && jobs.table.len() == 2001, "each place is used once");
     }
 }
