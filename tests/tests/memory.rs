@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
@@ -11,7 +12,7 @@ use bulkhead_shared::client_protocol::{Hello, OutcomeMessage, Submit, role};
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::{Outcome, Priority, Verdict};
-use bulkhead_tests::http::{Answer, Place};
+use bulkhead_tests::http::{Answer, Place, Socket};
 use bulkhead_tests::{PATIENCE, Supervisor, programs, resident_bytes, tally, wait_for};
 use nix::sys::signal::Signal;
 use nix::unistd::Uid;
@@ -363,20 +364,23 @@ fn a_newcomer_is_overloaded_only_where_no_connection_is_idle() {
 
 #[test]
 fn jobs_over_http_at_the_end_are_answered_and_not_reset() {
-    for round in 0..3 {
-        let mut supervisor = Supervisor::start_with(
-            "drain_timeout = \"20s\"",
+    for over_tcp in [false, true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let token = folder.path().join("token");
+        std::fs::write(&token, "a-token-of-the-tests\n").unwrap();
+        std::fs::set_permissions(&token, PermissionsExt::from_mode(0o600)).unwrap();
+        let mut supervisor = Supervisor::launch(
+            folder,
+            "drain_timeout = \"20s\"\nhttp = \"127.0.0.1:0\"\nhttp_token_file = \"token\"",
             "[bulkhead.a]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n",
         );
-        let place = Place::of(&supervisor);
-        let posters: Vec<_> = (0..16)
-            .map(|_| {
-                std::thread::spawn({
-                    let place = place.clone();
-                    move || post_until_closed(&place)
-                })
-            })
-            .collect();
+        wait_for("it is ready", || (supervisor.try_get("/readyz")?.0 == 200).then_some(()));
+        let place = if over_tcp { Place::tcp(&supervisor) } else { Place::of(&supervisor) };
+        let post = || {
+            let place = place.clone();
+            std::thread::spawn(move || post_until_closed(&place))
+        };
+        let posters: Vec<_> = (0..16).map(|_| post()).collect();
         wait_for("jobs are done", || (supervisor.number("a", "done") > 50).then_some(()));
         supervisor.signal(Signal::SIGTERM);
         assert!(supervisor.wait().success());
@@ -384,30 +388,30 @@ fn jobs_over_http_at_the_end_are_answered_and_not_reset() {
         for poster in posters {
             poster.join().unwrap().into_iter().for_each(|end| *ends.entry(end).or_default() += 1);
         }
-        let odd: Vec<_> = ends
-            .keys()
-            .filter(|end| *end != "200 -" && *end != "503 draining" && *end != "503 overloaded")
-            .collect();
-        assert!(odd.is_empty(), "round {round}: {ends:?}");
+        let expected = ["200 -", "503 draining", "503 overloaded"];
+        let odd = ends.keys().filter(|end| !expected.contains(&end.as_str())).count();
+        assert_eq!(odd, 0, "over TCP {over_tcp}: {ends:?}");
     }
 }
 
-/// Sends jobs one after the other until nobody listens any more.
+/// Sends jobs one after the other until the supervisor does not listen any more.
 fn post_until_closed(place: &Place) -> Vec<String> {
-    let Place::Unix(path) = place else { panic!("a path") };
     let mut ends = Vec::new();
-    while let Ok(socket) = UnixStream::connect(path) {
-        let socket = bulkhead_tests::http::Socket::Unix(socket);
+    loop {
+        let socket = match place {
+            Place::Unix(path) => UnixStream::connect(path).map(Socket::Unix),
+            Place::Tcp(address) => TcpStream::connect(address).map(Socket::Tcp),
+        };
+        let Ok(mut socket) = socket else { return ends };
         socket.give_up_after(PATIENCE);
-        let mut socket = socket;
         let body = vec![b'x'; 200_000];
-        socket.send_head("POST", "/v1/bulkheads/a/jobs", &[], Some(body.len()));
-        let _ = socket.write_all(&body);
+        let bearer = "Authorization: Bearer a-token-of-the-tests";
+        socket.send_head("POST", "/v1/bulkheads/a/jobs", &[bearer], Some(body.len()));
+        let is_sent = socket.write_all(&body).is_ok();
         ends.push(match Answer::read(socket) {
             Some(answer) if answer.status == 200 => "200 -".to_owned(),
             Some(answer) => format!("{} {}", answer.status, answer.json()["reason"].as_str().unwrap_or("-")),
-            None => "no answer".to_owned(),
+            None => format!("no answer, {is_sent}"),
         });
     }
-    ends
 }
