@@ -10,6 +10,7 @@ mod demand;
 mod ending;
 mod fallback;
 mod links;
+mod listening;
 mod memory;
 mod metrics;
 mod named;
@@ -390,8 +391,7 @@ impl Shard {
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
-        listener.set_nonblocking(true)?;
-        poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)?;
+        listening::register(&poll, &listener)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
         let mut shard = Self {

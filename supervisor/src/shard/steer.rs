@@ -25,6 +25,7 @@ const OWN_MAX: usize = 16_384;
 impl Shard {
     pub(super) fn command(&mut self, command: Command) {
         match command {
+            Command::Listen(listener) => self.listen(listener),
             Command::Snapshot { bulkhead, reply } => {
                 let snapshots = self.present().into_iter();
                 let wanted = |n: &usize| bulkhead.as_deref().is_none_or(|name| name == &*self.named[*n].name);
