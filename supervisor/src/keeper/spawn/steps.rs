@@ -42,7 +42,7 @@ impl From<Errno> for Stop {
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
 /// Of the first process in new namespaces.
-pub(super) const OUTER: [(&str, Step); 7] = [
+pub(super) const OUTER: [(&str, Step); 8] = [
     ("session", session),
     ("parent-death signal", parent_death_signal),
     ("user namespace", user_namespace),
@@ -50,6 +50,7 @@ pub(super) const OUTER: [(&str, Step); 7] = [
     ("parent-death signal after the identity", parent_death_signal),
     (ROOT, private_root),
     ("own /proc", own_proc),
+    ("cgroup namespace", own_cgroup),
 ];
 
 /// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
@@ -184,6 +185,19 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     super::root::mount_own_proc()?;
     let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
     Ok(ruleset.add_mounted(false)?)
+}
+
+/// With a root folder of its own, its control group is the top of what it sees of them: where it lies on this machine
+/// is nobody's business in there.
+fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.mount {
+        return Ok(());
+    }
+    // SAFETY: this process has one thread, and nothing in it depends on what it leaves.
+    match check(unsafe { libc::unshare(libc::CLONE_NEWCGROUP) }) {
+        Err(Errno::INVAL) => Ok(()), // A kernel without control groups.
+        result => Ok(result?),
+    }
 }
 
 /// The right to get any capability by executing something. Before the identity, which takes along the
