@@ -53,7 +53,7 @@ impl Program {
                 // Limits of an `exec` bulkhead are each program's own, so the host sets them.
                 rlimits.retain(|limit| limit.resource == number(Resource::Core));
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
-                for rlimit in &bulkhead.rlimits {
+                for rlimit in bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
                     let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
                     arguments.push("--rlimit".to_owned());
                     arguments.push(format!("{}={value}", rlimit.resource.name()));
@@ -101,13 +101,20 @@ impl Program {
     }
 }
 
+/// No file fits in there, and unlike 0 it keeps the kernel from handing a dump to a program
+/// (`kernel.core_pattern` with `|`).
+const NO_DUMP: u64 = 1;
+
 /// Hard equals soft, so that a worker cannot raise what it was given; but for processor time, where
 /// the second that lies between makes the kernel name the cause (SIGXCPU) before it kills.
 fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
     rlimits
         .iter()
         .map(|rlimit| {
-            let soft = rlimit.limit.unwrap_or(u64::MAX);
+            let soft = match rlimit.resource {
+                Resource::Core => NO_DUMP,
+                _ => rlimit.limit.unwrap_or(u64::MAX),
+            };
             let hard = if rlimit.resource == Resource::Cpu { soft.saturating_add(1) } else { soft };
             Rlimit { resource: number(rlimit.resource), soft, hard }
         })

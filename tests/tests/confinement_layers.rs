@@ -473,7 +473,7 @@ const EXPECTED: [(&str, &str, &str); 8] = [
     ("Max processes", "300", "300"),
     ("Max stack size", "4194304", "4194304"),
     ("Max locked memory", "0", "0"),
-    ("Max core file size", "0", "0"),
+    ("Max core file size", "1", "1"),
 ];
 
 fn compile_library(folder: &Path) -> PathBuf {

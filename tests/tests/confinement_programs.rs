@@ -34,10 +34,16 @@ fn profiles() -> impl Iterator<Item = &'static str> {
 
 /// Runs a program under `default`; it has to say this on its standard output.
 fn assert_unharmed(arguments: &[&str], expected: &str) {
-    if !has_layers(DEFAULT_LAYERS) || !has_program(arguments[0]) {
+    if has_layers(DEFAULT_LAYERS) {
+        assert_unharmed_under(DEFAULT, arguments, expected);
+    }
+}
+
+fn assert_unharmed_under(profile: &str, arguments: &[&str], expected: &str) {
+    if !has_program(arguments[0]) {
         return;
     }
-    let place = start(&bulkhead("x", &format!("exec = {arguments:?}"), DEFAULT));
+    let place = start(&bulkhead("x", &format!("exec = {arguments:?}"), profile));
     let reply = place.client().job("x", "").deadline(Duration::from_secs(60)).send();
     let reply = reply.unwrap_or_else(|error| panic!("{}: {error}\n{}", arguments[0], place.supervisor.log()));
     assert_eq!(String::from_utf8_lossy(reply.payload()).trim(), expected);
@@ -72,6 +78,22 @@ const folder = fs.mkdtempSync(os.tmpdir() + '/a'); fs.writeFileSync(folder + '/a
 const child = require('child_process').execFileSync('/bin/echo', ['x']).toString().trim();
 new Worker('0', { eval: true }).on('exit', () => console.log(child + fs.readFileSync(folder + '/a')));";
     assert_unharmed(&["/usr/bin/node", "-e", script], "xx");
+}
+
+/// What C libraries, allocators and virtual machines ask `/proc` for.
+#[test]
+fn programs_learn_of_the_machine_what_they_need() {
+    let files = "cpuinfo filesystems loadavg meminfo mounts self/cgroup self/maps self/stat stat sys/vm/overcommit_memory \
+                 sys/vm/max_map_count sys/kernel/osrelease sys/kernel/threads-max sys/net/core/somaxconn uptime version";
+    let script = format!("cd /proc && cat {files} > /dev/null && head -c 5 version");
+    let node = "const os = require('os'); console.log(os.cpus().length > 0 && os.totalmem() > 0 && os.freemem() > 0)";
+    let python = "import os; print(os.cpu_count() > 0 and os.sysconf('SC_PHYS_PAGES') > 0)";
+    for profile in profiles() {
+        assert_unharmed_under(profile, &["/bin/sh", "-c", &script], "Linux");
+        assert_unharmed_under(profile, &["/usr/bin/node", "-e", node], "true");
+        assert_unharmed_under(profile, &["/usr/bin/python3", "-c", python], "True");
+        assert_unharmed_under(profile, &["/usr/bin/java", "-XX:+UseSerialGC", "-version"], "");
+    }
 }
 
 #[test]
@@ -306,6 +328,7 @@ fn the_network_is_there_when_it_is_given_and_the_supervisor_is_not() {
             "submit-jobs",
             "administer",
             "connect-to-abstract-socket",
+            "take-an-abstract-name",
             "connect-to-path-socket",
             "packet-socket",
         ];

@@ -150,7 +150,9 @@ impl Resource {
                 "Processes and threads of the worker's user, those outside this bulkhead included; does not bind root."
             }
             Self::Fsize => "Size of any file the worker writes.",
-            Self::Core => "Core dumps: always 0.",
+            Self::Core => {
+                "Core dumps: always 0, which is never a dump. The kernel is told 1 byte, with which a program in `kernel.core_pattern` gets none either."
+            }
             Self::Data => "Data segment and heap.",
             Self::Stack => "Stack of the main thread.",
             Self::Memlock => "Locked memory.",

@@ -8,11 +8,13 @@
 //! - `progress`: what it and the keeper say to each other meanwhile.
 //! - `programs`: what a host of programs is told of its own rules.
 //! - `root`: a root folder of its own.
+//! - `machine`: what the `/proc` in there does not show.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
 mod barriers;
 mod ended;
+mod machine;
 mod programs;
 mod progress;
 mod root;

@@ -36,7 +36,8 @@ pub(super) struct Plan {
 
 impl Plan {
     pub(super) fn parse(mut arguments: &[&str]) -> Option<Self> {
-        let mut rlimits = vec![(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })];
+        // As the supervisor sets it: less than any dump, and no 0, with which the kernel still hands dumps to programs.
+        let mut rlimits = vec![(Resource::Core, Rlimit { current: Some(1), maximum: Some(1) })];
         loop {
             match *arguments {
                 ["--rlimit", text, ref rest @ ..] => {

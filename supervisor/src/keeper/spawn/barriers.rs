@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
+use super::machine;
 use super::root::{Root, View};
 use super::steps;
 use super::{Refusal, programs};
@@ -65,6 +66,7 @@ impl Barriers {
             })
         });
         let root = terms.namespaces.mount.then(|| {
+            machine::prepare();
             let view = View {
                 programs: &programs,
                 directory,

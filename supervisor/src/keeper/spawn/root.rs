@@ -12,6 +12,7 @@ use std::ptr::null;
 use rustix::fs::{Mode, StatVfsMountFlags};
 use rustix::io::Errno;
 
+use super::machine;
 use super::steps::check;
 use crate::keeper::confine::paths;
 use crate::keeper::confinement::{Identity, Temporary};
@@ -193,7 +194,8 @@ impl Root {
             return bind(c"/old/proc", c"/proc", Access::Read);
         }
         let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | libc::MS_RDONLY;
-        mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)
+        mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
+        machine::hide()
     }
 
     fn mount_tmp(&self) -> Result<(), Errno> {
@@ -409,7 +411,7 @@ fn close_root() -> Result<(), Errno> {
     mount(None, c"/", None, flags, None)
 }
 
-fn make_folder(at: &CStr) -> Result<(), Errno> {
+pub(super) fn make_folder(at: &CStr) -> Result<(), Errno> {
     ignore_existing(rustix::fs::mkdir(at, Mode::from_raw_mode(0o755)))
 }
 
@@ -447,7 +449,7 @@ fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     if rows.into_iter().all(is_in_force) { Ok(()) } else { Err(Errno::PERM) }
 }
 
-fn mount(
+pub(super) fn mount(
     from: Option<&CStr>,
     at: &CStr,
     kind: Option<&CStr>,

@@ -51,6 +51,7 @@ pub(super) const OUTER: [(&str, Step); 8] = [
     ("parent-death signal after the identity", parent_death_signal),
     (ROOT, private_root),
     ("own /proc", own_proc),
+    ("cgroup namespace", own_cgroup),
 ];
 
 /// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
@@ -186,6 +187,19 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     super::root::mount_own_proc()?;
     let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
     Ok(ruleset.add_mounted(false)?)
+}
+
+/// With a root folder of its own, its control group is the top of what it sees of them: where it lies on this machine
+/// is nobody's business in there.
+fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.mount {
+        return Ok(());
+    }
+    // SAFETY: this process has one thread, and nothing in it depends on what it leaves.
+    match check(unsafe { libc::unshare(libc::CLONE_NEWCGROUP) }) {
+        Err(Errno::INVAL) => Ok(()), // A kernel without control groups.
+        result => Ok(result?),
+    }
 }
 
 /// The right to get any capability by executing something. Before the identity, which takes along the

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::Attempt;
 use crate::calls::{At, Refused, Tried, address, call, close};
-use crate::files::{list, open_for_writing};
+use crate::files::{list, open_for_writing, read};
 
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("open-physical-memory", |_| open("/dev/mem")),
@@ -27,8 +27,19 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("leave-the-cgroup", |_| {
         open_for_writing(first(&["/sys/fs/cgroup/cgroup.procs", "/sys/fs/cgroup/unified/cgroup.procs"]))
     }),
+    ("read-boot-parameters", |_| read("/proc/cmdline")),
+    ("list-devices-in-proc", |_| list("/proc/bus")),
+    ("find-its-cgroup", |_| find_its_cgroup()),
     ("read-kernel-addresses", |_| read_kernel_addresses()),
 ];
+
+/// A line of the file is `NUMBER:CONTROLLERS:PATH`; the top says nothing.
+fn find_its_cgroup() -> Tried {
+    let what = "find the own control group";
+    let text = fs::read_to_string("/proc/self/cgroup").at(what)?;
+    let path = text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).find(|path| *path != "/");
+    path.map(str::to_owned).ok_or_else(|| Refused::nothing(what))
+}
 
 /// The first that there is, or else the first.
 fn first<'p>(paths: &[&'p str]) -> &'p str {

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{Hello, role};
@@ -34,6 +34,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         UnixStream::connect_addr(&name).at("connect to an abstract Unix socket")?;
         Ok("connected".into())
     }),
+    ("take-an-abstract-name", |to| take_an_abstract_name(to.text("abstract")?)),
     ("connect-to-path-socket", |to| {
         UnixStream::connect(to.text("unix")?).at("connect to a Unix socket by its path")?;
         Ok("connected".into())
@@ -63,6 +64,20 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     let made = call(libc::SYS_socket, [family as usize, kind as usize, protocol as usize]).at(&what)?;
     close(made);
     Ok(what)
+}
+
+/// One that nobody has; by a socket that listens, and by an end of a pair.
+fn take_an_abstract_name(like: &str) -> Tried {
+    let what = "take an abstract name";
+    let name = format!("{like}-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).at(what)?;
+    if UnixListener::bind_addr(&address).is_ok() {
+        return Ok("listens".into());
+    }
+    let (end, _other) = UnixStream::pair().at(what)?;
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).at(what)?;
+    rustix::net::bind(&end, &address).at(what)?;
+    Ok("holds it".into())
 }
 
 /// A pair of datagram sockets does not need `socket`, and each end of it can send to any path.

@@ -7,7 +7,7 @@
 
 use rustix::io::Errno;
 
-use super::assembler::Condition::{HasAny, Is};
+use super::assembler::Condition::{AtLeast, HasAny, Is};
 use super::{Check, Rule, Rules, Verdict, flags};
 
 /// They change the kernel.
@@ -49,6 +49,9 @@ pub(in crate::keeper) fn default(network: bool) -> Rules {
     rules.set("ioprio_set", of_one_process(IOPRIO_WHO_PROCESS, of_itself(1)));
     rules.set(OUTLASTING, Verdict::Errno(Errno::NOSYS));
     rules.set("socket", socket(network));
+    if !network {
+        rules.set(CONNECTING, REFUSE);
+    }
     rules.set("ioctl", terminal_tricks());
     flags::refuse(&mut rules);
     rules
@@ -61,10 +64,13 @@ pub(in crate::keeper) fn strict(network: bool) -> Rules {
     for names in COMPUTING {
         rules.set(names, Verdict::Allow);
     }
-    rules.set(CONNECTING, if network { Verdict::Allow } else { REFUSE });
+    rules.set(CONNECTING, Verdict::Allow);
     rules.set(REFUSED_TO_COMPUTING, REFUSE);
     rules.set(MISSING_TO_COMPUTING, Verdict::Errno(Errno::NOSYS));
     deny(&mut rules);
+    if !network {
+        rules.set(CONNECTING, REFUSE);
+    }
     rules.set("socket", socket(network));
     rules.set("prctl", only(PROCESS_OPTIONS, Errno::INVAL));
     rules.set("ioctl", only(DESCRIPTOR_REQUESTS, Errno::NOTTY));
@@ -106,6 +112,7 @@ fn deny(rules: &mut Rules) {
     rules.set("prlimit64", of_itself(0));
     rules.set("setpriority", of_one_process(libc::PRIO_PROCESS, of_itself(1)));
     rules.set("socketpair", socketpair());
+    rules.set("bind", named_by_number());
 }
 
 const NEW_NAMESPACES: u32 = (libc::CLONE_NEWCGROUP
@@ -192,6 +199,18 @@ fn no_packets() -> Rule {
 fn routes_only() -> Rule {
     const NETLINK_ROUTE: u32 = 0;
     only_these(2, &[NETLINK_ROUTE], Verdict::Errno(Errno::PROTONOSUPPORT))
+}
+
+/// Addresses of the internet, for questions after routes, and of the size that fits all; Unix sockets have longer
+/// ones, and of any size. A name without a path belongs to the first who takes it, on the whole machine, and neither
+/// a folder nor Landlock keeps a worker from taking another's; each end of a pair can have one as well.
+fn named_by_number() -> Rule {
+    const INTERNET: [u32; 2] =
+        [size_of::<libc::sockaddr_in>() as u32, size_of::<libc::sockaddr_in6>() as u32];
+    const ROUTES: u32 = size_of::<libc::sockaddr_nl>() as u32;
+    const LONGER_THAN_UNIX: u32 = size_of::<libc::sockaddr_un>() as u32 + 1;
+    let sizes = [Is(INTERNET[0]), Is(INTERNET[1]), Is(ROUTES), AtLeast(LONGER_THAN_UNIX)];
+    check(2, sizes.into_iter().map(|size| (size, Verdict::Allow.into())).collect(), REFUSE)
 }
 
 /// Pairs are pipes that go both ways. Those of datagrams are more: they can send to any path, and so
@@ -315,7 +334,7 @@ const COMPUTING: &[&str] = &[
      setsockopt shutdown",
 ];
 
-/// Only of use to sockets that were made with the network.
+/// Only of use to sockets that were made with the network; without it, an end of a pair could still take a name.
 const CONNECTING: &str = "accept accept4 bind connect listen";
 
 /// Honest programs try these, and go on without: on top of what nobody may.

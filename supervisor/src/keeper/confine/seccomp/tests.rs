@@ -415,8 +415,11 @@ fn set_id() -> Vec<(&'static str, [u64; 3], i32)> {
 }
 
 fn without_network() -> Vec<(&'static str, [u64; 3], i32)> {
+    let calls = ["bind", "connect", "listen", "accept", "accept4"];
+    let mut all = calls.map(|name| (name, [u64::MAX, 0, 16], libc::EPERM)).to_vec();
     let families = [UNIX, INET, libc::AF_INET6 as u64, NETLINK, libc::AF_VSOCK as u64, libc::AF_ALG as u64];
-    families.map(|family| ("socket", [family, STREAM, 0], libc::EAFNOSUPPORT)).to_vec()
+    all.extend(families.map(|family| ("socket", [family, STREAM, 0], libc::EAFNOSUPPORT)));
+    all
 }
 
 fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
@@ -431,6 +434,14 @@ fn with_network() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socket", [INET, 10 | CLOSED_BY_EXEC, 0], libc::EAFNOSUPPORT),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 0], 0),
         ("socket", [NETLINK, libc::SOCK_RAW as u64, 12], libc::EPROTONOSUPPORT),
+        // By the address's size: of the internet, of routes, of all; but none of a Unix socket's own.
+        ("bind", [u64::MAX, 0, 12], libc::EBADF),
+        ("bind", [u64::MAX, 0, 16], libc::EBADF),
+        ("bind", [u64::MAX, 0, 28], libc::EBADF),
+        ("bind", [u64::MAX, 0, 128], libc::EBADF),
+        ("bind", [u64::MAX, 0, 2], libc::EPERM),
+        ("bind", [u64::MAX, 0, 20], libc::EPERM),
+        ("bind", [u64::MAX, 0, 110], libc::EPERM),
     ]);
     all
 }
