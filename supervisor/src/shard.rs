@@ -26,6 +26,7 @@ mod shares;
 mod spans;
 mod starvation;
 mod steer;
+mod temporary;
 mod tenants;
 mod turns;
 mod unread;
@@ -36,7 +37,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -107,6 +108,8 @@ pub struct Pulse {
     pub spool_called: tokio::sync::Notify,
     /// So many of them may be there, however much others hold.
     pub spool_share: AtomicUsize,
+    /// The keeper's process.
+    pub keeper: AtomicU32,
 }
 
 /// A job's record as policy carries it along: it moves with every decision, so that it had better be small.
