@@ -19,6 +19,7 @@ mod routes;
 mod sockets;
 mod streams;
 mod tcp;
+mod temporary;
 mod watch;
 
 pub(crate) use jobs::JOBS_MAX;
@@ -186,6 +187,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(sockets::watch(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
+            tokio::spawn(temporary::watch(control.clone()));
             tokio::spawn(advice::watch(control.clone()));
             tokio::spawn(tell_suppressed(control.clone()));
             take_notices(&control, notices, &pulse).await;
