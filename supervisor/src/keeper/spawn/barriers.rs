@@ -6,14 +6,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
 
 use super::root::{Root, View};
+use super::shown::Shown;
 use super::steps;
 use super::{Refusal, programs};
 use crate::keeper::SpawnOrder;
 use crate::keeper::confine::landlock::{self, Ruleset};
+use crate::keeper::confine::reach::{self, Closed, Given};
 use crate::keeper::confine::seccomp::{self, Ending, Filter};
-use crate::keeper::confinement::{Confinement, Seccomp, Temporary, Terms};
+use crate::keeper::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
 
 /// Filters that are kept for the next worker with the same rules; there is one for each sandbox that
 /// differs from others in its system calls.
@@ -28,6 +31,10 @@ pub(in crate::keeper) struct Barriers {
     pub(super) root: Option<Arc<Root>>,
     /// What the worker is told of its own rules: its standard input.
     pub(super) program_rules: Option<OwnedFd>,
+    /// What the worker's user cannot reach in the system's root, where it has that.
+    pub(super) shown: Option<Arc<Shown>>,
+    /// Whether the keeper may mount without a user namespace.
+    may_mount: bool,
 }
 
 /// Filters by what they are made of: to make one takes longer than the rest.
@@ -64,6 +71,17 @@ impl Barriers {
                 Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
             })
         });
+        let may_mount =
+            capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        let given = Given {
+            program: Path::new(order.program),
+            programs: &programs,
+            directory,
+            read: &read,
+            write: &write,
+            temporary,
+        };
+        let closed = closed(&given, terms.identity, may_mount)?;
         let root = terms.namespaces.mount.then(|| {
             let view = View {
                 programs: &programs,
@@ -74,6 +92,7 @@ impl Barriers {
                 has_own_processes: terms.namespaces.pid,
                 temporary: terms.temporary,
                 identity: terms.identity,
+                closed: &closed,
             };
             let missing = |path: &Path| {
                 Refusal::new(&format!("{}: show {}", steps::ROOT, path.display()), Errno::NOENT)
@@ -83,12 +102,20 @@ impl Barriers {
         let ruleset = ruleset.transpose()?;
         let program_rules =
             terms.programs_apart.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
+        let shown = match root {
+            Some(_) => None,
+            None => Shown::prepare(&closed, &withheld)
+                .map_err(|folder| unreachable(&folder, terms.identity))?
+                .map(Arc::new),
+        };
         Ok(Self {
             terms,
             program_rules: program_rules.transpose()?,
             ruleset,
             filter: filters.get(ordered)?,
             root: root.transpose()?,
+            shown,
+            may_mount,
         })
     }
 
@@ -102,14 +129,44 @@ impl Barriers {
         self.terms != Terms::default()
     }
 
+    /// Whether the child makes its root folder before it enters a user namespace.
+    pub(super) fn root_comes_first(&self) -> bool {
+        self.root.is_some() && self.may_mount
+    }
+
     pub(super) fn root(&self) -> Option<Arc<Root>> {
         self.root.clone()
+    }
+
+    pub(super) fn shown(&self) -> Option<Arc<Shown>> {
+        self.shown.clone()
     }
 
     /// Whether there is a `/tmp` of its own.
     pub(super) fn has_tmp(&self) -> bool {
         matches!(self.terms.temporary, Temporary::FileSystem(_))
     }
+}
+
+/// What a worker's own user cannot reach of what it is given. Where nothing can be shown, it must reach all.
+fn closed(given: &Given<'_>, identity: Option<Identity>, may_mount: bool) -> Result<Closed, Refusal> {
+    let Some(identity) = identity else { return Ok(Closed::default()) };
+    let closed =
+        reach::look(given, identity).map_err(|useless| Refusal::new(&useless.to_string(), Errno::ACCESS))?;
+    match closed.folders.first() {
+        Some(folder) if !may_mount => Err(unreachable(folder, Some(identity))),
+        _ => Ok(closed),
+    }
+}
+
+fn unreachable(folder: &Path, identity: Option<Identity>) -> Refusal {
+    let uid = identity.map_or(0, |identity| identity.uid);
+    let folder = folder.display();
+    let step = format!(
+        "let user {uid} through {folder}, for what the worker is given lies there: `chmod o+x {folder}`, or set \
+         `user` in `sandbox` to one that may"
+    );
+    Refusal::new(&step, Errno::ACCESS)
 }
 
 impl Filters {

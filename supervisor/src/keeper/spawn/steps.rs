@@ -12,6 +12,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::progress::{self, Failure};
 use super::root::Root;
+use super::shown::Shown;
 use super::{LINK_FD, Plan};
 use crate::keeper::Rlimit;
 use crate::keeper::confine::landlock::Unrestricted;
@@ -42,14 +43,21 @@ impl From<Errno> for Stop {
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
 /// Of the first process in new namespaces.
-pub(super) const OUTER: [(&str, Step); 7] = [
+///
+/// A privileged keeper's child makes the root folder while it is still root, so that no folder above what
+/// the worker is given is closed to it, and enters a user namespace afterwards. Any other needs the user
+/// namespace first, for the right to mount.
+pub(super) const OUTER: [(&str, Step); 10] = [
     ("session", session),
     ("parent-death signal", parent_death_signal),
-    ("user namespace", user_namespace),
-    ("identity in the user namespace", inner_identity),
+    ("user namespace", user_namespace_before_root),
+    ("identity in the user namespace", identity_before_root),
     ("parent-death signal after the identity", parent_death_signal),
     (ROOT, private_root),
     ("own /proc", own_proc),
+    ("user namespace", user_namespace_after_root),
+    ("identity in the user namespace", identity_after_root),
+    ("parent-death signal after the identity", parent_death_signal),
 ];
 
 /// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
@@ -57,13 +65,15 @@ pub(super) const OUTER: [(&str, Step); 7] = [
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
 /// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
-pub(super) const INNER: [(&str, Step); 17] = [
+pub(super) const INNER: [(&str, Step); 19] = [
     ("signals", signals),
     ("session", session),
+    ("umask", umask),
     ("priority", priority),
     ("stdio", stdio),
     ("descriptors", descriptors),
     ("child subreaper", child_subreaper),
+    (SHOWN, shown),
     (RLIMIT, rlimits),
     ("bounding set", bounding_set),
     ("identity", identity),
@@ -78,6 +88,7 @@ pub(super) const INNER: [(&str, Step); 17] = [
 ];
 
 pub(super) const ROOT: &str = "mount namespace";
+const SHOWN: &str = "what its user cannot reach";
 pub(super) const LANDLOCK: &str = "landlock";
 pub(super) const SECCOMP: &str = "seccomp";
 const RLIMIT: &str = "rlimit";
@@ -89,7 +100,7 @@ const LANDLOCK_UNTRUE: u32 = 1;
 pub(super) const PID_NAMESPACE: u32 = u32::MAX;
 
 /// What a child that failed was about.
-pub(super) fn describe(failure: &Failure, root: Option<&Root>) -> String {
+pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Shown>) -> String {
     let mut steps = OUTER.iter().chain(&INNER);
     match steps.nth(failure.step as usize).map(|(name, _)| *name) {
         Some(RLIMIT) => format!("{RLIMIT} {}", rlimit_name(failure.detail)),
@@ -99,6 +110,10 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>) -> String {
         }
         Some(LANDLOCK) if failure.detail == LANDLOCK_UNTRUE => {
             format!("{LANDLOCK} read-back: the kernel took the rules, and what they forbid succeeds")
+        }
+        Some(SHOWN) => {
+            let what = shown.map(|shown| shown.describe(failure.detail)).unwrap_or_default();
+            format!("{SHOWN}: {what}")
         }
         Some(name) => name.to_owned(),
         None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
@@ -129,12 +144,30 @@ fn rlimit_name(resource: u32) -> &'static str {
     NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
 }
 
-/// Waits until the keeper has said which users there are in the new namespace.
-fn user_namespace(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user {
+/// The fork has made the namespace; waits until the keeper has said which users there are in it.
+fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.user || plan.prepared.barriers.root_comes_first() {
         return Ok(());
     }
     Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+}
+
+/// The same for a namespace that is made only now.
+fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.user || !plan.prepared.barriers.root_comes_first() {
+        return Ok(());
+    }
+    // SAFETY: the process has one thread, and does not share what it leaves.
+    check(unsafe { libc::unshare(libc::CLONE_NEWUSER) })?;
+    Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+}
+
+fn identity_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.root_comes_first() { Ok(()) } else { inner_identity(plan) }
+}
+
+fn identity_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.root_comes_first() { inner_identity(plan) } else { Ok(()) }
 }
 
 /// In a user namespace a process has all rights, but can make no file as a user that there is not. So it
@@ -145,9 +178,7 @@ fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     }
     // Refused where the keeper is nobody special: then it has no groups to give up that matter to others.
     let _ = rustix::thread::set_thread_groups(&[]);
-    let own =
-        || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };
-    become_one(plan.terms().identity.unwrap_or_else(own))
+    become_one(plan.terms().identity.unwrap_or(plan.own))
 }
 
 /// Outside of user namespaces; in one, it has been done.
@@ -170,9 +201,12 @@ fn become_one(Identity { uid, gid }: Identity) -> Result<(), Stop> {
 fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some(root) = &barriers.root else { return Ok(()) };
+    // The worker, perhaps another user, is to go through its folders.
+    rustix::process::umask(Mode::empty());
     root.enter().map_err(|failed| Stop { errno: failed.errno, detail: failed.step })?;
     // The rules know the files of the system, not what has been mounted just now.
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
+    root.opened().iter().try_for_each(|folder| ruleset.add_given(folder))?;
     Ok(ruleset.add_mounted(barriers.has_tmp())?)
 }
 
@@ -184,6 +218,16 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
     super::root::mount_own_proc()?;
     let Some(ruleset) = &plan.prepared.barriers.ruleset else { return Ok(()) };
     Ok(ruleset.add_mounted(false)?)
+}
+
+/// Without a root folder of its own.
+fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
+    let barriers = &plan.prepared.barriers;
+    let Some(shown) = &barriers.shown else { return Ok(()) };
+    let mask = rustix::process::umask(Mode::empty());
+    let entered = shown.enter(barriers.ruleset.as_ref());
+    rustix::process::umask(mask);
+    entered.map_err(|failed| Stop { errno: failed.errno, detail: failed.step })
 }
 
 /// The right to get any capability by executing something. Before the identity, which takes along the
@@ -260,13 +304,17 @@ fn session(plan: &Plan<'_>) -> Result<(), Stop> {
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
-    rustix::process::umask(UMASK);
     if plan.standing.is_spared {
         // It is the supervisor that the kernel should spare when memory runs out. Only here does the file
         // belong to the user that this process still is.
         let file = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())?;
         rustix::io::write(file, b"0")?;
     }
+    Ok(())
+}
+
+fn umask(_: &Plan<'_>) -> Result<(), Stop> {
+    rustix::process::umask(UMASK);
     Ok(())
 }
 
