@@ -6,6 +6,7 @@
 
 mod advice;
 pub mod args;
+pub mod check;
 pub mod command;
 pub mod config;
 mod confinement;
@@ -30,3 +31,4 @@ pub mod span;
 mod succession;
 pub mod supervisor;
 mod tally;
+mod worker_ids;

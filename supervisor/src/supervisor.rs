@@ -45,12 +45,7 @@ pub enum RunError {
 /// Call it before any other thread has been started.
 pub fn run(mut config: Config) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
-    let host = program::find_host();
-    if host.is_none()
-        && let Some(needy) = config.bulkheads.iter().find(|b| program::needs_host(b))
-    {
-        return Err(RunError::NoHost(needy.name.clone()));
-    }
+    let host = program::require_host(&config)?;
     let grounds = Arc::new(Grounds::find(&config));
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;

@@ -26,8 +26,8 @@ const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 /// What is given to each worker; the supervisor's own user, so that a user id stands in for nothing.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
-const DEFAULT: &str = "profile = \"default\"";
-const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
+const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
+const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
 /// A bulkhead for each setting, and one that is attacked. Each attempt has a process of its own.
 fn bulkheads(runs: &str, profile: &str) -> String {

@@ -122,7 +122,7 @@ fn what_a_worker_writes_beside_its_program_gives_the_next_one_nothing() {
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         // As such a worker could have left it.
         std::os::unix::fs::symlink(&secret, folder.path().join("own/share")).unwrap();
-        let sandbox = format!("{profile}, write = [{:?}]", folder.path().join("own"));
+        let sandbox = format!("{profile}, user = \"shared\", write = [{:?}]", folder.path().join("own"));
         let place = start(&bulkhead("x", &format!("exec = [{program:?}]"), &sandbox));
         assert_eq!(place.ask("x", "").trim(), "done", "{profile}");
     }

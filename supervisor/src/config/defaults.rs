@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use super::checked::UidRange;
+
 /// Mode of the jobs socket.
 pub const SOCKET_MODE: u32 = 0o600;
 /// File name of the jobs socket inside its folder.
@@ -112,6 +114,8 @@ pub const HEALTH_MISSED: u64 = 5;
 pub const SANDBOX_PROFILE: &str = "default";
 /// Whether confined workers may use the network.
 pub const SANDBOX_NETWORK: bool = false;
+/// The ids of workers where the file names none: those that systemd sets aside for the same purpose.
+pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 /// Bytes of the private `/tmp` of confined workers.
 pub const SANDBOX_TMP_BYTES: u64 = 64 * 1024 * 1024;
 

@@ -278,7 +278,7 @@ impl Shard {
 }
 
 /// What to do about a start that failed, where that can be known.
-fn advice(step: &str, error: &io::Error) -> &'static str {
+pub(crate) fn advice(step: &str, error: &io::Error) -> &'static str {
     let is_step = |name: &str| step == name;
     if error.kind() != io::ErrorKind::PermissionDenied {
         return "";
