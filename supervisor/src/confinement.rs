@@ -300,7 +300,7 @@ fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Gr
     if whom == Whom::Own && rustix::process::geteuid().is_root() {
         remarks.push(
             "its workers are root, without capabilities, and can change what root owns where the sandbox lets \
-             them: give them a `user`, or leave it away for ids of their own"
+             them: without `user` in `sandbox` they have ids of their own"
                 .to_owned(),
         );
     }
