@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::confined::{
-    DEFAULT_LAYERS, NOBODY, STRICT_LAYERS, Setup, has_layers, is_root, status_field,
+    DEFAULT_LAYERS, NOBODY, STRICT_LAYERS, Setup, has_layers, has_program, is_root, status_field,
 };
 use bulkhead_tests::{PATIENCE, Supervisor, outcome, programs, wait_for};
 use nix::sys::signal::Signal;
@@ -394,23 +394,37 @@ fn check_says_what_stops_a_worker() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
-/// A container often has no right to mount: then what cannot be reached is named.
+/// A container often has no right to mount: then a program that needs no path of its own runs by a descriptor, and of
+/// others what they cannot reach is named.
 #[test]
-fn without_the_right_to_mount_the_folder_in_the_way_is_named() {
-    if !is_root() || !has_layers(DEFAULT_LAYERS) || !bulkhead_tests::confined::has_program("/usr/bin/setpriv")
-    {
+fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folder_is_named() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
         return;
     }
     let home = home();
     let path = home.path().to_owned();
-    std::fs::write(path.join("workers.toml"), format!("{SOCKETS}{WORKERS}")).unwrap();
+    let config = format!(
+        "{SOCKETS}[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scripts\"\n\
+         [bulkhead.reader]\nexec = [\"/bin/cat\", \"data/input\"]\n\
+         [bulkhead.script]\nexec = [\"scripts/run\"]\n\
+         [bulkhead.library]\nlibrary = \"lib/libouter.so\"\n"
+    );
+    std::fs::write(path.join("workers.toml"), config).unwrap();
     let mut command = Command::new("/usr/bin/setpriv");
-    command.arg("--bounding-set=-sys_admin").arg(programs().join("bulkhead-supervisor"));
+    command.arg("--bounding-set=-sys_admin").arg(path.join("bin/bulkhead-supervisor"));
     command.arg("--config").arg(path.join("workers.toml")).args(["--check", "--start"]);
     let output = command.output().unwrap();
     let (out, error) = texts(&output);
     assert_eq!(output.status.code(), Some(2), "{out}{error}");
-    assert!(error.contains(path.to_str().unwrap()) && error.contains("chmod o+x"), "{error}");
+    assert!(
+        out.contains("bulkhead 'worker' starts") && out.contains("(own), namespaces none"),
+        "{out}{error}"
+    );
+    for name in ["reader", "script", "library"] {
+        let line = error.lines().find(|line| line.contains(&format!("'{name}' does not start")));
+        let line = line.unwrap_or_else(|| panic!("{name}: {out}{error}"));
+        assert!(line.contains(path.to_str().unwrap()) && line.contains("chmod o+x"), "{line}");
+    }
     set_mode(&path, 0o755);
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));

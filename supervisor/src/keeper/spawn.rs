@@ -149,6 +149,8 @@ pub(super) struct Ends {
     /// To name what failed.
     root: Option<Arc<Root>>,
     shown: Option<Arc<Shown>>,
+    /// Descriptors of the child that its `execve` closes, beside that for progress.
+    pub(super) closing: u32,
 }
 
 impl Ends {
@@ -181,6 +183,7 @@ impl Prepared {
         });
         let (status_ours, status) = status.transpose()?.unzip();
         let (root, shown) = (barriers.root(), barriers.shown());
+        let closing = u32::from(barriers.executable.is_some());
         let Program { program, directory, arguments, environment, rlimits } = program;
         let prepared = Self {
             program,
@@ -197,7 +200,7 @@ impl Prepared {
             status,
             barriers,
         };
-        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root, shown }))
+        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root, shown, closing }))
     }
 }
 

@@ -3,8 +3,9 @@
 //! Access control lists are not looked at: where one opens what a mode closes, a worker is shown what it could
 //! have reached by itself; where one closes more, the step that fails names it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -64,6 +65,30 @@ pub(in crate::keeper) struct Closed {
     pub(in crate::keeper) opened: BTreeSet<PathBuf>,
 }
 
+impl Closed {
+    /// Whether all that is hidden is where the worker starts, and its program with what lies beside that: both can be
+    /// had before it is another user. A script is found by its name, and so is what the host loads or runs.
+    pub(in crate::keeper) fn is_only_the_program(&self, given: &Given<'_>) -> bool {
+        let others = given.programs.iter().filter(|path| **path != given.program);
+        let asked_for: BTreeSet<PathBuf> =
+            given.read.iter().chain(others).filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+        let is_had = |hidden: &Hidden| match hidden.purpose {
+            Purpose::Start => true,
+            Purpose::Read => !asked_for.contains(&hidden.real),
+            Purpose::Write => false,
+        };
+        self.hidden.iter().all(is_had) && is_elf(given.program)
+    }
+}
+
+/// Whether the kernel runs it by itself.
+fn is_elf(program: &Path) -> bool {
+    const MAGIC: [u8; 4] = *b"\x7fELF";
+    let mut start = [0; MAGIC.len()];
+    let read = std::fs::File::open(program).and_then(|mut file| file.read_exact(&mut start));
+    read.is_ok() && start == MAGIC
+}
+
 /// What was given and cannot be used by this user, wherever it is shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::keeper) struct Useless {
@@ -89,6 +114,7 @@ impl fmt::Display for Useless {
 pub(in crate::keeper) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
     let mut closed = Closed::default();
     let mut folders = BTreeSet::new();
+    let mut looked_at = BTreeMap::new();
     let useless = |path: &Path, wanted| Useless { path: path.to_owned(), wanted, identity };
     for (path, purpose) in all(given) {
         let Ok(real) = std::fs::canonicalize(&path) else { continue };
@@ -112,7 +138,7 @@ pub(in crate::keeper) fn look(given: &Given<'_>, identity: Identity) -> Result<C
             }
         }
         for place in BTreeSet::from([path, real.clone()]) {
-            let above = first_closed(&place, identity);
+            let above = first_closed(&place, identity, &mut looked_at);
             let is_opened = closed.opened.contains(&real);
             if above.is_none() && !is_opened {
                 continue;
@@ -141,11 +167,17 @@ fn all(given: &Given<'_>) -> Vec<(PathBuf, Purpose)> {
 }
 
 /// The uppermost folder above this path that the user cannot go through.
-fn first_closed(path: &Path, identity: Identity) -> Option<PathBuf> {
+fn first_closed(path: &Path, identity: Identity, looked_at: &mut BTreeMap<PathBuf, bool>) -> Option<PathBuf> {
     let above: Vec<&Path> = path.ancestors().skip(1).collect();
-    let is_closed =
-        |folder: &&&Path| std::fs::metadata(folder).is_ok_and(|found| !permits(&found, identity, SEARCH));
-    let folder = above.iter().rev().find(is_closed)?;
+    let mut is_closed = |folder: &Path| {
+        if let Some(is_closed) = looked_at.get(folder) {
+            return *is_closed;
+        }
+        let is_closed = std::fs::metadata(folder).is_ok_and(|found| !permits(&found, identity, SEARCH));
+        looked_at.insert(folder.to_owned(), is_closed);
+        is_closed
+    };
+    let folder = above.into_iter().rev().find(|folder| is_closed(folder))?;
     std::fs::canonicalize(folder).ok()
 }
 
@@ -215,7 +247,7 @@ mod tests {
         let outer = home(0o700);
         let home = outer.path().join("home");
         let closed = look_at(outer.path(), &[], &[]).unwrap();
-        assert_eq!(closed.folders, [home.clone()]);
+        assert_eq!(closed.folders, std::slice::from_ref(&home));
         let places: BTreeSet<_> = closed.hidden.iter().map(|hidden| hidden.place.clone()).collect();
         assert_eq!(places, [home.join("checkout"), home.join("checkout/program")].into());
         assert!(closed.opened.is_empty());

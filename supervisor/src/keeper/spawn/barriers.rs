@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
@@ -33,6 +34,8 @@ pub(in crate::keeper) struct Barriers {
     pub(super) program_rules: Option<OwnedFd>,
     /// What the worker's user cannot reach in the system's root, where it has that.
     pub(super) shown: Option<Arc<Shown>>,
+    /// The program, where it is executed by a descriptor; then the working directory is entered by the keeper's user.
+    pub(super) executable: Option<OwnedFd>,
     /// Whether the keeper may mount without a user namespace.
     may_mount: bool,
 }
@@ -81,7 +84,12 @@ impl Barriers {
             write: &write,
             temporary,
         };
-        let closed = closed(&given, terms.identity, may_mount)?;
+        let closed = closed(&given, terms.identity)?;
+        let executable = match closed.folders.first() {
+            Some(_) if !may_mount && closed.is_only_the_program(&given) => Some(open(given.program)?),
+            Some(folder) if !may_mount => return Err(unreachable(folder, terms.identity)),
+            _ => None,
+        };
         let root = terms.namespaces.mount.then(|| {
             let view = View {
                 programs: &programs,
@@ -103,6 +111,7 @@ impl Barriers {
         let program_rules =
             terms.programs_apart.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
         let shown = match root {
+            _ if !may_mount => None,
             Some(_) => None,
             None => Shown::prepare(&closed, &withheld)
                 .map_err(|folder| unreachable(&folder, terms.identity))?
@@ -115,6 +124,7 @@ impl Barriers {
             filter: filters.get(ordered)?,
             root: root.transpose()?,
             shown,
+            executable,
             may_mount,
         })
     }
@@ -148,15 +158,15 @@ impl Barriers {
     }
 }
 
-/// What a worker's own user cannot reach of what it is given. Where nothing can be shown, it must reach all.
-fn closed(given: &Given<'_>, identity: Option<Identity>, may_mount: bool) -> Result<Closed, Refusal> {
+/// What a worker's own user cannot reach of what it is given.
+fn closed(given: &Given<'_>, identity: Option<Identity>) -> Result<Closed, Refusal> {
     let Some(identity) = identity else { return Ok(Closed::default()) };
-    let closed =
-        reach::look(given, identity).map_err(|useless| Refusal::new(&useless.to_string(), Errno::ACCESS))?;
-    match closed.folders.first() {
-        Some(folder) if !may_mount => Err(unreachable(folder, Some(identity))),
-        _ => Ok(closed),
-    }
+    reach::look(given, identity).map_err(|useless| Refusal::new(&useless.to_string(), Errno::ACCESS))
+}
+
+fn open(program: &Path) -> Result<OwnedFd, Refusal> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    rustix::fs::open(program, flags, Mode::empty()).map_err(|errno| Refusal::new("exec", errno))
 }
 
 fn unreachable(folder: &Path, identity: Option<Identity>) -> Refusal {

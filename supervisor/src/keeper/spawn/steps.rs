@@ -65,7 +65,7 @@ pub(super) const OUTER: [(&str, Step); 10] = [
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
 /// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
-pub(super) const INNER: [(&str, Step); 19] = [
+pub(super) const INNER: [(&str, Step); 20] = [
     ("signals", signals),
     ("session", session),
     ("umask", umask),
@@ -76,6 +76,7 @@ pub(super) const INNER: [(&str, Step); 19] = [
     (SHOWN, shown),
     (RLIMIT, rlimits),
     ("bounding set", bounding_set),
+    ("working directory", working_directory_before_identity),
     ("identity", identity),
     ("capabilities", capabilities),
     ("parent-death signal", parent_death_signal),
@@ -398,12 +399,16 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
 fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let prepared = plan.prepared;
     let ruleset = prepared.barriers.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
+    let executable = prepared.barriers.executable.as_ref().map(AsRawFd::as_raw_fd);
     let progress = prepared.progress.as_raw_fd();
-    let other = ruleset.unwrap_or(progress);
-    let (low, high) = (progress.min(other), progress.max(other));
-    close_between(LINK_FD, low)?;
-    close_between(low, high)?;
-    close_between(high, RawFd::MAX)
+    let mut kept = [progress, ruleset.unwrap_or(progress), executable.unwrap_or(progress), RawFd::MAX];
+    kept.sort_unstable();
+    let mut low = LINK_FD;
+    for high in kept {
+        close_between(low, high)?;
+        low = high;
+    }
+    Ok(())
 }
 
 /// Closes what lies between two descriptors.
@@ -417,11 +422,30 @@ fn close_between(low: RawFd, high: RawFd) -> Result<(), Stop> {
 }
 
 fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.executable.is_some() {
+        return Ok(());
+    }
+    Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
+}
+
+/// Where the worker's user cannot go there by itself, and nothing can be shown to it.
+fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.executable.is_none() {
+        return Ok(());
+    }
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
 fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
+    if let Some(executable) = &plan.prepared.barriers.executable {
+        let (program, here) = (executable.as_raw_fd(), c"".as_ptr());
+        // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`; the text ends
+        // with NUL.
+        return Ok(check(unsafe {
+            libc::syscall(libc::SYS_execveat, program, here, arguments, environment, libc::AT_EMPTY_PATH)
+        } as i32)?);
+    }
     // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`.
     Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }
