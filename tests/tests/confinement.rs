@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::process::Command;
 
 use bulkhead_tests::attempts::{
-    ATTEMPTS, Attempt, ELSEWHERE, Expected, KERNELS_OWN, OF_A_SHARED_ID, OF_ONE_USER, OF_PROGRAMS, OF_SHARED_PROCESSES,
-    Setting, markdown,
+    ATTEMPTS, Attempt, ELSEWHERE, Expected, KERNELS_OWN, OF_A_SHARED_ID, OF_ONE_USER, OF_PROGRAMS,
+    OF_SHARED_PROCESSES, Setting, markdown,
 };
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,

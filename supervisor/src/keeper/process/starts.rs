@@ -151,7 +151,7 @@ impl Process {
         // Beside those it keeps there are this one's other end, and the listener.
         let executable = match &child.stage {
             Stage::Starting(ends) => ends.closing,
-            Stage::Running | Stage::Failed => 0,
+            Stage::Running | Stage::Failed | Stage::Ended => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;
         let open = observe::descriptors(process).map_err(failed)?;

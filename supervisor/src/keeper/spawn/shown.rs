@@ -169,13 +169,15 @@ impl Shown {
         }
     }
 
-    /// Makes it, in a new mount namespace of this process, and adds it to the rules. For a forked child: system
-    /// calls and nothing else.
-    pub(super) fn enter(&self, ruleset: Option<&Ruleset>) -> Result<(), Failed> {
+    /// Makes it, in a mount namespace of this process, which it may have already, and adds it to the rules. For a
+    /// forked child: system calls and nothing else.
+    pub(super) fn enter(&self, ruleset: Option<&Ruleset>, has_own_mounts: bool) -> Result<(), Failed> {
         let common = |number: usize, result: Result<(), Errno>| {
             result.map_err(|errno| Failed { errno, step: COMMON + number as u32 })
         };
-        common(0, own_mounts())?;
+        if !has_own_mounts {
+            common(0, own_mounts())?;
+        }
         // What lies in a folder is reached by its descriptor, once it is covered.
         let mut descriptors = [const { None::<OwnedFd> }; COVERS_MAX];
         for (number, (cover, slot)) in self.covers.iter().zip(&mut descriptors).enumerate() {

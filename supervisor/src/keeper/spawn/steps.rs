@@ -47,8 +47,9 @@ pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 /// A privileged keeper's child makes the root folder while it is still root, so that no folder above what
 /// the worker is given is closed to it, and enters a user namespace afterwards. Any other needs the user
 /// namespace first, for the right to mount.
-pub(super) const OUTER: [(&str, Step); 10] = [
+pub(super) const OUTER: [(&str, Step); 11] = [
     ("session", session),
+    ("working directory", enter_directory),
     ("parent-death signal", parent_death_signal),
     ("user namespace", user_namespace_before_root),
     ("identity in the user namespace", identity_before_root),
@@ -226,7 +227,7 @@ fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some(shown) = &barriers.shown else { return Ok(()) };
     let mask = rustix::process::umask(Mode::empty());
-    let entered = shown.enter(barriers.ruleset.as_ref());
+    let entered = shown.enter(barriers.ruleset.as_ref(), plan.terms().namespaces.proc);
     rustix::process::umask(mask);
     entered.map_err(|failed| Stop { errno: failed.errno, detail: failed.step })
 }
@@ -430,6 +431,11 @@ fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
 
 /// Where the worker's user cannot go there by itself, and nothing can be shown to it.
 fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.terms().namespaces.any() { Ok(()) } else { enter_directory(plan) }
+}
+
+/// The same in namespaces, where it becomes the worker's user early.
+fn enter_directory(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.prepared.barriers.executable.is_none() {
         return Ok(());
     }
