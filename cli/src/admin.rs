@@ -147,6 +147,9 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     output::line(&bulkhead_table(std::slice::from_ref(&one)))?;
     print_troubles(&troubles(&one))?;
     output::line(&format!("\n{}", worker_table(&one)))?;
+    if let Some(uid) = shared_user(&one) {
+        output::line(&format!("\nuser: shared, the workers have the supervisor's own (uid {uid})"))?;
+    }
     output::line("")?;
     for line in events.lines() {
         print_event(args, line)?;
@@ -251,6 +254,14 @@ pub(crate) fn worker_cells(worker: &Value) -> [String; 8] {
         rss,
         text(&worker["last_exit"]),
     ]
+}
+
+/// The user of confined workers that do not have one of their own.
+fn shared_user(bulkhead: &Value) -> Option<u64> {
+    let workers = bulkhead["workers"].as_array()?;
+    let mut confined = workers.iter().map(|worker| &worker["confinement"]);
+    let shared = confined.find(|told| told["identity"] == "shared" && told["profile"] != "none")?;
+    shared["uid"].as_u64()
 }
 
 fn worker_table(bulkhead: &Value) -> String {

@@ -17,6 +17,10 @@ pub struct Args {
     #[arg(long)]
     pub check: bool,
 
+    /// With --check: also start one worker of each bulkhead as it would be confined, and say what stopped it
+    #[arg(long, requires = "check")]
+    pub start: bool,
+
     /// Print what a configuration may look like, as a JSON schema for editors
     #[arg(long, exclusive = true)]
     pub schema: bool,
@@ -74,6 +78,7 @@ mod tests {
     fn a_configuration_or_a_command_is_needed_and_not_both() {
         let parse = |line: &str| Args::try_parse_from(line.split(' '));
         assert_eq!(parse("x --config a --check").unwrap().config, Some("a".into()));
+        assert!(parse("x --config a --check --start").unwrap().start);
         assert_eq!(parse("x doctor --json").unwrap().command, Some(Command::Doctor { json: true }));
         assert!(parse("x --schema").unwrap().schema);
         for line in [
@@ -82,6 +87,7 @@ mod tests {
             "x --schema --check",
             "x doctor --schema",
             "x --check",
+            "x --config a --start",
             "x --config a doctor",
             "x doctor --config a",
             "x doctor --check",

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::config::defaults::RLIMIT_NPROC;
 use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig, UidRange};
@@ -12,22 +13,69 @@ use crate::keeper::{
     self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms,
 };
 use crate::snapshot::ConfinementSnapshot;
+use crate::worker_ids::{Claim, Ids};
 
 /// What this machine can do, and what the supervisor keeps to itself.
 pub(crate) struct Grounds {
     abilities: BTreeMap<&'static str, Ability>,
     withheld: Vec<String>,
-    has_ids: bool,
+    config: PathBuf,
+    ids: IdSource,
+    /// Whether the configuration says which ids these are to be.
+    names_ids: bool,
+}
+
+/// Where the ids of workers come from.
+enum IdSource {
+    /// From a range of this host's.
+    Host(Arc<Ids>),
+    /// There are none, for this reason: workers have the supervisor's own user.
+    Shared(String),
+    /// There are none, and the supervisor's own user is root.
+    Refused(String),
+}
+
+impl IdSource {
+    fn find(lack: Option<String>, worker_uids: Option<UidRange>, claim: Claim) -> Self {
+        let found = lack.map_or_else(|| Ids::new(worker_uids, claim), Err);
+        match found {
+            Ok(ids) => Self::Host(Arc::new(ids)),
+            Err(why) if rustix::process::geteuid().is_root() => Self::Refused(why),
+            Err(why) => Self::Shared(why),
+        }
+    }
 }
 
 impl Grounds {
     /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
     /// process has threads.
     pub(crate) fn find(config: &crate::config::Config) -> Self {
+        Self::find_as(config, Claim::Lasting)
+    }
+
+    /// The same for a look beside a supervisor that may be running.
+    pub(crate) fn find_for_trial(config: &crate::config::Config) -> Self {
+        Self::find_as(config, Claim::Trial)
+    }
+
+    fn find_as(config: &crate::config::Config, claim: Claim) -> Self {
         let abilities = keeper::probe();
         let abilities = abilities.into_iter().map(|ability| (ability.layer, ability)).collect();
         let withheld = secrets(&config.path, &config.supervisor);
-        Self { abilities, withheld, has_ids: config.supervisor.worker_uids.is_some() }
+        let ids = IdSource::Shared(String::new());
+        let names_ids = config.supervisor.worker_uids.is_some();
+        let mut grounds = Self { abilities, withheld, config: config.path.clone(), ids, names_ids };
+        let lack = grounds.lack(Layer::Identity);
+        grounds.ids = IdSource::find(lack, config.supervisor.worker_uids, claim);
+        grounds
+    }
+
+    /// The ids that workers take, where there are any.
+    pub(crate) fn ids(&self) -> Option<Arc<Ids>> {
+        match &self.ids {
+            IdSource::Host(ids) => Some(ids.clone()),
+            IdSource::Shared(_) | IdSource::Refused(_) => None,
+        }
     }
 
     /// Why none of these layers' parts can be had, or that they all can.
@@ -123,13 +171,18 @@ impl Sandbox {
     pub(crate) fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, grounds: &Grounds) -> Self {
         let sandbox = &bulkhead.sandbox;
         let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
-        let mut settling =
-            Settling { grounds, allowed: &sandbox.best_effort, missing: Vec::new(), lacking: Vec::new() };
+        let mut settling = Settling {
+            grounds,
+            allowed: &sandbox.best_effort,
+            missing: Vec::new(),
+            lacking: Vec::new(),
+            refused: None,
+        };
         let whom = settling.whom(bulkhead);
         let one_at_once = settling.program_scopes(bulkhead);
         let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead) };
         settling.want_no_signals(&terms, whom);
-        let obstacle = settling.obstacle(sandbox.profile);
+        let obstacle = settling.refused.take().or_else(|| settling.obstacle(sandbox.profile));
         let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
         if terms.landlock {
             let absent = LANDLOCK_PARTS.iter().filter(|(part, _)| !grounds.has(part)).map(|(_, name)| *name);
@@ -279,7 +332,7 @@ fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Gr
     if whom == Whom::Own && rustix::process::geteuid().is_root() {
         remarks.push(
             "its workers are root, without capabilities, and can change what root owns where the sandbox lets \
-             them: give them a `user`, or `worker_uids` and `user = \"auto\"`"
+             them: without `user` in `sandbox` they have ids of their own"
                 .to_owned(),
         );
     }
@@ -339,6 +392,8 @@ struct Settling<'g> {
     missing: Vec<Layer>,
     /// Layers that there must be, and are not.
     lacking: Vec<(Layer, String)>,
+    /// Why there is no user that the workers may run as.
+    refused: Option<String>,
 }
 
 impl Settling<'_> {
@@ -375,31 +430,43 @@ impl Settling<'_> {
 
     fn whom(&mut self, bulkhead: &BulkheadConfig) -> Whom {
         let sandbox = &bulkhead.sandbox;
-        let is_strict = sandbox.profile == Profile::Strict;
         match &sandbox.user {
             _ if sandbox.profile == Profile::None => Whom::Own,
+            Some(SandboxUser::Shared) => Whom::Own,
             Some(SandboxUser::Named(name)) => self.named(name),
-            None if !is_strict => Whom::Own,
-            Some(SandboxUser::Auto) | None => self.each(is_strict),
+            Some(SandboxUser::Auto) | None => self.auto(bulkhead),
         }
     }
 
-    fn each(&mut self, is_strict: bool) -> Whom {
-        let why = if self.grounds.has_ids {
-            match self.grounds.lack(Layer::Identity) {
-                None => return Whom::Each,
-                Some(why) => why,
+    fn auto(&mut self, bulkhead: &BulkheadConfig) -> Whom {
+        let BulkheadConfig { name, sandbox, .. } = bulkhead;
+        match &self.grounds.ids {
+            IdSource::Host(_) if sandbox.write.is_empty() => Whom::Each,
+            IdSource::Host(ids) => match ids.keep(&self.grounds.config, name, &sandbox.write) {
+                Ok(id) => Whom::One(Identity { uid: id, gid: id }),
+                Err(error) => {
+                    self.refused = Some(error.to_string());
+                    Whom::Own
+                }
+            },
+            IdSource::Shared(why) => {
+                // Said where it is asked for, and where the profile promises everything.
+                let is_strict = sandbox.profile == Profile::Strict;
+                if is_strict && self.grounds.names_ids {
+                    self.lack(Layer::Identity, why.clone());
+                } else if is_strict || sandbox.user.is_some() {
+                    self.missing.push(Layer::Identity);
+                }
+                Whom::Own
             }
-        } else {
-            "[supervisor] has no `worker_uids` to take ids from".to_owned()
-        };
-        if is_strict {
-            self.lack(Layer::Identity, why);
-        } else {
-            // "When the supervisor may", says the word.
-            self.missing.push(Layer::Identity);
+            IdSource::Refused(why) => {
+                self.refused = Some(format!(
+                    "root starts no worker as root unless it is told to, and it cannot start one as another user: \
+                     {why}; give it what is missing, or write `user = \"root\"` in `sandbox`"
+                ));
+                Whom::Own
+            }
         }
-        Whom::Own
     }
 
     fn named(&mut self, name: &str) -> Whom {
@@ -545,31 +612,5 @@ impl Settling<'_> {
              doctor`; to run without: {without}",
             first.name(),
         ))
-    }
-}
-
-/// The ids that workers take, one each.
-#[derive(Debug, Default)]
-pub(crate) struct Ids {
-    /// Given back, the oldest first: an id rests for as long as possible.
-    free: std::collections::VecDeque<u32>,
-    /// Those that nobody has had.
-    unused: std::ops::Range<u64>,
-}
-
-impl Ids {
-    pub(crate) fn new(range: Option<UidRange>) -> Self {
-        let unused = range.map_or(0..0, |range| u64::from(range.first)..u64::from(range.last) + 1);
-        Self { free: std::collections::VecDeque::new(), unused }
-    }
-
-    /// One that no other worker has.
-    pub(crate) fn take(&mut self) -> Option<u32> {
-        self.unused.next().and_then(|id| u32::try_from(id).ok()).or_else(|| self.free.pop_front())
-    }
-
-    /// Takes one back, of a worker of which nothing is left.
-    pub(crate) fn give_back(&mut self, id: u32) {
-        self.free.push_back(id);
     }
 }

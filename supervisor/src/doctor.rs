@@ -4,16 +4,42 @@ use std::io::{self, Write};
 
 use comfy_table::{ContentArrangement, Table, presets};
 
+use crate::config::defaults::WORKER_UIDS;
 use crate::keeper::{Ability, probe};
+use crate::worker_ids::{Claim, Ids};
 
 /// Tries all layers and writes what was found: a table, or one JSON array.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
-    let abilities = probe();
+    let mut abilities = probe();
+    abilities.push(worker_ids(&abilities));
     if json {
         serde_json::to_writer_pretty(&mut *out, &abilities)?;
         return writeln!(out);
     }
     writeln!(out, "{}", table(&abilities))
+}
+
+/// Whether workers get ids of their own where the configuration says nothing of it.
+fn worker_ids(abilities: &[Ability]) -> Ability {
+    let others = abilities.iter().find(|ability| ability.layer == "other users");
+    let is_root = rustix::process::geteuid().is_root();
+    let found = match others.and_then(|others| others.why_not.clone()) {
+        None => Ids::new(None, Claim::Trial).map(|_| format!("each its own, of {WORKER_UIDS}")),
+        Some(why) if is_root => Err(format!("workers do not start: {why}")),
+        Some(_) => Err("workers share the supervisor's own user".to_owned()),
+    };
+    let what_to_do = if is_root {
+        "give root what it lacks, map the ids, or write `user = \"root\"` in `sandbox`"
+    } else {
+        "run the supervisor as root, or keep apart by profile, not by user"
+    };
+    Ability {
+        layer: "worker ids",
+        is_available: found.is_ok(),
+        what_to_do: found.is_err().then_some(what_to_do),
+        why_not: found.as_ref().err().cloned(),
+        found: found.ok(),
+    }
 }
 
 fn table(abilities: &[Ability]) -> Table {

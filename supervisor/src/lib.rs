@@ -7,6 +7,7 @@
 mod advice;
 pub mod args;
 mod bounds;
+pub mod check;
 pub mod command;
 pub mod config;
 mod confinement;
@@ -32,3 +33,4 @@ pub mod span;
 mod succession;
 pub mod supervisor;
 mod tally;
+mod worker_ids;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
-use bulkhead_supervisor::{config, doctor, keeper, supervisor};
+use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
 use clap::Parser;
 
 /// Invalid arguments or configuration.
@@ -40,6 +40,19 @@ fn printed(written: io::Result<()>) -> ExitCode {
     }
 }
 
+/// What starts is on standard output, what does not on standard error.
+fn check_and_start(config: &config::Config) -> ExitCode {
+    let mut out = io::stdout();
+    if let Err(error) = write!(out, "{}", config.summary()) {
+        return printed(Err(error));
+    }
+    let failures = check::start_each(config, &mut out).unwrap_or_else(|error| vec![error.to_string()]);
+    for failure in &failures {
+        let _ = writeln!(io::stderr(), "error: {failure}");
+    }
+    if failures.is_empty() { printed(Ok(())) } else { ExitCode::from(USAGE) }
+}
+
 fn run(args: &Args, config: &Path) -> ExitCode {
     let config = match config::load(config) {
         Ok(config) => config,
@@ -49,6 +62,9 @@ fn run(args: &Args, config: &Path) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
+    if args.check && args.start {
+        return check_and_start(&config);
+    }
     if args.check {
         return printed(write!(io::stdout(), "{}", config.summary()));
     }

@@ -14,6 +14,7 @@ use crate::bounds;
 use crate::config::{self, BulkheadConfig, Resource};
 use crate::confinement::{Grounds, Sandbox};
 use crate::keeper::{Rlimit, SpawnOrder};
+use crate::supervisor::RunError;
 
 /// The descriptor under which a worker finds its link.
 const LINK_DESCRIPTOR: i32 = 3;
@@ -157,6 +158,15 @@ pub(crate) fn find_host() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let in_path = std::env::split_paths(&path).map(|folder| folder.join(HOST));
     beside.into_iter().chain(in_path).find(|candidate| candidate.is_file())
+}
+
+/// The host, where it is found; it must be if a bulkhead needs it.
+pub(crate) fn require_host(config: &config::Config) -> Result<Option<PathBuf>, RunError> {
+    let host = find_host();
+    match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
+        Some(needy) if host.is_none() => Err(RunError::NoHost(needy.name.clone())),
+        _ => Ok(host),
+    }
 }
 
 /// Whether a bulkhead needs the host.

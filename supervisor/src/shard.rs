@@ -56,7 +56,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 
 use crate::command::{Command, Commander, Notice};
 use crate::config::{Config, SupervisorConfig};
-use crate::confinement::{Grounds, Ids};
+use crate::confinement::Grounds;
 use crate::crash::CrashId;
 use crate::descriptors::Intake;
 use crate::keeper::{Keeper, Report};
@@ -64,6 +64,7 @@ use crate::notices::Speaker;
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
+use crate::worker_ids::Ids;
 
 pub(crate) use access::Access;
 use fallback::Journey;
@@ -73,6 +74,7 @@ use named::{Compartment, Named};
 pub(crate) use notes::signal_name;
 use refusals::Refusals;
 use replay::Replay;
+pub(crate) use reports::advice;
 use sessions::{Session, SessionId};
 use snapshots::SnapshotInPieces;
 use spans::{Spans, Trace};
@@ -269,7 +271,8 @@ pub struct Shard {
     freed_links: Vec<usize>,
     spawns: u64,
     /// Of workers that have one each.
-    ids: Ids,
+    /// Those of workers, where each has its own.
+    ids: Option<Arc<Ids>>,
     links_by_spawn: HashMap<u64, usize>,
     sweeping: HashMap<u64, reports::Sweeping>,
     scratch: Scratch,
@@ -458,7 +461,7 @@ impl Shard {
             free_links: Vec::new(),
             freed_links: Vec::new(),
             spawns: 0,
-            ids: Ids::new(config.supervisor.worker_uids),
+            ids: grounds.ids(),
             links_by_spawn: HashMap::new(),
             sweeping: HashMap::new(),
             scratch: Scratch::default(),

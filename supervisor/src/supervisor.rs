@@ -46,12 +46,7 @@ pub enum RunError {
 pub fn run(mut config: Config) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
-    let host = program::find_host();
-    if host.is_none()
-        && let Some(needy) = config.bulkheads.iter().find(|b| program::needs_host(b))
-    {
-        return Err(RunError::NoHost(needy.name.clone()));
-    }
+    let host = program::require_host(&config)?;
     let grounds = Arc::new(Grounds::find(&config));
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;

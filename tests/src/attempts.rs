@@ -113,6 +113,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("stat-neighbour", "ask for the size and times of another's file", Succeeds, Succeeds, HIDDEN),
             plain("watch-neighbour", "be told what happens in another's folder (inotify)", Succeeds, Succeeds, HIDDEN),
             plain("chmod-neighbour", "change the mode of another's file", Succeeds, Succeeds, HIDDEN),
+            plain("chmod-configuration", "change the mode of the supervisor's configuration", Succeeds, Succeeds, HIDDEN),
             plain("remove-neighbour", "remove another's folder", Succeeds, LANDLOCK, HIDDEN),
             plain("write-outside", "make a file in a folder that everybody may write", Succeeds, LANDLOCK, HIDDEN),
             plain("write-to-usr", "make a file in `/usr/share`", Succeeds, LANDLOCK, READ_ONLY),
@@ -351,6 +352,11 @@ pub const OF_SHARED_PROCESSES: &[&str] = &["list-processes", "read-arguments-of-
 /// The same, where supervisor and workers are one user without privileges as well: a root supervisor is protected by
 /// its capabilities.
 pub const OF_ONE_USER: &[&str] = &["pin-supervisor"];
+
+/// What succeeds under `default` where workers have the supervisor's user, and is refused where they have ids of
+/// their own.
+pub const OF_A_SHARED_ID: &[&str] =
+    &["stat-neighbour", "watch-neighbour", "chmod-neighbour", "chmod-configuration"];
 
 impl fmt::Display for Expected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

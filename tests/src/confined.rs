@@ -207,6 +207,7 @@ fn furnish(place: &Path) -> Value {
         "secret": text(&secret),
         "writable": text(&writable),
         "outside": text(&outside),
+        "configuration": text(&place.join("workers.toml")),
         "jobs": text(&place.join("jobs.sock")),
         "admin": text(&place.join("admin.sock")),
     })

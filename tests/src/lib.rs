@@ -513,10 +513,10 @@ pub fn outcome(result: &Result<Reply, JobError>) -> String {
     }
 }
 
-/// The default sandbox, in which workers of tests may leave marks in the folder of their configuration, and
-/// shells may become one of our programs.
+/// The default sandbox, in which workers of tests may leave marks in the folder of their configuration, which is the
+/// test's user's as they are, and shells may become one of our programs.
 fn sandbox() -> String {
     let programs = programs();
     let programs = programs.to_str().expect("an ordinary path");
-    format!("\n[defaults.sandbox]\nwrite = [\".\"]\nread = [\"{programs}\"]\n")
+    format!("\n[defaults.sandbox]\nuser = \"shared\"\nwrite = [\".\"]\nread = [\"{programs}\"]\n")
 }

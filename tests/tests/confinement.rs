@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::process::Command;
 
 use bulkhead_tests::attempts::{
-    ATTEMPTS, Attempt, ELSEWHERE, Expected, KERNELS_OWN, OF_ONE_USER, OF_PROGRAMS, OF_SHARED_PROCESSES,
-    Setting, markdown,
+    ATTEMPTS, Attempt, ELSEWHERE, Expected, KERNELS_OWN, OF_A_SHARED_ID, OF_ONE_USER, OF_PROGRAMS,
+    OF_SHARED_PROCESSES, Setting, markdown,
 };
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
@@ -23,11 +23,12 @@ fn all() -> impl Iterator<Item = &'static Attempt> {
 const WORKER: &str = "command = [\"HOSTILE\"]";
 const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
 
-/// What is given to each worker; the supervisor's own user, so that a user id stands in for nothing.
+/// What is given to each worker. The profiles below have the supervisor's own user, so that an id stands in for
+/// nothing.
 const GIVEN: &str = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
 const NONE: &str = "profile = \"none\"";
-const DEFAULT: &str = "profile = \"default\"";
-const STRICT: &str = "profile = \"strict\", best_effort = [\"identity\"]";
+const DEFAULT: &str = "profile = \"default\", user = \"shared\"";
+const STRICT: &str = "profile = \"strict\", user = \"shared\"";
 
 /// A bulkhead for each setting, and one that is attacked. Each attempt has a process of its own.
 fn bulkheads(runs: &str, profile: &str) -> String {
@@ -117,6 +118,30 @@ fn default_stops_what_the_table_says() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written(attempt.default, ended));
+    }
+}
+
+/// What a worker of root's gets if nothing is said of its user.
+fn stops_more_by_an_id(runs: &str, profile: &str, written: impl Fn(&Attempt) -> Expected) {
+    let place = start(runs, profile, None);
+    try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
+        (true, Ended::Refused(..)) => Ok(()),
+        (true, _) => Err("expected to be refused".into()),
+        (false, ended) => no_more_than_written(written(attempt), ended),
+    });
+}
+
+#[test]
+fn default_stops_more_by_an_id_of_its_own() {
+    if is_root() && has_layers(DEFAULT_LAYERS) {
+        stops_more_by_an_id(WORKER, "profile = \"default\"", |attempt| attempt.default);
+    }
+}
+
+#[test]
+fn strict_stops_as_much_by_an_id_of_its_own() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        stops_more_by_an_id(WORKER, "profile = \"strict\"", |attempt| attempt.strict);
     }
 }
 

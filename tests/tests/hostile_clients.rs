@@ -801,7 +801,7 @@ fn by_hand(folder: &Path, keys: &str) -> String {
     format!(
         "[bulkhead.victim]\n\
          command = [{program:?}, \"the_worker\", \"--exact\", \"--ignored\", \"--nocapture\"]\n\
-         env = {{ NOTES = {folder:?} }}\nsandbox = {{ write = [{folder:?}] }}\n\
+         env = {{ NOTES = {folder:?} }}\nsandbox = {{ user = \"shared\", write = [{folder:?}] }}\n\
          {keys}\n\
          [bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 10\ndeadline = \"60s\"\n"
     )

@@ -84,7 +84,8 @@ pub struct SupervisorConfig {
     pub crash_keep: usize,
     /// Tenants that have a label of their own in the metrics; see [`Config::labelled_tenants`].
     pub tenant_labels: usize,
-    /// The ids that workers with [`SandboxUser::Auto`] get; `None`: there are none.
+    /// The ids that workers with [`SandboxUser::Auto`] get; `None`: those of [`defaults::WORKER_UIDS`](super::defaults::WORKER_UIDS), if
+    /// the supervisor may start workers as other users.
     pub worker_uids: Option<UidRange>,
 }
 

@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use super::checked::UidRange;
+
 /// Mode of the jobs socket.
 pub const SOCKET_MODE: u32 = 0o600;
 /// File name of the jobs socket inside its folder.
@@ -116,6 +118,8 @@ pub const SANDBOX_NETWORK: bool = false;
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Bytes of a file that a confined worker writes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
+/// The ids of workers where the file names none: those that systemd sets aside for the same purpose.
+pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
 /// Bytes of the private `/tmp` of confined workers.
 pub const SANDBOX_TMP_BYTES: u64 = 64 * 1024 * 1024;
 

@@ -222,7 +222,7 @@ impl Checker<'_> {
                 age: raw.recycle_age.optional(),
             },
             rlimits: rlimits(&raw.rlimits),
-            sandbox: self.sandbox(&raw.sandbox, &file.supervisor.worker_uids),
+            sandbox: self.sandbox(&raw.sandbox),
             cgroup: confinement::cgroup(&raw.cgroup),
         };
         self.check_workers(raw, &bulkhead);

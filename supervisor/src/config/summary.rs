@@ -87,7 +87,10 @@ impl Lines {
         self.set("tenant_labels", supervisor.tenant_labels);
         match &supervisor.worker_uids {
             Some(uids) => self.set("worker_uids", string(&uids.to_string())),
-            None => self.comment("worker_uids: none"),
+            None => self.comment(format_args!(
+                "worker_uids: {} for a supervisor that may use them",
+                defaults::WORKER_UIDS
+            )),
         }
     }
 
@@ -162,6 +165,9 @@ impl Lines {
     /// Only `strict` holds `tmp` to its size at every moment: whoever reads one under `default` is told so.
     fn sandbox(&mut self, confinement: &SandboxConfig) {
         self.set("sandbox", sandbox(confinement));
+        if confinement.wants_own_ids() {
+            self.comment(whom(confinement));
+        }
         if confinement.profile == Profile::Default && confinement.tmp_bytes > 0 {
             self.comment("sandbox.tmp: a folder on disk, which is looked at every second");
         }
@@ -323,6 +329,19 @@ fn sandbox(sandbox: &SandboxConfig) -> String {
     let layers: Vec<_> = best_effort.iter().map(|layer| layer.name().to_owned()).collect();
     entries.push(format!("best_effort = {}", strings(&layers)));
     braced(&entries)
+}
+
+/// What `auto` comes to for whoever reads this, who is to start the supervisor.
+fn whom(sandbox: &SandboxConfig) -> &'static str {
+    match (rustix::process::geteuid().is_root(), sandbox.write.is_empty()) {
+        (true, true) => "sandbox.user: auto, an id of each worker's own",
+        (true, false) => {
+            "sandbox.user: auto, one id that the bulkhead keeps, since `write` leaves files behind"
+        }
+        (false, _) => {
+            "sandbox.user: shared, the workers have the supervisor's own user, since it is not root"
+        }
+    }
 }
 
 fn cgroup(cgroup: &CgroupConfig) -> String {

@@ -9,6 +9,7 @@
 //! - `programs`: what a host of programs is told of its own rules.
 //! - `root`: a root folder of its own.
 //! - `machine`: what the `/proc` in there does not show.
+//! - `shown`: what it is given and its user cannot reach.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
@@ -18,6 +19,7 @@ mod machine;
 mod programs;
 mod progress;
 mod root;
+mod shown;
 mod steps;
 
 use std::ffi::{CString, c_char};
@@ -33,9 +35,10 @@ use rustix::process::Pid;
 
 use self::progress::Failure;
 use self::root::Root;
+use self::shown::Shown;
 use self::steps::{INNER, OUTER, Stop};
 use super::confine::cgroup;
-use super::confinement::Namespaces;
+use super::confinement::{Identity, Namespaces, Temporary};
 use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
 pub(super) use self::barriers::{Barriers, Filters};
@@ -49,6 +52,12 @@ pub(super) const LINK_FD: RawFd = 3;
 
 /// The variable that names a folder for temporary files.
 const TEMPORARY: &str = "TMPDIR=";
+
+/// The variable that names the user's own folder. A worker has no other than for temporary files.
+const HOME: &str = "HOME=";
+
+/// Where a worker with a root folder of its own has its temporary files.
+const OWN_TMP: &str = "/tmp";
 
 /// The exit code of a child that failed on its way; it is never shown.
 const FAILED: i32 = 127;
@@ -93,14 +102,18 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// From an order; `TMPDIR` is its temporary folder, if it has one.
+    /// From an order; `TMPDIR` and `HOME` are its temporary folder, if it has one.
     pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
         let text = |text: &str| CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL));
         let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
         let mut environment = texts(&order.environment)?;
-        let has_own = order.environment.iter().any(|variable| variable.starts_with(TEMPORARY));
-        if let Some(folder) = temporary.filter(|_| !has_own) {
-            environment.push(text(&format!("{TEMPORARY}{}", folder.display()))?);
+        let own_tmp = matches!(order.confinement.terms.temporary, Temporary::FileSystem(_));
+        let home = temporary.or(own_tmp.then_some(Path::new(OWN_TMP)));
+        for (variable, folder) in [(TEMPORARY, temporary), (HOME, home)] {
+            let has_own = order.environment.iter().any(|one| one.starts_with(variable));
+            if let Some(folder) = folder.filter(|_| !has_own) {
+                environment.push(text(&format!("{variable}{}", folder.display()))?);
+            }
         }
         Ok(Self {
             program: text(order.program)?,
@@ -137,12 +150,15 @@ pub(super) struct Ends {
     pub(super) status: Option<OwnedFd>,
     /// To name what failed.
     root: Option<Arc<Root>>,
+    shown: Option<Arc<Shown>>,
+    /// Descriptors of the child that its `execve` closes, beside that for progress.
+    pub(super) closing: u32,
 }
 
 impl Ends {
     /// What a child that failed was about.
     pub(super) fn refusal(&self, failure: &Failure) -> Refusal {
-        let step = steps::describe(failure, self.root.as_deref());
+        let step = steps::describe(failure, self.root.as_deref(), self.shown.as_deref());
         Refusal { step, errno: Errno::from_raw_os_error(failure.errno) }
     }
 }
@@ -168,7 +184,8 @@ impl Prepared {
                 .map_err(|errno| Refusal::new("fork", errno))
         });
         let (status_ours, status) = status.transpose()?.unzip();
-        let root = barriers.root();
+        let (root, shown) = (barriers.root(), barriers.shown());
+        let closing = u32::from(barriers.executable.is_some());
         let Program { program, directory, arguments, environment, rlimits } = program;
         let prepared = Self {
             program,
@@ -185,7 +202,7 @@ impl Prepared {
             status,
             barriers,
         };
-        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root }))
+        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root, shown, closing }))
     }
 }
 
@@ -248,11 +265,15 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
             arguments: pointers(&prepared.arguments),
             environment: pointers(&prepared.environment),
             keeper: rustix::process::getpid(),
+            own: Identity {
+                uid: rustix::process::geteuid().as_raw(),
+                gid: rustix::process::getegid().as_raw(),
+            },
             standing,
         }),
         Job::Child | Job::Grandchild => None,
     };
-    let namespaces = plan.as_ref().map_or(Namespaces::default(), |plan| plan.terms().namespaces);
+    let namespaces = plan.as_ref().map_or(Namespaces::default(), Plan::forked_into);
     let cgroup = plan.as_ref().and_then(|plan| plan.prepared.cgroup.as_ref());
     match clone(namespaces, cgroup)? {
         0 => match plan {
@@ -315,12 +336,20 @@ struct Plan<'p> {
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
     keeper: Pid,
+    /// Whom the keeper runs as.
+    own: Identity,
     standing: Standing,
 }
 
 impl Plan<'_> {
     fn terms(&self) -> &super::confinement::Terms {
         &self.prepared.barriers.terms
+    }
+
+    /// The namespaces that the fork makes; a user namespace can also come later.
+    fn forked_into(&self) -> Namespaces {
+        let wanted = self.terms().namespaces;
+        Namespaces { user: wanted.user && !self.prepared.barriers.root_comes_first(), ..wanted }
     }
 
     fn run(&self) -> ! {

@@ -42,10 +42,6 @@ const READS_PER_TURN: usize = 8;
 /// Bytes of a worker's own words about itself that are kept.
 const STATUS_BYTES_MAX: usize = 256;
 
-/// Why a worker that is to have an id of its own is not started.
-const NO_ID_LEFT: &str =
-    "all ids of `worker_uids` are taken: write a larger range in [supervisor], or fewer `processes`";
-
 /// Messages in a turn that a worker may send without being about a job; more is a flood, and waits.
 const JOBS_UNKNOWN_MAX: u32 = 100_000;
 
@@ -146,14 +142,21 @@ impl Shard {
             return Err(io::Error::other(obstacle));
         }
         let id = match sandbox.whom() {
-            Whom::Each => Some(self.ids.take().ok_or_else(|| io::Error::other(NO_ID_LEFT))?),
+            Whom::Each => self.ids.as_ref().map(|ids| ids.take()).transpose()?,
             Whom::Own | Whom::One(_) => None,
         };
         let tried = self.order_worker(compartment, worker, slot, spawn, id);
         if tried.is_err() {
-            id.into_iter().for_each(|id| self.ids.give_back(id));
+            self.give_back(id);
         }
         tried
+    }
+
+    /// Takes back the id of a worker of which nothing is left.
+    pub(super) fn give_back(&self, id: Option<u32>) {
+        if let (Some(ids), Some(id)) = (&self.ids, id) {
+            ids.give_back(id);
+        }
     }
 
     fn order_worker(

@@ -73,7 +73,7 @@ impl Shard {
             Report::Violation { worker, process, call } => self.violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
                 let Some(link) = self.take_link(worker) else { return };
-                link.id.into_iter().for_each(|id| self.ids.give_back(id));
+                self.give_back(link.id);
                 let message = format!(
                     "failed to start {}: {step}: {error}{}",
                     link.program.describe(),
@@ -183,7 +183,8 @@ impl Shard {
             // Its id is not another's before all that has it is gone.
             self.sweeping.insert(spawn, Sweeping { compartment, worker, id: link.id.take() });
         }
-        link.id.take().into_iter().for_each(|id| self.ids.give_back(id));
+        let id = link.id.take();
+        self.give_back(id);
         let event = match death {
             Some((death, usage)) => {
                 self.report_death(&link, death, usage);
@@ -198,7 +199,7 @@ impl Shard {
     /// Nothing is left of a worker that was told to be gone.
     fn swept(&mut self, spawn: u64) {
         let Some(Sweeping { compartment, worker, id }) = self.sweeping.remove(&spawn) else { return };
-        id.into_iter().for_each(|id| self.ids.give_back(id));
+        self.give_back(id);
         self.apply(compartment, Event::Swept { worker }, Incoming::None);
     }
 
@@ -280,7 +281,7 @@ impl Shard {
 }
 
 /// What to do about a start that failed, where that can be known.
-fn advice(step: &str, error: &io::Error) -> &'static str {
+pub(crate) fn advice(step: &str, error: &io::Error) -> &'static str {
     let is_step = |name: &str| step == name;
     if error.kind() != io::ErrorKind::PermissionDenied {
         return "";

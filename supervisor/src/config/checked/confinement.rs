@@ -18,7 +18,7 @@ pub struct SandboxConfig {
     pub write: Vec<PathBuf>,
     /// Bytes of a private `/tmp`; 0 for none.
     pub tmp_bytes: u64,
-    /// Whom the workers run as; `None`: the supervisor's own user.
+    /// Whom the workers run as; `None`: nothing is said of it, see [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
     /// System calls on top of the profile, none of them in `deny`.
     pub allow: Vec<String>,
@@ -26,6 +26,13 @@ pub struct SandboxConfig {
     pub deny: Vec<String>,
     /// Layers that may be missing; all others are required.
     pub best_effort: Vec<Layer>,
+}
+
+impl SandboxConfig {
+    /// Whether the workers are to have ids of their own; without a profile they have the supervisor's user.
+    pub fn wants_own_ids(&self) -> bool {
+        self.profile != Profile::None && matches!(self.user, None | Some(SandboxUser::Auto))
+    }
 }
 
 /// How far workers are confined.
@@ -58,9 +65,10 @@ impl Profile {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {
-    /// Each worker as an id of its own from `worker_uids`. Those are there, or [`Layer::Identity`] is in
-    /// `best_effort`.
+    /// Each worker as an id of its own; those that may write files that stay, all as one of the bulkhead's.
     Auto,
+    /// The supervisor's own user.
+    Shared,
     /// A user of the system; there was one when the file was read.
     Named(String),
 }
@@ -69,10 +77,14 @@ impl SandboxUser {
     /// The word for [`SandboxUser::Auto`].
     pub const AUTO: &str = "auto";
 
+    /// The word for [`SandboxUser::Shared`].
+    pub const SHARED: &str = "shared";
+
     /// The text in the file.
     pub fn name(&self) -> &str {
         match self {
             Self::Auto => Self::AUTO,
+            Self::Shared => Self::SHARED,
             Self::Named(name) => name,
         }
     }

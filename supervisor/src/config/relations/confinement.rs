@@ -12,7 +12,7 @@ use crate::config::system_calls::{NEEDED, is_system_call};
 use crate::config::{defaults, identities, programs};
 
 impl Checker<'_> {
-    pub(super) fn sandbox(&mut self, raw: &RawSandbox, worker_uids: &Field<UidRange>) -> SandboxConfig {
+    pub(super) fn sandbox(&mut self, raw: &RawSandbox) -> SandboxConfig {
         let word = raw.profile.settle(defaults::SANDBOX_PROFILE);
         let profile = Profile::ALL.into_iter().find(|profile| profile.name() == word.value);
         let profile = profile.unwrap_or(Profile::None);
@@ -33,10 +33,6 @@ impl Checker<'_> {
         }
         self.check_allowed_and_denied(raw);
         self.check_denied(raw);
-        let is_own = !matches!(sandbox.user, Some(SandboxUser::Named(_)));
-        if profile == Profile::Strict && is_own && !sandbox.best_effort.contains(&Layer::Identity) {
-            self.check_worker_uids(raw, worker_uids);
-        }
         sandbox
     }
 
@@ -46,7 +42,10 @@ impl Checker<'_> {
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
         self.check_confined("tmp", &raw.tmp, raw, profile);
-        self.check_confined("user", &raw.user, raw, profile);
+        // That one is so without a sandbox.
+        if raw.user.given().is_none_or(|user| user.value != SandboxUser::SHARED) {
+            self.check_confined("user", &raw.user, raw, profile);
+        }
         self.check_confined("syscalls", &raw.syscalls.here, raw, profile);
         self.check_confined("best_effort", &raw.best_effort, raw, profile);
     }
@@ -100,8 +99,16 @@ impl Checker<'_> {
         if given.value == SandboxUser::AUTO {
             return Some(SandboxUser::Auto);
         }
+        if given.value == SandboxUser::SHARED {
+            return Some(SandboxUser::Shared);
+        }
         if let Err(mut complaint) = identities::user("sandbox.user", &given.value) {
-            complaint.help = format!("write `user = \"{}\"`, or {}", SandboxUser::AUTO, complaint.help);
+            complaint.help = format!(
+                "write `user = \"{}\"` or `user = \"{}\"`, or {}",
+                SandboxUser::AUTO,
+                SandboxUser::SHARED,
+                complaint.help
+            );
             self.complain(given.span.clone(), complaint);
         }
         Some(SandboxUser::Named(given.value.clone()))
@@ -154,29 +161,6 @@ impl Checker<'_> {
                 "remove it; a worker of the profile \"strict\" gives up execve by itself when it is ready",
             );
         }
-    }
-
-    /// Under the strict profile each worker has an id of its own, also where nothing is said of it.
-    fn check_worker_uids(&mut self, raw: &RawSandbox, worker_uids: &Field<UidRange>) {
-        let user = raw.user.given().map(|user| user.span.clone());
-        let profile = raw.profile.given().map(|profile| profile.span.clone());
-        let Some(span) = user.or(profile) else { return };
-        // A layer that was refused may have been this one.
-        let unsure = raw.user.is_refused()
-            || raw.best_effort.is_refused()
-            || raw.best_effort.given().is_some_and(|layers| self.problems.any_within(&layers.span));
-        if unsure || !worker_uids.is_absent() {
-            return;
-        }
-        self.problems.report(
-            span,
-            "the profile \"strict\" gives each worker a user id of its own, and [supervisor] has no \
-             `worker_uids` to take them from",
-            format!(
-                "add `worker_uids = \"200000-200999\"` to [supervisor], or `best_effort = [\"{}\"]` to run without",
-                Layer::Identity.name()
-            ),
-        );
     }
 }
 

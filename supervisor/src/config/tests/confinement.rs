@@ -170,7 +170,7 @@ fn a_user_is_there() {
         &sandbox("user = \"no-such-user\""),
         at,
         "`sandbox.user`: there is no user `no-such-user`",
-        "write `user = \"auto\"`, or name one that there is",
+        "write `user = \"auto\"` or `user = \"shared\"`, or name one that there is",
     );
     folder.refuse_one(
         &sandbox("user = 1001"),
@@ -183,38 +183,28 @@ fn a_user_is_there() {
 }
 
 #[test]
-fn ids_of_their_own_come_from_somewhere() {
+fn whose_the_workers_are_can_be_said_or_left_open() {
     let folder = Folder::new();
+    let user = |entries: &str| {
+        let text = bulkhead(&format!("sandbox = {{ {entries} }}"));
+        folder.accept(&text).bulkheads.remove(0).sandbox
+    };
+    for profile in ["default", "strict"] {
+        let profile = format!("profile = \"{profile}\"");
+        assert!(user(&profile).wants_own_ids());
+        assert!(user(&format!("{profile}, user = \"auto\"")).wants_own_ids());
+        let shared = user(&format!("{profile}, user = \"shared\""));
+        assert!(!shared.wants_own_ids() && shared.user == Some(SandboxUser::Shared));
+        assert!(!user(&format!("{profile}, user = \"root\"")).wants_own_ids());
+    }
+    assert!(!user("profile = \"none\"").wants_own_ids());
+    assert!(!user("profile = \"none\", user = \"shared\"").wants_own_ids());
     let strict = |entries: &str| bulkhead(&format!("sandbox = {{ profile = \"strict\"{entries} }}"));
-    let auto = strict(", user = \"auto\"");
-    let message = "the profile \"strict\" gives each worker a user id of its own, and [supervisor] has no";
-    folder.refuse_one(&strict(""), (3, 23), message, "");
-    folder.accept(&strict(", user = \"root\""));
-    folder.accept(&sandbox("user = \"auto\""));
-    folder.refuse_one(
-        &auto,
-        (3, 40),
-        message,
-        "add `worker_uids = \"200000-200999\"` to [supervisor], or `best_effort = [\"identity\"]`",
-    );
-    folder.accept(&format!("{auto}[supervisor]\nworker_uids = \"5-5\"\n"));
-    folder.accept(&strict(", user = \"auto\", best_effort = [\"identity\"]"));
-    let text = format!("[defaults]\nsandbox = {{ best_effort = [\"identity\"] }}\n{auto}");
-    assert_eq!(folder.accept(&text).bulkheads[0].sandbox.best_effort, [Layer::Identity]);
-    // Told once, and not if what was refused may have been the answer.
-    let text = format!(
-        "[defaults]\nsandbox = {{ profile = \"strict\", user = \"auto\" }}\n{}[bulkhead.b]\nexec = [\"tool\"]\n",
-        bulkhead("")
-    );
-    folder.refuse_one(&text, (2, 40), message, "");
-    let text = format!("{auto}[supervisor]\nworker_uids = 5\n");
+    let text = format!("{}[supervisor]\nworker_uids = 5\n", strict(""));
     folder.refuse_one(&text, (5, 15), "`worker_uids` must be the first and the last id", "");
     let text = strict(", user = \"auto\", best_effort = [\"identiy\"]");
     folder.refuse_one(&text, (3, 63), "cannot be \"identiy\"", "");
     folder.refuse_one(&strict(", user = 7"), (3, 40), "`sandbox.user` must be a string", "");
-    let text = sandbox("syscalls = { deny = [\"execve\"] }");
-    let at = column("syscalls = { deny = [");
-    folder.refuse_one(&text, (3, at), "names `execve`, without which no worker starts", "remove it");
 }
 
 #[test]

@@ -134,6 +134,12 @@ impl Ruleset {
         if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
+    /// Adds a folder that has been mounted in the place of one that is given, with what is given of that. For a
+    /// forked child, as above.
+    pub(in crate::keeper) fn add_given(&self, folder: &CStr) -> Result<(), Errno> {
+        self.add_raw(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
+    }
+
     fn add_raw(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
         /// `struct landlock_path_beneath_attr`.
         #[repr(C, packed)]

@@ -5,10 +5,12 @@
 //! - [`landlock`]: which files and sockets it can reach.
 //! - [`seccomp`]: which system calls it can make.
 //! - [`paths`]: what every program needs of the file system.
+//! - [`reach`]: what of that the worker's user can reach by itself.
 //! - `syscalls`: their names and numbers.
 
 pub(super) mod cgroup;
 pub(super) mod landlock;
 pub(super) mod paths;
+pub(super) mod reach;
 pub(super) mod seccomp;
 pub(super) mod syscalls;

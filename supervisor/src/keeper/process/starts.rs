@@ -149,7 +149,11 @@ impl Process {
         child.process = process;
         child.observed.namespaces = self.own.compare(process).map_err(failed)?;
         // Beside those it keeps there are this one's other end, and the listener.
-        let closing = 1 + u32::from(listener.is_some());
+        let executable = match &child.stage {
+            Stage::Starting(ends) => ends.closing,
+            Stage::Running | Stage::Failed | Stage::Ended => 0,
+        };
+        let closing = 1 + u32::from(listener.is_some()) + executable;
         let open = observe::descriptors(process).map_err(failed)?;
         child.observed.descriptors = open.saturating_sub(closing);
         child.observed.cgroup = child.leaf.as_ref().is_some_and(|leaf| observe::is_in(process, leaf.path()));

@@ -5,16 +5,20 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
 
 use super::machine;
 use super::root::{Root, View};
+use super::shown::Shown;
 use super::steps;
 use super::{Refusal, programs};
 use crate::keeper::SpawnOrder;
 use crate::keeper::confine::landlock::{self, Ruleset};
+use crate::keeper::confine::reach::{self, Closed, Given};
 use crate::keeper::confine::seccomp::{self, Ending, Filter};
-use crate::keeper::confinement::{Confinement, Seccomp, Temporary, Terms};
+use crate::keeper::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
 
 /// Filters that are kept for the next worker with the same rules; there is one for each sandbox that
 /// differs from others in its system calls.
@@ -29,6 +33,12 @@ pub(in crate::keeper) struct Barriers {
     pub(super) root: Option<Arc<Root>>,
     /// What the worker is told of its own rules: its standard input.
     pub(super) program_rules: Option<OwnedFd>,
+    /// What the worker's user cannot reach in the system's root, where it has that.
+    pub(super) shown: Option<Arc<Shown>>,
+    /// The program, where it is executed by a descriptor; then the working directory is entered by the keeper's user.
+    pub(super) executable: Option<OwnedFd>,
+    /// Whether the keeper may mount without a user namespace.
+    may_mount: bool,
 }
 
 /// Filters by what they are made of: to make one takes longer than the rest.
@@ -65,6 +75,22 @@ impl Barriers {
                 Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
             })
         });
+        let may_mount =
+            capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        let given = Given {
+            program: Path::new(order.program),
+            programs: &programs,
+            directory,
+            read: &read,
+            write: &write,
+            temporary,
+        };
+        let closed = closed(&given, terms.identity)?;
+        let executable = match closed.folders.first() {
+            Some(_) if !may_mount && closed.is_only_the_program(&given) => Some(open(given.program)?),
+            Some(folder) if !may_mount => return Err(unreachable(folder, terms.identity)),
+            _ => None,
+        };
         let root = terms.namespaces.mount.then(|| {
             machine::prepare();
             let view = View {
@@ -76,6 +102,7 @@ impl Barriers {
                 has_own_processes: terms.namespaces.pid,
                 temporary: terms.temporary,
                 identity: terms.identity,
+                closed: &closed,
             };
             let missing = |path: &Path| {
                 Refusal::new(&format!("{}: show {}", steps::ROOT, path.display()), Errno::NOENT)
@@ -85,12 +112,22 @@ impl Barriers {
         let ruleset = ruleset.transpose()?;
         let program_rules =
             terms.programs_apart.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
+        let shown = match root {
+            _ if !may_mount => None,
+            Some(_) => None,
+            None => Shown::prepare(&closed, &withheld)
+                .map_err(|folder| unreachable(&folder, terms.identity))?
+                .map(Arc::new),
+        };
         Ok(Self {
             terms,
             program_rules: program_rules.transpose()?,
             ruleset,
             filter: filters.get(ordered)?,
             root: root.transpose()?,
+            shown,
+            executable,
+            may_mount,
         })
     }
 
@@ -104,14 +141,44 @@ impl Barriers {
         self.terms != Terms::default()
     }
 
+    /// Whether the child makes its root folder before it enters a user namespace.
+    pub(super) fn root_comes_first(&self) -> bool {
+        self.root.is_some() && self.may_mount
+    }
+
     pub(super) fn root(&self) -> Option<Arc<Root>> {
         self.root.clone()
+    }
+
+    pub(super) fn shown(&self) -> Option<Arc<Shown>> {
+        self.shown.clone()
     }
 
     /// Whether there is a `/tmp` of its own.
     pub(super) fn has_tmp(&self) -> bool {
         matches!(self.terms.temporary, Temporary::FileSystem(_))
     }
+}
+
+/// What a worker's own user cannot reach of what it is given.
+fn closed(given: &Given<'_>, identity: Option<Identity>) -> Result<Closed, Refusal> {
+    let Some(identity) = identity else { return Ok(Closed::default()) };
+    reach::look(given, identity).map_err(|useless| Refusal::new(&useless.to_string(), Errno::ACCESS))
+}
+
+fn open(program: &Path) -> Result<OwnedFd, Refusal> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    rustix::fs::open(program, flags, Mode::empty()).map_err(|errno| Refusal::new("exec", errno))
+}
+
+fn unreachable(folder: &Path, identity: Option<Identity>) -> Refusal {
+    let uid = identity.map_or(0, |identity| identity.uid);
+    let folder = folder.display();
+    let step = format!(
+        "let user {uid} through {folder}, for what the worker is given lies there: `chmod o+x {folder}`, or set \
+         `user` in `sandbox` to one that may"
+    );
+    Refusal::new(&step, Errno::ACCESS)
 }
 
 impl Filters {

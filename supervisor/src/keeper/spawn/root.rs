@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use super::machine;
 use super::steps::check;
 use crate::keeper::confine::paths;
+use crate::keeper::confine::reach::Closed;
 use crate::keeper::confinement::{Identity, Temporary};
 
 /// Where the system's own root is while the new one is being made.
@@ -53,6 +54,8 @@ pub(super) struct View<'a> {
     pub(super) temporary: Temporary,
     /// Whose the private `/tmp` is, if not the keeper's own user's.
     pub(super) identity: Option<Identity>,
+    /// What that user cannot reach in the system's root.
+    pub(super) closed: &'a Closed,
 }
 
 /// One step towards a root folder.
@@ -76,7 +79,7 @@ enum Make {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Access {
+pub(super) enum Access {
     Read,
     Device,
     Write,
@@ -85,6 +88,8 @@ enum Access {
 /// Everything that makes a root folder, settled.
 pub(super) struct Root {
     steps: Vec<Make>,
+    /// Folders whose entries stand for them.
+    opened: Vec<CString>,
     has_own_processes: bool,
     tmp_options: Option<CString>,
 }
@@ -119,7 +124,7 @@ impl Root {
         }
         let mut inner_links = Vec::new();
         for folder in paths::own_folders(view.programs, Some(view.directory), view.write) {
-            inner_links.extend(places.own_folder(&folder, view.withheld));
+            inner_links.extend(places.own_folder(&folder, view.withheld, view.closed));
         }
         let named = view.read.iter().map(|path| (*path, Access::Read));
         for (path, access) in named.chain(view.write.iter().map(|path| (*path, Access::Write))) {
@@ -127,10 +132,18 @@ impl Root {
                 return Err(path);
             }
             if paths::leads_as_named(path, view.write) == Ok(true) {
-                places.bind(path, access);
+                if access == Access::Read && is_opened(path, view.closed) {
+                    inner_links.extend(places.own_folder(path, view.withheld, view.closed));
+                } else {
+                    places.bind(path, access);
+                }
             }
         }
+        let opened = places.opened.iter().filter_map(|folder| text(folder)).collect();
         let mut steps = places.steps();
+        for folder in &places.opened {
+            steps.extend(folders_to(folder).into_iter().map(Make::Folder));
+        }
         // It need not be given to be worked in.
         if paths::leads_as_named(view.directory, view.write) == Ok(true) {
             steps.extend(folders_to(view.directory).into_iter().map(Make::Folder));
@@ -152,7 +165,12 @@ impl Root {
             }
             Temporary::None | Temporary::Folder => None,
         };
-        Ok(Self { steps, has_own_processes: view.has_own_processes, tmp_options })
+        Ok(Self { steps, opened, has_own_processes: view.has_own_processes, tmp_options })
+    }
+
+    /// Folders that are there by their entries alone: no rule knows them.
+    pub(super) fn opened(&self) -> &[CString] {
+        &self.opened
     }
 
     /// What a step does, for people.
@@ -239,6 +257,8 @@ impl Make {
 struct Places {
     binds: BTreeMap<PathBuf, (PathBuf, Access)>,
     links: BTreeMap<PathBuf, PathBuf>,
+    /// Folders that are not shown as they are, but by their entries.
+    opened: BTreeSet<PathBuf>,
 }
 
 impl Places {
@@ -264,9 +284,20 @@ impl Places {
 
     /// Shows a folder, or of one with something withheld the other entries as they are now: what is hidden by a
     /// mount is seen again when another file gets its name. Returns the links in there, and where they lead.
-    fn own_folder(&mut self, folder: &Path, withheld: &[&Path]) -> Vec<(PathBuf, PathBuf)> {
+    /// A folder that keeps the worker's user out is opened in the same way.
+    fn own_folder(&mut self, folder: &Path, withheld: &[&Path], closed: &Closed) -> Vec<(PathBuf, PathBuf)> {
+        let entries = |folder: &Path| {
+            let entries = std::fs::read_dir(folder).ok()?.flatten();
+            let is_link = |path: &PathBuf| path.is_symlink();
+            Some(entries.map(|entry| entry.path()).filter(|path| !is_link(path)).collect::<Vec<_>>())
+        };
         let parts = match paths::without(folder, withheld) {
-            Ok(parts) if parts != [folder] && parts.len() <= PARTS_MAX => parts,
+            Ok(parts) if parts == [folder] && is_opened(folder, closed) => entries(folder),
+            Ok(parts) if parts != [folder] => Some(parts),
+            _ => None,
+        };
+        let parts = match parts {
+            Some(parts) if parts.len() <= PARTS_MAX => parts,
             _ => {
                 self.bind(folder, Access::Read);
                 return Vec::new();
@@ -274,6 +305,7 @@ impl Places {
         };
         parts.iter().for_each(|part| self.bind(part, Access::Read));
         let opened: BTreeSet<&Path> = parts.iter().filter_map(|part| part.parent()).chain([folder]).collect();
+        self.opened.extend(opened.iter().map(|folder| folder.to_path_buf()));
         let entries = opened.into_iter().filter_map(|folder| std::fs::read_dir(folder).ok());
         let links = entries.flatten().flatten().filter_map(|entry| {
             let path = entry.path();
@@ -355,6 +387,11 @@ impl Places {
     }
 }
 
+/// Whether a folder keeps the worker's user out, so that it is shown by its entries.
+fn is_opened(folder: &Path, closed: &Closed) -> bool {
+    !closed.opened.is_empty() && std::fs::canonicalize(folder).is_ok_and(|real| closed.opened.contains(&real))
+}
+
 /// The folders that lead to a path, from the top, without the root.
 fn folders_above(path: &Path) -> Vec<CString> {
     path.parent().map(folders_to).unwrap_or_default()
@@ -371,7 +408,7 @@ fn folders_to(path: &Path) -> Vec<CString> {
     folders
 }
 
-fn text(path: &Path) -> Option<CString> {
+pub(super) fn text(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }
 
@@ -425,6 +462,11 @@ fn ignore_existing(result: Result<(), Errno>) -> Result<(), Errno> {
 /// Shows `from` at `at` as well, with all that is mounted below it.
 fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     mount(Some(from), at, None, libc::MS_BIND | libc::MS_REC, None)?;
+    restrict(at, access)
+}
+
+/// Takes from what is mounted somewhere, and below, what nobody needs of it.
+pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
     let restrictions = match access {
         Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
         Access::Device => libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC,

@@ -12,6 +12,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::progress::{self, Failure};
 use super::root::Root;
+use super::shown::Shown;
 use super::{LINK_FD, Oom, Plan};
 use crate::keeper::Rlimit;
 use crate::keeper::confine::landlock::Unrestricted;
@@ -42,16 +43,24 @@ impl From<Errno> for Stop {
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
 /// Of the first process in new namespaces.
-pub(super) const OUTER: [(&str, Step); 8] = [
+///
+/// A privileged keeper's child makes the root folder while it is still root, so that no folder above what
+/// the worker is given is closed to it, and enters a user namespace afterwards. Any other needs the user
+/// namespace first, for the right to mount.
+pub(super) const OUTER: [(&str, Step); 13] = [
     ("session", session),
     ("out-of-memory score", memory_score),
+    ("working directory", enter_directory),
     ("parent-death signal", parent_death_signal),
-    ("user namespace", user_namespace),
-    ("identity in the user namespace", inner_identity),
+    ("user namespace", user_namespace_before_root),
+    ("identity in the user namespace", identity_before_root),
     ("parent-death signal after the identity", parent_death_signal),
     (ROOT, private_root),
     ("own /proc", own_proc),
     ("cgroup namespace", own_cgroup),
+    ("user namespace", user_namespace_after_root),
+    ("identity in the user namespace", identity_after_root),
+    ("parent-death signal after the identity", parent_death_signal),
 ];
 
 /// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
@@ -59,16 +68,19 @@ pub(super) const OUTER: [(&str, Step); 8] = [
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
 /// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
-pub(super) const INNER: [(&str, Step); 18] = [
+pub(super) const INNER: [(&str, Step); 21] = [
     ("signals", signals),
     ("session", session),
     ("out-of-memory score", inherited_memory_score),
+    ("umask", umask),
     ("priority", priority),
     ("stdio", stdio),
     ("descriptors", descriptors),
     ("child subreaper", child_subreaper),
+    (SHOWN, shown),
     (RLIMIT, rlimits),
     ("bounding set", bounding_set),
+    ("working directory", working_directory_before_identity),
     ("identity", identity),
     ("capabilities", capabilities),
     ("parent-death signal", parent_death_signal),
@@ -81,6 +93,7 @@ pub(super) const INNER: [(&str, Step); 18] = [
 ];
 
 pub(super) const ROOT: &str = "mount namespace";
+const SHOWN: &str = "what its user cannot reach";
 pub(super) const LANDLOCK: &str = "landlock";
 pub(super) const SECCOMP: &str = "seccomp";
 const RLIMIT: &str = "rlimit";
@@ -92,7 +105,7 @@ const LANDLOCK_UNTRUE: u32 = 1;
 pub(super) const PID_NAMESPACE: u32 = u32::MAX;
 
 /// What a child that failed was about.
-pub(super) fn describe(failure: &Failure, root: Option<&Root>) -> String {
+pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Shown>) -> String {
     let mut steps = OUTER.iter().chain(&INNER);
     match steps.nth(failure.step as usize).map(|(name, _)| *name) {
         Some(RLIMIT) => format!("{RLIMIT} {}", rlimit_name(failure.detail)),
@@ -102,6 +115,10 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>) -> String {
         }
         Some(LANDLOCK) if failure.detail == LANDLOCK_UNTRUE => {
             format!("{LANDLOCK} read-back: the kernel took the rules, and what they forbid succeeds")
+        }
+        Some(SHOWN) => {
+            let what = shown.map(|shown| shown.describe(failure.detail)).unwrap_or_default();
+            format!("{SHOWN}: {what}")
         }
         Some(name) => name.to_owned(),
         None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
@@ -132,12 +149,30 @@ fn rlimit_name(resource: u32) -> &'static str {
     NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
 }
 
-/// Waits until the keeper has said which users there are in the new namespace.
-fn user_namespace(plan: &Plan<'_>) -> Result<(), Stop> {
-    if !plan.terms().namespaces.user {
+/// The fork has made the namespace; waits until the keeper has said which users there are in it.
+fn user_namespace_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.user || plan.prepared.barriers.root_comes_first() {
         return Ok(());
     }
     Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+}
+
+/// The same for a namespace that is made only now.
+fn user_namespace_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if !plan.terms().namespaces.user || !plan.prepared.barriers.root_comes_first() {
+        return Ok(());
+    }
+    // SAFETY: the process has one thread, and does not share what it leaves.
+    check(unsafe { libc::unshare(libc::CLONE_NEWUSER) })?;
+    Ok(progress::want_map(plan.prepared.progress.as_fd())?)
+}
+
+fn identity_before_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.root_comes_first() { Ok(()) } else { inner_identity(plan) }
+}
+
+fn identity_after_root(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.root_comes_first() { inner_identity(plan) } else { Ok(()) }
 }
 
 /// In a user namespace a process has all rights, but can make no file as a user that there is not. So it
@@ -148,9 +183,7 @@ fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     }
     // Refused where the keeper is nobody special: then it has no groups to give up that matter to others.
     let _ = rustix::thread::set_thread_groups(&[]);
-    let own =
-        || Identity { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() };
-    become_one(plan.terms().identity.unwrap_or_else(own))
+    become_one(plan.terms().identity.unwrap_or(plan.own))
 }
 
 /// Outside of user namespaces; in one, it has been done.
@@ -173,9 +206,12 @@ fn become_one(Identity { uid, gid }: Identity) -> Result<(), Stop> {
 fn private_root(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some(root) = &barriers.root else { return Ok(()) };
+    // The worker, perhaps another user, is to go through its folders.
+    rustix::process::umask(Mode::empty());
     root.enter().map_err(|failed| Stop { errno: failed.errno, detail: failed.step })?;
     // The rules know the files of the system, not what has been mounted just now.
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
+    root.opened().iter().try_for_each(|folder| ruleset.add_given(folder))?;
     Ok(ruleset.add_mounted(barriers.has_tmp())?)
 }
 
@@ -200,6 +236,16 @@ fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
         Err(Errno::INVAL) => Ok(()), // A kernel without control groups.
         result => Ok(result?),
     }
+}
+
+/// Without a root folder of its own.
+fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
+    let barriers = &plan.prepared.barriers;
+    let Some(shown) = &barriers.shown else { return Ok(()) };
+    let mask = rustix::process::umask(Mode::empty());
+    let entered = shown.enter(barriers.ruleset.as_ref(), plan.terms().namespaces.proc);
+    rustix::process::umask(mask);
+    entered.map_err(|failed| Stop { errno: failed.errno, detail: failed.step })
 }
 
 /// The right to get any capability by executing something. Before the identity, which takes along the
@@ -276,7 +322,6 @@ fn session(_: &Plan<'_>) -> Result<(), Stop> {
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
-    rustix::process::umask(UMASK);
     Ok(())
 }
 
@@ -299,6 +344,11 @@ fn memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
 /// In namespaces, the first process there has set it for all.
 fn inherited_memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
     if plan.terms().namespaces.any() { Ok(()) } else { memory_score(plan) }
+}
+
+fn umask(_: &Plan<'_>) -> Result<(), Stop> {
+    rustix::process::umask(UMASK);
+    Ok(())
 }
 
 /// That of before the keeper was started. In a session of its own, the child is out of the keeper's autogroup.
@@ -381,12 +431,16 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
 fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let prepared = plan.prepared;
     let ruleset = prepared.barriers.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
+    let executable = prepared.barriers.executable.as_ref().map(AsRawFd::as_raw_fd);
     let progress = prepared.progress.as_raw_fd();
-    let other = ruleset.unwrap_or(progress);
-    let (low, high) = (progress.min(other), progress.max(other));
-    close_between(LINK_FD, low)?;
-    close_between(low, high)?;
-    close_between(high, RawFd::MAX)
+    let mut kept = [progress, ruleset.unwrap_or(progress), executable.unwrap_or(progress), RawFd::MAX];
+    kept.sort_unstable();
+    let mut low = LINK_FD;
+    for high in kept {
+        close_between(low, high)?;
+        low = high;
+    }
+    Ok(())
 }
 
 /// Closes what lies between two descriptors.
@@ -400,11 +454,35 @@ fn close_between(low: RawFd, high: RawFd) -> Result<(), Stop> {
 }
 
 fn working_directory(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.executable.is_some() {
+        return Ok(());
+    }
+    Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
+}
+
+/// Where the worker's user cannot go there by itself, and nothing can be shown to it.
+fn working_directory_before_identity(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.terms().namespaces.any() { Ok(()) } else { enter_directory(plan) }
+}
+
+/// The same in namespaces, where it becomes the worker's user early.
+fn enter_directory(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.prepared.barriers.executable.is_none() {
+        return Ok(());
+    }
     Ok(rustix::process::chdir(plan.prepared.directory.as_c_str())?)
 }
 
 fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
     let (arguments, environment) = (plan.arguments.as_ptr(), plan.environment.as_ptr());
+    if let Some(executable) = &plan.prepared.barriers.executable {
+        let (program, here) = (executable.as_raw_fd(), c"".as_ptr());
+        // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`; the text ends
+        // with NUL.
+        return Ok(check(unsafe {
+            libc::syscall(libc::SYS_execveat, program, here, arguments, environment, libc::AT_EMPTY_PATH)
+        } as i32)?);
+    }
     // SAFETY: both lists end with a null pointer, and they and what they point to live in `plan`.
     Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }

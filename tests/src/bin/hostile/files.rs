@@ -36,6 +36,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
     ("watch-neighbour", watch_neighbour),
     ("chmod-neighbour", chmod_neighbour),
+    ("chmod-configuration", chmod_configuration),
     ("remove-neighbour", |to| {
         // It is not empty, so that it cannot go; whether it might have is decided before.
         match fs::remove_dir(parent(to.text("secret")?)?) {
@@ -191,6 +192,14 @@ fn chmod_neighbour(to: &Targets) -> Tried {
     const SECRET_MODE: u32 = 0o600;
     let permissions = fs::Permissions::from_mode(SECRET_MODE);
     fs::set_permissions(to.text("secret")?, permissions).at("change the mode of another's file")?;
+    Ok("changed".into())
+}
+
+/// The mode that everybody's has.
+fn chmod_configuration(to: &Targets) -> Tried {
+    const MODE: u32 = 0o644;
+    let permissions = fs::Permissions::from_mode(MODE);
+    fs::set_permissions(to.text("configuration")?, permissions).at("change the mode of the configuration")?;
     Ok("changed".into())
 }
 

@@ -1,0 +1,286 @@
+//! `--check --start`: starts one worker of each bulkhead as it would be confined, and says what stopped it.
+//!
+//! It takes neither the sockets nor their locks, so that it can be run beside the supervisor that it is about.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
+use bulkhead_shared::worker_protocol::{Extend, Status, WorkerWelcome};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use crate::config::{BulkheadConfig, Config};
+use crate::confinement::{Grounds, Whom};
+use crate::keeper::{self, Keeper, Observed, Report};
+use crate::program::{self, Program};
+use crate::supervisor::RunError;
+
+/// How long the keeper may take with one order.
+const ORDER_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Bytes of a frame that a worker sends before it is ready.
+const FRAME_BYTES_MAX: usize = 64 * 1024;
+
+/// Bytes of what a worker wrote that are shown.
+const OUTPUT_BYTES_MAX: u64 = 4096;
+
+/// Starts them one after the other, and writes a line for each to `out`, which is a comment of the configuration's.
+/// Those that do not start are returned, each with a sentence that says why.
+///
+/// Call it before any other thread has been started.
+pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
+    let system = |what: &'static str| move |error: io::Error| RunError::System(what, error);
+    let host = program::require_host(config)?;
+    let grounds = Grounds::find_for_trial(config);
+    keeper::become_subreaper().map_err(system("become a child subreaper"))?;
+    let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
+    let mut failures = Vec::new();
+    for (number, bulkhead) in config.bulkheads.iter().enumerate() {
+        let program = Program::new(bulkhead, host.as_deref(), &grounds);
+        let name = &bulkhead.name;
+        match start(&mut keeper, &program, bulkhead, number as u64 + 1, &grounds) {
+            Ok(observed) => {
+                let line = format!("# bulkhead '{name}' starts: {}", describe(&program, &observed));
+                writeln!(out, "{line}").map_err(system("write to standard output"))?;
+            }
+            Err(why) => failures.push(format!("bulkhead '{name}' does not start: {why}")),
+        }
+        for remark in program.sandbox().remarks() {
+            writeln!(out, "#   {remark}").map_err(system("write to standard output"))?;
+        }
+    }
+    keeper.end().map_err(system("end the keeper"))?;
+    Ok(failures)
+}
+
+fn describe(program: &Program, observed: &Observed) -> String {
+    let snapshot = program.sandbox().describe(observed);
+    let number = |id: Option<u32>| id.map_or_else(|| "?".to_owned(), |id| id.to_string());
+    let namespaces = match snapshot.namespaces.as_slice() {
+        [] => "none".to_owned(),
+        names => names.join(", "),
+    };
+    let landlock = snapshot.landlock.map_or_else(|| "none".to_owned(), |version| version.to_string());
+    format!(
+        "profile \"{}\", user {} ({}), namespaces {namespaces}, landlock {landlock}, seccomp {}",
+        snapshot.profile,
+        number(snapshot.uid),
+        snapshot.identity,
+        snapshot.seccomp,
+    )
+}
+
+/// One worker, from its order to the moment when it is ready; it is ended then.
+fn start(
+    keeper: &mut Keeper,
+    program: &Program,
+    bulkhead: &BulkheadConfig,
+    worker: u64,
+    grounds: &Grounds,
+) -> Result<Observed, String> {
+    if let Some(obstacle) = program.sandbox().obstacle() {
+        return Err(obstacle.to_owned());
+    }
+    let ids = grounds.ids();
+    let id = match (program.sandbox().whom(), &ids) {
+        (Whom::Each, Some(ids)) => Some(ids.take().map_err(text)?),
+        _ => None,
+    };
+    let (link, theirs) = UnixStream::pair().map_err(text)?;
+    let (stdout, stdout_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
+    let (stderr, stderr_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
+    let readers = [read_along(stdout), read_along(stderr)];
+    let order = program.order(worker, id);
+    keeper.spawn(&order, theirs.into(), stdout_write, stderr_write).map_err(text)?;
+    let observed = match spawned(keeper, worker) {
+        Ok(observed) => observed,
+        Err(why) => return Err(format!("failed to start {}: {why}", program.describe())),
+    };
+    let ready = shake_hands(link, program, bulkhead);
+    // It may have ended by itself.
+    keeper.kill(worker).map_err(text)?;
+    let exit = ended(keeper, worker)?;
+    let said: String = readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
+    match ready {
+        Ok(()) => Ok(observed),
+        Err(Stopped::Closed(status)) => {
+            let status = status.map(|status| format!(": {status}")).unwrap_or_default();
+            Err(format!(
+                "{} ended before it was ready ({exit:?}){status}{}",
+                program.describe(),
+                quoted(&said)
+            ))
+        }
+        Err(Stopped::Otherwise(why)) => Err(format!("{} {why}{}", program.describe(), quoted(&said))),
+    }
+}
+
+fn text(error: io::Error) -> String {
+    error.to_string()
+}
+
+fn quoted(said: &str) -> String {
+    let lines: String = said.lines().map(|line| format!("\n    {line}")).collect();
+    if lines.is_empty() { String::new() } else { format!("; it wrote:{lines}") }
+}
+
+/// Reads what a worker writes to its end, so that it never waits for us, and returns the first of it.
+fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut pipe = std::fs::File::from(pipe);
+        let mut start = Vec::new();
+        // What cannot be read is not shown.
+        let _ = (&mut pipe).take(OUTPUT_BYTES_MAX).read_to_end(&mut start);
+        let _ = io::copy(&mut pipe, &mut io::sink());
+        String::from_utf8_lossy(&start).into_owned()
+    })
+}
+
+/// Waits for a report that `wanted` makes something of.
+fn wait<T>(keeper: &mut Keeper, mut wanted: impl FnMut(Report) -> Option<T>) -> Result<T, String> {
+    let until = Instant::now() + ORDER_PATIENCE;
+    loop {
+        while let Some(report) = keeper.receive().map_err(text)? {
+            if let Some(found) = wanted(report) {
+                return Ok(found);
+            }
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(format!("the keeper does not answer within {ORDER_PATIENCE:?}"));
+        }
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut events = [PollFd::new(&*keeper, PollFlags::IN)];
+        let _ = rustix::io::retry_on_intr(|| poll(&mut events, Some(&left)));
+        keeper.flush().map_err(text)?;
+    }
+}
+
+fn spawned(keeper: &mut Keeper, worker: u64) -> Result<Observed, String> {
+    wait(keeper, |report| match report {
+        Report::Spawned { worker: one, observed, .. } if one == worker => Some(Ok(observed)),
+        Report::SpawnFailed { worker: one, step, error } if one == worker => {
+            Some(Err(format!("{step}: {error}{}", crate::shard::advice(&step, &error))))
+        }
+        _ => None,
+    })?
+}
+
+fn ended(keeper: &mut Keeper, worker: u64) -> Result<keeper::Exit, String> {
+    wait(keeper, |report| match report {
+        Report::Exited { worker: one, exit, .. } if one == worker => Some(exit),
+        _ => None,
+    })
+}
+
+/// Why a worker did not become ready.
+enum Stopped {
+    /// It closed its link; what it said of itself last.
+    Closed(Option<String>),
+    /// Otherwise; fits after the program's name.
+    Otherwise(String),
+}
+
+/// Speaks with a worker until it is ready.
+fn shake_hands(mut link: UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> Result<(), Stopped> {
+    let within = |until: Instant, what: &'static str| {
+        move |error: io::Error| match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                Stopped::Otherwise(format!("does not {what} in time; if it is no worker, run it with `exec`"))
+            }
+            _ if Instant::now() > until => Stopped::Otherwise(format!("does not {what} in time")),
+            _ => Stopped::Closed(None),
+        }
+    };
+    let until = Instant::now() + bulkhead.start.handshake;
+    let (header, metadata) = frame(&mut link, until).map_err(within(until, "say hello"))?;
+    let hello = codec::decode::<Hello<'_>>(&metadata, &[]);
+    let Ok((hello, _)) = hello.map_err(|_| ()).and_then(|hello| {
+        if header.kind == kind::HELLO && header.number == MAGIC { Ok(hello) } else { Err(()) }
+    }) else {
+        return Err(Stopped::Otherwise("does not say hello; if it is no worker, run it with `exec`".into()));
+    };
+    if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
+        return Err(Stopped::Otherwise(format!(
+            "speaks the protocol versions {} to {}, not {PROTOCOL_VERSION}: build it with a matching SDK",
+            hello.version_min, hello.version_max
+        )));
+    }
+    let until = Instant::now() + bulkhead.start.ready;
+    welcome(&mut link, program, bulkhead).map_err(within(until, "take its welcome"))?;
+    await_ready(&mut link, until, bulkhead.start.ready)
+}
+
+fn welcome(link: &mut UnixStream, program: &Program, bulkhead: &BulkheadConfig) -> io::Result<()> {
+    let welcome = WorkerWelcome {
+        version: PROTOCOL_VERSION,
+        frame_bytes_max: u32::try_from(bulkhead.max_result + FRAME_OVERHEAD_BYTES_MAX as u64)
+            .unwrap_or(u32::MAX),
+        capabilities: 0,
+        slot: 0,
+        generation: 1,
+        max_in_flight: bulkhead.max_in_flight,
+        heartbeat_ms: 0,
+        result_bytes_max: bulkhead.max_result,
+        bulkhead: &bulkhead.name,
+    };
+    let seal = program.sandbox().seal().map(|seal| (tag::SEAL, seal));
+    let mut metadata = Vec::new();
+    codec::encode(&welcome, seal.as_slice(), &mut metadata).map_err(io::Error::other)?;
+    let metadata_length = metadata.len() as u16; // What is longer is not encoded.
+    let length = u32::from(metadata_length);
+    let header = Header { length, kind: kind::WORKER_WELCOME, flags: 0, metadata_length, number: MAGIC };
+    link.write_all(&[&header.encode()[..], &metadata].concat())
+}
+
+fn await_ready(link: &mut UnixStream, mut until: Instant, at_most: Duration) -> Result<(), Stopped> {
+    let mut status = None;
+    loop {
+        let (header, metadata) = match frame(link, until) {
+            Ok(frame) => frame,
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                return Err(Stopped::Otherwise("does not become ready in time".into()));
+            }
+            Err(_) => return Err(Stopped::Closed(status)),
+        };
+        match header.kind {
+            kind::READY => return Ok(()),
+            kind::EXTEND_START => {
+                let more = codec::decode::<Extend>(&metadata, &[]).map_or(0, |(extend, _)| extend.more_ms);
+                until = Instant::now() + Duration::from_millis(more.into()).min(at_most);
+            }
+            kind::STATUS => {
+                let said = codec::decode::<Status<'_>>(&metadata, &[]);
+                status = said.ok().map(|(said, _)| said.text.to_owned()).or(status);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The next frame; of its body only the metadata matters.
+fn frame(link: &mut UnixStream, until: Instant) -> io::Result<(Header, Vec<u8>)> {
+    let mut read = |buffer: &mut [u8]| {
+        let left = until.saturating_duration_since(Instant::now());
+        link.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        link.read_exact(buffer)
+    };
+    let mut bytes = [0; HEADER_BYTES];
+    read(&mut bytes)?;
+    let header = Header::decode(&bytes);
+    if header.check().is_err() || header.length as usize > FRAME_BYTES_MAX {
+        return Err(ErrorKind::InvalidData.into());
+    }
+    let mut body = vec![0; header.length as usize];
+    read(&mut body)?;
+    body.truncate(header.metadata_length.into());
+    Ok((header, body))
+}

@@ -1,0 +1,280 @@
+//! Which of what a worker is given its user can reach, by the modes of files and folders.
+//!
+//! Access control lists are not looked at: where one opens what a mode closes, a worker is shown what it could
+//! have reached by itself; where one closes more, the step that fails names it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use super::paths;
+use crate::keeper::confinement::Identity;
+
+const READ: u32 = 4;
+const WRITE: u32 = 2;
+const SEARCH: u32 = 1;
+
+/// What a worker is given, and where from.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::keeper) struct Given<'a> {
+    /// What is executed.
+    pub(in crate::keeper) program: &'a Path,
+    /// The program, and what it executes or loads in turn.
+    pub(in crate::keeper) programs: &'a [&'a Path],
+    /// Where it starts.
+    pub(in crate::keeper) directory: &'a Path,
+    /// What it may read.
+    pub(in crate::keeper) read: &'a [&'a Path],
+    /// What it may write.
+    pub(in crate::keeper) write: &'a [&'a Path],
+    /// Its temporary folder.
+    pub(in crate::keeper) temporary: Option<&'a Path>,
+}
+
+/// What a path is given for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::keeper) enum Purpose {
+    /// To start in.
+    Start,
+    /// To read; folders are gone through as well.
+    Read,
+    /// To write.
+    Write,
+}
+
+/// A path that lies in a folder that the user cannot go through, or is one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::keeper) struct Hidden {
+    /// As it was named, or where that leads.
+    pub(in crate::keeper) place: PathBuf,
+    /// Where it really is.
+    pub(in crate::keeper) real: PathBuf,
+    pub(in crate::keeper) purpose: Purpose,
+}
+
+/// What a user cannot reach, and what is in the way.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(in crate::keeper) struct Closed {
+    /// Folders that the user cannot go through, none of them in another. No links lead to them.
+    pub(in crate::keeper) folders: Vec<PathBuf>,
+    /// What was given, and lies in there.
+    pub(in crate::keeper) hidden: Vec<Hidden>,
+    /// Folders that were given and that the user cannot list or go through: what is in them is given.
+    pub(in crate::keeper) opened: BTreeSet<PathBuf>,
+}
+
+impl Closed {
+    /// Whether all that is hidden is where the worker starts, and its program with what lies beside that: both can be
+    /// had before it is another user. A script is found by its name, and so is what the host loads or runs.
+    pub(in crate::keeper) fn is_only_the_program(&self, given: &Given<'_>) -> bool {
+        let others = given.programs.iter().filter(|path| **path != given.program);
+        let asked_for: BTreeSet<PathBuf> =
+            given.read.iter().chain(others).filter_map(|path| std::fs::canonicalize(path).ok()).collect();
+        let is_had = |hidden: &Hidden| match hidden.purpose {
+            Purpose::Start => true,
+            Purpose::Read => !asked_for.contains(&hidden.real),
+            Purpose::Write => false,
+        };
+        self.hidden.iter().all(is_had) && is_elf(given.program)
+    }
+}
+
+/// Whether the kernel runs it by itself.
+fn is_elf(program: &Path) -> bool {
+    const MAGIC: [u8; 4] = *b"\x7fELF";
+    let mut start = [0; MAGIC.len()];
+    let read = std::fs::File::open(program).and_then(|mut file| file.read_exact(&mut start));
+    read.is_ok() && start == MAGIC
+}
+
+/// What was given and cannot be used by this user, wherever it is shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::keeper) struct Useless {
+    path: PathBuf,
+    wanted: &'static str,
+    identity: Identity,
+}
+
+impl fmt::Display for Useless {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, wanted, identity: Identity { uid, gid } } = self;
+        let path = path.display();
+        let remedy = match *wanted {
+            "write" => format!("`chown -R {uid}:{gid} {path}`"),
+            "execute" => format!("`chmod go+rx {path}`"),
+            _ => format!("`chmod go+r {path}`"),
+        };
+        write!(f, "let user {uid} {wanted} {path}: {remedy}, or set `user` in `sandbox` to one that can")
+    }
+}
+
+/// Looks at everything that is given. What is missing is left to the step that needs it.
+pub(in crate::keeper) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
+    let mut closed = Closed::default();
+    let mut folders = BTreeSet::new();
+    let mut looked_at = BTreeMap::new();
+    let useless = |path: &Path, wanted| Useless { path: path.to_owned(), wanted, identity };
+    for (path, purpose) in all(given) {
+        let Ok(real) = std::fs::canonicalize(&path) else { continue };
+        let Ok(found) = std::fs::metadata(&real) else { continue };
+        let has = |wanted: u32| permits(&found, identity, wanted);
+        if found.is_dir() {
+            match purpose {
+                Purpose::Write if !has(READ | WRITE | SEARCH) => return Err(useless(&path, "write")),
+                Purpose::Read if !has(READ | SEARCH) => drop(closed.opened.insert(real.clone())),
+                Purpose::Start if !has(SEARCH) => drop(folders.insert(real.clone())),
+                _ => {}
+            }
+        } else {
+            match purpose {
+                Purpose::Write if !has(WRITE) => return Err(useless(&path, "write")),
+                Purpose::Read if path == given.program && !has(SEARCH) => {
+                    return Err(useless(&path, "execute"));
+                }
+                Purpose::Read if !has(READ) && !has(SEARCH) => return Err(useless(&path, "read")),
+                _ => {}
+            }
+        }
+        for place in BTreeSet::from([path, real.clone()]) {
+            let above = first_closed(&place, identity, &mut looked_at);
+            let is_opened = closed.opened.contains(&real);
+            if above.is_none() && !is_opened {
+                continue;
+            }
+            folders.insert(above.unwrap_or_else(|| real.clone()));
+            closed.hidden.push(Hidden { place, real: real.clone(), purpose });
+        }
+    }
+    let is_inner = |folder: &&PathBuf| !folder.ancestors().skip(1).any(|above| folders.contains(above));
+    closed.folders = folders.iter().filter(is_inner).cloned().collect();
+    Ok(closed)
+}
+
+/// Everything that is given, as it is named.
+fn all(given: &Given<'_>) -> Vec<(PathBuf, Purpose)> {
+    let own = paths::own_folders(given.programs, Some(given.directory), given.write);
+    let mut all = vec![(given.directory.to_owned(), Purpose::Start)];
+    all.extend(own.into_iter().map(|path| (path, Purpose::Read)));
+    all.extend(given.programs.iter().map(|path| (path.to_path_buf(), Purpose::Read)));
+    // Where a link in what it may write leads is not its own choice: see there.
+    let leads = |path: &&&Path| paths::leads_as_named(path, given.write) == Ok(true);
+    all.extend(given.read.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Read)));
+    all.extend(given.write.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Write)));
+    all.extend(given.temporary.map(|path| (path.to_owned(), Purpose::Write)));
+    all
+}
+
+/// The uppermost folder above this path that the user cannot go through.
+fn first_closed(path: &Path, identity: Identity, looked_at: &mut BTreeMap<PathBuf, bool>) -> Option<PathBuf> {
+    let above: Vec<&Path> = path.ancestors().skip(1).collect();
+    let mut is_closed = |folder: &Path| {
+        if let Some(is_closed) = looked_at.get(folder) {
+            return *is_closed;
+        }
+        let is_closed = std::fs::metadata(folder).is_ok_and(|found| !permits(&found, identity, SEARCH));
+        looked_at.insert(folder.to_owned(), is_closed);
+        is_closed
+    };
+    let folder = above.into_iter().rev().find(|folder| is_closed(folder))?;
+    std::fs::canonicalize(folder).ok()
+}
+
+/// Whether the mode lets this user do all of that.
+fn permits(found: &std::fs::Metadata, Identity { uid, gid }: Identity, wanted: u32) -> bool {
+    let mode = found.permissions().mode();
+    let bits = match () {
+        () if uid == 0 => return true,
+        () if found.uid() == uid => mode >> 6,
+        () if found.gid() == gid => mode >> 3,
+        () => mode,
+    };
+    bits & wanted == wanted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STRANGER: Identity = Identity { uid: 61_184, gid: 61_184 };
+
+    fn folder(path: &Path, mode: u32) {
+        std::fs::create_dir_all(path).unwrap();
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    fn file(path: &Path, mode: u32) {
+        std::fs::write(path, "").unwrap();
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    /// A home, a checkout in it with a program, and something beside that.
+    fn home(mode: u32) -> tempfile::TempDir {
+        let outer = tempfile::tempdir().unwrap();
+        folder(outer.path(), 0o755);
+        folder(&outer.path().join("home"), 0o755);
+        folder(&outer.path().join("home/checkout"), 0o755);
+        file(&outer.path().join("home/checkout/program"), 0o755);
+        file(&outer.path().join("home/letter"), 0o644);
+        folder(&outer.path().join("home"), mode);
+        outer
+    }
+
+    fn look_at(outer: &Path, read: &[&Path], write: &[&Path]) -> Result<Closed, Useless> {
+        let directory = outer.join("home/checkout");
+        let program = directory.join("program");
+        let programs = [program.as_path()];
+        let given = Given {
+            program: &program,
+            programs: &programs,
+            directory: &directory,
+            read,
+            write,
+            temporary: None,
+        };
+        look(&given, STRANGER)
+    }
+
+    #[test]
+    fn what_is_open_to_all_is_not_closed() {
+        let outer = home(0o755);
+        assert_eq!(look_at(outer.path(), &[], &[]), Ok(Closed::default()));
+    }
+
+    #[test]
+    fn a_closed_home_is_named_and_what_was_given_of_it() {
+        let outer = home(0o700);
+        let home = outer.path().join("home");
+        let closed = look_at(outer.path(), &[], &[]).unwrap();
+        assert_eq!(closed.folders, std::slice::from_ref(&home));
+        let places: BTreeSet<_> = closed.hidden.iter().map(|hidden| hidden.place.clone()).collect();
+        assert_eq!(places, [home.join("checkout"), home.join("checkout/program")].into());
+        assert!(closed.opened.is_empty());
+    }
+
+    #[test]
+    fn a_closed_folder_that_is_given_is_opened() {
+        let outer = home(0o755);
+        let checkout = outer.path().join("home/checkout");
+        folder(&checkout, 0o700);
+        let closed = look_at(outer.path(), &[], &[]).unwrap();
+        assert_eq!((closed.folders, closed.opened), (vec![checkout.clone()], [checkout].into()));
+    }
+
+    #[test]
+    fn what_the_user_cannot_use_is_told_with_what_to_do() {
+        let outer = home(0o755);
+        let (secret, place) = (outer.path().join("secret"), outer.path().join("place"));
+        file(&secret, 0o600);
+        folder(&place, 0o755);
+        let why =
+            |read: &[&Path], write: &[&Path]| look_at(outer.path(), read, write).unwrap_err().to_string();
+        let read = why(&[&secret], &[]);
+        assert!(read.contains("let user 61184 read") && read.contains("/secret") && read.contains("`user`"));
+        let write = why(&[], &[&place]);
+        assert!(write.contains("chown -R 61184:61184") && write.contains("`user`"), "{write}");
+        file(&outer.path().join("home/checkout/program"), 0o700);
+        assert!(why(&[], &[]).contains("execute"));
+    }
+}

@@ -1,0 +1,362 @@
+//! The user ids that workers get: nobody else's on this host.
+//!
+//! An id is passed over while a file of the system or a process has it, or another supervisor. A supervisor locks the
+//! byte of a common file that has the id's number, for as long as it lives: so that no two have the same.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::SystemTime;
+
+use nix::fcntl::{FcntlArg, fcntl};
+use rustix::io::Errno;
+use rustix::process::{Uid, getpriority_user};
+
+use crate::config::UidRange;
+use crate::config::defaults::WORKER_UIDS;
+use crate::succession::try_while_taken;
+
+/// What all supervisors of a host lock their ids in.
+const LOCKS: &str = "/run/bulkhead-uids.lock";
+
+/// Where systemd notes the ids that it gives to services, from the same range.
+const SYSTEMD: &str = "/run/systemd/dynamic-uid";
+
+/// Users and groups of this host. Those of other databases are not looked up: it may take the network.
+const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
+
+/// Which ids a user namespace has.
+const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
+
+/// The ids of one supervisor's workers.
+#[derive(Debug)]
+pub(crate) struct Ids {
+    range: UidRange,
+    /// Each is in all of these.
+    maps: Vec<Vec<Span>>,
+    claim: Claim,
+    locks: PathBuf,
+    state: Mutex<State>,
+}
+
+/// What ids are taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// To run a supervisor.
+    Lasting,
+    /// For a look: what a bulkhead keeps may be in use by the supervisor that runs it.
+    Trial,
+}
+
+/// Ids from the first to the last.
+type Span = (u64, u64);
+
+#[derive(Debug, Default)]
+struct State {
+    file: Option<File>,
+    /// Given back, the oldest first: an id rests for as long as possible.
+    free: VecDeque<u32>,
+    /// How many of the range have been looked at.
+    looked_at: u64,
+    /// Those that bulkheads keep.
+    kept: BTreeMap<String, u32>,
+    named: Named,
+}
+
+/// Ids that the system's databases name, as of when they were last changed.
+#[derive(Debug, Default)]
+struct Named {
+    ids: BTreeSet<u32>,
+    as_of: Vec<Option<SystemTime>>,
+}
+
+impl Ids {
+    /// Those of `worker_uids`, or else of the range that is meant for it. Fails if none can be used here.
+    pub(crate) fn new(worker_uids: Option<UidRange>, claim: Claim) -> Result<Self, String> {
+        let read = |path: &str| std::fs::read_to_string(path).map(|text| spans(&text));
+        let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
+        let range = worker_uids.unwrap_or(WORKER_UIDS);
+        let ids = Self { range, maps, claim, locks: LOCKS.into(), state: Mutex::default() };
+        if (range.first..=range.last).any(|id| ids.is_mapped(id)) {
+            return Ok(ids);
+        }
+        Err(format!("this user namespace has none of the ids {range} (/proc/self/uid_map)"))
+    }
+
+    /// One that no other worker has.
+    pub(crate) fn take(&self) -> io::Result<u32> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        while state.looked_at < self.count() {
+            let id = self.range.first + state.looked_at as u32;
+            state.looked_at += 1;
+            if !state.is_kept(id) && self.acquire(&mut state, id)? {
+                return Ok(id);
+            }
+        }
+        let range = self.range;
+        state.free.pop_front().ok_or_else(|| {
+            io::Error::other(format!(
+                "all ids of {range} are taken: write a larger range as `worker_uids` in [supervisor], or fewer \
+                 `processes`"
+            ))
+        })
+    }
+
+    /// Takes one back, of a worker of which nothing is left.
+    pub(crate) fn give_back(&self, id: u32) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).free.push_back(id);
+    }
+
+    /// The one that a bulkhead keeps, since its workers leave files behind: that of the owner of what they may
+    /// write, or else one that follows from the names of the configuration and the bulkhead.
+    pub(crate) fn keep(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let owner = write.iter().find_map(|path| {
+            let owner = std::fs::metadata(path).ok()?.uid();
+            (self.range.first..=self.range.last).contains(&owner).then_some((path, owner))
+        });
+        let id = match (owner, state.kept.get(bulkhead)) {
+            (Some((path, id)), _) => self.keep_owner(&mut state, path, id)?,
+            (None, Some(id)) => *id,
+            (None, None) => self.keep_derived(&mut state, config, bulkhead)?,
+        };
+        state.kept.insert(bulkhead.to_owned(), id);
+        Ok(id)
+    }
+
+    /// Bulkheads that write to the same folder have the same id.
+    fn keep_owner(&self, state: &mut State, path: &Path, id: u32) -> io::Result<u32> {
+        if self.claim == Claim::Trial || state.is_kept(id) {
+            return Ok(id);
+        }
+        let in_use = || {
+            io::Error::other(format!(
+                "user {id}, who owns {}, is in use by other workers on this host: stop these, or `chown` it",
+                path.display()
+            ))
+        };
+        if self.is_lent(state, id) {
+            return Err(in_use());
+        }
+        let attempt = || if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) };
+        try_while_taken(attempt, |error: &io::Error| error.kind() == ErrorKind::WouldBlock)
+            .map_err(|error| if error.kind() == ErrorKind::WouldBlock { in_use() } else { error })
+    }
+
+    /// Ids that come and go are taken from the other end of the range.
+    fn keep_derived(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
+        let count = self.count();
+        let lower = count / 2;
+        let upper = count - lower;
+        let begin = digest(&[config.as_os_str().as_bytes(), bulkhead.as_bytes()]) % upper;
+        for step in 0..upper {
+            let id = self.range.first + (lower + (begin + step) % upper) as u32;
+            let is_taken = self.is_lent(state, id) || state.is_kept(id);
+            if !is_taken && (self.claim == Claim::Trial || self.acquire(state, id)?) {
+                return Ok(id);
+            }
+        }
+        Err(io::Error::other(format!(
+            "no id of {} is free for a bulkhead that keeps one: write a larger range as `worker_uids` in \
+             [supervisor], or name a `user`",
+            self.range
+        )))
+    }
+
+    fn count(&self) -> u64 {
+        u64::from(self.range.last - self.range.first) + 1
+    }
+
+    /// Whether a worker has it, or has had it.
+    fn is_lent(&self, state: &State, id: u32) -> bool {
+        u64::from(id - self.range.first) < state.looked_at
+    }
+
+    /// Whether an id is nobody's, and now ours.
+    fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
+        if !self.is_mapped(id) || state.named.has(id) || Path::new(SYSTEMD).join(id.to_string()).exists() {
+            return Ok(false);
+        }
+        Ok(self.lock(state, id)? && !is_used(id))
+    }
+
+    /// Locks its byte in the common file, until this process ends.
+    fn lock(&self, state: &mut State, id: u32) -> io::Result<bool> {
+        let why = |error: io::Error| {
+            io::Error::other(format!(
+                "the ids of workers cannot be locked in {}: {error}; make it writable, or name a `user` in `sandbox`",
+                self.locks.display()
+            ))
+        };
+        if state.file.is_none() {
+            let mut options = OpenOptions::new();
+            options.create(true).truncate(false).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+            state.file = Some(options.open(&self.locks).map_err(why)?);
+        }
+        let Some(file) = &state.file else { return Ok(false) };
+        let byte = libc::flock {
+            l_type: libc::F_WRLCK as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: libc::off_t::from(id),
+            l_len: 1,
+            l_pid: 0,
+        };
+        match fcntl(file, FcntlArg::F_OFD_SETLK(&byte)) {
+            Ok(_) => Ok(true),
+            Err(nix::Error::EAGAIN | nix::Error::EACCES) => Ok(false),
+            Err(error) => Err(why(error.into())),
+        }
+    }
+
+    fn is_mapped(&self, id: u32) -> bool {
+        let has = |map: &Vec<Span>| map.iter().any(|(first, last)| (*first..=*last).contains(&u64::from(id)));
+        self.maps.iter().all(has)
+    }
+}
+
+impl State {
+    fn is_kept(&self, id: u32) -> bool {
+        self.kept.values().any(|kept| *kept == id)
+    }
+}
+
+impl Named {
+    fn has(&mut self, id: u32) -> bool {
+        let as_of: Vec<_> = DATABASES
+            .iter()
+            .map(|path| std::fs::metadata(path).and_then(|found| found.modified()).ok())
+            .collect();
+        if as_of != self.as_of {
+            let texts = DATABASES.iter().filter_map(|path| std::fs::read_to_string(path).ok());
+            self.ids = texts.flat_map(|text| named_in(&text)).collect();
+            self.as_of = as_of;
+        }
+        self.ids.contains(&id)
+    }
+}
+
+/// FNV-1a: the same in every version of this program.
+fn digest(texts: &[&[u8]]) -> u64 {
+    const START: u64 = 0xcbf2_9ce4_8422_2325;
+    const FACTOR: u64 = 0x0000_0100_0000_01b3;
+    let bytes = texts.iter().flat_map(|text| text.iter().chain(&[0]));
+    bytes.fold(START, |so_far, byte| (so_far ^ u64::from(*byte)).wrapping_mul(FACTOR))
+}
+
+/// Whether a process runs under this id.
+fn is_used(id: u32) -> bool {
+    getpriority_user(Uid::from_raw(id)) != Err(Errno::SRCH)
+}
+
+/// The numbers in a file of users or groups.
+fn named_in(text: &str) -> BTreeSet<u32> {
+    let fields = text.lines().map(|line| line.split(':').skip(2).take(2).filter_map(|id| id.parse().ok()));
+    fields.flatten().collect()
+}
+
+/// What a file of `/proc` says that a user namespace has.
+fn spans(text: &str) -> Vec<Span> {
+    let span = |line: &str| {
+        let mut numbers = line.split_whitespace().map(|number| number.parse::<u64>().ok());
+        let (first, _, count) = (numbers.next()??, numbers.next()??, numbers.next()??);
+        Some((first, first + count.checked_sub(1)?))
+    };
+    text.lines().filter_map(span).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: &str = "/etc/bulkhead/workers.toml";
+
+    fn ids(first: u32, last: u32, locks: &Path) -> Ids {
+        let maps = vec![vec![(0, u64::from(u32::MAX))]];
+        Ids {
+            range: UidRange { first, last },
+            maps,
+            claim: Claim::Lasting,
+            locks: locks.join("locks"),
+            state: Mutex::default(),
+        }
+    }
+
+    #[test]
+    fn an_id_is_given_once_and_rests_for_as_long_as_possible() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids = ids(1_900_000_000, 1_900_000_002, folder.path());
+        let taken: Vec<u32> = (0..3).map(|_| ids.take().unwrap()).collect();
+        assert_eq!(taken, [1_900_000_000, 1_900_000_001, 1_900_000_002]);
+        assert!(ids.take().unwrap_err().to_string().contains("1900000000-1900000002"));
+        ids.give_back(1_900_000_001);
+        ids.give_back(1_900_000_000);
+        assert_eq!(ids.take().unwrap(), 1_900_000_001);
+        assert_eq!(ids.take().unwrap(), 1_900_000_000);
+    }
+
+    #[test]
+    fn two_supervisors_never_have_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let (one, other) = (
+            ids(1_900_000_000, 1_900_000_003, folder.path()),
+            ids(1_900_000_000, 1_900_000_003, folder.path()),
+        );
+        assert_eq!((one.take().unwrap(), other.take().unwrap()), (1_900_000_000, 1_900_000_001));
+        assert_eq!((one.take().unwrap(), other.take().unwrap()), (1_900_000_002, 1_900_000_003));
+        assert!(one.take().is_err() && other.take().is_err());
+        drop(other);
+        // What has been looked at is left to those who had it.
+        assert!(one.take().is_err());
+        assert_eq!(ids(1_900_000_000, 1_900_000_003, folder.path()).take().unwrap(), 1_900_000_001);
+    }
+
+    #[test]
+    fn those_that_the_system_names_or_that_are_not_mapped_are_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        // Root and its group, daemon, bin: of every system; and none above is mapped.
+        let mut few = ids(0, 40, folder.path());
+        few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
+        assert!(few.take().is_err());
+        assert_eq!(named_in("a:x:5:6:::\nb:x:7:\n\nbroken\n"), BTreeSet::from([5, 6, 7]));
+        assert_eq!(spans("         0          0 4294967295\n"), [(0, 4_294_967_294)]);
+        assert_eq!(spans("0 1000 1\n1 100000 65536\n"), [(0, 0), (1, 65_536)]);
+    }
+
+    #[test]
+    fn those_that_processes_have_are_passed_over() {
+        let own = rustix::process::getuid().as_raw();
+        assert!(is_used(own) || own == 0);
+        assert!(!is_used(1_900_000_000));
+    }
+
+    #[test]
+    fn a_bulkhead_that_writes_keeps_its_id() {
+        let folder = tempfile::tempdir().unwrap();
+        let keep = |ids: &Ids, name: &str| ids.keep(Path::new(CONFIG), name, &[]).unwrap();
+        let first = {
+            let ids = ids(1_900_000_000, 1_900_000_999, folder.path());
+            let first = keep(&ids, "a");
+            assert!(first >= 1_900_000_500 && keep(&ids, "a") == first && keep(&ids, "b") != first);
+            assert_ne!(ids.take().unwrap(), first);
+            first
+        };
+        assert_eq!(keep(&ids(1_900_000_000, 1_900_000_999, folder.path()), "a"), first);
+    }
+
+    #[test]
+    fn whose_the_folder_is_has_the_bulkheads_id() {
+        let folder = tempfile::tempdir().unwrap();
+        let owner = std::fs::metadata(folder.path()).unwrap().uid();
+        let write = [folder.path().to_owned()];
+        let ids = |locks: &Path| ids(owner, owner + 10, locks);
+        let (one, other) = (ids(folder.path()), ids(folder.path()));
+        assert_eq!(one.keep(Path::new(CONFIG), "a", &write).unwrap(), owner);
+        assert_eq!(one.keep(Path::new(CONFIG), "b", &write).unwrap(), owner);
+        let why = other.keep(Path::new(CONFIG), "a", &write).unwrap_err().to_string();
+        assert!(why.contains("is in use by other workers"), "{why}");
+    }
+}

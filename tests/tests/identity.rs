@@ -1,0 +1,432 @@
+//! Whom workers run as, and how they reach what they are given: a checkout in a closed home above all.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::confined::{
+    DEFAULT_LAYERS, NOBODY, STRICT_LAYERS, Setup, has_layers, has_program, is_root, status_field,
+};
+use bulkhead_tests::{PATIENCE, Supervisor, outcome, programs, wait_for};
+use nix::sys::signal::Signal;
+use nix::unistd::chown;
+use serde_json::json;
+
+/// Ids of workers where the configuration names none: those of systemd's dynamic users.
+const IDS: std::ops::RangeInclusive<u32> = 61_184..=65_519;
+
+/// The profiles that this machine can have, each with the key.
+fn profiles() -> impl Iterator<Item = &'static str> {
+    let all = [("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)];
+    all.into_iter().filter(|(_, layers)| is_root() && has_layers(layers)).map(|(profile, _)| profile)
+}
+
+fn set_mode(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+}
+
+fn uid(pid: u32) -> u32 {
+    status_field(pid, "Uid").split(' ').next().unwrap().parse().unwrap()
+}
+
+fn uids(supervisor: &Supervisor, bulkhead: &str, count: usize) -> BTreeSet<u32> {
+    let pids = wait_for("all workers run", || {
+        Some(supervisor.worker_pids(bulkhead)).filter(|pids| pids.len() == count)
+    });
+    pids.into_iter().map(uid).collect()
+}
+
+fn client(supervisor: &Supervisor) -> Client {
+    Client::connect(supervisor.socket()).expect("the jobs socket answers")
+}
+
+fn answer(client: &Client, bulkhead: &str, operation: &str, payload: &str) -> String {
+    let reply = client.job(bulkhead, payload.to_owned()).operation(operation).deadline(PATIENCE).send();
+    let reply = reply.unwrap_or_else(|error| panic!("{bulkhead} does not answer: {error}"));
+    String::from_utf8_lossy(reply.payload()).into_owned()
+}
+
+/// Starts a supervisor whose programs, configuration and folder are all in this folder.
+fn start_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
+    let mut supervisor = launch_in(folder, config);
+    wait_for("the supervisor is ready", || {
+        if let Some(status) = supervisor.child.try_wait().unwrap() {
+            panic!("the supervisor ended with {status}:\n{}", supervisor.log());
+        }
+        (supervisor.try_get("/readyz")?.0 == 200).then_some(())
+    });
+    supervisor
+}
+
+fn launch_in(folder: tempfile::TempDir, config: &str) -> Supervisor {
+    let path = folder.path().to_owned();
+    std::fs::write(path.join("workers.toml"), config).unwrap();
+    let log = std::fs::File::create(path.join("log")).unwrap();
+    let own = path.join("bin/bulkhead-supervisor");
+    let program = if own.exists() { own } else { programs().join("bulkhead-supervisor") };
+    let mut command = Command::new(program);
+    command.arg("--config").arg(path.join("workers.toml")).current_dir(&path);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    Supervisor { child: command.spawn().unwrap(), folder }
+}
+
+const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
+
+/// A home of mode 0700 with a checkout, and in there programs, a library with one of its own, and scripts.
+fn home() -> tempfile::TempDir {
+    let home = tempfile::tempdir().unwrap();
+    let path = home.path();
+    for folder in ["bin", "lib", "scripts", "data"] {
+        std::fs::create_dir(path.join(folder)).unwrap();
+        set_mode(&path.join(folder), 0o755);
+    }
+    for name in ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "misbehave"] {
+        copy(&programs().join(name), &path.join("bin").join(name));
+    }
+    let write = |name: &str, mode: u32, text: &str| {
+        std::fs::write(path.join(name), text).unwrap();
+        set_mode(&path.join(name), mode);
+    };
+    write("letter", 0o644, "dear diary");
+    write("data/input", 0o644, "given");
+    write("scripts/part.sh", 0o644, "echo beside");
+    write("scripts/run", 0o755, "#!/bin/sh\n. \"$(dirname \"$0\")/part.sh\"; pwd; cat\n");
+    write("inner.c", 0o644, "const char *inner(void) { return \"inner\"; }\n");
+    write("outer.c", 0o644, LIBRARY);
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/include");
+    let cc = |arguments: &[&str]| {
+        let mut cc = Command::new("cc");
+        cc.args(["-shared", "-fPIC", "-I"]).arg(&include).args(arguments).current_dir(path);
+        assert!(cc.status().expect("a C compiler named `cc`").success());
+    };
+    cc(&["inner.c", "-o", "lib/libinner.so"]);
+    cc(&["outer.c", "-o", "lib/libouter.so", "-Llib", "-linner", "-Wl,-rpath,$ORIGIN"]);
+    ["lib/libinner.so", "lib/libouter.so"].iter().for_each(|name| set_mode(&path.join(name), 0o755));
+    set_mode(path, 0o700);
+    home
+}
+
+fn copy(from: &Path, to: &Path) {
+    if std::fs::hard_link(from, to).is_err() {
+        std::fs::copy(from, to).unwrap();
+    }
+}
+
+const LIBRARY: &str = r#"
+#include <bulkhead.h>
+#include <string.h>
+BULKHEAD_LIBRARY
+const char *inner(void);
+int bulkhead_handle(const bulkhead_job *job, const bulkhead_host *host)
+{
+    return host->result(job, inner(), strlen(inner()));
+}
+"#;
+
+const HOME: &str = "[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scripts\"\n\
+    [bulkhead.library]\nlibrary = \"lib/libouter.so\"\n\
+    [bulkhead.script]\nexec = [\"scripts/run\"]\ncwd = \"scripts\"\n\
+    [bulkhead.reader]\nexec = [\"/bin/cat\", \"data/input\"]\n\
+    [bulkhead.home]\nexec = [\"/bin/sh\", \"-c\", \"echo *; cat letter; cat workers.toml; true\"]\ncwd = \"scripts\"\n\
+    [defaults]\nmax_queue = 10\ndeadline = \"60s\"\n";
+
+#[test]
+fn all_that_is_given_of_a_closed_home_is_reached_and_nothing_else() {
+    for profile in profiles() {
+        let home = home();
+        let path = home.path().to_owned();
+        let bulkheads =
+            HOME.replace("echo *; cat letter", &format!("cd {0}; echo *; cat {0}/letter", path.display()));
+        let config = format!("{SOCKETS}{bulkheads}[defaults.sandbox]\nprofile = \"{profile}\"\n");
+        let supervisor = start_in(home, &config);
+        let client = client(&supervisor);
+        for name in ["worker", "library", "script", "reader"] {
+            assert!(uids(&supervisor, name, 1).iter().all(|id| IDS.contains(id)), "{profile}, {name}");
+        }
+        assert!(answer(&client, "worker", "pid", "{}").parse::<u32>().is_ok(), "{profile}");
+        assert_eq!(answer(&client, "library", "", ""), "inner", "{profile}");
+        let scripts = path.join("scripts");
+        assert_eq!(
+            answer(&client, "script", "", "x"),
+            format!("beside\n{}\nx", scripts.display()),
+            "{profile}"
+        );
+        assert_eq!(answer(&client, "reader", "", ""), "given", "{profile}");
+        let seen = answer(&client, "home", "", "");
+        assert!(!seen.contains("diary") && !seen.contains("supervisor"), "{profile}: {seen}");
+    }
+}
+
+/// Where there is no `cwd`, it is the folder of the configuration: here the closed home itself.
+#[test]
+fn a_closed_folder_with_the_sockets_can_be_worked_in() {
+    for profile in profiles() {
+        let home = home();
+        let path = home.path().to_owned();
+        let script = "echo *; cat letter; cat workers.toml 2>/dev/null; true";
+        let bulkheads = format!(
+            "[bulkhead.x]\nexec = [\"/bin/sh\", \"-c\", {script:?}]\n\
+             [defaults.sandbox]\nprofile = \"{profile}\"\n"
+        );
+        let supervisor = start_in(home, &format!("{SOCKETS}{bulkheads}"));
+        let seen = answer(&client(&supervisor), "x", "", "");
+        assert!(seen.contains("letter") && seen.contains("dear diary"), "{profile}: {seen}");
+        assert!(!seen.contains("[supervisor]"), "{profile}: {seen}");
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o700, "{profile}");
+    }
+}
+
+#[test]
+fn nothing_is_shown_to_who_reaches_everything() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let home = home();
+    set_mode(home.path(), 0o755);
+    let supervisor = start_in(home, &format!("{SOCKETS}{HOME}"));
+    let mounts = |bulkhead: &str| {
+        let pid = wait_for("a worker runs", || supervisor.worker_pids(bulkhead).first().copied());
+        std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap()
+    };
+    let home = supervisor.folder.path().to_str().unwrap();
+    assert!(!mounts("worker").contains(home) && !mounts("reader").contains(home), "{}", mounts("worker"));
+}
+
+/// The tour's configuration, as root in such a home.
+#[test]
+fn the_examples_run_in_a_closed_home() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let home = home();
+    let path = home.path().to_owned();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples");
+    for name in ["libthumbnail.so", "sql-worker", "hostile-worker"] {
+        copy(&programs().join(name), &path.join("bin").join(name));
+    }
+    let text = std::fs::read_to_string(source.join("workers.toml")).unwrap();
+    let (_, bulkheads) = text.split_once("[defaults]\n").unwrap();
+    let bulkheads = bulkheads.replace("../target/release", "bin").replace("deadline", "#");
+    let supervisor = start_in(home, &format!("{SOCKETS}[defaults]\n{bulkheads}"));
+    let client = client(&supervisor);
+    let submit = |bulkhead: &str, operation: &str, payload: &[u8]| {
+        outcome(&client.job(bulkhead, payload).operation(operation).tenant("acme").deadline(PATIENCE).send())
+    };
+    let picture = |name: &str| std::fs::read(source.join("data").join(name)).unwrap();
+    assert_eq!(submit("thumbnail", "", &picture("pictures/landscape.jpg")), "ok");
+    assert_eq!(submit("thumbnail", "", &picture("crash.pic")), "crashed/signal");
+    assert_eq!(submit("sql", "", b"SELECT 1"), "ok");
+    assert_eq!(submit("sort", "", b"3\n1\n2\n"), "ok");
+    assert_eq!(submit("hostile", "echo", b"x"), "ok");
+}
+
+const WORKERS: &str = "[bulkhead.x]\ncommand = [\"bin/misbehave\"]\nprocesses = 3\n";
+
+#[test]
+fn no_two_workers_of_a_host_have_the_same_id() {
+    for profile in profiles() {
+        let config = format!("{SOCKETS}{WORKERS}[defaults.sandbox]\nprofile = \"{profile}\"\n");
+        let (one, other) = (start_in(home(), &config), start_in(home(), &config));
+        let (of_one, of_other) = (uids(&one, "x", 3), uids(&other, "x", 3));
+        assert!(of_one.iter().chain(&of_other).all(|id| IDS.contains(id)), "{of_one:?} {of_other:?}");
+        assert_eq!(of_one.union(&of_other).count(), 6, "{profile}: {of_one:?} {of_other:?}");
+    }
+}
+
+#[test]
+fn a_worker_is_root_only_if_that_is_said() {
+    for profile in profiles() {
+        for (user, expected) in [("root", 0), ("shared", 0), ("nobody", NOBODY)] {
+            let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\nuser = \"{user}\"\n");
+            let supervisor = start_in(home(), &format!("{SOCKETS}{WORKERS}{sandbox}"));
+            assert_eq!(uids(&supervisor, "x", 3), BTreeSet::from([expected]), "{profile}, {user}");
+        }
+    }
+}
+
+#[test]
+fn root_that_cannot_change_user_names_the_key() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let bulkheads = "[bulkhead.x]\ncommand = [\"HOSTILE\"]\ncwd = \"work\"\n\
+        sandbox = { best_effort = [\"identity\"] }\n";
+    let place = Setup { bulkheads, without: "identity", ..Setup::default() }.start();
+    let why = place.failure("x");
+    assert!(why.contains("user = \"root\""), "{why}");
+}
+
+#[test]
+fn a_supervisor_without_privileges_shares_its_user_and_says_so() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let bulkheads = "[bulkhead.x]\ncommand = [\"HOSTILE\"]\ncwd = \"work\"\n";
+    let place = Setup { bulkheads, user: Some(NOBODY), ..Setup::default() }.start();
+    let told = place.supervisor.snapshot("x")["workers"][0]["confinement"].clone();
+    assert_eq!((&told["identity"], &told["uid"]), (&json!("shared"), &json!(NOBODY)), "{told}");
+    let mut command = place.supervisor.command();
+    let status = command.args(["status", "x"]).output().unwrap();
+    let status = String::from_utf8(status.stdout).unwrap();
+    assert!(status.contains("shared"), "{status}");
+    let run = |arguments: &[&str]| {
+        use std::os::unix::process::CommandExt;
+        let mut command = Command::new(place.path().join("bin/bulkhead-supervisor"));
+        let output = command.args(arguments).uid(NOBODY).gid(NOBODY).current_dir(place.path()).output();
+        String::from_utf8(output.unwrap().stdout).unwrap()
+    };
+    let checked = run(&["--config", "workers.toml", "--check"]);
+    assert!(checked.contains("sandbox.user: shared"), "{checked}");
+    let doctor = run(&["doctor"]);
+    let line = doctor.lines().find(|line| line.trim_start().starts_with("worker ids")).unwrap_or_default();
+    assert!(line.contains("no") && line.contains("share"), "{doctor}");
+}
+
+/// Files never pass to another tenant: who writes them has the same id for ever.
+#[test]
+fn who_writes_files_that_stay_keeps_one_id() {
+    for profile in profiles() {
+        let mut home = home();
+        let place = home.path().join("place");
+        std::fs::create_dir(&place).unwrap();
+        set_mode(&place, 0o755);
+        let script = "id -u; echo x >> ../place/file; stat -c %u ../place/file";
+        let config = format!(
+            "{SOCKETS}[bulkhead.x]\nexec = [\"/bin/sh\", \"-c\", {script:?}]\ncwd = \"scripts\"\n\
+             env = {{ PATH = \"/usr/bin:/bin\" }}\nprocesses = 2\nrestart = {{ max = 1 }}\n\
+             sandbox = {{ profile = \"{profile}\", write = [\"place\"] }}\n"
+        );
+        let mut refused = start_in(home, &config);
+        let why = wait_for("the bulkhead has failed", || {
+            let snapshot = refused.snapshot("x");
+            (snapshot["state"] == "failed")
+                .then(|| snapshot["detail"].as_str().unwrap_or_default().to_owned())
+        });
+        assert!(
+            why.contains("chown") && why.contains("/place") && why.contains("`user`"),
+            "{profile}: {why}"
+        );
+        let id: u32 = why.split_once("let user ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+        assert!(IDS.contains(&id), "{why}");
+        chown(&place, Some(id.into()), Some(id.into())).unwrap();
+        for _ in 0..2 {
+            refused.signal(Signal::SIGTERM);
+            refused.wait();
+            home = std::mem::replace(&mut refused.folder, tempfile::tempdir().unwrap());
+            refused = start_in(home, &config);
+            assert_eq!(uids(&refused, "x", 2), BTreeSet::from([id]), "{profile}");
+            let answer = answer(&client(&refused), "x", "", "");
+            assert_eq!(answer, format!("{id}\n{id}\n"), "{profile}");
+        }
+    }
+}
+
+#[test]
+fn home_is_the_temporary_folder_unless_it_is_said() {
+    for profile in profiles() {
+        let script = "echo x > $HOME/file && cat $HOME/file";
+        let config = format!(
+            "{SOCKETS}[bulkhead.x]\nexec = [\"/bin/sh\", \"-c\", {script:?}]\n\
+             [bulkhead.y]\nexec = [\"/bin/sh\", \"-c\", \"echo $HOME\"]\nenv = {{ HOME = \"/given\" }}\n\
+             [defaults.sandbox]\nprofile = \"{profile}\"\n"
+        );
+        let supervisor = start_in(home(), &config);
+        assert_eq!(answer(&client(&supervisor), "x", "", ""), "x\n", "{profile}");
+        assert_eq!(answer(&client(&supervisor), "y", "", ""), "/given\n", "{profile}");
+    }
+}
+
+// --check --start.
+
+fn check(folder: &Path) -> Output {
+    let mut command = Command::new(programs().join("bulkhead-supervisor"));
+    command.arg("--config").arg(folder.join("workers.toml")).args(["--check", "--start"]);
+    command.output().unwrap()
+}
+
+fn texts(output: &Output) -> (String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn check_starts_one_worker_of_each_bulkhead_beside_a_supervisor_that_runs() {
+    for profile in profiles() {
+        let sandbox = format!("[defaults.sandbox]\nprofile = \"{profile}\"\n");
+        let supervisor = start_in(home(), &format!("{SOCKETS}{HOME}{sandbox}"));
+        let output = check(supervisor.folder.path());
+        let (out, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(0), "{profile}: {out}{error}");
+        for name in ["worker", "library", "script", "reader", "home"] {
+            assert!(out.contains(&format!("bulkhead '{name}' starts")), "{profile}: {out}");
+        }
+        assert!(out.contains("(own)") && error.is_empty(), "{profile}: {out}{error}");
+        assert_eq!(supervisor.try_get("/readyz").unwrap().0, 200);
+    }
+}
+
+#[test]
+fn check_says_what_stops_a_worker() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let home = home();
+    let path: PathBuf = home.path().to_owned();
+    std::fs::create_dir(path.join("place")).unwrap();
+    std::fs::write(path.join("secret"), "x").unwrap();
+    set_mode(&path.join("secret"), 0o600);
+    let config = format!(
+        "{SOCKETS}[bulkhead.good]\ncommand = [\"bin/misbehave\"]\n\
+         [bulkhead.writer]\ncommand = [\"bin/misbehave\"]\nsandbox = {{ write = [\"place\"] }}\n\
+         [bulkhead.reader]\ncommand = [\"bin/misbehave\"]\nsandbox = {{ read = [\"secret\"] }}\n\
+         [bulkhead.ends]\ncommand = [\"/bin/sh\", \"-c\", \"echo so be it >&2; exit 3\"]\n"
+    );
+    std::fs::write(path.join("workers.toml"), config).unwrap();
+    let output = check(&path);
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(2), "{out}{error}");
+    assert!(out.contains("bulkhead 'good' starts"), "{out}");
+    let line = |name: &str| {
+        let line = error.lines().find(|line| line.contains(&format!("bulkhead '{name}' does not start")));
+        line.unwrap_or_else(|| panic!("nothing of {name}: {error}")).to_owned()
+    };
+    assert!(line("writer").contains("chown") && line("reader").contains("/secret"), "{error}");
+    assert!(line("ends").contains("Code(3)") || line("ends").contains('3'), "{error}");
+    assert!(error.contains("so be it"), "{error}");
+    assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
+}
+
+/// A container often has no right to mount: then a program that needs no path of its own runs by a descriptor, and of
+/// others what they cannot reach is named.
+#[test]
+fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folder_is_named() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
+        return;
+    }
+    let home = home();
+    let path = home.path().to_owned();
+    let config = format!(
+        "{SOCKETS}[bulkhead.worker]\ncommand = [\"bin/hostile\"]\ncwd = \"scripts\"\n\
+         [bulkhead.reader]\nexec = [\"/bin/cat\", \"data/input\"]\n\
+         [bulkhead.script]\nexec = [\"scripts/run\"]\n\
+         [bulkhead.library]\nlibrary = \"lib/libouter.so\"\n"
+    );
+    std::fs::write(path.join("workers.toml"), config).unwrap();
+    let mut command = Command::new("/usr/bin/setpriv");
+    command.arg("--bounding-set=-sys_admin").arg(path.join("bin/bulkhead-supervisor"));
+    command.arg("--config").arg(path.join("workers.toml")).args(["--check", "--start"]);
+    let output = command.output().unwrap();
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(2), "{out}{error}");
+    assert!(out.contains("bulkhead 'worker' starts") && out.contains("(own)"), "{out}{error}");
+    for name in ["reader", "script", "library"] {
+        let line = error.lines().find(|line| line.contains(&format!("'{name}' does not start")));
+        let line = line.unwrap_or_else(|| panic!("{name}: {out}{error}"));
+        assert!(line.contains(path.to_str().unwrap()) && line.contains("chmod o+x"), "{line}");
+    }
+    set_mode(&path, 0o755);
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
