@@ -97,7 +97,13 @@ impl<T> Bulkhead<T> {
         self.tenants.begin(tenant);
         let id = self.jobs.id(index);
         match worker {
-            Some(worker) => self.give(now, index, worker, out),
+            Some(worker) => {
+                self.give(now, index, worker, out);
+                if self.limits.recycle.jobs.is_some() {
+                    // It may have been the worker's last job, and another has its turn.
+                    self.pump(now, out);
+                }
+            }
             None => {
                 self.enqueue(index);
                 self.note_pressure(out);

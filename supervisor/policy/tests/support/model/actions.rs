@@ -237,13 +237,12 @@ impl Model {
         let is_expired_at_the_head = is_next && job.deadline_at <= self.now;
         match self.step.owed.remove(&id) {
             Some(owed) => assert!(is_same(&owed, &answer.verdict), "{id:?} got {answer:?}, not {owed:?}"),
+            // One that had run before is told of that, whatever it leaves for.
+            None if is_evicted && self.step.evictable.contains(&id) => self.step.evictable.clear(),
             None if is_next && is_quarantined && is_poison => self.coverage.see("quarantined in the queue"),
             None if is_next && self.is_breaking && is_broken => {}
             None if is_expired_at_the_head && is_late => {}
-            None if is_evicted => {
-                assert!(self.step.evictable.contains(&id), "{id:?} is evicted, and others come first");
-                self.step.evictable.clear();
-            }
+            None if is_evicted => panic!("{id:?} is evicted, and others come first"),
             None => panic!("{id:?} got {answer:?} before it was due"),
         }
         assert_eq!(answer.attempts, job.attempts);
