@@ -6,7 +6,7 @@
 
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -159,10 +159,18 @@ fn remove(path: &Path) {
 /// Opens a folder, whatever its mode was.
 fn open_folder(parent: BorrowedFd<'_>, path: impl rustix::path::Arg + Copy) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty()).or_else(|_| {
-        let bare = rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?;
-        rustix::fs::chmodat(&bare, c"", Mode::RWXU, AtFlags::EMPTY_PATH)
-            .or_else(|_| rustix::fs::chmodat(parent, path, Mode::RWXU, AtFlags::empty()))?;
+        unlock(parent, path)?;
         rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty())
+    })
+}
+
+/// Gives its owner all rights to a folder. By its descriptor: nothing that took its name meanwhile is meant.
+fn unlock(parent: BorrowedFd<'_>, path: impl rustix::path::Arg) -> rustix::io::Result<()> {
+    let bare = rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?;
+    rustix::fs::chmodat(&bare, c"", Mode::RWXU, AtFlags::EMPTY_PATH).or_else(|_| {
+        // Before Linux 6.6.
+        let link = format!("/proc/self/fd/{}", bare.as_raw_fd());
+        rustix::fs::chmodat(rustix::fs::CWD, link, Mode::RWXU, AtFlags::empty())
     })
 }
 
@@ -188,7 +196,14 @@ fn empty(top: &OwnedFd) -> rustix::io::Result<()> {
                     number += 1;
                     let free = format!(".bulkhead-{number}");
                     let flags = RenameFlags::NOREPLACE;
-                    match rustix::fs::renameat_with(&folder, inner.as_c_str(), top, free.as_str(), flags) {
+                    let bring_up =
+                        || rustix::fs::renameat_with(&folder, inner.as_c_str(), top, free.as_str(), flags);
+                    // To move a folder takes the right to write to it, since that is where its parent is noted.
+                    let brought = bring_up().or_else(|errno| match errno {
+                        Errno::ACCESS => unlock(folder.as_fd(), inner.as_c_str()).and_then(|()| bring_up()),
+                        _ => Err(errno),
+                    });
+                    match brought {
                         // The next round tries the next number.
                         Err(Errno::EXIST | Errno::NOENT) => {}
                         result => result?,
@@ -254,6 +269,41 @@ mod tests {
         remove(&top);
         assert!(!top.exists());
         assert!(Path::new("/etc").exists());
+    }
+
+    /// Root may do everything; others may not move a folder that is closed to themselves.
+    #[test]
+    #[expect(unsafe_code, reason = "the system call changes the user of this thread alone")]
+    fn folders_that_are_locked_in_each_other_are_removed_without_privileges() {
+        use std::os::unix::fs::PermissionsExt;
+        const NOBODY: libc::uid_t = 65534;
+        let remove_all = || {
+            if rustix::process::geteuid().is_root() {
+                // SAFETY: no memory is touched.
+                let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
+                assert_eq!(changed, 0);
+            }
+            let parent = tempfile::tempdir().unwrap();
+            let (top, away) = (parent.path().join("top"), parent.path().join("away"));
+            let locked = ["a", "a/b", "a/b/c", "a/b/c/d"].map(|name| top.join(name));
+            std::fs::create_dir_all(&locked[3]).unwrap();
+            std::fs::create_dir(&away).unwrap();
+            for folder in &locked {
+                std::fs::write(folder.join("file"), "x").unwrap();
+                std::os::unix::fs::symlink(&away, folder.join("link")).unwrap();
+            }
+            for folder in locked.iter().rev().chain([&top, &away]) {
+                std::fs::set_permissions(folder, PermissionsExt::from_mode(0o000)).unwrap();
+            }
+            remove(&top);
+            assert!(!top.exists());
+            assert_eq!(
+                std::fs::metadata(&away).unwrap().permissions().mode() & 0o777,
+                0,
+                "a link was followed"
+            );
+        };
+        std::thread::scope(|scope| scope.spawn(remove_all).join().unwrap());
     }
 
     #[test]
