@@ -192,10 +192,19 @@ impl Prepared {
 pub(super) struct Standing {
     /// The nice value, which workers get.
     pub(super) nice: i32,
-    /// Whether the kernel is to spare it when memory runs out; workers it is not.
-    pub(super) is_spared: bool,
+    /// Whom the kernel ends first when memory runs out.
+    pub(super) oom: Oom,
     /// How many files it may have open, and how far it may raise that.
     pub(super) open_files: (u64, u64),
+}
+
+/// Who goes when memory runs out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Oom {
+    /// Whether the supervisor is to be spared, which workers must not inherit.
+    pub(super) is_spared: bool,
+    /// The `oom_score_adj` of workers.
+    pub(super) workers: i32,
 }
 
 /// The second thread of the keeper: the parent of all workers. It lives as long as the process, since

@@ -7,7 +7,16 @@ use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::Pid;
 
-use crate::keeper::spawn::{LINK_FD, Standing, put_at};
+use crate::keeper::spawn::{LINK_FD, Oom, Standing, put_at};
+
+/// The highest `oom_score_adj`: a thousandth is a thousandth of the memory.
+const OOM_SCORE_MAX: i32 = 1000;
+
+/// How far the keeper's is above the supervisor's: more than the supervisor uses as a rule.
+const OOM_OWN_STEP: i32 = 100;
+
+/// How far the workers' is above the keeper's.
+const OOM_WORKER_STEP: i32 = 500;
 
 /// Makes the process what it has to be before its second thread starts. Returns the order socket, and
 /// how this process stands before it takes precedence.
@@ -25,13 +34,25 @@ pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
     // Fails only for the leader of a process group, which a spawned process becomes by request only.
     let _ = rustix::process::setsid();
     rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-    let score = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap_or_default();
+    // Should the supervisor be killed while this process is stopped, the end of file would not be seen.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::CONT))?;
     let standing = Standing {
         nice: rustix::process::getpriority_process(None)?,
-        is_spared: score.trim().parse::<i32>().is_ok_and(|score| score < 0),
+        oom: stand_before_supervisor(),
         open_files: take_all_descriptors(),
     };
     Ok((socket, standing))
+}
+
+/// When memory runs out, the kernel is to take the workers first, then this process, and the supervisor last: who
+/// is asked to go first has the higher score, which everybody may raise.
+fn stand_before_supervisor() -> Oom {
+    const FILE: &str = "/proc/self/oom_score_adj";
+    let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
+    let supervisor: i32 = supervisor.unwrap_or(0);
+    let own = (supervisor + OOM_OWN_STEP).min(OOM_SCORE_MAX);
+    let _ = std::fs::write(FILE, own.to_string()); // Without a writable /proc all have the same score.
+    Oom { is_spared: supervisor < 0, workers: (own.max(0) + OOM_WORKER_STEP).min(OOM_SCORE_MAX) }
 }
 
 /// Raises the limit of open files as far as it goes. What it was before.
@@ -49,7 +70,7 @@ fn take_all_descriptors() -> (u64, u64) {
 #[expect(unsafe_code, reason = "setting what a signal does")]
 fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
-    const IGNORED: [Signal; 11] = [
+    const IGNORED: [Signal; 12] = [
         Signal::SIGHUP,
         Signal::SIGINT,
         Signal::SIGQUIT,
@@ -61,6 +82,8 @@ fn set_signals() -> io::Result<()> {
         Signal::SIGTSTP,
         Signal::SIGTTIN,
         Signal::SIGTTOU,
+        // What it writes within a limit of its files fails, and is told so.
+        Signal::SIGXFSZ,
     ];
     for number in IGNORED {
         // SAFETY: no function of ours is installed.

@@ -12,7 +12,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::progress::{self, Failure};
 use super::root::Root;
-use super::{LINK_FD, Plan};
+use super::{LINK_FD, Oom, Plan};
 use crate::keeper::Rlimit;
 use crate::keeper::confine::landlock::Unrestricted;
 use crate::keeper::confinement::Identity;
@@ -44,6 +44,7 @@ pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 /// Of the first process in new namespaces.
 pub(super) const OUTER: [(&str, Step); 7] = [
     ("session", session),
+    ("out-of-memory score", memory_score),
     ("parent-death signal", parent_death_signal),
     ("user namespace", user_namespace),
     ("identity in the user namespace", inner_identity),
@@ -57,9 +58,10 @@ pub(super) const OUTER: [(&str, Step); 7] = [
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
 /// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
-pub(super) const INNER: [(&str, Step); 17] = [
+pub(super) const INNER: [(&str, Step); 18] = [
     ("signals", signals),
     ("session", session),
+    ("out-of-memory score", inherited_memory_score),
     ("priority", priority),
     ("stdio", stdio),
     ("descriptors", descriptors),
@@ -254,20 +256,35 @@ fn signals(_: &Plan<'_>) -> Result<(), Stop> {
     Ok(check(result as i32)?)
 }
 
-fn session(plan: &Plan<'_>) -> Result<(), Stop> {
+fn session(_: &Plan<'_>) -> Result<(), Stop> {
     match rustix::process::setsid() {
         // Both tables want one, and there is a fork between them only for a pid namespace.
         Err(Errno::PERM) if rustix::process::getsid(None)? == rustix::process::getpid() => {}
         other => drop(other?),
     }
     rustix::process::umask(UMASK);
-    if plan.standing.is_spared {
-        // It is the supervisor that the kernel should spare when memory runs out. Only here does the file
-        // belong to the user that this process still is.
-        let file = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())?;
-        rustix::io::write(file, b"0")?;
-    }
     Ok(())
+}
+
+/// It is a worker that the kernel should end when memory runs out. Only here does the file belong to the user that
+/// this process still is.
+fn memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
+    let Oom { is_spared, workers } = plan.standing.oom;
+    // Without an allocation, as everything here; a leading zero would make it octal.
+    let digits: [u8; 4] = [1000, 100, 10, 1].map(|unit| b'0' + (workers / unit % 10) as u8);
+    let first = digits.iter().position(|&digit| digit != b'0').unwrap_or(digits.len() - 1);
+    let written = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty())
+        .and_then(|file| rustix::io::write(file, &digits[first..]));
+    match written {
+        // With the score of the keeper, which is above the supervisor's, it is not worse off than others.
+        Err(errno) if is_spared => Err(errno.into()),
+        _ => Ok(()),
+    }
+}
+
+/// In namespaces, the first process there has set it for all.
+fn inherited_memory_score(plan: &Plan<'_>) -> Result<(), Stop> {
+    if plan.terms().namespaces.any() { Ok(()) } else { memory_score(plan) }
 }
 
 /// That of before the keeper was started. In a session of its own, the child is out of the keeper's autogroup.
