@@ -27,6 +27,8 @@ pub const COMMANDS_MAX: usize = 1024;
 /// What the control plane may ask of the data plane.
 #[derive(Debug)]
 pub enum Command {
+    /// Clients come to this listener from now on: the file of the one before was removed.
+    Listen(std::os::unix::net::UnixListener),
     /// The state of every bulkhead, or of one.
     Snapshot {
         /// Which; `None` for all.

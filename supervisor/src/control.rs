@@ -16,6 +16,7 @@ mod openapi;
 mod readiness;
 mod reload;
 mod routes;
+mod sockets;
 mod streams;
 mod tcp;
 mod watch;
@@ -53,6 +54,7 @@ use crate::observe::output::Output;
 use crate::observe::process::{self, Residents};
 use crate::shard::Pulse;
 use crate::snapshot::Snapshot;
+use crate::sockets::Sockets;
 
 use connections::{Arrivals, Ways};
 pub use reload::InForce;
@@ -81,6 +83,8 @@ const EVENT_TAIL_BYTES: usize = 2 * 1024;
 pub struct Options {
     /// The bound admin socket.
     pub admin: UnixListener,
+    /// Both sockets' files.
+    pub sockets: Arc<Sockets>,
     /// The way to the data plane.
     pub commander: Commander,
     /// What the data plane says. Its end is ours.
@@ -113,6 +117,7 @@ pub(crate) struct Control {
     replays: Arc<Semaphore>,
     reloads: Reloads,
     readiness: readiness::Readiness,
+    sockets: sockets::Watched,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
     /// The places for streams.
@@ -143,7 +148,7 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, commander, notices, pulse, in_force, crashes, own, config, http } = options;
+    let Options { admin, sockets, commander, notices, pulse, in_force, crashes, own, config, http } = options;
     let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
@@ -156,6 +161,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         replays: Arc::new(Semaphore::new(REPLAYS_MAX)),
         reloads: Reloads::new(in_force),
         readiness: readiness::Readiness::default(),
+        sockets: sockets::Watched::new(sockets),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
@@ -178,6 +184,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             tokio::spawn(obey_signals(control.clone(), signals));
             let served = tokio::spawn(serve(control.clone(), serving));
             tokio::spawn(reload::obey(control.clone()));
+            tokio::spawn(sockets::watch(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
             tokio::spawn(advice::watch(control.clone()));
             tokio::spawn(tell_suppressed(control.clone()));

@@ -15,6 +15,7 @@ pub mod demand;
 mod descriptors;
 pub mod doctor;
 pub mod entry;
+mod inherited;
 pub mod keeper;
 mod latency;
 pub mod notices;

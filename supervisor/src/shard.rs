@@ -12,6 +12,7 @@ mod ending;
 mod fallback;
 mod held_up;
 mod links;
+mod listening;
 mod memory;
 mod metrics;
 mod named;
@@ -408,8 +409,7 @@ impl Shard {
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
         let commander = Commander::new(sender, waker);
-        listener.set_nonblocking(true)?;
-        poll.registry().register(&mut SourceFd(&listener.as_raw_fd()), LISTENER, Interest::READABLE)?;
+        listening::register(&poll, &listener)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
         let mut shard = Self {

@@ -1,11 +1,13 @@
 //! The supervisor's listening sockets: made with the right mode from the first moment, listening from the
-//! first moment, never taken from a supervisor that lives, cleared of one that died.
+//! first moment, never taken from a supervisor that lives, cleared of one that died, and made again when their files
+//! were removed.
 
 use std::fs::{DirBuilder, File, Permissions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -13,14 +15,28 @@ use rustix::io::Errno;
 use crate::keeper;
 use crate::succession::{self, NoLock};
 
+/// Connections that may wait to be accepted; the kernel cuts this to its own maximum.
+const BACKLOG_MAX: i32 = 4096;
+
 /// A bound socket. Dropping it removes the path; the lock lasts as long.
 #[derive(Debug)]
 pub struct Bound {
     path: PathBuf,
+    mode: u32,
+    folder_mode: u32,
     /// Device and inode: whether the path is still ours.
     identity: (u64, u64),
     listener: Option<UnixListener>,
-    _lock: File,
+    lock: File,
+}
+
+/// Both sockets, for those who look after them while others listen.
+#[derive(Debug)]
+pub struct Sockets {
+    /// Where clients connect.
+    pub jobs: Mutex<Bound>,
+    /// Where operators do.
+    pub admin: Mutex<Bound>,
 }
 
 /// Why a socket could not be had. Fits after "failed to".
@@ -33,19 +49,39 @@ pub struct BindError {
 
 impl Bound {
     /// Binds `path` with exactly `mode`. A missing parent folder is made, with exactly `folder_mode`.
-    ///
-    /// Changes the process's umask for a moment: call it while there is one thread.
     pub fn bind(path: &Path, mode: u32, folder_mode: u32) -> Result<Self, BindError> {
         let fail = |problem: String| BindError { path: path.to_owned(), problem };
-        if let Some(parent) = path.parent() {
-            let made = with_umask(0, || DirBuilder::new().recursive(true).mode(folder_mode).create(parent));
-            made.map_err(|error| fail(format!("the folder {} cannot be made: {error}", parent.display())))?;
-        }
+        make_folders(path, folder_mode).map_err(fail)?;
         let lock = lock(path).map_err(fail)?;
-        clear_stale(path).map_err(fail)?;
-        let listener = appear(path, mode).map_err(fail)?;
-        let identity = identity(path).map_err(|error| fail(error.to_string()))?;
-        Ok(Self { path: path.to_owned(), identity, listener: Some(listener), _lock: lock })
+        let (listener, identity) = listen_at(path, mode).map_err(fail)?;
+        let listener = Some(listener);
+        Ok(Self { path: path.to_owned(), mode, folder_mode, identity, listener, lock })
+    }
+
+    /// The path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether clients find the socket at its path.
+    pub fn is_there(&self) -> bool {
+        identity(&self.path).is_ok_and(|found| found == self.identity)
+    }
+
+    /// Binds the path again, with whatever is missing above it: for when the file was removed. The listener is
+    /// another one, to be used in the place of the one before.
+    pub fn renew(&mut self) -> Result<UnixListener, BindError> {
+        let fail = |problem: String| BindError { path: self.path.clone(), problem };
+        make_folders(&self.path, self.folder_mode).map_err(fail)?;
+        let own = self.lock.metadata().map(|found| (found.dev(), found.ino()));
+        // Where the lock's file was removed as well, another supervisor may have made the next one.
+        let has_lock = own.is_ok_and(|own| identity(&lock_path(&self.path)).is_ok_and(|found| found == own));
+        if !has_lock {
+            self.lock = lock(&self.path).map_err(fail)?;
+        }
+        let (listener, identity) = listen_at(&self.path, self.mode).map_err(fail)?;
+        self.identity = identity;
+        Ok(listener)
     }
 
     /// Hands out the listener, once.
@@ -63,6 +99,31 @@ impl Drop for Bound {
     }
 }
 
+/// Makes what is missing above a socket, with exactly this mode.
+fn make_folders(path: &Path, mode: u32) -> Result<(), String> {
+    let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|folder| !folder.exists()).collect();
+    for folder in missing.into_iter().rev().filter(|folder| !folder.as_os_str().is_empty()) {
+        // The umask may have taken something away.
+        let made = DirBuilder::new().mode(mode).create(folder);
+        let made = made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(mode)));
+        match made {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                return Err(format!("the folder {} cannot be made: {error}", folder.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// A listening socket at this path, and what it is there.
+fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), String> {
+    clear_stale(path)?;
+    let listener = appear(path, mode)?;
+    let identity = identity(path).map_err(|error| error.to_string())?;
+    Ok((listener, identity))
+}
+
 /// Binds a socket and lets it appear at `path` only once it listens and has its mode: between `bind(2)` and
 /// `listen(2)` whoever finds a socket is refused.
 fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
@@ -74,7 +135,7 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
         // What a supervisor that was killed just then has left.
         let _ = std::fs::remove_file(first);
     }
-    let listener = with_umask(0o777, || UnixListener::bind(first)).map_err(|error| error.to_string())?;
+    let listener = bind_closed(first).map_err(|error| error.to_string())?;
     // Connections inherit it. Older kernels do not know it: see `descriptors`.
     if let Err(error) = keeper::refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
@@ -89,11 +150,14 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-fn with_umask<T>(mask: u32, make: impl FnOnce() -> T) -> T {
-    let before = rustix::process::umask(Mode::from_raw_mode(mask));
-    let made = make();
-    rustix::process::umask(before);
-    made
+/// Binds a socket that nobody may connect to yet: on Linux its file gets the mode that the socket had before.
+fn bind_closed(path: &Path) -> io::Result<UnixListener> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    rustix::fs::fchmod(&socket, Mode::empty())?;
+    bind(&socket, &SocketAddrUnix::new(path)?)?;
+    listen(&socket, BACKLOG_MAX)?;
+    Ok(socket.into())
 }
 
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
@@ -107,10 +171,14 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
+fn lock_path(socket: &Path) -> PathBuf {
+    with_suffix(socket, ".lock")
+}
+
 /// Whoever holds the lock beside the socket owns the path. It is never removed: a lock on a removed file
 /// and one on its successor would both be held.
 fn lock(path: &Path) -> Result<File, String> {
-    let name = with_suffix(path, ".lock");
+    let name = lock_path(path);
     succession::lock(&name).map_err(|why| match why {
         NoLock::Held => {
             "another supervisor is running on this socket; stop it, or configure another path".into()
@@ -149,16 +217,10 @@ fn clear_stale(path: &Path) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Mutex, PoisonError};
-
     use super::*;
-
-    /// The umask is the process's, and tests are threads.
-    static UMASK: Mutex<()> = Mutex::new(());
 
     #[test]
     fn a_stale_socket_is_cleared_and_a_live_one_is_not_taken() {
-        let _alone = UMASK.lock().unwrap_or_else(PoisonError::into_inner);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/jobs.sock");
         let bound = Bound::bind(&path, 0o600, 0o700).unwrap();
@@ -188,7 +250,6 @@ mod tests {
 
     #[test]
     fn a_folder_that_is_made_has_its_mode_and_one_that_is_there_keeps_it() {
-        let _alone = UMASK.lock().unwrap_or_else(PoisonError::into_inner);
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
         let jobs = folder.path().join("a/b/jobs.sock");
@@ -202,5 +263,37 @@ mod tests {
         for socket in [&jobs, &admin] {
             assert_eq!(mode(&with_suffix(socket, ".lock")), 0o600);
         }
+    }
+
+    #[test]
+    fn what_was_removed_is_made_again_and_is_not_another_supervisors_to_take() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run/jobs.sock");
+        let mut bound = Bound::bind(&path, 0o660, 0o755).unwrap();
+        assert!(bound.is_there());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!bound.is_there());
+        let first = bound.renew().unwrap();
+        assert!(bound.is_there() && UnixStream::connect(&path).is_ok());
+        first.accept().unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o660);
+
+        std::fs::remove_dir_all(folder.path().join("run")).unwrap();
+        let _second = bound.renew().unwrap();
+        assert_eq!(std::fs::metadata(path.parent().unwrap()).unwrap().permissions().mode() & 0o777, 0o755);
+        let error = Bound::bind(&path, 0o600, 0o700).unwrap_err().to_string();
+        assert!(error.contains("another supervisor"), "{error}");
+
+        std::fs::remove_dir_all(folder.path().join("run")).unwrap();
+        let _other = Bound::bind(&path, 0o600, 0o700).unwrap();
+        assert!(!bound.is_there() && bound.renew().is_err());
+    }
+
+    #[test]
+    fn nobody_connects_before_it_has_its_mode() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("closed.sock");
+        let _listener = bind_closed(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0);
     }
 }

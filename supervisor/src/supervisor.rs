@@ -13,7 +13,7 @@ use crate::keeper::{self, Keeper};
 use crate::observe::{crashes, spans};
 use crate::program;
 use crate::shard::{Parts, Pulse, Shard};
-use crate::sockets::Bound;
+use crate::sockets::{Bound, Sockets};
 use crate::succession::try_while_taken;
 
 /// Why a supervisor could not run.
@@ -45,6 +45,7 @@ pub enum RunError {
 /// Call it before any other thread has been started.
 pub fn run(mut config: Config) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
+    crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     let host = program::find_host();
     if host.is_none()
         && let Some(needy) = config.bulkheads.iter().find(|b| program::needs_host(b))
@@ -59,6 +60,8 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
          (ProtectProc=default in a unit of systemd)",
     ))?;
     let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
+    // Workers keep what there was.
+    crate::inherited::raise_limits(&config);
     let descriptors = raise_descriptor_limit();
     let file = config.clone();
     leave_descriptors(&mut config, descriptors);
@@ -93,8 +96,11 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         labels,
     };
     let (shard, commander) = Shard::new(parts).map_err(system("prepare the event loop"))?;
+    let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
+    let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
     let options = Options {
-        admin: admin.take_listener().map_err(system("take the admin socket"))?,
+        admin: admin_listener,
+        sockets,
         commander,
         notices: received,
         pulse,

@@ -131,6 +131,13 @@ impl Supervisor {
         Self::launch_by(command, folder, &[], ("", bulkheads)).until_ready()
     }
 
+    /// Starts one in this folder by way of a program that becomes it, such as `env`, and does not wait for anything.
+    pub fn launch_under(wrapper: &[&str], folder: TempDir, supervisor_keys: &str, bulkheads: &str) -> Self {
+        let mut command = Command::new(wrapper[0]);
+        command.args(&wrapper[1..]).arg(programs().join("bulkhead-supervisor"));
+        Self::launch_by(command, folder, &[], (supervisor_keys, bulkheads))
+    }
+
     fn launch_by(
         mut command: Command,
         folder: TempDir,

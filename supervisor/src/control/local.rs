@@ -21,7 +21,8 @@ pub(crate) const CONNECTIONS_MAX: usize = 384;
 
 /// Lets in until the control plane ends.
 pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, ways: Ways<UnixStream>) {
-    let door = Guarded {
+    let mut next = control.sockets.next_admin();
+    let mut door = Guarded {
         listener,
         own,
         outsiders: Outsiders::default(),
@@ -33,7 +34,10 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
     let mut end = control.end.subscribe();
     let open = async || {
         loop {
-            ways.send(door.accept().await);
+            tokio::select! {
+                arrival = door.accept() => ways.send(arrival),
+                listener = next.listener() => door.listener = listener,
+            }
         }
     };
     tokio::select! {

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, Semaphore, oneshot};
 
 use super::http::{Shared, problem, problem_with, stuck, switch};
 use super::{Control, notify_systemd};
@@ -24,6 +24,9 @@ use crate::reload::{Changes, Reload, Surroundings, after_reload};
 use crate::scrape::ReloadCounts;
 use crate::shard::ShardLimits;
 use crate::supervisor::leave_descriptors;
+
+/// How long reading the file, and looking at the programs and folders it names, may take.
+const READ_WITHIN: Duration = Duration::from_secs(10);
 
 /// Problems of a file that one event lists; the answer to whoever asked has them all.
 const PROBLEMS_TOLD_MAX: usize = 10;
@@ -46,6 +49,8 @@ pub struct InForce {
 /// The file in force, and how often it became another one.
 pub(super) struct Reloads {
     in_force: tokio::sync::Mutex<InForce>,
+    /// The place of the thread that reads.
+    reader: Arc<Semaphore>,
     /// Somebody has sent SIGHUP: as often as they like, until it is looked at.
     wanted: Notify,
     names: Mutex<Names>,
@@ -84,6 +89,11 @@ enum Rejection {
     Steer(#[from] SteerError),
     #[error("the data plane does not answer")]
     Stuck,
+    #[error(
+        "reading the configuration, or looking at what it names, took more than {READ_WITHIN:?} or still hangs: see \
+         whether its file system, and those of the programs and folders in it, answer"
+    )]
+    Hangs,
     #[error("the supervisor failed to read its configuration: {0}")]
     Broke(String),
 }
@@ -100,6 +110,7 @@ impl Reloads {
         Self {
             names: Mutex::new(Names::of(&in_force.config)),
             in_force: tokio::sync::Mutex::new(in_force),
+            reader: Arc::new(Semaphore::new(1)),
             wanted: Notify::new(),
             counts: Mutex::default(),
         }
@@ -186,6 +197,7 @@ impl IntoResponse for Rejection {
             Self::NoHost(_) => problem(StatusCode::UNPROCESSABLE_ENTITY, &detail),
             Self::Steer(_) => problem(StatusCode::CONFLICT, &detail),
             Self::Stuck => stuck(),
+            Self::Hangs => problem(StatusCode::SERVICE_UNAVAILABLE, &detail),
             Self::Broke(_) => problem(StatusCode::INTERNAL_SERVER_ERROR, &detail),
         }
     }
@@ -196,8 +208,9 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
     // One after the other.
     let mut in_force = control.reloads.in_force.lock().await;
     if dry_run {
-        return Ok(prepare(&in_force).await?.changes);
+        return Ok(prepare(&control.reloads, &in_force).await?.changes);
     }
+    control.renew_sockets();
     let is_ready = control.is_started.load(Ordering::SeqCst);
     if is_ready {
         announce_reload();
@@ -211,7 +224,7 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
 }
 
 async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rejection> {
-    let Prepared { after, changes, reload } = prepare(in_force).await?;
+    let Prepared { after, changes, reload } = prepare(&control.reloads, in_force).await?;
     if !changes.is_empty() {
         reload.tell_remarks();
         let (reply, answer) = oneshot::channel();
@@ -230,11 +243,25 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
     Ok(changes)
 }
 
-/// Disks can be slow, so this has a thread of its own.
-async fn prepare(in_force: &InForce) -> Result<Prepared, Rejection> {
+/// Disks can be slow, and a network's can hang for good: so this has a thread of its own, which is waited for within
+/// bounds and by nobody at the end. While it hangs there is no other one.
+async fn prepare(reloads: &Reloads, in_force: &InForce) -> Result<Prepared, Rejection> {
+    let Ok(place) = reloads.reader.clone().try_acquire_owned() else { return Err(Rejection::Hangs) };
     let in_force = in_force.clone();
-    let task = tokio::task::spawn_blocking(move || read(&in_force));
-    task.await.unwrap_or_else(|error| Err(Rejection::Broke(error.to_string())))
+    let (done, read_file) = oneshot::channel();
+    let read = move || {
+        let prepared = read(&in_force);
+        // Another one may begin when this is heard.
+        drop(place);
+        let _ = done.send(prepared);
+    };
+    let thread = std::thread::Builder::new().name("reload".into()).spawn(read);
+    thread.map_err(|error| Rejection::Broke(error.to_string()))?;
+    match tokio::time::timeout(READ_WITHIN, read_file).await {
+        Ok(Ok(prepared)) => prepared,
+        Ok(Err(_)) => Err(Rejection::Broke("the thread that reads it has panicked".to_owned())),
+        Err(_) => Err(Rejection::Hangs),
+    }
 }
 
 fn read(in_force: &InForce) -> Result<Prepared, Rejection> {

@@ -25,6 +25,7 @@ const OWN_MAX: usize = 16_384;
 impl Shard {
     pub(super) fn command(&mut self, command: Command) {
         match command {
+            Command::Listen(listener) => self.listen(listener),
             Command::Snapshot { bulkhead, reply } => self.want_snapshot(bulkhead.as_deref(), reply),
             Command::States { reply } => {
                 let _ = reply.send(self.states());

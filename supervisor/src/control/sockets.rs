@@ -1,0 +1,128 @@
+//! The files of our sockets: looked at, since nobody comes where one was removed, and made again by a reload.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Value, json};
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+
+use super::Control;
+use crate::command::{Command, Event, Severity};
+use crate::sockets::{Bound, Sockets};
+
+/// How often the files are looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// The sockets, and the way of a new admin listener to where it is used.
+pub(super) struct Watched {
+    sockets: Arc<Sockets>,
+    next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
+    /// Which of them are known to be gone.
+    gone: Mutex<[bool; 2]>,
+}
+
+/// The admin listeners that follow the first.
+pub(super) struct NextAdmin(watch::Receiver<Option<Arc<std::os::unix::net::UnixListener>>>);
+
+impl NextAdmin {
+    pub(super) async fn listener(&mut self) -> UnixListener {
+        loop {
+            if self.0.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+            let listener = self.0.borrow_and_update().as_ref().map(|listener| listener.try_clone());
+            let listener = listener.and_then(Result::ok).map(UnixListener::from_std);
+            if let Some(Ok(listener)) = listener {
+                return listener;
+            }
+        }
+    }
+}
+
+impl Watched {
+    pub(super) fn new(sockets: Arc<Sockets>) -> Self {
+        Self { sockets, next_admin: watch::Sender::new(None), gone: Mutex::default() }
+    }
+
+    pub(super) fn next_admin(&self) -> NextAdmin {
+        NextAdmin(self.next_admin.subscribe())
+    }
+
+    fn each(&self) -> [(&'static str, &Mutex<Bound>); 2] {
+        [("jobs", &self.sockets.jobs), ("admin", &self.sockets.admin)]
+    }
+}
+
+/// Tells of sockets whose files were removed, until the end.
+pub(super) async fn watch(control: Arc<Control>) {
+    let mut end = control.end.subscribe();
+    let mut interval = tokio::time::interval(LOOK_EVERY);
+    loop {
+        tokio::select! {
+            _ = interval.tick() => control.look_at_sockets(),
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
+    }
+}
+
+impl Control {
+    fn look_at_sockets(&self) {
+        for (index, (socket, bound)) in self.sockets.each().into_iter().enumerate() {
+            let bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_gone = !bound.is_there();
+            let mut gone = self.sockets.gone.lock().unwrap_or_else(PoisonError::into_inner);
+            if is_gone && !std::mem::replace(&mut gone[index], is_gone) {
+                let help = "somebody removed the file, so that nobody can connect: SIGHUP makes it again";
+                self.tell_of_socket(Severity::Warning, "socket_removed", socket, &bound, Some(json!(help)));
+            }
+            gone[index] = is_gone;
+        }
+    }
+
+    /// Makes again what was removed.
+    pub(super) fn renew_sockets(&self) {
+        for (socket, bound) in self.sockets.each() {
+            let mut bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
+            if bound.is_there() {
+                continue;
+            }
+            let renewed = bound.renew().map_err(|error| error.to_string());
+            let used = renewed.and_then(|listener| {
+                self.use_listener(socket, listener).map_err(|error| format!("use it: {error}"))
+            });
+            match used {
+                Ok(()) => {
+                    self.tell_of_socket(Severity::Info, "socket_renewed", socket, &bound, None);
+                }
+                Err(problem) => {
+                    let message = Some(json!(format!("failed to {problem}")));
+                    self.tell_of_socket(Severity::Critical, "socket_not_renewed", socket, &bound, message);
+                }
+            }
+        }
+    }
+
+    fn use_listener(&self, socket: &str, listener: std::os::unix::net::UnixListener) -> io::Result<()> {
+        if socket == "jobs" {
+            return self.commander.send(Command::Listen(listener)).map_err(io::Error::other);
+        }
+        listener.set_nonblocking(true)?;
+        self.sockets.next_admin.send_replace(Some(Arc::new(listener)));
+        Ok(())
+    }
+
+    fn tell_of_socket(
+        &self,
+        severity: Severity,
+        kind: &'static str,
+        socket: &str,
+        bound: &Bound,
+        message: Option<Value>,
+    ) {
+        let mut fields = vec![("socket", json!(socket)), ("path", json!(bound.path()))];
+        fields.extend(message.map(|message| ("message", message)));
+        self.events.add(Event { at: SystemTime::now(), severity, kind, bulkhead: None, fields });
+    }
+}

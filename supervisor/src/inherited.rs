@@ -1,0 +1,55 @@
+//! What a supervisor inherits from the program that starts it, and could not work with: blocked signals, and limits
+//! that are too low. What can be mended is; of the rest the log warns. Workers get none of it, but for limits that
+//! were in force before.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::config::Config;
+
+/// Address space that a supervisor takes beside what it buffers: its threads, its tables, its program.
+const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
+
+/// Bytes of a file that it writes (a log, a crash report with its payloads) as a rule.
+const FILE_BYTES: u64 = 64 << 20;
+
+/// Lets all signals come, and has a file that became too large be an error of the write. For the first thread, before
+/// there is another one.
+pub(crate) fn reset_signals() -> io::Result<()> {
+    nix::sys::signal::SigSet::empty().thread_set_mask()?;
+    // Caught, it does not end the process, and is not inherited: who writes is told by the error.
+    signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    Ok(())
+}
+
+/// Raises limits as far as they go, and warns of those that stay too low.
+pub(crate) fn raise_limits(config: &Config) {
+    let buffered = config.supervisor.max_buffered;
+    let needed = [
+        (Resource::Fsize, "RLIMIT_FSIZE", FILE_BYTES, "crash reports and the log are cut off there"),
+        (
+            Resource::As,
+            "RLIMIT_AS",
+            buffered.saturating_add(ADDRESS_SPACE_BYTES),
+            "with less than max_buffered and 1 GiB the supervisor may find no memory, and end",
+        ),
+        (
+            Resource::Data,
+            "RLIMIT_DATA",
+            buffered.saturating_add(ADDRESS_SPACE_BYTES),
+            "with less than max_buffered and 1 GiB the supervisor may find no memory, and end",
+        ),
+    ];
+    for (resource, name, least, consequence) in needed {
+        let limit = getrlimit(resource);
+        if limit.current.is_some() {
+            let _ = setrlimit(resource, Rlimit { current: limit.maximum, maximum: limit.maximum });
+        }
+        if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < least) {
+            tracing::warn!("the inherited limit {name} is {bytes} bytes: {consequence}; raise it");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! What a supervisor finds around it and can do nothing about: files that are no files, file systems that hang, limits
+//! and signals that it inherits, sockets that somebody removes, memory that runs out.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, run, wait_for};
+use nix::sys::signal::Signal;
+
+const B: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
+
+fn works(supervisor: &Supervisor) {
+    let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+    assert_eq!(client.job("b", "x").send().map(|_| ()).map_err(|error| error.to_string()), Ok(()));
+}
+
+fn state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
+// The file.
+
+#[test]
+fn a_fifo_as_configuration_is_refused_by_start_and_reload_and_hangs_neither_nor_the_stop() {
+    let mut supervisor = Supervisor::start(B);
+    let file = supervisor.file("workers.toml");
+    std::fs::remove_file(&file).unwrap();
+    nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    supervisor.signal(Signal::SIGHUP);
+    let rejected = supervisor.wait_events("config_rejected", 1);
+    assert!(rejected[0]["message"].as_str().unwrap().contains("not a regular file"), "{rejected:?}");
+    works(&supervisor);
+    let check = Command::new(bulkhead_tests::programs().join("bulkhead-supervisor"))
+        .args(["--check", "--config"])
+        .arg(&file)
+        .output()
+        .unwrap();
+    assert_eq!(check.status.code(), Some(2));
+    supervisor.signal(Signal::SIGTERM);
+    assert!(supervisor.wait().success());
+}
+
+/// A file system in user space that nobody serves: whatever looks at it waits.
+struct Hanging {
+    _folder: tempfile::TempDir,
+    path: std::path::PathBuf,
+    _served: std::fs::File,
+}
+
+impl Hanging {
+    /// For this thread and what it starts. `None`: it cannot be had here.
+    fn mount() -> Option<Self> {
+        use nix::mount::{MsFlags, mount};
+        use std::os::fd::AsRawFd;
+        let served = std::fs::OpenOptions::new().read(true).write(true).open("/dev/fuse").ok()?;
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).ok()?;
+        let none = None::<&str>;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).ok()?;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().to_owned();
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", served.as_raw_fd());
+        mount(Some("nobody"), &path, Some("fuse"), MsFlags::empty(), Some(&*options)).ok()?;
+        Some(Self { _folder: folder, path, _served: served })
+    }
+}
+
+#[test]
+fn a_file_system_that_hangs_keeps_neither_jobs_nor_the_stop_waiting() {
+    let Some(hanging) = Hanging::mount() else {
+        return eprintln!("NOT TRIED: no file system in user space can be mounted here");
+    };
+    for twice in [false, true] {
+        let mut supervisor = Supervisor::start_with("drain_timeout = \"100s\"", B);
+        let cwd = hanging.path.join("cwd");
+        supervisor.configure("", &format!("{B}cwd = \"{}\"\n", cwd.display()));
+        supervisor.signal(Signal::SIGHUP);
+        let reads = || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", supervisor.pid())).unwrap();
+            let mut names =
+                tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+            names.any(|name| name.trim() == "reload").then_some(())
+        };
+        wait_for("the file is read", reads);
+        works(&supervisor);
+        let mut job = None;
+        if twice {
+            let submit = supervisor.command().args(["submit", "b", "hang", "--deadline", "30s"]).spawn();
+            job = Some(submit.unwrap());
+            supervisor.wait_number("b", "in_flight", 1);
+        }
+        supervisor.signal(Signal::SIGTERM);
+        if twice {
+            wait_for("it drains", || supervisor.log().contains("draining").then_some(()));
+            supervisor.signal(Signal::SIGTERM);
+        }
+        assert!(supervisor.wait().success());
+        job.into_iter().for_each(|mut job| drop(job.wait()));
+    }
+}
+
+#[test]
+fn a_reload_that_hangs_is_given_up_and_is_not_followed_by_another() {
+    let Some(hanging) = Hanging::mount() else {
+        return eprintln!("NOT TRIED: no file system in user space can be mounted here");
+    };
+    let supervisor = Supervisor::start(B);
+    let cwd = hanging.path.join("cwd");
+    supervisor.configure("", &format!("{B}cwd = \"{}\"\n", cwd.display()));
+    for _ in 0..3 {
+        let (status, answer) = supervisor.post("/v1/reload");
+        assert!(status == 503 && answer.contains("hangs"), "{status} {answer}");
+    }
+    works(&supervisor);
+}
+
+// What is inherited.
+
+#[test]
+fn blocked_signals_and_a_small_limit_of_files_are_no_obstacle() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrapper = ["env", "--block-signal", "prlimit", "--fsize=4096:4096", "--as=1000000000:"];
+    let mut supervisor = Supervisor::launch_under(&wrapper, folder, "", B);
+    wait_for("it has written all that it may", || {
+        (supervisor.file_bytes("log") >= 4096).then_some(()).or_else(|| {
+            supervisor.signal(Signal::SIGUSR1);
+            None
+        })
+    });
+    wait_for("it is ready", || (supervisor.try_get("/readyz")?.0 == 200).then_some(()));
+    works(&supervisor);
+    let log = supervisor.log();
+    assert!(log.contains("RLIMIT_FSIZE is 4096 bytes"), "{log}");
+    supervisor.signal(Signal::SIGTERM);
+    assert!(supervisor.wait().success());
+}
+
+#[test]
+fn workers_do_not_inherit_what_was_blocked_or_ignored() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrapper = ["env", "--block-signal", "--ignore-signal=XFSZ", "prlimit", "--as=8000000000:"];
+    let supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
+    let log = supervisor.log();
+    assert!(!log.contains("RLIMIT_AS"), "the limit goes as far as it may, which is far enough: {log}");
+    let worker = supervisor.worker_pids("b")[0];
+    let status = std::fs::read_to_string(format!("/proc/{worker}/status")).unwrap();
+    assert!(status.contains("SigBlk:\t0000000000000000"), "{status}");
+    let limits = std::fs::read_to_string(format!("/proc/{worker}/limits")).unwrap();
+    let address_space = limits.lines().find(|line| line.starts_with("Max address space")).unwrap();
+    assert!(address_space.contains("8000000000"), "{address_space}");
+    works(&supervisor);
+}
+
+// Sockets.
+
+#[test]
+fn a_socket_that_is_removed_is_noticed_and_made_again() {
+    let mut supervisor = Supervisor::start(B);
+    let admin = supervisor.file("admin.sock");
+    std::fs::remove_file(supervisor.socket()).unwrap();
+    let removed = supervisor.wait_events("socket_removed", 1);
+    assert_eq!((&removed[0]["socket"], &removed[0]["severity"]), (&"jobs".into(), &"warning".into()));
+    std::fs::remove_file(&admin).unwrap();
+    wait_for("both are missed", || (supervisor.log().matches("socket_removed").count() == 2).then_some(()));
+    supervisor.signal(Signal::SIGHUP);
+    wait_for("both are there again", || {
+        let connects = |path: &Path| UnixStream::connect(path).is_ok();
+        (connects(&supervisor.socket()) && connects(&admin)).then_some(())
+    });
+    works(&supervisor);
+    assert_eq!(supervisor.wait_events("socket_renewed", 2).len(), 2);
+    assert_eq!(supervisor.events("socket_removed").len(), 2, "told once for each");
+    supervisor.signal(Signal::SIGTERM);
+    assert!(supervisor.wait().success());
+    assert!(!supervisor.socket().exists() && !admin.exists());
+}
+
+// Its end.
+
+#[test]
+fn a_supervisor_that_is_killed_while_its_keeper_is_stopped_leaves_nothing() {
+    let supervisor = Supervisor::start(B);
+    let (worker, keeper) = (supervisor.worker_pids("b")[0], supervisor.keeper());
+    kill_pid(keeper, Signal::SIGSTOP);
+    wait_for("the keeper is stopped", || (state(keeper) == Some('T')).then_some(()));
+    supervisor.signal(Signal::SIGKILL);
+    wait_for("nothing is left", || (!is_alive(keeper) && !is_alive(worker)).then_some(()));
+}
+
+// Memory.
+
+#[test]
+fn when_memory_runs_out_workers_go_before_the_keeper_and_that_before_the_supervisor() {
+    let score = |pid: u32| -> i32 {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+        text.trim().parse().unwrap()
+    };
+    for profile in ["none", "default", "strict"] {
+        let bulkheads =
+            format!("{B}[bulkhead.b.sandbox]\nprofile = \"{profile}\"\nbest_effort = [\"identity\"]\n");
+        let supervisor = Supervisor::start(&bulkheads);
+        let (own, keeper) = (score(supervisor.pid()), score(supervisor.keeper()));
+        let worker = score(supervisor.worker_pids("b")[0]);
+        assert!(own < keeper && keeper + 400 <= worker, "{profile}: {own} {keeper} {worker}");
+    }
+}
+
+#[test]
+fn the_keeper_that_follows_goes_first_as_well() {
+    let supervisor = Supervisor::start(B);
+    let score = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+    let (keeper, before) = (supervisor.keeper(), score(supervisor.keeper()));
+    kill_pid(keeper, Signal::SIGKILL);
+    supervisor.wait_events("supervisor_trouble", 1);
+    wait_for("it is replaced", || (supervisor.keeper() != keeper).then_some(()));
+    supervisor.wait_number("b", "limit", 1);
+    assert_eq!(score(supervisor.keeper()), before);
+    run(async {
+        let client = bulkhead_client::Client::connect(supervisor.socket()).await.unwrap();
+        assert!(client.job("b", "x").send().await.is_ok());
+    });
+}
