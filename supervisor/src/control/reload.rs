@@ -25,8 +25,9 @@ use crate::scrape::ReloadCounts;
 use crate::shard::ShardLimits;
 use crate::supervisor::leave_descriptors;
 
-/// How long reading the file, and looking at the programs and folders it names, may take.
-const READ_WITHIN: Duration = Duration::from_secs(10);
+/// How long reading the file, and looking at the programs and folders it names, may take: less than
+/// the time in which a request is answered.
+const READ_WITHIN: Duration = Duration::from_secs(7);
 
 /// Problems of a file that one event lists; the answer to whoever asked has them all.
 const PROBLEMS_TOLD_MAX: usize = 10;
