@@ -32,7 +32,7 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
     };
     let mut end = control.end.subscribe();
-    let open = async || {
+    let mut open = async || {
         loop {
             tokio::select! {
                 arrival = door.accept() => ways.send(arrival),

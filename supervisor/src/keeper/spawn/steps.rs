@@ -42,7 +42,7 @@ impl From<Errno> for Stop {
 pub(super) type Step = fn(&Plan<'_>) -> Result<(), Stop>;
 
 /// Of the first process in new namespaces.
-pub(super) const OUTER: [(&str, Step); 7] = [
+pub(super) const OUTER: [(&str, Step); 8] = [
     ("session", session),
     ("out-of-memory score", memory_score),
     ("parent-death signal", parent_death_signal),
