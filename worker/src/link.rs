@@ -169,15 +169,29 @@ impl Writer {
         self.flush();
     }
 
-    /// Sends a frame unless somebody is writing: then bytes flow, which says as much as a heartbeat.
-    pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) {
-        let mut guard = match self.outbox.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
-        };
+    /// Sends a frame unless somebody is writing: then bytes flow, which says as much as a heartbeat. Returns
+    /// whether it is on its way; it has left with the next flush.
+    pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
+        let Some(mut guard) = self.try_lock() else { return false };
         let (outbox, pool) = &mut *guard;
-        let _ = outbox.push(kind, 0, message, &[], Payload::NONE);
+        let is_pushed = outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
         let _ = outbox.flush(&self.link, pool);
+        is_pushed
+    }
+
+    /// Sends what waits, as far as the supervisor takes it now; whether nothing is left, or somebody else sends
+    /// it.
+    pub(crate) fn try_flush(&self) -> bool {
+        let Some(mut guard) = self.try_lock() else { return true };
+        let (outbox, pool) = &mut *guard;
+        !matches!(outbox.flush(&self.link, pool), Ok(false))
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, (Outbox, BufferPool)>> {
+        match self.outbox.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }

@@ -69,6 +69,9 @@ const WATCH: Duration = Duration::from_millis(2);
 /// An answer waits for the answers behind it no longer than about this.
 const BATCH: Duration = Duration::from_micros(100);
 
+/// How soon to try again to say that the worker stops, where that was not possible at once.
+const SAY_AGAIN: Duration = Duration::from_millis(5);
+
 /// No deadline is later than that; no addition of times overflows.
 const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 
@@ -109,7 +112,20 @@ struct State {
     /// Whether a handler thread has been called and none has looked since. Then, and only then, `wake` is
     /// readable; and somebody is idle.
     is_searching: bool,
+    /// Whether the supervisor may send jobs.
+    is_ready: bool,
+    /// Whether the supervisor has said that no more jobs come.
     is_draining: bool,
+}
+
+/// How far this worker has come with saying that it takes no more jobs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stopping {
+    No,
+    ToSay,
+    /// In the outbox.
+    Said,
+    Sent,
 }
 
 /// How long a handler thread stays.
@@ -194,6 +210,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             threads: 0,
             threads_max: welcome.threads_max,
             is_searching: false,
+            is_ready: false,
             is_draining: false,
         };
         Ok(Arc::new(Self {
@@ -253,7 +270,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 {
                     self.give_up(&format!("failed to seal the worker: seccomp: {error}"));
                 }
-                self.writer.send(kind::READY, 0, &Empty);
+                // Who sees the one sees the other: what is said later comes behind it.
+                let mut state = lock(&self.state);
+                self.writer.push(kind::READY, 0, &Empty, Payload::NONE);
+                state.is_ready = true;
+                drop(state);
+                self.writer.flush();
             }
             Err(error) => {
                 self.give_up(&format!("initialisation failed: {}: {}", error.code, error.message));
@@ -574,19 +596,30 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn dispatch_loop(self: &Arc<Self>, signals: &OwnedFd) -> ExitCode {
         let interval = Duration::from_millis(self.welcome.heartbeat_ms.into());
         let mut next_beat = Instant::now() + interval;
+        let mut stopping = Stopping::No;
         loop {
-            let patience = (!interval.is_zero()).then(|| next_beat.saturating_duration_since(Instant::now()));
+            let mut patience =
+                (!interval.is_zero()).then(|| next_beat.saturating_duration_since(Instant::now()));
+            if matches!(stopping, Stopping::ToSay | Stopping::Said) {
+                patience = Some(patience.unwrap_or(SAY_AGAIN).min(SAY_AGAIN));
+            }
             match wait_one(&self.dispatch, patience) {
                 Some(LINK) => self.attend_link(),
                 Some(WATCHDOG) => self.look(),
                 Some(_) => {
                     let mut byte = [0; 64];
                     let _ = rustix::io::read(signals, &mut byte);
-                    self.writer.try_send(kind::STOPPING, &Empty);
-                    lock(&self.state).is_draining = true;
-                    self.end_if_drained();
+                    if stopping == Stopping::No {
+                        stopping = self.begin_to_stop();
+                    }
                 }
                 None => {}
+            }
+            if stopping == Stopping::ToSay && self.writer.try_send(kind::STOPPING, &Empty) {
+                stopping = Stopping::Said;
+            }
+            if stopping == Stopping::Said && self.writer.try_flush() {
+                stopping = Stopping::Sent;
             }
             if !interval.is_zero() && Instant::now() >= next_beat {
                 self.writer.try_send(kind::HEARTBEAT, &Empty);
@@ -610,6 +643,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
         if live.iter().filter(|job| settle(job)).count() > 0 {
             self.writer.flush();
         }
+    }
+
+    /// On SIGTERM. Jobs may be on their way until the supervisor has heard of it and answered with DRAIN, so
+    /// the worker goes on as before until then. Without a single job to come it ends at once.
+    fn begin_to_stop(&self) -> Stopping {
+        if !lock(&self.state).is_ready {
+            std::process::exit(0);
+        }
+        Stopping::ToSay
     }
 
     /// Reads what there is on behalf of the handlers, and has them see to it.

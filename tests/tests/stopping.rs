@@ -1,0 +1,84 @@
+//! A worker that is sent SIGTERM, by an operator or along with everything in its control group, ends in an
+//! orderly way: no job that it has, or that is on its way to it, is lost.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{Supervisor, kill_pid, wait_for};
+use nix::sys::signal::Signal;
+
+/// Signals, each to a worker that runs.
+const SIGNALS: usize = 20;
+
+/// Clients, each with one job after the other.
+const CLIENTS: usize = 8;
+
+/// Jobs that a worker does before it is signalled.
+const JOBS_BETWEEN: u64 = 10;
+
+/// Signals the only worker of a bulkhead again and again while jobs come without a pause.
+fn no_job_is_lost(bulkhead: &str) {
+    let supervisor = Supervisor::start(bulkhead);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let (is_over, done) = (AtomicBool::new(false), AtomicU64::new(0));
+    let submit = || {
+        let mut lost = Vec::new();
+        while !is_over.load(Ordering::Relaxed) {
+            match client.job("x", "payload").operation("echo").send() {
+                Ok(_) => drop(done.fetch_add(1, Ordering::Relaxed)),
+                Err(error) => lost.push(error.to_string()),
+            }
+        }
+        lost
+    };
+    let lost: Vec<String> = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS).map(|_| scope.spawn(submit)).collect();
+        let mut last = 0;
+        for _ in 0..SIGNALS {
+            let before = done.load(Ordering::Relaxed);
+            let worker = wait_for("another worker serves", || {
+                let worker = supervisor.worker_pids("x").into_iter().find(|pid| *pid != last)?;
+                (done.load(Ordering::Relaxed) >= before + JOBS_BETWEEN).then_some(worker)
+            });
+            kill_pid(worker, Signal::SIGTERM);
+            wait_for("it is gone", || (!supervisor.worker_pids("x").contains(&worker)).then_some(()));
+            last = worker;
+        }
+        is_over.store(true, Ordering::Relaxed);
+        clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
+    });
+    assert!(lost.is_empty(), "{} of {} jobs are lost: {lost:?}", lost.len(), done.load(Ordering::Relaxed));
+    assert_eq!(supervisor.number("x", "crashed"), 0);
+}
+
+const KEYS: &str = "max_in_flight = 4\nmax_queue = 100\ndeadline = \"60s\"\n";
+
+#[test]
+fn a_worker_of_the_sdk_finishes_what_it_has_and_what_is_on_its_way() {
+    no_job_is_lost(&format!("[bulkhead.x]\ncommand = [\"MISBEHAVE\"]\n{KEYS}"));
+}
+
+#[test]
+fn a_host_of_programs_finishes_what_it_has_and_what_is_on_its_way() {
+    no_job_is_lost(&format!("[bulkhead.x]\nexec = [\"cat\"]\n{KEYS}"));
+}
+
+#[test]
+fn a_worker_that_is_still_starting_ends_at_once() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.x]\ncommand = [\"MISBEHAVE\", \"slow-again\", \"once\"]\nsandbox = { profile = \"none\" }\n\
+         max_queue = 10\ndeadline = \"60s\"\nstart = { ready = \"60s\" }\nrestart = { backoff = \"1ms\" }\n",
+    );
+    let first = supervisor.worker_pids("x")[0];
+    kill_pid(first, Signal::SIGTERM);
+    let second =
+        wait_for("the next one starts", || supervisor.worker_pids("x").into_iter().find(|pid| *pid != first));
+    let third = wait_for("the one after that starts", || {
+        kill_pid(second, Signal::SIGTERM);
+        supervisor.worker_pids("x").into_iter().find(|pid| *pid != first && *pid != second)
+    });
+    assert_ne!(third, second);
+    std::fs::write(supervisor.folder.path().join("go"), "").unwrap();
+    let client = Client::connect(supervisor.socket()).unwrap();
+    assert_eq!(client.job("x", "here").send().unwrap().payload(), b"here");
+}
