@@ -105,6 +105,13 @@ pub enum Command {
         /// Resident bytes.
         rss_bytes: u64,
     },
+    /// A worker's temporary folder holds much.
+    Temporary {
+        /// The worker, as the keeper numbers it.
+        worker: u64,
+        /// What the folder takes on disk.
+        bytes: u64,
+    },
     /// Run a job of a crash report again, in a worker that is started for it alone.
     Replay {
         /// What to run.

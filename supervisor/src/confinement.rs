@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::config::defaults::RLIMIT_NPROC;
 use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig, UidRange};
 use crate::keeper::{
     self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms,
@@ -111,6 +112,8 @@ pub(crate) struct Sandbox {
     seal: Option<Vec<u8>>,
     /// Why a worker runs no more than one program at once.
     one_at_once: Option<String>,
+    /// How much its temporary folder or file system may hold.
+    temporary_bytes: u64,
     /// Why no worker can be started.
     obstacle: Option<String>,
 }
@@ -134,6 +137,9 @@ impl Sandbox {
             missing.extend(untold);
         }
         let remarks = remarks(bulkhead, &missing, whom, grounds);
+        if bulkhead.sandbox.profile != Profile::None && !counts_its_processes(whom, &terms) {
+            missing.push(PROCESS_COUNT);
+        }
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
         let allow = sandbox.allow.iter().map(String::as_str).collect::<Vec<_>>();
         let seal = is_sealed.then(|| keeper::seal(sandbox.network, &allow));
@@ -157,6 +163,7 @@ impl Sandbox {
             remarks,
             seal,
             one_at_once,
+            temporary_bytes: sandbox.tmp_bytes,
             obstacle,
         }
     }
@@ -176,12 +183,22 @@ impl Sandbox {
         &self.remarks
     }
 
+    /// Whether the kernel counts the processes of each worker by themselves.
+    pub(crate) fn counts_its_processes(&self) -> bool {
+        self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
+    }
+
     pub(crate) fn whom(&self) -> Whom {
         self.whom
     }
 
     pub(crate) fn seal(&self) -> Option<&[u8]> {
         self.seal.as_deref()
+    }
+
+    /// How much the temporary folder may hold, if it is no file system of its own.
+    pub(crate) fn temporary_bytes(&self) -> Option<u64> {
+        (self.terms.temporary == Temporary::Folder).then_some(self.temporary_bytes)
     }
 
     /// Whether system calls are filtered: then SIGSYS is the sandbox's.
@@ -229,6 +246,21 @@ impl Sandbox {
             missing: self.missing.clone(),
         }
     }
+}
+
+/// How it is called where nothing bounds the processes of one worker.
+const PROCESS_COUNT: &str = "nproc";
+
+/// Whether RLIMIT_NPROC, which counts per user, or a control group bounds one worker alone. In a user namespace
+/// of its own a user is counted by itself, except for root, whom that limit does not bind.
+fn counts_its_processes(whom: Whom, terms: &Terms) -> bool {
+    let is_root = match whom {
+        Whom::Own => rustix::process::geteuid().is_root(),
+        Whom::One(identity) => identity.uid == 0,
+        Whom::Each => false,
+    };
+    let has_group = terms.cgroup.is_some_and(|cgroup| cgroup.pids.is_some());
+    has_group || whom == Whom::Each || terms.namespaces.user && !is_root
 }
 
 /// Parts of Landlock that came later than the rest, and what they are called where they are missing.
@@ -447,9 +479,16 @@ impl Settling<'_> {
         let thousandths = |cores: f64| (cores * 1000.0).round().max(1.0) as u64;
         Some(Cgroup {
             memory_bytes: self.controlled("cgroup memory", limits.memory),
-            pids: self.controlled("cgroup pids", limits.pids),
+            pids: self.controlled("cgroup pids", limits.pids).or_else(|| self.default_processes(bulkhead)),
             cpu_thousandths: self.controlled("cgroup cpu", limits.cpu.map(thousandths)),
         })
+    }
+
+    /// How many processes a control group may have whose limit for them is not given.
+    fn default_processes(&self, bulkhead: &BulkheadConfig) -> Option<u64> {
+        let is_confined = bulkhead.sandbox.profile != Profile::None;
+        let is_free = bulkhead.cgroup.as_ref().is_some_and(|limits| limits.pids.is_none());
+        (is_confined && is_free && self.grounds.has("cgroup pids")).then_some(RLIMIT_NPROC)
     }
 
     /// A limit of a control group, if its controller can be had.

@@ -18,6 +18,7 @@ mod reload;
 mod routes;
 mod streams;
 mod tcp;
+mod temporary;
 mod watch;
 
 pub(crate) use jobs::JOBS_MAX;
@@ -179,6 +180,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             let served = tokio::spawn(serve(control.clone(), serving));
             tokio::spawn(reload::obey(control.clone()));
             tokio::spawn(watch_memory(control.clone()));
+            tokio::spawn(temporary::watch(control.clone()));
             tokio::spawn(advice::watch(control.clone()));
             tokio::spawn(tell_suppressed(control.clone()));
             take_notices(&control, notices, &pulse).await;

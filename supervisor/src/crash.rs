@@ -136,7 +136,7 @@ impl Cause {
         let kind = match (killed, death) {
             (None, Death::Exit(_)) => CauseKind::Exit,
             (None, Death::Signal(_)) => CauseKind::Signal,
-            (None, Death::Violation(_)) => CauseKind::Violation,
+            (None, Death::Violation(_) | Death::Overfull) => CauseKind::Violation,
             (None, Death::Oom) => CauseKind::Oom,
             (Some(KillReason::Hung), _) => CauseKind::Hung,
             (Some(KillReason::Protocol(_)), _) => CauseKind::Protocol,
@@ -156,7 +156,7 @@ impl Cause {
             _ if killed.is_some() => (None, None, None),
             Death::Exit(code) => (Some(code), None, None),
             Death::Signal(number) => (None, Some(crate::shard::signal_name(number)), None),
-            Death::Violation("") | Death::Oom => (None, None, None),
+            Death::Violation("") | Death::Oom | Death::Overfull => (None, None, None),
             Death::Violation(call) => (None, None, Some(call.to_owned())),
         };
         Some(Self { kind, exit_code, signal, system_call, message: describe_end(death, killed) })

@@ -6,6 +6,7 @@
 
 mod advice;
 pub mod args;
+mod bounds;
 pub mod command;
 pub mod config;
 mod confinement;

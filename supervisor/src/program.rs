@@ -10,6 +10,7 @@ use bulkhead_policy::{
 };
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
+use crate::bounds;
 use crate::config::{self, BulkheadConfig, Resource};
 use crate::confinement::{Grounds, Sandbox};
 use crate::keeper::{Rlimit, SpawnOrder};
@@ -42,7 +43,8 @@ impl Program {
             host.filter(|_| needs_host(bulkhead)).map(Path::to_path_buf).into_iter().chain([named]);
         let sandbox = Sandbox::settle(bulkhead, programs.collect(), grounds);
         let host = host.map_or_else(|| HOST.to_owned(), text);
-        let mut rlimits = kernel_limits(&bulkhead.rlimits);
+        let bounds = bounds::rlimits(bulkhead, &sandbox);
+        let mut rlimits = kernel_limits(&bounds);
         let (path, arguments, subject) = match &bulkhead.program {
             config::Program::Command { argv, path } => (text(path), argv.clone(), text(path)),
             config::Program::Library { path, entry } => {
@@ -53,7 +55,7 @@ impl Program {
                 // Limits of an `exec` bulkhead are each program's own, so the host sets them.
                 rlimits.retain(|limit| limit.resource == number(Resource::Core));
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
-                for rlimit in &bulkhead.rlimits {
+                for rlimit in &bounds {
                     let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
                     arguments.push("--rlimit".to_owned());
                     arguments.push(format!("{}={value}", rlimit.resource.name()));

@@ -30,6 +30,7 @@ mod spans;
 mod start_failures;
 mod starvation;
 mod steer;
+mod temporary;
 mod tenants;
 mod turns;
 mod unread;
@@ -117,6 +118,8 @@ pub struct Pulse {
     pub spool_called: tokio::sync::Notify,
     /// So many of them may be there, however much others hold.
     pub spool_share: AtomicUsize,
+    /// The keeper's process.
+    pub keeper: AtomicU32,
 }
 
 /// A job's record as policy carries it along: it moves with every decision, so that it had better be small.

@@ -127,7 +127,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("replace-what-is-only-read", "rename what `read` names", Succeeds, LANDLOCK, Refused(&["EACCES", "EROFS", "EXDEV", "EBUSY"], "Landlock, and a root folder that is only read")),
             plain("write-to-what-is-given", "write to what `write` names", Succeeds, Succeeds, Succeeds),
             plain("write-to-own-temporary-folder", "write to its own temporary folder", Succeeds, Succeeds, Succeeds),
-            plain("fill-temporary-folder", "write more than `tmp` to it", Succeeds, Succeeds, Refused(&["ENOSPC"], "`tmp`")),
+            plain("fill-temporary-folder", "write more than `tmp` to it", Succeeds, Violation("tmp"), Refused(&["ENOSPC"], "`tmp`")),
             plain("make-a-device", "make a device node", Succeeds, Refused(&["EACCES", "EPERM"], "Landlock, no capabilities"), NOT_PERMITTED),
             plain("give-a-file-away", "give a file to another user", Succeeds, NO_CAPABILITY, NOT_PERMITTED),
             plain("set-id-by-mode", "give a file a set-user-id or set-group-id bit (`chmod` and its variants)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),

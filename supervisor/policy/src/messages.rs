@@ -89,6 +89,8 @@ pub enum Death {
     Violation(&'static str),
     /// The kernel killed it, since it had more memory than it may.
     Oom,
+    /// It was ended, since it had more in its temporary folder than it may.
+    Overfull,
 }
 
 /// What happened.
@@ -515,7 +517,7 @@ impl RestartCause {
             (Some(KillReason::KeeperDied), _) => Self::KeeperDied,
             (None, Death::Exit(_)) => Self::Exit,
             (None, Death::Signal(_)) => Self::Signal,
-            (None, Death::Violation(_)) => Self::Violation,
+            (None, Death::Violation(_) | Death::Overfull) => Self::Violation,
             (None, Death::Oom) => Self::Oom,
         }
     }

@@ -486,6 +486,7 @@ fn every_restart_has_its_cause() {
         (Death::Signal(11), RestartCause::Signal),
         (Death::Violation("ptrace"), RestartCause::Violation),
         (Death::Oom, RestartCause::Oom),
+        (Death::Overfull, RestartCause::Violation),
     ];
     for (death, cause) in deaths {
         stage.job();

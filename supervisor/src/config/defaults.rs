@@ -112,6 +112,10 @@ pub const HEALTH_MISSED: u64 = 5;
 pub const SANDBOX_PROFILE: &str = "default";
 /// Whether confined workers may use the network.
 pub const SANDBOX_NETWORK: bool = false;
+/// Processes and threads of a confined worker, where they are counted for each worker.
+pub const RLIMIT_NPROC: u64 = 1024;
+/// Bytes of a file that a confined worker writes.
+pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
 /// Bytes of the private `/tmp` of confined workers.
 pub const SANDBOX_TMP_BYTES: u64 = 64 * 1024 * 1024;
 

@@ -404,7 +404,7 @@ const KEYS: &[Key] = &[
     key(SANDBOX, "write", Kind::Paths { max: defaults::SANDBOX_PATHS_MAX }, Preset::Described("`[]`"),
         "Files and folders that the workers may write, besides their own `/tmp`."),
     key(SANDBOX, "tmp", Kind::Size { min: 0, max: defaults::NUMBER_MAX }, Preset::Size(defaults::SANDBOX_TMP_BYTES),
-        "A private `/tmp` of this size; 0 for none. With `default` it is a folder on disk that `TMPDIR` names, and not bounded."),
+        "A private `/tmp` of this size; 0 for none. With `default` it is a folder on disk that `TMPDIR` names and that is looked at every second: a worker that has more in it is ended as `crashed`/`violation`."),
     key(SANDBOX, "user", Kind::Text, Preset::Described("`\"auto\"` for `strict`, else the supervisor's own user"),
         "Whom the workers run as: `\"auto\"` for an unprivileged id of each worker's own from `worker_uids`, or the name of a user."),
     table(SANDBOX, "syscalls"),
@@ -454,10 +454,13 @@ pub(super) fn all() -> impl Iterator<Item = Key> {
         table: RLIMITS,
         name: resource.name(),
         kind: Kind::Limit(resource),
-        default: if resource == Resource::Core {
-            Preset::Count(0)
-        } else {
-            Preset::Described("the supervisor's own")
+        default: match resource {
+            Resource::Core => Preset::Count(0),
+            Resource::Fsize => Preset::Described("4GiB; without a sandbox the supervisor's own"),
+            Resource::Nproc => Preset::Described(
+                "1024 where it counts for each worker: with a user id or a user namespace of its own; else the supervisor's own",
+            ),
+            _ => Preset::Described("the supervisor's own"),
         },
         about: resource.about(),
     }))

@@ -159,11 +159,11 @@ impl Lines {
         }
     }
 
-    /// Only `strict` holds `tmp` to its size: whoever reads one under `default` is told so.
+    /// Only `strict` holds `tmp` to its size at every moment: whoever reads one under `default` is told so.
     fn sandbox(&mut self, confinement: &SandboxConfig) {
         self.set("sandbox", sandbox(confinement));
         if confinement.profile == Profile::Default && confinement.tmp_bytes > 0 {
-            self.comment("sandbox.tmp: a folder on disk, which the profile \"default\" does not bound");
+            self.comment("sandbox.tmp: a folder on disk, which is looked at every second");
         }
     }
 

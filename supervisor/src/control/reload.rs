@@ -17,7 +17,7 @@ use tokio::sync::{Notify, oneshot};
 use super::http::{Shared, problem, problem_with, stuck, switch};
 use super::{Control, notify_systemd};
 use crate::command::{Command, Event, Severity, SteerError};
-use crate::config::{self, Config, ConfigErrors};
+use crate::config::{self, Config, ConfigErrors, Profile};
 use crate::confinement::Grounds;
 use crate::program;
 use crate::reload::{Changes, Reload, Surroundings, after_reload};
@@ -58,14 +58,19 @@ struct Names {
     bulkheads: Vec<String>,
     /// Of those whose workers' memory is watched.
     recycle_rss: Vec<String>,
+    /// The least and the most that a temporary folder on disk may hold.
+    temporary_bytes: Option<(u64, u64)>,
 }
 
 impl Names {
     fn of(config: &Config) -> Self {
+        let confined = config.bulkheads.iter().filter(|b| b.sandbox.profile != Profile::None);
+        let bounds = confined.map(|b| b.sandbox.tmp_bytes).filter(|bytes| *bytes > 0);
         let watched = config.bulkheads.iter().filter(|b| b.recycle.rss.is_some());
         Self {
             bulkheads: config.bulkheads.iter().map(|b| b.name.clone()).collect(),
             recycle_rss: watched.map(|b| b.name.clone()).collect(),
+            temporary_bytes: bounds.clone().min().zip(bounds.max()),
         }
     }
 }
@@ -119,6 +124,10 @@ impl Reloads {
 
     pub(super) fn watched(&self) -> Vec<String> {
         self.names().recycle_rss.clone()
+    }
+
+    pub(super) fn temporary_bytes(&self) -> Option<(u64, u64)> {
+        self.names().temporary_bytes
     }
 
     /// For the metrics.

@@ -54,6 +54,7 @@ pub use peer::{Descent, Outsiders, Peer, check_sight, groups};
 pub use probe::{Ability, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use rights::refuse_descriptors;
+pub(crate) use temporary::folders as temporary_folders;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";

@@ -74,6 +74,17 @@ impl Folders {
     }
 }
 
+/// The folders of a keeper of this user, each with the number of its worker.
+pub(crate) fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
+    let own = rustix::process::geteuid().as_raw();
+    let paths =
+        (0..TRIES_MAX).map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
+    let is_ours =
+        |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
+    let entries = paths.filter(is_ours).filter_map(|path| std::fs::read_dir(path).ok()).flatten().flatten();
+    entries.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()))).collect()
+}
+
 impl Drop for Folders {
     fn drop(&mut self) {
         if let Some(base) = &self.base {

@@ -80,6 +80,8 @@ pub(super) struct Link {
     pub(super) notices: Notices,
     pub(super) is_dirty: bool,
     pub(super) closed_at: Option<bulkhead_policy::Time>,
+    /// Whether it is ended since it has too much in its temporary folder.
+    pub(super) is_overfull: bool,
     /// Replies for jobs it does not have.
     strays: u32,
     /// A result that is too large and still coming: its job has its permit until the worker has sent it all.
@@ -206,6 +208,7 @@ impl Shard {
             notices: Notices::default(),
             is_dirty: false,
             closed_at: None,
+            is_overfull: false,
             strays: 0,
             oversized: None,
             is_read_closed: false,

@@ -139,8 +139,10 @@ fn death_fields(death: Death) -> [(&'static str, Value); 2] {
     match death {
         Death::Exit(code) => [("exit_code", json!(code)), ("signal", Value::Null)],
         Death::Signal(signal) => [("exit_code", Value::Null), ("signal", json!(signal_name(signal)))],
-        // Both are killed.
-        Death::Violation(_) | Death::Oom => [("exit_code", Value::Null), ("signal", json!("SIGKILL"))],
+        // All are killed.
+        Death::Violation(_) | Death::Oom | Death::Overfull => {
+            [("exit_code", Value::Null), ("signal", json!("SIGKILL"))]
+        }
     }
 }
 

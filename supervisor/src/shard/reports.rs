@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bulkhead_policy::{Death, Event, WorkerId};
@@ -65,7 +66,7 @@ impl Shard {
     fn keeper_report(&mut self, report: Report) {
         self.keeper_asked_at = None;
         match report {
-            Report::Started { .. } => {}
+            Report::Started { .. } => self.pulse.keeper.store(self.keeper.pid(), Ordering::Relaxed),
             Report::Spawned { worker, pid, pidfd, observed } => {
                 self.process_runs(worker, pid, pidfd, observed);
             }
@@ -95,6 +96,7 @@ impl Shard {
 
     fn death(&self, spawn: u64, exit: Exit) -> Death {
         match exit {
+            Exit::Signal { number: libc::SIGKILL, .. } if self.is_overfull(spawn) => Death::Overfull,
             Exit::Code(code) => Death::Exit(code),
             Exit::Oom => Death::Oom,
             Exit::Violation { call } => Death::Violation(keeper::call_name(call)),

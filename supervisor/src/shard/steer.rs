@@ -59,6 +59,7 @@ impl Shard {
             Command::Memory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
             }
+            Command::Temporary { worker, bytes } => self.temporary(worker, bytes),
             Command::Replay { order, accepted, done } => {
                 let _ = accepted.send(self.replay(order, done));
             }

@@ -819,7 +819,7 @@ pub(super) fn crash(death: Death, killed: Option<&KillReason>, message: String) 
     let (reason, status) = match (killed, death) {
         (None, Death::Exit(code)) => (CrashReason::Exit, Some(code)),
         (None, Death::Signal(signal)) => (CrashReason::Signal, Some(signal)),
-        (None, Death::Violation(_)) => (CrashReason::Violation, None),
+        (None, Death::Violation(_) | Death::Overfull) => (CrashReason::Violation, None),
         (None, Death::Oom) => (CrashReason::Oom, None),
         (Some(KillReason::Hung), _) => (CrashReason::Hung, None),
         (Some(KillReason::Protocol(_)), _) => (CrashReason::Protocol, None),
@@ -851,6 +851,12 @@ impl std::fmt::Display for Death {
                 "made a system call that its sandbox forbids; which, the kernel does not tell (calls of 32 bits have no name)"
             ),
             Self::Violation(call) => write!(f, "made the system call {call}, which its sandbox forbids"),
+            Self::Overfull => {
+                write!(
+                    f,
+                    "ended by the supervisor: it had more in its temporary folder than sandbox.tmp allows"
+                )
+            }
             Self::Oom => write!(f, "killed by the kernel: it had more memory than it may"),
         }
     }

@@ -437,6 +437,7 @@ impl World {
             Death::Signal(11),
             Death::Violation("ptrace"),
             Death::Oom,
+            Death::Overfull,
         ]);
         self.plan_sign(now + after, worker, Sign::Exited(death));
     }

@@ -351,7 +351,7 @@ fn the_summary_tells_that_the_default_profile_does_not_bound_tmp() {
     ] {
         let config = folder.accept(&bulkhead(&format!("sandbox = {{ {entries} }}")));
         let summary = config.summary();
-        let told = "\n# sandbox.tmp: a folder on disk, which the profile \"default\" does not bound\n";
+        let told = "\n# sandbox.tmp: a folder on disk, which is looked at every second\n";
         assert_eq!(summary.contains(told), is_told, "{entries}: {summary}");
         assert_eq!(folder.accept(&summary), config, "{entries}");
     }

@@ -81,10 +81,14 @@ fn grow_a_file() -> Tried {
     Ok("grown".into())
 }
 
+/// A folder on disk is looked at now and then, so that it has to stay full for a while.
 fn fill_temporary_folder() -> Tried {
     let path = std::env::temp_dir().join(format!("hostile-full-{}", std::process::id()));
     let file = File::create(&path);
     let written = file.and_then(|mut file| file.write_all(&vec![1; FILLED_BYTES]));
+    if written.is_ok() && std::env::var_os("TMPDIR").is_some() {
+        let _ = sleep();
+    }
     let _ = fs::remove_file(&path);
     written.at("fill the own temporary folder")?;
     Ok(format!("written {FILLED_BYTES} bytes"))

@@ -554,6 +554,7 @@ fn verdict_of(death: Death, killed: Option<&KillReason>) -> Verdict {
         (None, Death::Signal(signal)) => crashed(CrashReason::Signal, Some(signal)),
         (None, Death::Violation(_)) => crashed(CrashReason::Violation, None),
         (None, Death::Oom) => crashed(CrashReason::Oom, None),
+        (None, Death::Overfull) => crashed(CrashReason::Violation, None),
         (Some(KillReason::Hung), _) => crashed(CrashReason::Hung, None),
         (Some(KillReason::Protocol(_)), _) => crashed(CrashReason::Protocol, None),
         (Some(KillReason::Overdue), _) => crashed(CrashReason::Stopped, None),

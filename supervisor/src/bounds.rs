@@ -1,0 +1,29 @@
+//! What confined workers are held to unless `rlimits` and `cgroup` say otherwise: numbers that honest programs do
+//! not notice, and that keep one worker from using up what is everybody's.
+
+use rustix::process::getrlimit;
+
+use crate::config::defaults::{RLIMIT_FSIZE_BYTES, RLIMIT_NPROC};
+use crate::config::{BulkheadConfig, Profile, Resource, Rlimit};
+use crate::confinement::Sandbox;
+
+/// The limits of a bulkhead's workers: those of the file, and ours where it has none. Never more than the
+/// supervisor's own, which it could not give.
+pub(crate) fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
+    let mut rlimits = bulkhead.rlimits.clone();
+    if bulkhead.sandbox.profile == Profile::None {
+        return rlimits;
+    }
+    let is_free = |resource| bulkhead.rlimits.iter().all(|rlimit| rlimit.resource != resource);
+    let mut add = |resource, limit: u64, own: rustix::process::Resource| {
+        if is_free(resource) {
+            let most = getrlimit(own).maximum.unwrap_or(u64::MAX);
+            rlimits.push(Rlimit { resource, limit: Some(limit.min(most)) });
+        }
+    };
+    add(Resource::Fsize, RLIMIT_FSIZE_BYTES, rustix::process::Resource::Fsize);
+    if sandbox.counts_its_processes() {
+        add(Resource::Nproc, RLIMIT_NPROC, rustix::process::Resource::Nproc);
+    }
+    rlimits
+}

@@ -1,0 +1,147 @@
+//! Looks at how much workers have in temporary folders that are no file systems of their own, and tells the data
+//! plane of those that have more than they may. Nothing in such a folder is trusted: no link is followed, and a
+//! look costs a bounded number of entries, descriptors and, in the long run, a tenth of one processor.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::Control;
+use crate::command::Command;
+use crate::keeper;
+
+/// Between two looks, unless they take long.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// After a look, so many times as long as it took nothing is looked at.
+const REST: u32 = 10;
+
+/// Entries of one folder that are looked at.
+const ENTRIES_MAX: u64 = 1 << 20;
+
+/// What an entry takes at least, be it empty: so a folder that holds many is full as well.
+const ENTRY_BYTES: u64 = 4096;
+
+/// Folders within each other that are looked at; what is deeper counts as too much.
+const DEPTH_MAX: usize = 128;
+
+const BLOCK_BYTES: u64 = 512;
+
+const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// Looks until the end.
+pub(super) async fn watch(control: Arc<Control>) {
+    let mut end = control.end.subscribe();
+    let mut pause = INTERVAL;
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            _ = end.wait_for(|is_over| *is_over) => return,
+        }
+        // Only where a bulkhead has such folders.
+        let Some((least, most)) = control.reloads.temporary_bytes() else { continue };
+        let looker = control.clone();
+        let began = Instant::now();
+        let looked = tokio::task::spawn_blocking(move || look(&looker, least, most));
+        let _ = looked.await;
+        pause = INTERVAL.max(began.elapsed() * REST);
+    }
+}
+
+fn look(control: &Control, least: u64, most: u64) {
+    let keeper = control.pulse.keeper.load(Ordering::Relaxed);
+    for (worker, folder) in keeper::temporary_folders(keeper) {
+        let bytes = bytes_in(&folder, most);
+        if bytes > least {
+            // Lost if the data plane is busy; the next look comes soon.
+            let _ = control.commander.send(Command::Temporary { worker, bytes });
+        }
+    }
+}
+
+/// Bytes that a folder takes; it is not looked at further when that is more than `most`.
+fn bytes_in(folder: &Path, most: u64) -> u64 {
+    let Ok(top) = rustix::fs::open(folder, FOLDER | OFlags::RDONLY, Mode::empty()) else { return 0 };
+    let Ok(entries) = Dir::read_from(&top) else { return 0 };
+    let (mut bytes, mut seen) = (0_u64, 0);
+    let mut open = vec![(top, entries)];
+    while let Some((folder, entries)) = open.last_mut() {
+        let Some(Ok(entry)) = entries.next() else {
+            open.pop();
+            continue;
+        };
+        let name = entry.file_name();
+        if [c".", c".."].contains(&name) {
+            continue;
+        }
+        seen += 1;
+        let Ok(stat) = rustix::fs::statat(&*folder, name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+        #[allow(clippy::useless_conversion, reason = "the type differs between machines")]
+        let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
+        // A file with several names may be elsewhere as well, but it is here.
+        bytes = bytes.saturating_add((blocks * BLOCK_BYTES).max(ENTRY_BYTES));
+        if bytes > most || seen > ENTRIES_MAX {
+            return bytes;
+        }
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Directory
+            && let Ok(inner) = open_folder(folder, name)
+            && let Ok(entries) = Dir::read_from(&inner)
+        {
+            if open.len() >= DEPTH_MAX {
+                return u64::MAX;
+            }
+            open.push((inner, entries));
+        }
+    }
+    bytes
+}
+
+/// Opens a folder that its owner may have locked.
+fn open_folder(parent: &OwnedFd, name: &std::ffi::CStr) -> Result<OwnedFd, Errno> {
+    let open = || rustix::fs::openat(parent, name, FOLDER | OFlags::RDONLY, Mode::empty());
+    open().or_else(|_| {
+        // By descriptor, since the name may be a link by now.
+        let bare = rustix::fs::openat(parent, name, FOLDER | OFlags::PATH, Mode::empty())?;
+        let path = format!("/proc/self/fd/{}", bare.as_fd().as_raw_fd());
+        let _ = std::fs::set_permissions(&path, PermissionsExt::from_mode(0o700));
+        rustix::fs::open(&path, OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::RDONLY, Mode::empty())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_folder_takes_is_counted_however_it_is_hidden() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let enough = 1 << 30;
+        let empty = bytes_in(folder.path(), enough);
+        assert_eq!(empty, 0);
+        std::fs::create_dir_all(path("a/b/c")).unwrap();
+        std::fs::write(path("a/b/c/file"), vec![1; 1 << 20]).unwrap();
+        std::os::unix::fs::symlink("/usr", path("link")).unwrap();
+        let locked = std::fs::Permissions::from_mode(0);
+        std::fs::set_permissions(path("a/b"), locked).unwrap();
+        let bytes = bytes_in(folder.path(), enough);
+        assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");
+        // A hole takes nothing.
+        std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
+        assert!(bytes_in(folder.path(), enough) < 2 << 20);
+        for number in 0..1000 {
+            std::fs::write(path(&format!("small-{number}")), "").unwrap();
+        }
+        assert!(bytes_in(folder.path(), enough) > bytes + 1000 * ENTRY_BYTES);
+        assert!(bytes_in(folder.path(), 10 * ENTRY_BYTES) <= 12 * ENTRY_BYTES + (1 << 21));
+        let deep = (0..DEPTH_MAX + 1).fold(path("deep"), |path, _| path.join("d"));
+        std::fs::create_dir_all(deep).unwrap();
+        assert_eq!(bytes_in(folder.path(), enough), u64::MAX);
+    }
+}

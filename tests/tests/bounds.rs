@@ -1,0 +1,102 @@
+//! What confined workers are held to where the configuration says nothing.
+
+use bulkhead_tests::confined::{
+    DEFAULT_LAYERS, NOBODY, Place, STRICT_LAYERS, Setup, WORKER_UIDS, has_layers, is_root,
+};
+
+/// The limits in force of this name, soft and hard, as a worker or a program reads them.
+fn limit(place: &Place, bulkhead: &str, name: &str) -> (String, String) {
+    let limits = place.ask(bulkhead, "limits");
+    let line = limits.lines().find_map(|line| line.strip_prefix(name)).expect("a limit of that name");
+    let mut words = line.split_whitespace().map(str::to_owned);
+    (words.next().unwrap(), words.next().unwrap())
+}
+
+fn both(value: &str) -> (String, String) {
+    (value.to_owned(), value.to_owned())
+}
+
+const PROCESSES: &str = "Max processes";
+const FILE: &str = "Max file size";
+const WORKER: &str = "command = [\"HOSTILE\"]";
+const PROGRAM: &str = "exec = [\"HOSTILE\", \"once\"]";
+
+fn bulkheads(sandbox: &str, limits: &str) -> String {
+    let one = |name: &str, runs: &str| {
+        format!("[bulkhead.{name}]\n{runs}\ncwd = \"work\"\n{limits}\nsandbox = {{ {sandbox} }}\n")
+    };
+    one("worker", WORKER) + &one("program", PROGRAM)
+}
+
+fn is_bounded(place: &Place, processes: bool) {
+    for name in ["worker", "program"] {
+        assert_eq!(limit(place, name, FILE), both("4294967296"), "{name}");
+        assert_eq!(limit(place, name, PROCESSES) == both("1024"), processes, "{name}");
+        let missing = &place.confinement(name)[0].missing;
+        assert_eq!(missing.contains(&"nproc".to_owned()), !processes, "{name}: {missing:?}");
+    }
+}
+
+#[test]
+fn files_and_processes_are_bounded_where_they_count_for_each_worker() {
+    if !has_layers(DEFAULT_LAYERS) || !is_root() {
+        return;
+    }
+    let each = bulkheads("profile = \"default\", user = \"auto\"", "");
+    is_bounded(&Setup { supervisor: WORKER_UIDS, bulkheads: &each, ..Setup::default() }.start(), true);
+    let shared = bulkheads("profile = \"default\"", "");
+    is_bounded(&Setup { bulkheads: &shared, user: Some(NOBODY), ..Setup::default() }.start(), false);
+    if !has_layers(STRICT_LAYERS) {
+        return;
+    }
+    let strict = bulkheads("profile = \"strict\", best_effort = [\"identity\"]", "");
+    is_bounded(&Setup { supervisor: WORKER_UIDS, bulkheads: &strict, ..Setup::default() }.start(), true);
+    is_bounded(&Setup { bulkheads: &strict, user: Some(NOBODY), ..Setup::default() }.start(), true);
+}
+
+#[test]
+fn what_the_file_says_of_a_bound_holds() {
+    if !has_layers(DEFAULT_LAYERS) || !is_root() {
+        return;
+    }
+    let limits = "rlimits = { nproc = 77, fsize = \"1MiB\" }";
+    let own = bulkheads("profile = \"default\", user = \"auto\"", limits);
+    let place = Setup { supervisor: WORKER_UIDS, bulkheads: &own, ..Setup::default() }.start();
+    for name in ["worker", "program"] {
+        assert_eq!(limit(&place, name, PROCESSES), both("77"));
+        assert_eq!(limit(&place, name, FILE), both("1048576"));
+    }
+    let none = bulkheads("profile = \"none\"", "");
+    let place = Setup { bulkheads: &none, ..Setup::default() }.start();
+    for name in ["worker", "program"] {
+        assert_ne!(limit(&place, name, PROCESSES), both("1024"));
+        assert_ne!(limit(&place, name, FILE), both("4294967296"));
+    }
+}
+
+/// On disk and not a file system of its own, it is looked at.
+#[test]
+fn a_worker_whose_temporary_folder_is_overfull_is_ended_for_it() {
+    if !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let users: &[Option<u32>] = if is_root() { &[None, Some(NOBODY)] } else { &[None] };
+    for user in users {
+        let sandbox = "profile = \"default\", tmp = \"1MiB\"";
+        let place = Setup { bulkheads: &bulkheads(sandbox, ""), user: *user, ..Setup::default() }.start();
+        let client = place.client();
+        for name in ["worker", "program"] {
+            let before = place.worker(name);
+            let ended = place.attempt(&client, name, "fill-temporary-folder", &place.targets(name));
+            assert!(
+                matches!(&ended, bulkhead_tests::confined::Ended::Violation(text) if text.contains("sandbox.tmp")),
+                "{ended:?}"
+            );
+            // The next one is well.
+            place.ask(name, "pid");
+            assert_ne!(place.worker(name), before);
+            let events = place.supervisor.try_get(&format!("/v1/events?bulkhead={name}&follow=false"));
+            assert!(events.is_some_and(|(_, events)| events.contains("sandbox.tmp")));
+        }
+    }
+}
