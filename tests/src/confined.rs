@@ -334,7 +334,12 @@ pub struct Confinement {
     pub has_capabilities: bool,
     /// Layers of the profile that it has not.
     pub missing: Vec<String>,
+    /// Whether its processes are bounded by themselves.
+    pub has_process_bound: bool,
 }
+
+/// What is missing where nothing bounds the processes of one worker: a bound, and no layer.
+const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
     fn of(worker: &Value) -> Self {
@@ -357,7 +362,8 @@ impl Confinement {
             namespaces: texts("namespaces"),
             landlock: part["landlock"].as_u64(),
             has_capabilities,
-            missing: texts("missing"),
+            missing: texts("missing").into_iter().filter(|missing| missing != PROCESS_BOUND).collect(),
+            has_process_bound: !texts("missing").iter().any(|missing| missing == PROCESS_BOUND),
         }
     }
 }

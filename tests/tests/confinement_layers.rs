@@ -96,9 +96,7 @@ fn what_the_snapshot_says_is_so() {
             assert_eq!(told_of, expected, "{told:?}");
             assert_eq!(status_field(told.pid, "Uid").split(' ').nth(1), Some(told.uid.to_string().as_str()));
             let missing: &[&str] = if name == "strict" { &["identity"] } else { &[] };
-            // Nothing bounds the processes of workers that are root.
-            let told_missing: Vec<_> = told.missing.iter().filter(|missing| *missing != "nproc").collect();
-            assert_eq!(told_missing, missing, "{told:?}");
+            assert_eq!(told.missing, missing, "{told:?}");
         }
     }
 }
