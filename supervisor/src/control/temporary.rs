@@ -128,7 +128,7 @@ mod tests {
         std::fs::create_dir_all(path("a/b/c")).unwrap();
         std::fs::write(path("a/b/c/file"), vec![1; 1 << 20]).unwrap();
         std::os::unix::fs::symlink("/usr", path("link")).unwrap();
-        let locked = std::fs::Permissions::from_mode(0);
+        let locked = std::fs::Permissions::from_mode(0o000);
         std::fs::set_permissions(path("a/b"), locked).unwrap();
         let bytes = bytes_in(folder.path(), enough);
         assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");

@@ -121,7 +121,7 @@ impl Host {
         };
         // A descriptor for each path, and some for each program. Programs get what the host was given.
         let open_files = getrlimit(Resource::Nofile);
-        plan.rlimits.insert(0, (Resource::Nofile, open_files.clone()));
+        plan.rlimits.insert(0, (Resource::Nofile, open_files));
         let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
         setrlimit(Resource::Nofile, raised).map_err(|error| failed("raise a limit", error.into()))?;
         let rules = Rules::inherited().map_err(|error| failed("read the rules for programs", error))?;

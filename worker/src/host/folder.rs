@@ -95,9 +95,8 @@ fn remove(temporary: &Temporary, name: &CStr, entries_max: usize) -> bool {
     }
     let Ok(folder) = open_folder(parent, name) else { return true };
     // What cannot be removed goes with the worker's own folder.
-    match empty(&folder, entries_max) {
-        Ok(false) => return false,
-        Ok(true) | Err(_) => {}
+    if empty(&folder, entries_max) == Ok(false) {
+        return false;
     }
     let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
     true

@@ -133,7 +133,7 @@ impl Launch {
                 }
                 // Last, since one of them may forbid to open what is looked at above.
                 for (resource, limit) in &rlimits {
-                    rustix::process::setrlimit(*resource, limit.clone())?;
+                    rustix::process::setrlimit(*resource, *limit)?;
                 }
                 self.execute()
             });
