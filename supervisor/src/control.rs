@@ -56,6 +56,7 @@ use crate::observe::process::{self, Residents};
 use crate::shard::Pulse;
 use crate::snapshot::Snapshot;
 use crate::sockets::Sockets;
+use crate::threads::{Fate, panic_on_request};
 
 use connections::{Arrivals, Ways};
 pub use reload::InForce;
@@ -102,6 +103,8 @@ pub struct Options {
     pub config: Arc<Config>,
     /// The bound TCP socket, if there is to be one, and who may use it.
     pub(crate) http: Option<(TcpListener, Token)>,
+    /// Threads that must not end.
+    pub(crate) fate: Fate,
 }
 
 /// What the parts of the control plane share.
@@ -149,7 +152,8 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, sockets, commander, notices, pulse, in_force, crashes, own, config, http } = options;
+    let Options { admin, sockets, commander, notices, pulse, in_force, crashes, own, config, http, fate } =
+        options;
     let (crashes, crash_thread) = crashes;
     admin.set_nonblocking(true)?;
     let control = Arc::new(Control {
@@ -179,17 +183,19 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         ((listener, own), tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
     };
     let (serving, doors) = serving(local, tcp, &control.end);
-    let onlookers = onlookers::start(control.clone(), doors)?;
+    let onlookers = onlookers::start(control.clone(), doors, &fate)?;
+    let tasks = fate.clone();
     let run = move || {
         runtime.block_on(async {
-            tokio::spawn(obey_signals(control.clone(), signals));
-            let served = tokio::spawn(serve(control.clone(), serving));
-            tokio::spawn(reload::obey(control.clone()));
-            tokio::spawn(sockets::watch(control.clone()));
-            tokio::spawn(watch_memory(control.clone()));
-            tokio::spawn(temporary::watch(control.clone()));
-            tokio::spawn(advice::watch(control.clone()));
-            tokio::spawn(tell_suppressed(control.clone()));
+            tokio::spawn(tasks.task("signals", obey_signals(control.clone(), signals)));
+            let served = tokio::spawn(tasks.task("admin API", serve(control.clone(), serving)));
+            tokio::spawn(tasks.task("reload", reload::obey(control.clone())));
+            tokio::spawn(tasks.task("sockets", sockets::watch(control.clone())));
+            tokio::spawn(tasks.task("temporary folders", temporary::watch(control.clone())));
+            tokio::spawn(tasks.task("memory", watch_memory(control.clone())));
+            tokio::spawn(tasks.task("advice", advice::watch(control.clone())));
+            tokio::spawn(tasks.task("events", tell_suppressed(control.clone())));
+            tokio::spawn(tasks.task("on request", panic_on_request("CONTROL")));
             take_notices(&control, notices, &pulse).await;
             control.announce_end();
             control.events.tell();
@@ -204,7 +210,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         crash_thread.settle();
         crate::observe::logging::settle();
     };
-    Ok(ControlThread(std::thread::Builder::new().name("control".into()).spawn(run)?))
+    Ok(ControlThread(fate.spawn("control", run)?))
 }
 
 type Local = (tokio::net::UnixListener, u32);

@@ -33,4 +33,5 @@ pub mod span;
 mod succession;
 pub mod supervisor;
 mod tally;
+mod threads;
 mod worker_ids;

@@ -64,6 +64,7 @@ use crate::notices::Speaker;
 use crate::observe::crashes::REPORTS_WAITING_MAX;
 use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
+use crate::threads::Fate;
 use crate::worker_ids::Ids;
 
 pub(crate) use access::Access;
@@ -311,6 +312,7 @@ pub struct Shard {
     is_quiet: bool,
     stopping: bool,
     started: bool,
+    fate: Fate,
 }
 
 /// What all bulkheads share.
@@ -405,15 +407,18 @@ pub struct Parts {
     pub host: Option<std::path::PathBuf>,
     /// The tenants that metrics name, sorted.
     pub labels: Arc<[String]>,
+    /// Threads that must not end.
+    pub(crate) fate: Fate,
 }
 
 impl Shard {
     /// A data plane that has not started anything yet, and the handle for commands to it.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, grounds, listener, keeper, notices, spans, pulse, host, labels } = parts;
+        let Parts { config, grounds, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
+        fate.wake_by(waker.clone());
         let commander = Commander::new(sender, waker);
         listening::register(&poll, &listener)?;
         let interest = Interest::READABLE | Interest::WRITABLE;
@@ -487,6 +492,7 @@ impl Shard {
             pauses: held_up::Pauses::default(),
             stopping: false,
             started: false,
+            fate,
         };
         for bulkhead in &config.bulkheads {
             let around = Surroundings { host: host.as_deref(), grounds: &grounds, labels: &shard.labels };
@@ -500,6 +506,7 @@ impl Shard {
     /// Runs until everything is stopped. Errors are those of `epoll_wait(2)`, and of a keeper that can
     /// neither be reached nor started again.
     pub fn run(mut self) -> io::Result<()> {
+        self.fate.begin();
         for index in 0..self.compartments.len() {
             self.apply(index, Event::Start, Incoming::None);
         }
@@ -507,6 +514,9 @@ impl Shard {
         self.check_started();
         let mut events = Events::with_capacity(EVENTS_PER_TURN);
         while !self.is_over() {
+            if let Some(name) = self.fate.lost() {
+                return Err(self.give_up(name));
+            }
             self.report_failed_spawns();
             self.report_looks();
             self.settle_tenants();
@@ -778,6 +788,7 @@ impl Shard {
 
     /// Gives the last answers a moment to leave, and ends the keeper.
     fn finish(mut self) {
+        self.fate.expect_end();
         self.pulse.is_over.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         self.hear_the_last();
@@ -796,6 +807,18 @@ impl Shard {
         if let Err(error) = self.keeper.end() {
             tracing::error!("the keeper did not end well: {error}");
         }
+    }
+}
+
+impl Shard {
+    /// A thread of the supervisor has ended. No worker is to outlive that.
+    fn give_up(self, name: &str) -> io::Error {
+        self.fate.expect_end();
+        self.pulse.is_over.store(true, Ordering::SeqCst);
+        if let Err(error) = self.keeper.end() {
+            tracing::error!("the keeper did not end well: {error}");
+        }
+        io::Error::other(format!("the thread or task '{name}' has ended"))
     }
 }
 

@@ -1,8 +1,10 @@
 //! Start and stop, in order: keeper, sockets, control plane, data plane; and back.
 
 use std::os::unix::fs::PermissionsExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use crate::config::{Config, HttpConfig};
@@ -15,6 +17,7 @@ use crate::program;
 use crate::shard::{Parts, Pulse, Shard};
 use crate::sockets::{Bound, Sockets};
 use crate::succession::try_while_taken;
+use crate::threads::Fate;
 
 /// Why a supervisor could not run.
 #[derive(Debug, thiserror::Error)]
@@ -72,8 +75,9 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
 
     let (notices, received) = crate::notices::ways();
     let pulse = Arc::new(Pulse::default());
+    let fate = Fate::default();
     let (span_sender, span_thread) =
-        spans::start(pulse.clone()).map_err(system("start the thread for spans"))?.unzip();
+        spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
     let own = rustix::process::geteuid().as_raw();
     let config_in_force = Arc::new(config.clone());
     let labels: Arc<[String]> = config.labelled_tenants().into();
@@ -89,7 +93,9 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         pulse: pulse.clone(),
         host,
         labels,
+        fate: fate.clone(),
     };
+    let pulse_of_run = pulse.clone();
     let (shard, commander) = Shard::new(parts).map_err(system("prepare the event loop"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
@@ -100,16 +106,29 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         notices: received,
         pulse,
         in_force,
-        crashes: crashes::start(store).map_err(system("start the thread for crash reports"))?,
+        crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
         own,
         config: config_in_force,
         http,
+        fate: fate.clone(),
     };
     let control = control::start(options).map_err(system("start the control plane"))?;
-    let ran = shard.run();
+    let ran = run_data_plane(shard, &fate, &pulse_of_run);
     control.join();
     span_thread.into_iter().for_each(spans::SpanThread::settle);
     ran.map_err(system("run the event loop"))
+}
+
+/// A panic there ends all else as an error does. It has dropped the keeper, which ends the workers.
+fn run_data_plane(shard: Shard, fate: &Fate, pulse: &Pulse) -> std::io::Result<()> {
+    let ran = catch_unwind(AssertUnwindSafe(|| shard.run()));
+    if matches!(ran, Ok(Ok(()))) {
+        return Ok(());
+    }
+    fate.expect_end();
+    fate.end_in_time();
+    pulse.is_over.store(true, Ordering::SeqCst);
+    ran.unwrap_or_else(|_| Err(std::io::Error::other("the data plane panicked")))
 }
 
 /// Binds the address, and reads the token anew: the file may have been changed since it was checked.

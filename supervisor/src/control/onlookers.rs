@@ -9,6 +9,8 @@ use tokio::net::{TcpStream, UnixStream};
 
 use super::connections::{Arrivals, serve};
 use super::http::Shared;
+use crate::threads::{Fate, panic_on_request};
+
 use super::{CLOSE_WITHIN, http, tcp, watch};
 
 /// As a nice value. With less, Linux lets whoever runs go on for long enough to be seen in the latency of jobs.
@@ -21,21 +23,25 @@ pub(super) struct Doors {
 }
 
 /// Starts to serve them, until the control plane ends.
-pub(super) fn start(control: Shared, doors: Doors) -> io::Result<JoinHandle<()>> {
+pub(super) fn start(control: Shared, doors: Doors, fate: &Fate) -> io::Result<JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let tasks = fate.clone();
     let run = move || {
         // Of this thread alone. Where it is refused they are served all the same.
         let _ = rustix::process::setpriority_process(None, PRIORITY);
         runtime.block_on(async {
-            tokio::spawn(watch::look(control.clone()));
-            tokio::spawn(tell_of_events(control.clone()));
+            tokio::spawn(tasks.task("watch", watch::look(control.clone())));
+            tokio::spawn(tasks.task("followers", tell_of_events(control.clone())));
             let mut end = control.end.subscribe();
-            let served = tokio::spawn(serve_all(control.clone(), doors));
-            let _ = end.wait_for(|is_over| *is_over).await;
+            let served = tokio::spawn(tasks.task("onlookers' API", serve_all(control.clone(), doors)));
+            tokio::select! {
+                _ = end.wait_for(|is_over| *is_over) => {}
+                () = panic_on_request("ONLOOKERS") => {}
+            }
             let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
         });
     };
-    std::thread::Builder::new().name("onlookers".into()).spawn(run)
+    fate.spawn("onlookers", run)
 }
 
 async fn serve_all(control: Shared, doors: Doors) {

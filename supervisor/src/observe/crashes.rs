@@ -16,6 +16,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use crate::crash::{CrashId, CrashReport, Stage, Summary};
 use crate::succession::{self, NoLock};
+use crate::threads::Fate;
 
 /// Reports on their way from the data plane to here; what comes beyond is counted, and not kept.
 pub const REPORTS_WAITING_MAX: usize = 64;
@@ -385,7 +386,7 @@ pub struct Crashes(mpsc::Sender<Message>);
 pub struct CrashThread(blocking::Receiver<()>);
 
 /// Starts to keep reports.
-pub fn start(mut store: Store) -> io::Result<(Crashes, CrashThread)> {
+pub(crate) fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)> {
     let (sender, mut messages) = mpsc::channel(MESSAGES_MAX);
     let (alive, ended) = blocking::channel::<()>();
     let run = move || {
@@ -403,7 +404,7 @@ pub fn start(mut store: Store) -> io::Result<(Crashes, CrashThread)> {
             }
         }
     };
-    std::thread::Builder::new().name("crashes".into()).spawn(run)?;
+    fate.spawn("crashes", run)?;
     Ok((Crashes(sender), CrashThread(ended)))
 }
 

@@ -58,7 +58,12 @@ pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     let (lines, received) = sync_channel(LINES_MAX);
     std::thread::Builder::new()
         .name("log".into())
-        .spawn(move || write_lines(&received))
+        .spawn(move || {
+            // Whoever goes on without a log fails unseen. The keeper ends the workers.
+            if std::panic::catch_unwind(|| write_lines(&received)).is_err() {
+                std::process::exit(1);
+            }
+        })
         .map_err(|error| format!("the logging thread cannot be started: {error}"))?;
     if format == LogFormat::Json {
         JSON_LINES.get_or_init(|| lines.clone());

@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 
 use crate::shard::Pulse;
 use crate::span::JobSpan;
+use crate::threads::Fate;
 use export::Export;
 use otlp::Collector;
 
@@ -44,7 +45,7 @@ impl SpanThread {
 
 /// Starts the thread, if anybody takes spans: the log, by its level for `bulkhead::job`, or a collector, by the
 /// environment.
-pub fn start(pulse: Arc<Pulse>) -> io::Result<Option<(SpanSender, SpanThread)>> {
+pub(crate) fn start(pulse: Arc<Pulse>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
         tracing::warn!("spans of jobs are not sent anywhere: {error}");
@@ -62,7 +63,7 @@ pub fn start(pulse: Arc<Pulse>) -> io::Result<Option<(SpanSender, SpanThread)>> 
         // Somebody may still look for the collector's address, which nothing can interrupt.
         runtime.shutdown_background();
     };
-    std::thread::Builder::new().name("spans".into()).spawn(run)?;
+    fate.spawn("spans", run)?;
     Ok(Some((sender, SpanThread(ended))))
 }
 

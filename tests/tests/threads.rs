@@ -1,0 +1,32 @@
+//! A supervisor of which a part has died does not go on without it: it ends, with its workers, and says why. (The
+//! tests ask a thread to panic, which only a debug build does.)
+
+use bulkhead_tests::{Supervisor, is_alive, wait_for};
+
+#[test]
+fn the_end_of_a_thread_is_the_end_of_the_supervisor_and_of_its_workers() {
+    if !cfg!(debug_assertions) {
+        eprintln!("skipped: a release build panics on nobody's request");
+        return;
+    }
+    for (thread, told) in [("CONTROL", "'on request' has ended"), ("ONLOOKERS", "'onlookers' has ended")] {
+        let signs = tempfile::tempdir().unwrap();
+        let sign = signs.path().join("panic");
+        let variable = format!("BULKHEAD_PANIC_{thread}");
+        let variables = [(variable.as_str(), sign.to_str().unwrap())];
+        let bulkheads = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n";
+        let mut supervisor = Supervisor::start_as(&[], &variables, bulkheads);
+        let (keeper, workers) = (supervisor.keeper(), supervisor.worker_pids("b"));
+        assert_eq!(workers.len(), 2);
+        std::fs::write(&sign, "").unwrap();
+        let status = supervisor.wait();
+        assert_eq!(status.code(), Some(1), "{status}: {}", supervisor.log());
+        assert!(supervisor.log().contains(told), "{}", supervisor.log());
+        for process in workers.into_iter().chain([keeper]) {
+            wait_for("nothing is left", || (!is_alive(process)).then_some(()));
+        }
+        for socket in ["jobs.sock", "admin.sock"] {
+            assert!(!supervisor.file(socket).exists(), "{socket} is left");
+        }
+    }
+}
