@@ -160,12 +160,17 @@ mod tests {
         assert_eq!(fate.lost(), None);
     }
 
+    async fn panics() {
+        panic!("as a test");
+    }
+
     #[test]
-    fn so_is_a_task() {
+    fn a_task_that_panics_is_noticed() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let fate = Fate::default();
         let done = runtime.block_on(async {
-            let spawned = tokio::spawn(fate.task("task", async { panic!("as a test") }));
+            fate.begin();
+            let spawned = tokio::spawn(fate.task("task", panics()));
             spawned.await.is_err()
         });
         assert!(done && fate.lost() == Some("task"));

@@ -60,7 +60,7 @@ pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
         .name("log".into())
         .spawn(move || {
             // Whoever goes on without a log fails unseen. The keeper ends the workers.
-            if std::panic::catch_unwind(|| write_lines(&received)).is_err() {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&received))).is_err() {
                 std::process::exit(1);
             }
         })
