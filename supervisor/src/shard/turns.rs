@@ -21,8 +21,8 @@ const TURN_COST_MAX: usize = 64 * 1024;
 /// What a frame costs beside its bytes.
 const FRAME_COST: usize = 256;
 
-/// Those that share a turn: a user's connections; those of the control plane are `None`.
-type Uid = Option<u32>;
+/// Those that share a turn: a user's connections.
+type Uid = u32;
 
 /// Where a connection stands with its user.
 #[derive(Clone, Copy, Debug, Default)]
@@ -123,8 +123,7 @@ impl Shard {
     /// The connection of a client may have something to be read.
     pub(super) fn want_read(&mut self, index: usize) {
         if let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) {
-            let uid = session.peer.map(|peer| peer.uid);
-            self.turns.wait(uid, index, &mut session.standing);
+            self.turns.wait(session.uid, index, &mut session.standing);
         }
     }
 
@@ -186,8 +185,8 @@ mod tests {
 
     #[test]
     fn users_take_turns_whatever_their_connections() {
-        let mut uids = vec![Some(1); 200];
-        uids.push(Some(2));
+        let mut uids = vec![1; 200];
+        uids.push(2);
         let mut crowd = Crowd::new(uids);
         let read: Vec<usize> = (0..1000).map(|_| crowd.read(QUANTUM_BYTES, |_| true)).collect();
         let of_the_second = read.iter().filter(|&&index| index == 200).count();
@@ -199,7 +198,7 @@ mod tests {
 
     #[test]
     fn one_that_sends_little_does_not_wait_for_those_that_always_have_more() {
-        let mut crowd = Crowd::new(vec![Some(1); 201]);
+        let mut crowd = Crowd::new(vec![1; 201]);
         for _ in 0..200 {
             crowd.read(QUANTUM_BYTES, |index| index != 200);
         }
@@ -220,7 +219,7 @@ mod tests {
 
     #[test]
     fn nothing_is_left_of_those_who_have_nothing() {
-        let mut crowd = Crowd::new((0..50).map(|n| Some(n % 7)).collect());
+        let mut crowd = Crowd::new((0..50).map(|n| n % 7).collect());
         crowd.wait(3);
         for _ in 0..50 {
             crowd.read(1, |_| false);
