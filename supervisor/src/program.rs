@@ -27,6 +27,8 @@ pub(crate) struct Program {
     directory: String,
     rlimits: Vec<Rlimit>,
     sandbox: Sandbox,
+    /// Whether each job is a program of its own.
+    runs_programs: bool,
     /// What the user named, for messages.
     subject: String,
 }
@@ -70,7 +72,14 @@ impl Program {
         let mut environment: Vec<String> =
             bulkhead.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
         environment.push(format!("{LINK_VARIABLE}={LINK_DESCRIPTOR}"));
-        Self { path, arguments, environment, directory: text(&bulkhead.cwd), rlimits, sandbox, subject }
+        let runs_programs = matches!(bulkhead.program, config::Program::Exec { .. });
+        let directory = text(&bulkhead.cwd);
+        Self { path, arguments, environment, directory, rlimits, sandbox, runs_programs, subject }
+    }
+
+    /// Whether each job is a program of its own.
+    pub(crate) fn runs_programs(&self) -> bool {
+        self.runs_programs
     }
 
     /// The order that starts it once, with the user id that it has if each worker has its own.

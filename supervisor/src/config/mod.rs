@@ -77,8 +77,10 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
 fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+    let kind = file.metadata()?;
+    if !kind.is_file() {
+        let what = if kind.is_dir() { "it is a directory" } else { "it is not a regular file" };
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
     let mut bytes = Vec::new();
     file.take(defaults::FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;

@@ -375,7 +375,7 @@ const KEYS: &[Key] = &[
         "The window in which deaths are counted."),
 
     key(START, "handshake", Kind::Duration { min: SOME }, Preset::Duration(defaults::START_HANDSHAKE),
-        "From the start of the process to its hello."),
+        "From the start of the process to its hello; until the process runs, which is the supervisor's doing, it has a minute at least."),
     key(START, "ready", Kind::Duration { min: SOME }, Preset::Duration(defaults::START_READY),
         "From the hello to ready; the worker can ask for more."),
     key(START, "mode", Kind::Word { now: &["spawn"], later: &["fork"] }, Preset::Word("spawn"),

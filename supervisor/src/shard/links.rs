@@ -30,7 +30,7 @@ use super::unread::Reading;
 use super::{Endpoint, INTEREST, Incoming, Shard};
 use crate::confinement::Whom;
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
-use crate::keeper::Observed;
+use crate::keeper::{Observed, Usage};
 use crate::program::Program;
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
@@ -78,6 +78,8 @@ pub(super) struct Link {
     pub(super) closed_at: Option<bulkhead_policy::Time>,
     /// Whether it is ended since it has too much in its temporary folder.
     pub(super) is_overfull: bool,
+    /// How its process ended, if that is not to be told yet.
+    pub(super) death: Option<(Death, Usage)>,
     /// Replies for jobs it does not have.
     strays: u32,
     /// A result that is too large and still coming: its job has its permit until the worker has sent it all.
@@ -212,6 +214,7 @@ impl Shard {
             is_dirty: false,
             closed_at: None,
             is_overfull: false,
+            death: None,
             strays: 0,
             oversized: None,
             is_read_closed: false,

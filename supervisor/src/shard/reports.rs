@@ -84,14 +84,29 @@ impl Shard {
             }
             Report::Exited { worker, exit, usage } => {
                 let death = self.death(worker, exit);
-                self.process_gone(worker, Some((death, usage)));
+                match self.host_of_programs(worker) {
+                    Some(link) => link.death = Some((death, usage)),
+                    None => self.process_gone(worker, Some((death, usage))),
+                }
             }
-            Report::Swept { worker } => self.swept(worker),
+            Report::Swept { worker } => {
+                if let Some(death) = self.host_of_programs(worker).and_then(|link| link.death.take()) {
+                    self.process_gone(worker, Some(death));
+                }
+                self.swept(worker);
+            }
             Report::Pong => {}
             Report::Remains { count } => {
                 self.note_trouble("processes of a dead worker cannot be killed", &format!("{count} remain"));
             }
         }
+    }
+
+    /// A worker that runs a program for each job: its death is told when nothing is left of them, since what is
+    /// left of a job may still do its work.
+    fn host_of_programs(&mut self, spawn: u64) -> Option<&mut Link> {
+        let index = *self.links_by_spawn.get(&spawn)?;
+        self.links[index].as_mut().filter(|link| link.program.runs_programs())
     }
 
     fn death(&self, spawn: u64, exit: Exit) -> Death {
