@@ -296,7 +296,13 @@ fn no_trap_in_a_temporary_folder_keeps_it_or_harms_another() {
             let precious = place.path().join("outside/precious");
             std::fs::write(&precious, "x").unwrap();
             let ended = place.attempt(&place.client(), "x", "booby-trap-temporary-folder", &targets);
-            let Ended::Succeeded(folder) = ended else { panic!("{sandbox}: {ended:?}") };
+            // A folder so deep counts as too much, as soon as it is looked at.
+            let is_seen = |why: &String| why.contains("in its temporary folder");
+            let folder = match &ended {
+                Ended::Succeeded(folder) => folder,
+                Ended::Violation(why) if is_seen(why) => "the folder",
+                _ => panic!("{sandbox}: {ended:?}"),
+            };
             kill_pid(place.worker("x"), Signal::SIGKILL);
             // Another one starts in good time, whatever there is to remove.
             wait_for("another worker is there", || place.client().job("x", "").send().ok());

@@ -8,7 +8,7 @@ use rustix::net::RecvFlags;
 use super::*;
 
 /// A payload that is kept for another worker, and that no careless read brings along with its header.
-const PAYLOAD: [u8; 60_000] = [7; 60_000];
+static PAYLOAD: [u8; 60_000] = [7; 60_000];
 
 /// The capability of heartbeats that do not depend on handlers.
 const DISPATCH_THREAD: u64 = 1;
