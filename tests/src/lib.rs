@@ -24,6 +24,9 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
+/// For workers that tell their process: without a sandbox its number is the machine's.
+pub const SAME_NUMBERS: &str = "[defaults.sandbox]\nprofile = \"none\"\n";
+
 /// How long a condition may take that comes true at once on a healthy, idle machine.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, descriptors, is_alive, outcome, resident_bytes, run, threads, wait_for};
+use bulkhead_tests::{
+    SAME_NUMBERS, Supervisor, descriptors, is_alive, outcome, resident_bytes, run, threads, wait_for,
+};
 
 const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\n\
                      [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
@@ -97,7 +99,7 @@ fn a_death_while_idle_is_noticed_at_once() {
 fn workers_that_kill_each_other_are_replaced() {
     for count in [1_u64, 2, 5, 13] {
         let supervisor = Supervisor::start(&format!(
-            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = {count}\nmax_queue = 100\n\
+            "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = {count}\nmax_queue = 100\n\
              restart = {{ max = 100 }}\n"
         ));
         supervisor.wait_number("b", "limit", count);

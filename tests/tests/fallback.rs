@@ -5,7 +5,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Executed, Job, JobError, Priority, Reply};
-use bulkhead_tests::{Auditor, Supervisor, outcome, run, tally, wait_for};
+use bulkhead_tests::{Auditor, SAME_NUMBERS, Supervisor, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -17,7 +17,7 @@ fn start(entry: &str, safe: &str) -> Supervisor {
 /// The same with further bulkheads of its own choice.
 fn start_more(entry: &str, more: &str) -> Supervisor {
     Supervisor::start(&format!(
-        "[defaults]\ndeadline = \"60s\"\nfallback = []\n[bulkhead.entry]\n{WORKER}\n{entry}\n{more}\n"
+        "{SAME_NUMBERS}[defaults]\ndeadline = \"60s\"\nfallback = []\n[bulkhead.entry]\n{WORKER}\n{entry}\n{more}\n"
     ))
 }
 

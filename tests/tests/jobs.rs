@@ -127,11 +127,11 @@ fn a_cancelled_or_dropped_job_alone_in_its_worker_is_ended() {
         task.abort();
         supervisor.wait_number("b", "restarts", 2);
         // One that yields keeps its worker.
-        let pid = client.job("b", "").operation("pid").send().await.unwrap().payload().to_vec();
+        let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
         let job = client.job("b", "").operation("yield").send();
         assert!(tokio::time::timeout(Duration::from_millis(50), job).await.is_err());
         let again = client.job("b", "").operation("pid").send().await.unwrap();
-        assert_eq!(again.payload(), pid);
+        assert_eq!(again.outcome().worker_pid, pid);
     });
 }
 
@@ -142,7 +142,7 @@ fn async_handlers_run_side_by_side_and_yield_when_they_are_cancelled() {
     );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        let pid = client.job("b", "").operation("pid").send().await.unwrap().payload().to_vec();
+        let pid = client.job("b", "").operation("pid").send().await.unwrap().outcome().worker_pid;
         let sleeping: Vec<_> =
             (0..49).map(|_| tokio::spawn(client.job("b", "50000").operation("async-sleep").send())).collect();
         wait_for("all run", || (supervisor.number("b", "in_flight") == 49).then_some(()));
@@ -153,7 +153,7 @@ fn async_handlers_run_side_by_side_and_yield_when_they_are_cancelled() {
         let late = client.job("b", "50000").operation("async-sleep").deadline(Duration::from_millis(20));
         assert_eq!(outcome(late.send().await), "deadline_exceeded/running");
         let again = client.job("b", "").operation("pid").send().await.unwrap();
-        assert_eq!(again.payload(), pid, "the worker is still the same");
+        assert_eq!(again.outcome().worker_pid, pid, "the worker is still the same");
     });
 }
 

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bulkhead_client::{Client, Job, JobError, Reply};
 use bulkhead_tests::{
-    Auditor, Supervisor, descriptors, is_alive, kill_pid, outcome, run, tally, threads, wait_for,
+    Auditor, SAME_NUMBERS, Supervisor, descriptors, is_alive, kill_pid, outcome, run, tally, threads,
+    wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -22,11 +23,11 @@ const DEFAULTS: &str = "[defaults]\ndeadline = \"120s\"\n\
 type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
 
 fn start(bulkheads: &str) -> Supervisor {
-    Supervisor::start(&format!("{DEFAULTS}{bulkheads}"))
+    Supervisor::start(&format!("{SAME_NUMBERS}{DEFAULTS}{bulkheads}"))
 }
 
 fn configure(supervisor: &Supervisor, bulkheads: &str) {
-    supervisor.configure("", &format!("{DEFAULTS}{bulkheads}"));
+    supervisor.configure("", &format!("{SAME_NUMBERS}{DEFAULTS}{bulkheads}"));
 }
 
 /// Writes another configuration and has it read. Returns what it changes.

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bulkhead_client::{Client, Job, JobError, Priority, Reply};
 use bulkhead_tests::{
-    Auditor, Supervisor, children, descriptors, is_alive, kill_pid, name, outcome, run, tally, wait_for,
+    Auditor, SAME_NUMBERS, Supervisor, children, descriptors, is_alive, kill_pid, name, outcome, run, tally,
+    wait_for,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -19,7 +20,7 @@ fn start(keys: &str) -> Supervisor {
 
 fn start_with(program: &str, keys: &str) -> Supervisor {
     Supervisor::start(&format!(
-        "[defaults]\ndeadline = \"120s\"\n\
+        "{SAME_NUMBERS}[defaults]\ndeadline = \"120s\"\n\
          restart = {{ backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }}\n\
          [bulkhead.b]\n{program}\n{keys}\n"
     ))

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use bulkhead_client::{Client, Job, JobError, Reply};
-use bulkhead_tests::{Supervisor, children, kill_pid, wait_for};
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, children, kill_pid, wait_for};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -17,7 +17,7 @@ pub type Running = tokio::task::JoinHandle<Ended>;
 /// A bulkhead `b` that keeps its tenants apart. `more` are further keys.
 pub fn isolated(tenants: &str, more: &str) -> String {
     format!(
-        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
+        "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n\
          tenants = {{ isolate = true, {tenants} }}\n{more}\n"
     )
 }
