@@ -718,7 +718,7 @@ fn goes_on(supervisor: &Supervisor) {
 fn bytes_out_of_band_end_the_connection_that_they_come_on_and_no_other() {
     let notes = tempfile::tempdir().unwrap();
     let folder = notes.path();
-    let confined = format!("sandbox = {{ write = [{folder:?}] }}");
+    let confined = format!("sandbox = {{ user = \"shared\", write = [{folder:?}] }}");
     let bulkheads = by_hand(folder, PATIENT).replace(&confined, "sandbox = { profile = \"none\" }");
     let supervisor = Supervisor::start(&bulkheads);
     let client = Client::connect(supervisor.socket()).unwrap();
