@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, run, tally, wait_for};
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, is_alive, kill_pid, outcome, run, tally, wait_for};
 use nix::sys::signal::Signal;
 use tenant_support::{assert_balanced, connect, events, isolated, part, patch, wait_for_rest};
 
@@ -157,10 +157,10 @@ fn numbers_that_go_to_nothing_and_back_are_every_tenants() {
 
 #[test]
 fn programs_that_know_nothing_of_tenants_are_kept_apart_as_well() {
-    let supervisor = Supervisor::start(
-        "[bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_TENANT $PPID\"]\nmax_queue = 10\n\
-         tenants = { isolate = true, max_active = 2, idle = \"100ms\" }\n",
-    );
+    let supervisor = Supervisor::start(&format!(
+        "{SAME_NUMBERS}[bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_TENANT $PPID\"]\n\
+         max_queue = 10\ntenants = {{ isolate = true, max_active = 2, idle = \"100ms\" }}\n"
+    ));
     run(async {
         let client = connect(&supervisor).await;
         let mut hosts = Vec::new();
