@@ -557,7 +557,7 @@ fn innocent_neighbours_of_a_culprit_end_well_and_none_dies_twice() {
         assert_eq!(end(&culprit.await.unwrap()), ended("crashed/signal", 2));
     });
     // One death with all of them, one of the culprit alone.
-    assert_eq!(supervisor.number("b", "restarts"), 2);
+    supervisor.wait_number("b", "restarts", 2);
     auditor.finish();
 }
 
