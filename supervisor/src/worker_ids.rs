@@ -114,18 +114,26 @@ impl Ids {
     /// The one that a bulkhead keeps, since its workers leave files behind: that of the owner of what they may
     /// write, or else one that follows from the names of the configuration and the bulkhead.
     pub(crate) fn keep(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // Neither a file system nor another supervisor is waited for with the lock held: the data plane takes it.
         let owner = write.iter().find_map(|path| {
             let owner = std::fs::metadata(path).ok()?.uid();
             (self.range.first..=self.range.last).contains(&owner).then_some((path, owner))
         });
-        let id = match (owner, state.kept.get(bulkhead)) {
-            (Some((path, id)), _) => self.keep_owner(&mut state, path, id)?,
-            (None, Some(id)) => *id,
-            (None, None) => self.keep_derived(&mut state, config, bulkhead)?,
+        let attempt = || {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let id = match (owner, state.kept.get(bulkhead)) {
+                (Some((path, id)), _) => self.keep_owner(&mut state, path, id)?,
+                (None, Some(id)) => *id,
+                (None, None) => self.keep_derived(&mut state, config, bulkhead)?,
+            };
+            state.kept.insert(bulkhead.to_owned(), id);
+            Ok(id)
         };
-        state.kept.insert(bulkhead.to_owned(), id);
-        Ok(id)
+        let is_taken = |error: &io::Error| error.kind() == ErrorKind::WouldBlock;
+        try_while_taken(attempt, is_taken).map_err(|error| match owner {
+            Some((path, id)) if is_taken(&error) => in_use(path, id),
+            _ => error,
+        })
     }
 
     /// Bulkheads that write to the same folder have the same id.
@@ -133,18 +141,10 @@ impl Ids {
         if self.claim == Claim::Trial || state.is_kept(id) {
             return Ok(id);
         }
-        let in_use = || {
-            io::Error::other(format!(
-                "user {id}, who owns {}, is in use by other workers on this host: stop these, or `chown` it",
-                path.display()
-            ))
-        };
         if self.is_lent(state, id) {
-            return Err(in_use());
+            return Err(in_use(path, id));
         }
-        let attempt = || if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) };
-        try_while_taken(attempt, |error: &io::Error| error.kind() == ErrorKind::WouldBlock)
-            .map_err(|error| if error.kind() == ErrorKind::WouldBlock { in_use() } else { error })
+        if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 
     /// Ids that come and go are taken from the other end of the range.
@@ -266,6 +266,13 @@ fn spans(text: &str) -> Vec<Span> {
         Some((first, first + count.checked_sub(1)?))
     };
     text.lines().filter_map(span).collect()
+}
+
+fn in_use(path: &Path, id: u32) -> io::Error {
+    io::Error::other(format!(
+        "user {id}, who owns {}, is in use by other workers on this host: stop these, or `chown` it",
+        path.display()
+    ))
 }
 
 #[cfg(test)]

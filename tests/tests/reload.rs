@@ -460,7 +460,8 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
     let before = supervisor.worker_pids("b");
     let next =
         format!("{B}max_queue = 9\nenv = {{ A = \"b\" }}\n[bulkhead.new]\ncommand = [\"MISBEHAVE\"]\n");
-    supervisor.configure("crash_keep = 7\ndrain_timeout = \"9s\"", &format!("{SAME_NUMBERS}{DEFAULTS}{next}"));
+    supervisor
+        .configure("crash_keep = 7\ndrain_timeout = \"9s\"", &format!("{SAME_NUMBERS}{DEFAULTS}{next}"));
     let dry = post(&supervisor, "/v1/reload?dry_run=true", 200);
     let ran = command(&supervisor, &["reload", "--dry-run"]);
     let expected = "old: removed; it finishes what it has\n\

@@ -2,7 +2,7 @@
 //! plane of those that have more than they may. Nothing in such a folder is trusted: no link is followed, and a
 //! look costs a bounded number of entries, descriptors and, in the long run, a tenth of one processor.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -67,7 +67,12 @@ fn look(control: &Control, least: u64, most: u64) {
 
 /// Bytes that a folder takes; it is not looked at further when that is more than `most`.
 fn bytes_in(folder: &Path, most: u64) -> u64 {
-    let Ok(top) = rustix::fs::open(folder, FOLDER | OFlags::RDONLY, Mode::empty()) else { return 0 };
+    let top = match open_folder(rustix::fs::CWD, folder) {
+        Ok(top) => top,
+        // Locked again meanwhile: no honest worker does that.
+        Err(Errno::ACCESS) => return u64::MAX,
+        Err(_) => return 0,
+    };
     let Ok(entries) = Dir::read_from(&top) else { return 0 };
     let (mut bytes, mut seen) = (0_u64, 0);
     let mut open = vec![(top, entries)];
@@ -81,7 +86,11 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
             continue;
         }
         seen += 1;
-        let Ok(stat) = rustix::fs::statat(&*folder, name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+        let stat = match rustix::fs::statat(&*folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => stat,
+            Err(Errno::ACCESS) => return u64::MAX,
+            Err(_) => continue,
+        };
         #[allow(clippy::useless_conversion, reason = "the type differs between machines")]
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
         // A file with several names may be elsewhere as well, but it is here.
@@ -90,7 +99,7 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
             return bytes;
         }
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory
-            && let Ok(inner) = open_folder(folder, name)
+            && let Ok(inner) = open_folder(folder.as_fd(), name)
             && let Ok(entries) = Dir::read_from(&inner)
         {
             if open.len() >= DEPTH_MAX {
@@ -103,15 +112,20 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
 }
 
 /// Opens a folder that its owner may have locked.
-fn open_folder(parent: &OwnedFd, name: &std::ffi::CStr) -> Result<OwnedFd, Errno> {
+fn open_folder(parent: BorrowedFd<'_>, name: impl rustix::path::Arg + Copy) -> Result<OwnedFd, Errno> {
     let open = || rustix::fs::openat(parent, name, FOLDER | OFlags::RDONLY, Mode::empty());
-    open().or_else(|_| {
+    let folder = open().or_else(|_| {
         // By descriptor, since the name may be a link by now.
         let bare = rustix::fs::openat(parent, name, FOLDER | OFlags::PATH, Mode::empty())?;
         let path = format!("/proc/self/fd/{}", bare.as_fd().as_raw_fd());
         let _ = std::fs::set_permissions(&path, PermissionsExt::from_mode(0o700));
         rustix::fs::open(&path, OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::RDONLY, Mode::empty())
-    })
+    })?;
+    // One that may be listed and not gone through has names, and does not tell what they take.
+    if !Mode::from_raw_mode(rustix::fs::fstat(&folder)?.st_mode).contains(Mode::RUSR | Mode::XUSR) {
+        let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
+    }
+    Ok(folder)
 }
 
 #[cfg(test)]
@@ -128,10 +142,12 @@ mod tests {
         std::fs::create_dir_all(path("a/b/c")).unwrap();
         std::fs::write(path("a/b/c/file"), vec![1; 1 << 20]).unwrap();
         std::os::unix::fs::symlink("/usr", path("link")).unwrap();
-        let locked = std::fs::Permissions::from_mode(0o000);
-        std::fs::set_permissions(path("a/b"), locked).unwrap();
-        let bytes = bytes_in(folder.path(), enough);
-        assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");
+        let mut bytes = 0;
+        for (name, mode) in [("a/b", 0o000), ("a/b", 0o400), ("a/b/c", 0o300), ("", 0o300)] {
+            std::fs::set_permissions(path(name), std::fs::Permissions::from_mode(mode)).unwrap();
+            bytes = bytes_in(folder.path(), enough);
+            assert!((1 << 20..2 << 20).contains(&bytes), "{bytes} with {name} {mode:o}");
+        }
         // A hole takes nothing.
         std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
         assert!(bytes_in(folder.path(), enough) < 2 << 20);

@@ -81,7 +81,12 @@ pub(crate) fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
         (0..TRIES_MAX).map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));
     let is_ours =
         |path: &PathBuf| path.symlink_metadata().is_ok_and(|found| found.is_dir() && found.uid() == own);
-    let entries = paths.filter(is_ours).filter_map(|path| std::fs::read_dir(path).ok()).flatten().flatten();
+    // Workers of this user may have shut it.
+    let open_up = |path: &PathBuf| {
+        let _ = std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(BASE_MODE));
+    };
+    let bases = paths.filter(is_ours).inspect(open_up);
+    let entries = bases.filter_map(|path| std::fs::read_dir(path).ok()).flatten().flatten();
     entries.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()))).collect()
 }
 
@@ -178,11 +183,8 @@ fn open_folder(parent: BorrowedFd<'_>, path: impl rustix::path::Arg + Copy) -> r
 /// Gives its owner all rights to a folder. By its descriptor: nothing that took its name meanwhile is meant.
 fn unlock(parent: BorrowedFd<'_>, path: impl rustix::path::Arg) -> rustix::io::Result<()> {
     let bare = rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?;
-    rustix::fs::chmodat(&bare, c"", Mode::RWXU, AtFlags::EMPTY_PATH).or_else(|_| {
-        // Before Linux 6.6.
-        let link = format!("/proc/self/fd/{}", bare.as_raw_fd());
-        rustix::fs::chmodat(rustix::fs::CWD, link, Mode::RWXU, AtFlags::empty())
-    })
+    let link = format!("/proc/self/fd/{}", bare.as_raw_fd());
+    rustix::fs::chmodat(rustix::fs::CWD, link, Mode::RWXU, AtFlags::empty())
 }
 
 /// Empties a folder, beside others who may do the same: the keeper does at its end what its thread has not done yet.

@@ -8,7 +8,7 @@ use std::collections::hash_map::RandomState;
 use std::ffi::{CStr, CString};
 use std::hash::{BuildHasher, Hasher};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
@@ -65,6 +65,7 @@ impl Folders {
     /// Makes one, with a name that cannot be guessed. `None`: the worker has no temporary folder.
     pub(super) fn make(&self) -> io::Result<Option<Folder>> {
         let Some(temporary) = self.rules.temporary() else { return Ok(None) };
+        open_up(temporary);
         let name = format!("{:016x}", RandomState::new().build_hasher().finish());
         rustix::fs::mkdirat(&temporary.folder, &name, Mode::RWXU)?;
         let place = rustix::fs::openat(&temporary.folder, &name, FOLDER | OFlags::PATH, Mode::empty())?;
@@ -87,9 +88,21 @@ impl Folders {
     }
 }
 
+/// Programs have the host's user, and may have shut the folder that theirs lie in.
+fn open_up(temporary: &Temporary) {
+    let is_open = rustix::fs::fstat(&temporary.folder)
+        .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
+    if !is_open {
+        // By descriptor, which is one that opens nothing.
+        let link = format!("/proc/self/fd/{}", temporary.folder.as_raw_fd());
+        let _ = rustix::fs::chmodat(rustix::fs::CWD, link, Mode::RWXU, AtFlags::empty());
+    }
+}
+
 /// Removes a folder, unless it has many entries; whether nothing is left to do.
 fn remove(temporary: &Temporary, name: &CStr, entries_max: usize) -> bool {
     let parent = temporary.folder.as_fd();
+    open_up(temporary);
     if rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) != Err(Errno::NOTEMPTY) {
         return true;
     }

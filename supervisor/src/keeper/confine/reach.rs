@@ -9,6 +9,8 @@ use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
+
 use super::paths;
 use crate::keeper::confinement::Identity;
 
@@ -85,8 +87,13 @@ impl Closed {
 fn is_elf(program: &Path) -> bool {
     const MAGIC: [u8; 4] = *b"\x7fELF";
     let mut start = [0; MAGIC.len()];
-    let read = std::fs::File::open(program).and_then(|mut file| file.read_exact(&mut start));
-    read.is_ok() && start == MAGIC
+    // A pipe under this name would be waited for.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let Ok(file) = rustix::fs::open(program, flags, Mode::empty()) else { return false };
+    let mut file = std::fs::File::from(file);
+    file.metadata().is_ok_and(|found| found.is_file())
+        && file.read_exact(&mut start).is_ok()
+        && start == MAGIC
 }
 
 /// What was given and cannot be used by this user, wherever it is shown.

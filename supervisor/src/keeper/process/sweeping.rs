@@ -159,6 +159,8 @@ impl Process {
                 self.report_failure(child.worker, &Refusal::new("start", Errno::CHILD));
                 return self.failed(child);
             }
+            // Its program may have run and left something behind.
+            Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.failed(child),
         }
         let Child { worker, folder, leaf, .. } = child;

@@ -420,7 +420,8 @@ fn old(path: &Path) -> Option<CString> {
 /// Covers the system's `/proc` with one of this process's own numbers, of which it is the first, for itself and what
 /// it starts.
 pub(super) fn mount_own_proc() -> Result<(), Errno> {
-    mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None)?;
+    // What the system unmounts later goes here as well; nothing of this is seen there.
+    mount(None, c"/", None, libc::MS_REC | libc::MS_SLAVE, None)?;
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     mount(Some(c"proc"), c"/proc", Some(c"proc"), flags, None)?;
     let mut first = [std::mem::MaybeUninit::uninit(); 16];
