@@ -208,11 +208,18 @@ fn a_worker_that_breaks_the_protocol_is_ended() {
         });
         supervisor.wait_number("b", "limit", 1);
     }
-    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"huge\"]\n");
+    // One that announces 4 GiB and sends little of it has its permit until it is killed.
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"huge\"]\nmax_queue = 10\ndeadline = \"60s\"\n",
+    );
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        assert_eq!(outcome(&client.job("b", "").send().await), "failed/result_too_large");
+        for restarts in 0..3 {
+            assert_eq!(outcome(&client.job("b", "").send().await), "failed/result_too_large");
+            assert_eq!(supervisor.number("b", "restarts"), restarts);
+        }
     });
+    assert_eq!(supervisor.number("b", "crashed"), 0);
     assert!(resident_bytes(supervisor.pid()) < 100 << 20);
 }
 

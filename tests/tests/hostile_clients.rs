@@ -1054,7 +1054,7 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
 #[test]
 fn a_worker_that_says_too_much_is_bounded() {
     let notes = tempfile::tempdir().unwrap();
-    let keys = format!("{PATIENT}max_queue = 10\nmax_result = 100000\n");
+    let keys = format!("{PATIENT}max_queue = 10\nmax_result = 100000\ngrace = \"60s\"\n");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
     let client = Client::connect(supervisor.socket()).unwrap();
     assert_eq!(result(&client, "echo", "x").unwrap().payload(), b"x");
@@ -1123,25 +1123,26 @@ fn a_worker_that_says_too_much_is_bounded() {
 #[test]
 fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
     let notes = tempfile::tempdir().unwrap();
-    let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\n{PATIENT}");
+    let keys = format!("max_result = \"1MiB\"\nmax_queue = 10\ngrace = \"60s\"\n{PATIENT}");
     let supervisor = Supervisor::start(&by_hand(notes.path(), &keys));
     let client = Client::connect(supervisor.socket()).unwrap();
-    let large = std::thread::spawn({
-        let client = client.clone();
-        move || ended(&result(&client, "too-large-slowly", "3000000"))
-    });
-    wait_for("half of it has come", || notes.path().join("half").exists().then_some(()));
+    // Its client need not wait for the rest, which does not come before it is time.
+    let large = result(&client, "too-large-slowly", "3000000");
+    assert_eq!(ended(&large), "failed/result_too_large");
     let next = std::thread::spawn(move || ended(&result(&client, "echo", "next")));
     supervisor.wait_number("victim", "queued", 1);
     // Whatever was read of the result by now: its permit is taken.
     for _ in 0..20 {
         let snapshot = supervisor.snapshot("victim");
-        assert_eq!((&snapshot["in_flight"], &snapshot["queued"]), (&1.into(), &1.into()));
+        assert_eq!((&snapshot["workers"][0]["in_flight"], &snapshot["queued"]), (&1.into(), &1.into()));
     }
+    assert!(!next.is_finished());
     std::fs::write(notes.path().join("go"), "").unwrap();
-    assert!(large.join().unwrap().contains("result_too_large"));
     assert_eq!(next.join().unwrap(), "ok");
-    assert_eq!(supervisor.number("victim", "crashed"), 0);
+    for what in ["crashed", "restarts", "late_replies", "in_flight"] {
+        assert_eq!(supervisor.number("victim", what), 0, "{what}");
+    }
+    assert_eq!(supervisor.number("victim", "done"), 1);
 }
 
 #[test]

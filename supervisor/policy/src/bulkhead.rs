@@ -4,6 +4,7 @@
 
 mod admission;
 mod life;
+mod oversized;
 mod permits;
 mod recovery;
 mod recycle;
@@ -154,6 +155,7 @@ impl<T> Bulkhead<T> {
         match event {
             Event::Submit(submission) => return self.submit(now, submission, out),
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
+            Event::Oversized { worker, job, failure } => self.oversized(now, worker, job, failure, out),
             Event::Tick => self.tick(now, out),
             Event::Cancel { job } => self.cancel(now, job, out),
             Event::GiveUp { job } => self.give_up(now, job, out),
@@ -166,7 +168,10 @@ impl<T> Bulkhead<T> {
             Event::Said { worker, text } => self.said(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
             Event::Ready { worker } => self.worker_ready(now, worker, out),
-            Event::Heard { worker } => self.heard(now, worker),
+            Event::Heard { worker } => {
+                self.heard(now, worker);
+                self.sends_on(now, worker);
+            }
             Event::Broke { worker, message } => self.broke(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
             Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),
@@ -300,6 +305,7 @@ impl<T> Bulkhead<T> {
             since: now,
             is_overdue: false,
             is_unread: false,
+            is_oversized: false,
         };
         worker.jobs.push(index);
         worker.wanted += 1;
@@ -376,12 +382,14 @@ impl<T> Bulkhead<T> {
             self.counters.late_replies += 1;
             return;
         };
-        if let Place::InFlight { since, .. } = self.jobs.get(index).place {
+        let mut is_told = false;
+        if let Place::InFlight { since, is_oversized, .. } = self.jobs.get(index).place {
+            is_told = is_oversized;
             let took = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
             self.service_ns = self.service_ns - self.service_ns / 8 + took / 8;
         }
         let is_wanted = self.jobs.get(index).cargo.is_some();
-        if !is_wanted {
+        if !is_wanted && !is_told {
             // Its client was told long ago: the worker came round after all.
             self.counters.late_replies += 1;
         }
@@ -496,7 +504,7 @@ impl<T> Bulkhead<T> {
                 if hard_deadline_at > now {
                     self.job_timers.set(index, hard_deadline_at);
                 } else {
-                    self.mark_overdue(index, worker);
+                    self.mark_overdue(now, index, worker);
                     self.review(now, worker);
                 }
             }
@@ -504,28 +512,34 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    fn mark_overdue(&mut self, index: u32, place: u32) {
+    fn mark_overdue(&mut self, now: Time, index: u32, place: u32) {
+        let kill_at = now + self.limits.grace;
         if let Place::InFlight { is_overdue, .. } = &mut self.jobs.get(index).place
             && !std::mem::replace(is_overdue, true)
             && let Some(worker) = self.workers[place as usize].as_mut()
         {
+            if worker.overdue == 0 {
+                worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
+            }
             worker.overdue += 1;
         }
     }
 
     /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when nobody
     /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline: so
-    /// a client can end its own work early, but never its neighbours'. Until then it takes no new jobs.
+    /// a client can end its own work early, but never its neighbours'. Until then it takes no new jobs. While it
+    /// sends a result that is too large, `grace` counts [from the last bytes](Self::sends_on).
     fn review(&mut self, now: Time, place: u32) {
-        let grace = self.limits.grace;
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let Some(worker) = self.workers[place as usize].as_ref() else { return };
         match worker.phase {
             Phase::Ready | Phase::Draining => {}
             _ => return self.refresh(place),
         }
         let is_stuck = !worker.jobs.is_empty() && (worker.wanted == 0 || worker.overdue > 0);
+        let kill_at = now + if is_stuck { self.patience(place) } else { Duration::ZERO };
+        let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if is_stuck && worker.kill_at.is_none() {
-            worker.kill_at = Some(now + grace);
+            worker.kill_at = Some(kill_at);
         } else if !is_stuck && (worker.phase == Phase::Ready || !worker.jobs.is_empty()) {
             worker.kill_at = None;
         }

@@ -99,6 +99,8 @@ pub(crate) enum Place {
         is_overdue: bool,
         /// Whether the worker is gone and cannot have begun it.
         is_unread: bool,
+        /// Whether its client was told that the result is too large, and the worker still sends it.
+        is_oversized: bool,
     },
 }
 
@@ -174,6 +176,11 @@ impl<T> Jobs<T> {
 
     pub(crate) fn place(&self, index: u32) -> Option<Place> {
         self.table.get(index as usize)?.as_ref().map(|job| job.place)
+    }
+
+    /// Whether a result of a job that is too large is still coming.
+    pub(crate) fn is_oversized(&self, index: u32) -> bool {
+        matches!(self.place(index), Some(Place::InFlight { is_oversized: true, .. }))
     }
 
     pub(crate) fn digest(&self, index: u32) -> Option<Digest> {

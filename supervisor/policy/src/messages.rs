@@ -175,6 +175,16 @@ pub enum Event<T> {
         /// What it says.
         reply: Reply,
     },
+    /// A worker has begun to send a result that is too large. All that is heard of the worker from here on is a
+    /// part of it, until [`Event::Replied`] says that it has ended.
+    Oversized {
+        /// Which.
+        worker: WorkerId,
+        /// The job, as the worker claims.
+        job: JobId,
+        /// What the client is told.
+        failure: HandlerFailure,
+    },
     /// A worker broke the protocol, or closed its link and lives on. It is not to be believed further.
     Broke {
         /// Which.
@@ -388,7 +398,9 @@ impl KillReason {
     /// A sentence for people.
     pub fn describe(&self) -> String {
         match self {
-            Self::Deadline => "a job in it did not end after its deadline or cancellation".into(),
+            Self::Deadline => {
+                "a job in it did not end after its deadline or cancellation, or a result too large did not".into()
+            },
             Self::Hung => "it no longer sent heartbeats".into(),
             Self::Protocol(how) => format!("it broke the protocol: {how}"),
             Self::NoHello => "it did not say hello within start.handshake; \

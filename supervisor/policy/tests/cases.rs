@@ -11,7 +11,7 @@ use bulkhead_policy::{
     BulkheadState, Death, Event, KillReason, Limits, Note, RecycleReason, Reply, RestartCause, RestartPolicy,
     Time,
 };
-use bulkhead_shared::{CrashReason, Executed, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, RejectReason, Verdict};
 use stage::{MS, SECOND, Stage, limits};
 
 // Permits.
@@ -112,6 +112,63 @@ fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
         }
         assert_eq!(stage.verdicts(job), [&Verdict::Cancelled { executed: Executed::Yes }]);
         assert_eq!(stage.bulkhead.available(), 1);
+    }
+}
+
+/// A result that is too large is told of when it begins. The permit returns when all of it has come, which is no late
+/// reply; until then the worker takes nothing new.
+#[test]
+fn the_permit_of_a_result_that_is_too_large_returns_with_its_end() {
+    let mut stage = Stage::ready(Limits { deadline: 60 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 1) });
+    let (worker, job) = (stage.newest_worker(), stage.job());
+    stage.apply(Event::Oversized { worker, job, failure: too_large() });
+    stage.expect(job, "failed", Some("result_too_large"));
+    let next = stage.job();
+    for _ in 0..9 {
+        stage.now = stage.now + SECOND - MS;
+        stage.apply(Event::Heard { worker });
+        stage.apply(Event::Tick);
+    }
+    assert_eq!((stage.was_given_out(next), stage.bulkhead.permits_taken()), (false, 1));
+    stage.apply(Event::Replied { worker, job, reply: Reply::Failed(too_large()) });
+    assert!(stage.was_given_out(next));
+    stage.reply(next);
+    assert_eq!((stage.killed.len(), stage.cancelled.len(), stage.verdicts(job).len()), (0, 0, 1));
+    assert_eq!((stage.bulkhead.counters().late_replies, stage.bulkhead.available()), (0, 1));
+}
+
+/// A worker that stops to send such a result is killed, and so is one that goes on past the job's deadline.
+#[test]
+fn a_result_that_is_too_large_must_come_to_its_end() {
+    for (parts, lives_for) in [(0, 1), (5, 6), (1000, 10)] {
+        let mut stage =
+            Stage::ready(Limits { deadline: 10 * SECOND, grace: Duration::ZERO, ..limits(1, 1, 0) });
+        let (worker, job) = (stage.newest_worker(), stage.job());
+        stage.apply(Event::Oversized { worker, job, failure: too_large() });
+        for part in 1.. {
+            stage.now = stage.now + SECOND;
+            // What has come is read before anything else.
+            if part <= parts {
+                stage.apply(Event::Heard { worker });
+            }
+            stage.apply(Event::Tick);
+            if !stage.killed.is_empty() {
+                break;
+            }
+        }
+        assert_eq!(stage.killed, [(worker, KillReason::Deadline)]);
+        assert_eq!(stage.now.since(Time::ZERO), lives_for * SECOND, "{parts} parts");
+        stage.die(worker, Death::Signal(9));
+        stage.expect(job, "failed", Some("result_too_large"));
+    }
+}
+
+fn too_large() -> HandlerFailure {
+    HandlerFailure {
+        code: "result_too_large".into(),
+        message: String::new(),
+        retryable: false,
+        fault: Fault::Dependency,
     }
 }
 

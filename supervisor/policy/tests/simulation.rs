@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 88] = [
+const DEMANDED: [&str; 91] = [
     "its turn since nothing comes",
     "its turn",
     "taken back beside others",
@@ -117,6 +117,9 @@ const DEMANDED: [&str; 88] = [
     "taken back unread",
     "reply for nothing",
     "late reply",
+    "oversized",
+    "oversized and goes on",
+    "oversized and ended",
     "ghost",
     "drain",
     "resume",

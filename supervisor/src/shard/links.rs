@@ -82,7 +82,8 @@ pub(super) struct Link {
     pub(super) death: Option<(Death, Usage)>,
     /// Replies for jobs it does not have.
     strays: u32,
-    /// A result that is too large and still coming: its job has its permit until the worker has sent it all.
+    /// A result that is too large and still coming: its client was told, and its job has its permit until the worker
+    /// has sent it all.
     oversized: Option<(JobId, HandlerFailure)>,
     /// Nothing more comes than what waits in the socket.
     pub(super) is_read_closed: bool,
@@ -436,13 +437,16 @@ impl Shard {
         if size <= most {
             return Ok(true);
         }
+        check_empty(metadata)?;
+        let (worker, job, failure) = (link.worker, JobId(header.number), too_large(size, most));
         if let Some(link) = self.links[index].as_mut() {
-            link.oversized = Some((JobId(header.number), too_large(size, most)));
+            link.oversized = Some((job, failure.clone()));
         }
+        self.apply(compartment, Event::Oversized { worker, job, failure }, Incoming::None);
         Ok(false)
     }
 
-    /// A result that is too large has come to its end.
+    /// A result that is too large has come to its end: its permit is free.
     fn end_oversized(&mut self, index: usize) {
         let Some(link) = self.links[index].as_mut() else { return };
         let (compartment, worker) = (link.compartment, link.worker);

@@ -19,6 +19,9 @@ use super::Tag;
 use super::coverage::Coverage;
 use slots::{Slot, SlotState};
 
+/// The least time that a worker has for the next part of a result that is too large.
+const STALL_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
+
 pub(crate) struct Model {
     limits: Limits,
     /// The longest queue that was ever allowed, and the most permits there ever were: what waits stays.
@@ -78,6 +81,8 @@ struct Job {
     attempts: u32,
     is_answered: bool,
     is_overdue: bool,
+    /// Whether its result is too large and still coming.
+    is_oversized: bool,
     /// When it has waited for too long.
     patience_until: Option<Time>,
     worker: Option<u32>,
@@ -374,6 +379,18 @@ impl Model {
     fn is_stuck(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
+    }
+
+    /// Whether it sends a result that is too large, and nothing in it has passed the bulkhead's deadline.
+    fn is_sending(&self, worker: &Worker) -> bool {
+        let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
+        jobs().any(|job| job.is_oversized) && !jobs().any(|job| job.is_overdue)
+    }
+
+    /// How long it may stay as it is when it is stuck; while it sends, from the last that was heard.
+    fn patience(&self, worker: &Worker) -> std::time::Duration {
+        let grace = self.limits.grace;
+        if self.is_sending(worker) { grace.max(STALL_PATIENCE) } else { grace }
     }
 
     fn is_available(&self, worker: &Worker) -> bool {

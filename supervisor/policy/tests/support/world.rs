@@ -38,6 +38,8 @@ enum Sign {
     Ready,
     Beat,
     Reply(JobId),
+    /// So many parts more come of a result that is too large.
+    Part(JobId, u64),
     Stopping,
     Broke,
     Memory,
@@ -59,6 +61,8 @@ struct Process {
     jobs: Vec<JobId>,
     /// Those of them that it never read.
     unread: Vec<JobId>,
+    /// Those of which a result that is too large has begun.
+    oversized: Vec<JobId>,
 }
 
 pub(crate) struct World {
@@ -254,7 +258,7 @@ impl World {
             worker = WorkerId { place: worker.place + 1000, generation: 7 };
         }
         let message = "a ghost".to_owned();
-        Some(match self.random.range(0, 12) {
+        Some(match self.random.range(0, 13) {
             0 => Event::Spawned { worker, pid: 1 },
             1 => Event::SpawnFailed { worker, message },
             2 => Event::Hello { worker, has_dispatch_thread: true, can_resize: true },
@@ -270,6 +274,7 @@ impl World {
             9 => Event::ExtendStart { worker, more: Duration::from_secs(9) },
             10 => Event::Said { worker, text: message },
             11 => Event::Looked { worker, is_starved: false },
+            12 => Event::Oversized { worker, job, failure: too_large() },
             _ => Event::Replied { worker, job, reply: Reply::Ok },
         })
     }
@@ -320,6 +325,7 @@ impl World {
             }
             Sign::Beat => return self.beat(now, worker),
             Sign::Reply(job) => return self.reply(now, worker, job),
+            Sign::Part(job, left) => return self.part(now, worker, job, left),
             Sign::Stopping => {
                 self.go(now, worker);
                 Event::Stopping { worker }
@@ -373,6 +379,16 @@ impl World {
         if known.is_none() && !self.random.percent(20) {
             return None;
         }
+        if process.oversized.contains(&job) {
+            // Its end comes behind its last part.
+            return None;
+        }
+        if self.random.percent(self.temper.oversizes) {
+            process.oversized.push(job);
+            let parts = self.random.range(0, 8);
+            self.plan_part(now, worker, job, parts);
+            return Some(Event::Oversized { worker, job, failure: too_large() });
+        }
         if let Some(at) = known {
             process.jobs.swap_remove(at);
         }
@@ -392,6 +408,29 @@ impl World {
             }),
         };
         Some(Event::Replied { worker, job, reply })
+    }
+
+    /// The next part of a result that is too large, or nothing any more.
+    fn plan_part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) {
+        let within_ms = self.random.pick(&[0, 10, 500, 500, 1500]);
+        if !self.random.percent(5) {
+            let after = self.random.millis(0, within_ms);
+            self.plan_sign(now + after, worker, Sign::Part(job, left));
+        }
+    }
+
+    fn part(&mut self, now: Time, worker: WorkerId, job: JobId, left: u64) -> Option<Event<Tag>> {
+        if left > 0 {
+            self.plan_part(now, worker, job, left - 1);
+            return Some(Event::Heard { worker });
+        }
+        let process = self.processes.get_mut(&worker)?;
+        process.oversized.retain(|&other| other != job);
+        process.jobs.retain(|&other| other != job);
+        if process.is_draining && process.jobs.is_empty() {
+            self.go(now, worker);
+        }
+        Some(Event::Replied { worker, job, reply: Reply::Failed(too_large()) })
     }
 
     fn leave_idle(&mut self, now: Time, worker: WorkerId) {
@@ -476,6 +515,7 @@ impl World {
             is_leaving: false,
             jobs: Vec::new(),
             unread: Vec::new(),
+            oversized: Vec::new(),
         };
         self.processes.insert(worker, process);
         let born = now + self.random.millis(0, self.temper.start_ms);
@@ -537,5 +577,14 @@ impl World {
         let after =
             if self.random.percent(10) { self.random.millis(0, 3000) } else { self.random.millis(0, 30) };
         self.plan_sign(now + after, worker, Sign::Exited(Death::Signal(9)));
+    }
+}
+
+fn too_large() -> HandlerFailure {
+    HandlerFailure {
+        code: "result_too_large".into(),
+        message: "all too much".into(),
+        retryable: false,
+        fault: Fault::Dependency,
     }
 }

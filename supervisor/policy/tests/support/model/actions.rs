@@ -125,7 +125,7 @@ impl Model {
                 matches!(worker.phase, Phase::Initializing { until } if until <= now)
             }
             KillReason::Deadline => {
-                self.is_stuck(worker) && worker.killed_at.unwrap_or(now + self.limits.grace) <= now
+                self.is_stuck(worker) && worker.killed_at.unwrap_or(now + self.patience(worker)) <= now
             }
             KillReason::Hung => self.step.cause == Cause::Looked(worker.id) && worker.was_looked_at,
             KillReason::Overdue => self.is_overdue(worker),
@@ -174,9 +174,9 @@ impl Model {
 
     /// Whoever was to be killed or drained by now has been.
     pub(super) fn settle_workers(&mut self) {
-        let at = self.now + self.limits.grace;
-        let stuck: Vec<_> = self.workers.iter().map(|(&place, w)| (place, self.is_stuck(w))).collect();
-        for (place, is_stuck) in stuck {
+        let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w), self.now + self.patience(w));
+        let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
+        for (place, is_stuck, at) in stuck {
             let worker = self.workers.get_mut(&place).expect("it is live");
             worker.killed_at = is_stuck.then(|| worker.killed_at.unwrap_or(at));
         }
@@ -256,7 +256,9 @@ impl Model {
     fn leave(&mut self, id: JobId, verdict: &Verdict) {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
+        let is_sent = self.jobs[&id].is_oversized;
         match place.and_then(|place| self.workers.get(&place)) {
+            Some(_) if is_sent => {}
             Some(worker) if is_abandoned => {
                 assert!(worker.jobs.contains(&id));
                 self.step.to_cancel.insert((worker.id, id));

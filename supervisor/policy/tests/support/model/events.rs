@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bulkhead_policy::{Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId};
-use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, Executed, HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use super::recovery;
 use super::slots::SlotState;
@@ -37,7 +37,9 @@ impl Model {
             Event::Reset => self.poison = recovery::Poison::default(),
             Event::Spawned { worker, pid } => self.spawned(*worker, *pid),
             Event::Stopping { worker } => self.stopping(*worker),
-            Event::Heard { .. } | Event::ChangeTenant { .. } => {}
+            Event::Heard { worker } => self.sends_on(*worker),
+            Event::Oversized { worker, job, failure } => self.oversized(*worker, *job, failure),
+            Event::ChangeTenant { .. } => {}
             Event::ForceBreaker { .. } => {}
             Event::Lost { worker } => {
                 let is_dead =
@@ -95,6 +97,7 @@ impl Model {
         | Event::Heard { worker }
         | Event::Said { worker, .. }
         | Event::Replied { worker, .. }
+        | Event::Oversized { worker, .. }
         | Event::Broke { worker, .. }
         | Event::Stopping { worker }) = event
         else {
@@ -238,6 +241,7 @@ impl Model {
             attempts: 0,
             is_answered: false,
             is_overdue: false,
+            is_oversized: false,
             patience_until: self.limits.queue_timeout.map(|patience| self.now + patience),
             worker: None,
         };
@@ -268,6 +272,9 @@ impl Model {
         if self.idle_since.zip(self.limits.idle).is_some_and(|(since, idle)| since + idle <= now) {
             self.rest();
         }
+        let is_in_time = |worker: &Worker| !worker.jobs.iter().any(|job| self.jobs[job].is_overdue);
+        let were_in_time =
+            self.workers.iter().filter(|(_, w)| is_in_time(w)).map(|(&place, _)| place).collect();
         for (id, job) in &mut self.jobs {
             job.is_overdue = job.worker.is_some() && job.hard_deadline_at <= now;
             if job.is_answered {
@@ -288,6 +295,7 @@ impl Model {
             };
             self.step.owed.insert(*id, verdict);
         }
+        self.hurry(&were_in_time);
     }
 
     // Workers.
@@ -373,6 +381,11 @@ impl Model {
         if matches!(reply, Reply::ProgramCrashed { .. }) {
             self.crashed_alone(job);
         }
+        if self.jobs[&job].is_oversized {
+            self.coverage.see("oversized and ended");
+            self.jobs.remove(&job);
+            return;
+        }
         if self.jobs[&job].is_answered {
             self.coverage.see("late reply");
             self.counters.late_replies += 1;
@@ -388,6 +401,34 @@ impl Model {
             }
         };
         self.step.owed.insert(job, verdict);
+    }
+
+    /// The client is told now, and the worker has the job as before.
+    fn oversized(&mut self, id: WorkerId, job: JobId, failure: &HandlerFailure) {
+        let is_held = self.live(id).is_some_and(|worker| worker.jobs.contains(&job));
+        let Some(entry) = self.jobs.get_mut(&job).filter(|job| is_held && !job.is_answered) else { return };
+        self.coverage.see("oversized");
+        entry.is_oversized = true;
+        self.step.owed.insert(job, Verdict::Failed(failure.clone()));
+    }
+
+    fn sends_on(&mut self, id: WorkerId) {
+        let Some(worker) = self.live(id) else { return };
+        if worker.killed_at.is_some() && self.is_sending(worker) {
+            let killed_at = self.now + self.patience(worker);
+            self.coverage.see("oversized and goes on");
+            self.live_mut(id).into_iter().for_each(|worker| worker.killed_at = Some(killed_at));
+        }
+    }
+
+    /// Whose first job has just passed the bulkhead's deadline has no more than `grace` from here on.
+    fn hurry(&mut self, were_in_time: &BTreeSet<u32>) {
+        let at = self.now + self.limits.grace;
+        for (place, worker) in &mut self.workers {
+            if were_in_time.contains(place) && worker.jobs.iter().any(|job| self.jobs[job].is_overdue) {
+                worker.killed_at = worker.killed_at.map(|killed_at| killed_at.min(at));
+            }
+        }
     }
 
     fn unread(&mut self, id: WorkerId, job: JobId) {

@@ -1,0 +1,73 @@
+//! Results that are too large. The client is told when such a one begins. The worker has the permit until all of it
+//! has come, since it does nothing else until then.
+
+use std::time::Duration;
+
+use bulkhead_shared::{HandlerFailure, JobId, Verdict};
+
+use super::Bulkhead;
+use crate::jobs::Place;
+use crate::messages::{Action, WorkerId};
+use crate::time::Time;
+use crate::workers::Phase;
+
+/// A worker that sends such a result has at least so long for its next bytes, however short `grace` is.
+const STALL_PATIENCE: Duration = Duration::from_secs(1);
+
+impl<T> Bulkhead<T> {
+    /// Answers the job. It stays in the worker's hands, as one that was cancelled does, until the worker has
+    /// replied.
+    pub(super) fn oversized(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        job: JobId,
+        failure: HandlerFailure,
+        out: &mut Vec<Action<T>>,
+    ) {
+        self.heard(now, worker);
+        if !self.holds(worker, job) {
+            return;
+        }
+        let Some(index) = self.jobs.find(job).filter(|&index| self.jobs.get(index).cargo.is_some()) else {
+            return;
+        };
+        self.answer(now, index, Verdict::Failed(failure), out);
+        let entry = self.jobs.get(index);
+        if let Place::InFlight { is_oversized, .. } = &mut entry.place {
+            *is_oversized = true;
+        }
+        self.job_timers.set(index, entry.hard_deadline_at);
+        if let Some(worker) = self.worker_mut(worker) {
+            worker.wanted -= 1;
+        }
+        self.review(now, worker.place);
+    }
+
+    /// A worker was heard. While it sends a result that is too large, that was a part of it: it is killed only if
+    /// no more comes, or when a job in it has passed the bulkhead's own deadline.
+    pub(super) fn sends_on(&mut self, now: Time, id: WorkerId) {
+        let Some(worker) = self.worker(id) else { return };
+        let is_awaited = matches!(worker.phase, Phase::Ready | Phase::Draining) && worker.kill_at.is_some();
+        if !is_awaited || !self.is_sending(id.place) {
+            return;
+        }
+        let kill_at = now + self.patience(id.place);
+        if let Some(worker) = self.worker_mut(id) {
+            worker.kill_at = Some(kill_at);
+        }
+        self.arm(id.place);
+    }
+
+    /// How long a worker lives on whose jobs nobody waits for.
+    pub(super) fn patience(&self, place: u32) -> Duration {
+        let grace = self.limits.grace;
+        if self.is_sending(place) { grace.max(STALL_PATIENCE) } else { grace }
+    }
+
+    fn is_sending(&self, place: u32) -> bool {
+        self.workers[place as usize].as_ref().is_some_and(|worker| {
+            worker.overdue == 0 && worker.jobs.iter().any(|&job| self.jobs.is_oversized(job))
+        })
+    }
+}
