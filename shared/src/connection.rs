@@ -18,6 +18,9 @@ use crate::limits::{INLINE_PAYLOAD_BYTES_MAX, METADATA_BYTES_MAX, READ_BYTES_MAX
 /// Bytes that a half-received frame leaves behind at most: a small frame, all but its last byte.
 const PARTIAL_BYTES_MAX: usize = HEADER_BYTES + METADATA_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
 
+/// Bytes of a large payload's buffer that are cleared at once, so that one read takes no longer than another.
+const LARGE_CLEAR_BYTES: usize = 1024 * 1024;
+
 /// The least that a large payload's buffer has room for.
 const LARGE_START_BYTES: usize = 4 * 1024;
 
@@ -220,7 +223,8 @@ impl Large {
         let kept = buffer.len().min(self.filled);
         buffer[..kept].copy_from_slice(&self.buffer[..kept]);
         buffer.extend_from_slice(&self.buffer[kept..self.filled]);
-        buffer.resize(room.max(buffer.len()), 0);
+        let cleared = room.min(self.filled + LARGE_CLEAR_BYTES);
+        buffer.resize(cleared.max(buffer.len()), 0);
         std::mem::replace(&mut self.buffer, buffer)
     }
 
@@ -395,7 +399,8 @@ fn receive_large(
         if large.buffer.capacity() == large.filled {
             large.buffer.reserve_exact(large.room_for(large.filled) - large.filled);
         }
-        large.buffer.resize(large.buffer.capacity().min(large.header.payload_length()), 0);
+        let room = large.buffer.capacity().min(large.header.payload_length());
+        large.buffer.resize(room.min(large.filled + LARGE_CLEAR_BYTES), 0);
     }
     let room = wanted.min(large.buffer.len() - large.filled);
     let into = &mut large.buffer[large.filled..large.filled + room];

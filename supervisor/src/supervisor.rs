@@ -168,8 +168,8 @@ fn warn_of_closed_folder(socket: &Path) {
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// Descriptors of a worker: link, pidfd, two pipes; twice, for the one that replaces it.
-const DESCRIPTORS_PER_WORKER: u64 = 8;
+/// Descriptors of a worker: both ends of its link, pidfd, two pipes; twice, for the one that replaces it.
+const DESCRIPTORS_PER_WORKER: u64 = 10;
 
 /// Descriptors that whoever reaches the address of `http` can take up: connections, and jobs that need a
 /// connection to the data plane, which has two ends.

@@ -178,8 +178,6 @@ impl Shard {
         let reading = Reading::of(&theirs)?;
         self.intake.prepare(&socket)?;
         let program = self.owner(compartment).program.clone();
-        self.keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write)?;
-        self.ask_keeper();
         let index = self.free_links.pop().unwrap_or_else(|| {
             self.links.push(None);
             self.links.len() - 1
@@ -188,9 +186,16 @@ impl Shard {
         let registered = self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST);
         if let Err(error) = registered {
             self.free_links.push(index);
-            let _ = self.keeper.kill(spawn);
             return Err(error);
         }
+        // Last: what has been ordered has the id, whatever becomes of it here.
+        let ordered = self.keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write);
+        if let Err(error) = ordered {
+            let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
+            self.free_links.push(index);
+            return Err(error);
+        }
+        self.ask_keeper();
         self.links[index] = Some(Link {
             compartment,
             worker,
@@ -321,7 +326,9 @@ impl Shard {
                 return;
             }
         }
-        self.again.push(index);
+        if !self.again.contains(&index) {
+            self.again.push(index);
+        }
     }
 
     /// Reads once; returns whether there may be more.

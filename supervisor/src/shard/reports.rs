@@ -31,6 +31,9 @@ const VIOLATIONS_MAX: usize = 64;
 /// Reports that are read ahead to find one: as many as the keeper has waiting at most.
 const REPORTS_AHEAD_MAX: usize = 1024;
 
+/// Reads of a dead worker's link: more than what a socket holds takes.
+const READS_AFTER_DEATH_MAX: usize = 256;
+
 /// A worker that is gone, while what it left behind is being ended.
 pub(super) struct Sweeping {
     compartment: usize,
@@ -85,7 +88,12 @@ impl Shard {
             Report::Exited { worker, exit, usage } => {
                 let death = self.death(worker, exit);
                 match self.host_of_programs(worker) {
-                    Some(link) => link.death = Some((death, usage)),
+                    Some(link) => {
+                        link.death = Some((death, usage));
+                        // It gets no more jobs meanwhile, as one that says that it ends.
+                        let (compartment, worker) = (link.compartment, link.worker);
+                        self.apply(compartment, Event::Stopping { worker }, Incoming::None);
+                    }
                     None => self.process_gone(worker, Some((death, usage))),
                 }
             }
@@ -186,9 +194,13 @@ impl Shard {
         let Some(&index) = self.links_by_spawn.get(&spawn) else { return };
         let read = self.links[index].as_mut().map_or(0, |link| link.reading.end());
         // What it said before it died still counts.
-        let mut rounds = 0;
-        while self.links[index].as_ref().is_some_and(|link| link.closed_at.is_none()) && rounds < 4096 {
-            rounds += 1;
+        // No end of file comes while something that it left behind has its end of the link.
+        let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
+        let mut reads = 0;
+        while reads < READS_AFTER_DEATH_MAX
+            && self.links[index].as_ref().is_some_and(|link| link.closed_at.is_none() && waiting(link) > 0)
+        {
+            reads += 1;
             self.read_link_once(index);
         }
         let Some(mut link) = self.take_link(spawn) else { return };
@@ -255,7 +267,8 @@ impl Shard {
         self.keeper_since = self.now;
         let spawns: Vec<u64> = self.links_by_spawn.keys().copied().collect();
         for spawn in spawns {
-            self.process_gone(spawn, None);
+            let death = self.host_of_programs(spawn).and_then(|link| link.death.take());
+            self.process_gone(spawn, death);
         }
         // What the dead left behind was ended with the rest.
         let sweeping: Vec<u64> = self.sweeping.keys().copied().collect();
