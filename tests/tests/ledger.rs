@@ -7,7 +7,9 @@ use bulkhead_tests::ledger::{self, Plan};
 
 #[test]
 fn every_job_has_one_outcome_that_is_true_and_begins_once_within_the_bound() {
-    let findings = ledger::keep(Plan { lasts: Duration::from_secs(15), seed: 20_261_122 });
-    assert!(findings.faults.is_empty(), "{findings:#?}");
-    assert!(findings.outcomes.get("ok").is_some_and(|&count| count > 100), "{findings:#?}");
+    for has_hangs in [true, false] {
+        let findings = ledger::keep(Plan { lasts: Duration::from_secs(10), seed: 20_261_122, has_hangs });
+        assert!(findings.faults.is_empty(), "{findings:#?}");
+        assert!(findings.outcomes.get("ok").is_some_and(|&count| count > 100), "{findings:#?}");
+    }
 }

@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use super::worker::now_us;
-use super::{BULKHEADS, config};
+use super::{BULKHEADS, Plan, config};
 use crate::{Supervisor, kill_pid, request, write_config};
 
 /// A small generator of random numbers (splitmix64): the same seed gives the same sequence.
@@ -52,17 +52,18 @@ pub struct Chaos {
 
 impl Chaos {
     /// Begins; it ends soon after `is_over` is set.
-    pub fn begin(supervisor: &Supervisor, notes: &Path, seed: u64, is_over: Arc<AtomicBool>) -> Self {
+    pub fn begin(supervisor: &Supervisor, notes: &Path, plan: Plan, is_over: Arc<AtomicBool>) -> Self {
         let target = Target {
             pid: supervisor.pid(),
             folder: supervisor.folder.path().to_owned(),
             notes: notes.to_owned(),
+            plan,
             is_over,
         };
         let (disturbed, flooded) = (target.clone(), target);
         let threads = vec![
-            std::thread::spawn(move || disturbed.disturb(Random::new(seed))),
-            std::thread::spawn(move || flooded.flood(Random::new(!seed))),
+            std::thread::spawn(move || disturbed.disturb(Random::new(plan.seed))),
+            std::thread::spawn(move || flooded.flood(Random::new(!plan.seed))),
         ];
         Self { threads }
     }
@@ -78,6 +79,7 @@ struct Target {
     pid: u32,
     folder: PathBuf,
     notes: PathBuf,
+    plan: Plan,
     is_over: Arc<AtomicBool>,
 }
 
@@ -115,7 +117,7 @@ impl Target {
         match random.below(100) {
             0..60 => self.signal(random, Signal::SIGKILL, "worker killed"),
             60..68 => self.signal(random, Signal::SIGTERM, "worker told to end"),
-            68..78 => {
+            68..78 if self.plan.has_hangs => {
                 let Some(pid) = self.worker(random) else { return "no worker" };
                 kill_pid(pid, Signal::SIGSTOP);
                 pause(random.below(1_500));
@@ -129,7 +131,11 @@ impl Target {
             }
             84..90 => {
                 *revision += 1;
-                write_config(&self.folder, "drain_timeout = \"20s\"", &config(&self.notes, *revision));
+                write_config(
+                    &self.folder,
+                    "drain_timeout = \"20s\"",
+                    &config(&self.notes, *revision, self.plan),
+                );
                 kill_pid(self.pid, Signal::SIGHUP);
                 "configuration reloaded"
             }

@@ -93,6 +93,7 @@ pub fn run(socket: &Path, plan: Plan, round: u64) -> HashMap<u64, Entry> {
                     random: Random::new(plan.seed ^ (number << 32) ^ 0xA5A5),
                     next: (round << 56) | (number << 40),
                     book: book.clone(),
+                    has_hangs: plan.has_hangs,
                 };
                 lanes.spawn_local(lane.run(until));
             }
@@ -114,6 +115,7 @@ struct Lane {
     random: Random,
     next: u64,
     book: Rc<RefCell<HashMap<u64, Entry>>>,
+    has_hangs: bool,
 }
 
 impl Lane {
@@ -133,7 +135,7 @@ impl Lane {
         let bulkhead = BULKHEADS[random.below(BULKHEADS.len())].name;
         let operation = match random.below(1000) {
             0..5 => "die".to_owned(),
-            5..10 => "hang".to_owned(),
+            5..10 if self.has_hangs => "hang".to_owned(),
             10..400 => format!("sleep {}", random.below(3_000)),
             _ => String::new(),
         };
