@@ -33,6 +33,8 @@ const LOOKS_PER_TURN: usize = 64;
 /// A worker that is dead and waited for, while what it left behind is swept up.
 struct Leaving {
     worker: u64,
+    /// Whether it is to be reported as swept: one that was told as failed is not.
+    is_reported: bool,
     folder: Option<PathBuf>,
     leaf: Option<Leaf>,
     since: Instant,
@@ -145,6 +147,7 @@ impl Process {
     fn left(&mut self, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.forget_descriptors(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
+        let is_reported = !matches!(child.stage, Stage::Failed);
         match child.stage {
             Stage::Running => {
                 // The first process of a pid namespace has told of the worker; if not, it was killed first.
@@ -165,7 +168,7 @@ impl Process {
         }
         let Child { worker, folder, leaf, .. } = child;
         let moment = self.sweep.hunt.moment();
-        self.sweep.leaving.push(Leaving { worker, folder, leaf, since: now, moment });
+        self.sweep.leaving.push(Leaving { worker, is_reported, folder, leaf, since: now, moment });
         self.sweep.audit.get_or_insert(now + AUDIT_PAUSE);
     }
 
@@ -251,9 +254,11 @@ impl Process {
         if !swept.is_empty() && self.sweep.leaving.is_empty() {
             self.precedence.give_back();
         }
-        for Leaving { worker, folder, leaf, .. } in swept {
+        for Leaving { worker, is_reported, folder, leaf, .. } in swept {
             self.clear(folder, leaf);
-            self.report(&ReportMessage::Swept { worker }, None);
+            if is_reported {
+                self.report(&ReportMessage::Swept { worker }, None);
+            }
         }
     }
 
