@@ -285,6 +285,32 @@ fn a_spent_worker_is_followed_at_once_whatever_its_age() {
     assert_ne!(successor, current, "nothing follows");
 }
 
+/// A worker that waited for its turn has it with the death of the one before, before that is swept up, and is
+/// followed like any other.
+#[test]
+fn who_waits_for_its_turn_has_it_when_the_one_before_dies() {
+    let mut stage = Stage::starting(counted(3, limits(1, 1, 1)));
+    stage.wait(SECOND);
+    let old = stage.newest_worker();
+    stage.bring_up(old);
+    stage.reply_to_next();
+    let job = stage.job();
+    let standby = stage.newest_worker();
+    assert_ne!(standby, old);
+    stage.wait(SECOND);
+    stage.bring_up(standby);
+    let waiting = stage.job();
+    stage.apply(Event::Exited { worker: old, death: Death::Signal(11) });
+    stage.expect(job, "crashed", Some("signal"));
+    assert_eq!(stage.holder(waiting), standby);
+    stage.apply(Event::Swept { worker: old });
+    stage.reply(waiting);
+    stage.reply_to_next();
+    let last = stage.job();
+    assert_eq!((stage.holder(last), stage.drained.last()), (standby, Some(&standby)));
+    assert_ne!(stage.newest_worker(), standby, "nothing follows");
+}
+
 /// A worker that is spent, and followed at once, leaves nothing that is due.
 #[test]
 fn nothing_is_due_once_a_spent_worker_is_followed() {

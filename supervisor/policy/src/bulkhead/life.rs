@@ -605,6 +605,10 @@ impl<T> Bulkhead<T> {
             self.refresh(id.place);
             self.arm(id.place);
         }
+        // What waits for its turn does not wait for the sweeping as well.
+        if is_current && let Some(standby) = self.standby(slot) {
+            self.succeed(now, slot, standby, RecycleReason::Jobs, out);
+        }
     }
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.

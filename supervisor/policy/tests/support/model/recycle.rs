@@ -38,7 +38,7 @@ impl Model {
         }
     }
 
-    fn give_turn(&mut self, place: u32) -> bool {
+    pub(super) fn give_turn(&mut self, place: u32) -> bool {
         let slot = self.workers[&place].slot as usize;
         let SlotState::Held { current, successor: Some(next) } = self.slots[slot].state else { return false };
         let standby = &self.workers[&next];

@@ -146,6 +146,9 @@ impl Model {
             self.coverage.see("proven");
             self.slots[slot].forget();
         }
+        if self.give_turn(id.place) {
+            self.coverage.see("its turn after a death");
+        }
     }
 
     /// Nothing is left of a worker that is dead.
