@@ -51,6 +51,8 @@ pub(crate) struct Worker {
     /// No replacement is tried before this. Of one that waits for its turn: when it is seen whether that still
     /// comes.
     pub(crate) succession_after: Time,
+    /// When it is looked at next whether it is too old.
+    pub(crate) age_after: Time,
     /// Its level in the table of those that may take a job.
     pub(crate) listed: Option<u32>,
     /// Whether it counts towards the limit.
@@ -170,6 +172,7 @@ impl Worker {
             begun: 0,
             is_spent: false,
             succession_after: Time::ZERO,
+            age_after: Time::ZERO,
             listed: None,
             counted: false,
             is_written_off: false,

@@ -260,3 +260,89 @@ fn who_waits_for_a_turn_that_does_not_come_takes_it() {
     let next = stage.job();
     assert_eq!(stage.holder(next), standby);
 }
+
+/// What follows a spent worker waits for one that failed to start, and for nothing else.
+#[test]
+fn a_spent_worker_is_followed_at_once_whatever_its_age() {
+    let mut limits = counted(2, limits(1, 1, 0));
+    limits.recycle.age = Some(2 * SECOND);
+    let mut stage = Stage::ready(limits.clone());
+    let old = stage.newest_worker();
+    stage.reply_to_next();
+    // Its age is minded while the one that it replaced is not gone: another cannot start yet.
+    stage.apply(Event::Restart);
+    let current = stage.newest_worker();
+    stage.bring_up(current);
+    stage.wait(2 * SECOND - MS);
+    assert_eq!((&stage.drained, stage.spawned.len()), (&vec![old], 2));
+    stage.wait(MS);
+    stage.die(old, Death::Exit(0));
+    limits.recycle.age = None;
+    stage.apply(Event::Reconfigure(Box::new(limits)));
+    stage.reply_to_next();
+    let (_last, successor) = (stage.job(), stage.newest_worker());
+    assert_eq!(stage.drained, [old, current]);
+    assert_ne!(successor, current, "nothing follows");
+}
+
+/// A worker that waited for its turn has it with the death of the one before, before that is swept up, and is
+/// followed like any other.
+#[test]
+fn who_waits_for_its_turn_has_it_when_the_one_before_dies() {
+    let mut stage = Stage::starting(counted(3, limits(1, 1, 1)));
+    stage.wait(SECOND);
+    let old = stage.newest_worker();
+    stage.bring_up(old);
+    stage.reply_to_next();
+    let job = stage.job();
+    let standby = stage.newest_worker();
+    assert_ne!(standby, old);
+    stage.wait(SECOND);
+    stage.bring_up(standby);
+    let waiting = stage.job();
+    stage.apply(Event::Exited { worker: old, death: Death::Signal(11) });
+    stage.expect(job, "crashed", Some("signal"));
+    assert_eq!(stage.holder(waiting), standby);
+    stage.apply(Event::Swept { worker: old });
+    stage.reply(waiting);
+    stage.reply_to_next();
+    let last = stage.job();
+    assert_eq!((stage.holder(last), stage.drained.last()), (standby, Some(&standby)));
+    assert_ne!(stage.newest_worker(), standby, "nothing follows");
+}
+
+/// A worker that is spent, and followed at once, leaves nothing that is due.
+#[test]
+fn nothing_is_due_once_a_spent_worker_is_followed() {
+    let mut stage = Stage::ready(counted(1, limits(1, 1, 0)));
+    let old = stage.newest_worker();
+    stage.apply(Event::Restart);
+    let current = stage.newest_worker();
+    stage.wait(SECOND);
+    stage.bring_up(current);
+    stage.die(old, Death::Exit(0));
+    stage.wait(MS);
+    let _last = stage.job();
+    assert_ne!(stage.newest_worker(), current);
+    assert!(stage.bulkhead.next_deadline() > Some(stage.now), "due in the past");
+}
+
+/// What a worker that cannot be resized is replaced for says nothing of why its follower failed, if it is spent.
+#[test]
+fn a_resize_does_not_hurry_what_follows_a_spent_worker() {
+    let mut limits = counted(1, limits(1, 1, 0));
+    limits.restart.backoff_max = SECOND;
+    let mut stage = Stage::starting(limits);
+    let worker = stage.newest_worker();
+    stage.apply(Event::Spawned { worker, pid: 1 });
+    stage.apply(Event::Hello { worker, has_dispatch_thread: false, can_resize: false });
+    stage.apply(Event::Ready { worker });
+    let job = stage.job();
+    stage.die(stage.newest_worker(), Death::Exit(3));
+    stage.apply(Event::Change(Change { max_in_flight: Some(2), ..Change::default() }));
+    stage.reply(job);
+    stage.wait(SECOND - MS);
+    assert_eq!(stage.spawned.len(), 2, "too soon after one that failed");
+    stage.wait(MS);
+    assert_eq!(stage.spawned.len(), 3);
+}

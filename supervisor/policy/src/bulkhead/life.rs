@@ -433,7 +433,7 @@ impl<T> Bulkhead<T> {
                 // Whoever is silent is not recycled before it is known why.
                 let age = match (worker.role, self.limits.recycle.age) {
                     (Role::Current, Some(age)) if worker.silence == Silence::None && !worker.is_spent => {
-                        Some((worker.spawned_at + age).max(worker.succession_after))
+                        Some((worker.spawned_at + age).max(worker.succession_after).max(worker.age_after))
                     }
                     _ => None,
                 };
@@ -489,19 +489,20 @@ impl<T> Bulkhead<T> {
     fn recycle_if_old(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         let is_old = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= now);
-        if worker.role != Role::Current || worker.is_spent || !is_old || now < worker.succession_after {
+        let is_due = now >= worker.succession_after && now >= worker.age_after;
+        if worker.role != Role::Current || worker.is_spent || !is_old || !is_due {
             return;
         }
         let slot = worker.slot;
         self.recycle(now, slot, RecycleReason::Age, out);
         // Not asked again before this attempt has ended one way or the other. If none could be made, the
-        // worker before this one is about to go.
+        // worker before this one is about to go. Other reasons do not wait for that: it was no failure.
         let again = match self.slots[slot as usize].successor {
             Some(_) => now + self.limits.start.handshake + self.limits.start.ready,
             None => now + RECYCLE_PAUSE,
         };
         if let Some(worker) = self.workers[place as usize].as_mut() {
-            worker.succession_after = again;
+            worker.age_after = again;
         }
     }
 
@@ -604,6 +605,10 @@ impl<T> Bulkhead<T> {
             self.refresh(id.place);
             self.arm(id.place);
         }
+        // What waits for its turn does not wait for the sweeping as well.
+        if is_current && let Some(standby) = self.standby(slot) {
+            self.succeed(now, slot, standby, RecycleReason::Jobs, out);
+        }
     }
 
     /// Takes a worker that is gone out of the table and decides what becomes of its slot.
@@ -638,7 +643,7 @@ impl<T> Bulkhead<T> {
         let pause = self.limits.restart.backoff_max.max(Duration::from_secs(1));
         if let SlotState::Occupied(place) = self.slots[slot as usize].state {
             if let Some(worker) = self.workers[place as usize].as_mut() {
-                worker.succession_after = now + pause;
+                (worker.succession_after, worker.age_after) = (now + pause, now + pause);
             }
             self.arm(place);
         }

@@ -28,8 +28,9 @@ impl<T> Bulkhead<T> {
         match self.standby(slot) {
             Some(standby) => self.succeed(now, slot, standby, RecycleReason::Jobs, out),
             None => {
+                // What its timer waits for depends on whether one follows now.
+                self.follow(now, slot, out);
                 self.drain_worker(now, place, out);
-                self.follow_spent(now, slot, out);
             }
         }
     }

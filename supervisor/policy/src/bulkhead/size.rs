@@ -131,9 +131,13 @@ impl<T> Bulkhead<T> {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.promised < most, out);
         for worker in self.workers.iter_mut().flatten() {
-            let is_behind = worker.role == Role::Current && worker.promised < most;
-            if is_behind && !self.rolling.iter().any(|(slot, _)| *slot == worker.slot) {
-                worker.succession_after = now;
+            // One that is spent is followed as it is.
+            let is_behind = worker.role == Role::Current && worker.promised < most && !worker.is_spent;
+            if !is_behind {
+                continue;
+            }
+            worker.succession_after = now;
+            if !self.rolling.iter().any(|(slot, _)| *slot == worker.slot) {
                 self.rolling.push_back((worker.slot, RecycleReason::Resize));
             }
         }

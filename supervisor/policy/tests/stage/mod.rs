@@ -162,6 +162,12 @@ impl Stage {
         self.apply(Event::Replied { worker, job, reply: Reply::Ok });
     }
 
+    /// A job that is given out at once, and done.
+    pub(crate) fn reply_to_next(&mut self) {
+        let job = self.job();
+        self.reply(job);
+    }
+
     /// The worker dies, and leaves nothing behind.
     pub(crate) fn die(&mut self, worker: WorkerId, death: Death) {
         self.apply(Event::Exited { worker, death });

@@ -154,7 +154,7 @@ impl Model {
         self.live_mut(id).expect("it is live").was_looked_at = true;
     }
 
-    fn is_silent(&self, worker: &Worker) -> bool {
+    pub(super) fn is_silent(&self, worker: &Worker) -> bool {
         let missed = self.limits.health.missed;
         let is_silent = worker.heard_at + worker.heartbeat * (missed + 1) <= self.now;
         match worker.phase {

@@ -189,7 +189,9 @@ impl Model {
             self.fit_slots();
         }
         for worker in self.workers.values_mut().filter(|worker| worker.promised < most) {
-            worker.no_successor_before = worker.no_successor_before.min(now);
+            if !worker.is_spent {
+                worker.no_successor_before = worker.no_successor_before.min(now);
+            }
             self.rolling.insert(worker.slot);
         }
     }

@@ -38,7 +38,7 @@ impl Model {
         }
     }
 
-    fn give_turn(&mut self, place: u32) -> bool {
+    pub(super) fn give_turn(&mut self, place: u32) -> bool {
         let slot = self.workers[&place].slot as usize;
         let SlotState::Held { current, successor: Some(next) } = self.slots[slot].state else { return false };
         let standby = &self.workers[&next];
@@ -130,6 +130,7 @@ impl Model {
         let is_leaving = matches!(worker.phase, Phase::Draining { .. }) && worker.lives_on();
         let others = self.workers.values().filter(|other| other.slot == worker.slot).count() - 1;
         let may_be = self.is_current(worker) && !self.is_stopping() && worker.no_successor_before <= self.now;
-        worker.is_spent && is_leaving && others == 0 && may_be
+        // Of one that is silent it is known first why.
+        worker.is_spent && is_leaving && others == 0 && may_be && !self.is_silent(worker)
     }
 }

@@ -122,7 +122,7 @@ impl Model {
         let worker = &self.workers[&current];
         if cause == Some(RestartCause::Jobs) {
             assert!(
-                self.limits.recycle.jobs.is_some() && worker.begun > 0,
+                (worker.is_spent || self.limits.recycle.jobs.is_some()) && worker.begun > 0,
                 "slot {slot} is recycled for no reason"
             );
             let is_at_it = worker.phase == Phase::Ready || worker.is_spent;
@@ -145,6 +145,9 @@ impl Model {
         if is_proven && served > 0 {
             self.coverage.see("proven");
             self.slots[slot].forget();
+        }
+        if self.give_turn(id.place) {
+            self.coverage.see("its turn after a death");
         }
     }
 
