@@ -36,6 +36,9 @@ const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// When the control plane ends: how long those who have come by then may take to be let in and to be heard.
 pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
 
+/// How long a request may take to be seen that has come by then.
+const LAST_LOOK: Duration = Duration::from_millis(100);
+
 /// How long those may take to be answered.
 const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
 
@@ -177,11 +180,15 @@ impl<S: Socket> Ways<S> {
             let _ = self.end.wait_for(|is_over| *is_over).await;
             tokio::time::sleep(LAST_WITHIN).await;
         };
-        tokio::select! {
-            count = socket.peek(head) => count.ok(),
-            () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => None,
-            () = over => None,
-        }
+        let is_over = tokio::select! {
+            biased;
+            count = socket.peek(head) => return count.ok(),
+            () = tokio::time::sleep_until(came + ANSWERED_WITHIN) => false,
+            () = over => true,
+        };
+        // What has come by now is not seen before the runtime has looked.
+        let last = tokio::time::timeout(LAST_LOOK, socket.peek(head));
+        if is_over { last.await.ok()?.ok() } else { None }
     }
 
     /// Sends somebody on whose request begins so.

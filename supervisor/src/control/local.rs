@@ -46,6 +46,7 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
     }
     // Those who have come already are told that it is over, and not reset.
     let _ = tokio::time::timeout(LAST_WITHIN, open()).await;
+    door.close(&ways);
 }
 
 /// A listener that takes only so many, and finds out whom it may serve.
@@ -82,6 +83,24 @@ impl Guarded {
             let _ = self.commander.send(Command::Refused { refusal, _place: place });
         }
         Some((entry, place.ok()?))
+    }
+
+    /// Lets nobody else connect, and sends on those who have: the loop above may have rested with some of them waiting.
+    fn close(&self, ways: &Ways<UnixStream>) {
+        let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
+        let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
+        while let Ok(socket) = rustix::net::accept_with(&self.listener, flags) {
+            let Ok(socket) = UnixStream::from_std(socket.into()) else { continue };
+            let Ok(place) = self.places.clone().try_acquire_owned() else { return };
+            match self.check(&socket) {
+                Ok(uid) => ways.send(Arrival::new(socket, Entry::of(uid), place)),
+                Err(refusal) => {
+                    if let Some((entry, place)) = self.refuse(refusal) {
+                        ways.send(Arrival::new(socket, entry, place));
+                    }
+                }
+            }
+        }
     }
 
     async fn accept(&self) -> Arrival<UnixStream> {

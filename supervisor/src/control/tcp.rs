@@ -128,6 +128,14 @@ pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<
     }
     // Those who have come already are told that it is over, and not reset.
     let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
+    // The loop above may have rested with some of them waiting.
+    let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
+    for _ in 0..CONNECTIONS_MAX {
+        let Ok(socket) = rustix::net::accept_with(&listener, flags) else { return };
+        if let Ok(socket) = TcpStream::from_std(socket.into()) {
+            lobby.enter(socket);
+        }
+    }
 }
 
 async fn accept(listener: &TcpListener) -> TcpStream {
