@@ -37,6 +37,8 @@ pub(crate) struct Job<T> {
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
     pub(crate) attempts: u32,
+    /// How many of the attempts it was taken back from, since their workers had read nothing of it.
+    pub(crate) taken_back: u32,
     /// Whether it gets a worker for itself alone, since it may have brought one down.
     pub(crate) is_suspect: bool,
     /// What came of it when it was given out before.
@@ -153,6 +155,7 @@ impl<T> Jobs<T> {
             tenant: entry.tenant,
             cost: entry.cost,
             attempts: 0,
+            taken_back: 0,
             is_suspect: false,
             before: None,
             claim: None,

@@ -120,7 +120,8 @@ impl<T> Bulkhead<T> {
     fn may_be_tried_again(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.live_slots > 0;
         let job = self.jobs.get(index);
-        let (digest, attempts) = (job.digest, job.attempts);
+        // What never began was no attempt of its own.
+        let (digest, attempts) = (job.digest, job.attempts - job.taken_back);
         let is_fit = job.idempotent && job.is_repeatable && job.cargo.is_some() && job.deadline_at > now;
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
@@ -152,9 +153,10 @@ impl<T> Bulkhead<T> {
     /// Whether a job can be given again: not if its client has been told already.
     fn take_back(&mut self, index: u32) -> bool {
         let job = self.jobs.get(index);
-        if job.cargo.is_none() || !job.is_repeatable || job.attempts > UNREAD_ATTEMPTS_MAX {
+        if job.cargo.is_none() || !job.is_repeatable || job.taken_back >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
+        job.taken_back += 1;
         job.place = Place::Entered;
         let (tenant, claim) = (job.tenant, job.claim.take());
         if let Some(claim) = claim {

@@ -79,6 +79,8 @@ struct Job {
     /// Whether its worker is about to be gone and cannot have begun it.
     is_unread: bool,
     attempts: u32,
+    /// Attempts that it was taken back from.
+    taken_back: u32,
     is_answered: bool,
     is_overdue: bool,
     /// Whether its result is too large and still coming.

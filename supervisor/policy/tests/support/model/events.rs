@@ -239,6 +239,7 @@ impl Model {
             is_suspect: false,
             is_unread: false,
             attempts: 0,
+            taken_back: 0,
             is_answered: false,
             is_overdue: false,
             is_oversized: false,
@@ -477,7 +478,10 @@ impl Model {
                     "taken back beside others"
                 });
                 self.wait_again(job);
-                self.jobs.entry(job).and_modify(|job| (job.worker, job.is_unread) = (None, false));
+                self.jobs.entry(job).and_modify(|job| {
+                    (job.worker, job.is_unread) = (None, false);
+                    job.taken_back += 1;
+                });
             } else {
                 self.lost(job, false, &verdict);
             }
@@ -498,7 +502,7 @@ impl Model {
     fn may_be_given_again(&self, job: JobId) -> bool {
         let job = &self.jobs[&job];
         let may_wait = self.mode == Mode::Open && self.live_slots() > 0;
-        may_wait && !job.is_answered && job.is_repeatable && job.attempts <= UNREAD_ATTEMPTS_MAX
+        may_wait && !job.is_answered && job.is_repeatable && job.taken_back < UNREAD_ATTEMPTS_MAX
     }
 
     // The operator.
