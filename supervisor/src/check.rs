@@ -26,6 +26,9 @@ use crate::supervisor::RunError;
 /// How long the keeper may take with one order.
 const ORDER_PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long a worker that has closed its link may take to end by itself.
+const CLOSED_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Bytes of a frame that a worker sends before it is ready.
 const FRAME_BYTES_MAX: usize = 64 * 1024;
 
@@ -105,9 +108,15 @@ fn start(
         Err(why) => return Err(format!("failed to start {}: {why}", program.describe())),
     };
     let ready = shake_hands(link, program, bulkhead);
-    // It may have ended by itself.
-    keeper.kill(worker).map_err(text)?;
-    let exit = ended(keeper, worker)?;
+    // Who closes its link is about to end, and is to say how; else it is killed.
+    let patience = if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
+    let exit = match ended(keeper, worker, patience)? {
+        Some(exit) => exit,
+        None => {
+            keeper.kill(worker).map_err(text)?;
+            ended(keeper, worker, ORDER_PATIENCE)?.ok_or_else(late)?
+        }
+    };
     let said: String = readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
     match ready {
         Ok(()) => Ok(observed),
@@ -144,18 +153,22 @@ fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
     })
 }
 
-/// Waits for a report that `wanted` makes something of.
-fn wait<T>(keeper: &mut Keeper, mut wanted: impl FnMut(Report) -> Option<T>) -> Result<T, String> {
-    let until = Instant::now() + ORDER_PATIENCE;
+/// Waits for a report that `wanted` makes something of. `None`: it did not come in time.
+fn wait<T>(
+    keeper: &mut Keeper,
+    patience: Duration,
+    mut wanted: impl FnMut(Report) -> Option<T>,
+) -> Result<Option<T>, String> {
+    let until = Instant::now() + patience;
     loop {
         while let Some(report) = keeper.receive().map_err(text)? {
             if let Some(found) = wanted(report) {
-                return Ok(found);
+                return Ok(Some(found));
             }
         }
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(format!("the keeper does not answer within {ORDER_PATIENCE:?}"));
+            return Ok(None);
         }
         let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         let mut events = [PollFd::new(&*keeper, PollFlags::IN)];
@@ -165,17 +178,23 @@ fn wait<T>(keeper: &mut Keeper, mut wanted: impl FnMut(Report) -> Option<T>) -> 
 }
 
 fn spawned(keeper: &mut Keeper, worker: u64) -> Result<Observed, String> {
-    wait(keeper, |report| match report {
+    let spawned = wait(keeper, ORDER_PATIENCE, |report| match report {
         Report::Spawned { worker: one, observed, .. } if one == worker => Some(Ok(observed)),
         Report::SpawnFailed { worker: one, step, error } if one == worker => {
             Some(Err(format!("{step}: {error}{}", crate::shard::advice(&step, &error))))
         }
         _ => None,
-    })?
+    })?;
+    spawned.unwrap_or_else(|| Err(late()))
 }
 
-fn ended(keeper: &mut Keeper, worker: u64) -> Result<keeper::Exit, String> {
-    wait(keeper, |report| match report {
+fn late() -> String {
+    format!("the keeper does not answer within {ORDER_PATIENCE:?}")
+}
+
+/// How it ended. `None`: it has not, in this time.
+fn ended(keeper: &mut Keeper, worker: u64, patience: Duration) -> Result<Option<keeper::Exit>, String> {
+    wait(keeper, patience, |report| match report {
         Report::Exited { worker: one, exit, .. } if one == worker => Some(exit),
         _ => None,
     })
