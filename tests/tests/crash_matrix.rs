@@ -295,6 +295,7 @@ fn a_thousand_crashes_leave_nothing_behind() {
     let after = round(900);
     assert!(after.0 <= before.0 + 4, "descriptors of the supervisor: {before:?} {after:?}");
     assert!(after.1 <= before.1 + 2, "descriptors of the keeper: {before:?} {after:?}");
-    assert_eq!(after.2, before.2, "threads");
+    // One looks at temporary folders from time to time.
+    assert!(after.2 <= before.2 + 1, "threads: {before:?} {after:?}");
     assert!(after.3 <= before.3 + (8 << 20), "memory: {before:?} {after:?}");
 }
