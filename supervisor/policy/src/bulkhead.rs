@@ -296,7 +296,7 @@ impl<T> Bulkhead<T> {
         let id = worker.id;
         let job = self.jobs.get(index);
         job.attempts += 1;
-        if job.attempts == 1 {
+        if job.attempts == 1 && job.taken_back == 0 {
             self.retries.call(now);
         }
         job.place = Place::InFlight {

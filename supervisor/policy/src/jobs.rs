@@ -37,7 +37,7 @@ pub(crate) struct Job<T> {
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
     pub(crate) attempts: u32,
-    /// How many of the attempts it was taken back from, since their workers had read nothing of it.
+    /// How often it was taken back from a worker that had read nothing of it; `attempts` does not count these.
     pub(crate) taken_back: u32,
     /// Whether it gets a worker for itself alone, since it may have brought one down.
     pub(crate) is_suspect: bool,

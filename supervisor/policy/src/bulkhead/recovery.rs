@@ -120,8 +120,7 @@ impl<T> Bulkhead<T> {
     fn may_be_tried_again(&mut self, now: Time, index: u32) -> bool {
         let is_open = self.mode == Mode::Open && self.live_slots > 0;
         let job = self.jobs.get(index);
-        // What never began was no attempt of its own.
-        let (digest, attempts) = (job.digest, job.attempts - job.taken_back);
+        let (digest, attempts) = (job.digest, job.attempts);
         let is_fit = job.idempotent && job.is_repeatable && job.cargo.is_some() && job.deadline_at > now;
         is_open && is_fit && !self.is_quarantined(now, digest) && self.retries.try_retry(now, attempts)
     }
@@ -156,6 +155,8 @@ impl<T> Bulkhead<T> {
         if job.cargo.is_none() || !job.is_repeatable || job.taken_back >= UNREAD_ATTEMPTS_MAX {
             return false;
         }
+        // What never began was no attempt.
+        job.attempts -= 1;
         job.taken_back += 1;
         job.place = Place::Entered;
         let (tenant, claim) = (job.tenant, job.claim.take());

@@ -79,7 +79,7 @@ struct Job {
     /// Whether its worker is about to be gone and cannot have begun it.
     is_unread: bool,
     attempts: u32,
-    /// Attempts that it was taken back from.
+    /// How often it was taken back; that was no attempt.
     taken_back: u32,
     is_answered: bool,
     is_overdue: bool,

@@ -480,6 +480,7 @@ impl Model {
                 self.wait_again(job);
                 self.jobs.entry(job).and_modify(|job| {
                     (job.worker, job.is_unread) = (None, false);
+                    job.attempts -= 1;
                     job.taken_back += 1;
                 });
             } else {

@@ -61,7 +61,7 @@ impl Model {
         let job = &self.jobs[&id];
         let is_open = self.mode == Mode::Open && self.live_slots() > 0;
         let is_fit = job.idempotent && job.is_repeatable && !job.is_answered && job.deadline_at > self.now;
-        let has_attempts = job.attempts - job.taken_back < limits.attempts;
+        let has_attempts = job.attempts < limits.attempts;
         if is_open && is_fit && has_attempts && !self.is_quarantined(job.digest) {
             self.step.retryable.insert(id, is_suspect || job.is_suspect);
         }
