@@ -56,7 +56,7 @@ pub struct Plan {
     /// The seed of what happens; the moments at which it happens are the machine's.
     pub seed: u64,
     /// Whether jobs hang and workers are stopped, so that the supervisor has workers to kill. A worker that it has sent
-    /// SIGKILL may still run for a moment while its successor does, so that without them the bound is judged.
+    /// SIGKILL may still run for a moment while its successor does; without them the bound is never passed.
     pub has_hangs: bool,
 }
 
@@ -69,8 +69,9 @@ pub struct Findings {
     pub deeds: std::collections::BTreeMap<&'static str, usize>,
     /// Jobs that began at least once.
     pub begun: usize,
-    /// Jobs that began while as many ran as may.
-    pub over_bound: usize,
+    /// Jobs that began while as many ran as may, one of which never ended: a worker that was sent SIGKILL may still
+    /// be there when its spare begins.
+    pub beside_killed: usize,
     /// What must never happen and did, a sentence each.
     pub faults: Vec<String>,
     /// Descriptors of the supervisor: at rest before the load, and after.
@@ -234,15 +235,20 @@ fn compare(
         match record.mark {
             Mark::Begun => *begun.entry(record.job).or_default() += 1,
             Mark::Ended => *ended.entry(record.job).or_default() += 1,
-            Mark::OverBound => {
-                findings.over_bound += 1;
-                if !plan.has_hangs {
-                    faults.entry("the bound was passed").or_default().push(around(record, deeds));
-                }
-            }
+            Mark::OverBound | Mark::Held => {}
         }
     }
     findings.begun = begun.len();
+    for (at, record) in records.iter().enumerate().filter(|(_, record)| record.mark == Mark::OverBound) {
+        let held = records[at + 1..].iter().take_while(|held| held.mark == Mark::Held);
+        let is_killed = held.clone().any(|held| !ended.contains_key(&held.job));
+        if is_killed && plan.has_hangs {
+            findings.beside_killed += 1;
+        } else {
+            let what = format!("{}, held by {:?}", around(record, deeds), held.collect::<Vec<_>>());
+            faults.entry("the bound was passed").or_default().push(what);
+        }
+    }
     for (job, times) in &begun {
         match told.get(job) {
             None => faults.entry("a job began that no client sent").or_default().push(job.to_string()),

@@ -2,8 +2,9 @@
 //! and each job that runs holds a lock on one of as many bytes as may run at once. The kernel releases the locks of
 //! a process that dies, before its death can be seen.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -24,12 +25,14 @@ pub enum Mark {
     Begun,
     /// Its handler is about to return.
     Ended,
-    /// It began while as many ran as may.
+    /// It began while as many ran as may, whose `Held` follow.
     OverBound,
+    /// A job that held one of the places of the bulkhead then.
+    Held,
 }
 
 impl Mark {
-    const ALL: [Self; 3] = [Self::Begun, Self::Ended, Self::OverBound];
+    const ALL: [Self; 4] = [Self::Begun, Self::Ended, Self::OverBound, Self::Held];
 }
 
 /// One entry.
@@ -91,9 +94,13 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
             let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
             let write = |mark| write(&records, number, mark);
             write(Mark::Begun)?;
-            let place = take_place(&places, bound)?;
-            if place.is_none() {
-                write(Mark::OverBound)?;
+            let place = take_place(&places, bound, number)?;
+            if let Place::None { since_us, holders } = &place {
+                let over =
+                    Record { job: number, at_us: *since_us, pid: std::process::id(), mark: Mark::OverBound };
+                let held = holders.iter().map(|&job| Record { job, mark: Mark::Held, ..over });
+                let all: Vec<u8> = std::iter::once(over).chain(held).flat_map(Record::encode).collect();
+                (&records).write_all(&all)?;
             }
             match ctx.operation().split_once(' ') {
                 Some(("sleep", us)) => std::thread::sleep(Duration::from_micros(us.parse().unwrap_or(0))),
@@ -111,10 +118,9 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
 }
 
 fn open(path: &Path) -> std::io::Result<File> {
-    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
     let file = OpenOptions::new().append(true).create(true).mode(0o666).open(path)?;
     // The file's owner alone may, and needs to do it once.
-    let _ = file.set_permissions(std::fs::Permissions::from_mode(0o666));
+    let _ = file.set_permissions(Permissions::from_mode(0o666));
     Ok(file)
 }
 
@@ -129,11 +135,26 @@ pub fn now_us() -> u64 {
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
 }
 
-/// A lock on one of `bound` bytes, held until the file is closed; `None` if all are held.
-fn take_place(places: &Path, bound: usize) -> std::io::Result<Option<File>> {
-    let file = open(places)?;
+/// Where a job runs.
+enum Place {
+    /// A lock on one byte, held until the file is closed. The job's number is written in the file.
+    Taken(#[expect(dead_code, reason = "is closed with it")] File),
+    /// All were held from this moment on, in µs, by these jobs.
+    None { since_us: u64, holders: Vec<u64> },
+}
+
+/// One of `bound` places.
+fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
+    let file =
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o666).open(places)?;
+    // The file's owner alone may, and needs to do it once.
+    let _ = file.set_permissions(Permissions::from_mode(0o666));
+    let mut since_us = now_us();
     // A place that is passed over while it is held may be freed, and the next one taken, by others.
     for byte in (0..SCANS).flat_map(|_| 0..bound) {
+        if byte == 0 {
+            since_us = now_us();
+        }
         let lock = nix::libc::flock {
             l_type: nix::libc::F_WRLCK as i16,
             l_whence: nix::libc::SEEK_SET as i16,
@@ -142,10 +163,16 @@ fn take_place(places: &Path, bound: usize) -> std::io::Result<Option<File>> {
             l_pid: 0,
         };
         match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)) {
-            Ok(_) => return Ok(Some(file)),
+            Ok(_) => {
+                file.write_all_at(&job.to_le_bytes(), 8 * byte as u64)?;
+                return Ok(Place::Taken(file));
+            }
             Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(None)
+    let mut numbers = vec![0; 8 * bound];
+    file.read_exact_at(&mut numbers, 0)?;
+    let (holders, _) = numbers.as_chunks::<8>();
+    Ok(Place::None { since_us, holders: holders.iter().map(|number| u64::from_le_bytes(*number)).collect() })
 }
