@@ -66,22 +66,10 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
     Peer::of(socket).map_err(|error| Refusal::unknown(None, &error))
 }
 
-/// A worker has no business at our sockets, whoever's user it runs as, and nor has what it started.
-pub fn check_descent(socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
-    judge(peer, peer.descent(socket))
-}
-
-/// The same, with those who were found before to have come from elsewhere.
-pub(crate) fn check_descent_beside(
-    socket: &impl AsFd,
-    peer: Peer,
-    outsiders: &Outsiders,
-) -> Result<(), Refusal> {
-    judge(peer, peer.descent_beside(socket, outsiders))
-}
-
-fn judge(peer: Peer, descent: std::io::Result<Descent>) -> Result<(), Refusal> {
-    match descent {
+/// A worker has no business at our sockets, whatever user it runs as, and nor has what it started. Processes in
+/// `outsiders` were found before to have come from elsewhere.
+pub(crate) fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), Refusal> {
+    match peer.descent_beside(socket, outsiders) {
         Ok(Descent::Outside) => Ok(()),
         Ok(Descent::Ours(line)) => {
             let message = "workers, and what they start, may not connect to the supervisor that runs them; \

@@ -600,7 +600,7 @@ impl Shard {
         match endpoint {
             Endpoint::Session(index) => {
                 if let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) {
-                    session.is_read_closed = true;
+                    session.standing.is_read_closed = true;
                 }
             }
             Endpoint::Link(index) => {

@@ -70,7 +70,7 @@ impl Guarded {
             let message = format!("user {uid} may not use the admin socket: only user {own} and root may");
             return Err(Refusal::forbidden(peer, message));
         }
-        entry::check_descent_beside(socket, peer, &self.outsiders)?;
+        entry::check_descent(socket, peer, &self.outsiders)?;
         Ok(uid)
     }
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
 
 use crate::config::{AccessConfig, Config, Who};
-use crate::entry::Refusal;
-use crate::keeper::{self, Peer};
+use crate::entry::{self, Refusal};
+use crate::keeper::{self, Outsiders, Peer};
 
 /// Who may do what.
 pub(crate) struct Access {
@@ -18,6 +18,8 @@ pub(crate) struct Access {
     own: u32,
     /// Those who may, root and the own user not excepted; without any, these two may do everything.
     entries: Vec<Arc<Entry>>,
+    /// Processes that connected before: what a crowd of connections costs is mostly to find out who they are.
+    outsiders: Outsiders,
 }
 
 /// One entry. Bulkheads come and go, and so go by their names.
@@ -48,7 +50,7 @@ impl Access {
             let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
             Arc::new(Entry { who: *who, bulkheads, tenants })
         };
-        Self { own, entries: config.access.iter().map(entry).collect() }
+        Self { own, entries: config.access.iter().map(entry).collect(), outsiders: Outsiders::default() }
     }
 
     /// Whether it is the user that workers share, unless they are given another.
@@ -56,7 +58,12 @@ impl Access {
         peer.uid == self.own
     }
 
-    /// What whoever connected this socket may do.
+    /// A worker may not connect, nor what it started.
+    pub(super) fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
+        entry::check_descent(socket, peer, &self.outsiders)
+    }
+
+    /// What the client that connected this socket may do.
     pub(super) fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
         let (uid, own, entries) = (peer.uid, self.own, &self.entries);
         if entries.is_empty() {

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_policy::{Answer, Event, Submission, Time};
 use bulkhead_shared::client_protocol::{
@@ -34,8 +34,11 @@ use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use crate::keeper::Peer;
 
-/// Connections that one turn of the loop takes. Whoever is in comes first: to find out who comes is work.
+/// Connections that one turn of the loop takes. Clients that are in come first: to find out who comes is work.
 const ACCEPTS_PER_TURN: usize = 4;
+
+/// The time after which it takes no further one.
+const ACCEPT_TIME: Duration = Duration::from_micros(100);
 
 /// Time for a client's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
@@ -108,8 +111,6 @@ pub(super) struct Session {
     pub(super) uid: u32,
     /// When something came or went last.
     pub(super) active_at: Time,
-    /// Nothing more comes than what waits in the socket.
-    pub(super) is_read_closed: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -141,7 +142,11 @@ impl Shard {
     /// Lets in some of those who wait; if there may be more, `is_called` stays set.
     pub(super) fn accept(&mut self) {
         self.is_called = true;
-        for _ in 0..ACCEPTS_PER_TURN {
+        let began = Instant::now();
+        for taken in 0..ACCEPTS_PER_TURN {
+            if taken > 0 && began.elapsed() > ACCEPT_TIME {
+                return;
+            }
             match self.listener.accept() {
                 Ok((socket, _)) => self.welcome_socket(socket),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -228,7 +233,6 @@ impl Shard {
             place,
             uid,
             active_at: self.now,
-            is_read_closed: false,
         });
         if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), INTEREST).is_err() {
             self.drop_session(index);
@@ -252,7 +256,7 @@ impl Shard {
         }
         // A worker that tries is told of as one, also where its user may not come in anyway.
         if grant.is_ok() || self.access.is_own(peer) {
-            entry::check_descent(socket, peer)?;
+            self.access.check_descent(socket, peer)?;
         }
         let grant = grant?;
         if let Some(idle) = idle {
@@ -421,7 +425,7 @@ impl Shard {
             (false, _) => None,
         };
         let is_mid_frame = session.mid_frame_since.is_some();
-        let is_read_closed = session.is_read_closed;
+        let is_read_closed = session.standing.is_read_closed;
         if is_mid_frame {
             self.want_housekeeping();
         }

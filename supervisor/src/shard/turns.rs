@@ -3,6 +3,7 @@
 //! from clients is bounded, since the answers of workers wait for its end.
 
 use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
 
 use foldhash::quality::RandomState;
 
@@ -18,6 +19,9 @@ const ALONE_BYTES: usize = 16 * 1024;
 /// hundred small jobs.
 const TURN_COST_MAX: usize = 64 * 1024;
 
+/// The time after which a turn reads no further client: to let go of one costs more than to read from it.
+const TURN_TIME: Duration = Duration::from_micros(100);
+
 /// What a frame costs beside its bytes.
 const FRAME_COST: usize = 256;
 
@@ -31,6 +35,8 @@ pub(super) struct Standing {
     /// The user's round in which it was read last, and how much.
     round: u64,
     bytes: usize,
+    /// Nothing more comes than what waits in the socket, and that can wait for the connections that stay.
+    pub(super) is_read_closed: bool,
 }
 
 /// The connections of one user that have something to be read.
@@ -78,7 +84,7 @@ impl Turns {
             User { round: *rounds, ..User::default() }
         });
         standing.enter(user.round);
-        let is_fresh = standing.bytes < QUANTUM_BYTES;
+        let is_fresh = standing.bytes < QUANTUM_BYTES && !standing.is_read_closed;
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
@@ -129,8 +135,13 @@ impl Shard {
 
     /// Reads from those that wait, as much as one turn may.
     pub(super) fn read_clients(&mut self) {
+        if self.turns.is_empty() {
+            return;
+        }
         let mut cost = 0;
+        let began = Instant::now();
         while cost < TURN_COST_MAX
+            && (cost == 0 || began.elapsed() < TURN_TIME)
             && let Some((index, round)) = self.turns.next()
         {
             // A place that was given to another meanwhile has not waited.
@@ -215,6 +226,21 @@ mod tests {
             its_own += usize::from(crowd.read(QUANTUM_BYTES, |index| index != 200) == 200);
         }
         assert!(its_own <= 2 * 1000 / 200 + 2, "{its_own}");
+    }
+
+    #[test]
+    fn those_that_leave_wait_for_one_that_stays() {
+        let mut crowd =
+            Crowd { turns: Turns::default(), standings: vec![Standing::default(); 601], uids: vec![1; 601] };
+        for index in 0..600 {
+            crowd.standings[index].is_read_closed = true;
+            crowd.wait(index);
+        }
+        for _ in 0..300 {
+            crowd.wait(600);
+            assert_eq!(crowd.read(10, |_| false), 600);
+            assert_ne!(crowd.read(0, |_| false), 600);
+        }
     }
 
     #[test]
