@@ -5,7 +5,9 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{Hello, Submit, role};
@@ -58,6 +60,7 @@ pub(crate) fn client(kind: &str, socket: &Path) -> Result<()> {
             }
             std::thread::sleep(Duration::from_millis(500));
         },
+        "loud" => Err(Command::new("sh").args(["-c", "yes >&2 & sleep .1; exit 0"]).exec().into()),
         "unknown" => flood(socket, 1),
         "unknown-many" => flood(socket, 200),
         "readyz" => loop {

@@ -286,7 +286,10 @@ fn config(scene: Scene, is_loop: bool) -> Result<String> {
             config += "rlimits = { nproc = \"unlimited\" }\n";
         }
         Attacker::Jobs(..) => {
-            config += "[bulkhead.loud]\nexec = [\"sh\", \"-c\", \"yes >&2 & sleep .1; exit 0\"]\nmax_in_flight = 2\n";
+            let pin = if scene.is_pinned { ", \"--pin\"" } else { "" };
+            config += &format!(
+                "[bulkhead.loud]\nexec = [{own:?}, \"attack\", \"loud\", \"-\"{pin}]\nmax_in_flight = 2\n"
+            );
         }
     }
     Ok(config)
