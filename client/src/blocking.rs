@@ -89,7 +89,7 @@ impl Job {
         self.map(|job| job.operation(name))
     }
 
-    /// On whose behalf; up to 256 bytes.
+    /// The tenant; up to 256 bytes.
     pub fn tenant(self, name: impl Into<String>) -> Self {
         self.map(|job| job.tenant(name))
     }

@@ -64,7 +64,7 @@ pub enum ConnectError {
         /// The code of a [`bulkhead_shared::RejectReason`].
         reason: u8,
     },
-    /// Whoever listens there does not speak the protocol.
+    /// What listens there does not speak the protocol.
     #[error("talk to {}: {message}", path.display())]
     Protocol {
         /// The socket.
@@ -87,7 +87,7 @@ pub struct Client {
 struct Shared {
     path: PathBuf,
     current: watch::Receiver<Connection>,
-    /// Somebody has a job to send, and there is no connection.
+    /// There is a job to send, and no connection.
     wanted: Arc<Notify>,
 }
 
@@ -383,13 +383,13 @@ impl Driver {
         }
     }
 
-    /// Waits until nobody can send a job any more, and nobody waits for one.
+    /// Waits until no clone can send a job any more, and no caller waits for one.
     async fn unwanted(&self) {
         self.current.closed().await;
         self.requests.idle().await;
     }
 
-    /// First nobody finds the connection any more, then its waiters are told: whoever tries again after that
+    /// First the connection is out of reach, then its waiters are told: a caller that tries again after that
     /// does not meet it again.
     fn lose(&self, message: &str) {
         let loss = Loss { since: Instant::now(), attempts: 0, why: message.to_owned() };
@@ -416,7 +416,7 @@ impl Driver {
         }
     }
 
-    /// Somebody does not want to wait for the end of the pause; some of it there is all the same.
+    /// A caller does not want to wait for the end of the pause; some of it there is all the same.
     async fn asked(&self) {
         tokio::time::sleep(BACKOFF).await;
         self.wanted.notified().await;
@@ -463,7 +463,7 @@ async fn read(requests: &Requests) -> String {
 async fn write(requests: &Requests) -> String {
     loop {
         requests.flush_due.notified().await;
-        // Whoever else is ready adds to the same write.
+        // What else is ready adds to the same write.
         tokio::task::yield_now().await;
         loop {
             // Within `try_io`, so that a socket that is writable again by now is not waited for in vain.

@@ -58,7 +58,7 @@ impl Job {
         self
     }
 
-    /// On whose behalf; up to 256 bytes.
+    /// The tenant; up to 256 bytes.
     pub fn tenant(mut self, name: impl Into<String>) -> Self {
         self.tenant = name.into();
         self
@@ -215,13 +215,13 @@ pub struct JobHandle {
 
 impl JobHandle {
     /// The next report of progress; `None` when there will be no more, which is when the outcome is there.
-    /// Reports that nobody waits for are dropped beyond a few.
+    /// Reports that are not taken are dropped beyond a few.
     pub async fn progress(&mut self) -> Option<Progress> {
         self.progress.as_mut()?.recv().await
     }
 
     /// Asks the supervisor to cancel the job. Its outcome still comes: `cancelled`, or what it was if it had
-    /// ended before. Whoever does not want to know drops the handle instead.
+    /// ended before. A caller that does not want to know drops the handle instead.
     pub fn cancel(&self) {
         self.ticket.cancel();
     }
@@ -234,7 +234,9 @@ impl Future for JobHandle {
         let result = std::task::ready!(Pin::new(&mut self.outcome).poll(cx));
         self.ticket.disarm();
         // Every way of the connection to end tells its waiters why.
-        Poll::Ready(result.unwrap_or_else(|_| Err(JobError::lost(Executed::Unknown, "nobody serves it"))))
+        Poll::Ready(
+            result.unwrap_or_else(|_| Err(JobError::lost(Executed::Unknown, "its connection is gone"))),
+        )
     }
 }
 
@@ -256,7 +258,7 @@ impl Reply {
         self.payload
     }
 
-    /// Who served the job, how long it took, and the like.
+    /// The bulkhead that served the job, how long it took, and the like.
     pub fn outcome(&self) -> &Outcome {
         &self.outcome
     }
@@ -273,7 +275,7 @@ pub enum JobError {
     DeadlineExceeded(Box<Outcome>),
     /// The worker died with the job in its hands.
     Crashed(Box<Outcome>),
-    /// Somebody cancelled it.
+    /// It was cancelled.
     Cancelled(Box<Outcome>),
     /// The supervisor went away, or was not there, or said what this client does not know.
     Disconnected {

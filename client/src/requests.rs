@@ -57,7 +57,7 @@ struct Slot {
 enum Stage {
     #[default]
     Open,
-    /// Nobody submits any more: whoever ends the last job tells the driver.
+    /// No clone submits any more: the end of the last job tells the driver.
     Ending,
     /// A write has failed. The driver is about to find out why.
     Broken,
@@ -90,7 +90,7 @@ pub(crate) struct Requests {
     /// The process that connected. What it forks has the socket, too, and must not end the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
-    /// Wakes the first who waits for room in the outbox, or, when the connection ends, all.
+    /// Wakes the first that waits for room in the outbox, or, when the connection ends, all.
     pub(crate) room: Notify,
     idle: Notify,
     frame_bytes_max: u32,
@@ -205,7 +205,7 @@ impl Requests {
         self.try_flush(&mut state)
     }
 
-    /// Cancels a job whose outcome nobody waits for any more.
+    /// Cancels a job whose caller no longer waits.
     fn abandon(&self, number: u64) {
         let mut state = self.lock();
         if self.release(&mut state, number).is_some() {
@@ -234,7 +234,7 @@ impl Requests {
 
     // Frames in.
 
-    /// A buffer for the payload of an outcome that begins; `None` if nobody waits for it any more.
+    /// A buffer for the payload of an outcome that begins; `None` if its caller no longer waits.
     pub(crate) fn buffer_for(&self, header: Header) -> Option<Vec<u8>> {
         let mut state = self.lock();
         state.slot(header.number)?.waiter.as_ref()?;
@@ -246,7 +246,7 @@ impl Requests {
         match header.kind {
             kind::OUTCOME => {
                 let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
-                // Who does not wait any more has cancelled.
+                // A caller that does not wait any more has cancelled.
                 let Some(waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
                 let result = match message.to_outcome() {
                     Some(mut outcome) => {
@@ -287,7 +287,7 @@ impl Requests {
         waiter
     }
 
-    /// Waits until nobody waits. Call it when nobody will submit a job any more.
+    /// Waits until no caller waits. Call it when no job will be submitted any more.
     pub(crate) async fn idle(&self) {
         loop {
             {
@@ -311,7 +311,7 @@ impl Requests {
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
         let slots = std::mem::take(&mut state.slots);
         drop(state);
-        // Not left to the last who holds it: the supervisor is to know now. It may be gone itself.
+        // Not left to the last that holds it: the supervisor is to know now. It may be gone itself.
         if self.owner == std::process::id() {
             let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         }
@@ -333,7 +333,7 @@ fn decode_with<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<(M, Exte
     codec::decode::<M>(metadata, &[]).map_err(malformed)
 }
 
-/// A place among those that wait for room in the outbox. Whoever leaves it lets the next one try.
+/// A place among those that wait for room in the outbox. Leaving it lets the next one try.
 pub(crate) struct Place<'r> {
     requests: &'r Arc<Requests>,
     /// How many may wait, this one included, without being asked first.
@@ -341,8 +341,8 @@ pub(crate) struct Place<'r> {
 }
 
 impl Place<'_> {
-    /// Tries to send a job: the first time only if nobody else waits, and from then on, as it is called again
-    /// when it is this one's turn, whoever waits.
+    /// Tries to send a job: the first time only if no other waits, and from then on, as it is called again
+    /// when it is this one's turn, whichever wait.
     pub(crate) fn submit(
         &mut self,
         job: &mut Job,

@@ -10,15 +10,15 @@ use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, Reje
 /// The version of both protocols that this crate speaks.
 pub const PROTOCOL_VERSION: u16 = 1;
 
-/// Who says hello.
+/// The role of the peer that says hello.
 pub mod role {
-    /// Someone who submits jobs.
+    /// A client: submits jobs.
     pub const CLIENT: u8 = 1;
-    /// Someone who runs them.
+    /// A worker: runs them.
     pub const WORKER: u8 = 2;
 }
 
-/// [`HELLO`](crate::frame::kind::HELLO): the first frame of whoever connects; its number is
+/// [`HELLO`](crate::frame::kind::HELLO): the first frame of a client; its number is
 /// [`MAGIC`](crate::frame::MAGIC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Hello<'a> {
@@ -69,7 +69,7 @@ pub struct Submit<'a> {
     pub bulkhead: &'a str,
     /// What the handler is to do; may be empty.
     pub operation: &'a str,
-    /// On whose behalf; may be empty.
+    /// The tenant; may be empty.
     pub tenant: &'a str,
     /// The time limit in microseconds from receipt; 0 for the bulkhead's own.
     pub deadline_us: u64,
@@ -122,7 +122,7 @@ pub struct OutcomeMessage<'a> {
     pub has_status: u8,
     /// The exit code or signal number of a crash.
     pub status: i32,
-    /// Who served the job, or was asked to.
+    /// The bulkhead that served the job, or was asked to.
     pub bulkhead: &'a str,
     /// The handler's code, for `failed`.
     pub code: &'a str,

@@ -483,7 +483,7 @@ impl<'b> Batch<'b> {
     }
 
     /// Keeps the bytes behind the last frame for the next [`Inbox::receive`], which has them even if nothing
-    /// more has come. Only for whoever stops at a small frame.
+    /// more has come. Only for a reader that stops at a small frame.
     pub fn leave_rest(self) {
         debug_assert!(matches!(self.inbox.stage, Stage::Frames), "the rest belongs to a large frame");
         self.inbox.partial.extend_from_slice(&self.bytes[self.at..]);

@@ -15,7 +15,7 @@ pub const HEADER_BYTES: usize = 16;
 /// The number of a [`kind::HELLO`] frame: the first thing either side can recognise.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"BULKHEAD");
 
-/// Whoever does not know the kind of a frame with this flag must end the connection; without it,
+/// A peer that does not know the kind of a frame with this flag must end the connection; without it,
 /// the frame is skipped.
 pub const FLAG_CRITICAL: u8 = 1;
 

@@ -29,7 +29,7 @@ impl Executed {
     }
 }
 
-/// Whom a handler blames for its failure.
+/// The party that a handler blames for its failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[repr(u8)]
 pub enum Fault {
@@ -106,9 +106,9 @@ codes! {
         TooLarge = 2 "too_large",
         /// There is no such bulkhead.
         NotFound = 3 "not_found",
-        /// Nobody knows who asks.
+        /// It cannot be told who asks.
         Unauthenticated = 4 "unauthenticated",
-        /// Whoever asks may not.
+        /// This client may not.
         Forbidden = 5 "forbidden",
         /// More than the agreed rate.
         RateLimited = 6 "rate_limited",
@@ -327,7 +327,7 @@ pub struct Outcome {
     /// The number under which events, crash reports and the worker know it, in that bulkhead; `None` if it was not
     /// taken.
     pub job: Option<JobId>,
-    /// Who served it, or was asked to.
+    /// The bulkhead that served it, or was asked to.
     pub bulkhead: String,
     /// How often a worker was given the job.
     pub attempts: u32,

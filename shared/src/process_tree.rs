@@ -2,7 +2,7 @@
 //!
 //! Both the supervisor's keeper and the host for plain programs are *child subreapers*: when a process
 //! below them dies, its children become theirs. What they have not started themselves must therefore
-//! be what somebody left behind, and goes. A process that forks as fast as it can is stopped first,
+//! be what a process below left behind, and goes. A process that forks as fast as it can is stopped first,
 //! all of it, and killed then.
 
 use std::collections::{HashMap, HashSet};
@@ -111,10 +111,10 @@ fn look_up(pid: u32, root: u32) -> io::Result<Vec<u32>> {
     Ok(line)
 }
 
-/// Whether each is still the child of the next, looked at from the far end: who has been the parent of
-/// somebody alive from one look to the other has lived all the while as well, so that its number, too, was
+/// Whether each is still the child of the next, looked at from the far end: a process that has been the parent of
+/// one alive from one look to the other has lived all the while as well, so that its number, too, was
 /// its own when its parent was read. A process that loses its parent never gets one of the same number: its
-/// next one is an ancestor, who lived beside the dead one.
+/// next one is an ancestor, which lived beside the dead one.
 fn is_still(line: &[u32]) -> bool {
     line.windows(2).rev().all(|pair| parent_of(pair[0]).is_ok_and(|parent| parent == pair[1]))
 }
@@ -198,7 +198,7 @@ mod tests {
     use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
     use std::process::Command;
 
-    /// Sends a signal to the process that had this number when it was looked up, or to nobody.
+    /// Sends a signal to the process that had this number when it was looked up, or to none.
     fn signal(pid: u32, started: u64, signal: Signal) {
         let number = Pid::from_raw(pid as i32).unwrap();
         let Ok(descriptor) = pidfd_open(number, PidfdFlags::empty()) else { return };
@@ -238,7 +238,7 @@ mod tests {
         };
         let line = lineage(deepest, own).unwrap();
         assert_eq!((line.len(), line[0], line[2], line[3]), (4, deepest, child.id(), own));
-        // Nobody has the number 0, so that it is never met.
+        // No process has the number 0, so that it is never met.
         let whole = lineage(deepest, 0).unwrap();
         assert!(whole.len() >= 4 && whole[..4] == line[..], "{whole:?} {line:?}");
         assert_eq!(parent_of(*whole.last().unwrap()).unwrap(), 0);

@@ -54,7 +54,7 @@ pub struct Empty;
 pub struct Job<'a> {
     /// What to do; may be empty.
     pub operation: &'a str,
-    /// On whose behalf; may be empty.
+    /// The tenant; may be empty.
     pub tenant: &'a str,
     /// The time that remains until the deadline, in microseconds.
     pub remaining_us: u64,

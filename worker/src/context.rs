@@ -37,9 +37,9 @@ impl fmt::Debug for Job {
 #[derive(Default)]
 pub(crate) struct Handle {
     cancelled: AtomicBool,
-    /// Made only for those who want to wait for the cancellation.
+    /// Made only for handlers that wait for the cancellation.
     event: OnceLock<OwnedFd>,
-    /// Made only for those who tell of it.
+    /// Made only for handlers that report progress.
     pub(crate) progress: OnceLock<Box<Progress>>,
     #[cfg(feature = "tokio")]
     notify: tokio::sync::Notify,
@@ -55,7 +55,7 @@ impl Handle {
 
     #[cfg(feature = "tokio")]
     pub(crate) async fn cancelled(&self) {
-        // Whoever has asked for a notification before it is sent gets it.
+        // A waiter that has asked for a notification before it is sent gets it.
         let notified = self.notify.notified();
         if !self.is_cancelled() {
             notified.await;
@@ -84,7 +84,7 @@ pub(crate) struct Order {
     pub(crate) handle: Arc<Handle>,
 }
 
-/// The surroundings of a job: who asks for what, until when, and what [`crate::Server::init`] made.
+/// The surroundings of a job: what is asked for, for which tenant, until when, and what [`crate::Server::init`] made.
 pub struct Ctx<S = ()> {
     // Changes from job to job; a thread keeps the rest.
     pub(crate) order: Order,
@@ -99,7 +99,7 @@ impl<S> Ctx<S> {
         &self.order.operation
     }
 
-    /// On whose behalf; empty if the client did not say.
+    /// The tenant; empty if the client did not say.
     pub fn tenant(&self) -> &str {
         &self.order.tenant
     }
@@ -135,7 +135,7 @@ impl<S> Ctx<S> {
         self.result_bytes_max
     }
 
-    /// Whether nobody waits for the result any more. A handler that looks now and then, and returns, is
+    /// Whether no client waits for the result any more. A handler that looks now and then, and returns, is
     /// spared from being killed.
     pub fn is_cancelled(&self) -> bool {
         self.order.handle.is_cancelled()

@@ -18,7 +18,7 @@ use crate::seal::Seal;
 /// Bytes that one read takes: a worker gets few jobs at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Takes over the descriptor that the supervisor left for us. `None`: there is none, so that somebody
+/// Takes over the descriptor that the supervisor left for us. `None`: there is none, so that a person
 /// has started this program by hand.
 pub(crate) fn inherited() -> Option<OwnedFd> {
     let number: RawFd = std::env::var(LINK_VARIABLE).ok()?.parse().ok()?;
@@ -46,7 +46,7 @@ pub(crate) struct Welcome {
     pub(crate) result_bytes_max: u64,
 }
 
-/// How many handler threads so many jobs at once may take. Who is to get none keeps one thread, and nobody
+/// How many handler threads so many jobs at once may take. A worker that is to get none keeps one thread, and no thread
 /// makes us start threads without end.
 pub(crate) fn threads_max(max_in_flight: u32) -> usize {
     max_in_flight.clamp(1, IN_FLIGHT_CEILING) as usize
@@ -158,7 +158,7 @@ impl Writer {
             match outbox.flush(&self.link, pool) {
                 Ok(true) => return,
                 Ok(false) => wait(&self.link, PollFlags::OUT),
-                // The supervisor is gone; whoever reads the link ends this process.
+                // The supervisor is gone; the thread that reads the link ends this process.
                 Err(_) => return,
             }
         }
@@ -169,7 +169,7 @@ impl Writer {
         self.flush();
     }
 
-    /// Sends a frame unless somebody is writing: then bytes flow, which says as much as a heartbeat. Returns
+    /// Sends a frame unless another thread is writing: then bytes flow, which says as much as a heartbeat. Returns
     /// whether it is on its way; it has left with the next flush.
     pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
         let Some(mut guard) = self.try_lock() else { return false };
@@ -179,7 +179,7 @@ impl Writer {
         is_pushed
     }
 
-    /// Sends what waits, as far as the supervisor takes it now; whether nothing is left, or somebody else sends
+    /// Sends what waits, as far as the supervisor takes it now; whether nothing is left, or another thread sends
     /// it.
     pub(crate) fn try_flush(&self) -> bool {
         let Some(mut guard) = self.try_lock() else { return true };

@@ -110,7 +110,7 @@ struct State {
     /// How many handler threads there may be; at least one.
     threads_max: usize,
     /// Whether a handler thread has been called and none has looked since. Then, and only then, `wake` is
-    /// readable; and somebody is idle.
+    /// readable; and a thread is idle.
     is_searching: bool,
     /// Whether the supervisor may send jobs.
     is_ready: bool,
@@ -137,7 +137,7 @@ enum Tenure {
     WhileNeeded,
 }
 
-/// Spreads the supervisor's job numbers over a table; nobody chooses them to collide.
+/// Spreads the supervisor's job numbers over a table; they are not chosen to collide.
 #[derive(Default)]
 struct NumberHasher(u64);
 
@@ -270,7 +270,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 {
                     self.give_up(&format!("failed to seal the worker: seccomp: {error}"));
                 }
-                // Who sees the one sees the other: what is said later comes behind it.
+                // A thread that sees the one sees the other: what is said later comes behind it.
                 let mut state = lock(&self.state);
                 self.writer.push(kind::READY, 0, &Empty, Payload::NONE);
                 state.is_ready = true;
@@ -328,7 +328,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
     }
 
-    /// The next job after one that is done, and how long jobs take. Somebody is on the way to those behind
+    /// The next job after one that is done, and how long jobs take. A thread is on the way to those behind
     /// it, or looks after them.
     fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
@@ -369,7 +369,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         self.typical_ns.store(typical - typical / 8 + took / 8, Ordering::Relaxed);
     }
 
-    /// Sees to it that somebody reads the link, whoever else is busy.
+    /// Sees to it that one thread reads the link while others are busy.
     fn change_pace(&self, state: &mut State, typical_ns: u64) {
         match state.pace {
             Pace::Slow if typical_ns < SLOW_NS / 2 => {
@@ -483,7 +483,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     }
 
     /// Whether the thread was called. Whatever woke it, it looks now, and so answers the call: no call is
-    /// open while nobody is idle who could, and whoever waits for an answer gets one.
+    /// open while no thread is idle that could, and a client that waits for an answer gets one.
     fn stop_waiting(&self, is_on_link: bool) -> bool {
         let mut state = lock(&self.state);
         state.idle -= 1;

@@ -27,7 +27,7 @@ pub struct HandlerError {
     pub message: String,
     /// Whether the same job may succeed later.
     pub retryable: bool,
-    /// Who is to blame; the caller's own faults do not speak against the bulkhead.
+    /// The party to blame; the caller's own faults do not speak against the bulkhead.
     pub fault: Fault,
 }
 

@@ -168,7 +168,7 @@ impl Hunt {
         Progress::Looked
     }
 
-    /// Sends a signal to a process that was found, or to nobody. Numbers are used again, and some time has passed:
+    /// Sends a signal to a process that was found, or to none. Numbers are used again, and some time has passed:
     /// one that was not stopped and has another parent now is not known to be ours before the next look.
     fn send(&mut self, pid: u32, signal: Signal) {
         let Some(found) = self.found.get_mut(&pid) else { return };

@@ -60,7 +60,7 @@ pub enum BreakerState {
     Open,
     /// A few calls pass to find out.
     HalfOpen,
-    /// No call passes until somebody says so.
+    /// No call passes until an operator says so.
     ForcedOpen,
 }
 
@@ -86,11 +86,11 @@ pub(crate) enum Admission {
     Closed,
     /// It may pass as a probe.
     Probe,
-    /// Enough probes are under way; nobody knows when they end.
+    /// Enough probes are under way; it is unknown when they end.
     Probing,
     /// It may not pass, and for how long that is certain: zero if only a ready worker is missing.
     Open { retry_after: Duration },
-    /// It may not pass until somebody says so.
+    /// It may not pass until an operator says so.
     ForcedOpen,
 }
 

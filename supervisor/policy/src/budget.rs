@@ -80,7 +80,7 @@ impl RetryBudget {
         is_allowed
     }
 
-    /// A budget of nothing has no floor either: whoever writes 0 means it.
+    /// A budget of nothing has no floor either: an operator who writes 0 means it.
     fn allows(&self, now: Time, attempts: u32) -> bool {
         let Some(limits) = &self.limits else { return false };
         if attempts >= limits.attempts || limits.budget <= 0.0 {

@@ -1,4 +1,4 @@
-//! The state machine of one bulkhead: dispatch, deadlines and cancellation. Who gets in and who waits is in
+//! The state machine of one bulkhead: dispatch, deadlines and cancellation. Which jobs get in and which wait is in
 //! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`] and [`recycle`],
 //! how many jobs may run in [`permits`], and how many workers there are to be in [`size`].
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// The longest, in seconds, and so how far back it matters who was turned away.
+/// The longest, in seconds, and so how far back refusals matter.
 const SECONDS_MAX: u64 = 32;
 
-/// The memory of whom one class of jobs was refused to.
+/// The refusals of one class of jobs.
 #[derive(Clone, Debug)]
 pub(crate) struct Drops {
     seconds: u64,
@@ -28,7 +28,7 @@ impl Default for Drops {
 }
 
 impl Drops {
-    /// Somebody is turned away. Returns how long it should stay away.
+    /// A job is turned away. Returns how long its client should stay away.
     pub(crate) fn record(&mut self, now: Time) -> Duration {
         let second = now.0 / 1_000_000_000;
         if second != self.current {

@@ -242,7 +242,7 @@ mod tests {
             is_guest: false,
             digest: None,
             priority: Priority::Normal,
-            tenant: TenantId::NOBODY,
+            tenant: TenantId::NONE,
             cost: 1,
             queue_timeout: None,
             received: Time::ZERO,

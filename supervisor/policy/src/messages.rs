@@ -39,7 +39,7 @@ pub struct Submission<T> {
     pub digest: Option<Digest>,
     /// Whether another bulkhead passed it on: it was counted and charged there, and its deadline stands.
     pub is_guest: bool,
-    /// On whose behalf: what [`crate::Bulkhead::tenant`] said just before.
+    /// The tenant of the job: what [`crate::Bulkhead::tenant`] said just before.
     pub tenant: TenantId,
     /// What it counts against the rate limit and its tenant's share of the turns.
     pub cost: u32,
@@ -56,7 +56,7 @@ impl<T> Submission<T> {
             is_repeatable: true,
             digest: None,
             is_guest: false,
-            tenant: TenantId::NOBODY,
+            tenant: TenantId::NONE,
             cost: 1,
         }
     }
@@ -286,7 +286,7 @@ pub enum Action<T> {
     },
     /// Give a job to a worker. The caller's record is at [`crate::Bulkhead::cargo_mut`].
     Dispatch {
-        /// To whom.
+        /// The worker that gets it.
         worker: WorkerId,
         /// Which job.
         job: JobId,
@@ -390,7 +390,7 @@ pub enum KillReason {
     Overdue,
     /// It had not begun yet, and is not needed any more.
     Unwanted,
-    /// Whoever keeps the workers died.
+    /// The keeper of the workers died.
     KeeperDied,
 }
 

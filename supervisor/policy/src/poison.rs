@@ -11,8 +11,8 @@ use crate::time::Time;
 /// So many crashes are remembered, and so many digests quarantined, whatever comes. The oldest go first.
 const REMEMBERED_MAX: usize = 4096;
 
-/// What tells a payload, with what is to be done with it, from all others. Whoever makes it chooses a function
-/// under which nobody can find a second payload for the same digest.
+/// What tells a payload, with what is to be done with it, from all others. Its maker chooses a function
+/// under which no client can find a second payload for the same digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Digest(u64, u64);
 

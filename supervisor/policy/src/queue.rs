@@ -320,7 +320,7 @@ impl Class {
     }
 
     /// Gives a flow whose oldest job has left the turn of the next, or none. What was earned for a job
-    /// that was cancelled counts for the next one, but only as far as that one costs: nobody saves up.
+    /// that was cancelled counts for the next one, but only as far as that one costs: a tenant cannot save up.
     fn turn_of_next(&mut self, tenant: u32, gone: u64, next: Option<u64>, leave: Leave) {
         let flow = &mut self.flows[tenant as usize];
         match flow.turn {

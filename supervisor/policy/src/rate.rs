@@ -13,11 +13,11 @@ pub struct RateLimit {
     pub per_second: f64,
     /// At once, after a pause; at least 1.
     pub burst: u32,
-    /// Who shares it.
+    /// Which jobs share it.
     pub per: RatePer,
 }
 
-/// Who shares a rate limit.
+/// Which jobs share a rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RatePer {
     /// All jobs of the bulkhead.
@@ -29,7 +29,7 @@ pub enum RatePer {
 /// Why a job does not pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Excess {
-    /// It would after this time, if nobody else came.
+    /// It would after this time, if no other job came.
     For(Duration),
     /// It costs more than the burst, and never will.
     ForEver,

@@ -14,8 +14,8 @@ use crate::time::Time;
 pub struct TenantId(pub(crate) u32);
 
 impl TenantId {
-    /// Whoever names no tenant.
-    pub const NOBODY: Self = Self(0);
+    /// Jobs that name no tenant.
+    pub const NONE: Self = Self(0);
 }
 
 /// Tenants without jobs that are remembered.
@@ -55,7 +55,7 @@ pub(crate) struct Tenants {
 }
 
 impl Tenants {
-    /// Nobody is here yet.
+    /// Without any tenant yet.
     pub(crate) fn new(limits: &TenantLimits) -> Self {
         Self::with_idle_max(limits, IDLE_MAX)
     }
@@ -72,16 +72,16 @@ impl Tenants {
             idle: 0,
             idle_max,
         };
-        // Nobody is never idle, and so never forgotten.
+        // It is never idle, and so never forgotten.
         tenants.enter("");
-        tenants.get(TenantId::NOBODY).jobs = 1;
+        tenants.get(TenantId::NONE).jobs = 1;
         tenants
     }
 
     /// The number of a tenant, for now: until the next is asked for, or for as long as it has jobs.
     pub(crate) fn find_or_enter(&mut self, name: &str) -> TenantId {
         if name.is_empty() {
-            return TenantId::NOBODY;
+            return TenantId::NONE;
         }
         let index = match self.by_name.get(name) {
             Some(&index) if self.table[index as usize].jobs > 0 => return TenantId(index),
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!((known("b"), known("a"), known("busy")), (None, Some(a.0), Some(busy.0)));
         tenants.end(busy);
         assert_eq!(tenants.find_or_enter("d"), a);
-        assert_eq!(tenants.find_or_enter(""), TenantId::NOBODY);
+        assert_eq!(tenants.find_or_enter(""), TenantId::NONE);
     }
 
     #[test]

@@ -33,7 +33,7 @@ fn growth_wakes_a_waiter_at_once() {
     assert_eq!(stage.bulkhead.limit(), 3);
 }
 
-/// resilience4j, `SemaphoreBulkhead.changeConfig` waits until as many permits are free; here nobody waits, and
+/// resilience4j, `SemaphoreBulkhead.changeConfig` waits until as many permits are free; here no caller waits, and
 /// what runs goes on. Semian, `test_resize_tickets_decrease_with_worker_expiry`: the target is reached.
 #[test]
 fn shrinking_does_not_block_and_reaches_its_target_under_load() {
@@ -96,7 +96,7 @@ fn processes_come_and_go_with_their_number() {
         stage.expect(job, "ok", None);
         stage.die(stage.holder(job), Death::Exit(0));
     }
-    assert_eq!(stage.spawned.len(), 3, "nobody follows them");
+    assert_eq!(stage.spawned.len(), 3, "no worker follows them");
     stage.reply(running);
     assert_eq!(stage.bulkhead.available(), 1);
 }
@@ -157,7 +157,7 @@ fn unequal_flows_get_equal_shares() {
         let cargo = stage.answers.last().and_then(|answer| answer.cargo.checked_sub(2));
         served.push(cargo.is_some_and(|cargo| cargo % 11 == 0));
     }
-    // The first was nobody's; of the next twenty each has ten.
+    // The first had no tenant; of the next twenty each has ten.
     assert_eq!(served[1..].iter().filter(|&&is_modest| is_modest).count(), 10);
 }
 
@@ -256,7 +256,7 @@ fn slow_calls_open_it() {
     assert_eq!(stage.bulkhead.breaker(), BreakerState::Open);
 }
 
-/// resilience4j, `transitionToForcedOpenState`: nothing passes until somebody says so, whatever the time.
+/// resilience4j, `transitionToForcedOpenState`: nothing passes until an operator says so, whatever the time.
 #[test]
 fn forced_open_stays_until_it_is_released() {
     let mut stage = Stage::ready(limits(1, 2, 5));
@@ -351,7 +351,7 @@ fn a_payload_that_kills_again_and_again_is_kept_out() {
     assert_eq!(stage.submit_payload(7), None);
     assert_eq!(stage.last_reason(), Some("quarantined"));
     let Some(other) = stage.submit_payload(8) else { panic!("another payload is kept out") };
-    // Beside another one nobody can say who did it.
+    // Beside another one it cannot be told which did it.
     let beside = stage.job();
     stage.die(stage.holder(other), Death::Signal(11));
     stage.expect(beside, "crashed", Some("signal"));

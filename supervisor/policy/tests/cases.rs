@@ -57,7 +57,7 @@ fn eight_waiters_that_timed_out_leave_full_capacity() {
 }
 
 /// Netflix concurrency-limits: a permit that is granted in the moment in which the waiter gives up
-/// belongs to one of the two, never to nobody.
+/// belongs to one of the two, never to neither.
 #[test]
 fn a_grant_that_races_a_timeout_is_not_lost() {
     for reply_comes_first in [true, false] {
@@ -85,7 +85,7 @@ fn the_permit_of_a_killed_holder_returns() {
     let (first, second) = (stage.job(), stage.job());
     stage.die(stage.holder(first), Death::Signal(9));
     stage.expect(first, "crashed", Some("signal"));
-    assert!(!stage.was_given_out(second), "there is nobody yet to give it to");
+    assert!(!stage.was_given_out(second), "there is no worker yet to give it to");
     stage.bring_up(stage.newest_worker());
     stage.reply(second);
     stage.expect(second, "ok", None);
@@ -296,7 +296,7 @@ fn a_job_left_unread_does_not_wait_for_nobody() {
 
 // Deadlines.
 
-/// Semantics 3: whoever asks for a short deadline ends its own job, never its neighbours'.
+/// Semantics 3: a client that asks for a short deadline ends its own job, never its neighbours'.
 #[test]
 fn the_short_deadline_of_one_does_not_end_its_neighbour() {
     let mut stage = Stage::ready(limits(1, 2, 0));
@@ -309,7 +309,7 @@ fn the_short_deadline_of_one_does_not_end_its_neighbour() {
     stage.reply(patient);
     stage.expect(patient, "ok", None);
     stage.wait(100 * MS);
-    assert_eq!(stage.killed.len(), 1, "nobody is left in there whom it could harm");
+    assert_eq!(stage.killed.len(), 1, "no job is left in there that it could harm");
 }
 
 /// Semantics 3: at the bulkhead's own deadline the worker goes, and takes its other jobs along.
@@ -428,7 +428,7 @@ fn a_recycled_worker_goes_on_until_its_replacement_is_ready() {
     assert_eq!(stage.bulkhead.available(), 1, "it was the debt of the old one");
     stage.die(old, Death::Exit(0));
     stage.expect(between, "ok", None);
-    assert_eq!(stage.spawned.len(), 2, "the last job of the old one recycles nobody else");
+    assert_eq!(stage.spawned.len(), 2, "the last job of the old one recycles no other worker");
     assert_eq!((stage.bulkhead.last_trouble(), stage.bulkhead.limit()), ("", 1));
 }
 
@@ -514,14 +514,14 @@ fn a_stop_waits_for_work_as_long_as_it_was_told_to() {
 }
 
 /// On a machine that gives a worker no processor its silence says nothing of it, and to kill it would add to the
-/// load. But nobody is forgiven for ever.
+/// load. But no worker is forgiven for ever.
 #[test]
 fn a_starved_worker_is_forgiven_and_a_stuck_one_is_not() {
     for (is_starved, looks) in [(true, 21), (false, 1)] {
         let mut stage = Stage::ready(limits(1, 1, 0));
         let worker = stage.newest_worker();
         while stage.killed.is_empty() {
-            let Some(due) = stage.bulkhead.next_deadline() else { panic!("nobody looks after it any more") };
+            let Some(due) = stage.bulkhead.next_deadline() else { panic!("it has no timer any more") };
             stage.now = due;
             let asked = stage.asked.len();
             stage.apply(Event::Tick);

@@ -124,7 +124,7 @@ impl Launch {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-                // If the host died before that, nobody would send the signal.
+                // If the host died before that, the signal would not be sent.
                 if rustix::process::getppid() != Some(host) {
                     return Err(io::ErrorKind::Interrupted.into());
                 }

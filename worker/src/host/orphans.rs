@@ -28,7 +28,7 @@ impl Orphans {
         (Self { programs: Mutex::default(), requests }, received)
     }
 
-    /// The programs that run. Whoever starts one does it with this lock held, and enters it: a program
+    /// The programs that run. A thread that starts one does it with this lock held, and enters it: a program
     /// that is not entered is taken for an orphan.
     pub(super) fn programs(&self) -> MutexGuard<'_, HashSet<u32>> {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner)

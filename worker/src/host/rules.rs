@@ -170,7 +170,7 @@ impl Ruleset {
     }
 
     /// Puts this process under them, for ever, and all that it starts; `worker` is the worker's temporary
-    /// folder, which nobody can list from then on. For a forked child: system calls and nothing else.
+    /// folder, which no program can list from then on. For a forked child: system calls and nothing else.
     pub(super) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
         // SAFETY: takes two numbers, and touches no memory of ours.
         let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.0.as_raw_fd(), NO_FLAGS) };

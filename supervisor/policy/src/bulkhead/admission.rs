@@ -1,4 +1,4 @@
-//! Who gets in, who waits, and who is told to come back later. The order of the checks is that of the table
+//! Which jobs get in, which wait, and which are told to come back later. The order of the checks is that of the table
 //! in `docs/architecture.md`; each that turns a job away is free, except the rate limit, which comes before
 //! those that depend on load: a caller over its rate is to learn that, whatever the load.
 
@@ -151,7 +151,7 @@ impl<T> Bulkhead<T> {
             && submission.priority >= self.lowest_admitted()
             && let Some(worker) = self.next_worker()
         {
-            // Nobody who may have this permit waits for it: it would not be free.
+            // No job that may have this permit waits for it: it would not be free.
             return Ok(Some(worker));
         }
         self.check_tenants_queue(submission.tenant, has_share)?;
@@ -213,7 +213,7 @@ impl<T> Bulkhead<T> {
     fn rate_of(&mut self, tenant: TenantId) -> Option<(RateLimit, TenantId)> {
         let limit = self.tenants.get(tenant).own.rate_limit.or(self.limits.rate_limit)?;
         let whose = match limit.per {
-            RatePer::Bulkhead => TenantId::NOBODY,
+            RatePer::Bulkhead => TenantId::NONE,
             RatePer::Tenant => tenant,
         };
         Some((limit, whose))
@@ -270,7 +270,7 @@ impl<T> Bulkhead<T> {
         Ok(())
     }
 
-    /// Who leaves a full queue for a job of this priority: the newest of the lowest class below it, or, if
+    /// Which job leaves a full queue for a job of this priority: the newest of the lowest class below it, or, if
     /// that is the rule, the oldest job of the tenant that holds most of the queue.
     fn victim(&mut self, priority: Priority) -> Option<(u32, RejectReason)> {
         let below = [Priority::BestEffort, Priority::Normal].into_iter().filter(|&class| class < priority);
@@ -501,7 +501,7 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Who was evicted lately.
+/// Which jobs were evicted lately.
 #[derive(Default)]
 pub(super) struct Evictions {
     recent: std::collections::VecDeque<Arc<str>>,
@@ -513,7 +513,7 @@ impl Evictions {
     const RECENT: usize = 64;
 
     /// A job of this tenant was evicted. Returns the tenant and its share if it had more than half of the
-    /// recent evictions, and nobody was told lately.
+    /// recent evictions, and no operator was told lately.
     fn record(&mut self, now: Time, tenant: &Arc<str>) -> Option<(Arc<str>, f64)> {
         if self.recent.len() == Self::RECENT {
             self.recent.pop_front();

@@ -430,7 +430,7 @@ impl<T> Bulkhead<T> {
             Phase::Initializing { until } if worker.has_dispatch_thread => earlier(Some(until), silence),
             Phase::Initializing { until } => Some(until),
             Phase::Ready | Phase::Draining => {
-                // Whoever is silent is not recycled before it is known why.
+                // A worker that is silent is not recycled before it is known why.
                 let age = match (worker.role, self.limits.recycle.age) {
                     (Role::Current, Some(age)) if worker.silence == Silence::None && !worker.is_spent => {
                         Some((worker.spawned_at + age).max(worker.succession_after).max(worker.age_after))
@@ -726,7 +726,7 @@ impl<T> Bulkhead<T> {
         out.push(Action::Note(Note::BulkheadFailed { reason, message }));
     }
 
-    /// Nobody waits for workers that do not come.
+    /// No job waits for workers that do not come.
     pub(super) fn reject_if_none_is_left(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if self.live_slots == 0 && self.queued() > 0 {
             let sentence = self.no_worker();
@@ -734,7 +734,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Why no worker runs, for whoever wants one.
+    /// Why no worker runs, for a client that wants one.
     pub(super) fn no_worker(&self) -> String {
         match (self.activity, self.limits.max_in_flight) {
             (_, 0) => "max_in_flight is 0".to_owned(),

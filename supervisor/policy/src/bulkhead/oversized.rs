@@ -59,7 +59,7 @@ impl<T> Bulkhead<T> {
         self.arm(id.place);
     }
 
-    /// How long a worker lives on whose jobs nobody waits for.
+    /// How long a worker lives on when no client waits for its jobs.
     pub(super) fn patience(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
         if self.is_sending(place) { grace.max(STALL_PATIENCE) } else { grace }

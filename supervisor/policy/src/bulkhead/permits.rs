@@ -69,7 +69,7 @@ impl<T> Bulkhead<T> {
         };
         let level = current.map_or(0, |worker| worker.jobs.len() as u32);
         let (taken, permits, debt) = match current.filter(|worker| worker.is_available()) {
-            // Whoever is alone takes all of them.
+            // A job that runs alone takes all of them.
             Some(worker) if worker.apart != Apart::No => {
                 (level.max(worker.permits), worker.permits, entry.debt)
             }

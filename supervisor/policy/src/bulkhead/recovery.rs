@@ -18,7 +18,7 @@ use crate::workers::Apart;
 pub(super) enum Loss {
     /// The worker died while it had this job and no other.
     Alone,
-    /// Its program died, which nobody else was in.
+    /// Its program died, which ran no other job.
     Program,
     /// It died while it had others as well: each of them may be the cause.
     AmongOthers,

@@ -287,7 +287,7 @@ impl<T> Bulkhead<T> {
 
     // Tenants.
 
-    /// Whoever was at its share may be below it now, and the other way round.
+    /// A tenant that was at its share may be below it now, and the other way round.
     fn reconfigure_tenants(&mut self, now: Time) {
         let general = self.limits.rate_limit;
         self.tenants.reconfigure(now, &self.limits.tenants.own, general.as_ref());

@@ -202,7 +202,7 @@ pub struct TenantView {
 }
 
 impl<T> Bulkhead<T> {
-    /// The tenants that have most jobs here, at most so many; whoever names no tenant is not among them.
+    /// The tenants that have most jobs here, at most so many; jobs without a tenant are not among them.
     pub fn tenants(&self, most: usize) -> Vec<TenantView> {
         let mut views: Vec<TenantView> = self
             .tenants

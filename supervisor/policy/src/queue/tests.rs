@@ -247,7 +247,7 @@ fn different_flows_expect_equal() {
 
 #[test]
 fn different_flows_expect_unequal() {
-    // Who asks for less than its share gets all it asks for, and the other what is left.
+    // A tenant that asks for less than its share gets all it asks for, and the other what is left.
     assert_eq!(closed_loop(&[(4, 1), (1, 1)], 3, 1000), [2000, 1000]);
 }
 

@@ -150,7 +150,7 @@ impl Stage {
 
     pub(crate) fn holder(&self, job: JobId) -> WorkerId {
         let given = self.dispatched.iter().rev().find(|(_, j)| *j == job);
-        given.map_or_else(|| panic!("{job:?} was given to nobody"), |(worker, _)| *worker)
+        given.map_or_else(|| panic!("{job:?} was given to no worker"), |(worker, _)| *worker)
     }
 
     pub(crate) fn was_given_out(&self, job: JobId) -> bool {

@@ -289,7 +289,7 @@ impl Model {
     fn check_promises(&mut self) {
         let step = &self.step;
         assert!(step.submission.is_none(), "a submission was neither taken nor refused");
-        assert!(step.evictable.is_empty(), "nobody made room for the job that was taken");
+        assert!(step.evictable.is_empty(), "no job made room for the one that was taken");
         assert!(step.owed.is_empty(), "answers are missing: {:?}", step.owed);
         assert!(step.to_cancel.is_empty(), "not asked to stop: {:?}", step.to_cancel);
         assert!(step.to_limit.is_empty(), "not told of the limit: {:?}", step.to_limit);
@@ -377,7 +377,7 @@ impl Model {
             SlotState::Held { current, .. } if current == worker.id.place)
     }
 
-    /// Whether nobody waits for anything in it, or something in it has passed the bulkhead's deadline.
+    /// Whether no client waits for anything in it, or something in it has passed the bulkhead's deadline.
     fn is_stuck(&self, worker: &Worker) -> bool {
         let jobs = || worker.jobs.iter().map(|job| &self.jobs[job]);
         !worker.jobs.is_empty() && (jobs().all(|job| job.is_answered) || jobs().any(|job| job.is_overdue))
@@ -436,7 +436,7 @@ impl Model {
     }
 
     /// What the workers of a slot have taken of the limit. The one that takes jobs answers for those that it
-    /// replaced; without one the slot's own permits do. Whoever is alone takes all of its worker's.
+    /// replaced; without one the slot's own permits do. A job that runs alone takes all of its worker's.
     fn taken(&self, slot: usize) -> usize {
         let of_slot = || self.workers.values().filter(|w| w.slot as usize == slot && !w.is_written_off);
         let running: usize = of_slot().map(|w| w.jobs.len()).sum();

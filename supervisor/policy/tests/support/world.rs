@@ -215,7 +215,7 @@ impl World {
         }
     }
 
-    /// What somebody may write into the file: everything anew, or a little.
+    /// What an operator may write into the file: everything anew, or a little.
     fn limits(&mut self) -> Limits {
         let fresh = settings::limits(&mut self.random);
         if self.random.percent(50) {

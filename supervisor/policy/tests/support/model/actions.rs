@@ -172,7 +172,7 @@ impl Model {
         }
     }
 
-    /// Whoever was to be killed or drained by now has been.
+    /// Every worker that was to be killed or drained by now has been.
     pub(super) fn settle_workers(&mut self) {
         let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w), self.now + self.patience(w));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
@@ -212,7 +212,7 @@ impl Model {
         use KillReason::{Deadline, NoHello, NotReady, Overdue, Unwanted};
         let is_watched = worker.watched_at.is_some_and(|at| self.now < at + worker.heartbeat);
         let is_fine = !self.is_silent(worker) || is_watched || worker.was_looked_at;
-        assert!(is_fine, "{:?} is silent, and nobody cares", worker.id);
+        assert!(is_fine, "{:?} is silent, and is not asked", worker.id);
         assert!(!self.is_to_be_followed(worker), "{:?} is spent, and nothing follows", worker.id);
         for reason in [Deadline, NoHello, NotReady, Overdue, Unwanted] {
             assert!(!self.may_kill(worker, &reason), "{:?} lives on in spite of {reason:?}", worker.id);

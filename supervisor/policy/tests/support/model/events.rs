@@ -88,7 +88,7 @@ impl Model {
         }
     }
 
-    /// Whoever says anything is alive.
+    /// A worker that says anything is alive.
     fn hear(&mut self, event: &Event<Tag>) {
         let (Event::Spawned { worker, .. }
         | Event::Hello { worker, .. }
