@@ -1,5 +1,5 @@
 //! Which jobs get in, which wait, and which are told to come back later. The order of the checks is that of the table
-//! in `docs/architecture.md`; each that turns a job away is free, except the rate limit, which comes before
+//! in `docs/semantics.md`; each that turns a job away is free, except the rate limit, which comes before
 //! those that depend on load: a caller over its rate is to learn that, whatever the load.
 
 use std::sync::Arc;
