@@ -236,6 +236,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("higher-priority", "raise its own priority", Machine, Refused(&["EACCES", "EPERM"], "no capabilities"), Refused(&["EACCES", "EPERM"], "no capabilities")),
             plain("real-time-disk", "come first at the disk", Machine, NO_CAPABILITY, NOT_PERMITTED),
             plain("raise-a-limit", "raise a hard limit", Machine, NO_CAPABILITY, NO_CAPABILITY),
+            plain("lower-the-dump-limit", "set its limit of core dumps from 1 to 0, with which the kernel starts the program of `core_pattern`", Succeeds, Refused(&["NOTHING"], "seccomp: it stays 1"), Refused(&["NOTHING"], "seccomp: it stays 1")),
             plain("lower-and-raise-a-limit", "lower a hard limit, and raise it again", Machine, NO_CAPABILITY, NO_CAPABILITY),
         ],
     ),
@@ -317,6 +318,7 @@ pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("kill-parent", "kill the host of both", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
     plain("read-environment-of-host", "read the environment of the host", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
     plain("open-memory-of-host", "open the memory of the host, and so the link", Machine, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("shut-temporary-folders", "shut the folder that theirs lie in (`chmod`; the host opens it again)", Refused(&["NOTHING"], "there is none"), Succeeds, Succeeds),
 ];
 
 /// What the table above does not have, since it takes something of its own to be judged.
@@ -330,6 +332,7 @@ pub const ELSEWHERE: &[&str] = &[
     "read-environment-of-host",
     "read-temporary-file-of-sibling",
     "run-set-user-id-program",
+    "shut-temporary-folders",
     "touch-much-memory",
     "write-result-of-sibling",
 ];

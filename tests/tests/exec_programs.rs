@@ -64,6 +64,10 @@ fn attack(
     }
     std::fs::write(place.path().join("write/go"), "").unwrap();
     assert_eq!(victim.wait().unwrap().payload(), b"payload of A");
+    if profile != NONE {
+        // The folder that the last attempt shut is open for the next program.
+        assert!(text(client.job("x", "").operation("look").send()).starts_with('/'));
+    }
     if profile == NONE {
         let _ = std::fs::remove_file("/tmp/secret");
     }

@@ -6,8 +6,8 @@
 //! - `assembler`: the few instructions of classic BPF that it takes.
 //! - `notification`: how the keeper learns of a fatal call, and of which.
 //!
-//! A filter sees numbers and registers, never what a pointer points to: rules look at no more than the
-//! lower half of an argument, which is all that the kernel takes of the arguments looked at here.
+//! A filter sees numbers and registers, never what a pointer points to: rules look at the lower half of an
+//! argument, which is all that the kernel takes of numbers, and of a pointer only at whether there is one.
 #![expect(unsafe_code, reason = "seccomp(2) and the probing fork have no safe form")]
 
 mod assembler;
@@ -51,6 +51,8 @@ pub(in crate::keeper) enum Verdict {
     Allow,
     /// It fails with this error, and has no effect.
     Errno(Errno),
+    /// It returns zero, and has no effect.
+    Ignore,
     /// No honest program makes it: the worker ends, as [`Ending`] says.
     Fatal,
 }
@@ -70,6 +72,15 @@ pub(in crate::keeper) enum Ending {
 enum Rule {
     Always(Verdict),
     Check(Box<Check>),
+    Pointer(Box<Pointer>),
+}
+
+/// Whether an argument is a null pointer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Pointer {
+    argument: u8,
+    null: Rule,
+    otherwise: Rule,
 }
 
 /// A look at the lower half of one argument, or at the bits in `mask` of it: the first case that holds
@@ -94,6 +105,12 @@ impl From<Check> for Rule {
     }
 }
 
+impl From<Pointer> for Rule {
+    fn from(pointer: Pointer) -> Self {
+        Self::Pointer(Box::new(pointer))
+    }
+}
+
 impl Rule {
     fn assemble(&self, ending: Ending) -> Block {
         match self {
@@ -107,6 +124,10 @@ impl Rule {
                 block.extend(tests);
                 block
             }
+            Self::Pointer(pointer) => {
+                let Pointer { argument, null, otherwise } = &**pointer;
+                assembler::branch_on_null(*argument, null.assemble(ending), otherwise.assemble(ending))
+            }
         }
     }
 }
@@ -116,6 +137,7 @@ impl Verdict {
         match (self, ending) {
             (Self::Allow, _) => libc::SECCOMP_RET_ALLOW,
             (Self::Errno(errno), _) => libc::SECCOMP_RET_ERRNO | errno.raw_os_error() as u32,
+            (Self::Ignore, _) => libc::SECCOMP_RET_ERRNO,
             (Self::Fatal, Ending::Kill) => libc::SECCOMP_RET_KILL_PROCESS,
             (Self::Fatal, Ending::Notify) => libc::SECCOMP_RET_USER_NOTIF,
         }

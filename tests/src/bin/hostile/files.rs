@@ -72,6 +72,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
         let sibling = parent(to.text("temporary file of sibling")?)?;
         list(sibling.parent().unwrap_or(sibling))
     }),
+    ("shut-temporary-folders", |_| shut_temporary_folders()),
     ("read-temporary-file-of-sibling", |to| read(to.text("temporary file of sibling")?)),
 ];
 
@@ -99,6 +100,14 @@ fn list_temporary_files(to: &Targets) -> Tried {
         0 => Err(Refused::nothing("list /tmp")),
         count => Ok(format!("{count} entries")),
     }
+}
+
+/// That of the own temporary folder, where a program has one of its own.
+fn shut_temporary_folders() -> Tried {
+    let own = std::env::var_os("TMPDIR").ok_or_else(|| Refused::nothing("find the own temporary folder"))?;
+    let shared = Path::new(&own).parent().unwrap_or(Path::new(&own));
+    fs::set_permissions(shared, fs::Permissions::from_mode(0o000)).at("shut the folder of all programs")?;
+    Ok(format!("shut {}", shared.display()))
 }
 
 /// Opens and does nothing with it.

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::Attempt;
-use crate::calls::{At, Tried, address, call, child, close, thread, wait};
+use crate::calls::{At, Refused, Tried, address, address_mut, call, child, close, thread, wait};
 
 pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("open-many-descriptors", |_| open_many_descriptors()),
@@ -19,6 +19,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("fill-temporary-folder", |_| fill_temporary_folder()),
     ("make-many-processes", |_| make_many_processes()),
     ("leave-processes-behind", |_| leave_processes_behind()),
+    ("lower-the-dump-limit", |_| lower_the_dump_limit()),
 ];
 
 const DESCRIPTORS: usize = 1000;
@@ -136,6 +137,20 @@ fn leave_processes_behind() -> Tried {
         child(0, leave).at("leave a process behind")?;
     }
     Ok(format!("left {LEFT}"))
+}
+
+/// The kernel takes 1 for no dump at all, and 0 for none in a file.
+fn lower_the_dump_limit() -> Tried {
+    let what = "set the limit of core dumps to 0";
+    let mut before = [0_u64; 2];
+    let core = libc::RLIMIT_CORE as usize;
+    call(libc::SYS_prlimit64, [0, core, 0, address_mut(&mut before)]).at(what)?;
+    let [_, hard] = before;
+    call(libc::SYS_prlimit64, [0, core, address(&[0, hard]), 0]).at(what)?;
+    let mut after = [0_u64; 2];
+    call(libc::SYS_prlimit64, [0, core, 0, address_mut(&mut after)]).at(what)?;
+    let _ = call(libc::SYS_prlimit64, [0, core, address(&before), 0]);
+    if after[0] == 0 { Ok("it is 0".into()) } else { Err(Refused::nothing(what)) }
 }
 
 fn ignore(signal: usize) {

@@ -36,8 +36,7 @@ pub(super) fn load_number() -> sock_filter {
 
 /// Loads these bits of the lower half of an argument.
 pub(super) fn load_argument(argument: u8, mask: u32) -> Block {
-    let load =
-        plain(LOAD, (offset_of!(seccomp_data, args) + usize::from(argument) * size_of::<u64>()) as u32);
+    let load = plain(LOAD, argument_offset(argument));
     if mask == u32::MAX { vec![load] } else { vec![load, plain(AND, mask)] }
 }
 
@@ -66,6 +65,22 @@ pub(super) fn branch(condition: Condition, yes: Block, no: Block) -> Block {
     block.extend(yes);
     block.extend(no);
     block
+}
+
+/// Goes one way if an argument is zero in both halves, and the other way if not. The first must end with a verdict.
+pub(super) fn branch_on_null(argument: u8, null: Block, otherwise: Block) -> Block {
+    const IS_ZERO: Condition = Condition::Is(0);
+    let lower = argument_offset(argument);
+    let mut lower_is_zero = vec![plain(LOAD, lower + size_of::<u32>() as u32)];
+    lower_is_zero.extend(branch(IS_ZERO, null, otherwise.clone()));
+    let mut block = vec![plain(LOAD, lower)];
+    block.extend(branch(IS_ZERO, lower_is_zero, otherwise));
+    block
+}
+
+/// Where the lower half of an argument is; the upper half follows.
+fn argument_offset(argument: u8) -> u32 {
+    (offset_of!(seccomp_data, args) + usize::from(argument) * size_of::<u64>()) as u32
 }
 
 fn jump_if(condition: Condition, jt: u8, jf: u8) -> sock_filter {

@@ -8,7 +8,7 @@
 use rustix::io::Errno;
 
 use super::assembler::Condition::{AtLeast, HasAny, Is};
-use super::{Check, Rule, Rules, Verdict, flags};
+use super::{Check, Pointer, Rule, Rules, Verdict, flags};
 
 /// They change the kernel.
 const FATAL: &str = "bpf delete_module finit_module init_module kexec_file_load kexec_load";
@@ -109,7 +109,9 @@ fn deny(rules: &mut Rules) {
     rules.set("unshare", without(NEW_NAMESPACES | libc::CLONE_NEWTIME as u32));
     rules.set("personality", personality());
     rules.set("ptrace", trace());
-    rules.set("prlimit64", of_itself(0));
+    let (prlimit, setrlimit) = limits();
+    rules.set("prlimit64", prlimit);
+    rules.set("setrlimit", setrlimit);
     rules.set("setpriority", of_one_process(libc::PRIO_PROCESS, of_itself(1)));
     rules.set("socketpair", socketpair());
     rules.set("bind", named_by_number());
@@ -148,6 +150,20 @@ fn trace() -> Rule {
 fn of_itself(argument: u8) -> Rule {
     const ITSELF: u32 = 0;
     only_these(argument, &[ITSELF], REFUSE)
+}
+
+/// The limits of the process itself, by `prlimit64` and by `setrlimit`, except that of core dumps. That is 1 byte,
+/// with which the kernel writes no dump and starts no program of `kernel.core_pattern`; with 0 it starts that
+/// program. Programs that set it to 0 want no dump and have that already, so their call is ignored.
+fn limits() -> (Rule, Rule) {
+    #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
+    const CORE: u32 = libc::RLIMIT_CORE as u32;
+    let is_core = |argument, set: Rule| -> Rule { check(argument, vec![(Is(CORE), set)], Verdict::Allow) };
+    // A caller who asks for the old limit as well would take what it does not get for that.
+    let set = Pointer { argument: 3, null: Verdict::Ignore.into(), otherwise: REFUSE.into() };
+    let asked = Pointer { argument: 2, null: Verdict::Allow.into(), otherwise: set.into() };
+    let of_itself = check(0, vec![(Is(0), is_core(1, asked.into()))], REFUSE);
+    (of_itself, is_core(0, Verdict::Ignore.into()))
 }
 
 /// Not of a group, nor of all processes of a user.

@@ -71,6 +71,10 @@ fn expected(rules: &Rules, number: u32, arguments: [u64; 6]) -> u32 {
                 let case = check.cases.iter().find(|(condition, _)| holds(condition));
                 rule = case.map_or(&check.otherwise, |(_, rule)| rule);
             }
+            Rule::Pointer(pointer) => {
+                let is_null = arguments[usize::from(pointer.argument)] == 0;
+                rule = if is_null { &pointer.null } else { &pointer.otherwise };
+            }
         }
     }
 }
@@ -93,11 +97,12 @@ fn all_profiles() -> Vec<Rules> {
 
 #[test]
 fn the_program_does_what_the_rules_say_for_every_number() {
-    const SAMPLES: [u64; 21] = [
+    const SAMPLES: [u64; 22] = [
         0,
         1,
         2,
         3,
+        4,
         5,
         10,
         16,
@@ -121,9 +126,12 @@ fn the_program_does_what_the_rules_say_for_every_number() {
         assert!(program.len() < 1000, "{} instructions", program.len());
         let numbers = (0..600).chain([X32 - 1, X32, X32 + 39, u32::MAX]);
         for number in numbers {
-            let is_checked = matches!(rules.calls.get(&number), Some(Rule::Check(_)));
-            let further: &[[u64; 2]] =
-                if is_checked { &[[0, 0], [12, 0], [0o4644, 1], [0, 0o2755]] } else { &[[0, 0]] };
+            let is_checked = matches!(rules.calls.get(&number), Some(Rule::Check(_) | Rule::Pointer(_)));
+            let further: &[[u64; 2]] = if is_checked {
+                &[[0, 0], [12, 0], [0o4644, 1], [0, 0o2755], [1 << 32, 0], [1 << 32, 1 << 32]]
+            } else {
+                &[[0, 0]]
+            };
             let seconds = if is_checked { &SAMPLES[..] } else { &[0] };
             for (&first, &second) in SAMPLES.iter().flat_map(|a| seconds.iter().map(move |b| (a, b))) {
                 for &[third, fourth] in further {
@@ -352,6 +360,7 @@ const INET: u64 = libc::AF_INET as u64;
 const NETLINK: u64 = libc::AF_NETLINK as u64;
 const STREAM: u64 = libc::SOCK_STREAM as u64;
 const DATAGRAM: u64 = libc::SOCK_DGRAM as u64;
+const CORE: u64 = libc::RLIMIT_CORE as u64;
 const CLOSED_BY_EXEC: u64 = libc::SOCK_CLOEXEC as u64;
 
 /// The answer of the tests to what is told: an error that none of these calls gives by itself.
@@ -389,6 +398,14 @@ fn denied_by_both() -> Vec<(&'static str, [u64; 3], i32)> {
         ("socketpair", [UNIX, STREAM | CLOSED_BY_EXEC, 0], libc::EFAULT),
         ("socketpair", [libc::AF_TIPC as u64, STREAM, 0], libc::EAFNOSUPPORT),
         ("getpid", [0; 3], 0),
+        // What core dumps may take can be asked for, and not be set; that goes by the whole of the pointer.
+        ("prlimit64", [0, CORE, 0], 0),
+        ("prlimit64", [0, CORE, 1], libc::EPERM),
+        ("prlimit64", [0, CORE, 1 << 32], libc::EPERM),
+        ("prlimit64", [1, CORE, 0], libc::EPERM),
+        ("prlimit64", [0, libc::RLIMIT_NOFILE as u64, 1], libc::EFAULT),
+        ("setrlimit", [CORE, 0, 0], 0),
+        ("setrlimit", [libc::RLIMIT_NOFILE as u64, 0, 0], libc::EFAULT),
     ]);
     all.extend(set_id());
     all
