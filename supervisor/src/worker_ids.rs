@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::fcntl::{FcntlArg, fcntl};
 use rustix::io::Errno;
@@ -31,6 +31,13 @@ const DATABASES: [&str; 2] = ["/etc/passwd", "/etc/group"];
 
 /// Which ids a user namespace has.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
+
+/// How long the workers of a supervisor that was killed may take to be gone, so that the next one gives its bulkheads
+/// the ids that they had.
+const PREDECESSOR_WITHIN: Duration = Duration::from_secs(5);
+
+/// From one look at an id that is in use to the next.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// The ids of one supervisor's workers.
 #[derive(Debug)]
@@ -119,6 +126,9 @@ impl Ids {
             let owner = std::fs::metadata(path).ok()?.uid();
             (self.range.first..=self.range.last).contains(&owner).then_some((path, owner))
         });
+        if owner.is_none() {
+            self.wait_for_predecessor(config, bulkhead);
+        }
         let attempt = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             let id = match (owner, state.kept.get(bulkhead)) {
@@ -149,12 +159,7 @@ impl Ids {
 
     /// Ids that come and go are taken from the other end of the range.
     fn keep_derived(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
-        let count = self.count();
-        let lower = count / 2;
-        let upper = count - lower;
-        let begin = digest(&[config.as_os_str().as_bytes(), bulkhead.as_bytes()]) % upper;
-        for step in 0..upper {
-            let id = self.range.first + (lower + (begin + step) % upper) as u32;
+        for id in self.derived(config, bulkhead) {
             let is_taken = self.is_lent(state, id) || state.is_kept(id);
             if !is_taken && (self.claim == Claim::Trial || self.acquire(state, id)?) {
                 return Ok(id);
@@ -165,6 +170,34 @@ impl Ids {
              [supervisor], or name a `user`",
             self.range
         )))
+    }
+
+    /// The ids that a bulkhead may keep; the first one follows from the names.
+    fn derived(&self, config: &Path, bulkhead: &str) -> impl Iterator<Item = u32> {
+        let (first, count) = (self.range.first, self.count());
+        let lower = count / 2;
+        let upper = count - lower;
+        let begin = digest(&[config.as_os_str().as_bytes(), bulkhead.as_bytes()]) % upper;
+        (0..upper).map(move |step| first + (lower + (begin + step) % upper) as u32)
+    }
+
+    /// Waits until the first id that a bulkhead may keep is free, if another supervisor or a process has it: the one
+    /// before this, which was killed, and its workers, which end a little later. After some time another id is taken.
+    fn wait_for_predecessor(&self, config: &Path, bulkhead: &str) {
+        let is_in_use = || {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(id) = self.derived(config, bulkhead).next() else { return false };
+            let is_ours = state.kept.contains_key(bulkhead) || state.is_kept(id) || self.is_lent(&state, id);
+            if is_ours || self.claim == Claim::Trial || !self.is_fit(&mut state, id) {
+                return false;
+            }
+            // What the lock fails with is told by the attempt that follows.
+            self.lock(&mut state, id).is_ok_and(|is_locked| !is_locked || is_used(id))
+        };
+        let began = Instant::now();
+        while is_in_use() && began.elapsed() < PREDECESSOR_WITHIN {
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 
     fn count(&self) -> u64 {
@@ -178,10 +211,12 @@ impl Ids {
 
     /// Whether an id is nobody's, and now ours.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
-        if !self.is_mapped(id) || state.named.has(id) || Path::new(SYSTEMD).join(id.to_string()).exists() {
-            return Ok(false);
-        }
-        Ok(self.lock(state, id)? && !is_used(id))
+        Ok(self.is_fit(state, id) && self.lock(state, id)? && !is_used(id))
+    }
+
+    /// Whether it is an id here, and none that the system has given away.
+    fn is_fit(&self, state: &mut State, id: u32) -> bool {
+        self.is_mapped(id) && !state.named.has(id) && !Path::new(SYSTEMD).join(id.to_string()).exists()
     }
 
     /// Locks its byte in the common file, until this process ends.
@@ -352,6 +387,26 @@ mod tests {
             first
         };
         assert_eq!(keep(&ids(1_900_000_000, 1_900_000_999, folder.path()), "a"), first);
+    }
+
+    #[test]
+    fn a_bulkhead_keeps_its_id_while_its_predecessor_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let (before, after) = (
+            ids(1_900_000_000, 1_900_000_999, folder.path()),
+            ids(1_900_000_000, 1_900_000_999, folder.path()),
+        );
+        let first = before.keep(Path::new(CONFIG), "a", &[]).unwrap();
+        let kept = std::thread::scope(|scope| {
+            let kept = scope.spawn(|| after.keep(Path::new(CONFIG), "a", &[]).unwrap());
+            while after.state.lock().unwrap().file.is_none() {
+                std::thread::yield_now();
+            }
+            // It has found the id taken.
+            drop(before);
+            kept.join().unwrap()
+        });
+        assert_eq!(kept, first);
     }
 
     #[test]
