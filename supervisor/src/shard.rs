@@ -622,7 +622,7 @@ impl Shard {
     fn out_of_band(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
-            // Of a worker whose process is not known yet, the kernel throws them away.
+            // Of a worker whose process is not known yet, they are looked for when it is.
             Endpoint::Link(index) if self.links[index].as_ref().is_some_and(|link| link.pidfd.is_some()) => {
                 self.break_link(index, OUT_OF_BAND.to_owned());
             }

@@ -740,6 +740,27 @@ fn bytes_out_of_band_end_the_connection_that_they_come_on_and_no_other() {
     drop(other);
 }
 
+/// Also what comes before the supervisor knows that the worker's process runs.
+#[test]
+fn bytes_out_of_band_at_the_start_end_the_worker() {
+    const STARTS: usize = 12;
+    let notes = tempfile::tempdir().unwrap();
+    let keys = format!(
+        "{PATIENT}start = {{ handshake = \"600s\", ready = \"600s\" }}\n\
+         restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n"
+    );
+    let bulkheads =
+        by_hand(notes.path(), &keys).replace("env = { NOTES", "env = { OUT_OF_BAND = \"1\", NOTES");
+    let bulkheads = bulkheads.replacen("sandbox = { ", "sandbox = { profile = \"none\" }\n# ", 1);
+    let folder = tempfile::tempdir().unwrap();
+    let supervisor = Supervisor::launch(folder, "", &bulkheads);
+    wait_for("it answers", || supervisor.try_get("/healthz"));
+    // One after the other: had one of them not been noticed, there would be no further start.
+    for event in supervisor.wait_events("worker_killed", STARTS) {
+        assert!(event["reason"].as_str().unwrap().contains("out of band"), "{event}");
+    }
+}
+
 /// Both users and connections take turns: what many connections have sent does not go before what one has.
 #[test]
 fn a_job_does_not_wait_for_all_that_others_have_sent() {
@@ -821,6 +842,10 @@ fn the_worker() {
     socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
     let mut worker = Worker { socket, notes: notes.into(), held: None, is_silent: false, out: Vec::new() };
     worker.say(&hello(role::WORKER));
+    if std::env::var_os("OUT_OF_BAND").is_some() {
+        worker.flush();
+        rustix::net::send(&worker.socket, b"!", SendFlags::OOB).unwrap();
+    }
     worker.say(&frame(kind::READY, 0, &Empty, b""));
     worker.work();
 }

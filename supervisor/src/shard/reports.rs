@@ -3,12 +3,14 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bulkhead_policy::{Death, Event, WorkerId};
 use mio::Interest;
 use mio::unix::SourceFd;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use serde_json::json;
 
 use super::links::Link;
@@ -185,6 +187,9 @@ impl Shard {
         let (compartment, worker) = (link.compartment, link.worker);
         self.hand_output_over(index);
         self.apply(compartment, Event::Spawned { worker, pid }, Incoming::None);
+        if self.links[index].as_ref().is_some_and(|link| has_out_of_band(&link.socket)) {
+            self.out_of_band(Endpoint::Link(index));
+        }
         // Its hello may have come before the news of its birth.
         self.link_readable(index);
     }
@@ -306,6 +311,13 @@ impl Shard {
             std::thread::sleep(KEEPER_PAUSE * (1 << doublings));
         }
     }
+}
+
+/// Whether bytes out of band wait: what came before its process was known was not heard.
+fn has_out_of_band(socket: &UnixStream) -> bool {
+    let mut entries = [PollFd::new(socket, PollFlags::PRI)];
+    rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)
+        && entries[0].revents().contains(PollFlags::PRI)
 }
 
 /// What to do about a start that failed, where that can be known.
