@@ -79,7 +79,11 @@ fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path)?;
     let kind = file.metadata()?;
     if !kind.is_file() {
-        let what = if kind.is_dir() { "it is a directory" } else { "it is not a regular file" };
+        let what = if kind.is_dir() {
+            "it is a directory"
+        } else {
+            "it is not a regular file; a pipe, as of `<(...)`, cannot be read again when the configuration is reloaded"
+        };
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
     let mut bytes = Vec::new();
