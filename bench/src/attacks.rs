@@ -32,6 +32,21 @@ const EVERY: Duration = Duration::from_millis(2);
 /// From one death of an honest worker to the next.
 const DEATH_EVERY: Duration = Duration::from_millis(100);
 
+/// From one honest program to the next.
+const PROGRAM_EVERY: Duration = Duration::from_millis(25);
+
+/// Programs of one worker: an honest one ends at once; the other does what it can to its neighbours and their host,
+/// for as long as it lives. It aims at nothing else, wherever it runs.
+const PROGRAMS: &str = "case $BULKHEAD_OPERATION in \
+    neighbours) PIN trap '' TERM INT HUP; while :; do \
+        for process in $(cat /proc/$PPID/task/*/children) $PPID; do \
+            [ $process = $$ ] && continue; \
+            kill -9 $process; \
+            for file in mem fd/1 fd/3; do echo forged > /proc/$process/$file; done; \
+        done; \
+    done 2> /dev/null;; \
+    *) cat;; esac";
+
 /// What an honest job counts for that did not end as it should.
 const HARMED: Duration = Duration::from_secs(60);
 
@@ -56,9 +71,11 @@ enum Victim {
     Jobs,
     /// Jobs that crash their own worker: how soon they are told.
     Deaths,
+    /// Programs that the attacker's own worker runs.
+    Programs,
 }
 
-const ATTACKS: [(&str, Attacker, Victim); 9] = [
+const ATTACKS: [(&str, Attacker, Victim); 11] = [
     ("A1 a client passes descriptors", Attacker::Clients("descriptors", 1), Victim::Jobs),
     ("A1 a worker passes descriptors", Attacker::Workers("descriptors", 1), Victim::Jobs),
     ("A2 600 frames announced, not sent", Attacker::Clients("announcements", 1), Victim::Jobs),
@@ -67,7 +84,9 @@ const ATTACKS: [(&str, Attacker, Victim); 9] = [
     ("A4 four workers flood frames", Attacker::Workers("frames", 4), Victim::Jobs),
     ("A4 200 connections, unknown bulkhead", Attacker::Clients("unknown-many", 1), Victim::Jobs),
     ("A5 a worker leaves 1,500 orphans", Attacker::Jobs("orphans", 1), Victim::Deaths),
+    ("A6 a storm of deaths and of their events", Attacker::Jobs("storm", 4), Victim::Jobs),
     ("A7 a program leaves a writer behind", Attacker::Jobs("loud", 2), Victim::Jobs),
+    ("A8 a program attacks its neighbours", Attacker::Jobs("neighbours", 1), Victim::Programs),
 ];
 
 /// Takes every measurement that is wanted; within a `LocalSet`.
@@ -140,10 +159,12 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
                     attackers.push(Process::start(&mut host.attacker(scene, "spin")?)?);
                 } else {
                     let client = host.client.clone();
+                    // Each worker of the bench knows what a crash is.
+                    let operation = if bulkhead == "storm" { "crash" } else { bulkhead };
                     lanes.push(tokio::task::spawn_local(async move {
                         loop {
                             // It harms, however it ends.
-                            let _ = client.job(bulkhead, "").operation(bulkhead).send().await;
+                            let _ = client.job(bulkhead, "").operation(operation).send().await;
                         }
                     }));
                 }
@@ -154,6 +175,7 @@ async fn round(plan: &Plan, scene: Scene, is_loop: bool) -> Result<f64> {
     tokio::time::sleep(plan.lasts / 5).await;
     let p99 = match scene.victim {
         Victim::Jobs => scheduled(&host.client, plan.lasts, EVERY, "one", "").await?,
+        Victim::Programs => scheduled(&host.client, plan.lasts, PROGRAM_EVERY, "neighbours", "").await?,
         Victim::Deaths => scheduled(&host.client, plan.lasts, DEATH_EVERY, "dies", "crash").await?,
     };
     lanes.iter().for_each(tokio::task::JoinHandle::abort);
@@ -284,6 +306,21 @@ fn config(scene: Scene, is_loop: bool) -> Result<String> {
         Attacker::Jobs("orphans", _) => {
             config += &honest("orphans");
             config += "rlimits = { nproc = \"unlimited\" }\n";
+        }
+        Attacker::Jobs("storm", processes) => {
+            let pin = if scene.is_pinned { "\"taskset\", \"-c\", \"0\", " } else { "" };
+            config += &format!(
+                "[bulkhead.storm]\ncommand = [{pin}{own:?}, \"worker\"]\nmax_queue = 1000\nprocesses = {processes}\n\
+                 restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000, within = \"1s\" }}\n"
+            );
+        }
+        Attacker::Jobs("neighbours", _) => {
+            let pin = if scene.is_pinned { "taskset -p -c 0 $$ > /dev/null;" } else { "" };
+            let programs = PROGRAMS.replace("PIN", pin);
+            config += &format!(
+                "[bulkhead.neighbours]\nexec = [\"/bin/sh\", \"-c\", {programs:?}]\nmax_in_flight = 3\n\
+                 max_queue = 1000\ndeadline = \"60s\"\n"
+            );
         }
         Attacker::Jobs(..) => {
             let pin = if scene.is_pinned { ", \"--pin\"" } else { "" };
