@@ -113,15 +113,19 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         fate: fate.clone(),
     };
     let control = control::start(options).map_err(system("start the control plane"))?;
-    let ran = run_data_plane(shard, &fate, &pulse_of_run);
+    let ran = run_data_plane(|| shard.run(), &fate, &pulse_of_run);
     control.join();
     span_thread.into_iter().for_each(spans::SpanThread::settle);
     ran.map_err(system("run the event loop"))
 }
 
 /// A panic there ends all else as an error does. It has dropped the keeper, which ends the workers.
-fn run_data_plane(shard: Shard, fate: &Fate, pulse: &Pulse) -> std::io::Result<()> {
-    let ran = catch_unwind(AssertUnwindSafe(|| shard.run()));
+fn run_data_plane(
+    run: impl FnOnce() -> std::io::Result<()>,
+    fate: &Fate,
+    pulse: &Pulse,
+) -> std::io::Result<()> {
+    let ran = catch_unwind(AssertUnwindSafe(run));
     if matches!(ran, Ok(Ok(()))) {
         return Ok(());
     }
@@ -199,4 +203,64 @@ fn raise_descriptor_limit() -> u64 {
     // Whoever cannot raise it runs with what there is, and hears when it is used up.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::process::Command;
+
+    const MARK: &str = "BULKHEAD_TEST_PANICS";
+
+    /// Stands for the keeper, which ends the workers when it is dropped.
+    struct Owned;
+
+    impl Drop for Owned {
+        fn drop(&mut self) {
+            println!("\nthe keeper has ended");
+        }
+    }
+
+    /// Not a test: this program, started again, is a supervisor whose data plane panics beside another thread.
+    #[test]
+    fn helper() {
+        if std::env::var_os(MARK).is_none() {
+            return;
+        }
+        let (fate, pulse) = (Fate::default(), Arc::new(Pulse::default()));
+        fate.begin();
+        let seen = pulse.clone();
+        let goes_on = move || {
+            while !seen.is_over.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+        };
+        let control = fate.spawn("control", goes_on).unwrap();
+        let owned = Owned;
+        let ran = run_data_plane(
+            move || {
+                let _owned = owned;
+                panic!("as a test")
+            },
+            &fate,
+            &pulse,
+        );
+        control.join().unwrap();
+        println!("\nthe rest has ended, lost: {:?}, {}", fate.lost(), ran.unwrap_err());
+    }
+
+    #[test]
+    fn a_panic_of_the_data_plane_is_the_end_of_all_else_and_an_error() {
+        let ended = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "supervisor::tests::helper", "--nocapture"])
+            .env(MARK, "")
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&ended.stdout);
+        let keeper = told.find("the keeper has ended").unwrap_or_else(|| panic!("{ended:?}"));
+        let rest = told.find("the rest has ended, lost: None, the data plane panicked");
+        assert!(rest.is_some_and(|rest| rest > keeper), "{ended:?}");
+        assert!(ended.status.success(), "{ended:?}");
+    }
 }

@@ -3,7 +3,10 @@
 use std::time::Instant;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, outcome, wait_for};
+use bulkhead_tests::{Supervisor, outcome, programs, wait_for};
+use nix::sys::ptrace;
+use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::unistd::Pid;
 
 /// Programs that die as fast as they can be started.
 const CRASHES: u64 = 800;
@@ -45,4 +48,58 @@ fn a_storm_of_events_is_told_in_part_and_counted_in_full() {
     assert!(told <= BURST + PER_SECOND * seconds, "{told} in {seconds} s");
     let changed = supervisor.events("limits_changed");
     assert_eq!((changed.len(), &changed[0]["bulkhead"]), (1, &"quiet".into()), "{changed:?}");
+}
+
+/// More events than may wait for the control plane (`supervisor/src/notices.rs`).
+const STORM: usize = 17_000;
+const AT_ONCE: usize = 250;
+
+/// A thread of another process that is stopped while this lives.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn thread_of(process: u32, name: &str) -> Self {
+        let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap().flatten();
+        let is_named = |path: &std::path::Path| {
+            std::fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim() == name)
+        };
+        let thread =
+            threads.map(|entry| entry.path()).find(|path| is_named(path)).expect("it has this thread");
+        let number = thread.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        let thread = Pid::from_raw(number);
+        ptrace::seize(thread, ptrace::Options::empty()).unwrap();
+        ptrace::interrupt(thread).unwrap();
+        waitpid(thread, Some(WaitPidFlag::__WALL)).unwrap();
+        Self(thread)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = ptrace::detach(self.0, None);
+    }
+}
+
+/// The control plane takes nothing while the events come: descriptors of a new worker's output wait for it.
+#[test]
+fn a_storm_of_events_closes_no_output_of_new_workers() {
+    let hostile = programs().join("hostile");
+    let supervisor = Supervisor::start(&format!(
+        "[bulkhead.storm]\ncommand = [{hostile:?}]\nmax_in_flight = 8\nmax_queue = 1000\ndeadline = \"60s\"\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"60s\"\n"
+    ));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let control = Stopped::thread_of(supervisor.pid(), "control");
+    for _ in 0..STORM / AT_ONCE {
+        // Each is an event: a child of the worker makes a call that is fatal.
+        let jobs: Vec<_> = (0..AT_ONCE)
+            .map(|_| client.job("storm", "{}").operation("load-bpf-in-a-child").start().unwrap())
+            .collect();
+        jobs.into_iter().for_each(|job| drop(job.wait().unwrap()));
+    }
+    assert_eq!(outcome(&client.job("b", "").operation("abort").send()), "crashed/signal");
+    let said = client.job("b", "still heard").operation("say").send();
+    assert_eq!(said.map_err(|error| error.to_string()).unwrap().payload(), b"said");
+    drop(control);
+    wait_for("the output is read", || supervisor.log().contains("still heard").then_some(()));
 }

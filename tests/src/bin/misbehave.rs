@@ -203,6 +203,12 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
         "abort" => std::process::abort(),
         "exit" => std::process::exit(i32::try_from(number(job)).unwrap_or(1)),
         "panic" => panic!("a handler panicked"),
+        "say" => {
+            use std::io::Write;
+            writeln!(std::io::stdout(), "{}", String::from_utf8_lossy(job.payload()))?;
+            writeln!(std::io::stderr(), "{}", String::from_utf8_lossy(job.payload()))?;
+            return Ok(b"said".to_vec());
+        }
         "fail" => {
             return Err(HandlerError {
                 code: "bad_input".into(),

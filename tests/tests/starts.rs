@@ -1,0 +1,88 @@
+//! Workers that follow others, that are started late, or that cannot be: no more jobs at once than before, no less time
+//! to start, and no wait for the news.
+
+use bulkhead_client::Client;
+use bulkhead_tests::{SAME_NUMBERS, Supervisor, kill_pid, outcome, run, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+fn start(keys: &str) -> Supervisor {
+    Supervisor::start(&format!(
+        "{SAME_NUMBERS}[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"120s\"\n{keys}\n"
+    ))
+}
+
+fn workers(supervisor: &Supervisor, state: &str) -> usize {
+    let snapshot = supervisor.snapshot("b");
+    let workers: &Vec<Value> = snapshot["workers"].as_array().unwrap();
+    workers.iter().filter(|worker| worker["state"] == state).count()
+}
+
+/// What the workers that are replaced still run counts.
+#[test]
+fn no_more_jobs_run_at_once_while_workers_are_replaced() {
+    let supervisor = start("processes = 2\nmax_queue = 10");
+    supervisor.wait_number("b", "limit", 2);
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let job = |steps: &str| tokio::spawn(client.job("b", "").operation(format!("steps:{steps}")).send());
+        let before: Vec<_> = (0..2).map(|_| job("count before;wait end")).collect();
+        wait_for("both run", || (supervisor.file_bytes("before") == 2).then_some(()));
+        assert!(supervisor.post("/v1/bulkheads/b/restart").0 < 300);
+        wait_for("both are replaced", || {
+            ((workers(&supervisor, "draining"), workers(&supervisor, "ready")) == (2, 2)).then_some(())
+        });
+        let after: Vec<_> = (0..2).map(|_| job("count after;wait end")).collect();
+        supervisor.wait_number("b", "queued", 2);
+        assert_eq!((supervisor.file_bytes("after"), supervisor.number("b", "in_flight")), (0, 2));
+        supervisor.touch("end");
+        for job in before.into_iter().chain(after) {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+        assert_eq!(supervisor.file_bytes("after"), 2);
+    });
+}
+
+/// A keeper that is busy makes no worker late: `start.handshake` counts from the start of its process.
+#[test]
+fn a_worker_that_waits_for_the_keeper_is_not_late() {
+    let supervisor = start("processes = 1\nstart = { handshake = \"4s\" }");
+    let keeper = supervisor.keeper();
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let job = client.job("b", "").operation("steps:count ran;sleep 5000");
+        let job = tokio::spawn(job.send());
+        wait_for("it runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        kill_pid(keeper, Signal::SIGSTOP);
+        supervisor.resize("b", r#"{"processes": 2}"#);
+        // Longer than the handshake may take, and not as long as a keeper may be silent.
+        assert_eq!(outcome(&job.await.unwrap()), "ok");
+        kill_pid(keeper, Signal::SIGCONT);
+    });
+    supervisor.wait_number("b", "limit", 2);
+    let killed = supervisor.events("worker_killed");
+    assert!(killed.is_empty(), "{killed:?}");
+    assert_eq!(supervisor.number("b", "restarts"), 0);
+}
+
+/// A worker that cannot even be ordered is told as such at once, and not when something else happens.
+#[test]
+fn starts_that_fail_at_once_are_told_at_once() {
+    // Together more than fits into an order to the keeper: as much environment as there may be, and long paths.
+    let folder = tempfile::tempdir().unwrap();
+    let mut deep = folder.path().to_owned();
+    (0..15).for_each(|_| deep.push("d".repeat(240)));
+    let paths: Vec<_> = (0..32).map(|number| deep.join(number.to_string())).collect();
+    paths.iter().for_each(|path| std::fs::create_dir_all(path).unwrap());
+    let long = "x".repeat(90 << 10);
+    let supervisor = Supervisor::launch(
+        folder,
+        "",
+        &format!(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nenv = {{ LONG = \"{long}\" }}\n\
+             restart = {{ backoff = \"1ms\", max = 3 }}\nsandbox = {{ read = {paths:?} }}\n"
+        ),
+    );
+    // Nothing is asked of the supervisor meanwhile: that would wake it.
+    wait_for("the last failure is told", || supervisor.log().contains("bulkhead_failed").then_some(()));
+}
