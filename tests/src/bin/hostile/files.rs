@@ -278,6 +278,9 @@ fn booby_trap(to: &Targets) -> Tried {
     fs::create_dir(folder.join("closed")).at(what)?;
     symlink(outside, folder.join("closed/link")).at(what)?;
     File::create(folder.join("closed/file")).at(what)?;
+    fs::create_dir(folder.join("closed/inner")).at(what)?;
+    File::create(folder.join("closed/inner/file")).at(what)?;
+    fs::set_permissions(folder.join("closed/inner"), fs::Permissions::from_mode(0o000)).at(what)?;
     fs::set_permissions(folder.join("closed"), fs::Permissions::from_mode(0o0)).at(what)?;
     for number in 0..FILES {
         File::create(folder.join(number.to_string())).at(what)?;
