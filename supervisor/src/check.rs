@@ -17,7 +17,7 @@ use bulkhead_shared::worker_protocol::{Extend, Status, WorkerWelcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use crate::config::{BulkheadConfig, Config};
+use crate::config::{BulkheadConfig, Config, WorkerIds};
 use crate::confinement::{Grounds, Whom};
 use crate::keeper::{self, Keeper, Observed, Report};
 use crate::program::{self, Program};
@@ -35,6 +35,19 @@ const FRAME_BYTES_MAX: usize = 64 * 1024;
 /// Bytes of what a worker wrote that are shown.
 const OUTPUT_BYTES_MAX: u64 = 4096;
 
+/// Where a supervisor that this user starts has ids for workers from: for root, that is tried when they start.
+pub fn worker_ids(config: &Config) -> WorkerIds {
+    if rustix::process::geteuid().is_root() {
+        return WorkerIds::Host;
+    }
+    let grounds = Grounds::find_for_trial(config);
+    match (grounds.ids(), grounds.subordinate()) {
+        (None, _) => WorkerIds::None,
+        (Some(_), None) => WorkerIds::Host,
+        (Some(_), Some(_)) => WorkerIds::Subordinate,
+    }
+}
+
 /// Starts them one after the other, and writes a line for each to `out`, which is a comment of the configuration's.
 /// Those that do not start are returned, each with a sentence that says why.
 ///
@@ -45,6 +58,9 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
     let grounds = Grounds::find_for_trial(config);
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
+    if let Some(ids) = grounds.subordinate() {
+        keeper.give(ids).map_err(system("start the keeper"))?;
+    }
     let mut failures = Vec::new();
     for (number, bulkhead) in config.bulkheads.iter().enumerate() {
         let program = Program::new(bulkhead, host.as_deref(), &grounds);

@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::config::defaults::RLIMIT_NPROC;
-use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig, UidRange};
+use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig};
 use crate::keeper::{
-    self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms,
+    self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, SubordinateIds, Temporary,
+    Terms,
 };
 use crate::snapshot::ConfinementSnapshot;
-use crate::worker_ids::{Claim, Ids};
+use crate::worker_ids::{self, Claim, Ids};
 
 /// What this machine can do, and what the supervisor keeps to itself.
 pub(crate) struct Grounds {
@@ -21,6 +22,8 @@ pub(crate) struct Grounds {
     withheld: Vec<String>,
     config: PathBuf,
     ids: IdSource,
+    /// What these are part of, where this user gives no others.
+    subordinate: Option<Arc<SubordinateIds>>,
     /// Whether the configuration says which ids these are to be.
     names_ids: bool,
 }
@@ -36,8 +39,7 @@ enum IdSource {
 }
 
 impl IdSource {
-    fn find(lack: Option<String>, worker_uids: Option<UidRange>, claim: Claim) -> Self {
-        let found = lack.map_or_else(|| Ids::new(worker_uids, claim), Err);
+    fn of(found: Result<Ids, String>) -> Self {
         match found {
             Ok(ids) => Self::Host(Arc::new(ids)),
             Err(why) if rustix::process::geteuid().is_root() => Self::Refused(why),
@@ -64,10 +66,26 @@ impl Grounds {
         let withheld = secrets(&config.path, &config.supervisor);
         let ids = IdSource::Shared(String::new());
         let names_ids = config.supervisor.worker_uids.is_some();
-        let mut grounds = Self { abilities, withheld, config: config.path.clone(), ids, names_ids };
-        let lack = grounds.lack(Layer::Identity);
-        grounds.ids = IdSource::find(lack, config.supervisor.worker_uids, claim);
+        let config_path = config.path.clone();
+        let mut grounds =
+            Self { abilities, withheld, config: config_path, ids, subordinate: None, names_ids };
+        let worker_uids = config.supervisor.worker_uids;
+        grounds.ids = IdSource::of(match grounds.lack(Layer::Identity) {
+            None => Ids::new(worker_uids, claim),
+            Some(why) if rustix::process::geteuid().is_root() => Err(why),
+            Some(_) => worker_ids::find_subordinate(|part| grounds.misses(part), worker_uids, claim).map(
+                |(found, ids)| {
+                    grounds.subordinate = Some(Arc::new(found));
+                    ids
+                },
+            ),
+        });
         grounds
+    }
+
+    /// What the keeper needs to start workers with ids from `/etc/subuid`.
+    pub(crate) fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
+        self.subordinate.clone()
     }
 
     /// The ids that workers take, where there are any.
@@ -180,7 +198,7 @@ impl Sandbox {
         };
         let whom = settling.whom(bulkhead);
         let one_at_once = settling.program_scopes(bulkhead);
-        let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead) };
+        let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead, whom) };
         settling.want_no_signals(&terms, whom);
         let obstacle = settling.refused.take().or_else(|| settling.obstacle(sandbox.profile));
         let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
@@ -483,7 +501,7 @@ impl Settling<'_> {
         if self.want(Layer::Identity) { Whom::One(identity) } else { Whom::Own }
     }
 
-    fn terms(&mut self, bulkhead: &BulkheadConfig) -> Terms {
+    fn terms(&mut self, bulkhead: &BulkheadConfig, whom: Whom) -> Terms {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
@@ -493,6 +511,9 @@ impl Settling<'_> {
             Profile::Strict => self.namespaces(sandbox.network),
             Profile::Default | Profile::None => self.processes(),
         };
+        // Who is another user without our privileges is one in the namespace that has these ids.
+        let subordinate = whom != Whom::Own && self.grounds.subordinate.is_some();
+        let namespaces = Namespaces { user: namespaces.user && !subordinate, ..namespaces };
         let no_new_privs = self.want(Layer::NoNewPrivs);
         let seccomp = match (self.want(Layer::Seccomp), profile) {
             (false, _) => Seccomp::Off,
@@ -502,6 +523,8 @@ impl Settling<'_> {
         let temporary = match sandbox.tmp_bytes {
             0 => Temporary::None,
             bytes if namespaces.mount => Temporary::FileSystem(bytes),
+            // On disk it could neither be looked at nor removed by our user.
+            bytes if subordinate => Temporary::Mounted(bytes),
             _ => Temporary::Folder,
         };
         Terms {
@@ -512,6 +535,7 @@ impl Settling<'_> {
             seccomp_names: self.grounds.has("seccomp notify"),
             namespaces,
             identity: None,
+            subordinate,
             network: sandbox.network,
             temporary,
             programs_apart: matches!(bulkhead.program, Program::Exec { .. }),

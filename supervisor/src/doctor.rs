@@ -6,7 +6,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 
 use crate::config::defaults::WORKER_UIDS;
 use crate::keeper::{Ability, probe};
-use crate::worker_ids::{Claim, Ids};
+use crate::worker_ids::{Claim, Ids, find_subordinate};
 
 /// Tries all layers and writes what was found: a table, or one JSON array.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {
@@ -26,12 +26,22 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
     let found = match others.and_then(|others| others.why_not.clone()) {
         None => Ids::new(None, Claim::Trial).map(|_| format!("each its own, of {WORKER_UIDS}")),
         Some(why) if is_root => Err(format!("workers do not start: {why}")),
-        Some(_) => Err("workers share the supervisor's own user".to_owned()),
+        Some(_) => {
+            let misses = |part: &str| {
+                let lacking = abilities.iter().find(|one| one.layer == part && !one.is_available);
+                lacking.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
+            };
+            match find_subordinate(misses, None, Claim::Trial) {
+                Ok((ids, _)) => Ok(format!("each its own, of {}-{} (/etc/subuid)", ids.first, ids.last)),
+                Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
+            }
+        }
     };
     let what_to_do = if is_root {
         "give root what it lacks, map the ids, or write `user = \"root\"` in `sandbox`"
     } else {
-        "run the supervisor as root, or keep apart by profile, not by user"
+        "have ids in /etc/subuid and /etc/subgid (`usermod --add-subuids`) and the package uidmap, or run the supervisor \
+         as root"
     };
     Ability {
         layer: "worker ids",

@@ -43,7 +43,7 @@ fn printed(written: io::Result<()>) -> ExitCode {
 /// What starts is on standard output, what does not on standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
     let mut out = io::stdout();
-    if let Err(error) = write!(out, "{}", config.summary()) {
+    if let Err(error) = write!(out, "{}", config.summary_where(check::worker_ids(config))) {
         return printed(Err(error));
     }
     let failures = check::start_each(config, &mut out).unwrap_or_else(|error| vec![error.to_string()]);
@@ -66,7 +66,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         return check_and_start(&config);
     }
     if args.check {
-        return printed(write!(io::stdout(), "{}", config.summary()));
+        return printed(write!(io::stdout(), "{}", config.summary_where(check::worker_ids(&config))));
     }
     let format = match args.log_format {
         LogFormat::Text => logging::LogFormat::Text,

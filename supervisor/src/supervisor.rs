@@ -57,7 +57,10 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         "tell workers from clients by /proc; mount that of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
-    let keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
+    let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
+    if let Some(ids) = grounds.subordinate() {
+        keeper.give(ids).map_err(system("start the keeper"))?;
+    }
     // Workers keep what there was.
     crate::inherited::raise_limits(&config);
     let descriptors = raise_descriptor_limit();

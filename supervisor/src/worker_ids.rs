@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -18,10 +18,15 @@ use rustix::process::{Uid, getpriority_user};
 
 use crate::config::UidRange;
 use crate::config::defaults::WORKER_UIDS;
+use crate::keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
 use crate::succession::try_while_taken;
 
-/// What all supervisors of a host lock their ids in.
+/// What all supervisors of a host lock their ids in that may have any.
 const LOCKS: &str = "/run/bulkhead-uids.lock";
+
+/// What all supervisors of a user without privileges lock theirs in, in the home that the database of users names:
+/// wherever they are started from, they find the same, and no other user can take it.
+const OWN_LOCKS: &str = ".local/state/bulkhead/worker-ids.lock";
 
 /// Where systemd notes the ids that it gives to services, from the same range.
 const SYSTEMD: &str = "/run/systemd/dynamic-uid";
@@ -92,6 +97,22 @@ impl Ids {
             return Ok(ids);
         }
         Err(format!("this user namespace has none of the ids {range} (/proc/self/uid_map)"))
+    }
+
+    /// Those that a user without privileges has, or of them those of `worker_uids`.
+    fn subordinate(
+        found: &SubordinateIds,
+        worker_uids: Option<UidRange>,
+        claim: Claim,
+    ) -> Result<Self, String> {
+        let whole = UidRange { first: found.first, last: found.last };
+        let range = worker_uids.unwrap_or(whole);
+        if range.first < whole.first || range.last > whole.last {
+            return Err(format!("`worker_uids` has others than {whole}, which /etc/subuid gives this user"));
+        }
+        let locks = own_locks(claim)?;
+        let ids = Self { range, maps: Vec::new(), claim, locks, state: Mutex::default() };
+        Ok(ids)
     }
 
     /// One that no other worker has.
@@ -228,9 +249,7 @@ impl Ids {
             ))
         };
         if state.file.is_none() {
-            let mut options = OpenOptions::new();
-            options.create(true).truncate(false).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-            state.file = Some(options.open(&self.locks).map_err(why)?);
+            state.file = Some(open_locks(&self.locks).map_err(why)?);
         }
         let Some(file) = &state.file else { return Ok(false) };
         let byte = libc::flock {
@@ -272,6 +291,54 @@ impl Named {
         }
         self.ids.contains(&id)
     }
+}
+
+/// Those that `/etc/subuid` gives our user, if workers can be started with them; else why not. `misses` says why a part
+/// of what this machine can do cannot be had.
+pub(crate) fn find_subordinate(
+    misses: impl Fn(&str) -> Option<String>,
+    worker_uids: Option<UidRange>,
+    claim: Claim,
+) -> Result<(SubordinateIds, Ids), String> {
+    const NEEDED: [&str; 3] = ["user namespace", TREE_END, "mount_setattr"];
+    let find = || {
+        NEEDED.into_iter().find_map(misses).map_or(Ok(()), Err)?;
+        let found = SubordinateIds::find()?;
+        let ids = Ids::subordinate(&found, worker_uids, claim)?;
+        Ok((found, ids))
+    };
+    find().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
+}
+
+/// The file that this user locks ids in; its folder is made, unless this is only a look.
+fn own_locks(claim: Claim) -> Result<PathBuf, String> {
+    let uid = rustix::process::geteuid();
+    let user = nix::unistd::User::from_uid(uid.as_raw().into()).ok().flatten();
+    let home = user.ok_or("this user has no name")?.dir;
+    let is_own = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.uid() == uid.as_raw());
+    let useless = |why: &str| {
+        format!(
+            "ids are locked in the user's home, so that no two workers have the same, and {} {why}",
+            home.display()
+        )
+    };
+    if !is_own(&home) {
+        return Err(useless("does not belong to it"));
+    }
+    let path = home.join(OWN_LOCKS);
+    if claim == Claim::Lasting {
+        open_locks(&path).map_err(|error| useless(&format!("cannot be written: {error}")))?;
+    }
+    Ok(path)
+}
+
+fn open_locks(path: &Path) -> io::Result<File> {
+    if let Some(folder) = path.parent() {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    }
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options.open(path)
 }
 
 /// FNV-1a: the same in every version of this program.

@@ -41,6 +41,7 @@ pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};
 pub use json_schema::json_schema;
 pub use schema::{Key, Kind, Preset, later, reference};
+pub use summary::WorkerIds;
 use toml::de::DeTable;
 pub(crate) use units::{format_duration, format_size};
 

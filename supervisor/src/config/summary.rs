@@ -22,7 +22,13 @@ impl Config {
     /// # Ok::<(), bulkhead_supervisor::config::ConfigErrors>(())
     /// ```
     pub fn summary(&self) -> String {
-        let mut out = Lines::default();
+        let is_root = rustix::process::geteuid().is_root();
+        self.summary_where(if is_root { WorkerIds::Host } else { WorkerIds::None })
+    }
+
+    /// The same, by where the ids of workers with `user = "auto"` come from.
+    pub fn summary_where(&self, ids: WorkerIds) -> String {
+        let mut out = Lines { ids, ..Lines::default() };
         out.comment(format!("{}: {}", self.path.display(), self.counted()));
         out.supervisor(&self.supervisor);
         for entry in &self.access {
@@ -46,10 +52,23 @@ impl Config {
     }
 }
 
+/// Where ids for workers of their own come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WorkerIds {
+    /// There are none: workers have the supervisor's user.
+    #[default]
+    None,
+    /// This user may start workers as any.
+    Host,
+    /// From `/etc/subuid`.
+    Subordinate,
+}
+
 /// TOML under construction.
 #[derive(Default)]
 struct Lines {
     text: String,
+    ids: WorkerIds,
 }
 
 impl Lines {
@@ -166,10 +185,15 @@ impl Lines {
     fn sandbox(&mut self, confinement: &SandboxConfig) {
         self.set("sandbox", sandbox(confinement));
         if confinement.wants_own_ids() {
-            self.comment(whom(confinement));
+            self.comment(whom(confinement, self.ids));
         }
         if confinement.profile == Profile::Default && confinement.tmp_bytes > 0 {
-            self.comment("sandbox.tmp: a folder on disk, which is looked at every second");
+            self.comment(match self.ids {
+                WorkerIds::Subordinate if confinement.wants_own_ids() => {
+                    "sandbox.tmp: in memory, for ids of /etc/subuid"
+                }
+                _ => "sandbox.tmp: a folder on disk, which is looked at every second",
+            });
         }
     }
 
@@ -332,14 +356,14 @@ fn sandbox(sandbox: &SandboxConfig) -> String {
 }
 
 /// What `auto` comes to for whoever reads this, who is to start the supervisor.
-fn whom(sandbox: &SandboxConfig) -> &'static str {
-    match (rustix::process::geteuid().is_root(), sandbox.write.is_empty()) {
+fn whom(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
+    match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, an id of each worker's own",
         (true, false) => {
             "sandbox.user: auto, one id that the bulkhead keeps, since `write` leaves files behind"
         }
         (false, _) => {
-            "sandbox.user: shared, the workers have the supervisor's own user, since it is not root"
+            "sandbox.user: shared, the workers have the supervisor's own user, since it may start no other"
         }
     }
 }

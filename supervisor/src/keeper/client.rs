@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::codec;
@@ -17,7 +18,8 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::socket::{self, Outbox, Received};
 use super::{
-    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, Usage, wait,
+    Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
+    Usage, wait,
 };
 
 /// Orders that may wait for the keeper before no worker is ordered any more; it takes each within a millisecond or
@@ -111,6 +113,8 @@ pub struct Keeper {
     buffer: Vec<u8>,
     /// Workers that we had no descriptor left for: reported as failed, and killed.
     disowned: HashSet<u64>,
+    /// Where ids of workers come from that the next keeper needs as well.
+    ids: Option<Arc<SubordinateIds>>,
 }
 
 impl Keeper {
@@ -130,7 +134,15 @@ impl Keeper {
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
             disowned: HashSet::new(),
+            ids: None,
         })
+    }
+
+    /// Hands over the user namespace that workers with [`super::Terms::subordinate`] enter.
+    pub fn give(&mut self, ids: Arc<SubordinateIds>) -> io::Result<()> {
+        self.order(Order::Namespace.encode(std::iter::empty())?, vec![ids.namespace()?])?;
+        self.ids = Some(ids);
+        Ok(())
     }
 
     /// The keeper's process.
@@ -244,8 +256,9 @@ impl Keeper {
     /// said there holds here. Descriptor and process are others then.
     pub fn replace(&mut self, program: &Path) -> io::Result<()> {
         self.sweep()?;
+        let ids = self.ids.take();
         *self = Self::start(program)?;
-        Ok(())
+        ids.map_or(Ok(()), |ids| self.give(ids))
     }
 
     fn sweep(&mut self) -> io::Result<()> {

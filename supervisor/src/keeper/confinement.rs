@@ -41,6 +41,9 @@ pub struct Terms {
     pub namespaces: Namespaces,
     /// Whom it runs as; `None`: as the keeper.
     pub identity: Option<Identity>,
+    /// Whether that one is of the keeper's user namespace of subordinate ids, which it enters. Other namespaces are
+    /// made in there, and no further one of users.
+    pub subordinate: bool,
     /// Whether it may use the network.
     pub network: bool,
     /// Where it can write what nobody keeps.
@@ -116,6 +119,8 @@ pub enum Temporary {
     Folder,
     /// A `/tmp` of its own in memory, of so many bytes. It takes a mount namespace.
     FileSystem(u64),
+    /// The same in the place of a folder, which `TMPDIR` names, on the system's root folder.
+    Mounted(u64),
 }
 
 /// What the kernel says of a worker, read back when its program ran.
@@ -158,7 +163,7 @@ impl Observed {
             ("Seccomp", self.seccomp >= filter),
             ("Uid or Gid", terms.identity.is_none_or(is)),
             ("Groups", terms.identity.is_none() || self.groups == 0),
-            ("user namespace", !wanted.user || found.user),
+            ("user namespace", !(wanted.user || terms.subordinate) || found.user),
             ("pid namespace", !wanted.pid || found.pid),
             ("mount namespace", !(wanted.mount || wanted.proc) || found.mount),
             ("network namespace", !wanted.network || found.network),

@@ -10,6 +10,7 @@
 //! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
 //! - `confine`, [`confinement`](Confinement): what a worker is barred by, and how that is ordered.
 //! - `observe`: what the kernel says of it.
+//! - `subordinate`: ids of workers where the supervisor has no privileges.
 //! - `temporary`: its folder for what nobody keeps.
 //! - `probe`: what of all that this machine can do.
 //! - `wait`: the raw waits, and which thread of the keeper has which children.
@@ -41,6 +42,7 @@ mod process;
 mod rights;
 mod socket;
 mod spawn;
+mod subordinate;
 mod temporary;
 mod wait;
 
@@ -54,6 +56,7 @@ pub use peer::{Descent, Outsiders, Peer, check_sight, groups};
 pub use probe::{Ability, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use rights::refuse_descriptors;
+pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
 pub(crate) use temporary::folders as temporary_folders;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].
@@ -146,6 +149,8 @@ enum Order {
     /// Behind the metadata follow texts, each ended by a NUL as `execve(2)` wants them: program,
     /// directory, and the lists of [`SpawnOrder::lists`] with as many texts as `counts` says.
     Spawn { worker: u64, counts: [u32; LISTS], rlimits: Vec<Rlimit>, terms: Terms },
+    /// The user namespace that workers enter with [`Terms::subordinate`]: the descriptor that comes along.
+    Namespace,
     /// Kill the worker at once. One that is not there (any more) is no error: its end is reported.
     Kill { worker: u64 },
     /// Say that you are there.

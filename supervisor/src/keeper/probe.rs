@@ -96,7 +96,7 @@ fn tree_end(abilities: &[Ability]) -> Ability {
 
 /// Names layers, separated by commas, that are taken for missing: to see what becomes of a configuration
 /// on a machine that lacks them.
-const WITHOUT: &str = "BULKHEAD_WITHOUT";
+pub(super) const WITHOUT: &str = "BULKHEAD_WITHOUT";
 
 fn withhold(abilities: &mut [Ability], layers: &str) {
     let named = |ability: &Ability| match ability.layer {

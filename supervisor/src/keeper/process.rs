@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bulkhead_shared::codec;
@@ -152,6 +153,8 @@ struct Process {
     socket: OwnedFd,
     deaths: SignalFd,
     forker: Forker,
+    /// The user namespace of subordinate ids, if there is one.
+    namespace: Option<Arc<OwnedFd>>,
     children: HashMap<u32, Child>,
     own: observe::Own,
     filters: Filters,
@@ -182,6 +185,7 @@ impl Process {
             socket,
             deaths,
             forker,
+            namespace: None,
             children: HashMap::new(),
             own: observe::Own::read(),
             filters: Filters::default(),
@@ -288,6 +292,10 @@ impl Process {
                 if let Err(refusal) = self.spawn(&order, descriptors) {
                     self.report_failure(worker, &refusal);
                 }
+                Ok(true)
+            }
+            Some((Order::Namespace, _)) => {
+                self.namespace = descriptors.into_iter().next().map(Arc::new);
                 Ok(true)
             }
             Some((Order::Kill { worker }, _)) => {

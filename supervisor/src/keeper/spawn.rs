@@ -10,11 +10,13 @@
 //! - `root`: a root folder of its own.
 //! - `machine`: what the `/proc` in there does not show.
 //! - `shown`: what it is given and its user cannot reach.
+//! - `entered`: the fork into a user namespace that there is already.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
 mod barriers;
 mod ended;
+mod entered;
 mod machine;
 mod programs;
 mod progress;
@@ -275,7 +277,12 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
     };
     let namespaces = plan.as_ref().map_or(Namespaces::default(), Plan::forked_into);
     let cgroup = plan.as_ref().and_then(|plan| plan.prepared.cgroup.as_ref());
-    match clone(namespaces, cgroup)? {
+    let entered = plan.as_ref().and_then(|plan| plan.prepared.barriers.entered.as_deref());
+    let forked = match entered {
+        None => clone(namespaces, cgroup)?,
+        Some(entered) => entered::clone(entered, namespaces, cgroup)?,
+    };
+    match forked {
         0 => match plan {
             Some(plan) => plan.run(),
             None => {
@@ -295,6 +302,11 @@ fn fork(job: &Job, standing: Standing) -> io::Result<u32> {
 /// The bare call, without what the C library does for programs that go on: the child, a copy of this
 /// thread alone, makes nothing but system calls until it is replaced or gone.
 fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno> {
+    clone_as(namespaces, cgroup, 0)
+}
+
+/// The same with a further flag.
+fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int) -> Result<u32, Errno> {
     let rows = [
         (namespaces.user, libc::CLONE_NEWUSER),
         (namespaces.pid, libc::CLONE_NEWPID | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS),
@@ -302,7 +314,7 @@ fn clone(namespaces: Namespaces, cgroup: Option<&OwnedFd>) -> Result<u32, Errno>
         (namespaces.network, libc::CLONE_NEWNET),
     ];
     let wanted = rows.iter().filter(|(is_wanted, _)| *is_wanted);
-    let flags = wanted.fold(0, |flags, (_, flag)| flags | flag);
+    let flags = wanted.fold(flag, |flags, (_, flag)| flags | flag);
     if let Some(cgroup) = cgroup {
         // SAFETY: see above for the child.
         return unsafe { cgroup::fork_into(cgroup.as_fd(), flags) }.map(|pid| pid as u32);

@@ -134,6 +134,11 @@ impl Ruleset {
         if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
+    /// Adds a temporary file system of the child's own. For a forked child, as above.
+    pub(in crate::keeper) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
+        self.add_raw(folder, temporary_access(ABI::from(self.abi as i32)))
+    }
+
     /// Adds a folder that has been mounted in the place of one that is given, with what is given of that. For a
     /// forked child, as above.
     pub(in crate::keeper) fn add_given(&self, folder: &CStr) -> Result<(), Errno> {

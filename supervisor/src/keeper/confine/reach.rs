@@ -33,6 +33,8 @@ pub(in crate::keeper) struct Given<'a> {
     pub(in crate::keeper) write: &'a [&'a Path],
     /// Its temporary folder.
     pub(in crate::keeper) temporary: Option<&'a Path>,
+    /// Whether a file system of its own is mounted there.
+    pub(in crate::keeper) is_mounted: bool,
 }
 
 /// What a path is given for.
@@ -44,6 +46,8 @@ pub(in crate::keeper) enum Purpose {
     Read,
     /// To write.
     Write,
+    /// To have something mounted there.
+    Mount,
 }
 
 /// A path that lies in a folder that the user cannot go through, or is one.
@@ -77,7 +81,7 @@ impl Closed {
         let is_had = |hidden: &Hidden| match hidden.purpose {
             Purpose::Start => true,
             Purpose::Read => !asked_for.contains(&hidden.real),
-            Purpose::Write => false,
+            Purpose::Write | Purpose::Mount => false,
         };
         self.hidden.iter().all(is_had) && is_elf(given.program)
     }
@@ -102,18 +106,28 @@ pub(in crate::keeper) struct Useless {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
+    /// Whether the user is one that the supervisor's own gives nothing to by itself.
+    pub(in crate::keeper) is_subordinate: bool,
 }
 
 impl fmt::Display for Useless {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { path, wanted, identity: Identity { uid, gid } } = self;
+        let Self { path, wanted, identity: Identity { uid, gid }, is_subordinate } = self;
         let path = path.display();
         let remedy = match *wanted {
+            "write" if *is_subordinate => format!(
+                "`unshare --map-root-user --map-users={uid},{uid},1 --map-groups={gid},{gid},1 chown -R {uid}:{gid} \
+                 {path}`"
+            ),
             "write" => format!("`chown -R {uid}:{gid} {path}`"),
             "execute" => format!("`chmod go+rx {path}`"),
             _ => format!("`chmod go+r {path}`"),
         };
-        write!(f, "let user {uid} {wanted} {path}: {remedy}, or set `user` in `sandbox` to one that can")
+        let shared = if *is_subordinate { " (\"shared\")" } else { "" };
+        write!(
+            f,
+            "let user {uid} {wanted} {path}: {remedy}, or set `user` in `sandbox` to one that can{shared}"
+        )
     }
 }
 
@@ -122,7 +136,8 @@ pub(in crate::keeper) fn look(given: &Given<'_>, identity: Identity) -> Result<C
     let mut closed = Closed::default();
     let mut folders = BTreeSet::new();
     let mut looked_at = BTreeMap::new();
-    let useless = |path: &Path, wanted| Useless { path: path.to_owned(), wanted, identity };
+    let useless =
+        |path: &Path, wanted| Useless { path: path.to_owned(), wanted, identity, is_subordinate: false };
     for (path, purpose) in all(given) {
         let Ok(real) = std::fs::canonicalize(&path) else { continue };
         let Ok(found) = std::fs::metadata(&real) else { continue };
@@ -169,7 +184,8 @@ fn all(given: &Given<'_>) -> Vec<(PathBuf, Purpose)> {
     let leads = |path: &&&Path| paths::leads_as_named(path, given.write) == Ok(true);
     all.extend(given.read.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Read)));
     all.extend(given.write.iter().filter(leads).map(|path| (path.to_path_buf(), Purpose::Write)));
-    all.extend(given.temporary.map(|path| (path.to_owned(), Purpose::Write)));
+    let temporary = if given.is_mounted { Purpose::Mount } else { Purpose::Write };
+    all.extend(given.temporary.map(|path| (path.to_owned(), temporary)));
     all
 }
 
@@ -239,6 +255,7 @@ mod tests {
             read,
             write,
             temporary: None,
+            is_mounted: false,
         };
         look(&given, STRANGER)
     }

@@ -21,6 +21,8 @@ impl Process {
         let terms = order.confinement.terms;
         let folder = match terms.temporary {
             Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
+            // What is mounted there belongs to the worker.
+            Temporary::Mounted(_) => Some(self.make_folder(order.worker, None)?),
             Temporary::None | Temporary::FileSystem(_) => None,
         };
         let leaf = terms.cgroup.map(|limits| self.groups.make(order.worker, &limits)).transpose();
@@ -83,7 +85,7 @@ impl Process {
         folder: Option<&Path>,
         leaf: Option<&Leaf>,
     ) -> Result<(u32, OwnedFd, Ends, Observed), Refusal> {
-        let barriers = Barriers::prepare(order, folder, &mut self.filters)?;
+        let barriers = Barriers::prepare(order, folder, &mut self.filters, self.namespace.clone())?;
         let observed = Observed { landlock: barriers.landlock(), ..Observed::default() };
         let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();

@@ -1,6 +1,7 @@
 //! What a worker is barred by, made ready before the fork: rules, a filter, a root folder.
 
 use std::collections::HashMap;
+use std::ffi::CString;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
 use super::machine;
-use super::root::{Root, View};
+use super::root::{self, Root, View};
 use super::shown::Shown;
 use super::steps;
 use super::{Refusal, programs};
@@ -19,6 +20,9 @@ use crate::keeper::confine::landlock::{self, Ruleset};
 use crate::keeper::confine::reach::{self, Closed, Given};
 use crate::keeper::confine::seccomp::{self, Ending, Filter};
 use crate::keeper::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
+
+/// The step's name.
+pub(super) const SUBORDINATE: &str = "user namespace of subordinate ids";
 
 /// Filters that are kept for the next worker with the same rules; there is one for each sandbox that
 /// differs from others in its system calls.
@@ -37,7 +41,11 @@ pub(in crate::keeper) struct Barriers {
     pub(super) shown: Option<Arc<Shown>>,
     /// The program, where it is executed by a descriptor; then the working directory is entered by the keeper's user.
     pub(super) executable: Option<OwnedFd>,
-    /// Whether the keeper may mount without a user namespace.
+    /// Where a temporary file system is mounted, and with what options.
+    pub(super) own_temporary: Option<(CString, CString)>,
+    /// The user namespace that the worker enters first of all.
+    pub(super) entered: Option<Arc<OwnedFd>>,
+    /// Whether the child may mount before it is in a user namespace of its own.
     may_mount: bool,
 }
 
@@ -48,11 +56,13 @@ pub(in crate::keeper) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 type FilterKey = (Seccomp, bool, bool, Vec<String>, Vec<String>);
 
 impl Barriers {
-    /// Makes them ready for a worker. `temporary` is the folder of its own that [`Temporary::Folder`] asks for.
+    /// Makes them ready for a worker. `temporary` is the folder of its own that [`Temporary::Folder`] asks for, or
+    /// [`Temporary::Mounted`]; `subordinate` the user namespace of subordinate ids.
     pub(in crate::keeper) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
         filters: &mut Filters,
+        subordinate: Option<Arc<OwnedFd>>,
     ) -> Result<Self, Refusal> {
         let SpawnOrder { directory, confinement: ordered, .. } = order;
         let terms = ordered.terms;
@@ -75,8 +85,13 @@ impl Barriers {
                 Refusal::new(&format!("{}: {}", steps::LANDLOCK, failure.attempted), failure.errno)
             })
         });
-        let may_mount =
-            capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        let entered = match (terms.subordinate, subordinate) {
+            (false, _) => None,
+            (true, None) => return Err(Refusal::new(SUBORDINATE, Errno::NOENT)),
+            (true, found) => found,
+        };
+        let may_mount = entered.is_some()
+            || capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
         let given = Given {
             program: Path::new(order.program),
             programs: &programs,
@@ -84,8 +99,9 @@ impl Barriers {
             read: &read,
             write: &write,
             temporary,
+            is_mounted: matches!(terms.temporary, Temporary::Mounted(_)),
         };
-        let closed = closed(&given, terms.identity)?;
+        let closed = closed(&given, &terms)?;
         let executable = match closed.folders.first() {
             Some(_) if !may_mount && closed.is_only_the_program(&given) => Some(open(given.program)?),
             Some(folder) if !may_mount => return Err(unreachable(folder, terms.identity)),
@@ -127,6 +143,8 @@ impl Barriers {
             root: root.transpose()?,
             shown,
             executable,
+            own_temporary: own_temporary(&terms, temporary),
+            entered,
             may_mount,
         })
     }
@@ -161,9 +179,18 @@ impl Barriers {
 }
 
 /// What a worker's own user cannot reach of what it is given.
-fn closed(given: &Given<'_>, identity: Option<Identity>) -> Result<Closed, Refusal> {
-    let Some(identity) = identity else { return Ok(Closed::default()) };
-    reach::look(given, identity).map_err(|useless| Refusal::new(&useless.to_string(), Errno::ACCESS))
+fn closed(given: &Given<'_>, terms: &Terms) -> Result<Closed, Refusal> {
+    let Some(identity) = terms.identity else { return Ok(Closed::default()) };
+    reach::look(given, identity).map_err(|mut useless| {
+        useless.is_subordinate = terms.subordinate;
+        Refusal::new(&useless.to_string(), Errno::ACCESS)
+    })
+}
+
+/// Where and how a temporary file system is mounted, on the system's root folder.
+fn own_temporary(terms: &Terms, folder: Option<&Path>) -> Option<(CString, CString)> {
+    let Temporary::Mounted(bytes) = terms.temporary else { return None };
+    root::text(folder?).zip(root::tmp_options(bytes, terms.identity))
 }
 
 fn open(program: &Path) -> Result<OwnedFd, Refusal> {

@@ -26,7 +26,7 @@ pub(super) fn rules(
 ) -> Result<OwnedFd, Refusal> {
     let temporary = match terms.temporary {
         Temporary::FileSystem(_) => Some(Path::new(TMP)),
-        Temporary::None | Temporary::Folder => temporary,
+        Temporary::None | Temporary::Folder | Temporary::Mounted(_) => temporary,
     };
     let rules = match ruleset {
         Some(ruleset) => ruleset.of_programs(temporary),

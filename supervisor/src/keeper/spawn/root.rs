@@ -157,13 +157,8 @@ impl Root {
             steps.extend(places.hide(path));
         }
         let tmp_options = match view.temporary {
-            Temporary::FileSystem(bytes) => {
-                let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
-                let owner = view.identity.map(|own| format!(",uid={},gid={}", own.uid, own.gid));
-                let owner = owner.unwrap_or_default();
-                CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
-            }
-            Temporary::None | Temporary::Folder => None,
+            Temporary::FileSystem(bytes) => tmp_options(bytes, view.identity),
+            Temporary::None | Temporary::Folder | Temporary::Mounted(_) => None,
         };
         Ok(Self { steps, opened, has_own_processes: view.has_own_processes, tmp_options })
     }
@@ -385,6 +380,13 @@ impl Places {
             .collect();
         places.iter().filter_map(|at| Some(Make::Hide { at: text(at)?, is_folder })).collect()
     }
+}
+
+/// What a file system of so many bytes in memory is mounted with.
+pub(super) fn tmp_options(bytes: u64, owner: Option<Identity>) -> Option<CString> {
+    let files = (bytes / BYTES_PER_FILE).max(FILES_MIN);
+    let owner = owner.map(|own| format!(",uid={},gid={}", own.uid, own.gid)).unwrap_or_default();
+    CString::new(format!("size={bytes},nr_inodes={files},mode=0700{owner}")).ok()
 }
 
 /// Whether a folder keeps the worker's user out, so that it is shown by its entries.

@@ -74,7 +74,7 @@ impl Shown {
         for hidden in &closed.hidden {
             let is_opened = closed.opened.contains(&hidden.real);
             match hidden.purpose {
-                Purpose::Start => drop(folders.insert(hidden.place.clone())),
+                Purpose::Start | Purpose::Mount => drop(folders.insert(hidden.place.clone())),
                 Purpose::Read if is_opened => {
                     folders.insert(hidden.place.clone());
                     for (name, real) in entries(&hidden.real, &secrets) {

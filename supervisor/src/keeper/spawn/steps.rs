@@ -68,7 +68,7 @@ pub(super) const OUTER: [(&str, Step); 13] = [
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
 /// may hand over, counting what others of its user have under way; so it comes when nothing is any more.
-pub(super) const INNER: [(&str, Step); 21] = [
+pub(super) const INNER: [(&str, Step); 22] = [
     ("signals", signals),
     ("session", session),
     ("out-of-memory score", inherited_memory_score),
@@ -78,6 +78,7 @@ pub(super) const INNER: [(&str, Step); 21] = [
     ("descriptors", descriptors),
     ("child subreaper", child_subreaper),
     (SHOWN, shown),
+    ("temporary file system", own_temporary),
     (RLIMIT, rlimits),
     ("bounding set", bounding_set),
     ("working directory", working_directory_before_identity),
@@ -191,10 +192,21 @@ fn identity(plan: &Plan<'_>) -> Result<(), Stop> {
     match plan.terms().identity {
         Some(identity) if !plan.terms().namespaces.user => {
             rustix::thread::set_thread_groups(&[])?;
-            become_one(identity)
+            become_one(identity)?;
+            if plan.terms().subordinate {
+                be_readable();
+            }
+            Ok(())
         }
         _ => Ok(()),
     }
+}
+
+/// A process that has changed its user shows nothing of itself but to those who may look at any. The keeper has the
+/// user namespace, but is not one of these.
+fn be_readable() {
+    // SAFETY: sets a flag of this process. If it is not set, the keeper cannot read it back, and says so.
+    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
 }
 
 fn become_one(Identity { uid, gid }: Identity) -> Result<(), Stop> {
@@ -246,6 +258,16 @@ fn shown(plan: &Plan<'_>) -> Result<(), Stop> {
     let entered = shown.enter(barriers.ruleset.as_ref(), plan.terms().namespaces.proc);
     rustix::process::umask(mask);
     entered.map_err(|failed| Stop { errno: failed.errno, detail: failed.step })
+}
+
+/// In the place of its folder, on the system's root folder.
+fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
+    let barriers = &plan.prepared.barriers;
+    let Some((folder, options)) = &barriers.own_temporary else { return Ok(()) };
+    let flags = libc::MS_NOSUID | libc::MS_NODEV;
+    super::root::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
+    let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
+    Ok(ruleset.add_temporary(folder)?)
 }
 
 /// The right to get any capability by executing something. Before the identity, which takes along the

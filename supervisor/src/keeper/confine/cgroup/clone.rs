@@ -36,7 +36,8 @@ pub(in crate::keeper) unsafe fn fork_into(
     const CLONE_INTO_CGROUP: u64 = 1 << 33;
     let arguments = CloneArguments {
         flags: CLONE_INTO_CGROUP | namespaces as u64,
-        exit_signal: libc::SIGCHLD as u64,
+        // A sibling has that of the caller.
+        exit_signal: if namespaces & libc::CLONE_PARENT == 0 { libc::SIGCHLD as u64 } else { 0 },
         cgroup: cgroup.as_raw_fd() as u64,
         ..CloneArguments::default()
     };

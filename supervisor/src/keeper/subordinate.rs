@@ -1,0 +1,243 @@
+//! Ids of workers for a supervisor without privileges: those that `/etc/subuid` and `/etc/subgid` give its user.
+//!
+//! One user namespace has them all, beside the supervisor's own user. It is made once, by `newuidmap` and `newgidmap`
+//! (which may do what this user may not), before there is a worker to wait for them; a worker's process enters it
+//! on its way, and is in there what a worker of root's is on the machine.
+#![expect(unsafe_code, reason = "a fork has no safe form")]
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use nix::unistd::User;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// The name of this in `doctor`.
+pub const SUBORDINATE_IDS: &str = "subordinate ids";
+
+/// How long `newuidmap` may take, and `newgidmap`: they may ask a directory service in the network for the user.
+const MAP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long a child may take to make an empty namespace.
+const CHILD_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Bytes of what a program says that are shown.
+const SAID_BYTES_MAX: u64 = 512;
+
+/// Ids from the first to the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Span {
+    first: u32,
+    last: u32,
+}
+
+/// A user namespace with ids for workers.
+#[derive(Debug)]
+pub struct SubordinateIds {
+    /// The first id, of a user and of a group.
+    pub first: u32,
+    /// The last.
+    pub last: u32,
+    namespace: OwnedFd,
+}
+
+impl SubordinateIds {
+    /// Finds the ids and makes the namespace. Errors: why there is none, and what to do.
+    ///
+    /// Takes a fork and two programs: some milliseconds. Call it before there is another thread.
+    pub fn find() -> Result<Self, String> {
+        if rustix::process::geteuid().is_root() {
+            return Err("root does not need them".to_owned());
+        }
+        if std::env::var(super::probe::WITHOUT).is_ok_and(|layers| layers.contains("subordinate_ids")) {
+            return Err(format!("{} names them", super::probe::WITHOUT));
+        }
+        // Who lists the descriptors of another user's process takes what no namespace gives.
+        if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
+            return Err("the kernel does not count other users' descriptors: run 6.2 or later".to_owned());
+        }
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let name = User::from_uid(uid.into()).ok().flatten().map(|user| user.name);
+        let spans = |path: &str| {
+            let text = std::fs::read_to_string(path).unwrap_or_default();
+            let found = spans(&text, name.as_deref(), uid);
+            if found.is_empty() { Err(format!("{path} has no range for this user")) } else { Ok(found) }
+        };
+        let common = largest_common(&spans("/etc/subuid")?, &spans("/etc/subgid")?);
+        let Span { first, last } =
+            common.ok_or("no id that /etc/subuid gives this user is one of /etc/subgid as well")?;
+        let namespace = make(&[("newuidmap", uid), ("newgidmap", gid)], Span { first, last })?;
+        Ok(Self { first, last, namespace })
+    }
+
+    /// A descriptor of the namespace.
+    pub(super) fn namespace(&self) -> io::Result<OwnedFd> {
+        self.namespace.try_clone()
+    }
+}
+
+/// What a file gives a user, who stands there by name or number.
+fn spans(text: &str, name: Option<&str>, uid: u32) -> Vec<Span> {
+    let span = |line: &str| {
+        let mut fields = line.trim().split(':');
+        let user = fields.next()?;
+        let (first, count) = (fields.next()?.parse::<u32>().ok()?, fields.next()?.parse::<u32>().ok()?);
+        let is_ours = Some(user) == name || user.parse() == Ok(uid);
+        let last = first.checked_add(count.checked_sub(1)?)?;
+        (is_ours && first > 0).then_some(Span { first, last })
+    };
+    text.lines().filter_map(span).collect()
+}
+
+/// The largest range that is in both.
+fn largest_common(users: &[Span], groups: &[Span]) -> Option<Span> {
+    let both =
+        |one: &Span, other: &Span| Span { first: one.first.max(other.first), last: one.last.min(other.last) };
+    let all = users.iter().flat_map(|user| groups.iter().map(move |group| both(user, group)));
+    all.filter(|span| span.first <= span.last).max_by_key(|span| span.last - span.first)
+}
+
+/// Makes a user namespace with our own user and group and this span of others.
+fn make(programs: &[(&str, u32)], span: Span) -> Result<OwnedFd, String> {
+    let child = Holder::start().map_err(|error| format!("a user namespace cannot be made: {error}"))?;
+    for (program, own) in programs {
+        map(program, child.pid, *own, span)?;
+    }
+    let namespace = File::open(format!("/proc/{}/ns/user", child.pid));
+    Ok(namespace.map_err(|error| format!("its user namespace cannot be opened: {error}"))?.into())
+}
+
+/// Has a program write a map, in which each id is itself.
+fn map(program: &str, pid: i32, own: u32, Span { first, last }: Span) -> Result<(), String> {
+    let count = u64::from(last - first) + 1;
+    let numbers = [u64::from(own), own.into(), 1, first.into(), first.into(), count];
+    let mut command = Command::new(program);
+    command.arg(pid.to_string()).args(numbers.map(|number| number.to_string()));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
+    let mut running = command.spawn().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            format!("there is no {program}: install the package uidmap (shadow-utils)")
+        }
+        _ => format!("{program} cannot be run: {error}"),
+    })?;
+    if !has_ended(&running, MAP_PATIENCE).map_err(|error| format!("{program}: {error}"))? {
+        let _ = running.kill(); // It may have ended by now.
+        let _ = running.wait();
+        return Err(format!("{program} took more than {MAP_PATIENCE:?}"));
+    }
+    let status = running.wait().map_err(|error| format!("{program}: {error}"))?;
+    if status.success() {
+        return Ok(());
+    }
+    let mut said = Vec::new();
+    if let Some(stderr) = running.stderr.take() {
+        let _ = stderr.take(SAID_BYTES_MAX).read_to_end(&mut said); // What cannot be read is not shown.
+    }
+    let said = String::from_utf8_lossy(&said).trim().replace('\n', "; ");
+    let hint = match rustix::thread::no_new_privs() {
+        Ok(true) => "; this process runs without new privileges (NoNewPrivileges= in its unit)",
+        _ => "",
+    };
+    Err(format!("{program} ended with {status}: {said}{hint}"))
+}
+
+fn has_ended(process: &Child, patience: Duration) -> io::Result<bool> {
+    let pid = Pid::from_raw(process.id() as i32).ok_or(Errno::SRCH)?;
+    let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+    is_readable(&pidfd, patience)
+}
+
+fn is_readable(descriptor: impl AsFd, patience: Duration) -> io::Result<bool> {
+    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: 0 };
+    let mut events = [PollFd::new(&descriptor, PollFlags::IN)];
+    Ok(rustix::io::retry_on_intr(|| poll(&mut events, Some(&limit)))? > 0)
+}
+
+/// A child that does nothing but be in a user namespace; dropped, it is ended.
+struct Holder {
+    pid: libc::pid_t,
+}
+
+impl Holder {
+    fn start() -> io::Result<Self> {
+        let flags = rustix::pipe::PipeFlags::CLOEXEC;
+        let (told, tell) = rustix::pipe::pipe_with(flags)?;
+        // SAFETY: the child makes nothing but raw calls until it is ended.
+        let pid = match unsafe { libc::fork() } {
+            -1 => return Err(io::Error::last_os_error()),
+            0 => hold(&tell),
+            pid => pid,
+        };
+        let holder = Self { pid };
+        drop(tell);
+        let mut errno = [0; 4];
+        let is_told =
+            is_readable(&told, CHILD_PATIENCE)? && rustix::io::read(&told, &mut errno)? == errno.len();
+        match i32::from_ne_bytes(errno) {
+            0 if is_told => Ok(holder),
+            0 => Err(Errno::TIMEDOUT.into()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        // SAFETY: the child has not been waited for, so that the number is its own.
+        unsafe {
+            libc::kill(self.pid, libc::SIGKILL);
+            libc::waitpid(self.pid, std::ptr::null_mut(), libc::__WALL);
+        }
+    }
+}
+
+/// The child: enters a new namespace, says how that went, and waits to be ended.
+fn hold(tell: &OwnedFd) -> ! {
+    // SAFETY: numbers alone are passed, and this process has one thread. It ends with its parent.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        let errno = if libc::unshare(libc::CLONE_NEWUSER) == 0 { 0 } else { *libc::__errno_location() };
+        let _ = rustix::io::write(tell, &errno.to_ne_bytes()); // Silence tells as well.
+        loop {
+            libc::pause();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_found_by_name_and_number() {
+        let text =
+            "root:1:5\nann:100000:65536\n# x\n1000:300000:10\nbob:7:1\nann:0:5\nann:9:0\nann:4294967295:9\n";
+        let span = |first, last| Span { first, last };
+        assert_eq!(spans(text, Some("ann"), 1000), [span(100_000, 165_535), span(300_000, 300_009)]);
+        assert_eq!(spans(text, None, 1000), [span(300_000, 300_009)]);
+        assert_eq!(spans("", Some("ann"), 1000), []);
+    }
+
+    #[test]
+    fn an_id_is_one_of_a_user_and_of_a_group() {
+        let span = |first, last| Span { first, last };
+        let users = [span(1000, 1099), span(5000, 5999)];
+        assert_eq!(largest_common(&users, &[span(5500, 9000), span(1000, 1200)]), Some(span(5500, 5999)));
+        assert_eq!(largest_common(&users, &[span(2000, 3000)]), None);
+        assert_eq!(largest_common(&users, &[]), None);
+    }
+
+    #[test]
+    fn a_program_that_is_missing_or_fails_is_named() {
+        let span = Span { first: 5, last: 9 };
+        let failed = |program| map(program, 1, 0, span).unwrap_err();
+        assert!(failed("newuidmap-of-nowhere").contains("install the package uidmap"));
+        let why = failed("false");
+        assert!(why.starts_with("false ended with"), "{why}");
+    }
+}
