@@ -17,6 +17,7 @@ use bulkhead_shared::{CrashReason, Verdict};
 use serde_json::{Value, json};
 
 use crate::attempts::Expected;
+use crate::subuid::User;
 use crate::{PATIENCE, Supervisor, programs, wait_for};
 
 /// Who owns nothing, and whose processes may do nothing in particular.
@@ -90,6 +91,8 @@ pub struct Setup<'s> {
     pub bulkheads: &'s str,
     /// Whom it runs as; `None`: as this test.
     pub user: Option<u32>,
+    /// The same, with ids for its workers.
+    pub user_with_ids: Option<User>,
     /// Layers that it does not find.
     pub without: &'s str,
     /// System calls that fail for it and all that it starts, or succeed without being made: see the program
@@ -140,6 +143,13 @@ impl Setup<'_> {
         let log = fs::File::create(path.join("log")).expect("a writable folder");
         let program = path.join("bin/bulkhead-supervisor");
         let mut command = match self.filter {
+            _ if self.user_with_ids.is_some() => {
+                let user = self.user_with_ids.expect("just looked at");
+                own(&path, user.uid);
+                let mut command = user.command(&path, &[]);
+                command.arg(program);
+                command
+            }
             [] => Command::new(program),
             rules => {
                 let mut command = Command::new(path.join("bin/filtered"));

@@ -7,6 +7,7 @@ pub mod confined;
 pub mod http;
 pub mod ledger;
 pub mod openmetrics;
+pub mod subuid;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

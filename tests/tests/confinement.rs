@@ -11,6 +11,7 @@ use bulkhead_tests::attempts::{
 use bulkhead_tests::confined::{
     DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
 };
+use bulkhead_tests::subuid::User;
 use bulkhead_tests::{descriptors, programs, refuses_descriptors, wait_for};
 
 const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/confinement.md");
@@ -142,6 +143,37 @@ fn default_stops_more_by_an_id_of_its_own() {
 fn strict_stops_as_much_by_an_id_of_its_own() {
     if is_root() && has_layers(STRICT_LAYERS) {
         stops_more_by_an_id(WORKER, "profile = \"strict\"", |attempt| attempt.strict);
+    }
+}
+
+/// What a worker of a supervisor without privileges gets, whose user has ids in `/etc/subuid`.
+fn stops_more_by_an_id_of_subuid(profile: &str, written: impl Fn(&Attempt) -> Expected) {
+    let Some(user) = User::with_ids() else { return };
+    let bulkheads = bulkheads(WORKER, profile);
+    let place = Setup { bulkheads: &bulkheads, user_with_ids: Some(user), ..Setup::default() }.start();
+    try_all(&place, |attempt, ended| match (OF_A_SHARED_ID.contains(&attempt.name), ended) {
+        (true, Ended::Refused(..)) => Ok(()),
+        (true, _) => Err("expected to be refused".into()),
+        (false, ended) => no_more_than_written(written(attempt), ended),
+    });
+}
+
+#[test]
+fn default_stops_more_by_an_id_of_subuid() {
+    if is_root() && has_layers(DEFAULT_LAYERS) {
+        // Its temporary folder is in memory, as under `strict`.
+        let written = |attempt: &Attempt| match attempt.name {
+            "fill-temporary-folder" => attempt.strict,
+            _ => attempt.default,
+        };
+        stops_more_by_an_id_of_subuid("profile = \"default\"", written);
+    }
+}
+
+#[test]
+fn strict_stops_as_much_by_an_id_of_subuid() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        stops_more_by_an_id_of_subuid("profile = \"strict\"", |attempt| attempt.strict);
     }
 }
 
