@@ -10,6 +10,10 @@ use bincode::{BorrowDecode, Encode};
 /// The environment variable that names the descriptor of the worker's link, a connected socket.
 pub const LINK_VARIABLE: &str = "BULKHEAD_LINK_FD";
 
+/// The environment variable that names a descriptor of what a host loads or runs, where its user cannot reach that by
+/// its path.
+pub const PROGRAM_VARIABLE: &str = "BULKHEAD_PROGRAM_FD";
+
 /// What a worker can say of itself in its hello.
 pub mod capability {
     /// Heartbeats come from a thread apart from the handlers, so that they can be demanded while jobs

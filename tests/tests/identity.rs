@@ -398,6 +398,42 @@ fn check_says_what_stops_a_worker() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
+/// What needs no path of its own: an ELF program of `exec`, and a library that needs no other beside it.
+#[test]
+fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) || !has_program("/usr/bin/setpriv") {
+        return;
+    }
+    let home = home();
+    let path = home.path().to_owned();
+    copy(&programs().join("libthumbnail.so"), &path.join("lib/libthumbnail.so"));
+    std::fs::copy("/bin/cat", path.join("bin/cat")).unwrap();
+    set_mode(&path.join("bin/cat"), 0o755);
+    let config = format!(
+        "{SOCKETS}[bulkhead.program]\nexec = [\"bin/cat\"]\ncwd = \"scripts\"\n\
+         [bulkhead.descriptors]\nexec = [\"bin/cat\", \"/proc/self/environ\"]\ncwd = \"scripts\"\n\
+         [bulkhead.library]\nlibrary = \"lib/libthumbnail.so\"\ncwd = \"scripts\"\n\
+         [defaults]\nmax_queue = 10\ndeadline = \"60s\"\n"
+    );
+    std::fs::write(path.join("workers.toml"), config).unwrap();
+    let log = std::fs::File::create(path.join("log")).unwrap();
+    let mut command = Command::new("/usr/bin/setpriv");
+    command.arg("--bounding-set=-sys_admin").arg(path.join("bin/bulkhead-supervisor"));
+    command.arg("--config").arg(path.join("workers.toml")).current_dir(&path);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    let supervisor = Supervisor { child: command.spawn().unwrap(), folder: home };
+    wait_for("the supervisor is ready", || (supervisor.try_get("/readyz")?.0 == 200).then_some(()));
+    let client = client(&supervisor);
+    assert_eq!(answer(&client, "program", "", "x"), "x");
+    assert!(!answer(&client, "descriptors", "", "").contains("BULKHEAD_PROGRAM_FD"));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/pictures/landscape.jpg");
+    let picture = std::fs::read(source).unwrap();
+    assert_eq!(outcome(&client.job("library", picture).deadline(PATIENCE).send()), "ok");
+    for name in ["program", "descriptors", "library"] {
+        assert!(uids(&supervisor, name, 1).iter().all(|id| IDS.contains(id)), "{name}");
+    }
+}
+
 /// A container often has no right to mount: then a program that needs no path of its own runs by a descriptor, and of
 /// others what they cannot reach is named.
 #[test]

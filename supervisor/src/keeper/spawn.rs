@@ -31,6 +31,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
+use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::Pid;
@@ -106,7 +107,6 @@ pub(super) struct Program {
 impl Program {
     /// From an order; `TMPDIR` and `HOME` are its temporary folder, if it has one.
     pub(super) fn new(order: &SpawnOrder<'_>, temporary: Option<&Path>) -> Result<Self, Refusal> {
-        let text = |text: &str| CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL));
         let texts = |list: &[&str]| list.iter().map(|item| text(item)).collect::<Result<Vec<_>, _>>();
         let mut environment = texts(&order.environment)?;
         let own_tmp = matches!(order.confinement.terms.temporary, Temporary::FileSystem(_));
@@ -125,6 +125,10 @@ impl Program {
             rlimits: order.rlimits.clone(),
         })
     }
+}
+
+fn text(text: &str) -> Result<CString, Refusal> {
+    CString::new(text).map_err(|_| Refusal::new("order", Errno::INVAL))
 }
 
 /// Why a worker does not start: a step that failed, and an error's number.
@@ -153,8 +157,8 @@ pub(super) struct Ends {
     /// To name what failed.
     root: Option<Arc<Root>>,
     shown: Option<Arc<Shown>>,
-    /// Descriptors of the child that its `execve` closes, beside that for progress.
-    pub(super) closing: u32,
+    /// Descriptors of the child beside those of every worker and that for progress.
+    pub(super) beside: u32,
 }
 
 impl Ends {
@@ -187,8 +191,12 @@ impl Prepared {
         });
         let (status_ours, status) = status.transpose()?.unzip();
         let (root, shown) = (barriers.root(), barriers.shown());
-        let closing = u32::from(barriers.executable.is_some());
-        let Program { program, directory, arguments, environment, rlimits } = program;
+        let expected = [barriers.executable.is_some(), barriers.hosted.is_some()];
+        let beside = expected.into_iter().map(u32::from).sum();
+        let Program { program, directory, arguments, mut environment, rlimits } = program;
+        if let Some(hosted) = &barriers.hosted {
+            environment.push(text(&format!("{PROGRAM_VARIABLE}={}", hosted.as_raw_fd()))?);
+        }
         let prepared = Self {
             program,
             directory,
@@ -204,7 +212,7 @@ impl Prepared {
             status,
             barriers,
         };
-        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root, shown, closing }))
+        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root, shown, beside }))
     }
 }
 

@@ -109,6 +109,8 @@ pub(super) fn run(plan: Plan) -> ExitCode {
 /// What all programs have in common.
 struct Host {
     plan: Plan,
+    /// Where the program is found.
+    place: String,
     environment: Environment,
     rules: Arc<Rules>,
     folders: Folders,
@@ -125,7 +127,15 @@ impl Host {
         plan.rlimits.insert(0, (Resource::Nofile, open_files));
         let raised = Rlimit { current: open_files.maximum, maximum: open_files.maximum };
         setrlimit(Resource::Nofile, raised).map_err(|error| failed("raise a limit", error.into()))?;
-        let rules = Rules::inherited().map_err(|error| failed("read the rules for programs", error))?;
+        let mut rules = Rules::inherited().map_err(|error| failed("read the rules for programs", error))?;
+        let place = match super::inherited_program() {
+            Some(program) => {
+                let place = super::place(&program);
+                rules.give_program(program);
+                place
+            }
+            None => plan.program.clone(),
+        };
         // What fails for every program fails here.
         rules.of_program(None).map_err(|error| failed("make rules for a program (Landlock)", error))?;
         if rules.leave_temporary_files_open() {
@@ -137,7 +147,7 @@ impl Host {
         let rules = Arc::new(rules);
         let folders = Folders::new(rules.clone()).map_err(|error| failed("start a thread", error))?;
         let environment = Environment::new(rules.temporary().map(|temporary| temporary.path.as_path()));
-        Ok(Self { plan, environment, rules, folders, orphans })
+        Ok(Self { plan, place, environment, rules, folders, orphans })
     }
 
     fn run_program(&self, job: &Job, ctx: &Ctx<Self>) -> Reply {
@@ -164,7 +174,8 @@ impl Host {
         let ruleset = self.rules.of_program(folder.map(Folder::place))?;
         let proof = self.rules.temporary().map(Temporary::proof).transpose()?.flatten();
         let environment = self.environment.of_job(ctx, folder.map(|folder| folder.path.as_path()))?;
-        let launch = Launch::new(&self.plan.program, &self.plan.arguments, environment)?;
+        let program = (self.plan.program.as_str(), self.place.as_str());
+        let launch = Launch::new(program, &self.plan.arguments, environment)?;
         let mut command = launch.command(self.plan.rlimits.clone(), ruleset, proof);
         let mut programs = self.orphans.programs();
         let child = command.spawn()?;

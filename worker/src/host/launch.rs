@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use bulkhead_shared::worker_protocol::LINK_VARIABLE;
+use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
 use rustix::process::{Resource, Rlimit, Signal};
 
 use super::rules::Ruleset;
@@ -34,7 +34,8 @@ impl Environment {
             OF_FOLDER.iter().any(|own| name == *own)
                 && temporary.is_some_and(|path| value == path.as_os_str())
         };
-        let is_common = |name: &OsStr| name != LINK_VARIABLE && !OF_JOB.iter().any(|own| name == *own);
+        let is_ours = |name: &OsStr| name == LINK_VARIABLE || name == PROGRAM_VARIABLE;
+        let is_common = |name: &OsStr| !is_ours(name) && !OF_JOB.iter().any(|own| name == *own);
         let all = || std::env::vars_os();
         let common = all().filter(|(name, value)| is_common(name) && !is_own(name, value));
         let is_set = |own: &&&str| all().any(|(name, value)| name == **own && !is_own(&name, &value));
@@ -94,9 +95,14 @@ impl Pointers {
 }
 
 impl Launch {
-    pub(super) fn new(program: &str, arguments: &[String], environment: Vec<CString>) -> io::Result<Self> {
-        let program = CString::new(program)?;
-        let mut texts = vec![program.clone()];
+    /// `place` is where the program is found, which knows itself by its name.
+    pub(super) fn new(
+        (name, place): (&str, &str),
+        arguments: &[String],
+        environment: Vec<CString>,
+    ) -> io::Result<Self> {
+        let program = CString::new(place)?;
+        let mut texts = vec![CString::new(name)?];
         for argument in arguments {
             texts.push(CString::new(argument.as_str())?);
         }

@@ -80,8 +80,10 @@ fn cannot(message: String) -> HandlerError {
 
 #[expect(unsafe_code, reason = "loads and prepares a C library")]
 fn load(path: &str, entry: &str) -> Result<Loaded, HandlerError> {
+    let inherited = super::inherited_program();
+    let place = inherited.as_ref().map_or_else(|| path.to_owned(), super::place);
     // SAFETY: what its initialisers do is the library's business, and this process exists for it.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
+    let library = unsafe { Library::open(Some(place), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| {
         let detail = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
         cannot(format!("failed to load {path}: {detail}"))
     })?;

@@ -88,6 +88,11 @@ impl Rules {
         Ok(Self { handled, scoped, given, temporary })
     }
 
+    /// Gives programs what they are executed from, where no path leads there.
+    pub(super) fn give_program(&mut self, program: OwnedFd) {
+        self.given.push((program, EXECUTE | READ_FILE));
+    }
+
     pub(super) fn temporary(&self) -> Option<&Temporary> {
         self.temporary.as_ref()
     }

@@ -5,13 +5,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
-
-use super::paths;
+use super::{elf, paths};
 use crate::keeper::confinement::Identity;
 
 const READ: u32 = 4;
@@ -72,10 +69,11 @@ pub(in crate::keeper) struct Closed {
 }
 
 impl Closed {
-    /// Whether all that is hidden is where the worker starts, and its program with what lies beside that: both can be
-    /// had before it is another user. A script is found by its name, and so is what the host loads or runs.
-    pub(in crate::keeper) fn is_only_the_program(&self, given: &Given<'_>) -> bool {
-        let others = given.programs.iter().filter(|path| **path != given.program);
+    /// Whether all that is hidden is where the worker starts, and its programs with what lies beside them: these can be
+    /// had before it is another user. A script is found by its name, and so is a library that needs others beside it.
+    pub(in crate::keeper) fn is_only_programs(&self, given: &Given<'_>) -> bool {
+        let others = given.programs.iter();
+        let others = others.filter(|path| **path != given.program && !elf::is_self_contained(path));
         let asked_for: BTreeSet<PathBuf> =
             given.read.iter().chain(others).filter_map(|path| std::fs::canonicalize(path).ok()).collect();
         let is_had = |hidden: &Hidden| match hidden.purpose {
@@ -83,21 +81,14 @@ impl Closed {
             Purpose::Read => !asked_for.contains(&hidden.real),
             Purpose::Write | Purpose::Mount => false,
         };
-        self.hidden.iter().all(is_had) && is_elf(given.program)
+        self.hidden.iter().all(is_had) && elf::is_elf(given.program)
     }
-}
 
-/// Whether the kernel runs it by itself.
-fn is_elf(program: &Path) -> bool {
-    const MAGIC: [u8; 4] = *b"\x7fELF";
-    let mut start = [0; MAGIC.len()];
-    // A pipe under this name would be waited for.
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let Ok(file) = rustix::fs::open(program, flags, Mode::empty()) else { return false };
-    let mut file = std::fs::File::from(file);
-    file.metadata().is_ok_and(|found| found.is_file())
-        && file.read_exact(&mut start).is_ok()
-        && start == MAGIC
+    /// What the host loads or runs, if that is hidden.
+    pub(in crate::keeper) fn hosted<'g>(&self, given: &Given<'g>) -> Option<&'g Path> {
+        let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
+        given.programs.iter().copied().find(|path| *path != given.program && is_hidden(path))
+    }
 }
 
 /// What was given and cannot be used by this user, wherever it is shown.

@@ -152,7 +152,7 @@ impl Process {
         child.observed.namespaces = self.own.compare(process).map_err(failed)?;
         // Beside those it keeps there are this one's other end, and the listener.
         let executable = match &child.stage {
-            Stage::Starting(ends) => ends.closing,
+            Stage::Starting(ends) => ends.beside,
             Stage::Running | Stage::Failed | Stage::Ended => 0,
         };
         let closing = 1 + u32::from(listener.is_some()) + executable;

@@ -41,6 +41,8 @@ pub(in crate::keeper) struct Barriers {
     pub(super) shown: Option<Arc<Shown>>,
     /// The program, where it is executed by a descriptor; then the working directory is entered by the keeper's user.
     pub(super) executable: Option<OwnedFd>,
+    /// What the host loads or runs, where that can be had by a descriptor alone: it stays open in the host.
+    pub(super) hosted: Option<OwnedFd>,
     /// Where a temporary file system is mounted, and with what options.
     pub(super) own_temporary: Option<(CString, CString)>,
     /// The user namespace that the worker enters first of all.
@@ -103,10 +105,11 @@ impl Barriers {
         };
         let closed = closed(&given, &terms)?;
         let executable = match closed.folders.first() {
-            Some(_) if !may_mount && closed.is_only_the_program(&given) => Some(open(given.program)?),
+            Some(_) if !may_mount && closed.is_only_programs(&given) => Some(open(given.program)?),
             Some(folder) if !may_mount => return Err(unreachable(folder, terms.identity)),
             _ => None,
         };
+        let hosted = executable.as_ref().and_then(|_| closed.hosted(&given)).map(open).transpose()?;
         let root = terms.namespaces.mount.then(|| {
             machine::prepare();
             let view = View {
@@ -143,6 +146,7 @@ impl Barriers {
             root: root.transpose()?,
             shown,
             executable,
+            hosted,
             own_temporary: own_temporary(&terms, temporary),
             entered,
             may_mount,

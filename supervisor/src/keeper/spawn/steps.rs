@@ -390,6 +390,9 @@ fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
     }
     put_at(&plan.prepared.stdout, libc::STDOUT_FILENO)?;
     put_at(&plan.prepared.stderr, libc::STDERR_FILENO)?;
+    if let Some(hosted) = &plan.prepared.barriers.hosted {
+        rustix::io::fcntl_setfd(hosted, rustix::io::FdFlags::empty())?;
+    }
     Ok(put_at(&plan.prepared.link, LINK_FD)?)
 }
 
@@ -448,14 +451,16 @@ fn parent_death_signal(plan: &Plan<'_>) -> Result<(), Stop> {
     }
 }
 
-/// Closes all but the standard ones, the link, and what the steps to come need, which is marked to be
-/// closed by `execve`.
+/// Closes all but the standard ones, the link, what a host loads or runs, and what the steps to come need, which is
+/// marked to be closed by `execve`.
 fn descriptors(plan: &Plan<'_>) -> Result<(), Stop> {
     let prepared = plan.prepared;
     let ruleset = prepared.barriers.ruleset.as_ref().map(|ruleset| ruleset.descriptor().as_raw_fd());
     let executable = prepared.barriers.executable.as_ref().map(AsRawFd::as_raw_fd);
+    let hosted = prepared.barriers.hosted.as_ref().map(AsRawFd::as_raw_fd);
     let progress = prepared.progress.as_raw_fd();
-    let mut kept = [progress, ruleset.unwrap_or(progress), executable.unwrap_or(progress), RawFd::MAX];
+    let [ruleset, executable, hosted] = [ruleset, executable, hosted].map(|one| one.unwrap_or(progress));
+    let mut kept = [progress, ruleset, executable, hosted, RawFd::MAX];
     kept.sort_unstable();
     let mut low = LINK_FD;
     for high in kept {
