@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use crate::config::{BulkheadConfig, Config, SupervisorConfig};
 use crate::confinement::Grounds;
 use crate::program::{self, Program, TenantNumbers};
-use crate::shard::{Access, ShardLimits};
+use crate::shard::{Access, DataPlaneLimits};
 
 /// Keys of `[supervisor]` that a reload puts in force. All others hold from start to stop.
 const SUPERVISOR_KEYS: [&str; 4] = ["drain_timeout", "max_clients", "max_payload", "max_buffered"];
@@ -97,7 +97,7 @@ pub struct Reload {
     pub(crate) added: Vec<Settled>,
     /// If it is another.
     pub(crate) access: Option<Access>,
-    pub(crate) limits: ShardLimits,
+    pub(crate) limits: DataPlaneLimits,
 }
 
 impl fmt::Debug for Reload {
@@ -189,7 +189,7 @@ impl Changes {
         &self,
         before: &Config,
         after: &Config,
-        limits: ShardLimits,
+        limits: DataPlaneLimits,
         (around, own): (Surroundings<'_>, u32),
     ) -> Reload {
         let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, around);

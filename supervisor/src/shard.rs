@@ -5,27 +5,34 @@
 //! It decides nothing itself, never blocks, and never renders, formats or writes a log.
 
 mod access;
+mod background;
+mod buffers;
+mod bulkheads;
 mod commands;
+mod compartments;
 mod crashes;
 mod demand;
 mod ending;
+mod entrance;
 mod fallback;
 mod held_up;
+mod keeper_link;
+mod link_table;
 mod links;
-mod listening;
 mod memory;
 mod metrics;
-mod named;
 mod notes;
 mod notices;
 mod output;
-mod places;
 mod refusals;
 mod reload;
 mod replay;
+mod reporter;
 mod reports;
+mod session_table;
 mod sessions;
 mod shares;
+mod slab;
 mod snapshots;
 mod spans;
 mod start_failures;
@@ -37,49 +44,47 @@ mod turns;
 mod unread;
 mod view;
 
-use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Action, Event, Time, Timers};
-use bulkhead_shared::connection::{BufferPool, Payload, Scratch};
+use bulkhead_policy::{Action, Event, Time};
+use bulkhead_shared::connection::Payload;
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{JobId, Priority, RejectReason};
-use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
 
-use crate::command::{Command, Commander, Notice};
+use crate::command::Commander;
 use crate::config::{Config, SupervisorConfig};
 use crate::confinement::Grounds;
-use crate::crash::CrashId;
-use crate::descriptors::Intake;
-use crate::keeper::{Keeper, Report};
+use crate::keeper::Keeper;
 use crate::notices::Speaker;
-use crate::observe::crashes::REPORTS_WAITING_MAX;
 use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
 use crate::threads::Fate;
-use crate::worker_ids::Ids;
 
 pub(crate) use access::Access;
-use fallback::Journey;
-use links::Link;
+use background::Background;
+use buffers::Buffers;
+use bulkheads::Bulkheads;
+use commands::Orders;
+use compartments::Compartments;
+use entrance::Entrance;
+use fallback::FallbackState;
+use keeper_link::KeeperLink;
+use link_table::Links;
 use memory::{Charge, Memory};
-use named::{Compartment, Named};
 pub(crate) use notes::signal_name;
-use refusals::Refusals;
-use replay::Replay;
+use reporter::Reporter;
 pub(crate) use reports::advice;
-use sessions::{Session, SessionId};
-use snapshots::SnapshotInPieces;
-use spans::{Spans, Trace};
-use turns::Turns;
+use session_table::Sessions;
+use sessions::SessionId;
+use slab::{CompartmentIndex, LinkIndex, SessionIndex, SlabIndex};
+use spans::Trace;
 
 /// Sockets that one turn of the loop looks at.
 const EVENTS_PER_TURN: usize = 1024;
@@ -126,12 +131,10 @@ pub struct Pulse {
     pub keeper: AtomicU32,
 }
 
-/// A job's record as policy carries it along: it moves with every decision, so that it had better be small.
-type Cargo = Box<JobRecord>;
-
-/// What the supervisor knows of a job beyond what policy decides on.
+/// What the data plane knows of a job beyond what policy decides on. Policy carries it along in a box: it moves with
+/// every decision, so that it had better be small.
 #[derive(Default)]
-pub(crate) struct JobRecord {
+pub(crate) struct JobData {
     session: SessionId,
     request: u64,
     operation: Box<str>,
@@ -146,10 +149,10 @@ pub(crate) struct JobRecord {
     given: unread::Given,
     charge: Charge,
     /// Of a job that may go, or has gone, to another bulkhead than it was sent to.
-    journey: Option<Box<Journey>>,
+    fallback: Option<Box<FallbackState>>,
 }
 
-impl JobRecord {
+impl JobData {
     /// The payload, if it is held here.
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
@@ -212,111 +215,35 @@ impl Held {
     }
 }
 
-/// The data plane.
-pub struct Shard {
+/// The data plane: the loop, and the parts that it hands each event to.
+pub struct DataPlane {
     poll: Poll,
     origin: Instant,
     now: Time,
-    listener: UnixListener,
-    intake: Intake,
-    commands: Receiver<Command>,
-    notices: Speaker,
-    /// Whether the output of some workers found no room on its way to the control plane.
-    has_outputs: bool,
-    /// Whether there may be more of them.
-    has_commands: bool,
-    /// How often somebody wanted it to stop.
-    stops: Arc<AtomicU32>,
-    /// What is being shown, piece by piece.
-    snapshots: VecDeque<SnapshotInPieces>,
-    /// Where the spans of jobs go, if anybody takes them.
-    spans: Option<Spans>,
-    pulse: Arc<Pulse>,
-    keeper: Keeper,
-    keeper_since: Time,
-    /// How often in a row it died soon after its start.
-    keeper_deaths: u32,
-    /// Since when an answer of the keeper's is due.
-    keeper_asked_at: Option<Time>,
-    /// What the keeper said while something else was being done.
-    late_reports: VecDeque<Report>,
-    named: Vec<Named>,
-    /// The tenants that metrics name, sorted.
-    labels: Arc<[String]>,
-    by_name: HashMap<Arc<str>, usize, RandomState>,
-    /// Places of bulkheads that are not in the file any more, and of which something is left.
-    leaving: Vec<usize>,
-    free_named: Vec<usize>,
-    compartments: Vec<Compartment>,
-    free_compartments: Vec<usize>,
-    /// Bulkheads whose tenants take turns at having workers, where something has changed.
-    unsettled: Vec<usize>,
-    seed: u64,
-    /// How many numbers were drawn from it.
-    seeds: u64,
-    timers: Timers,
-    /// Compartments whose timers may not be right any more.
-    touched: Vec<usize>,
-    sessions: Vec<Option<Session>>,
-    free_sessions: Vec<usize>,
-    /// Free when the turn is over: events for who was there may still be in hand.
-    freed_sessions: Vec<usize>,
-    session_epochs: u64,
-    clients: usize,
-    access: Access,
-    refusals: Refusals,
-    /// Whether somebody may be waiting to be let in.
-    is_called: bool,
-    links: Vec<Option<Link>>,
-    free_links: Vec<usize>,
-    freed_links: Vec<usize>,
-    spawns: u64,
-    /// Of workers that have one each.
-    /// Those of workers, where each has its own.
-    ids: Option<Arc<Ids>>,
-    links_by_spawn: HashMap<u64, usize>,
-    sweeping: HashMap<u64, reports::Sweeping>,
-    scratch: Scratch,
-    pool: BufferPool,
-    actions: Vec<Action<Cargo>>,
-    /// Of jobs that are over: memory for the next ones.
-    records: Vec<Cargo>,
-    dirty: Vec<Endpoint>,
-    /// Links that had more to read than one turn takes.
-    again: Vec<usize>,
-    /// When a link that is read less often is read again.
-    resume_links_at: Option<Time>,
-    /// Clients that have something to be read.
-    turns: Turns,
+    entrance: Entrance,
+    orders: Orders,
+    reporter: Reporter,
+    keeper: KeeperLink,
+    background: Background,
+    bulkheads: Bulkheads,
+    compartments: Compartments,
+    sessions: Sessions,
+    links: Links,
     /// Of what waits, be it for a permit, for its own end, or for a worker to read.
     memory: Memory,
-    /// Bytes of results that clients have not read.
-    undelivered: usize,
-    limits: ShardLimits,
+    buffers: Buffers,
+    /// Connections that something is to be written to.
+    dirty: Vec<Endpoint>,
+    limits: DataPlaneLimits,
     housekeeping_at: Option<Time>,
-    /// Workers that could not even be ordered; policy is told at the end of the turn.
-    failed_spawns: Vec<(usize, bulkhead_policy::WorkerId, String)>,
-    /// What was seen of workers that are silent; policy is told at the end of the turn.
-    looked: Vec<(usize, bulkhead_policy::WorkerId, bool)>,
-    /// The job that ended by a crash last, and what it was: an event that follows may be about it.
-    last_crashed: Option<(JobId, Box<str>, Box<str>)>,
-    /// Crash reports so far.
-    crashes: u32,
-    /// The places for reports on their way to be kept.
-    crash_places: Arc<tokio::sync::Semaphore>,
-    /// The report about the death that is being applied, and the process that died: events name it.
-    last_report: Option<(u32, CrashId)>,
-    replays: Vec<Replay>,
     pauses: held_up::Pauses,
-    /// Whether what is told is told elsewhere already.
-    is_quiet: bool,
     stopping: bool,
     started: bool,
     fate: Fate,
 }
 
 /// What all bulkheads share.
-pub(crate) struct ShardLimits {
+pub(crate) struct DataPlaneLimits {
     clients_max: usize,
     payload_bytes_max: u64,
     /// The largest payload there ever could be: a result of then may still be on its way.
@@ -325,7 +252,7 @@ pub(crate) struct ShardLimits {
     drain_timeout: Duration,
 }
 
-impl ShardLimits {
+impl DataPlaneLimits {
     pub(crate) fn new(config: &SupervisorConfig) -> Self {
         Self {
             clients_max: config.max_clients,
@@ -340,21 +267,25 @@ impl ShardLimits {
 /// One end of a connection that the loop serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
-    Session(usize),
-    Link(usize),
+    Session(SessionIndex),
+    Link(LinkIndex),
 }
 
 impl Endpoint {
     fn token(self) -> Token {
         match self {
-            Self::Session(index) => Token(FIRST_CONNECTION + 2 * index),
-            Self::Link(index) => Token(FIRST_CONNECTION + 2 * index + 1),
+            Self::Session(index) => Token(FIRST_CONNECTION + 2 * index.number()),
+            Self::Link(index) => Token(FIRST_CONNECTION + 2 * index.number() + 1),
         }
     }
 
     fn of(token: Token) -> Option<Self> {
         let number = token.0.checked_sub(FIRST_CONNECTION)?;
-        Some(if number.is_multiple_of(2) { Self::Session(number / 2) } else { Self::Link(number / 2) })
+        Some(if number.is_multiple_of(2) {
+            Self::Session(SessionIndex::from_number(number / 2))
+        } else {
+            Self::Link(LinkIndex::from_number(number / 2))
+        })
     }
 }
 
@@ -387,7 +318,7 @@ impl<'p> Incoming<'p> {
     }
 }
 
-/// Everything a [`Shard`] is made of that exists before it.
+/// Everything a [`DataPlane`] is made of that exists before it.
 pub struct Parts {
     /// The configuration.
     pub config: Config,
@@ -411,7 +342,7 @@ pub struct Parts {
     pub(crate) fate: Fate,
 }
 
-impl Shard {
+impl DataPlane {
     /// A data plane that has not started anything yet, and the handle for commands to it.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
         let Parts { config, grounds, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
@@ -419,95 +350,48 @@ impl Shard {
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
         fate.wake_by(waker.clone());
-        let commander = Commander::new(sender, waker);
-        listening::register(&poll, &listener)?;
+        let commander = Commander::new(sender, waker.clone());
         let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), KEEPER, interest)?;
-        let mut shard = Self {
-            poll,
+        let own = rustix::process::geteuid().as_raw();
+        let mut plane = Self {
             origin: Instant::now(),
             now: Time::ZERO,
-            listener,
-            intake: Intake::new()?,
-            commands,
-            notices,
-            has_outputs: false,
-            has_commands: false,
-            stops: commander.stops(),
-            snapshots: VecDeque::new(),
-            spans: spans.map(Spans::new),
-            pulse,
-            keeper,
-            keeper_since: Time::ZERO,
-            keeper_deaths: 0,
-            keeper_asked_at: None,
-            late_reports: VecDeque::new(),
-            named: Vec::new(),
-            by_name: HashMap::default(),
-            leaving: Vec::new(),
-            free_named: Vec::new(),
-            labels,
-            compartments: Vec::new(),
-            free_compartments: Vec::new(),
-            unsettled: Vec::new(),
-            seed: seed(),
-            seeds: 0,
-            timers: Timers::default(),
-            touched: Vec::new(),
-            sessions: Vec::new(),
-            free_sessions: Vec::new(),
-            freed_sessions: Vec::new(),
-            session_epochs: 0,
-            clients: 0,
-            access: Access::new(&config, rustix::process::geteuid().as_raw()),
-            refusals: Refusals::default(),
-            is_called: false,
-            links: Vec::new(),
-            free_links: Vec::new(),
-            freed_links: Vec::new(),
-            spawns: 0,
-            ids: grounds.ids(),
-            links_by_spawn: HashMap::new(),
-            sweeping: HashMap::new(),
-            scratch: Scratch::default(),
-            pool: BufferPool::default(),
-            actions: Vec::new(),
-            records: Vec::new(),
+            entrance: Entrance::new(&poll, listener, Access::new(&config, own))?,
+            poll,
+            orders: Orders::new(commands, commander.stops()),
+            reporter: Reporter::new(notices, pulse, spans),
+            keeper: KeeperLink::new(keeper),
+            background: Background::start(&fate, waker)?,
+            bulkheads: Bulkheads::new(labels),
+            compartments: Compartments::new(seed()),
+            sessions: Sessions::default(),
+            links: Links::new(grounds.ids()),
+            memory: Memory::new(own),
+            buffers: Buffers::default(),
             dirty: Vec::new(),
-            again: Vec::new(),
-            resume_links_at: None,
-            turns: Turns::default(),
-            memory: Memory::new(rustix::process::geteuid().as_raw()),
-            undelivered: 0,
-            limits: ShardLimits::new(&config.supervisor),
+            limits: DataPlaneLimits::new(&config.supervisor),
             housekeeping_at: None,
-            failed_spawns: Vec::new(),
-            looked: Vec::new(),
-            last_crashed: None,
-            crashes: 0,
-            crash_places: Arc::new(tokio::sync::Semaphore::new(REPORTS_WAITING_MAX)),
-            last_report: None,
-            replays: Vec::new(),
-            is_quiet: false,
             pauses: held_up::Pauses::default(),
             stopping: false,
             started: false,
             fate,
         };
         for bulkhead in &config.bulkheads {
-            let around = Surroundings { host: host.as_deref(), grounds: &grounds, labels: &shard.labels };
+            let around =
+                Surroundings { host: host.as_deref(), grounds: &grounds, labels: &plane.bulkheads.labels };
             let settled = Settled::new(bulkhead, around);
             settled.program.tell_remarks(&bulkhead.name);
-            shard.open(settled);
+            plane.open(settled);
         }
-        Ok((shard, commander))
+        Ok((plane, commander))
     }
 
     /// Runs until everything is stopped. Errors are those of `epoll_wait(2)`, and of a keeper that can
     /// neither be reached nor started again.
     pub fn run(mut self) -> io::Result<()> {
         self.fate.begin();
-        for index in 0..self.compartments.len() {
+        for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
         // Those without workers have nothing to say of themselves.
@@ -526,8 +410,8 @@ impl Shard {
             self.flush_dirty();
             self.set_timers();
             self.tell_memory();
-            self.free_sessions.append(&mut self.freed_sessions);
-            self.free_links.append(&mut self.freed_links);
+            self.sessions.recycle();
+            self.links.recycle();
             let due = self.next_due();
             match self.poll.poll(&mut events, self.patience(due)) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -544,19 +428,19 @@ impl Shard {
     fn turn(&mut self, events: &Events) -> io::Result<()> {
         // Workers and their keeper first: a crowd of clients is not to keep us from hearing that they live.
         self.resume_links();
-        let again = std::mem::take(&mut self.again);
+        let again = std::mem::take(&mut self.links.again);
         again.into_iter().for_each(|link| self.link_readable(link));
-        let mut has_others = self.is_called;
+        let mut has_others = self.entrance.accept_pending;
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
-                (KEEPER, _) => self.keeper_ready()?,
+                (KEEPER, _) => self.keeper_ready(),
                 (_, Some(link @ Endpoint::Link(_))) => self.ready(link, event),
                 _ => has_others = true,
             }
         }
         self.hear_late_reports();
         if has_others {
-            self.hear_others(events);
+            self.hear_others(events)?;
         }
         self.obey();
         self.read_clients();
@@ -565,18 +449,22 @@ impl Shard {
     }
 
     /// Clients, who wants to be one, and whether the control plane has something to say.
-    fn hear_others(&mut self, events: &Events) {
+    fn hear_others(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {
-                (LISTENER, _) => self.is_called = true,
-                (WAKER, _) => self.has_commands = true,
+                (LISTENER, _) => self.entrance.accept_pending = true,
+                (WAKER, _) => {
+                    self.orders.has_commands = true;
+                    self.hear_background()?;
+                }
                 (_, Some(session @ Endpoint::Session(_))) => self.ready(session, event),
                 _ => {}
             }
         }
-        if self.is_called {
+        if self.entrance.accept_pending {
             self.accept();
         }
+        Ok(())
     }
 
     fn ready(&mut self, endpoint: Endpoint, event: &mio::event::Event) {
@@ -595,17 +483,17 @@ impl Shard {
     }
 
     /// The peer has closed its side. Its end may stand behind bytes that came together with it, and is not
-    /// announced again: whoever reads such a connection reads to the end.
+    /// announced again: such a connection is read to the end.
     fn peer_closed(&mut self, endpoint: Endpoint) {
         match endpoint {
             Endpoint::Session(index) => {
-                if let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) {
+                if let Some(session) = self.sessions.get_mut(index) {
                     session.standing.is_read_closed = true;
                 }
             }
             Endpoint::Link(index) => {
-                if let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) {
-                    link.is_read_closed = true;
+                if let Some(link) = self.links.get_mut(index) {
+                    link.reads.close();
                 }
             }
         }
@@ -613,7 +501,7 @@ impl Shard {
 
     fn readable(&mut self, endpoint: Endpoint) {
         match endpoint {
-            Endpoint::Session(index) => self.want_read(index),
+            Endpoint::Session(index) => self.sessions.want_read(index),
             Endpoint::Link(index) => self.link_readable(index),
         }
     }
@@ -623,7 +511,7 @@ impl Shard {
         match endpoint {
             Endpoint::Session(index) => self.refuse_session(index, RejectReason::Invalid, OUT_OF_BAND),
             // Of a worker whose process is not known yet, they are looked for when it is.
-            Endpoint::Link(index) if self.links[index].as_ref().is_some_and(|link| link.pidfd.is_some()) => {
+            Endpoint::Link(index) if self.links.get(index).is_some_and(|link| link.running().is_some()) => {
                 self.break_link(index, OUT_OF_BAND.to_owned());
             }
             Endpoint::Link(_) => {}
@@ -637,14 +525,19 @@ impl Shard {
     }
 
     fn next_due(&self) -> Option<Time> {
-        [self.timers.next(), self.housekeeping_at, self.resume_links_at].into_iter().flatten().min()
+        [self.compartments.next_timer(), self.housekeeping_at, self.links.resume_at]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
-        let has_more =
-            !self.again.is_empty() || !self.turns.is_empty() || self.is_called || self.has_orders();
+        let has_more = !self.links.again.is_empty()
+            || !self.sessions.turns.is_empty()
+            || self.entrance.accept_pending
+            || self.orders.is_waiting();
         // Failed spawns that came up when those before them were told.
-        if has_more || !self.failed_spawns.is_empty() {
+        if has_more || !self.links.failed_spawns.is_empty() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.
@@ -654,23 +547,16 @@ impl Shard {
 
     /// Once for all that happened in a turn.
     fn set_timers(&mut self) {
-        let mut touched = std::mem::take(&mut self.touched);
-        for index in touched.drain(..) {
+        while let Some(index) = self.compartments.next_touched() {
             self.count_demand(index);
-            let compartment = &mut self.compartments[index];
-            compartment.is_touched = false;
-            match compartment.policy.next_deadline() {
-                Some(at) => self.timers.set(index as u32, at),
-                None => self.timers.clear(index as u32),
-            }
+            self.compartments.set_timer(index);
         }
-        self.touched = touched;
     }
 
     fn tick(&mut self) {
         self.set_timers();
-        while let Some(index) = self.timers.pop_due(self.now) {
-            self.apply(index as usize, Event::Tick, Incoming::None);
+        while let Some(index) = self.compartments.pop_due(self.now) {
+            self.apply(index, Event::Tick, Incoming::None);
         }
         if self.housekeeping_at.is_some_and(|at| at <= self.now) {
             self.housekeeping_at = None;
@@ -692,17 +578,23 @@ impl Shard {
     // Applying and performing.
 
     /// Tells a bulkhead what happened and does what it wants done.
-    fn apply(&mut self, index: usize, event: Event<Cargo>, mut incoming: Incoming<'_>) -> Option<JobId> {
-        let mut actions = std::mem::take(&mut self.actions);
+    fn apply(
+        &mut self,
+        index: CompartmentIndex,
+        event: Event<Box<JobData>>,
+        mut incoming: Incoming<'_>,
+    ) -> Option<JobId> {
         let now = self.now;
-        let job = self.compartments[index].policy.apply(now, event, &mut actions);
+        // What is told late may be about a compartment of which nothing is left.
+        let compartment = self.compartments.get_mut(index)?;
+        // An action can apply another event, which has actions of its own.
+        let mut actions = std::mem::take(&mut self.buffers.actions);
+        let job = compartment.policy.apply(now, event, &mut actions);
         for action in actions.drain(..) {
             self.perform(index, action, &mut incoming);
         }
-        self.actions = actions;
-        if !std::mem::replace(&mut self.compartments[index].is_touched, true) {
-            self.touched.push(index);
-        }
+        self.buffers.actions = actions;
+        self.compartments.touch(index);
         if self.compartments[index].tenant.is_some() {
             self.observe_tenant(index);
         }
@@ -713,7 +605,7 @@ impl Shard {
     }
 
     /// A job that was taken but not dispatched keeps its payload here.
-    fn keep_payload(&mut self, index: usize, job: JobId, incoming: Incoming<'_>) {
+    fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let payload = match incoming {
             Incoming::None => return,
             Incoming::Borrowed(bytes) => bytes.to_vec(),
@@ -725,7 +617,12 @@ impl Shard {
         }
     }
 
-    fn perform(&mut self, index: usize, action: Action<Cargo>, incoming: &mut Incoming<'_>) {
+    fn perform(
+        &mut self,
+        index: CompartmentIndex,
+        action: Action<Box<JobData>>,
+        incoming: &mut Incoming<'_>,
+    ) {
         match action {
             Action::Dispatch { worker, job, remaining } => {
                 self.dispatch(index, worker, job, remaining, incoming);
@@ -747,8 +644,8 @@ impl Shard {
 
     fn mark_dirty(&mut self, endpoint: Endpoint) {
         let is_dirty = match endpoint {
-            Endpoint::Session(index) => self.sessions[index].as_mut().map(|s| &mut s.is_dirty),
-            Endpoint::Link(index) => self.links[index].as_mut().map(|l| &mut l.is_dirty),
+            Endpoint::Session(index) => self.sessions.get_mut(index).map(|s| &mut s.is_dirty),
+            Endpoint::Link(index) => self.links.get_mut(index).map(|l| &mut l.is_dirty),
         };
         if let Some(flag) = is_dirty
             && !std::mem::replace(flag, true)
@@ -774,29 +671,23 @@ impl Shard {
         }
     }
 
-    fn notify(&mut self, notice: Notice) {
-        if !self.notices.notice(notice) {
-            self.pulse.notices_dropped.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
     // The end.
 
     fn is_over(&self) -> bool {
-        self.stopping && self.compartments.iter().all(|c| c.policy.is_stopped())
+        self.stopping && self.compartments.values().all(|c| c.policy.is_stopped())
     }
 
     /// Gives the last answers a moment to leave, and ends the keeper.
     fn finish(mut self) {
         self.fate.expect_end();
-        self.pulse.is_over.store(true, Ordering::SeqCst);
+        self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         self.hear_the_last();
         loop {
-            for index in 0..self.sessions.len() {
+            for index in self.sessions.indices() {
                 self.flush_session(index);
             }
-            if self.undelivered == 0 || Instant::now() >= until {
+            if self.sessions.undelivered == 0 || Instant::now() >= until {
                 break;
             }
             let mut events = Events::with_capacity(EVENTS_PER_TURN);
@@ -804,18 +695,18 @@ impl Shard {
                 break;
             }
         }
-        if let Err(error) = self.keeper.end() {
+        if let Err(error) = self.keeper.end(&self.background) {
             tracing::error!("the keeper did not end well: {error}");
         }
     }
 }
 
-impl Shard {
+impl DataPlane {
     /// A thread of the supervisor has ended. No worker is to outlive that.
     fn give_up(self, name: &str) -> io::Error {
         self.fate.expect_end();
-        self.pulse.is_over.store(true, Ordering::SeqCst);
-        if let Err(error) = self.keeper.end() {
+        self.reporter.pulse.is_over.store(true, Ordering::SeqCst);
+        if let Err(error) = self.keeper.end(&self.background) {
             tracing::error!("the keeper did not end well: {error}");
         }
         io::Error::other(format!("the thread or task '{name}' has ended"))

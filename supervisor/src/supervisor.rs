@@ -14,7 +14,7 @@ use crate::descriptors;
 use crate::keeper::{self, Keeper};
 use crate::observe::{crashes, spans};
 use crate::program;
-use crate::shard::{Parts, Pulse, Shard};
+use crate::shard::{DataPlane, Parts, Pulse};
 use crate::sockets::{Bound, Sockets};
 use crate::succession::try_while_taken;
 use crate::threads::Fate;
@@ -99,7 +99,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         fate: fate.clone(),
     };
     let pulse_of_run = pulse.clone();
-    let (shard, commander) = Shard::new(parts).map_err(system("prepare the event loop"))?;
+    let (shard, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
     let options = Options {

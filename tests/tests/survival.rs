@@ -5,7 +5,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use bulkhead_client::Client;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, processes_with, run, wait_for};
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, name, processes_with, run, wait_for};
 use nix::sys::signal::Signal;
 
 const TREE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\ndeadline = \"100s\"\n";
@@ -187,6 +187,26 @@ fn keepers_that_die_do_not_fail_bulkheads_that_are_idle() {
     }
     supervisor.wait_number("b", "limit", 1);
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
+}
+
+/// A keeper that dies again and again is started after a pause. Clients do not wait for it.
+#[test]
+fn jobs_are_answered_while_there_is_no_keeper() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let client = bulkhead_client::blocking::Client::connect(supervisor.socket()).unwrap();
+    let has_keeper = || {
+        children(supervisor.pid()).into_iter().any(|pid| name(pid).is_some_and(|it| it == "bulkhead-keeper"))
+    };
+    // The pause grows up to 1.6 s. On a machine under load, an answer may take as long now and then.
+    let was_answered = (1..=30).any(|killed| {
+        kill_pid(supervisor.keeper(), Signal::SIGKILL);
+        supervisor.wait_events("supervisor_trouble", killed);
+        let refused = client.job("elsewhere", "").send().unwrap_err();
+        assert_eq!(refused.exit_code(), 66);
+        !has_keeper()
+    });
+    assert!(was_answered, "each answer waited for the next keeper");
+    assert_eq!(client.job("b", "x").deadline(Duration::from_secs(60)).send().unwrap().payload(), b"x");
 }
 
 #[test]

@@ -22,7 +22,7 @@ use crate::confinement::Grounds;
 use crate::program;
 use crate::reload::{Changes, Reload, Surroundings, after_reload};
 use crate::scrape::ReloadCounts;
-use crate::shard::ShardLimits;
+use crate::shard::DataPlaneLimits;
 use crate::supervisor::leave_descriptors;
 
 /// How long reading the file, and looking at the programs and folders it names, may take: less than
@@ -286,7 +286,7 @@ fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
     let changes = Changes::between(before, &after);
     let mut bounded = after.clone();
     leave_descriptors(&mut bounded, in_force.descriptors);
-    let limits = ShardLimits::new(&bounded.supervisor);
+    let limits = DataPlaneLimits::new(&bounded.supervisor);
     let InForce { grounds, labels, own, .. } = in_force;
     let around = Surroundings { host: host.as_deref(), grounds, labels };
     let reload = changes.prepare(before, &after, limits, (around, *own));

@@ -95,7 +95,7 @@ impl Entry {
     }
 }
 
-/// The entries that are for whoever connected this socket.
+/// The entries that are for the process that connected this socket.
 fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result<Box<[Arc<Entry>]>> {
     let has_groups = entries.iter().any(|entry| matches!(entry.who, Who::Gid(_)));
     let mut groups = if has_groups { keeper::groups(socket)? } else { Vec::new() };

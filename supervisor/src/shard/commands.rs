@@ -1,67 +1,87 @@
-//! The control plane's turn: a few commands, one piece of what it wants to see, and then jobs go on. Whoever asks
-//! all the time waits by itself.
+//! The control plane's turn: a few commands, one piece of what it wants to see, and then jobs go on. A control plane that
+//! asks all the time is waited for by itself alone.
 
-use std::sync::atomic::Ordering;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::Receiver;
 
 use bulkhead_policy::{Activity, BulkheadState};
 
-use super::Shard;
-use super::named::{Compartment, Layout};
+use super::DataPlane;
+use super::bulkheads::{Compartment, Layout};
+use super::replay::Replay;
+use super::slab::BulkheadIndex;
+use super::snapshots::SnapshotInPieces;
 use super::view::States;
-use crate::command::StateInShort;
+use crate::command::{Command, StateInShort};
 
 /// What one turn of the loop obeys, by `Command::weight`.
 const WEIGHT_PER_TURN: usize = 16;
 
-/// Those that nobody waits for any more cost nothing; yet a turn looks at no more than so many.
+/// Those whose caller has gone cost nothing; yet a turn looks at no more than so many.
 const ABANDONED_PER_TURN: usize = 1024;
 
-impl Shard {
-    /// Whether the control plane still wants something.
-    pub(super) fn has_orders(&self) -> bool {
-        self.has_commands || !self.snapshots.is_empty()
+/// What the control plane wants.
+pub(super) struct Orders {
+    pub(super) commands: Receiver<Command>,
+    /// Whether there may be more of them.
+    pub(super) has_commands: bool,
+    /// How often a stop was asked for.
+    stops: Arc<AtomicU32>,
+    /// What is being shown, piece by piece.
+    pub(super) snapshots: VecDeque<SnapshotInPieces>,
+    /// Jobs of crash reports that are run again.
+    pub(super) replays: Vec<Replay>,
+}
+
+impl Orders {
+    pub(super) fn new(commands: Receiver<Command>, stops: Arc<AtomicU32>) -> Self {
+        Self { commands, has_commands: false, stops, snapshots: VecDeque::new(), replays: Vec::new() }
     }
 
+    /// Whether the control plane still wants something.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.has_commands || !self.snapshots.is_empty()
+    }
+}
+
+impl DataPlane {
     /// Does a bounded part of what the control plane wants.
     pub(super) fn obey(&mut self) {
-        for _ in 0..self.stops.swap(0, Ordering::SeqCst).min(2) {
+        for _ in 0..self.orders.stops.swap(0, Ordering::SeqCst).min(2) {
             self.stop();
         }
         self.show_a_piece();
         let mut weight = 0;
         for _ in 0..ABANDONED_PER_TURN {
-            if !self.has_commands || weight >= WEIGHT_PER_TURN {
+            if !self.orders.has_commands || weight >= WEIGHT_PER_TURN {
                 return;
             }
-            match self.commands.try_recv() {
+            match self.orders.commands.try_recv() {
                 Ok(command) if command.is_abandoned() => {}
                 Ok(command) => {
                     weight += command.weight();
                     self.command(command);
                 }
-                Err(_) => self.has_commands = false,
+                Err(_) => self.orders.has_commands = false,
             }
         }
     }
 
-    /// What was seen of the states of bulkheads is not true any more.
-    pub(super) fn states_have_changed(&self) {
-        self.pulse.revision.fetch_add(1, Ordering::SeqCst);
-    }
-
     /// Each bulkhead in a word.
     pub(super) fn states(&self) -> Vec<StateInShort> {
-        self.present().into_iter().map(|named| self.state_in_short(named)).collect()
+        self.present().into_iter().map(|bulkhead| self.state_in_short(bulkhead)).collect()
     }
 
-    fn state_in_short(&self, named: usize) -> StateInShort {
-        let (state, detail) = self.state_of(named);
-        StateInShort { name: self.named[named].name.clone(), state: state.name(), detail }
+    fn state_in_short(&self, bulkhead: BulkheadIndex) -> StateInShort {
+        let (state, detail) = self.state_of(bulkhead);
+        StateInShort { name: self.bulkheads[bulkhead].name.clone(), state: state.name(), detail }
     }
 
     /// The state of a bulkhead in one word, and why it is not `ready`.
-    pub(super) fn state_of(&self, named: usize) -> (BulkheadState, Option<String>) {
-        let entry = &self.named[named];
+    pub(super) fn state_of(&self, bulkhead: BulkheadIndex) -> (BulkheadState, Option<String>) {
+        let entry = &self.bulkheads[bulkhead];
         let mut states = States::default();
         let mut trouble = None;
         let mut look = |part: &Compartment| {

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::links::Link;
-use super::{JobRecord, Shard};
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, JobData};
 use crate::command::{Notice, Severity};
 use crate::crash::{
     Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
@@ -72,7 +73,7 @@ struct Finding {
     confinement: Option<Value>,
 }
 
-impl Shard {
+impl DataPlane {
     /// Reports the death of a worker that policy is about to be told of, unless it was a fine one.
     pub(super) fn report_death(&mut self, link: &Link, death: Death, usage: Usage) {
         let (compartment, worker) = (link.compartment, link.worker);
@@ -103,7 +104,7 @@ impl Shard {
     /// Reports the death of a program by a signal. Its worker is well.
     pub(super) fn report_program(
         &mut self,
-        compartment: usize,
+        compartment: CompartmentIndex,
         worker: WorkerId,
         job: JobId,
         death: Death,
@@ -123,7 +124,7 @@ impl Shard {
         let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let said = said.trim_start_matches(": ");
         let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
-        let link = self.link_of(compartment, worker).and_then(|index| self.links[index].as_ref());
+        let link = self.link_of(compartment, worker).and_then(|index| self.links.get(index));
         let death = Finding {
             victim: Victim::Program,
             cause,
@@ -136,33 +137,33 @@ impl Shard {
         self.report(compartment, worker, &post, death);
     }
 
-    fn report(&mut self, compartment: usize, worker: WorkerId, post: &PostMortem, death: Finding) {
+    fn report(&mut self, compartment: CompartmentIndex, worker: WorkerId, post: &PostMortem, death: Finding) {
         let entry = &self.compartments[compartment];
-        let named = entry.named;
+        let bulkhead = entry.bulkhead;
         let tenant = entry.tenant.as_deref().map(str::to_owned);
-        let place = self.place_for_report(named, death.stage);
+        let place = self.place_for_report(bulkhead, death.stage);
         let before = match death.stage {
-            Stage::Starting => self.named[named].start_failures.count_again(&death.cause),
+            Stage::Starting => self.bulkheads[bulkhead].start_failures.count_again(&death.cause),
             _ => None,
         };
         if let Some((id, _)) = before {
-            self.last_report = Some((post.pid, id));
+            self.reporter.last_report = Some((post.pid, id));
         }
         let Some(place) = place else { return self.want_housekeeping() };
         let at = SystemTime::now();
         let (id, count) = before.unwrap_or_else(|| {
-            self.crashes = self.crashes.wrapping_add(1);
-            (CrashId::new(at, self.crashes), 1)
+            self.reporter.crashes = self.reporter.crashes.wrapping_add(1);
+            (CrashId::new(at, self.reporter.crashes), 1)
         });
         if death.stage == Stage::Starting && before.is_none() {
-            self.named[named].start_failures.begin(death.cause.clone(), id);
+            self.bulkheads[bulkhead].start_failures.begin(death.cause.clone(), id);
         }
         let Finding { victim, cause, stage, culprit, usage, stderr_tail, confinement } = death;
         let report = CrashReport {
             id,
             at,
             count,
-            bulkhead: self.named[named].name.as_ref().to_owned(),
+            bulkhead: self.bulkheads[bulkhead].name.as_ref().to_owned(),
             tenant,
             victim,
             stage,
@@ -179,52 +180,46 @@ impl Shard {
             stderr_tail,
             confinement,
         };
-        self.last_report = Some((post.pid, id));
-        self.notify(Notice::Crash { report: Box::new(report), place });
+        self.reporter.last_report = Some((post.pid, id));
+        self.reporter.notify(Notice::Crash { report: Box::new(report), place });
     }
 
     /// A place among the reports that wait to be kept, unless too many of the bulkhead were reported lately. Half of
     /// the places are not for workers that never started.
-    fn place_for_report(&mut self, named: usize, stage: Stage) -> Option<OwnedSemaphorePermit> {
-        let (now, named) = (self.now, &mut self.named[named]);
+    fn place_for_report(&mut self, bulkhead: BulkheadIndex, stage: Stage) -> Option<OwnedSemaphorePermit> {
+        let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
         let (allowance, spared) = match stage {
-            Stage::Starting => (&mut named.start_failures.allowance, REPORTS_WAITING_MAX / 2),
-            Stage::Idle | Stage::Working => (&mut named.crash_allowance, 0),
+            Stage::Starting => (&mut bulkhead.start_failures.allowance, REPORTS_WAITING_MAX / 2),
+            Stage::Idle | Stage::Working => (&mut bulkhead.crash_allowance, 0),
         };
-        let is_allowed = allowance.take(now) && self.crash_places.available_permits() > spared;
-        let place = self.crash_places.clone().try_acquire_owned().ok().filter(|_| is_allowed);
+        let is_allowed = allowance.take(now) && self.reporter.places.available_permits() > spared;
+        let place = self.reporter.place().filter(|_| is_allowed);
         allowance.skipped += u64::from(place.is_none());
         place
     }
 
     /// What confined a worker, as read back from the kernel.
     fn confinement_in_force(&self, link: &Link) -> Option<Value> {
-        serde_json::to_value(link.program.sandbox().describe(link.observed.as_ref()?)).ok()
+        serde_json::to_value(link.program.sandbox().describe(&link.running()?.observed)).ok()
     }
 
-    fn crash_jobs(&mut self, compartment: usize, jobs: &[HeldJob]) -> Vec<CrashJob> {
+    fn crash_jobs(&mut self, compartment: CompartmentIndex, jobs: &[HeldJob]) -> Vec<CrashJob> {
         let mut room = PAYLOADS_BYTES_MAX;
         let policy = &mut self.compartments[compartment].policy;
         jobs.iter().map(|job| crash_job(job, policy.cargo_mut(job.id), &mut room)).collect()
     }
 
-    /// For an event about the death of a process: the report about it.
-    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<(&'static str, Value)> {
-        let (dead, id) = self.last_report?;
-        (pid == Some(dead)).then(|| ("report", json!(id)))
-    }
-
     /// Tells how many crashes were not reported, now and then.
     pub(super) fn tell_unreported(&mut self) {
         let now = self.now;
-        for named in 0..self.named.len() {
-            let entry = &mut self.named[named];
+        for bulkhead in self.bulkheads.indices() {
+            let Some(entry) = self.bulkheads.get_mut(bulkhead) else { continue };
             let allowances = [&mut entry.crash_allowance, &mut entry.start_failures.allowance];
             let untold = allowances.map(|allowance| (allowance.untold(now), allowance.skipped > 0));
             for (skipped, is_waiting) in untold {
                 if let Some(skipped) = skipped {
                     let fields = vec![("crashes", json!(skipped)), ("reported_per_second", json!(1))];
-                    self.named_event(Severity::Warning, "crashes_not_reported", named, fields);
+                    self.bulkhead_event(Severity::Warning, "crashes_not_reported", bulkhead, fields);
                 } else if is_waiting {
                     self.want_housekeeping();
                 }
@@ -240,10 +235,10 @@ fn cause_of(post: &PostMortem, death: Death) -> Option<Cause> {
 }
 
 /// A job in the hands of a dead worker, and its payload if there is `room` for it.
-fn crash_job(held: &HeldJob, record: Option<&mut Box<JobRecord>>, room: &mut usize) -> CrashJob {
+fn crash_job(held: &HeldJob, record: Option<&mut Box<JobData>>, room: &mut usize) -> CrashJob {
     let record = record.map(|record| &**record);
     let text = |text: Option<&str>| text.unwrap_or_default().to_owned();
-    let payload = record.and_then(JobRecord::payload).filter(|bytes| {
+    let payload = record.and_then(JobData::payload).filter(|bytes| {
         let fits = bytes.len() <= PAYLOAD_BYTES_MAX.min(*room);
         *room -= if fits { bytes.len() } else { 0 };
         fits
@@ -252,7 +247,7 @@ fn crash_job(held: &HeldJob, record: Option<&mut Box<JobRecord>>, room: &mut usi
         job: held.id.to_string(),
         operation: text(record.map(|record| &*record.operation)),
         tenant: text(record.map(|record| &*record.tenant)),
-        trace_id: record.and_then(JobRecord::trace_id).map(str::to_owned),
+        trace_id: record.and_then(JobData::trace_id).map(str::to_owned),
         attempts: held.attempts,
         ran_ms: millis(held.ran),
         is_answered: record.is_none(),

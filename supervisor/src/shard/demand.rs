@@ -4,50 +4,51 @@ use std::sync::Arc;
 
 use bulkhead_policy::Counters;
 
-use super::Shard;
-use super::named::Layout;
+use super::DataPlane;
+use super::bulkheads::Layout;
+use super::slab::{BulkheadIndex, CompartmentIndex};
 use crate::demand::{Level, Observation, numbers_of};
 
-impl Shard {
+impl DataPlane {
     /// Counts how a compartment stood until now.
-    pub(super) fn count_demand(&mut self, index: usize) {
-        let compartment = &mut self.compartments[index];
+    pub(super) fn count_demand(&mut self, index: CompartmentIndex) {
+        let Some(compartment) = self.compartments.get_mut(index) else { return };
         let level = Level::of(&compartment.policy, self.now);
         let before = std::mem::replace(&mut compartment.level, level);
         if compartment.is_replay {
             return;
         }
-        let named = compartment.named;
-        if self.named[named].demand.is_due(self.now, self.limits_of(named)) {
-            self.settle_demand(named);
+        let bulkhead = compartment.bulkhead;
+        if self.bulkheads[bulkhead].demand.is_due(self.now, self.limits_of(bulkhead)) {
+            self.settle_demand(bulkhead);
         }
-        self.named[named].demand.stood(before, self.now);
+        self.bulkheads[bulkhead].demand.stood(before, self.now);
     }
 
     #[cold]
-    fn settle_demand(&mut self, named: usize) {
-        let (numbers, counters) = (numbers_of(self.limits_of(named)), self.counters_of(named));
-        self.named[named].demand.settle(self.now, numbers, counters);
+    fn settle_demand(&mut self, bulkhead: BulkheadIndex) {
+        let (numbers, counters) = (numbers_of(self.limits_of(bulkhead)), self.counters_of(bulkhead));
+        self.bulkheads[bulkhead].demand.settle(self.now, numbers, counters);
     }
 
     /// What was seen of a bulkhead lately; `None` if there is none of that name.
     pub(super) fn observation(&mut self, name: &str) -> Option<Box<Observation>> {
-        let &named = self.by_name.get(name)?;
-        for compartment in self.compartments_of(named) {
+        let &bulkhead = self.bulkheads.by_name.get(name)?;
+        for compartment in self.compartments_of(bulkhead) {
             self.count_demand(compartment);
         }
-        self.settle_demand(named);
-        let (limits, counters) = (self.limits_of(named), self.counters_of(named));
-        Some(Box::new(self.named[named].demand.observation(self.now, limits, counters)))
+        self.settle_demand(bulkhead);
+        let (limits, counters) = (self.limits_of(bulkhead), self.counters_of(bulkhead));
+        Some(Box::new(self.bulkheads[bulkhead].demand.observation(self.now, limits, counters)))
     }
 
     /// What was counted since the start, tenants that are forgotten included.
-    fn counters_of(&self, named: usize) -> Counters {
+    fn counters_of(&self, bulkhead: BulkheadIndex) -> Counters {
         let mut sum = Counters::default();
-        if let Layout::Isolated(isolated) = &self.named[named].layout {
+        if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
             sum.add(&isolated.past);
         }
-        for compartment in self.compartments_of(named) {
+        for compartment in self.compartments_of(bulkhead) {
             sum.add(self.compartments[compartment].policy.counters());
         }
         sum
@@ -55,7 +56,7 @@ impl Shard {
 
     /// The processes of all workers, and whose they are.
     pub(super) fn worker_processes(&self) -> Vec<(Arc<str>, u32)> {
-        let links = self.links.iter().flatten();
-        links.filter_map(|link| Some((self.owner(link.compartment).name.clone(), link.pid?))).collect()
+        let links = self.links.values();
+        links.filter_map(|link| Some((self.owner(link.compartment).name.clone(), link.pid()?))).collect()
     }
 }

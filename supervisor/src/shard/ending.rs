@@ -2,18 +2,18 @@
 
 use bulkhead_shared::RejectReason;
 
-use super::Shard;
+use super::DataPlane;
 use crate::command::Command;
 
-impl Shard {
+impl DataPlane {
     /// Every bulkhead has stopped, so that whatever is a job by now is rejected.
     pub(super) fn hear_the_last(&mut self) {
-        while let Ok(command) = self.commands.try_recv() {
+        while let Ok(command) = self.orders.commands.try_recv() {
             if let Command::Client { .. } = command {
                 self.command(command);
             }
         }
-        for index in 0..self.sessions.len() {
+        for index in self.sessions.indices() {
             self.session_readable(index, usize::MAX);
             // One that sends without end has its answers so far, and is closed with the others.
             self.give_up_frame(index, RejectReason::Draining, "the supervisor is stopping");

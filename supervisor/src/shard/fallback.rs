@@ -9,16 +9,17 @@ use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
 use serde_json::json;
 
-use super::{Cargo, Incoming, JobRecord, Shard};
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, Incoming, JobData};
 use crate::command::Severity;
 
 /// That jobs go to one and the same other bulkhead is told no more often than this.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// What is remembered of a job that may go from one bulkhead to the next.
-pub(super) struct Journey {
+pub(super) struct FallbackState {
     /// Where it was sent by its client, and is counted: the bulkhead, and the compartment of it.
-    pub(super) entry: (usize, usize),
+    pub(super) entry: (BulkheadIndex, CompartmentIndex),
     pub(super) chain: Arc<[Arc<str>]>,
     /// The next of the chain.
     pub(super) next: usize,
@@ -56,36 +57,36 @@ fn is_worth_another(verdict: &Verdict, idempotent: bool) -> bool {
     }
 }
 
-impl Shard {
-    /// Passes a job with a journey on if it may go elsewhere; otherwise hands the answer back for its client.
+impl DataPlane {
+    /// Passes a job with a fallback on if it may go elsewhere; otherwise hands the answer back for its client.
     pub(super) fn pass_on(
         &mut self,
-        compartment: usize,
-        mut answer: Answer<Cargo>,
+        compartment: CompartmentIndex,
+        mut answer: Answer<Box<JobData>>,
         incoming: &mut Incoming<'_>,
-    ) -> Option<Answer<Cargo>> {
-        let Some(mut journey) = answer.cargo.journey.take() else { return Some(answer) };
-        let next = self.next_stop(&journey, &answer);
+    ) -> Option<Answer<Box<JobData>>> {
+        let Some(mut fallback) = answer.cargo.fallback.take() else { return Some(answer) };
+        let next = self.next_target(&fallback, &answer);
         // Only a job that was refused as it came has its payload in hand.
         let is_at_hand = answer.job.is_none() || !answer.cargo.held.is_empty();
         let (Some((place, target, left)), true, false) = (next, is_at_hand, self.stopping) else {
-            answer.cargo.journey = Some(journey);
+            answer.cargo.fallback = Some(fallback);
             return Some(answer);
         };
-        if let Some(wait) = self.charge_at_entry(&journey, &answer) {
+        if let Some(wait) = self.charge_at_entry(&fallback, &answer) {
             answer.retryable = wait <= left;
             answer.retry_after = (wait < Duration::MAX).then_some(wait);
             answer.verdict = Verdict::rejected(RejectReason::RateLimited);
-            answer.cargo.journey = Some(journey);
+            answer.cargo.fallback = Some(fallback);
             return Some(answer);
         }
-        self.note_fallback(&journey, place, &answer.verdict);
-        match journey.before {
+        self.note_fallback(&fallback, place, &answer.verdict);
+        match fallback.before {
             Some(_) => {
-                let stop = journey.chain[journey.next - 1].clone();
-                self.count_guest_end(compartment, (journey.entry.0, &stop), &answer.verdict);
+                let target_before = fallback.chain[fallback.next - 1].clone();
+                self.count_guest_end(compartment, (fallback.entry.0, &target_before), &answer.verdict);
             }
-            None => self.named[journey.entry.0].tally.elsewhere += 1,
+            None => self.bulkheads[fallback.entry.0].tally.elsewhere += 1,
         }
         if matches!(answer.verdict, Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
@@ -94,7 +95,7 @@ impl Shard {
         let Answer { cargo, attempts, ran, worker_pid, .. } = &answer;
         let (attempts, ran, worker_pid) = (*attempts, *ran, *worker_pid);
         debug_assert!(cargo.held.is_empty());
-        match &mut journey.before {
+        match &mut fallback.before {
             Some(before) => {
                 before.attempts += attempts;
                 before.ran += ran;
@@ -102,45 +103,53 @@ impl Shard {
             }
             None => {
                 let first = self.outcome_of(compartment, &answer);
-                journey.before = Some(Before { first, attempts, ran, worker_pid });
-                self.compartments[journey.entry.1].policy.passed_on(&answer.verdict);
+                fallback.before = Some(Before { first, attempts, ran, worker_pid });
+                self.compartments[fallback.entry.1].policy.passed_on(&answer.verdict);
             }
         }
-        journey.next = place + 1;
-        self.enter_as_guest(target, left, answer.cargo, journey, payload);
+        fallback.next = place + 1;
+        self.enter_as_guest(target, left, answer.cargo, fallback, payload);
         None
     }
 
     /// A job that was refused as it came, before it was charged, is charged now, where it entered. Returns how
     /// long it has to wait if it is over the rate.
-    fn charge_at_entry(&mut self, journey: &Journey, answer: &Answer<Cargo>) -> Option<Duration> {
+    fn charge_at_entry(
+        &mut self,
+        fallback: &FallbackState,
+        answer: &Answer<Box<JobData>>,
+    ) -> Option<Duration> {
         let is_early = matches!(
             &answer.verdict,
             Verdict::Rejected { reason: RejectReason::CircuitOpen | RejectReason::Draining, .. }
         );
-        if journey.before.is_some() || answer.job.is_some() || !is_early {
+        if fallback.before.is_some() || answer.job.is_some() || !is_early {
             return None;
         }
-        let (now, policy) = (self.now, &mut self.compartments[journey.entry.1].policy);
-        policy.charge_late(now, &answer.cargo.tenant, journey.cost, &answer.verdict)
+        let (now, policy) = (self.now, &mut self.compartments[fallback.entry.1].policy);
+        policy.charge_late(now, &answer.cargo.tenant, fallback.cost, &answer.verdict)
     }
 
     /// The next bulkhead that a job can go to, after its place in the chain, and the time that is left for it.
-    fn next_stop(&self, journey: &Journey, answer: &Answer<Cargo>) -> Option<(usize, usize, Duration)> {
-        if !is_worth_another(&answer.verdict, journey.idempotent) || !self.is_awaited(&answer.cargo) {
+    fn next_target(
+        &self,
+        fallback: &FallbackState,
+        answer: &Answer<Box<JobData>>,
+    ) -> Option<(usize, BulkheadIndex, Duration)> {
+        if !is_worth_another(&answer.verdict, fallback.idempotent) || !self.is_awaited(&answer.cargo) {
             return None;
         }
-        let left = journey.limit.checked_sub(self.now.since(journey.received))?;
+        let left = fallback.limit.checked_sub(self.now.since(fallback.received))?;
         let size = answer.cargo.payload_bytes as u64;
-        let (place, target) = (journey.next..journey.chain.len()).find_map(|place| {
+        let (place, target) = (fallback.next..fallback.chain.len()).find_map(|place| {
             // It may not be there any more.
-            let &target = self.by_name.get(&journey.chain[place])?;
-            (self.named[target].max_payload >= size).then_some((place, target))
+            let &target = self.bulkheads.by_name.get(&fallback.chain[place])?;
+            (self.bulkheads[target].max_payload >= size).then_some((place, target))
         })?;
         (!left.is_zero()).then_some((place, target, left))
     }
 
-    fn payload_of<'p>(&mut self, cargo: &mut JobRecord, incoming: &mut Incoming<'p>) -> Incoming<'p> {
+    fn payload_of<'p>(&mut self, cargo: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut cargo.charge);
         if let Some(payload) = cargo.held.payload.take() {
             return Incoming::Owned(payload);
@@ -153,25 +162,25 @@ impl Shard {
 
     fn enter_as_guest(
         &mut self,
-        named: usize,
+        bulkhead: BulkheadIndex,
         left: Duration,
-        mut cargo: Cargo,
-        journey: Box<Journey>,
+        mut cargo: Box<JobData>,
+        fallback: Box<FallbackState>,
         payload: Incoming<'_>,
     ) {
-        let compartment = self.compartment_for(named, &cargo.tenant);
-        self.named[named].tally.guests += 1;
-        let Journey { priority, idempotent, cost, .. } = *journey;
-        let keeps = idempotent && (self.named[named].retries || journey.next < journey.chain.len());
+        let compartment = self.compartment_for(bulkhead, &cargo.tenant);
+        self.bulkheads[bulkhead].tally.guests += 1;
+        let FallbackState { priority, idempotent, cost, .. } = *fallback;
+        let keeps = idempotent && (self.bulkheads[bulkhead].retries || fallback.next < fallback.chain.len());
         cargo.held.is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
-        cargo.journey = Some(journey);
+        cargo.fallback = Some(fallback);
         let (session, request) = (cargo.session, cargo.request);
         let submission = Submission {
             deadline: Some(left),
             priority,
             idempotent,
             is_repeatable: cargo.held.is_repeatable,
-            digest: self.named[named].digest(&cargo.operation, payload.bytes()),
+            digest: self.bulkheads[bulkhead].digest(&cargo.operation, payload.bytes()),
             is_guest: true,
             tenant: self.compartments[compartment].policy.tenant(&cargo.tenant),
             cost,
@@ -179,17 +188,21 @@ impl Shard {
         };
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
-            self.remember_request(session, request, compartment, job);
+            self.sessions.remember_request(session, request, compartment, job);
         }
     }
 
     /// What a client hears in the end: of a job that has been elsewhere before, all of it.
-    pub(super) fn outcome_in_all(&mut self, compartment: usize, answer: &Answer<Cargo>) -> Outcome {
+    pub(super) fn outcome_in_all(
+        &mut self,
+        compartment: CompartmentIndex,
+        answer: &Answer<Box<JobData>>,
+    ) -> Outcome {
         let outcome = self.outcome_of(compartment, answer);
-        let Some(journey) = &answer.cargo.journey else { return outcome };
-        let Some(before) = &journey.before else { return outcome };
+        let Some(fallback) = &answer.cargo.fallback else { return outcome };
+        let Some(before) = &fallback.before else { return outcome };
         let has_crashed = matches!(before.first.verdict, Verdict::Crashed { .. });
-        let (entry, stop) = (journey.entry.0, journey.chain[journey.next - 1].clone());
+        let (entry, target_before) = (fallback.entry.0, fallback.chain[fallback.next - 1].clone());
         let is_refused = match &outcome.verdict {
             Verdict::Rejected { .. } => true,
             Verdict::DeadlineQueued => has_crashed,
@@ -198,20 +211,20 @@ impl Shard {
         let mut told = if is_refused { before.first.clone() } else { outcome.clone() };
         told.attempts = before.attempts + outcome.attempts;
         told.ran = before.ran + outcome.ran;
-        told.queued = self.now.since(journey.received).saturating_sub(told.ran);
+        told.queued = self.now.since(fallback.received).saturating_sub(told.ran);
         told.worker_pid = outcome.worker_pid.or(before.worker_pid);
-        told.deadline = journey.limit;
+        told.deadline = fallback.limit;
         if let (Verdict::Cancelled { executed }, true) = (&mut told.verdict, before.attempts > 0) {
             *executed = bulkhead_shared::Executed::Yes;
         }
-        self.compartments[journey.entry.1].policy.came_back(&told.verdict);
-        let counts = &mut self.named[entry].tally;
+        self.compartments[fallback.entry.1].policy.came_back(&told.verdict);
+        let counts = &mut self.bulkheads[entry].tally;
         counts.elsewhere = counts.elsewhere.saturating_sub(1);
-        self.count_guest_end(compartment, (entry, &stop), &outcome.verdict);
+        self.count_guest_end(compartment, (entry, &target_before), &outcome.verdict);
         told
     }
 
-    pub(super) fn outcome_of(&self, compartment: usize, answer: &Answer<Cargo>) -> Outcome {
+    pub(super) fn outcome_of(&self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) -> Outcome {
         Outcome {
             verdict: answer.verdict.clone(),
             job: answer.job,
@@ -227,10 +240,10 @@ impl Shard {
     }
 
     /// Tells that a bulkhead's jobs go to another: once, and now and then how many have.
-    fn note_fallback(&mut self, journey: &Journey, place: usize, verdict: &Verdict) {
-        let (entry, target) = (journey.entry.0, journey.chain[place].clone());
+    fn note_fallback(&mut self, fallback: &FallbackState, place: usize, verdict: &Verdict) {
+        let (entry, target) = (fallback.entry.0, fallback.chain[place].clone());
         let now = self.now;
-        let (told_at, jobs) = self.named[entry].fallback_told.entry(target.clone()).or_default();
+        let (told_at, jobs) = self.bulkheads[entry].fallback_told.entry(target.clone()).or_default();
         *jobs += 1;
         if told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER) {
             return;
@@ -239,6 +252,6 @@ impl Shard {
         let jobs = std::mem::take(jobs);
         let fields =
             vec![("target", json!(&*target)), ("reason", json!(verdict.reason())), ("jobs", json!(jobs))];
-        self.named_event(Severity::Warning, "fallback_used", entry, fields);
+        self.bulkhead_event(Severity::Warning, "fallback_used", entry, fields);
     }
 }

@@ -7,7 +7,7 @@ use bulkhead_policy::{Event, Time};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 
-use super::{Incoming, Shard};
+use super::{DataPlane, Incoming};
 use crate::command::Severity;
 
 /// A turn that comes so much later than it was due means that the supervisor itself was held up.
@@ -36,7 +36,7 @@ impl Pauses {
     }
 }
 
-impl Shard {
+impl DataPlane {
     /// Notes at the begin of a turn that was due at `due` whether it comes too late.
     pub(super) fn mind_pause(&mut self, due: Option<Time>) {
         let suspended = self.pauses.suspended(self.now);
@@ -44,8 +44,8 @@ impl Shard {
         if late.max(suspended) <= HELD_UP {
             return;
         }
-        self.keeper_asked_at = self.keeper_asked_at.map(|_| self.now);
-        for index in 0..self.compartments.len() {
+        self.keeper.excuse(self.now);
+        for index in self.compartments.indices() {
             self.apply(index, Event::HeldUp, Incoming::None);
         }
         if self.pauses.told_at.is_none_or(|at| self.now.since(at) >= TOLD_EVERY) {

@@ -1,5 +1,5 @@
 //! The workers' side: spawning through the keeper, handshake, jobs out, replies in. A worker is trusted
-//! no more than a client: what it says is checked, and whoever breaks the protocol is killed.
+//! no more than a client: what it says is checked, and one that breaks the protocol is killed.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_policy::{Death, Event, Reply, WorkerId};
+use bulkhead_policy::{Death, Event, Reply, Time, WorkerId};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
@@ -25,9 +25,12 @@ use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::keeper_link::Wanted;
 use super::notices::Notices;
+use super::slab::{CompartmentIndex, LinkIndex};
+use super::starvation::Watch;
 use super::unread::Reading;
-use super::{Endpoint, INTEREST, Incoming, Shard};
+use super::{DataPlane, Endpoint, INTEREST, Incoming};
 use crate::confinement::Whom;
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::keeper::{Observed, Usage};
@@ -46,63 +49,114 @@ const STATUS_BYTES_MAX: usize = 256;
 const JOBS_UNKNOWN_MAX: u32 = 100_000;
 
 pub(super) struct Link {
-    pub(super) compartment: usize,
+    pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
     slot: u32,
     /// The keeper's name for the worker.
     pub(super) spawn: u64,
     /// What it was started with.
     pub(super) program: Arc<Program>,
-    pub(super) socket: UnixStream,
-    /// What it has read of the link, for the time after it.
-    pub(super) reading: Reading,
-    pub(super) pidfd: Option<OwnedFd>,
-    pub(super) pid: Option<u32>,
-    /// Since it is silent.
-    pub(super) watch: Option<super::starvation::Watch>,
-    /// How far it is confined, once its process runs.
-    pub(super) observed: Option<Observed>,
+    pub(super) process: Process,
     /// Its user id, if that is its own.
     pub(super) id: Option<u32>,
+    pub(super) end: End,
+    // The socket, both ways.
+    pub(super) socket: UnixStream,
+    inbox: Inbox,
+    pub(super) reads: Reads,
+    pub(super) outbox: Outbox,
+    pub(super) is_dirty: bool,
+    /// Bytes in the outbox, as counted last.
+    pub(super) counted_waiting: usize,
+    /// What it has read of the link, for the time after it.
+    pub(super) reading: Reading,
+    // What it says.
+    stage: Stage,
+    pub(super) notices: Notices,
+    pub(super) status: Option<String>,
+}
+
+/// What is known of a worker's process.
+pub(super) enum Process {
+    /// It is ordered. Its output has these reading ends.
+    Ordered { output: Output },
+    /// It runs, or ran.
+    Running(Box<Running>),
+}
+
+/// The reading ends of a worker's standard output and error.
+pub(super) type Output = (OwnedFd, OwnedFd);
+
+pub(super) struct Running {
+    pub(super) pid: u32,
+    pub(super) pidfd: OwnedFd,
+    /// How far it is confined.
+    pub(super) observed: Observed,
+    /// Since it is silent.
+    pub(super) watch: Option<Arc<Watch>>,
+    /// Until there is room for it at the control plane.
+    pub(super) output: Option<Output>,
     /// Forbidden system calls of programs that it has started: by which process, and which call.
     pub(super) violations: VecDeque<(u32, u32)>,
-    /// The reading ends of its output, until its process runs.
-    pub(super) output: Option<(OwnedFd, OwnedFd)>,
-    stage: Stage,
-    inbox: Inbox,
-    pub(super) outbox: Outbox,
-    pub(super) counted_waiting: usize,
-    pub(super) status: Option<String>,
-    pub(super) notices: Notices,
-    pub(super) is_dirty: bool,
-    pub(super) closed_at: Option<bulkhead_policy::Time>,
-    /// Whether it is ended since it has too much in its temporary folder.
-    pub(super) is_overfull: bool,
-    /// How its process ended, if that is not to be told yet.
-    pub(super) death: Option<(Death, Usage)>,
-    /// Replies for jobs it does not have.
-    strays: u32,
-    /// A result that is too large and still coming: its client was told, and its job has its permit until the worker
-    /// has sent it all.
-    oversized: Option<(JobId, HandlerFailure)>,
-    /// Nothing more comes than what waits in the socket.
-    pub(super) is_read_closed: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// How far a link can still be read.
+pub(super) enum Reads {
+    Open,
+    /// The worker has closed its end: nothing more comes than what waits in the socket.
+    Closing,
+    /// All was read.
+    Closed {
+        at: Time,
+    },
+}
+
+impl Reads {
+    /// The worker has closed its end.
+    pub(super) fn close(&mut self) {
+        if matches!(self, Self::Open) {
+            *self = Self::Closing;
+        }
+    }
+}
+
+/// How a worker comes to its end, beyond what policy decides.
+pub(super) enum End {
+    /// It does not, as far as is known.
+    None,
+    /// It is ended since it has too much in its temporary folder.
+    Overfull,
+    /// Its process ended in this way, which is told when nothing is left of its programs.
+    Dead { death: Death, usage: Usage },
+}
+
 enum Stage {
     AwaitingHello,
-    Welcomed,
+    Welcomed {
+        /// Replies for jobs it does not have.
+        strays: u32,
+        oversized: Option<Oversized>,
+    },
     /// It broke the protocol; nothing it says counts any more.
-    Disbelieved,
+    ProtocolViolated,
 }
 
-impl Shard {
+/// A result that is too large and still coming: its client was told, and its job has its permit until the worker has
+/// sent it all.
+struct Oversized {
+    job: JobId,
+    failure: HandlerFailure,
+}
+
+impl DataPlane {
     // Coming.
 
-    pub(super) fn spawn(&mut self, compartment: usize, worker: WorkerId, slot: u32) {
-        self.spawns += 1;
-        let spawn = self.spawns;
+    pub(super) fn spawn(&mut self, compartment: CompartmentIndex, worker: WorkerId, slot: u32) {
+        if self.keeper.wait_with(Wanted { compartment, worker, slot }) {
+            return;
+        }
+        self.links.spawned += 1;
+        let spawn = self.links.spawned;
         match self.try_spawn(compartment, worker, slot, spawn) {
             Ok(index) => {
                 let links = &mut self.compartments[compartment].links;
@@ -111,134 +165,110 @@ impl Shard {
                     links.resize(place + 1, None);
                 }
                 links[place] = Some(index);
-                self.links_by_spawn.insert(spawn, index);
+                self.links.by_spawn.insert(spawn, index);
             }
             Err(error) => {
                 let message = format!("the worker could not be prepared: {error}");
-                self.later(compartment, worker, message);
+                self.defer_spawn_failure(compartment, worker, message);
             }
         }
     }
 
     /// A spawn that failed here is reported like one that failed in the keeper: not from within the
     /// action, which would turn a full table of descriptors into a recursion.
-    fn later(&mut self, compartment: usize, worker: WorkerId, message: String) {
-        self.failed_spawns.push((compartment, worker, message));
+    fn defer_spawn_failure(&mut self, compartment: CompartmentIndex, worker: WorkerId, message: String) {
+        self.links.failed_spawns.push((compartment, worker, message));
     }
 
     pub(super) fn report_failed_spawns(&mut self) {
-        for (compartment, worker, message) in std::mem::take(&mut self.failed_spawns) {
+        for (compartment, worker, message) in std::mem::take(&mut self.links.failed_spawns) {
             self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
         }
     }
 
     fn try_spawn(
         &mut self,
-        compartment: usize,
+        compartment: CompartmentIndex,
         worker: WorkerId,
         slot: u32,
         spawn: u64,
-    ) -> io::Result<usize> {
+    ) -> io::Result<LinkIndex> {
         let program = self.owner(compartment).program.clone();
         let sandbox = program.sandbox();
         if let Some(obstacle) = sandbox.obstacle() {
             return Err(io::Error::other(obstacle));
         }
         let id = match sandbox.whom() {
-            Whom::Each => self.ids.as_ref().map(|ids| ids.take()).transpose()?,
+            Whom::Each => self.links.take_id()?,
             Whom::Own | Whom::One(_) => None,
         };
         let tried = self.order_worker(compartment, worker, slot, spawn, id);
         if tried.is_err() {
-            self.give_back(id);
+            self.links.give_back(id);
         }
         tried
     }
 
-    /// Takes back the id of a worker of which nothing is left.
-    pub(super) fn give_back(&self, id: Option<u32>) {
-        if let (Some(ids), Some(id)) = (&self.ids, id) {
-            ids.give_back(id);
-        }
-    }
-
     fn order_worker(
         &mut self,
-        compartment: usize,
+        compartment: CompartmentIndex,
         worker: WorkerId,
         slot: u32,
         spawn: u64,
         id: Option<u32>,
-    ) -> io::Result<usize> {
+    ) -> io::Result<LinkIndex> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
         let socket = UnixStream::from(ours);
         socket.set_nonblocking(true)?;
         let reading = Reading::of(&theirs)?;
-        self.intake.prepare(&socket)?;
+        self.entrance.intake.prepare(&socket)?;
         let program = self.owner(compartment).program.clone();
-        let index = self.free_links.pop().unwrap_or_else(|| {
-            self.links.push(None);
-            self.links.len() - 1
-        });
-        let token = Endpoint::Link(index).token();
-        let registered = self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), token, INTEREST);
-        if let Err(error) = registered {
-            self.free_links.push(index);
-            return Err(error);
-        }
+        let token = Endpoint::Link(self.links.next()).token();
+        let fd = socket.as_raw_fd();
+        self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
         // Last: what has been ordered has the id, whatever becomes of it here.
-        let ordered = self.keeper.spawn(&program.order(spawn, id), theirs, stdout_write, stderr_write);
+        let ordered = self.keeper.spawn(&program.order(spawn, id), theirs, (stdout_write, stderr_write));
         if let Err(error) = ordered {
-            let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
-            self.free_links.push(index);
+            let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
             return Err(error);
         }
         self.ask_keeper();
-        self.links[index] = Some(Link {
+        Ok(self.links.insert(Link {
             compartment,
             worker,
             slot,
             spawn,
             program,
-            socket,
-            reading,
-            pidfd: None,
-            pid: None,
-            watch: None,
-            observed: None,
+            process: Process::Ordered { output: (stdout_read, stderr_read) },
             id,
-            violations: VecDeque::new(),
-            output: Some((stdout_read, stderr_read)),
-            stage: Stage::AwaitingHello,
+            end: End::None,
+            socket,
             inbox: Inbox::default(),
+            reads: Reads::Open,
             outbox: Outbox::default(),
-            counted_waiting: 0,
-            status: None,
-            notices: Notices::default(),
             is_dirty: false,
-            closed_at: None,
-            is_overfull: false,
-            death: None,
-            strays: 0,
-            oversized: None,
-            is_read_closed: false,
-        });
-        Ok(index)
+            counted_waiting: 0,
+            reading,
+            stage: Stage::AwaitingHello,
+            notices: Notices::default(),
+            status: None,
+        }))
     }
 
-    pub(super) fn link_of(&self, compartment: usize, worker: WorkerId) -> Option<usize> {
+    pub(super) fn link_of(&self, compartment: CompartmentIndex, worker: WorkerId) -> Option<LinkIndex> {
         let index = (*self.compartments[compartment].links.get(worker.place as usize)?)?;
-        self.links[index].as_ref().is_some_and(|link| link.worker == worker).then_some(index)
+        self.links.get(index).is_some_and(|link| link.worker == worker).then_some(index)
     }
 
-    pub(super) fn kill(&mut self, compartment: usize, worker: WorkerId) {
-        let Some(index) = self.link_of(compartment, worker) else { return };
-        if let Some(link) = self.links[index].as_ref() {
-            // An error means that the keeper is gone, which is noticed and dealt with elsewhere.
-            let _ = self.keeper.kill(link.spawn);
-            self.ask_keeper();
+    pub(super) fn kill(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
+        if let Some(index) = self.link_of(compartment, worker) {
+            self.keeper.kill(self.links[index].spawn, self.now);
+            self.want_housekeeping();
+        } else if self.keeper.forget_wanted(compartment, worker) {
+            let message = "it was ended before there was a keeper process to start it".to_owned();
+            self.defer_spawn_failure(compartment, worker, message);
         }
     }
 
@@ -246,7 +276,7 @@ impl Shard {
 
     pub(super) fn dispatch(
         &mut self,
-        compartment: usize,
+        compartment: CompartmentIndex,
         worker: WorkerId,
         job: JobId,
         remaining: Duration,
@@ -254,7 +284,7 @@ impl Shard {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
-        let Some(link) = self.links[index].as_mut() else { return };
+        let Some(link) = self.links.get_mut(index) else { return };
         record.given = link.reading.given_behind(link.outbox.waiting_bytes());
         let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
         self.memory.discharge(&mut record.charge);
@@ -266,8 +296,14 @@ impl Shard {
         };
         let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
         // The names were checked when the job came in, so that the metadata fits.
-        let pushed =
-            link.outbox.push_pooled(kind::JOB, job.0, &message, trace.as_slice(), payload, &mut self.pool);
+        let pushed = link.outbox.push_pooled(
+            kind::JOB,
+            job.0,
+            &message,
+            trace.as_slice(),
+            payload,
+            &mut self.buffers.pool,
+        );
         debug_assert!(pushed.is_ok(), "a job did not fit");
         link.notices.add_job();
         if record.held.payload.is_some() {
@@ -276,37 +312,42 @@ impl Shard {
         self.mark_dirty(Endpoint::Link(index));
     }
 
-    pub(super) fn send_cancel(&mut self, compartment: usize, worker: WorkerId, job: JobId) {
+    pub(super) fn send_cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         self.send_plain(compartment, worker, kind::CANCEL_JOB, job.0);
     }
 
-    pub(super) fn send_drain(&mut self, compartment: usize, worker: WorkerId) {
+    pub(super) fn send_drain(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.send_plain(compartment, worker, kind::DRAIN, 0);
     }
 
-    pub(super) fn send_limits(&mut self, compartment: usize, worker: WorkerId, max_in_flight: u32) {
+    pub(super) fn send_limits(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        max_in_flight: u32,
+    ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        if let Some(link) = self.links[index].as_mut() {
+        if let Some(link) = self.links.get_mut(index) {
             let limits = Limits { max_in_flight };
             let _ = link.outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
             self.mark_dirty(Endpoint::Link(index));
         }
     }
 
-    fn send_plain(&mut self, compartment: usize, worker: WorkerId, kind: u8, number: u64) {
+    fn send_plain(&mut self, compartment: CompartmentIndex, worker: WorkerId, kind: u8, number: u64) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        if let Some(link) = self.links[index].as_mut() {
+        if let Some(link) = self.links.get_mut(index) {
             let _ = link.outbox.push(kind, number, &Empty, &[], Payload::NONE);
             self.mark_dirty(Endpoint::Link(index));
         }
     }
 
-    pub(super) fn flush_link(&mut self, index: usize) {
-        let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) else { return };
+    pub(super) fn flush_link(&mut self, index: LinkIndex) {
+        let Some(link) = self.links.get_mut(index) else { return };
         link.is_dirty = false;
         let before = link.outbox.waiting_bytes();
         // An error means that the worker has shut its end down; reading will tell.
-        let _ = link.outbox.flush(&link.socket, &mut self.pool);
+        let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
         let waiting = link.outbox.waiting_bytes();
         link.reading.written(before - waiting);
         let was = std::mem::replace(&mut link.counted_waiting, waiting);
@@ -315,9 +356,9 @@ impl Shard {
 
     // Frames in.
 
-    pub(super) fn link_readable(&mut self, index: usize) {
+    pub(super) fn link_readable(&mut self, index: LinkIndex) {
         // Not before its process is known, so that every event about it has a worker.
-        let is_known = self.links.get(index).and_then(Option::as_ref).is_some_and(|l| l.pidfd.is_some());
+        let is_known = self.links.get(index).is_some_and(|link| link.running().is_some());
         if !is_known || self.is_paused(index) {
             return;
         }
@@ -326,29 +367,27 @@ impl Shard {
                 return;
             }
         }
-        if !self.again.contains(&index) {
-            self.again.push(index);
-        }
+        self.links.read_again(index);
     }
 
     /// Reads once; returns whether there may be more.
-    pub(super) fn read_link_once(&mut self, index: usize) -> bool {
-        let Some(link) = self.links[index].as_mut() else { return false };
-        if link.closed_at.is_some() {
+    pub(super) fn read_link_once(&mut self, index: LinkIndex) -> bool {
+        let Some(link) = self.links.get_mut(index) else { return false };
+        if matches!(link.reads, Reads::Closed { .. }) {
             return false;
         }
         let (compartment, worker) = (link.compartment, link.worker);
         let mut inbox = std::mem::take(&mut link.inbox);
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let result = self.read_link(index, &mut inbox, &mut scratch);
-        self.scratch = scratch;
+        self.buffers.scratch = scratch;
         let heard = self.hear_notices(index);
         let result = result.and_then(|received| heard.map(|()| received));
-        let Some(link) = self.links[index].as_mut() else { return false };
+        let Some(link) = self.links.get_mut(index) else { return false };
         link.inbox = inbox;
-        let (is_mid_frame, is_read_closed) = (link.inbox.is_mid_frame(), link.is_read_closed);
-        let begun = link.inbox.begun_header().filter(|_| link.stage != Stage::Disbelieved);
-        let is_new = link.stage == Stage::AwaitingHello;
+        let (is_mid_frame, is_closing) = (link.inbox.is_mid_frame(), matches!(link.reads, Reads::Closing));
+        let begun = link.inbox.begun_header().filter(|_| !matches!(link.stage, Stage::ProtocolViolated));
+        let is_new = matches!(link.stage, Stage::AwaitingHello);
         let result = result.and_then(|received| {
             begun.map_or(Ok(()), |header| check_begun(header, is_new))?;
             Ok(received)
@@ -359,10 +398,10 @@ impl Shard {
         }
         match result {
             Ok(Received::More) => true,
-            Ok(Received::Drained) => is_read_closed,
+            Ok(Received::Drained) => is_closing,
             Ok(Received::Closed) => {
-                if let Some(link) = self.links[index].as_mut() {
-                    link.closed_at = Some(self.now);
+                if let Some(link) = self.links.get_mut(index) {
+                    link.reads = Reads::Closed { at: self.now };
                 }
                 self.want_housekeeping();
                 false
@@ -375,33 +414,33 @@ impl Shard {
     }
 
     /// The worker broke the protocol: nothing that it says counts any more.
-    pub(super) fn break_link(&mut self, index: usize, message: String) {
-        let Some(link) = self.links.get_mut(index).and_then(Option::as_mut) else { return };
-        link.stage = Stage::Disbelieved;
+    pub(super) fn break_link(&mut self, index: LinkIndex, message: String) {
+        let Some(link) = self.links.get_mut(index) else { return };
+        link.stage = Stage::ProtocolViolated;
         let (compartment, worker) = (link.compartment, link.worker);
         self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
     }
 
     fn read_link(
         &mut self,
-        index: usize,
+        index: LinkIndex,
         inbox: &mut Inbox,
         scratch: &mut Scratch,
     ) -> Result<Received, String> {
-        let Some(link) = self.links[index].as_ref() else { return Ok(Received::Drained) };
-        let is_disbelieved = link.stage == Stage::Disbelieved;
+        let Some(link) = self.links.get(index) else { return Ok(Received::Drained) };
+        let is_violated = matches!(link.stage, Stage::ProtocolViolated);
         let (received, mut batch) =
-            match inbox.receive_by(scratch, |buffer| self.intake.receive(&link.socket, buffer)) {
+            match inbox.receive_by(scratch, |buffer| self.entrance.intake.receive(&link.socket, buffer)) {
                 Ok(read) => read,
                 Err(error) if error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error()) => {
-                    return if is_disbelieved { Ok(Received::Drained) } else { Err(NOT_TAKEN.into()) };
+                    return if is_violated { Ok(Received::Drained) } else { Err(NOT_TAKEN.into()) };
                 }
                 Err(_) => return Ok(Received::Closed),
             };
-        if is_disbelieved {
+        if is_violated {
             return Ok(received);
         }
-        let mut is_oversized = link.oversized.is_some();
+        let mut is_oversized = link.is_oversized();
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
             // Another frame begins only where the one before has ended.
             if std::mem::take(&mut is_oversized) {
@@ -416,11 +455,10 @@ impl Shard {
                 }
                 Item::Announced { header, metadata } => {
                     if self.worker_announces(index, header, metadata)? {
-                        let fit = self.pool.take(batch.buffer_bytes());
+                        let fit = self.buffers.pool.take(batch.buffer_bytes());
                         batch.accept(fit);
                     } else {
-                        is_oversized =
-                            self.links[index].as_ref().is_some_and(|link| link.oversized.is_some());
+                        is_oversized = self.links.get(index).is_some_and(Link::is_oversized);
                     }
                 }
             }
@@ -432,9 +470,14 @@ impl Shard {
     }
 
     /// A large frame begins: whether its payload is wanted.
-    fn worker_announces(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<bool, String> {
-        let Some(link) = self.links[index].as_ref() else { return Ok(false) };
-        if link.stage == Stage::AwaitingHello || header.kind != kind::RESULT {
+    fn worker_announces(
+        &mut self,
+        index: LinkIndex,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<bool, String> {
+        let Some(link) = self.links.get(index) else { return Ok(false) };
+        if matches!(link.stage, Stage::AwaitingHello) || header.kind != kind::RESULT {
             self.worker_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
@@ -446,35 +489,36 @@ impl Shard {
         }
         check_empty(metadata)?;
         let (worker, job, failure) = (link.worker, JobId(header.number), too_large(size, most));
-        if let Some(link) = self.links[index].as_mut() {
-            link.oversized = Some((job, failure.clone()));
+        if let Some(Link { stage: Stage::Welcomed { oversized, .. }, .. }) = self.links.get_mut(index) {
+            *oversized = Some(Oversized { job, failure: failure.clone() });
         }
         self.apply(compartment, Event::Oversized { worker, job, failure }, Incoming::None);
         Ok(false)
     }
 
     /// A result that is too large has come to its end: its permit is free.
-    fn end_oversized(&mut self, index: usize) {
-        let Some(link) = self.links[index].as_mut() else { return };
+    fn end_oversized(&mut self, index: LinkIndex) {
+        let Some(link) = self.links.get_mut(index) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
-        if let Some((job, failure)) = link.oversized.take() {
+        let Stage::Welcomed { oversized, .. } = &mut link.stage else { return };
+        if let Some(Oversized { job, failure }) = oversized.take() {
             self.reply(compartment, worker, job.0, Reply::Failed(failure), Incoming::None);
         }
     }
 
     fn worker_frame(
         &mut self,
-        index: usize,
+        index: LinkIndex,
         header: Header,
         metadata: &[u8],
         payload: Incoming<'_>,
     ) -> Result<(), String> {
-        let Some(link) = self.links[index].as_ref() else { return Ok(()) };
-        let (compartment, worker, stage) = (link.compartment, link.worker, link.stage);
-        match stage {
+        let Some(link) = self.links.get(index) else { return Ok(()) };
+        let (compartment, worker) = (link.compartment, link.worker);
+        match link.stage {
             Stage::AwaitingHello => return self.worker_hello(index, header, metadata),
-            Stage::Disbelieved => return Ok(()),
-            Stage::Welcomed => {}
+            Stage::ProtocolViolated => return Ok(()),
+            Stage::Welcomed { .. } => {}
         }
         let number = header.number;
         match header.kind {
@@ -515,7 +559,7 @@ impl Shard {
                 self.report_program(compartment, worker, JobId(number), death, &message);
                 let reply = Reply::ProgramCrashed { death, message };
                 self.reply(compartment, worker, number, reply, Incoming::None);
-                self.last_report = None;
+                self.reporter.last_report = None;
             }
             _ => self.worker_notice(index, header, metadata)?,
         }
@@ -523,8 +567,8 @@ impl Shard {
     }
 
     /// Frames that are not the answer to a job.
-    fn worker_notice(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), String> {
-        let Some(link) = self.links[index].as_mut() else { return Ok(()) };
+    fn worker_notice(&mut self, index: LinkIndex, header: Header, metadata: &[u8]) -> Result<(), String> {
+        let Some(link) = self.links.get_mut(index) else { return Ok(()) };
         let (compartment, worker) = (link.compartment, link.worker);
         link.notices.spend(header.length as usize);
         let event = match header.kind {
@@ -566,12 +610,12 @@ impl Shard {
         Ok(())
     }
 
-    fn worker_hello(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), String> {
+    fn worker_hello(&mut self, index: LinkIndex, header: Header, metadata: &[u8]) -> Result<(), String> {
         if header.kind != kind::HELLO || header.number != MAGIC {
             return Err("its first frame is not a hello".into());
         }
         let hello = decode::<Hello<'_>>(metadata)?;
-        let Some(link) = self.links[index].as_mut() else { return Ok(()) };
+        let Some(link) = self.links.get_mut(index) else { return Ok(()) };
         let (compartment, worker) = (link.compartment, link.worker);
         if hello.role != role::WORKER {
             return Err("it says hello in the role of a client".into());
@@ -591,7 +635,7 @@ impl Shard {
             return Err(message);
         }
         let (entry, max_in_flight) = (
-            &self.named[self.compartments[compartment].named],
+            &self.bulkheads[self.compartments[compartment].bulkhead],
             self.compartments[compartment].policy.limits().max_in_flight,
         );
         let welcome = WorkerWelcome {
@@ -608,7 +652,7 @@ impl Shard {
         };
         let seal = link.program.sandbox().seal().map(|program| (tag::SEAL, program));
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
-        link.stage = Stage::Welcomed;
+        link.stage = Stage::Welcomed { strays: 0, oversized: None };
         self.mark_dirty(Endpoint::Link(index));
         let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
         let can_resize = hello.capabilities & capability::RESIZE != 0;
@@ -619,7 +663,7 @@ impl Shard {
 
     fn reply(
         &mut self,
-        compartment: usize,
+        compartment: CompartmentIndex,
         worker: WorkerId,
         number: u64,
         reply: Reply,
@@ -628,33 +672,41 @@ impl Shard {
         let size = payload.len();
         // The answer to a job that was cancelled is late and yet owed.
         let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
-        let late = |shard: &Self| shard.compartments[compartment].policy.counters().late_replies;
+        let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
         self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
         if !self.compartments[compartment].is_replay {
             let count = late(self) - before;
-            self.named_tally(compartment).late_replies += count;
+            self.tally_of(compartment).late_replies += count;
         }
         if !is_owed
             && let Some(index) = self.link_of(compartment, worker)
-            && let Some(link) = self.links[index].as_mut()
+            && let Some(link) = self.links.get_mut(index)
         {
-            link.strays = link.strays.saturating_add(1);
             link.notices.spend(size);
+            if let Stage::Welcomed { strays, .. } = &mut link.stage {
+                *strays = strays.saturating_add(1);
+            }
         }
     }
 
     /// A few replies that match nothing are late; very many are a worker that has lost its mind.
-    fn check_strays(&self, index: usize) -> Result<(), String> {
-        match self.links[index].as_ref() {
-            Some(link) if link.strays > JOBS_UNKNOWN_MAX => {
+    fn check_strays(&self, index: LinkIndex) -> Result<(), String> {
+        match self.links.get(index).map(|link| &link.stage) {
+            Some(Stage::Welcomed { strays, .. }) if *strays > JOBS_UNKNOWN_MAX => {
                 Err(format!("it sent more than {JOBS_UNKNOWN_MAX} replies for jobs that it does not have"))
             }
             _ => Ok(()),
         }
     }
 
-    fn progress(&mut self, compartment: usize, worker: WorkerId, number: u64, progress: Progressed<'_>) {
+    fn progress(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        number: u64,
+        progress: Progressed<'_>,
+    ) {
         let policy = &mut self.compartments[compartment].policy;
         if !policy.holds(worker, JobId(number)) || !progress.fraction.is_finite() {
             return;
@@ -669,9 +721,9 @@ impl Shard {
 
     pub(super) fn look_after_links(&mut self) {
         let now = self.now;
-        for index in 0..self.links.len() {
-            let Some(link) = self.links[index].as_ref() else { continue };
-            let Some(closed_at) = link.closed_at else { continue };
+        for index in self.links.indices() {
+            let Some(link) = self.links.get(index) else { continue };
+            let Reads::Closed { at: closed_at } = link.reads else { continue };
             let (compartment, worker) = (link.compartment, link.worker);
             if now.since(closed_at) >= EXIT_AFTER_CLOSE && !link.has_ended() {
                 let message = "it closed its link and lives on".to_owned();
@@ -686,6 +738,54 @@ impl Shard {
 }
 
 impl Link {
+    /// The process, once it runs.
+    pub(super) fn running(&self) -> Option<&Running> {
+        match &self.process {
+            Process::Ordered { .. } => None,
+            Process::Running(running) => Some(running),
+        }
+    }
+
+    pub(super) fn running_mut(&mut self) -> Option<&mut Running> {
+        match &mut self.process {
+            Process::Ordered { .. } => None,
+            Process::Running(running) => Some(running),
+        }
+    }
+
+    pub(super) fn pid(&self) -> Option<u32> {
+        self.running().map(|running| running.pid)
+    }
+
+    /// Its process runs.
+    pub(super) fn run(&mut self, pid: u32, pidfd: OwnedFd, observed: Observed) {
+        // Its output goes with it.
+        let ordered = std::mem::replace(
+            &mut self.process,
+            Process::Running(Box::new(Running {
+                pid,
+                pidfd,
+                observed,
+                watch: None,
+                output: None,
+                violations: VecDeque::new(),
+            })),
+        );
+        if let (Process::Ordered { output }, Some(running)) = (ordered, self.running_mut()) {
+            running.output = Some(output);
+        }
+    }
+
+    /// Whether all was read that it ever sent.
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self.reads, Reads::Closed { .. })
+    }
+
+    /// Whether a result that is too large is coming.
+    fn is_oversized(&self) -> bool {
+        matches!(self.stage, Stage::Welcomed { oversized: Some(_), .. })
+    }
+
     /// Whether the process has ended, be that reported or not.
     fn has_ended(&self) -> bool {
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -694,7 +794,7 @@ impl Link {
             rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
         };
         // In a pid namespace the descriptor names the first process, whose end follows.
-        self.pidfd.as_ref().is_some_and(is_readable) || self.pid.is_some_and(is_zombie)
+        self.running().is_some_and(|running| is_readable(&running.pidfd) || is_zombie(running.pid))
     }
 }
 

@@ -10,16 +10,19 @@ use foldhash::quality::RandomState;
 
 use super::sessions::SessionId;
 use super::shares::{Giver, Holder, Kind, Owner, Shares};
-use super::{Cargo, Incoming, JobRecord, Shard};
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, Incoming, JobData};
 
 /// A small frame that is half received is given up only if it holds more than that: less is no worth a connection.
 pub(super) const FRAME_BYTES_MIN: usize = 4 * 1024;
 
 /// What a waiting job takes in tables, whatever it is called: here, in the policy and in its session.
-pub(super) const JOB_BYTES: usize = size_of::<JobRecord>() + Bulkhead::<Cargo>::JOB_BYTES + REQUEST_BYTES;
+pub(super) const JOB_BYTES: usize =
+    size_of::<JobData>() + Bulkhead::<Box<JobData>>::JOB_BYTES + REQUEST_BYTES;
 
 /// By a session's table of requests, which is half empty, and by the list of what can be given up.
-const REQUEST_BYTES: usize = 2 * size_of::<(u64, (usize, JobId))>() + 2 * size_of::<(u32, JobId)>();
+const REQUEST_BYTES: usize =
+    2 * size_of::<(u64, (CompartmentIndex, JobId))>() + 2 * size_of::<(CompartmentIndex, JobId)>();
 
 /// The name of a tenant is kept once more while it has jobs, with its numbers and its place in the turns.
 const TENANT_BYTES: usize = 512;
@@ -47,7 +50,7 @@ pub(super) struct Counted {
 #[derive(Default)]
 struct Waiting {
     /// By the code of the priority: the compartment and the job.
-    stacks: [Vec<(u32, JobId)>; Priority::ALL.len()],
+    stacks: [Vec<(CompartmentIndex, JobId)>; Priority::ALL.len()],
     jobs: usize,
 }
 
@@ -119,40 +122,40 @@ impl Memory {
     }
 }
 
-impl JobRecord {
+impl JobData {
     /// Bytes that are held for it while it waits.
     fn footprint(&self) -> usize {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
-        let journey = if self.journey.is_some() { size_of::<super::Journey>() } else { 0 };
-        JOB_BYTES + self.operation.len() + tenant + trace + journey + self.held.bytes()
+        let fallback = if self.fallback.is_some() { size_of::<super::FallbackState>() } else { 0 };
+        JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.held.bytes()
     }
 }
 
-impl Shard {
+impl DataPlane {
     /// Who a job is held for: its client, for the bulkhead that has it.
-    fn holder_of(&mut self, session: SessionId, named: usize) -> Holder {
-        match self.session_holder(session) {
-            Some(connection) => self.memory.shares.leaf(connection, named),
+    fn holder_of(&mut self, session: SessionId, bulkhead: BulkheadIndex) -> Holder {
+        match self.sessions.holder(session) {
+            Some(connection) => self.memory.shares.leaf(connection, bulkhead),
             None => self.memory.own,
         }
     }
 
     /// A job waits from now on.
-    pub(super) fn charge_waiting(&mut self, compartment: usize, job: JobId) {
-        let named = self.compartments[compartment].named;
+    pub(super) fn charge_waiting(&mut self, compartment: CompartmentIndex, job: JobId) {
+        let bulkhead = self.compartments[compartment].bulkhead;
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
         let (session, bytes, class) = (record.session, record.footprint(), record.priority);
         debug_assert_eq!(record.charge.bytes, 0, "it waits already");
-        let holder = self.holder_of(session, named);
+        let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, Kind::Job, bytes);
-        self.list_waiting(holder, class, (compartment as u32, job));
+        self.list_waiting(holder, class, (compartment, job));
         if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {
             record.charge = Charge { holder, bytes, is_waiting: true };
         }
     }
 
-    fn list_waiting(&mut self, holder: Holder, class: Priority, entry: (u32, JobId)) {
+    fn list_waiting(&mut self, holder: Holder, class: Priority, entry: (CompartmentIndex, JobId)) {
         let waiting = self.memory.waiting.entry(holder).or_default();
         waiting.jobs += 1;
         let most = 2 * waiting.jobs + STALE_MAX;
@@ -160,20 +163,18 @@ impl Shard {
         // As many have come as are looked at.
         if stack.len() >= most {
             let compartments = &self.compartments;
-            stack.retain(|&(place, job)| {
-                compartments.get(place as usize).is_some_and(|at| at.policy.is_waiting(job))
-            });
+            stack.retain(|&(place, job)| compartments.get(place).is_some_and(|at| at.policy.is_waiting(job)));
             stack.shrink_to(most);
         }
         stack.push(entry);
     }
 
     /// A job that a worker has holds its payload nevertheless, since another worker may want it.
-    pub(super) fn charge_kept(&mut self, compartment: usize, job: JobId) {
-        let named = self.compartments[compartment].named;
+    pub(super) fn charge_kept(&mut self, compartment: CompartmentIndex, job: JobId) {
+        let bulkhead = self.compartments[compartment].bulkhead;
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
         let (session, bytes) = (record.session, record.held.bytes());
-        let holder = self.holder_of(session, named);
+        let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, Kind::Fixed, bytes);
         if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {
             record.charge = Charge { holder, bytes, is_waiting: false };
@@ -181,26 +182,26 @@ impl Shard {
     }
 
     /// Whether a connection may hold so much more. What that takes from others, they give by
-    /// [`Shard::settle_memory`], once it is held.
-    pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<usize>, more: usize) -> bool {
+    /// [`DataPlane::settle_memory`], once it is held.
+    pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {
         self.memory.shares.may_have(connection, bulkhead, more, self.limits.buffered_bytes_max)
     }
 
     fn look_at_spool(&mut self) {
-        let unwanted = self.pulse.spool_unwanted.load(Ordering::Relaxed);
-        let spooled = self.pulse.spooled.load(Ordering::Relaxed);
+        let unwanted = self.reporter.pulse.spool_unwanted.load(Ordering::Relaxed);
+        let spooled = self.reporter.pulse.spooled.load(Ordering::Relaxed);
         self.memory.spooled(spooled.saturating_sub(unwanted));
     }
 
     /// Tells the control plane what is held here, and what payloads that come in there may hold in any case.
     pub(super) fn tell_memory(&self) {
-        self.pulse.buffered.store(self.memory.held(), Ordering::Relaxed);
+        self.reporter.pulse.buffered.store(self.memory.held(), Ordering::Relaxed);
         let share = self.memory.shares.equal_share(self.limits.buffered_bytes_max);
-        self.pulse.spool_share.store(share, Ordering::Relaxed);
+        self.reporter.pulse.spool_share.store(share, Ordering::Relaxed);
     }
 
     /// If more is held than may be, those furthest over their share give, for what a connection has just sent.
-    pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<usize>)>) {
+    pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.look_at_spool();
         while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
             let before = self.memory.shares.held();
@@ -219,8 +220,8 @@ impl Shard {
     fn give_spool(&mut self) {
         let over = self.memory.shares.held() - self.limits.buffered_bytes_max;
         let given = over.min(self.memory.spooled);
-        self.pulse.spool_unwanted.fetch_add(given, Ordering::Relaxed);
-        self.pulse.spool_called.notify_waiters();
+        self.reporter.pulse.spool_unwanted.fetch_add(given, Ordering::Relaxed);
+        self.reporter.pulse.spool_called.notify_waiters();
         self.memory.spooled(self.memory.spooled - given);
     }
 
@@ -229,12 +230,12 @@ impl Shard {
         let Some(waiting) = self.memory.waiting.get_mut(&leaf) else { return };
         for stack in &mut waiting.stacks {
             while let Some((compartment, job)) = stack.pop() {
-                let index = compartment as usize;
-                let Some(entry) = self.compartments.get_mut(index) else { continue };
+                let Some(entry) = self.compartments.get_mut(compartment) else { continue };
                 // Its number may be another job's by now.
-                let is_its = |record: &mut Cargo| record.charge.is_waiting && record.charge.holder == leaf;
+                let is_its =
+                    |record: &mut Box<JobData>| record.charge.is_waiting && record.charge.holder == leaf;
                 if entry.policy.is_waiting(job) && entry.policy.cargo_mut(job).is_some_and(is_its) {
-                    self.apply(index, Event::GiveUp { job }, Incoming::None);
+                    self.apply(compartment, Event::GiveUp { job }, Incoming::None);
                     return;
                 }
             }

@@ -3,35 +3,37 @@
 use bulkhead_policy::{Activity, Answer, Note, RestartCause, StaffView};
 use bulkhead_shared::{RejectReason, Verdict};
 
-use super::named::{Compartment, Layout, Presence};
-use super::{Cargo, JobRecord, Shard};
+use super::bulkheads::BulkheadEntry;
+use super::bulkheads::{Compartment, Layout, Presence};
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, JobData};
 use crate::scrape::{BulkheadNumbers, Scrape};
 use crate::tally::Tally;
 
 /// Workers of one bulkhead that are shown. More than one machine runs.
 const WORKERS_SHOWN_MAX: usize = 4096;
 
-impl Shard {
+impl DataPlane {
     pub(super) fn scrape(&self) -> Scrape {
         Scrape {
-            clients: self.clients as u64,
-            labels: self.labels.clone(),
-            bulkheads: self.told().map(|named| self.numbers(named)).collect(),
+            clients: self.sessions.clients as u64,
+            labels: self.bulkheads.labels.clone(),
+            bulkheads: self.told().map(|bulkhead| self.numbers(bulkhead)).collect(),
         }
     }
 
     /// The bulkheads that are there, and those that have jobs left, unless another one has the name by now.
-    fn told(&self) -> impl Iterator<Item = usize> {
-        (0..self.named.len()).filter(|&index| match self.named[index].presence {
+    fn told(&self) -> impl Iterator<Item = BulkheadIndex> {
+        let is_told = |entry: &BulkheadEntry| match entry.presence {
             Presence::Here => true,
-            Presence::Leaving => !self.by_name.contains_key(&self.named[index].name),
-            Presence::Gone => false,
-        })
+            Presence::Leaving => !self.bulkheads.by_name.contains_key(&entry.name),
+        };
+        self.bulkheads.iter().filter(move |(_, entry)| is_told(entry)).map(|(index, _)| index)
     }
 
-    fn numbers(&self, index: usize) -> BulkheadNumbers {
-        let named = &self.named[index];
-        let parts: Vec<&Compartment> = match &named.layout {
+    fn numbers(&self, index: BulkheadIndex) -> BulkheadNumbers {
+        let bulkhead = &self.bulkheads[index];
+        let parts: Vec<&Compartment> = match &bulkhead.layout {
             Layout::Shared(place) => vec![&self.compartments[*place]],
             Layout::Isolated(isolated) => {
                 isolated.awake.iter().map(|&place| &self.compartments[place]).collect()
@@ -39,60 +41,60 @@ impl Shard {
         };
         let policies = || parts.iter().map(|part| &part.policy);
         let active = policies().filter(|policy| policy.activity() != Activity::Resting);
-        let is_shared = matches!(named.layout, Layout::Shared(_));
+        let is_shared = matches!(bulkhead.layout, Layout::Shared(_));
         BulkheadNumbers {
-            name: named.name.clone(),
-            tally: named.tally.clone(),
+            name: bulkhead.name.clone(),
+            tally: bulkhead.tally.clone(),
             active: policies().map(|policy| policy.in_flight()).sum(),
             limit: policies().map(|policy| policy.limit()).sum(),
             queued: policies().map(|policy| policy.queued() as u64).sum(),
             queue_capacity: active.map(|policy| u64::from(policy.limits().max_queue)).sum(),
             breaker: self.breaker_of(index),
             state: self.state_of(index).0,
-            service: named.service.service(self.now),
+            service: bulkhead.service.service(self.now),
             workers: staff(&parts),
             slots: if is_shared { self.limits_of(index).processes } else { 1 },
-            memory_limit: named.memory_limit,
+            memory_limit: bulkhead.memory_limit,
         }
     }
 
-    pub(super) fn named_tally(&mut self, compartment: usize) -> &mut Tally {
-        &mut self.named[self.compartments[compartment].named].tally
+    pub(super) fn tally_of(&mut self, compartment: CompartmentIndex) -> &mut Tally {
+        &mut self.bulkheads[self.compartments[compartment].bulkhead].tally
     }
 
     /// Counts a worker that follows another.
-    pub(super) fn count_restart(&mut self, compartment: usize, cause: Option<RestartCause>) {
+    pub(super) fn count_restart(&mut self, compartment: CompartmentIndex, cause: Option<RestartCause>) {
         if let Some(cause) = cause.filter(|_| !self.compartments[compartment].is_replay) {
-            self.named_tally(compartment).restarts[cause as usize] += 1;
+            self.tally_of(compartment).restarts[cause as usize] += 1;
         }
     }
 
-    /// Counts what policy notes and nobody else counts.
-    pub(super) fn count_note(&mut self, compartment: usize, note: &Note) {
+    /// Counts what policy notes and nothing else counts.
+    pub(super) fn count_note(&mut self, compartment: CompartmentIndex, note: &Note) {
         if self.compartments[compartment].is_replay {
             return;
         }
         match note {
-            Note::JobRetried { .. } => self.named_tally(compartment).retries += 1,
-            Note::Breaker(transition) => self.named_tally(compartment).breaker(transition),
+            Note::JobRetried { .. } => self.tally_of(compartment).retries += 1,
+            Note::Breaker(transition) => self.tally_of(compartment).breaker(transition),
             _ => {}
         }
     }
 
     /// Counts the end of a job, where its client sent it.
-    pub(super) fn count_end(&mut self, compartment: usize, cargo: &JobRecord, verdict: &Verdict) {
-        let named = match &cargo.journey {
-            Some(journey) => journey.entry.0,
-            None => self.compartments[compartment].named,
+    pub(super) fn count_end(&mut self, compartment: CompartmentIndex, cargo: &JobData, verdict: &Verdict) {
+        let bulkhead = match &cargo.fallback {
+            Some(fallback) => fallback.entry.0,
+            None => self.compartments[compartment].bulkhead,
         };
-        let (now, named) = (self.now, &mut self.named[named]);
-        named.tally.end(cargo.priority, cargo.label, verdict);
-        named.service.count(now, verdict);
+        let (now, bulkhead) = (self.now, &mut self.bulkheads[bulkhead]);
+        bulkhead.tally.end(cargo.priority, cargo.label, verdict);
+        bulkhead.service.count(now, verdict);
     }
 
     /// Counts what a compartment did with a job that it answers for, be it a guest or not.
-    pub(super) fn count_visit(&mut self, compartment: usize, answer: &Answer<Cargo>) {
-        let tally = self.named_tally(compartment);
+    pub(super) fn count_visit(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
+        let tally = self.tally_of(compartment);
         if answer.job.is_some() {
             tally.time(answer.queued, (answer.attempts > 0).then_some(answer.ran));
         }
@@ -105,19 +107,19 @@ impl Shard {
     /// A guest leaves the bulkhead that it was passed on to.
     pub(super) fn count_guest_end(
         &mut self,
-        compartment: usize,
-        (entry, target): (usize, &str),
+        compartment: CompartmentIndex,
+        (entry, target): (BulkheadIndex, &str),
         verdict: &Verdict,
     ) {
-        let host = self.named_tally(compartment);
+        let host = self.tally_of(compartment);
         host.guests = host.guests.saturating_sub(1);
-        self.named[entry].tally.fallback(target, verdict);
+        self.bulkheads[entry].tally.fallback(target, verdict);
     }
 
     /// The label of a tenant whose job was refused before policy heard of it.
     pub(super) fn label_of(&self, tenant: &str) -> u32 {
-        let found = self.labels.binary_search_by(|label| label.as_str().cmp(tenant));
-        found.unwrap_or(self.labels.len()) as u32
+        let found = self.bulkheads.labels.binary_search_by(|label| label.as_str().cmp(tenant));
+        found.unwrap_or(self.bulkheads.labels.len()) as u32
     }
 }
 

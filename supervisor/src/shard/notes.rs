@@ -1,22 +1,22 @@
 //! Turns what policy notes into the events that operators see. No text is rendered here: an event is a
 //! kind and its fields, and another thread makes a line of it.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bulkhead_policy::{Answer, BreakerState, Death, Note, Transition};
 use bulkhead_shared::Verdict;
 use serde_json::{Value, json};
 
-use super::{Cargo, Shard};
-use crate::command::{Event, Notice, Severity};
+use super::reporter::Fields;
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, JobData};
+use crate::command::Severity;
 use crate::notices::Milestone;
 
-type Fields = Vec<(&'static str, Value)>;
-
-impl Shard {
-    pub(super) fn note(&mut self, compartment: usize, note: Note) {
+impl DataPlane {
+    pub(super) fn note(&mut self, compartment: CompartmentIndex, note: Note) {
         self.count_note(compartment, &note);
-        if self.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
+        if self.reporter.is_quiet && matches!(note, Note::Draining | Note::Resumed | Note::Breaker(_)) {
             return;
         }
         if self.compartments[compartment].is_replay {
@@ -36,12 +36,12 @@ impl Shard {
             fields.push(("operation", json!(cargo.operation)));
             fields.push(("tenant", json!(cargo.tenant)));
         } else if let Some((_, operation, tenant)) =
-            self.last_crashed.as_ref().filter(|(id, ..)| Some(*id) == job)
+            self.reporter.last_crashed.as_ref().filter(|(id, ..)| Some(*id) == job)
         {
             fields.push(("operation", json!(operation)));
             fields.push(("tenant", json!(tenant)));
         }
-        fields.extend(self.report_about(dead));
+        fields.extend(self.reporter.report_about(dead));
         self.event(severity, kind, Some(compartment), fields);
         if !self.started {
             self.check_started();
@@ -59,51 +59,41 @@ impl Shard {
         &mut self,
         severity: Severity,
         kind: &'static str,
-        compartment: Option<usize>,
+        compartment: Option<CompartmentIndex>,
         mut fields: Fields,
     ) {
-        let Some(compartment) = compartment else { return self.tell(severity, kind, None, fields) };
+        let Some(compartment) = compartment else { return self.reporter.event(severity, kind, None, fields) };
         if let Some(tenant) = &self.compartments[compartment].tenant
             && !fields.iter().any(|(name, _)| *name == "tenant")
         {
             fields.push(("tenant", json!(&**tenant)));
         }
         let bulkhead = self.owner(compartment).name.clone();
-        self.tell(severity, kind, Some(bulkhead), fields);
+        self.reporter.event(severity, kind, Some(bulkhead), fields);
     }
 
     /// An event of a bulkhead as a whole.
-    pub(super) fn named_event(
+    pub(super) fn bulkhead_event(
         &mut self,
         severity: Severity,
         kind: &'static str,
-        named: usize,
+        bulkhead: BulkheadIndex,
         fields: Fields,
     ) {
-        let bulkhead = self.named[named].name.clone();
-        self.tell(severity, kind, Some(bulkhead), fields);
-    }
-
-    fn tell(
-        &mut self,
-        severity: Severity,
-        kind: &'static str,
-        bulkhead: Option<std::sync::Arc<str>>,
-        fields: Fields,
-    ) {
-        self.notify(Notice::Event(Event { at: SystemTime::now(), severity, kind, bulkhead, fields }));
+        let bulkhead = self.bulkheads[bulkhead].name.clone();
+        self.reporter.event(severity, kind, Some(bulkhead), fields);
     }
 
     pub(super) fn check_started(&mut self) {
-        if !self.started && self.compartments.iter().all(|c| c.is_replay || c.policy.has_settled()) {
+        if !self.started && self.compartments.values().all(|c| c.is_replay || c.policy.has_settled()) {
             self.started = true;
-            self.states_have_changed();
-            self.notices.milestone(Milestone::Started);
+            self.reporter.states_have_changed();
+            self.reporter.notices.milestone(Milestone::Started);
         }
     }
 
     /// The events that belong to a job's end.
-    pub(super) fn note_answer(&mut self, compartment: usize, answer: &Answer<Cargo>) {
+    pub(super) fn note_answer(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let Answer { job, cargo, verdict, .. } = answer;
         let kind = match verdict {
             Verdict::DeadlineRunning => "job_timeout",
@@ -125,7 +115,7 @@ impl Shard {
             fields.push(("reason", json!(verdict.reason())));
             fields.push(("message", json!(verdict.message())));
             fields.push(("attempts", json!(answer.attempts)));
-            fields.extend(self.report_about(answer.worker_pid));
+            fields.extend(self.reporter.report_about(answer.worker_pid));
         }
         self.event(Severity::Warning, kind, Some(compartment), fields);
     }
@@ -238,7 +228,7 @@ fn describe(note: Note) -> (Severity, &'static str, Fields) {
 fn breaker_event(transition: &Transition) -> (Severity, &'static str, Fields) {
     let (severity, kind) = match transition.to {
         BreakerState::Open => (Severity::Critical, "breaker_opened"),
-        // Somebody wanted that.
+        // By an operator.
         BreakerState::ForcedOpen => (Severity::Warning, "breaker_opened"),
         BreakerState::HalfOpen => (Severity::Info, "breaker_half_open"),
         BreakerState::Closed => (Severity::Info, "breaker_closed"),

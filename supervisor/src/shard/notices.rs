@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use bulkhead_policy::{Event, Time, WorkerId};
 
-use super::{Incoming, Shard};
+use super::slab::{CompartmentIndex, LinkIndex};
+use super::{DataPlane, Incoming};
 
 /// Notices a second that any worker may send; each begun 8 KiB counts as one.
 const PER_SECOND: i64 = 1000;
@@ -96,17 +97,17 @@ impl Notices {
     }
 }
 
-impl Shard {
+impl DataPlane {
     /// Whether a link is not to be read for now.
-    pub(super) fn is_paused(&self, index: usize) -> bool {
-        let link = self.links[index].as_ref();
+    pub(super) fn is_paused(&self, index: LinkIndex) -> bool {
+        let link = self.links.get(index);
         link.is_some_and(|link| link.notices.paused_until.is_some())
     }
 
     /// Tells policy what one read brought beside answers. Errors are for a worker that is to be ended.
-    pub(super) fn hear_notices(&mut self, index: usize) -> Result<(), String> {
+    pub(super) fn hear_notices(&mut self, index: LinkIndex) -> Result<(), String> {
         let now = self.now;
-        let Some(link) = self.links[index].as_mut() else { return Ok(()) };
+        let Some(link) = self.links.get_mut(index) else { return Ok(()) };
         if !std::mem::take(&mut link.notices.is_heard) {
             return Ok(());
         }
@@ -115,7 +116,7 @@ impl Shard {
         let jobs = self.compartments[compartment].policy.limits().max_in_flight;
         let settled = link.notices.settle(now, jobs);
         if let Some(until) = link.notices.paused_until {
-            self.resume_links_at = Some(self.resume_links_at.map_or(until, |at| at.min(until)));
+            self.links.resume_by(until);
         }
         if let Some(text) = said {
             self.apply(compartment, Event::Said { worker, text }, Incoming::None);
@@ -124,25 +125,25 @@ impl Shard {
         settled
     }
 
-    fn hear(&mut self, compartment: usize, worker: WorkerId) {
+    fn hear(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         self.apply(compartment, Event::Heard { worker }, Incoming::None);
     }
 
     /// Reads links again whose pause is over.
     pub(super) fn resume_links(&mut self) {
-        if self.resume_links_at.is_none_or(|at| self.now < at) {
+        if self.links.resume_at.is_none_or(|at| self.now < at) {
             return;
         }
-        self.resume_links_at = None;
-        for index in 0..self.links.len() {
-            let Some(link) = self.links[index].as_mut() else { continue };
+        self.links.resume_at = None;
+        for index in self.links.indices() {
+            let Some(link) = self.links.get_mut(index) else { continue };
             match link.notices.paused_until {
                 Some(until) if until <= self.now => {
                     link.notices.paused_until = None;
-                    self.again.push(index);
+                    self.links.again.push(index);
                 }
                 Some(until) => {
-                    self.resume_links_at = Some(self.resume_links_at.map_or(until, |at| at.min(until)));
+                    self.links.resume_by(until);
                 }
                 None => {}
             }

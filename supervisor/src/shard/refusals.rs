@@ -8,7 +8,8 @@ use bulkhead_policy::Time;
 use bulkhead_shared::RejectReason;
 use serde_json::json;
 
-use super::Shard;
+use super::DataPlane;
+use super::slab::BulkheadIndex;
 use crate::command::Severity;
 use crate::entry::{Door, Refusal};
 
@@ -24,7 +25,7 @@ enum Whose {
     /// A user's. Its processes come and go as it likes.
     User(u32),
     /// Those of the workers of a bulkhead; `None` if it cannot be told of which.
-    Worker(Option<usize>),
+    Worker(Option<BulkheadIndex>),
     /// Those of users beyond [`TOLD_MAX`], and of whom nothing is known.
     Others,
 }
@@ -42,13 +43,13 @@ pub(super) struct Refusals(HashMap<Whose, Told>);
 
 impl Refusals {
     /// Whose it is counted as.
-    fn whose(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<usize>) -> Whose {
+    fn whose(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>) -> Whose {
         let whose = match refusal.peer {
             _ if !refusal.line.is_empty() => Whose::Worker(worker(&refusal.line)),
             Some(peer) => Whose::User(peer.uid),
             None => Whose::Others,
         };
-        // There are no more bulkheads than the file has; users are as many as somebody likes.
+        // There are no more bulkheads than the file has; users can be as many as there are numbers.
         let is_known = self.0.contains_key(&whose) || matches!(whose, Whose::Worker(_));
         if is_known || self.0.len() < TOLD_MAX { whose } else { Whose::Others }
     }
@@ -65,8 +66,8 @@ impl Refusals {
     }
 
     /// A bulkhead's place is another's from here on.
-    pub(super) fn forget(&mut self, named: usize) {
-        self.0.remove(&Whose::Worker(Some(named)));
+    pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
+        self.0.remove(&Whose::Worker(Some(bulkhead)));
     }
 
     /// What has become due, and how many each stands for. Who was quiet is forgotten.
@@ -88,31 +89,31 @@ impl Refusals {
     }
 }
 
-impl Shard {
-    /// Somebody was turned away.
+impl DataPlane {
+    /// A connection was turned away.
     pub(super) fn note_refusal(&mut self, door: Door, refusal: Refusal) {
         let worker = |line: &[u32]| self.bulkhead_of_line(line);
-        let whose = self.refusals.whose(&refusal, worker);
-        if let Some((door, refusal)) = self.refusals.add(self.now, whose, door, refusal) {
+        let whose = self.entrance.refusals.whose(&refusal, worker);
+        if let Some((door, refusal)) = self.entrance.refusals.add(self.now, whose, door, refusal) {
             self.tell_refusal(whose, 1, door, &refusal);
         }
         self.want_housekeeping();
     }
 
     pub(super) fn look_after_refusals(&mut self) {
-        for (whose, count, door, refusal) in self.refusals.due(self.now) {
+        for (whose, count, door, refusal) in self.entrance.refusals.due(self.now) {
             self.tell_refusal(whose, count, door, &refusal);
         }
-        if !self.refusals.0.is_empty() {
+        if !self.entrance.refusals.0.is_empty() {
             self.want_housekeeping();
         }
     }
 
     /// The bulkhead with a worker in this line of ancestors.
-    fn bulkhead_of_line(&self, line: &[u32]) -> Option<usize> {
-        let mut links = self.links.iter().flatten();
-        let link = links.find(|link| link.pid.is_some_and(|pid| line.contains(&pid)))?;
-        Some(self.compartments[link.compartment].named)
+    fn bulkhead_of_line(&self, line: &[u32]) -> Option<BulkheadIndex> {
+        let mut links = self.links.values();
+        let link = links.find(|link| link.pid().is_some_and(|pid| line.contains(&pid)))?;
+        Some(self.compartments[link.compartment].bulkhead)
     }
 
     fn tell_refusal(&mut self, whose: Whose, count: u64, door: Door, refusal: &Refusal) {
@@ -127,8 +128,8 @@ impl Shard {
         ];
         match whose {
             // No honest worker does that.
-            Whose::Worker(Some(named)) => {
-                self.named_event(Severity::Critical, "worker_refused", named, fields);
+            Whose::Worker(Some(bulkhead)) => {
+                self.bulkhead_event(Severity::Critical, "worker_refused", bulkhead, fields);
             }
             Whose::Worker(None) => self.event(Severity::Critical, "worker_refused", None, fields),
             Whose::User(_) | Whose::Others => {
@@ -145,6 +146,7 @@ impl Shard {
 mod tests {
     use super::*;
     use crate::keeper::Peer;
+    use crate::shard::slab::SlabIndex;
 
     fn refusal(uid: u32, line: &[u32]) -> Refusal {
         let peer = Peer { uid, gid: uid, pid: Some(uid) };
@@ -176,8 +178,11 @@ mod tests {
             let whose = refusals.whose(&refusal, |_| None);
             refusals.add(later, whose, Door::Jobs, refusal);
         }
-        let worker = refusal(7, &[3, 2, 1]);
-        assert_eq!(refusals.whose(&worker, |line| (line == [3, 2, 1]).then_some(5)), Whose::Worker(Some(5)));
+        let (worker, place) = (refusal(7, &[3, 2, 1]), BulkheadIndex::from_number(5));
+        assert_eq!(
+            refusals.whose(&worker, |line| (line == [3, 2, 1]).then_some(place)),
+            Whose::Worker(Some(BulkheadIndex::from_number(5)))
+        );
         assert_eq!(worker.reason, RejectReason::Forbidden);
     }
 }

@@ -9,32 +9,33 @@ use std::collections::BTreeMap;
 use bulkhead_policy::{Event, Limits};
 use serde_json::json;
 
-use super::named::{Compartment, Layout, Named, Presence};
+use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
+use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::steer::check_fit;
-use super::{Incoming, Shard, ShardLimits};
+use super::{DataPlane, DataPlaneLimits, Incoming};
 use crate::command::{Severity, SteerError};
 use crate::demand::Demand;
 use crate::program::TenantNumbers;
 use crate::reload::{Reconfigured, Reload, Settled};
 
-impl Shard {
+impl DataPlane {
     pub(super) fn reload(&mut self, reload: Reload) -> Result<(), SteerError> {
         if self.stopping {
             return Err(SteerError::Stopping);
         }
         let Reload { removed, changed, added, access, limits } = reload;
         let result_bytes_max = self.limits.result_bytes_max.max(limits.result_bytes_max);
-        self.limits = ShardLimits { result_bytes_max, ..limits };
+        self.limits = DataPlaneLimits { result_bytes_max, ..limits };
         removed.iter().for_each(|name| self.retire(name));
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for settled in added {
-            let named = self.open(settled);
-            if let Layout::Shared(compartment) = self.named[named].layout {
+            let bulkhead = self.open(settled);
+            if let Layout::Shared(compartment) = self.bulkheads[bulkhead].layout {
                 self.apply(compartment, Event::Start, Incoming::None);
             }
         }
         if let Some(access) = access {
-            self.access = access;
+            self.entrance.access = access;
             self.grant_again();
         }
         Ok(())
@@ -43,55 +44,29 @@ impl Shard {
     // Coming.
 
     /// Gives a bulkhead its place. Its workers are still to be started.
-    pub(super) fn open(&mut self, settled: Settled) -> usize {
+    pub(super) fn open(&mut self, settled: Settled) -> BulkheadIndex {
         let limits = settled.max_active.is_none().then(|| settled.limits.clone());
         let name = settled.name.clone();
-        let named = self.free_named.pop().unwrap_or(self.named.len());
+        let bulkhead = self.bulkheads.next();
         let shared = limits.map(|limits| {
-            let seed = self.next_seed();
-            let compartment = Compartment::new(named, None, limits, seed, self.now);
-            self.settle_in(compartment)
+            let seed = self.compartments.next_seed(self.now);
+            self.compartments.insert(Compartment::new(bulkhead, None, limits, seed, self.now))
         });
         let demand = Demand::new(self.now, &settled.limits);
-        let new = Named { demand, ..Named::new(settled, shared) };
-        match self.named.get_mut(named) {
-            Some(place) => *place = new,
-            None => self.named.push(new),
-        }
-        self.by_name.insert(name, named);
-        named
-    }
-
-    /// A place for a compartment: one that is free, or a new one.
-    pub(super) fn settle_in(&mut self, mut compartment: Compartment) -> usize {
-        match self.free_compartments.pop() {
-            Some(place) => {
-                compartment.is_touched = self.compartments[place].is_touched;
-                self.compartments[place] = compartment;
-                place
-            }
-            None => {
-                self.compartments.push(compartment);
-                self.compartments.len() - 1
-            }
-        }
-    }
-
-    /// No two compartments draw the same numbers.
-    pub(super) fn next_seed(&mut self) -> u64 {
-        self.seeds += 1;
-        self.seed ^ self.seeds.rotate_left(32) ^ self.now.0
+        self.bulkheads.insert(BulkheadEntry { demand, ..BulkheadEntry::new(settled, shared) });
+        self.bulkheads.by_name.insert(name, bulkhead);
+        bulkhead
     }
 
     // Other values.
 
     fn reconfigure(&mut self, reconfigured: Reconfigured) {
         let Reconfigured { settled, limits_before, own_before, replaces_workers } = reconfigured;
-        let Some(&named) = self.by_name.get(&settled.name) else { return };
-        let (limits, own) = self.with_live(named, &settled, &limits_before, &own_before);
+        let Some(&bulkhead) = self.bulkheads.by_name.get(&settled.name) else { return };
+        let (limits, own) = self.with_live(bulkhead, &settled, &limits_before, &own_before);
         if replaces_workers {
-            self.named[named].program = settled.program.clone();
-            for compartment in self.compartments_of(named) {
+            self.bulkheads[bulkhead].program = settled.program.clone();
+            for compartment in self.compartments_of(bulkhead) {
                 self.apply(compartment, Event::Replace, Incoming::None);
             }
         }
@@ -99,26 +74,26 @@ impl Shard {
         if settled.max_active.is_none() {
             shared.tenants.own = own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
         }
-        self.named[named].put(&settled, limits, own);
-        for compartment in self.compartments_of(named) {
-            let limits = self.limits_for(named, compartment).unwrap_or_else(|| shared.clone());
+        self.bulkheads[bulkhead].put(&settled, limits, own);
+        for compartment in self.compartments_of(bulkhead) {
+            let limits = self.limits_for(bulkhead, compartment).unwrap_or_else(|| shared.clone());
             self.apply(compartment, Event::Reconfigure(Box::new(limits)), Incoming::None);
         }
-        self.want_settling(named);
+        self.want_settling(bulkhead);
     }
 
     /// What a file says, but for what was changed live and is the same in the file as before. If the two do not
     /// go together, the file wins.
     fn with_live(
         &self,
-        named: usize,
+        bulkhead: BulkheadIndex,
         settled: &Settled,
         limits_before: &Limits,
         own_before: &BTreeMap<String, TenantNumbers>,
     ) -> (Limits, BTreeMap<String, TenantNumbers>) {
-        let entry = &self.named[named];
+        let entry = &self.bulkheads[bulkhead];
         let own = own_with_live(own_before, &settled.own, entry.own_numbers());
-        let limits = limits_with_live(limits_before, &settled.limits, self.limits_of(named));
+        let limits = limits_with_live(limits_before, &settled.limits, self.limits_of(bulkhead));
         match check_fit(&limits, &own, settled.max_active) {
             Ok(()) => (limits, own),
             Err(_) => (settled.limits.clone(), settled.own.clone()),
@@ -126,28 +101,28 @@ impl Shard {
     }
 
     /// The numbers for a tenant's compartment, as its bulkhead has them now.
-    fn limits_for(&self, named: usize, compartment: usize) -> Option<Limits> {
-        let Layout::Isolated(isolated) = &self.named[named].layout else { return None };
+    fn limits_for(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> Option<Limits> {
+        let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else { return None };
         Some(isolated.limits_of(self.compartments[compartment].tenant.as_deref()?))
     }
 
     // Going.
 
-    /// A bulkhead takes no more jobs: nobody finds it any more.
+    /// A bulkhead takes no more jobs: no client finds it any more.
     fn retire(&mut self, name: &str) {
-        if let Some(named) = self.by_name.remove(name) {
-            self.named[named].presence = Presence::Leaving;
-            self.leaving.push(named);
+        if let Some(bulkhead) = self.bulkheads.by_name.remove(name) {
+            self.bulkheads[bulkhead].presence = Presence::Leaving;
+            self.bulkheads.leaving.push(bulkhead);
         }
     }
 
     /// Brings bulkheads that are to go on as far as they are.
     pub(super) fn settle_leaving(&mut self) {
         let mut at = 0;
-        while let Some(&named) = self.leaving.get(at) {
-            if self.wind_up(named) {
-                self.leaving.swap_remove(at);
-                self.vacate(named);
+        while let Some(&bulkhead) = self.bulkheads.leaving.get(at) {
+            if self.wind_up(bulkhead) {
+                self.bulkheads.leaving.swap_remove(at);
+                self.vacate(bulkhead);
             } else {
                 at += 1;
             }
@@ -155,11 +130,11 @@ impl Shard {
     }
 
     /// Stops what has no job any more. Returns whether nothing is left.
-    fn wind_up(&mut self, named: usize) -> bool {
+    fn wind_up(&mut self, bulkhead: BulkheadIndex) -> bool {
         let by = self.now + self.limits.drain_timeout;
-        let is_replayed = |place: usize| self.compartments[place].named == named;
-        let mut is_over = !self.replays.iter().any(|replay| is_replayed(replay.compartment));
-        for compartment in self.compartments_of(named) {
+        let is_replayed = |place: CompartmentIndex| self.compartments[place].bulkhead == bulkhead;
+        let mut is_over = !self.orders.replays.iter().any(|replay| is_replayed(replay.compartment));
+        for compartment in self.compartments_of(bulkhead) {
             let policy = &self.compartments[compartment].policy;
             if policy.has_no_jobs() && !policy.is_stopping() {
                 self.apply(compartment, Event::Stop { by }, Incoming::None);
@@ -171,26 +146,16 @@ impl Shard {
         is_over
     }
 
-    fn vacate(&mut self, named: usize) {
-        let snapshot = self.snapshot(named);
+    fn vacate(&mut self, bulkhead: BulkheadIndex) {
+        let snapshot = self.snapshot(bulkhead);
         let fields = vec![("submitted", json!(snapshot.submitted)), ("done", json!(snapshot.done))];
-        self.named_event(Severity::Info, "bulkhead_removed", named, fields);
-        for compartment in self.compartments_of(named) {
-            self.vacate_compartment(compartment);
+        self.bulkhead_event(Severity::Info, "bulkhead_removed", bulkhead, fields);
+        for compartment in self.compartments_of(bulkhead) {
+            self.compartments.vacate(compartment);
         }
-        self.refusals.forget(named);
-        self.named[named].presence = Presence::Gone;
-        self.free_named.push(named);
+        self.entrance.refusals.forget(bulkhead);
+        self.bulkheads.remove(bulkhead);
         self.check_started();
-    }
-
-    /// Nothing of it is left.
-    pub(super) fn vacate_compartment(&mut self, place: usize) {
-        let mut vacant = Compartment::vacant(self.now);
-        vacant.is_touched = self.compartments[place].is_touched;
-        self.compartments[place] = vacant;
-        self.timers.clear(place as u32);
-        self.free_compartments.push(place);
     }
 }
 

@@ -9,8 +9,9 @@ use bulkhead_policy::{
 use bulkhead_shared::Verdict;
 use tokio::sync::oneshot;
 
-use super::named::Compartment;
-use super::{Cargo, Held, Incoming, JobRecord, Shard};
+use super::bulkheads::Compartment;
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, Held, Incoming, JobData};
 use crate::command::{REPLAYS_MAX, ReplayError, ReplayOrder, Replayed};
 use crate::crash::Cause;
 
@@ -18,7 +19,7 @@ use crate::crash::Cause;
 const ENDS_WITHIN: Duration = Duration::from_secs(2);
 
 pub(super) struct Replay {
-    pub(super) compartment: usize,
+    pub(super) compartment: CompartmentIndex,
     stage: Stage,
     pid: Option<u32>,
     /// What its worker, or program, died of.
@@ -38,40 +39,41 @@ enum Stage {
     Ending,
 }
 
-impl Shard {
+impl DataPlane {
     pub(super) fn replay(
         &mut self,
         order: ReplayOrder,
         done: oneshot::Sender<Replayed>,
     ) -> Result<(), ReplayError> {
-        let named = *self.by_name.get(order.bulkhead.as_str()).ok_or(ReplayError::NotConfigured)?;
+        let bulkhead =
+            *self.bulkheads.by_name.get(order.bulkhead.as_str()).ok_or(ReplayError::NotConfigured)?;
         if self.stopping {
             return Err(ReplayError::Stopping);
         }
-        if self.replays.len() >= REPLAYS_MAX {
+        if self.orders.replays.len() >= REPLAYS_MAX {
             return Err(ReplayError::Busy);
         }
-        let limits = limits_for_one(self.limits_of(named));
-        let compartment = self.open_for_replay(named, limits);
+        let limits = limits_for_one(self.limits_of(bulkhead));
+        let compartment = self.open_for_replay(bulkhead, limits);
         let stage = Stage::Starting(order);
-        self.replays.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
+        self.orders.replays.push(Replay { compartment, stage, pid: None, cause: None, end: None, done });
         self.apply(compartment, Event::Start, Incoming::None);
         Ok(())
     }
 
-    fn open_for_replay(&mut self, named: usize, limits: Limits) -> usize {
-        let seed = self.next_seed();
-        let mut compartment = Compartment::new(named, None, limits, seed, self.now);
+    fn open_for_replay(&mut self, bulkhead: BulkheadIndex, limits: Limits) -> CompartmentIndex {
+        let seed = self.compartments.next_seed(self.now);
+        let mut compartment = Compartment::new(bulkhead, None, limits, seed, self.now);
         compartment.is_replay = true;
-        self.settle_in(compartment)
+        self.compartments.insert(compartment)
     }
 
-    fn replay_in(&mut self, compartment: usize) -> Option<&mut Replay> {
-        self.replays.iter_mut().find(|replay| replay.compartment == compartment)
+    fn replay_in(&mut self, compartment: CompartmentIndex) -> Option<&mut Replay> {
+        self.orders.replays.iter_mut().find(|replay| replay.compartment == compartment)
     }
 
     /// What policy notes of a replay is for the replay alone.
-    pub(super) fn note_replay(&mut self, compartment: usize, note: Note) {
+    pub(super) fn note_replay(&mut self, compartment: CompartmentIndex, note: Note) {
         let Some(replay) = self.replay_in(compartment) else { return };
         match note {
             Note::WorkerStarted { pid, .. } => replay.pid = Some(pid),
@@ -92,13 +94,17 @@ impl Shard {
     }
 
     /// The program of a replayed job has died, and its worker lives.
-    pub(super) fn replay_program_died(&mut self, compartment: usize, cause: Option<Cause>) {
+    pub(super) fn replay_program_died(&mut self, compartment: CompartmentIndex, cause: Option<Cause>) {
         if let Some(replay) = self.replay_in(compartment).filter(|replay| replay.end.is_none()) {
             replay.cause = cause;
         }
     }
 
-    pub(super) fn replay_answered(&mut self, compartment: usize, mut answer: Answer<Cargo>) {
+    pub(super) fn replay_answered(
+        &mut self,
+        compartment: CompartmentIndex,
+        mut answer: Answer<Box<JobData>>,
+    ) {
         self.free_job(&mut answer.cargo);
         if let Some(replay) = self.replay_in(compartment) {
             match answer.verdict {
@@ -107,21 +113,21 @@ impl Shard {
                 verdict => drop(replay.end.get_or_insert((Ok(verdict), answer.ran))),
             }
         }
-        self.keep_record(answer.cargo);
+        self.buffers.keep_record(answer.cargo);
     }
 
     /// Brings each replay on as far as it goes now: what ends at once is not heard of again.
     pub(super) fn settle_replays(&mut self) {
-        while (0..self.replays.len()).any(|index| self.step_replay(index)) {}
+        while (0..self.orders.replays.len()).any(|index| self.step_replay(index)) {}
     }
 
     /// Whether there was a step to take.
     fn step_replay(&mut self, index: usize) -> bool {
-        let replay = &mut self.replays[index];
+        let replay = &mut self.orders.replays[index];
         let compartment = replay.compartment;
         if self.compartments[compartment].policy.is_stopped() {
-            let replay = self.replays.remove(index);
-            self.vacate_compartment(compartment);
+            let replay = self.orders.replays.remove(index);
+            self.compartments.vacate(compartment);
             replay.finish();
             return true;
         }
@@ -140,14 +146,14 @@ impl Shard {
         true
     }
 
-    fn submit_replay(&mut self, compartment: usize, order: ReplayOrder) {
+    fn submit_replay(&mut self, compartment: CompartmentIndex, order: ReplayOrder) {
         let ReplayOrder { operation, tenant, payload, .. } = order;
-        let cargo = self.record(JobRecord {
+        let cargo = self.buffers.record(JobData {
             operation: operation.into(),
             tenant: tenant.as_str().into(),
             payload_bytes: payload.len(),
             held: Held { is_repeatable: true, ..Held::default() },
-            ..JobRecord::default()
+            ..JobData::default()
         });
         let tenant = self.compartments[compartment].policy.tenant(&tenant);
         let submission = Submission { tenant, ..Submission::new(cargo) };
@@ -170,7 +176,7 @@ impl Replay {
         let (end, ran) = self.end.unwrap_or_else(stopping);
         let is_crash = matches!(end, Ok(Verdict::Crashed { .. }));
         let cause = self.cause.filter(|_| is_crash);
-        // Whoever asked may have gone.
+        // Its caller may have gone.
         let _ = self.done.send(Replayed { pid: self.pid, end, cause, ran });
     }
 }

@@ -25,11 +25,12 @@ use mio::unix::SourceFd;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::access::{self, Grant};
-use super::fallback::Journey;
+use super::fallback::FallbackState;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
+use super::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
 use super::turns::Standing;
-use super::{Cargo, Charge, Endpoint, Held, INTEREST, Incoming, JobRecord, Shard, memory};
+use super::{Charge, DataPlane, Endpoint, Held, INTEREST, Incoming, JobData, memory};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use crate::keeper::Peer;
@@ -69,37 +70,34 @@ fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p>
     if *verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
 }
 
-/// Records of past jobs whose memory is kept.
-const RECORDS_KEPT_MAX: usize = 4096;
-
 /// Names a session; a place that is used again has another epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SessionId {
-    index: usize,
-    epoch: u64,
+    pub(super) index: SessionIndex,
+    pub(super) epoch: u64,
 }
 
 pub(super) struct Session {
     socket: UnixStream,
-    /// Whoever connected, if that could be told.
+    /// The process that connected, if that could be told.
     pub(super) peer: Option<Peer>,
     /// When it is read.
     pub(super) standing: Standing,
     /// What they may do.
     grant: Grant,
-    epoch: u64,
+    pub(super) epoch: u64,
     stage: Stage,
     pub(super) inbox: Inbox,
     outbox: Outbox,
     /// By request number: the job, and whose it is.
-    requests: HashMap<u64, (usize, JobId), RandomState>,
+    pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
     /// Who what it sends is held for.
-    holder: Holder,
-    /// As last added to the totals of the shard.
+    pub(super) holder: Holder,
+    /// As last added to the totals of the plane.
     counted_held: Counted,
     /// The bulkhead that a large frame, or else the last job, is for.
-    frame_for: Option<usize>,
-    counted_unread: usize,
+    frame_for: Option<BulkheadIndex>,
+    pub(super) counted_unread: usize,
     mid_frame_since: Option<Time>,
     /// As of the last read, see [`Inbox::frames_begun`].
     frames_begun: u64,
@@ -136,22 +134,35 @@ fn no_hello() -> Breach {
     Breach(RejectReason::Invalid, message.into())
 }
 
-impl Shard {
+impl Session {
+    /// Whether nothing is in flight, waits or is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
+        // What has just come makes it another.
+        let mut byte = [0];
+        let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
+        self.stage != Stage::Closing
+            && has_nothing
+            && matches!(rustix::net::recv(&self.socket, &mut byte, flags), Err(rustix::io::Errno::AGAIN))
+    }
+}
+
+impl DataPlane {
     // Coming and going.
 
-    /// Lets in some of those who wait; if there may be more, `is_called` stays set.
+    /// Lets in some of those who wait; if there may be more, `accept_pending` stays set.
     pub(super) fn accept(&mut self) {
-        self.is_called = true;
+        self.entrance.accept_pending = true;
         let began = Instant::now();
         for taken in 0..ACCEPTS_PER_TURN {
             if taken > 0 && began.elapsed() > ACCEPT_TIME {
                 return;
             }
-            match self.listener.accept() {
+            match self.entrance.listener.accept() {
                 Ok((socket, _)) => self.welcome_socket(socket),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    self.is_called = false;
+                    self.entrance.accept_pending = false;
                     if error.kind() != io::ErrorKind::WouldBlock {
                         // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
                         // come twice, so ask again.
@@ -172,8 +183,8 @@ impl Shard {
             Ok((peer, grant)) => (Some(peer), grant, None),
             Err(refusal) => (refusal.peer, Grant::nothing(), Some(refusal)),
         };
-        self.clients += 1;
-        self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+        self.sessions.clients += 1;
+        self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
         // One that cannot be told has its share with all such.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
@@ -202,21 +213,16 @@ impl Shard {
         stage: Stage,
         place: Option<OwnedSemaphorePermit>,
         uid: u32,
-    ) -> usize {
-        self.session_epochs += 1;
-        let holder = self.memory.shares.open(Owner::User(uid), self.session_epochs);
-        let index = self.free_sessions.pop().unwrap_or_else(|| {
-            self.sessions.push(None);
-            self.sessions.len() - 1
-        });
-        let endpoint = Endpoint::Session(index);
+    ) -> SessionIndex {
+        self.sessions.epochs += 1;
+        let holder = self.memory.shares.open(Owner::User(uid), self.sessions.epochs);
         let fd = socket.as_raw_fd();
-        self.sessions[index] = Some(Session {
+        let index = self.sessions.slab.insert(Session {
             socket,
             peer,
             standing: Standing::default(),
             grant,
-            epoch: self.session_epochs,
+            epoch: self.sessions.epochs,
             stage,
             inbox: Inbox::default(),
             outbox: Outbox::default(),
@@ -234,7 +240,8 @@ impl Shard {
             uid,
             active_at: self.now,
         });
-        if self.poll.registry().register(&mut SourceFd(&fd), endpoint.token(), INTEREST).is_err() {
+        let token = Endpoint::Session(index).token();
+        if self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST).is_err() {
             self.drop_session(index);
         }
         index
@@ -243,10 +250,10 @@ impl Shard {
     /// Who connected, and what they may do; or why they may not come in. The cheap looks come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
         let peer = entry::peer_of(socket)?;
-        let grant = self.access.grant(peer, socket);
+        let grant = self.entrance.access.grant(peer, socket);
         let most = self.limits.clients_max;
-        let is_full = self.clients + self.intake.closing() >= most;
-        let idle = if grant.is_ok() && is_full { self.idle_session_for(peer.uid) } else { None };
+        let is_full = self.sessions.clients + self.entrance.intake.closing() >= most;
+        let idle = if grant.is_ok() && is_full { self.sessions.idle_for(peer.uid) } else { None };
         if grant.is_ok() && is_full && idle.is_none() {
             let message = format!(
                 "{most} clients are connected already, which is as many as max_clients and the limit of open \
@@ -255,8 +262,8 @@ impl Shard {
             return Err(Refusal { reason: RejectReason::Overloaded, ..Refusal::forbidden(peer, message) });
         }
         // A worker that tries is told of as one, also where its user may not come in anyway.
-        if grant.is_ok() || self.access.is_own(peer) {
-            self.access.check_descent(socket, peer)?;
+        if grant.is_ok() || self.entrance.access.is_own(peer) {
+            self.entrance.access.check_descent(socket, peer)?;
         }
         let grant = grant?;
         if let Some(idle) = idle {
@@ -268,27 +275,25 @@ impl Shard {
     /// Asks anew what each client may do: `[[access]]` is another. One that may nothing any more stays, since its
     /// jobs in hand are to have their outcomes; what it sends from here on is `forbidden`.
     pub(super) fn grant_again(&mut self) {
-        for session in self.sessions.iter_mut().flatten() {
+        for session in self.sessions.values_mut() {
             if let Some(peer) = session.peer.filter(|_| session.stage != Stage::Closing) {
-                session.grant = self.access.grant(peer, &session.socket).unwrap_or_else(|_| Grant::nothing());
+                session.grant =
+                    self.entrance.access.grant(peer, &session.socket).unwrap_or_else(|_| Grant::nothing());
             }
         }
     }
 
-    /// Whether nothing is in flight, waits or is under way.
-    pub(super) fn is_idle(session: &Session) -> bool {
-        let has_nothing =
-            session.requests.is_empty() && session.outbox.is_empty() && !session.inbox.is_mid_frame();
-        // What has just come makes it another.
-        let mut byte = [0];
-        let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
-        session.stage != Stage::Closing
-            && has_nothing
-            && matches!(rustix::net::recv(&session.socket, &mut byte, flags), Err(rustix::io::Errno::AGAIN))
+    /// Closes a connection that is idle, for another user.
+    fn close_idle(&mut self, index: SessionIndex) {
+        let message = "this connection was idle, and its user has most of the connections that there may be \
+                       (max_clients): another user needs one; connect again";
+        self.refuse_session(index, RejectReason::Overloaded, message);
+        self.flush_session(index);
+        self.drop_session(index);
     }
 
-    pub(super) fn refuse_session(&mut self, index: usize, reason: RejectReason, message: &str) {
-        let Some(session) = self.sessions[index].as_mut() else { return };
+    pub(super) fn refuse_session(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
+        let Some(session) = self.sessions.get_mut(index) else { return };
         if session.stage == Stage::Closing {
             return;
         }
@@ -301,26 +306,25 @@ impl Shard {
         self.want_housekeeping();
     }
 
-    pub(super) fn drop_session(&mut self, index: usize) {
+    pub(super) fn drop_session(&mut self, index: SessionIndex) {
         self.cancel_requests(index);
-        let Some(session) = self.sessions[index].take() else { return };
+        let Some(session) = self.sessions.slab.retire(index) else { return };
         // A place that is free again must not be flushed for its former owner.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
         let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
         let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
         self.memory.recount(session.counted_held, nothing);
         self.memory.shares.close(session.holder);
-        self.undelivered -= session.counted_unread;
+        self.sessions.undelivered -= session.counted_unread;
         if session.place.is_none() {
-            self.clients -= 1;
-            self.pulse.clients.store(self.clients as u64, Ordering::Relaxed);
+            self.sessions.clients -= 1;
+            self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         }
-        self.intake.close(session.socket);
-        self.freed_sessions.push(index);
+        self.entrance.intake.close(session.socket);
     }
 
-    fn cancel_requests(&mut self, index: usize) {
-        let Some(session) = self.sessions[index].as_mut() else { return };
+    fn cancel_requests(&mut self, index: SessionIndex) {
+        let Some(session) = self.sessions.get_mut(index) else { return };
         let requests = std::mem::take(&mut session.requests);
         for (compartment, job) in requests.into_values() {
             self.apply(compartment, Event::Cancel { job }, Incoming::None);
@@ -331,8 +335,8 @@ impl Shard {
 
     /// Reads once: frames of up to so many bytes together, or the rest of one that has begun. Returns how many
     /// bytes came.
-    pub(super) fn session_readable(&mut self, index: usize, most: usize) -> usize {
-        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return 0 };
+    pub(super) fn session_readable(&mut self, index: SessionIndex, most: usize) -> usize {
+        let Some(session) = self.sessions.get_mut(index) else { return 0 };
         if session.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
             session.is_paused = true;
             return 0;
@@ -342,15 +346,15 @@ impl Shard {
         if growth > 0 && !self.may_hold(holder, frame_for, growth) {
             self.give_frame(holder);
         }
-        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return 0 };
-        session.inbox.grow(&mut self.pool);
+        let Some(session) = self.sessions.get_mut(index) else { return 0 };
+        session.inbox.grow(&mut self.buffers.pool);
         // Taken out while its frames are handled, so that they can reach everything else.
         let mut inbox = std::mem::take(&mut session.inbox);
-        let mut scratch = std::mem::take(&mut self.scratch);
+        let mut scratch = std::mem::take(&mut self.buffers.scratch);
         let mut bytes = 0;
         let result = self.read_session(index, &mut inbox, &mut scratch, (most, &mut bytes));
-        self.scratch = scratch;
-        if let Some(session) = self.sessions[index].as_mut() {
+        self.buffers.scratch = scratch;
+        if let Some(session) = self.sessions.get_mut(index) {
             session.inbox = inbox;
         }
         match result {
@@ -363,18 +367,18 @@ impl Shard {
 
     fn read_session(
         &mut self,
-        index: usize,
+        index: SessionIndex,
         inbox: &mut Inbox,
         scratch: &mut bulkhead_shared::connection::Scratch,
         (most, bytes): (usize, &mut usize),
     ) -> Result<Received, Option<Breach>> {
-        let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
+        let Some(session) = self.sessions.get(index) else { return Err(None) };
         let is_closing = session.stage == Stage::Closing;
         let is_large = inbox.is_within_large();
         let mut is_cut = false;
         let read = inbox.receive_by(scratch, |buffer| {
             let most = if is_large { buffer.len() } else { most.min(buffer.len()) };
-            *bytes = self.intake.receive(&session.socket, &mut buffer[..most])?;
+            *bytes = self.entrance.intake.receive(&session.socket, &mut buffer[..most])?;
             is_cut = *bytes == most;
             Ok(*bytes)
         });
@@ -397,14 +401,15 @@ impl Shard {
                 }
                 Item::Announced { header, metadata } => {
                     if self.client_announces(index, header, metadata)? {
-                        let fit = self.pool.take(batch.buffer_bytes());
+                        let fit = self.buffers.pool.take(batch.buffer_bytes());
                         batch.accept(fit);
                     }
                 }
             }
         }
-        let is_awaited = self.sessions[index]
-            .as_ref()
+        let is_awaited = self
+            .sessions
+            .get(index)
             .is_some_and(|session| matches!(session.stage, Stage::AwaitingHello { .. }));
         if is_awaited && inbox.pending_header().is_some_and(|header| !is_hello(header)) {
             return Err(Some(no_hello()));
@@ -412,10 +417,10 @@ impl Shard {
         Ok(received)
     }
 
-    fn after_read(&mut self, index: usize, received: Received) {
+    fn after_read(&mut self, index: SessionIndex, received: Received) {
         let now = self.now;
         self.count_frame(index);
-        let Some(session) = self.sessions[index].as_mut() else { return };
+        let Some(session) = self.sessions.get_mut(index) else { return };
         session.active_at = now;
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
@@ -430,23 +435,23 @@ impl Shard {
             self.want_housekeeping();
         }
         match received {
-            Received::More => self.want_read(index),
-            Received::Drained if is_read_closed => self.want_read(index),
+            Received::More => self.sessions.want_read(index),
+            Received::Drained if is_read_closed => self.sessions.want_read(index),
             Received::Drained => {}
             Received::Closed => self.drop_session(index),
         }
-        let wants = self.sessions[index].as_ref().map(|session| (session.holder, session.frame_for));
+        let wants = self.sessions.get(index).map(|session| (session.holder, session.frame_for));
         self.settle_memory(wants);
     }
 
     fn client_frame(
         &mut self,
-        index: usize,
+        index: SessionIndex,
         header: Header,
         metadata: &[u8],
         payload: Incoming<'_>,
     ) -> Result<(), Option<Breach>> {
-        let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
+        let Some(session) = self.sessions.get(index) else { return Err(None) };
         match (session.stage, header.kind) {
             (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
             (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
@@ -464,7 +469,7 @@ impl Shard {
         }
     }
 
-    fn client_hello(&mut self, index: usize, header: Header, metadata: &[u8]) -> Result<(), Breach> {
+    fn client_hello(&mut self, index: SessionIndex, header: Header, metadata: &[u8]) -> Result<(), Breach> {
         let invalid = |message: String| Breach(RejectReason::Invalid, message);
         if !is_hello(header) {
             return Err(no_hello());
@@ -490,7 +495,7 @@ impl Shard {
             capabilities: 0,
             server_version: env!("CARGO_PKG_VERSION"),
         };
-        if let Some(session) = self.sessions[index].as_mut() {
+        if let Some(session) = self.sessions.get_mut(index) {
             session.stage = Stage::Open;
             let _ = session.outbox.push(kind::CLIENT_WELCOME, MAGIC, &welcome, &[], Payload::NONE);
         }
@@ -501,11 +506,11 @@ impl Shard {
     /// A large frame begins: whether its payload is wanted. If not, its sender is told here.
     fn client_announces(
         &mut self,
-        index: usize,
+        index: SessionIndex,
         header: Header,
         metadata: &[u8],
     ) -> Result<bool, Option<Breach>> {
-        let Some(session) = self.sessions[index].as_ref() else { return Err(None) };
+        let Some(session) = self.sessions.get(index) else { return Err(None) };
         if session.stage != Stage::Open || header.kind != kind::SUBMIT {
             self.client_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
@@ -523,9 +528,9 @@ impl Shard {
                 );
                 Ok(false)
             }
-            Ok((named, ..)) => {
-                if let Some(session) = self.sessions[index].as_mut() {
-                    session.frame_for = Some(named);
+            Ok((bulkhead, ..)) => {
+                if let Some(session) = self.sessions.get_mut(index) {
+                    session.frame_for = Some(bulkhead);
                 }
                 Ok(true)
             }
@@ -540,16 +545,16 @@ impl Shard {
 
     fn submit(
         &mut self,
-        index: usize,
+        index: SessionIndex,
         header: Header,
         metadata: &[u8],
         payload: Incoming<'_>,
     ) -> Result<(), Breach> {
         self.check_number(index, header.number)?;
-        let Some(session) = self.sessions[index].as_ref() else { return Ok(()) };
+        let Some(session) = self.sessions.get(index) else { return Ok(()) };
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
-        let (named, submit, traceparent) = match self.check_submit(session, header, metadata) {
+        let (bulkhead, submit, traceparent) = match self.check_submit(session, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -563,20 +568,20 @@ impl Shard {
         };
         let (priority, idempotent) =
             (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
-        let compartment = self.compartment_for(named, submit.tenant);
+        let compartment = self.compartment_for(bulkhead, submit.tenant);
         let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
         let label = self.compartments[compartment].policy.label(tenant) as u32;
-        let entry = &mut self.named[named];
+        let entry = &mut self.bulkheads[bulkhead];
         entry.tally.submit(priority);
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
         let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         let digest = entry.digest(submit.operation, payload.bytes());
         let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
-        let journey = has_chain.then(|| {
+        let fallback = has_chain.then(|| {
             let limits = self.compartments[compartment].policy.limits();
-            Box::new(Journey {
-                entry: (named, compartment),
+            Box::new(FallbackState {
+                entry: (bulkhead, compartment),
                 chain: entry.fallback.clone(),
                 next: 0,
                 received: self.now,
@@ -589,7 +594,7 @@ impl Shard {
         });
         let trace = self.trace(traceparent);
         let submission = Submission {
-            cargo: self.record(JobRecord {
+            cargo: self.buffers.record(JobData {
                 session: id,
                 request: header.number,
                 operation: submit.operation.into(),
@@ -601,7 +606,7 @@ impl Shard {
                 held: Held { is_repeatable, ..Held::default() },
                 given: super::unread::Given::default(),
                 charge: Charge::default(),
-                journey,
+                fallback,
             }),
             deadline,
             priority,
@@ -614,42 +619,22 @@ impl Shard {
         };
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
-            self.remember_request(id, header.number, compartment, job);
-            if let Some(session) = self.sessions[index].as_mut() {
-                session.frame_for = Some(named);
+            self.sessions.remember_request(id, header.number, compartment, job);
+            if let Some(session) = self.sessions.get_mut(index) {
+                session.frame_for = Some(bulkhead);
             }
         }
         Ok(())
     }
 
-    /// A record in memory that was used before, if there is some.
-    pub(super) fn record(&mut self, record: JobRecord) -> Cargo {
-        match self.records.pop() {
-            Some(mut kept) => {
-                *kept = record;
-                kept
-            }
-            None => Box::new(record),
-        }
-    }
-
     /// Whether a job's client is still there.
-    pub(super) fn is_awaited(&self, cargo: &JobRecord) -> bool {
-        let SessionId { index, epoch } = cargo.session;
-        let session = self.sessions[index].as_ref().filter(|session| session.epoch == epoch);
-        session.is_some_and(|session| session.stage == Stage::Open)
-    }
-
-    /// Where a client's job is, for the day it wants to cancel it.
-    pub(super) fn remember_request(&mut self, id: SessionId, number: u64, compartment: usize, job: JobId) {
-        if let Some(session) = self.sessions[id.index].as_mut().filter(|session| session.epoch == id.epoch) {
-            session.requests.insert(number, (compartment, job));
-        }
+    pub(super) fn is_awaited(&self, cargo: &JobData) -> bool {
+        self.sessions.of(cargo.session).is_some_and(|session| session.stage == Stage::Open)
     }
 
     /// A number that is in use would have two outcomes.
-    fn check_number(&self, index: usize, number: u64) -> Result<(), Breach> {
-        match self.sessions[index].as_ref() {
+    fn check_number(&self, index: SessionIndex, number: u64) -> Result<(), Breach> {
+        match self.sessions.get(index) {
             Some(session) if session.requests.contains_key(&number) => {
                 let message = format!("the request number {number} is in use already");
                 Err(Breach(RejectReason::Invalid, message))
@@ -664,16 +649,16 @@ impl Shard {
         session: &Session,
         header: Header,
         metadata: &'m [u8],
-    ) -> Result<(usize, Submit<'m>, Option<Traceparent>), (RejectReason, String)> {
+    ) -> Result<(BulkheadIndex, Submit<'m>, Option<Traceparent>), (RejectReason, String)> {
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        let found = self.by_name.get(submit.bulkhead).copied();
+        let found = self.bulkheads.by_name.get(submit.bulkhead).copied();
         if let Grant::Entries(entries) = &session.grant
             && let Some(message) = access::refusal(entries, (submit.bulkhead, found.is_some()), submit.tenant)
         {
             return Err((RejectReason::Forbidden, message));
         }
-        let Some(named) = found else {
+        let Some(bulkhead) = found else {
             let name = bulkhead_shared::limits::cut(submit.bulkhead, 64);
             return Err((RejectReason::NotFound, format!("there is no bulkhead '{}'", name.escape_debug())));
         };
@@ -691,27 +676,27 @@ impl Shard {
             return invalid(format!("there is no priority {}", submit.priority));
         }
         let size = header.payload_length() as u64;
-        let most = self.named[named].max_payload;
+        let most = self.bulkheads[bulkhead].max_payload;
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
         }
         // Some of it may be held already.
         let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);
-        if !self.may_hold(session.holder, Some(named), more) {
+        if !self.may_hold(session.holder, Some(bulkhead), more) {
             return Err(self.memory_full());
         }
-        Ok((named, submit, traceparent(&extensions)))
+        Ok((bulkhead, submit, traceparent(&extensions)))
     }
 
     /// Counts what is held for the frame that has begun. It can be given up if nothing else is lost with it.
-    fn count_frame(&mut self, index: usize) {
-        let Some(session) = self.sessions[index].as_mut() else { return };
+    fn count_frame(&mut self, index: SessionIndex) {
+        let Some(session) = self.sessions.get_mut(index) else { return };
         let held = session.inbox.held_bytes();
         let is_large = session.inbox.is_storing();
         let is_alone = session.requests.is_empty() && held >= memory::FRAME_BYTES_MIN;
         let kind = if is_large || is_alone { Kind::Frame } else { Kind::Fixed };
         let holder = match session.frame_for.filter(|_| is_large) {
-            Some(named) => self.memory.shares.leaf(session.holder, named),
+            Some(bulkhead) => self.memory.shares.leaf(session.holder, bulkhead),
             None => session.holder,
         };
         let counted = Counted { holder, bytes: held, kind };
@@ -721,14 +706,13 @@ impl Shard {
 
     /// A connection gives up its half-received frame; if it has no jobs under way, it is closed.
     pub(super) fn give_frame(&mut self, holder: Holder) {
-        let has_it = |session: &Option<Session>| session.as_ref().is_some_and(|it| it.holder == holder);
-        let Some(index) = self.sessions.iter().position(has_it) else { return };
-        let Some(session) = self.sessions[index].as_mut() else { return };
+        let found = self.sessions.iter().find(|(_, session)| session.holder == holder);
+        let Some((index, session)) = found else { return };
         let is_alone = session.requests.is_empty();
         let (reason, message) = self.memory_full();
         self.give_up_frame(index, reason, &message);
         if is_alone {
-            if let Some(session) = self.sessions[index].as_mut() {
+            if let Some(session) = self.sessions.get_mut(index) {
                 session.inbox = Inbox::default();
             }
             self.refuse_session(index, reason, &message);
@@ -737,30 +721,25 @@ impl Shard {
     }
 
     /// Gives up a large frame that comes in, if one does, and says so: the connection goes on.
-    pub(super) fn give_up_frame(&mut self, index: usize, reason: RejectReason, message: &str) {
-        let Some(session) = self.sessions[index].as_mut() else { return };
+    pub(super) fn give_up_frame(&mut self, index: SessionIndex, reason: RejectReason, message: &str) {
+        let Some(session) = self.sessions.get_mut(index) else { return };
         if let Some((header, metadata)) = session.inbox.abandon_large() {
             self.reject_frame(index, header, &metadata, reason, message);
         }
     }
 
-    pub(super) fn session_holder(&self, id: SessionId) -> Option<Holder> {
-        let session = self.sessions.get(id.index)?.as_ref().filter(|session| session.epoch == id.epoch)?;
-        Some(session.holder)
-    }
-
     /// Gives back what is held for a job that is over.
-    pub(super) fn free_job(&mut self, cargo: &mut JobRecord) {
+    pub(super) fn free_job(&mut self, cargo: &mut JobData) {
         self.memory.discharge(&mut cargo.charge);
         if let Some(payload) = cargo.held.payload.take() {
-            self.pool.give(payload);
+            self.buffers.pool.give(payload);
         }
     }
 
     /// Answers a submit that policy never hears of.
     fn reject_frame(
         &mut self,
-        index: usize,
+        index: SessionIndex,
         header: Header,
         metadata: &[u8],
         reason: RejectReason,
@@ -769,15 +748,15 @@ impl Shard {
         let told = codec::decode::<Submit<'_>>(metadata, &[]).ok();
         let name = told.as_ref().map_or("", |(submit, _)| submit.bulkhead);
         if let Some((submit, _)) = &told
-            && let Some(&named) = self.by_name.get(name)
+            && let Some(&bulkhead) = self.bulkheads.by_name.get(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
             // Who may not speak for a tenant does not count as it.
             let is_forbidden = reason == RejectReason::Forbidden;
             let tenant = if is_forbidden { "" } else { submit.tenant };
-            self.count_refused(named, (priority, self.label_of(tenant)), reason);
+            self.count_refused(bulkhead, (priority, self.label_of(tenant)), reason);
         }
-        let peer = self.sessions[index].as_ref().and_then(|session| session.peer);
+        let peer = self.sessions.get(index).and_then(|session| session.peer);
         if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
             self.note_refusal(Door::Jobs, Refusal::forbidden(peer, message.to_owned()));
         }
@@ -795,8 +774,8 @@ impl Shard {
         self.send_outcome(index, header.number, &message, (None, span), Payload::NONE);
     }
 
-    fn cancel_request(&mut self, index: usize, number: u64) {
-        let request = self.sessions[index].as_ref().and_then(|s| s.requests.get(&number).copied());
+    fn cancel_request(&mut self, index: SessionIndex, number: u64) {
+        let request = self.sessions.get(index).and_then(|s| s.requests.get(&number).copied());
         if let Some((compartment, job)) = request {
             self.apply(compartment, Event::Cancel { job }, Incoming::None);
         }
@@ -804,13 +783,18 @@ impl Shard {
 
     // Outcomes out.
 
-    pub(super) fn answer(&mut self, compartment: usize, answer: Answer<Cargo>, incoming: &mut Incoming<'_>) {
+    pub(super) fn answer(
+        &mut self,
+        compartment: CompartmentIndex,
+        answer: Answer<Box<JobData>>,
+        incoming: &mut Incoming<'_>,
+    ) {
         let mut answer = answer;
         if self.compartments[compartment].is_replay {
             return self.replay_answered(compartment, answer);
         }
         self.count_visit(compartment, &answer);
-        if answer.cargo.journey.is_some() {
+        if answer.cargo.fallback.is_some() {
             match self.pass_on(compartment, answer, incoming) {
                 Some(own) => answer = own,
                 None => return,
@@ -824,21 +808,21 @@ impl Shard {
                 entry.latency.record(now, ran, queued);
             }
             let own = entry.policy.limits().deadline;
-            let named = &mut self.named[entry.named];
-            named.latency.record(now, ran, queued);
-            named.demand.served(ran, queued);
+            let bulkhead = &mut self.bulkheads[entry.bulkhead];
+            bulkhead.latency.record(now, ran, queued);
+            bulkhead.demand.served(ran, queued);
             if answer.verdict == Verdict::DeadlineRunning {
-                named.demand.was_late(answer.deadline, own);
+                bulkhead.demand.was_late(answer.deadline, own);
             }
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
             self.note_answer(compartment, &answer);
-            self.last_crashed =
+            self.reporter.last_crashed =
                 answer.job.map(|job| (job, answer.cargo.operation.clone(), answer.cargo.tenant.clone()));
         }
-        let SessionId { index, epoch } = answer.cargo.session;
-        let request = answer.cargo.request;
-        let is_there = match self.sessions[index].as_mut().filter(|session| session.epoch == epoch) {
+        let (id, request) = (answer.cargo.session, answer.cargo.request);
+        let index = id.index;
+        let is_there = match self.sessions.of_mut(id) {
             Some(session) => {
                 session.requests.remove(&request);
                 // What a flood took is given back.
@@ -851,7 +835,7 @@ impl Shard {
             None => false,
         };
         let span = answer.cargo.span();
-        if answer.cargo.journey.is_some() || span.is_some() {
+        if answer.cargo.fallback.is_some() || span.is_some() {
             let outcome = self.outcome_in_all(compartment, &answer);
             self.count_end(compartment, &answer.cargo, &outcome.verdict);
             if span.is_some() {
@@ -862,7 +846,7 @@ impl Shard {
                 let about = (outcome.job, span);
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
-            self.keep_record(answer.cargo);
+            self.buffers.keep_record(answer.cargo);
             return;
         }
         self.count_end(compartment, &answer.cargo, &answer.verdict);
@@ -878,26 +862,18 @@ impl Shard {
             let payload = result_for(&answer.verdict, incoming);
             self.send_outcome(index, request, &message, (answer.job, None), payload);
         }
-        self.keep_record(answer.cargo);
-    }
-
-    /// Keeps the memory of a record for the next job.
-    pub(super) fn keep_record(&mut self, mut cargo: Cargo) {
-        if self.records.len() < RECORDS_KEPT_MAX {
-            *cargo = JobRecord::default();
-            self.records.push(cargo);
-        }
+        self.buffers.keep_record(answer.cargo);
     }
 
     fn send_outcome(
         &mut self,
-        index: usize,
+        index: SessionIndex,
         request: u64,
         message: &OutcomeMessage<'_>,
         (job, span): (Option<JobId>, Option<Traceparent>),
         payload: Payload<'_>,
     ) {
-        let Some(session) = self.sessions[index].as_mut() else { return };
+        let Some(session) = self.sessions.get_mut(index) else { return };
         if session.stage == Stage::Closing {
             return;
         }
@@ -907,15 +883,20 @@ impl Shard {
         let span = span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes()));
         let both = [number, span.unwrap_or(number)];
         let extensions = &both[usize::from(job.is_none())..1 + usize::from(span.is_some())];
-        let pushed =
-            session.outbox.push_pooled(kind::OUTCOME, request, message, extensions, payload, &mut self.pool);
+        let pushed = session.outbox.push_pooled(
+            kind::OUTCOME,
+            request,
+            message,
+            extensions,
+            payload,
+            &mut self.buffers.pool,
+        );
         debug_assert!(pushed.is_ok(), "an outcome did not fit");
         self.mark_dirty(Endpoint::Session(index));
     }
 
     pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
-        let entry = self.sessions.get_mut(session.index).and_then(Option::as_mut);
-        let Some(entry) = entry.filter(|entry| entry.epoch == session.epoch) else { return };
+        let Some(entry) = self.sessions.of_mut(session) else { return };
         // Progress is a courtesy: a client that does not keep up goes without.
         if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
             let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);
@@ -923,17 +904,17 @@ impl Shard {
         }
     }
 
-    pub(super) fn flush_session(&mut self, index: usize) {
+    pub(super) fn flush_session(&mut self, index: SessionIndex) {
         let now = self.now;
-        let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) else { return };
+        let Some(session) = self.sessions.slab.get_mut(index) else { return };
         session.is_dirty = false;
         let before = session.outbox.waiting_bytes();
         if before > 0 {
             session.active_at = now;
         }
-        let flushed = session.outbox.flush(&session.socket, &mut self.pool);
+        let flushed = session.outbox.flush(&session.socket, &mut self.buffers.pool);
         let waiting = session.outbox.waiting_bytes();
-        self.undelivered = self.undelivered - session.counted_unread + waiting;
+        self.sessions.undelivered = self.sessions.undelivered - session.counted_unread + waiting;
         session.counted_unread = waiting;
         match flushed {
             Err(_) => self.drop_session(index),
@@ -943,7 +924,7 @@ impl Shard {
                     let _ = session.socket.shutdown(std::net::Shutdown::Write);
                     self.drop_session(index);
                 } else if std::mem::take(&mut session.is_paused) {
-                    self.want_read(index);
+                    self.sessions.want_read(index);
                 }
             }
             Ok(false) => {
@@ -952,7 +933,7 @@ impl Shard {
                 }
                 if session.is_paused && waiting <= UNREAD_BYTES_PAUSE {
                     session.is_paused = false;
-                    self.want_read(index);
+                    self.sessions.want_read(index);
                 }
                 self.want_housekeeping();
                 self.bound_undelivered(index);
@@ -962,18 +943,17 @@ impl Shard {
 
     /// A client that lets more results pile up than one of the largest, while the memory for all is used
     /// up, or far more than that, is cut off.
-    fn bound_undelivered(&mut self, index: usize) {
-        let Some(session) = self.sessions[index].as_ref() else { return };
+    fn bound_undelivered(&mut self, index: SessionIndex) {
+        let Some(session) = self.sessions.get(index) else { return };
         let own = session.counted_unread;
         let one = usize::try_from(self.limits.result_bytes_max).unwrap_or(usize::MAX);
         let is_too_much = own > one.saturating_add(16 * UNREAD_BYTES_PAUSE);
-        let is_over_budget = self.undelivered > self.limits.buffered_bytes_max;
+        let is_over_budget = self.sessions.undelivered > self.limits.buffered_bytes_max;
         if is_too_much {
             self.drop_session(index);
         } else if is_over_budget {
-            let worst = (0..self.sessions.len())
-                .max_by_key(|&i| self.sessions[i].as_ref().map_or(0, |s| s.counted_unread));
-            if let Some(worst) = worst {
+            let worst = self.sessions.iter().max_by_key(|(_, session)| session.counted_unread);
+            if let Some((worst, _)) = worst {
                 self.drop_session(worst);
             }
         }
@@ -984,8 +964,8 @@ impl Shard {
     pub(super) fn look_after_sessions(&mut self) {
         self.accept();
         let now = self.now;
-        for index in 0..self.sessions.len() {
-            let Some(session) = self.sessions[index].as_ref() else { continue };
+        for index in self.sessions.indices() {
+            let Some(session) = self.sessions.get(index) else { continue };
             let over = |since: Option<Time>, limit: Duration| since.is_some_and(|at| now.since(at) > limit);
             let hello_since = match session.stage {
                 Stage::AwaitingHello { since } => Some(since),

@@ -5,6 +5,7 @@
 //! nevertheless, and the one furthest over its share gives: half-received frames first, then waiting jobs.
 //! It counts and chooses; it knows nothing of sessions and jobs, and frees nothing itself.
 
+use super::slab::{BulkheadIndex, SlabIndex};
 use std::collections::{BTreeSet, HashMap};
 
 use foldhash::quality::RandomState;
@@ -20,7 +21,7 @@ const ROOT: Holder = Holder(0);
 pub(super) enum Owner {
     /// Clients of this user.
     User(u32),
-    /// What is on its way to workers, and nobody can give back.
+    /// What is on its way to workers, and cannot be given back.
     Workers,
 }
 
@@ -112,8 +113,8 @@ impl Shares {
     }
 
     /// What a connection holds in a bulkhead. It stays as long as the connection, or something is held.
-    pub(super) fn leaf(&mut self, connection: Holder, bulkhead: usize) -> Holder {
-        self.child(connection, bulkhead as u64)
+    pub(super) fn leaf(&mut self, connection: Holder, bulkhead: BulkheadIndex) -> Holder {
+        self.child(connection, bulkhead.number() as u64)
     }
 
     pub(super) fn held(&self) -> usize {
@@ -137,7 +138,7 @@ impl Shares {
     pub(super) fn may_have(
         &self,
         connection: Holder,
-        bulkhead: Option<usize>,
+        bulkhead: Option<BulkheadIndex>,
         more: usize,
         most: usize,
     ) -> bool {
@@ -146,11 +147,17 @@ impl Shares {
 
     /// Of those that hold what a connection holds for a bulkhead, the highest that would stay within an equal share
     /// with so much more: its parent, whose other children are to give.
-    fn scope(&self, connection: Holder, bulkhead: Option<usize>, more: usize, most: usize) -> Option<Holder> {
+    fn scope(
+        &self,
+        connection: Holder,
+        bulkhead: Option<BulkheadIndex>,
+        more: usize,
+        most: usize,
+    ) -> Option<Holder> {
         let owner = self.nodes[connection.0 as usize].parent;
         let leaf = bulkhead.map(|bulkhead| {
             let children = &self.nodes[connection.0 as usize].children;
-            children.get(&(bulkhead as u64)).map_or(0, |&leaf| self.bytes(leaf).all)
+            children.get(&(bulkhead.number() as u64)).map_or(0, |&leaf| self.bytes(leaf).all)
         });
         let levels = [
             (ROOT, Some(self.bytes(owner).all)),
@@ -184,7 +191,11 @@ impl Shares {
 
     /// Who gives when more than `most` is held, to make room for what a connection holds for a bulkhead; `None` if it
     /// is not, or only by what cannot be given, or by holders that are within their share.
-    pub(super) fn giver(&mut self, wants: Option<(Holder, Option<usize>)>, most: usize) -> Option<Giver> {
+    pub(super) fn giver(
+        &mut self,
+        wants: Option<(Holder, Option<BulkheadIndex>)>,
+        most: usize,
+    ) -> Option<Giver> {
         if self.held() <= most {
             if self.is_ordered && self.held() < most / 2 {
                 self.is_ordered = false;

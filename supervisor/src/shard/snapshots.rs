@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::Shard;
-use super::named::{Compartment, Layout, Presence};
+use super::DataPlane;
+use super::bulkheads::{Compartment, Layout, Presence};
+use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::view::Sum;
 use crate::snapshot::Snapshot;
 
@@ -18,34 +19,35 @@ const PARTS_PER_TURN: usize = 256;
 pub(super) struct SnapshotInPieces {
     reply: oneshot::Sender<Vec<Snapshot>>,
     /// Bulkheads that are still to be looked at: their places, and who is there.
-    wanted: VecDeque<(usize, Arc<str>)>,
+    wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     begun: Option<Begun>,
     done: Vec<Snapshot>,
 }
 
 /// A bulkhead of which some parts are looked at.
 struct Begun {
-    named: usize,
+    bulkhead: BulkheadIndex,
     name: Arc<str>,
     /// The other ones.
-    left: Vec<usize>,
+    left: Vec<CompartmentIndex>,
     sum: Sum,
 }
 
-impl Shard {
+impl DataPlane {
     /// Begins to show bulkheads, and as a rule ends it.
     pub(super) fn want_snapshot(&mut self, bulkhead: Option<&str>, reply: oneshot::Sender<Vec<Snapshot>>) {
-        let wanted = self.present().into_iter().map(|named| (named, self.named[named].name.clone()));
+        let wanted =
+            self.present().into_iter().map(|bulkhead| (bulkhead, self.bulkheads[bulkhead].name.clone()));
         let wanted = wanted.filter(|(_, name)| bulkhead.is_none_or(|wanted| wanted == &**name)).collect();
-        self.snapshots.push_back(SnapshotInPieces { reply, wanted, begun: None, done: Vec::new() });
-        if self.snapshots.len() == 1 {
+        self.orders.snapshots.push_back(SnapshotInPieces { reply, wanted, begun: None, done: Vec::new() });
+        if self.orders.snapshots.len() == 1 {
             self.show_a_piece();
         }
     }
 
     /// Goes on with the oldest one.
     pub(super) fn show_a_piece(&mut self) {
-        let Some(mut snapshot) = self.snapshots.pop_front() else { return };
+        let Some(mut snapshot) = self.orders.snapshots.pop_front() else { return };
         if snapshot.reply.is_closed() {
             return;
         }
@@ -53,7 +55,7 @@ impl Shard {
         while parts > 0 {
             if snapshot.begun.is_none() {
                 snapshot.begun =
-                    snapshot.wanted.pop_front().and_then(|(named, name)| self.begin(named, name));
+                    snapshot.wanted.pop_front().and_then(|(bulkhead, name)| self.begin(bulkhead, name));
             }
             match snapshot.begun.take() {
                 Some(mut begun) => {
@@ -62,29 +64,29 @@ impl Shard {
                         continue;
                     }
                     if is_whole {
-                        snapshot.done.push(self.whole(begun.named, begun.sum));
+                        snapshot.done.push(self.whole(begun.bulkhead, begun.sum));
                     } else {
                         snapshot.begun = Some(begun);
                     }
                 }
                 None if snapshot.wanted.is_empty() => {
-                    // Whoever asked may have gone.
+                    // Its caller may have gone.
                     let _ = snapshot.reply.send(snapshot.done);
                     return;
                 }
                 None => {}
             }
         }
-        self.snapshots.push_front(snapshot);
+        self.orders.snapshots.push_front(snapshot);
     }
 
-    fn begin(&self, named: usize, name: Arc<str>) -> Option<Begun> {
-        let mut begun = Begun { named, name, left: Vec::new(), sum: Sum::default() };
+    fn begin(&self, bulkhead: BulkheadIndex, name: Arc<str>) -> Option<Begun> {
+        let mut begun = Begun { bulkhead, name, left: Vec::new(), sum: Sum::default() };
         if !self.is_there(&begun) {
             return None;
         }
-        begun.left = self.compartments_of(named);
-        if let Layout::Isolated(isolated) = &self.named[named].layout {
+        begun.left = self.compartments_of(bulkhead);
+        if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
             begun.sum.add_past(isolated);
         }
         Some(begun)
@@ -92,8 +94,8 @@ impl Shard {
 
     /// Whether it was not removed, and perhaps another put in its place.
     fn is_there(&self, begun: &Begun) -> bool {
-        let named = &self.named[begun.named];
-        named.presence == Presence::Here && Arc::ptr_eq(&named.name, &begun.name)
+        let entry = self.bulkheads.get(begun.bulkhead);
+        entry.is_some_and(|entry| entry.presence == Presence::Here && Arc::ptr_eq(&entry.name, &begun.name))
     }
 
     /// Returns whether it has looked at all of them.
@@ -102,22 +104,30 @@ impl Shard {
             && let Some(place) = begun.left.pop()
         {
             *parts -= 1;
-            begun.sum.add(self, &self.compartments[place]);
+            // Its bulkhead may have been removed meanwhile.
+            if let Some(part) = self.compartments.get(place) {
+                begun.sum.add(self, part);
+            }
         }
         begun.left.is_empty()
     }
 
-    /// A tenant's part that is forgotten counts as what it was, if nobody has looked at it yet.
-    pub(super) fn add_gone_to_snapshot(&mut self, named: usize, place: usize, gone: &Compartment) {
-        let mut snapshots = std::mem::take(&mut self.snapshots);
+    /// A tenant's part that is forgotten counts as what it was, if it was not looked at before.
+    pub(super) fn add_gone_to_snapshot(
+        &mut self,
+        bulkhead: BulkheadIndex,
+        place: CompartmentIndex,
+        gone: &Compartment,
+    ) {
+        let mut snapshots = std::mem::take(&mut self.orders.snapshots);
         for begun in snapshots.iter_mut().filter_map(|snapshot| snapshot.begun.as_mut()) {
-            if begun.named == named
+            if begun.bulkhead == bulkhead
                 && let Some(at) = begun.left.iter().position(|&left| left == place)
             {
                 begun.left.swap_remove(at);
                 begun.sum.add(self, gone);
             }
         }
-        self.snapshots = snapshots;
+        self.orders.snapshots = snapshots;
     }
 }

@@ -13,7 +13,8 @@ use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENA
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Outcome, Priority, Verdict};
 
-use super::{JobRecord, Shard};
+use super::slab::CompartmentIndex;
+use super::{DataPlane, JobData};
 use crate::observe::spans::SpanSender;
 use crate::span::JobSpan;
 
@@ -44,7 +45,7 @@ impl Trace {
     }
 }
 
-impl JobRecord {
+impl JobData {
     /// The job's own span, if it has one.
     pub(super) fn span(&self) -> Option<Traceparent> {
         Some(self.trace.as_ref()?.span.as_ref()?.own)
@@ -77,11 +78,11 @@ impl SpanIds {
     }
 }
 
-impl Shard {
+impl DataPlane {
     /// The trace of a job that comes in.
     pub(super) fn trace(&mut self, given: Option<Traceparent>) -> Option<Box<Trace>> {
         let given = given?;
-        let spans = self.spans.as_mut().filter(|_| given.is_sampled());
+        let spans = self.reporter.spans.as_mut().filter(|_| given.is_sampled());
         let span = spans.map(|spans| OpenSpan {
             own: given.with_span(spans.ids.next()),
             began: SystemTime::now(),
@@ -90,11 +91,18 @@ impl Shard {
         Some(Box::new(Trace { given, span }))
     }
 
-    /// Hands on the span of a job that has ended. Takes the job's names, which nobody asks for after that.
-    pub(super) fn end_span(&mut self, compartment: usize, record: &mut JobRecord, outcome: &Outcome) {
-        let entered =
-            record.journey.as_ref().map_or(self.compartments[compartment].named, |journey| journey.entry.0);
-        let bulkhead = self.named[entered].name.clone();
+    /// Hands on the span of a job that has ended. Takes the job's names, which are not asked for after that.
+    pub(super) fn end_span(
+        &mut self,
+        compartment: CompartmentIndex,
+        record: &mut JobData,
+        outcome: &Outcome,
+    ) {
+        let entered = record
+            .fallback
+            .as_ref()
+            .map_or(self.compartments[compartment].bulkhead, |fallback| fallback.entry.0);
+        let bulkhead = self.bulkheads[entered].name.clone();
         self.send_span(bulkhead, record, outcome);
     }
 
@@ -107,7 +115,7 @@ impl Shard {
         verdict: &Verdict,
     ) -> Option<Traceparent> {
         let (trace, priority) = (self.trace(given), Priority::from_code(submit.priority).unwrap_or_default());
-        let mut record = JobRecord { trace, priority, payload_bytes, ..JobRecord::default() };
+        let mut record = JobData { trace, priority, payload_bytes, ..JobData::default() };
         let span = record.span()?;
         record.operation = cut(submit.operation, OPERATION_BYTES_MAX).into();
         record.tenant = cut(submit.tenant, TENANT_BYTES_MAX).into();
@@ -128,12 +136,12 @@ impl Shard {
         Some(span)
     }
 
-    fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobRecord, outcome: &Outcome) {
-        let Some(spans) = &self.spans else { return };
+    fn send_span(&mut self, bulkhead: Arc<str>, record: &mut JobData, outcome: &Outcome) {
+        let Some(spans) = &self.reporter.spans else { return };
         let Some(Trace { given, span: Some(span) }) = record.trace.as_deref() else { return };
         // Room first: a storm costs no more than that it is counted.
         let Ok(place) = spans.sender.try_reserve() else {
-            self.pulse.spans_dropped.fetch_add(1, Ordering::Relaxed);
+            self.reporter.pulse.spans_dropped.fetch_add(1, Ordering::Relaxed);
             return;
         };
         let about = JobSpan {

@@ -1,54 +1,88 @@
 //! Whether a worker is silent because it hangs, or because the machine gives it no processor: how long each of
-//! its threads was ready to run and did not, from `/proc`. The policy asks; it also decides.
+//! its threads was ready to run and did not, from `/proc`. The policy asks; it also decides. The files are read on
+//! the background thread.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Event, Time, WorkerId};
+use bulkhead_policy::{Event, WorkerId};
 
-use super::{Incoming, Shard};
+use super::slab::CompartmentIndex;
+use super::{DataPlane, Incoming};
 
 /// Threads that are looked at; a worker with more is judged by these.
 const THREADS_MAX: usize = 256;
 
-/// A worker's threads when its silence was noticed.
+/// A worker's threads since its silence was noticed.
 pub(super) struct Watch {
-    since: Time,
+    pid: u32,
+    begun: OnceLock<Figures>,
+}
+
+struct Figures {
+    read_at: Instant,
+    /// By thread: nanoseconds that it was ready to run and did not.
     waited_ns: HashMap<u32, u64>,
 }
 
-impl Shard {
-    pub(super) fn watch(&mut self, compartment: usize, worker: WorkerId) {
-        let now = self.now;
+impl DataPlane {
+    pub(super) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        if let Some(link) = self.links[index].as_mut() {
-            link.watch = link.pid.map(|pid| Watch { since: now, waited_ns: waited(pid) });
-        }
+        let Some(running) = self.links[index].running_mut() else { return };
+        let watch = Arc::new(Watch::new(running.pid));
+        running.watch = self.background.watch(&watch).then_some(watch);
     }
 
-    /// Compares; policy is told at the end of the turn.
-    pub(super) fn look(&mut self, compartment: usize, worker: WorkerId) {
-        let now = self.now;
-        let link = self.link_of(compartment, worker).and_then(|index| self.links[index].as_mut());
-        let watched = link.and_then(|link| Some((link.watch.take()?, link.pid?)));
-        let is_starved = watched.is_some_and(|(watch, pid)| watch.is_starved(pid, now));
-        self.looked.push((compartment, worker, is_starved));
+    /// Compares; policy is told in a later turn.
+    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
+        let running = self.link_of(compartment, worker).and_then(|index| self.links[index].running_mut());
+        match running.and_then(|running| running.watch.take()) {
+            // It is dead, which policy is told as soon as nothing is left of it.
+            _ if self.keeper.is_replaced() => self.links.looked.push((compartment, worker, true)),
+            Some(watch) => self.background.look(compartment, worker, watch),
+            // The machine does not even get to look.
+            None => self.links.looked.push((compartment, worker, true)),
+        }
     }
 
     pub(super) fn report_looks(&mut self) {
-        for (compartment, worker, is_starved) in std::mem::take(&mut self.looked) {
-            self.apply(compartment, Event::Looked { worker, is_starved }, Incoming::None);
+        for (compartment, worker, is_starved) in std::mem::take(&mut self.links.looked) {
+            self.report_look(compartment, worker, is_starved);
         }
+    }
+
+    pub(super) fn report_look(&mut self, compartment: CompartmentIndex, worker: WorkerId, is_starved: bool) {
+        self.apply(compartment, Event::Looked { worker, is_starved }, Incoming::None);
     }
 }
 
 impl Watch {
-    /// Whether a thread has waited for a processor for most of the time.
-    fn is_starved(&self, pid: u32, now: Time) -> bool {
-        let half = now.since(self.since) / 2;
-        waited(pid).iter().any(|(thread, waited_ns)| {
-            let before = self.waited_ns.get(thread).copied().unwrap_or(*waited_ns);
-            Duration::from_nanos(waited_ns.saturating_sub(before)) >= half
+    fn new(pid: u32) -> Self {
+        Self { pid, begun: OnceLock::new() }
+    }
+
+    /// Takes the figures to compare with.
+    pub(super) fn begin(&self) {
+        self.begun.get_or_init(|| Figures::of(self.pid));
+    }
+
+    /// Whether a thread has waited for a processor for most of the time since then.
+    pub(super) fn is_starved(&self) -> bool {
+        self.begun.get().is_some_and(|begun| Figures::of(self.pid).is_starved_since(begun))
+    }
+}
+
+impl Figures {
+    fn of(pid: u32) -> Self {
+        Self { read_at: Instant::now(), waited_ns: waited(pid) }
+    }
+
+    fn is_starved_since(&self, before: &Self) -> bool {
+        let half = self.read_at.duration_since(before.read_at) / 2;
+        self.waited_ns.iter().any(|(thread, waited_ns)| {
+            let before_ns = before.waited_ns.get(thread).copied().unwrap_or(*waited_ns);
+            Duration::from_nanos(waited_ns.saturating_sub(before_ns)) >= half
         })
     }
 }
@@ -70,17 +104,21 @@ mod tests {
 
     #[test]
     fn a_process_that_sleeps_is_not_starved() {
-        let pid = std::process::id();
-        let figures = waited(pid);
-        if figures.is_empty() {
+        let now = Figures::of(std::process::id());
+        if now.waited_ns.is_empty() {
             eprintln!("skipped: this kernel does not tell how long threads wait for a processor");
             return;
         }
-        let watch = Watch { since: Time::ZERO, waited_ns: figures };
-        // An hour, of which nobody waited half an hour.
-        assert!(!watch.is_starved(pid, Time::ZERO + Duration::from_secs(3600)));
-        let never =
-            Watch { since: Time::ZERO, waited_ns: waited(pid).into_keys().map(|id| (id, 0)).collect() };
-        assert!(never.is_starved(pid, Time::ZERO), "any wait is half of no time");
+        // An hour, of which no thread waited half an hour.
+        let later = Figures {
+            read_at: now.read_at + Duration::from_secs(3600),
+            waited_ns: waited(std::process::id()),
+        };
+        assert!(!later.is_starved_since(&now));
+        let never = now.waited_ns.keys().map(|&thread| (thread, 0)).collect();
+        let never = Figures { read_at: now.read_at, waited_ns: never };
+        assert!(now.is_starved_since(&never), "any wait is half of no time");
+        let watch = Watch::new(std::process::id());
+        assert!(!watch.is_starved(), "there is nothing to compare with");
     }
 }

@@ -7,8 +7,9 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 use serde_json::json;
 
-use super::named::{Layout, Presence};
-use super::{Incoming, Shard};
+use super::bulkheads::{Layout, Presence};
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, Incoming};
 use crate::command::{
     BreakerMode, Change, ChangedPer, Command, Severity, SteerError, TenantChange, TenantRate, Verb,
 };
@@ -22,7 +23,7 @@ use crate::snapshot::{RateSnapshot, Snapshot};
 /// Tenants of one bulkhead that can have numbers of their own.
 const OWN_MAX: usize = 16_384;
 
-impl Shard {
+impl DataPlane {
     pub(super) fn command(&mut self, command: Command) {
         match command {
             Command::Listen(listener) => self.listen(listener),
@@ -35,12 +36,12 @@ impl Shard {
             }
             Command::Steer { bulkhead, verb, reply } => {
                 let done = self.steer(&bulkhead, verb);
-                self.states_have_changed();
+                self.reporter.states_have_changed();
                 let _ = reply.send(done);
             }
             Command::Change { bulkhead, change, reply } => {
                 let done = self.change(&bulkhead, &change);
-                self.states_have_changed();
+                self.reporter.states_have_changed();
                 let _ = reply.send(done);
             }
             Command::TenantSnapshot { bulkhead, tenant, reply } => {
@@ -48,7 +49,7 @@ impl Shard {
             }
             Command::ChangeTenant { bulkhead, tenant, change, reply } => {
                 let done = self.change_tenant(&bulkhead, &tenant, &change);
-                self.states_have_changed();
+                self.reporter.states_have_changed();
                 let _ = reply.send(done);
             }
             Command::Observe { bulkhead, reply } => {
@@ -68,7 +69,7 @@ impl Shard {
             Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
             Command::Reload { reload, reply } => {
                 let done = self.reload(*reload);
-                self.states_have_changed();
+                self.reporter.states_have_changed();
                 let _ = reply.send(done);
             }
             Command::Summarise => self.summarise(),
@@ -78,16 +79,16 @@ impl Shard {
     /// Counts a job that never reached a compartment.
     pub(super) fn count_refused(
         &mut self,
-        named: usize,
+        bulkhead: BulkheadIndex,
         (priority, label): (Priority, u32),
         reason: RejectReason,
     ) {
         let verdict = Verdict::rejected(reason);
-        let (now, entry) = (self.now, &mut self.named[named]);
+        let (now, entry) = (self.now, &mut self.bulkheads[bulkhead]);
         entry.tally.submit(priority);
         entry.tally.end(priority, label, &verdict);
         entry.service.count(now, &verdict);
-        match &mut self.named[named].layout {
+        match &mut self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => {
                 self.compartments[*compartment].policy.count_refused(reason);
             }
@@ -95,14 +96,14 @@ impl Shard {
         }
     }
 
-    fn find(&self, name: &str) -> Result<usize, SteerError> {
-        let &named = self.by_name.get(name).ok_or(SteerError::NotFound)?;
-        if self.stopping { Err(SteerError::Stopping) } else { Ok(named) }
+    fn find(&self, name: &str) -> Result<BulkheadIndex, SteerError> {
+        let &bulkhead = self.bulkheads.by_name.get(name).ok_or(SteerError::NotFound)?;
+        if self.stopping { Err(SteerError::Stopping) } else { Ok(bulkhead) }
     }
 
     fn steer(&mut self, name: &str, verb: Verb) -> Result<(), SteerError> {
-        let named = self.find(name)?;
-        if let Some(isolated) = self.named[named].isolated() {
+        let bulkhead = self.find(name)?;
+        if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
             match verb {
                 Verb::Drain => isolated.is_draining = true,
                 Verb::Resume => isolated.is_draining = false,
@@ -110,7 +111,7 @@ impl Shard {
                 Verb::Restart => {}
             }
         }
-        for compartment in self.compartments_of(named) {
+        for compartment in self.compartments_of(bulkhead) {
             let event = match verb {
                 Verb::Restart => Event::Restart,
                 Verb::Drain => Event::Drain,
@@ -119,27 +120,27 @@ impl Shard {
             };
             self.apply_quietly(compartment, event);
         }
-        if self.named[named].isolated().is_some() {
-            self.note_verb(named, verb);
+        if self.bulkheads[bulkhead].isolated().is_some() {
+            self.note_verb(bulkhead, verb);
         }
         Ok(())
     }
 
     /// One event for all tenants.
-    fn note_verb(&mut self, named: usize, verb: Verb) {
+    fn note_verb(&mut self, bulkhead: BulkheadIndex, verb: Verb) {
         let kind = match verb {
             Verb::Drain => "draining",
             Verb::Resume => "resumed",
             Verb::Restart | Verb::Reset => return,
         };
-        self.named_event(Severity::Info, kind, named, Vec::new());
+        self.bulkhead_event(Severity::Info, kind, bulkhead, Vec::new());
     }
 
     // Numbers.
 
     fn change(&mut self, name: &str, change: &Change) -> Result<Box<Snapshot>, SteerError> {
-        let named = self.find(name)?;
-        let so_far = self.limits_of(named).rate_limit.map_or(RatePer::Bulkhead, |limit| limit.per);
+        let bulkhead = self.find(name)?;
+        let so_far = self.limits_of(bulkhead).rate_limit.map_or(RatePer::Bulkhead, |limit| limit.per);
         let rate = change.rate_limit.as_ref().map(|rate| {
             let rate = rate.as_ref()?;
             let per = match rate.per {
@@ -151,9 +152,9 @@ impl Shard {
         });
         let Change { processes, max_in_flight, max_queue, .. } = *change;
         let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate };
-        self.check_change(named, &numbers)?;
-        for compartment in self.compartments_of(named) {
-            let own = self.own_numbers(named, compartment);
+        self.check_change(bulkhead, &numbers)?;
+        for compartment in self.compartments_of(bulkhead) {
+            let own = self.own_numbers(bulkhead, compartment);
             let numbers = Numbers {
                 processes: processes.filter(|_| own.processes.is_none()),
                 max_in_flight: max_in_flight.filter(|_| own.max_in_flight.is_none()),
@@ -162,7 +163,7 @@ impl Shard {
             };
             self.apply(compartment, Event::Change(numbers), Incoming::None);
         }
-        if let Some(isolated) = self.named[named].isolated() {
+        if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
             let limits = &mut isolated.limits;
             limits.processes = processes.unwrap_or(limits.processes);
             limits.max_in_flight = max_in_flight.unwrap_or(limits.max_in_flight);
@@ -170,35 +171,35 @@ impl Shard {
             limits.rate_limit = rate.unwrap_or(limits.rate_limit);
         }
         if let Some(mode) = change.breaker {
-            self.force_breaker(named, mode == BreakerMode::ForcedOpen);
+            self.force_breaker(bulkhead, mode == BreakerMode::ForcedOpen);
         }
-        self.note_numbers(named, None, &numbers);
-        Ok(Box::new(self.snapshot(named)))
+        self.note_numbers(bulkhead, None, &numbers);
+        Ok(Box::new(self.snapshot(bulkhead)))
     }
 
-    fn force_breaker(&mut self, named: usize, open: bool) {
-        let was_open = self.named[named]
+    fn force_breaker(&mut self, bulkhead: BulkheadIndex, open: bool) {
+        let was_open = self.bulkheads[bulkhead]
             .isolated()
             .map(|isolated| std::mem::replace(&mut isolated.is_forced_open, open));
-        for compartment in self.compartments_of(named) {
+        for compartment in self.compartments_of(bulkhead) {
             self.apply_quietly(compartment, Event::ForceBreaker { open });
         }
         match (was_open, open) {
             (Some(false), true) => {
                 let fields = vec![("from", json!("closed")), ("to", json!("forced_open"))];
-                self.named_event(Severity::Warning, "breaker_opened", named, fields);
+                self.bulkhead_event(Severity::Warning, "breaker_opened", bulkhead, fields);
             }
             (Some(true), false) => {
                 let fields = vec![("from", json!("forced_open")), ("to", json!("closed"))];
-                self.named_event(Severity::Info, "breaker_closed", named, fields);
+                self.bulkhead_event(Severity::Info, "breaker_closed", bulkhead, fields);
             }
             _ => {}
         }
     }
 
     /// What the only tenant of a compartment has of its own.
-    fn own_numbers(&self, named: usize, compartment: usize) -> TenantNumbers {
-        match (&self.named[named].layout, &self.compartments[compartment].tenant) {
+    fn own_numbers(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> TenantNumbers {
+        match (&self.bulkheads[bulkhead].layout, &self.compartments[compartment].tenant) {
             (Layout::Isolated(isolated), Some(tenant)) => {
                 isolated.own.get(&**tenant).copied().unwrap_or_default()
             }
@@ -207,26 +208,26 @@ impl Shard {
     }
 
     /// The numbers in force for all tenants of a bulkhead.
-    pub(super) fn limits_of(&self, named: usize) -> &Limits {
-        match &self.named[named].layout {
+    pub(super) fn limits_of(&self, bulkhead: BulkheadIndex) -> &Limits {
+        match &self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => self.compartments[*compartment].policy.limits(),
             Layout::Isolated(isolated) => &isolated.limits,
         }
     }
 
     /// The bulkheads that take jobs.
-    pub(super) fn present(&self) -> Vec<usize> {
-        let is_here = |named: &usize| self.named[*named].presence == Presence::Here;
-        (0..self.named.len()).filter(is_here).collect()
+    pub(super) fn present(&self) -> Vec<BulkheadIndex> {
+        let here = self.bulkheads.iter().filter(|(_, entry)| entry.presence == Presence::Here);
+        here.map(|(index, _)| index).collect()
     }
 
-    fn check_change(&self, named: usize, numbers: &Numbers) -> Result<(), SteerError> {
-        let mut limits = self.limits_of(named).clone();
+    fn check_change(&self, bulkhead: BulkheadIndex, numbers: &Numbers) -> Result<(), SteerError> {
+        let mut limits = self.limits_of(bulkhead).clone();
         limits.processes = numbers.processes.unwrap_or(limits.processes);
         limits.max_in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
         limits.max_queue = numbers.max_queue.unwrap_or(limits.max_queue);
         limits.rate_limit = numbers.rate_limit.unwrap_or(limits.rate_limit);
-        let entry = &self.named[named];
+        let entry = &self.bulkheads[bulkhead];
         check_programs(entry.program.sandbox(), limits.max_in_flight)?;
         let max_active = match &entry.layout {
             Layout::Shared(_) => None,
@@ -241,14 +242,14 @@ impl Shard {
         tenant: &str,
         change: &TenantChange,
     ) -> Result<TenantChange, SteerError> {
-        let named = self.find(name)?;
+        let bulkhead = self.find(name)?;
         let rate = change.rate_limit.as_ref();
         let rate = rate.map(|rate| rate_limit(rate.per_second, rate.burst, RatePer::Tenant));
         let TenantChange { processes, max_in_flight, max_queue, .. } = *change;
         let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate.map(Some) };
-        self.check_tenant(named, tenant, &numbers)?;
+        self.check_tenant(bulkhead, tenant, &numbers)?;
         let own = TenantNumbers { processes, max_in_flight, max_queue, rate_limit: rate };
-        let all = match &mut self.named[named].layout {
+        let all = match &mut self.bulkheads[bulkhead].layout {
             Layout::Isolated(isolated) => {
                 let entry = isolated.own.entry(tenant.to_owned()).or_default();
                 *entry = own.or(*entry);
@@ -260,7 +261,7 @@ impl Shard {
             }
             Layout::Shared(compartment) => {
                 let compartment = *compartment;
-                let entry = self.named[named].own.entry(tenant.to_owned()).or_default();
+                let entry = self.bulkheads[bulkhead].own.entry(tenant.to_owned()).or_default();
                 *entry = own.or(*entry);
                 let all = *entry;
                 let event = Event::ChangeTenant { tenant: tenant.to_owned(), numbers: all.of_share() };
@@ -268,7 +269,7 @@ impl Shard {
                 all
             }
         };
-        self.note_numbers(named, Some(tenant), &numbers);
+        self.note_numbers(bulkhead, Some(tenant), &numbers);
         Ok(TenantChange {
             processes: all.processes,
             max_in_flight: all.max_in_flight,
@@ -279,12 +280,17 @@ impl Shard {
         })
     }
 
-    fn check_tenant(&self, named: usize, tenant: &str, numbers: &Numbers) -> Result<(), SteerError> {
+    fn check_tenant(
+        &self,
+        bulkhead: BulkheadIndex,
+        tenant: &str,
+        numbers: &Numbers,
+    ) -> Result<(), SteerError> {
         let unfit = |message: String| Err(SteerError::Unfit(message));
         if tenant.is_empty() || tenant.len() > TENANT_BYTES_MAX || tenant.contains('\0') {
             return unfit(format!("a tenant's name has 1 to {TENANT_BYTES_MAX} bytes, and no NUL"));
         }
-        match &self.named[named].layout {
+        match &self.bulkheads[bulkhead].layout {
             Layout::Isolated(isolated) => {
                 let is_new = !isolated.own.contains_key(tenant);
                 if is_new && isolated.own.len() >= OWN_MAX {
@@ -294,7 +300,7 @@ impl Shard {
                 let processes = numbers.processes.unwrap_or(limits.processes);
                 let in_flight = numbers.max_in_flight.unwrap_or(limits.max_in_flight);
                 let queue = numbers.max_queue.unwrap_or(limits.max_queue);
-                check_programs(self.named[named].program.sandbox(), in_flight)?;
+                check_programs(self.bulkheads[bulkhead].program.sandbox(), in_flight)?;
                 if u64::from(in_flight) > IN_FLIGHT_CEILING {
                     return unfit(format!(
                         "max_in_flight, of each worker, must be at most {IN_FLIGHT_CEILING}"
@@ -313,7 +319,7 @@ impl Shard {
                 Ok(())
             }
             Layout::Shared(compartment) => {
-                let own = &self.named[named].own;
+                let own = &self.bulkheads[bulkhead].own;
                 if !own.contains_key(tenant) && own.len() >= OWN_MAX {
                     return unfit(format!("{OWN_MAX} tenants have numbers of their own already"));
                 }
@@ -330,7 +336,7 @@ impl Shard {
         }
     }
 
-    fn note_numbers(&mut self, named: usize, tenant: Option<&str>, numbers: &Numbers) {
+    fn note_numbers(&mut self, bulkhead: BulkheadIndex, tenant: Option<&str>, numbers: &Numbers) {
         let mut fields = Vec::new();
         fields.extend(numbers.max_in_flight.map(|most| ("max_in_flight", json!(most))));
         fields.extend(numbers.processes.map(|most| ("processes", json!(most))));
@@ -340,12 +346,12 @@ impl Shard {
             return;
         }
         fields.extend(tenant.map(|tenant| ("tenant", json!(tenant))));
-        self.named_event(Severity::Info, "limits_changed", named, fields);
+        self.bulkhead_event(Severity::Info, "limits_changed", bulkhead, fields);
     }
 
     fn memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
-        let Some(&named) = self.by_name.get(name) else { return };
-        for compartment in self.compartments_of(named) {
+        let Some(&bulkhead) = self.bulkheads.by_name.get(name) else { return };
+        for compartment in self.compartments_of(bulkhead) {
             let views = self.compartments[compartment].policy.workers(self.now);
             let worker = views.iter().find(|v| v.pid == Some(pid) && v.id.generation == generation);
             if let Some(worker) = worker.map(|view| view.id) {
@@ -360,8 +366,8 @@ impl Shard {
         let patience = if self.stopping { std::time::Duration::ZERO } else { self.limits.drain_timeout };
         if !self.stopping {
             self.stopping = true;
-            self.states_have_changed();
-            self.notices.milestone(Milestone::Stopping);
+            self.reporter.states_have_changed();
+            self.reporter.notices.milestone(Milestone::Stopping);
             self.event(
                 Severity::Info,
                 "draining",
@@ -370,14 +376,14 @@ impl Shard {
             );
         }
         let by = self.now + patience;
-        for index in 0..self.compartments.len() {
+        for index in self.compartments.indices() {
             self.apply(index, Event::Stop { by }, Incoming::None);
         }
     }
 
     fn summarise(&mut self) {
-        for named in self.present() {
-            let s = self.snapshot(named);
+        for bulkhead in self.present() {
+            let s = self.snapshot(bulkhead);
             let fields = vec![
                 ("state", json!(s.state)),
                 ("service", json!(s.service)),
@@ -394,12 +400,12 @@ impl Shard {
                 ("rejected", json!(s.rejected.values().sum::<u64>())),
                 ("restarts", json!(s.restarts)),
             ];
-            self.named_event(Severity::Info, "summary", named, fields);
+            self.bulkhead_event(Severity::Info, "summary", bulkhead, fields);
         }
         let fields = vec![
-            ("clients", json!(self.clients)),
+            ("clients", json!(self.sessions.clients)),
             ("buffered_bytes", json!(self.memory.held())),
-            ("undelivered_bytes", json!(self.undelivered)),
+            ("undelivered_bytes", json!(self.sessions.undelivered)),
             ("keeper_pid", json!(self.keeper.pid())),
         ];
         self.event(Severity::Info, "summary", None, fields);

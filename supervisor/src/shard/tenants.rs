@@ -8,94 +8,95 @@ use std::sync::Arc;
 use bulkhead_policy::{Activity, BreakerState, Event, Submission};
 use bulkhead_shared::JobId;
 
-use super::named::{Compartment, Layout, Named, Standing};
-use super::{Cargo, Incoming, Shard};
+use super::bulkheads::{BulkheadEntry, Compartment, Layout, Standing};
+use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::{DataPlane, Incoming, JobData};
 use crate::latency::Latency;
 
 /// Tenants of one bulkhead that are remembered. More than can ever have workers at once.
 const REMEMBERED_MAX: usize = 4096;
 
-impl Shard {
-    pub(super) fn owner(&self, compartment: usize) -> &Named {
-        &self.named[self.compartments[compartment].named]
+impl DataPlane {
+    pub(super) fn owner(&self, compartment: CompartmentIndex) -> &BulkheadEntry {
+        &self.bulkheads[self.compartments[compartment].bulkhead]
     }
 
     /// The compartment for a tenant's jobs.
     #[inline]
-    pub(super) fn compartment_for(&mut self, named: usize, tenant: &str) -> usize {
-        match &self.named[named].layout {
+    pub(super) fn compartment_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
+        match &self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => *compartment,
             Layout::Isolated(isolated) => match isolated.by_tenant.get(tenant) {
                 Some(&compartment) => compartment,
-                None => self.open_for(named, tenant),
+                None => self.open_for(bulkhead, tenant),
             },
         }
     }
 
     /// Hands a job to a compartment. One without workers gets some if it takes the job, and if it may have any:
-    /// a job that is refused costs nobody else its workers.
+    /// a job that is refused costs no other tenant its workers.
     pub(super) fn enter(
         &mut self,
-        compartment: usize,
-        submission: Submission<Cargo>,
+        compartment: CompartmentIndex,
+        submission: Submission<Box<JobData>>,
         payload: Incoming<'_>,
     ) -> Option<JobId> {
         let entry = &self.compartments[compartment];
-        let named = entry.named;
+        let bulkhead = entry.bulkhead;
         let may_wake = entry.tenant.is_some()
             && entry.policy.activity() == Activity::Resting
-            && self.may_wake(named, compartment);
+            && self.may_wake(bulkhead, compartment);
         if may_wake {
             self.apply(compartment, Event::Await, Incoming::None);
         }
         let job = self.apply(compartment, Event::Submit(submission), payload);
         if may_wake {
             match job {
-                Some(_) => self.wait_for_workers(named, compartment),
+                Some(_) => self.wait_for_workers(bulkhead, compartment),
                 None => drop(self.apply(compartment, Event::Rest, Incoming::None)),
             }
         }
         job
     }
 
-    fn shared(&self, named: usize) -> usize {
-        match self.named[named].layout {
+    fn shared(&self, bulkhead: BulkheadIndex) -> CompartmentIndex {
+        match self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => compartment,
             Layout::Isolated(_) => unreachable!("a bulkhead whose layout changes is another one"),
         }
     }
 
     /// Every compartment of a bulkhead.
-    pub(super) fn compartments_of(&self, named: usize) -> Vec<usize> {
-        match &self.named[named].layout {
+    pub(super) fn compartments_of(&self, bulkhead: BulkheadIndex) -> Vec<CompartmentIndex> {
+        match &self.bulkheads[bulkhead].layout {
             Layout::Shared(compartment) => vec![*compartment],
             Layout::Isolated(isolated) => isolated.by_tenant.values().copied().collect(),
         }
     }
 
     /// A new compartment for a tenant: in the place of the one that has rested for longest, if there are many.
-    fn open_for(&mut self, named: usize, tenant: &str) -> usize {
+    fn open_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         let (now, name) = (self.now, Arc::<str>::from(tenant));
-        let Some(isolated) = self.named[named].isolated() else { return self.shared(named) };
+        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return self.shared(bulkhead) };
         let limits = isolated.limits_of(tenant);
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
         let oldest = isolated.resting.iter().map(|&(_, place)| place);
         let compartments = &self.compartments;
         // One whose jobs are elsewhere is still to hear of them.
-        let has_no_claims = |place: &usize| compartments[*place].policy.counters().elsewhere == 0;
+        let has_no_claims = |place: &CompartmentIndex| compartments[*place].policy.counters().elsewhere == 0;
         let victim = if is_full { oldest.take(16).find(has_no_claims) } else { None };
-        let seed = self.next_seed();
-        let mut compartment = Compartment::new(named, Some(name.clone()), limits, seed, now);
+        let seed = self.compartments.next_seed(now);
+        let mut compartment = Compartment::new(bulkhead, Some(name.clone()), limits, seed, now);
         let place = match victim {
             Some(place) => {
                 std::mem::swap(&mut self.compartments[place], &mut compartment);
                 self.compartments[place].is_touched = compartment.is_touched;
-                self.bury(named, place, &compartment);
+                self.retire_tenant(bulkhead, place, &compartment);
                 place
             }
-            None => self.settle_in(compartment),
+            None => self.compartments.insert(compartment),
         };
-        let Some(isolated) = self.named[named].isolated() else { return place };
+        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return place };
         isolated.by_tenant.insert(name, place);
         isolated.resting.insert((now, place));
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
@@ -113,8 +114,8 @@ impl Shard {
     }
 
     /// Keeps what a tenant's compartment has counted, and forgets the tenant.
-    fn bury(&mut self, named: usize, place: usize, gone: &Compartment) {
-        let Some(isolated) = self.named[named].isolated() else { return };
+    fn retire_tenant(&mut self, bulkhead: BulkheadIndex, place: CompartmentIndex, gone: &Compartment) {
+        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return };
         isolated.tripped.remove(&place);
         isolated.awake.remove(&place);
         isolated.past.add(gone.policy.counters());
@@ -125,42 +126,42 @@ impl Shard {
         if let Standing::Resting(since) = gone.standing {
             isolated.resting.remove(&(since, place));
         }
-        self.add_gone_to_snapshot(named, place, gone);
+        self.add_gone_to_snapshot(bulkhead, place, gone);
     }
 
     /// Applies what one event tells of all tenants' compartments.
-    pub(super) fn apply_quietly(&mut self, place: usize, event: Event<Cargo>) {
-        self.is_quiet = self.compartments[place].tenant.is_some();
+    pub(super) fn apply_quietly(&mut self, place: CompartmentIndex, event: Event<Box<JobData>>) {
+        self.reporter.is_quiet = self.compartments[place].tenant.is_some();
         self.apply(place, event, Incoming::None);
-        self.is_quiet = false;
+        self.reporter.is_quiet = false;
     }
 
     // Who has workers.
 
-    /// Whether a tenant without workers can have some: there is room for one more, or somebody is idle, or more
+    /// Whether a tenant without workers can have some: there is room for one more, or another is idle, or more
     /// are on their way out than are waited for.
-    fn may_wake(&mut self, named: usize, compartment: usize) -> bool {
-        self.forget_waiters(named);
+    fn may_wake(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> bool {
+        self.forget_waiters(bulkhead);
         let has_workers = self.compartments[compartment].standing == Standing::Leaving;
-        let Some(isolated) = self.named[named].isolated() else { return false };
+        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return false };
         let waiting = isolated.awaiting.len();
         let room = isolated.max_active.saturating_sub(isolated.running) + isolated.leaving;
         !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
     }
 
-    fn wait_for_workers(&mut self, named: usize, compartment: usize) {
-        if let Some(isolated) = self.named[named].isolated() {
+    fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
+        if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
             isolated.awaiting.push_back(compartment);
         }
-        self.want_settling(named);
+        self.want_settling(bulkhead);
     }
 
     /// Those whose clients went away while they waited do not wait any more.
-    fn forget_waiters(&mut self, named: usize) {
+    fn forget_waiters(&mut self, bulkhead: BulkheadIndex) {
         let compartments = &self.compartments;
-        let Layout::Isolated(isolated) = &mut self.named[named].layout else { return };
-        let is_gone = |place: &usize| compartments[*place].policy.has_no_jobs();
-        let gone: Vec<usize> = isolated.awaiting.iter().copied().filter(is_gone).collect();
+        let Layout::Isolated(isolated) = &mut self.bulkheads[bulkhead].layout else { return };
+        let is_gone = |place: &CompartmentIndex| compartments[*place].policy.has_no_jobs();
+        let gone: Vec<CompartmentIndex> = isolated.awaiting.iter().copied().filter(is_gone).collect();
         if gone.is_empty() {
             return;
         }
@@ -171,13 +172,13 @@ impl Shard {
     }
 
     /// Brings the books up to date with a tenant's compartment.
-    pub(super) fn observe_tenant(&mut self, place: usize) {
+    pub(super) fn observe_tenant(&mut self, place: CompartmentIndex) {
         let entry = &self.compartments[place];
-        let (named, before, after) = (entry.named, entry.standing, entry.standing_now(self.now));
+        let (bulkhead, before, after) = (entry.bulkhead, entry.standing, entry.standing_now(self.now));
         let is_tripped = entry.policy.breaker() != BreakerState::Closed;
         if is_tripped != entry.was_tripped {
             self.compartments[place].was_tripped = is_tripped;
-            if let Some(isolated) = self.named[named].isolated() {
+            if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
                 let tripped = &mut isolated.tripped;
                 let _ = if is_tripped { tripped.insert(place) } else { tripped.remove(&place) };
             }
@@ -186,7 +187,7 @@ impl Shard {
             return;
         }
         self.compartments[place].standing = after;
-        let Some(isolated) = self.named[named].isolated() else { return };
+        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return };
         let runs = |standing| matches!(standing, Standing::Idle(_) | Standing::Busy | Standing::Leaving);
         match before {
             Standing::Resting(since) => drop(isolated.resting.remove(&(since, place))),
@@ -209,39 +210,43 @@ impl Shard {
         }
         isolated.running = isolated.running + usize::from(runs(after)) - usize::from(runs(before));
         if !isolated.awaiting.is_empty() {
-            self.want_settling(named);
+            self.want_settling(bulkhead);
         }
     }
 
-    pub(super) fn want_settling(&mut self, named: usize) {
-        if let Some(isolated) = self.named[named].isolated()
+    pub(super) fn want_settling(&mut self, bulkhead: BulkheadIndex) {
+        if let Some(isolated) = self.bulkheads[bulkhead].isolated()
             && !std::mem::replace(&mut isolated.is_unsettled, true)
         {
-            self.unsettled.push(named);
+            self.bulkheads.unsettled.push(bulkhead);
         }
     }
 
     /// Gives places that have become free to those who wait for one, and has the idle make room for the rest.
     pub(super) fn settle_tenants(&mut self) {
-        while let Some(named) = self.unsettled.pop() {
-            self.forget_waiters(named);
-            while let Some((place, event)) = self.next_move(named) {
+        while let Some(bulkhead) = self.bulkheads.unsettled.pop() {
+            // It may have been removed meanwhile.
+            if self.bulkheads.get(bulkhead).is_none() {
+                continue;
+            }
+            self.forget_waiters(bulkhead);
+            while let Some((place, event)) = self.next_move(bulkhead) {
                 self.apply(place, event, Incoming::None);
             }
-            if let Some(isolated) = self.named[named].isolated() {
+            if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
                 isolated.is_unsettled = false;
             }
         }
     }
 
-    fn next_move(&mut self, named: usize) -> Option<(usize, Event<Cargo>)> {
+    fn next_move(&mut self, bulkhead: BulkheadIndex) -> Option<(CompartmentIndex, Event<Box<JobData>>)> {
         let compartments = &self.compartments;
-        let Layout::Isolated(isolated) = &mut self.named[named].layout else { return None };
+        let Layout::Isolated(isolated) = &mut self.bulkheads[bulkhead].layout else { return None };
         let &next = isolated.awaiting.front()?;
         if compartments[next].policy.activity() != Activity::Awaiting {
             // It was stopped meanwhile.
             isolated.awaiting.pop_front();
-            return self.next_move(named);
+            return self.next_move(bulkhead);
         }
         let is_its_own = compartments[next].standing == Standing::Leaving;
         if is_its_own || isolated.running < isolated.max_active {

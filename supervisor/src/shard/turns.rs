@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use foldhash::quality::RandomState;
 
-use super::Shard;
+use super::DataPlane;
+use super::slab::SessionIndex;
 
 /// Bytes that one connection is read at once, while others wait.
 const QUANTUM_BYTES: usize = 4 * 1024;
@@ -44,9 +45,9 @@ pub(super) struct Standing {
 struct User {
     /// Those that have been read little in this round: they go first. So a connection with a job now and then does
     /// not wait for those that always have more.
-    fresh: VecDeque<usize>,
-    backlog: VecDeque<usize>,
-    /// Named by numbers that are never used again.
+    fresh: VecDeque<SessionIndex>,
+    backlog: VecDeque<SessionIndex>,
+    /// BulkheadEntry by numbers that are never used again.
     round: u64,
     /// How many of the backlog are still to be read in this round.
     left: usize,
@@ -72,7 +73,7 @@ impl Turns {
     }
 
     /// A connection has, or may have, something to be read.
-    pub(super) fn wait(&mut self, uid: Uid, index: usize, standing: &mut Standing) {
+    pub(super) fn wait(&mut self, uid: Uid, index: SessionIndex, standing: &mut Standing) {
         if std::mem::replace(&mut standing.is_waiting, true) {
             return;
         }
@@ -89,7 +90,7 @@ impl Turns {
     }
 
     /// The next connection, and its user's round. It may have been closed since.
-    fn next(&mut self) -> Option<(usize, u64)> {
+    fn next(&mut self) -> Option<(SessionIndex, u64)> {
         let uid = self.order.pop_front()?;
         let user = self.users.get_mut(&uid)?;
         let next = user.fresh.pop_front().or_else(|| {
@@ -125,33 +126,26 @@ impl Standing {
     }
 }
 
-impl Shard {
-    /// The connection of a client may have something to be read.
-    pub(super) fn want_read(&mut self, index: usize) {
-        if let Some(session) = self.sessions.get_mut(index).and_then(Option::as_mut) {
-            self.turns.wait(session.uid, index, &mut session.standing);
-        }
-    }
-
+impl DataPlane {
     /// Reads from those that wait, as much as one turn may.
     pub(super) fn read_clients(&mut self) {
-        if self.turns.is_empty() {
+        if self.sessions.turns.is_empty() {
             return;
         }
         let mut cost = 0;
         let began = Instant::now();
         while cost < TURN_COST_MAX
             && (cost == 0 || began.elapsed() < TURN_TIME)
-            && let Some((index, round)) = self.turns.next()
+            && let Some((index, round)) = self.sessions.turns.next()
         {
             // A place that was given to another meanwhile has not waited.
-            let session = self.sessions[index].as_mut();
+            let session = self.sessions.slab.get_mut(index);
             let Some(session) = session.filter(|session| session.standing.is_waiting) else { continue };
             session.standing.begin(round);
-            let most = if self.turns.is_alone() { ALONE_BYTES } else { QUANTUM_BYTES };
+            let most = if self.sessions.turns.is_alone() { ALONE_BYTES } else { QUANTUM_BYTES };
             let before = session.inbox.frames_begun();
             let bytes = self.session_readable(index, most);
-            let Some(session) = self.sessions[index].as_mut() else { continue };
+            let Some(session) = self.sessions.get_mut(index) else { continue };
             session.standing.bytes = session.standing.bytes.saturating_add(bytes);
             let frames = session.inbox.frames_begun().saturating_sub(before) as usize;
             cost += bytes + FRAME_COST * (1 + frames);
@@ -162,6 +156,7 @@ impl Shard {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shard::slab::SlabIndex;
 
     /// Connections with users, each of which always has more.
     struct Crowd {
@@ -179,12 +174,13 @@ mod tests {
         }
 
         fn wait(&mut self, index: usize) {
-            self.turns.wait(self.uids[index], index, &mut self.standings[index]);
+            self.turns.wait(self.uids[index], SessionIndex::from_number(index), &mut self.standings[index]);
         }
 
         /// Reads one, which then waits again if there is more.
         fn read(&mut self, bytes: usize, has_more: impl Fn(usize) -> bool) -> usize {
             let (index, round) = self.turns.next().unwrap();
+            let index = index.number();
             self.standings[index].begin(round);
             self.standings[index].bytes += bytes;
             if has_more(index) {

@@ -13,7 +13,8 @@ use bulkhead_policy::{Event, WorkerId};
 use bulkhead_shared::JobId;
 use rustix::net::RecvFlags;
 
-use super::{Incoming, Shard};
+use super::slab::CompartmentIndex;
+use super::{DataPlane, Incoming};
 
 /// Bytes that one call takes out of a dead worker's end.
 const TAKEN_BYTES: usize = 16 * 1024;
@@ -69,9 +70,9 @@ impl Reading {
     }
 }
 
-impl Shard {
+impl DataPlane {
     /// A worker says that it has begun a job, whatever it has read of it.
-    pub(super) fn note_begun(&mut self, compartment: usize, worker: WorkerId, job: JobId) {
+    pub(super) fn note_begun(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         let policy = &mut self.compartments[compartment].policy;
         if policy.holds(worker, job)
             && let Some(record) = policy.cargo_mut(job)
@@ -81,7 +82,7 @@ impl Shard {
     }
 
     /// Tells which jobs a worker that has read so many bytes cannot have begun.
-    pub(super) fn tell_unread(&mut self, compartment: usize, worker: WorkerId, read: u64) {
+    pub(super) fn tell_unread(&mut self, compartment: CompartmentIndex, worker: WorkerId, read: u64) {
         for job in self.compartments[compartment].policy.jobs_of(worker) {
             let record = self.compartments[compartment].policy.cargo_mut(job);
             if record.is_some_and(|record| !record.given.has_begun && record.given.behind >= read) {

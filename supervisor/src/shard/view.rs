@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, WorkerId};
 use bulkhead_shared::RejectReason;
 
-use super::Shard;
+use super::DataPlane;
+use super::bulkheads::{Compartment, Isolated, Layout};
 use super::links::Link;
-use super::named::{Compartment, Isolated, Layout};
+use super::slab::{BulkheadIndex, CompartmentIndex};
 use crate::command::SteerError;
 use crate::snapshot::{
     ConfinementSnapshot, Latencies, RateSnapshot, Snapshot, TenantSnapshot, WorkerSnapshot,
@@ -19,25 +20,25 @@ const TENANTS_SHOWN: usize = 10;
 /// Tenants that are collected before the busiest of them are found.
 const TENANTS_SORTED_MAX: usize = 256;
 
-impl Shard {
+impl DataPlane {
     /// A whole bulkhead.
-    pub(super) fn snapshot(&self, named: usize) -> Snapshot {
-        let places = self.compartments_of(named);
+    pub(super) fn snapshot(&self, bulkhead: BulkheadIndex) -> Snapshot {
+        let places = self.compartments_of(bulkhead);
         let parts: Vec<&Compartment> = places.iter().map(|&place| &self.compartments[place]).collect();
         let mut sum = self.sum(&parts);
-        if let Layout::Isolated(isolated) = &self.named[named].layout {
+        if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
             sum.add_past(isolated);
         }
-        self.whole(named, sum)
+        self.whole(bulkhead, sum)
     }
 
     /// A whole bulkhead of which everything is added up.
-    pub(super) fn whole(&self, named: usize, sum: Sum) -> Snapshot {
-        let mut snapshot = sum.snapshot(self, named);
-        snapshot.latency_ms = self.named[named].latency.percentiles();
-        let (service, cause) = self.named[named].service.told(self.now);
+    pub(super) fn whole(&self, bulkhead: BulkheadIndex, sum: Sum) -> Snapshot {
+        let mut snapshot = sum.snapshot(self, bulkhead);
+        snapshot.latency_ms = self.bulkheads[bulkhead].latency.percentiles();
+        let (service, cause) = self.bulkheads[bulkhead].service.told(self.now);
         (snapshot.service, snapshot.service_cause) = (Some(service.name()), cause);
-        match &self.named[named].layout {
+        match &self.bulkheads[bulkhead].layout {
             Layout::Shared(place) => {
                 let views = self.compartments[*place].policy.tenants(TENANTS_SHOWN);
                 snapshot.tenants = views.into_iter().map(share).collect();
@@ -56,14 +57,14 @@ impl Shard {
 
     /// One tenant's part of a bulkhead.
     pub(super) fn tenant_snapshot(&self, name: &str, tenant: &str) -> Result<Box<Snapshot>, SteerError> {
-        let &named = self.by_name.get(name).ok_or(SteerError::NotFound)?;
-        let Layout::Isolated(isolated) = &self.named[named].layout else {
+        let &bulkhead = self.bulkheads.by_name.get(name).ok_or(SteerError::NotFound)?;
+        let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout else {
             let message = "the tenants of this bulkhead share its workers: see `tenants` in its snapshot";
             return Err(SteerError::Unfit(message.into()));
         };
         let &place = isolated.by_tenant.get(tenant).ok_or(SteerError::NoTenant)?;
         let part = &self.compartments[place];
-        let mut snapshot = self.sum(&[part]).snapshot(self, named);
+        let mut snapshot = self.sum(&[part]).snapshot(self, bulkhead);
         snapshot.tenant = Some(tenant.to_owned());
         snapshot.latency_ms = part.latency.percentiles();
         let limits = part.policy.limits();
@@ -76,9 +77,9 @@ impl Shard {
     }
 
     /// The breaker of a bulkhead; of several the one that matters most.
-    pub(super) fn breaker_of(&self, named: usize) -> BreakerState {
-        let breaker = |place: usize| self.compartments[place].policy.breaker();
-        match &self.named[named].layout {
+    pub(super) fn breaker_of(&self, bulkhead: BulkheadIndex) -> BreakerState {
+        let breaker = |place: CompartmentIndex| self.compartments[place].policy.breaker();
+        match &self.bulkheads[bulkhead].layout {
             Layout::Shared(place) => breaker(*place),
             Layout::Isolated(isolated) if isolated.is_forced_open => BreakerState::ForcedOpen,
             Layout::Isolated(isolated) => worst(isolated.tripped.iter().map(|&place| breaker(place))),
@@ -120,12 +121,12 @@ impl Shard {
 
     fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<ConfinementSnapshot> {
         let link = self.link_in(compartment, worker)?;
-        Some(link.program.sandbox().describe(link.observed.as_ref()?))
+        Some(link.program.sandbox().describe(&link.running()?.observed))
     }
 
     fn link_in(&self, compartment: &Compartment, worker: WorkerId) -> Option<&Link> {
         let index = (*compartment.links.get(worker.place as usize)?)?;
-        self.links[index].as_ref().filter(|link| link.worker == worker)
+        self.links.get(index).filter(|link| link.worker == worker)
     }
 }
 
@@ -168,7 +169,7 @@ impl Default for Sum {
 
 impl Sum {
     /// Adds a part.
-    pub(super) fn add(&mut self, shard: &Shard, part: &Compartment) {
+    pub(super) fn add(&mut self, plane: &DataPlane, part: &Compartment) {
         let policy = &part.policy;
         self.counters.add(policy.counters());
         self.restarts += policy.restarts();
@@ -187,8 +188,8 @@ impl Sum {
         self.available += policy.available();
         self.queued += policy.queued() as u64;
         self.breaker = worst([self.breaker, policy.breaker()].into_iter());
-        self.quarantined += policy.quarantined(shard.now) as u64;
-        self.workers.extend(shard.worker_snapshots(part));
+        self.quarantined += policy.quarantined(plane.now) as u64;
+        self.workers.extend(plane.worker_snapshots(part));
         self.tenants.extend(of_its_own(part));
         if self.tenants.len() >= TENANTS_SORTED_MAX {
             keep_busiest(&mut self.tenants);
@@ -201,13 +202,13 @@ impl Sum {
         self.restarts += isolated.past_restarts;
     }
 
-    fn snapshot(mut self, shard: &Shard, named: usize) -> Snapshot {
+    fn snapshot(mut self, plane: &DataPlane, bulkhead: BulkheadIndex) -> Snapshot {
         let state = self.states.in_one();
         let is_fine = state == BulkheadState::Ready;
-        let limits = shard.limits_of(named);
+        let limits = plane.limits_of(bulkhead);
         keep_busiest(&mut self.tenants);
         Snapshot {
-            name: shard.named[named].name.as_ref().to_owned(),
+            name: plane.bulkheads[bulkhead].name.as_ref().to_owned(),
             tenant: None,
             state: state.name(),
             detail: self.trouble.filter(|_| !is_fine),
@@ -267,7 +268,7 @@ impl States {
             None => BulkheadState::Ready,
             Some(state) if !self.differ => state,
             Some(_) if self.is_one_unwell => BulkheadState::Degraded,
-            // Somebody's first worker is always about to start.
+            // The first worker of some tenant is always about to start.
             Some(_) => BulkheadState::Ready,
         }
     }

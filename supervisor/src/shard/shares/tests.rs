@@ -2,6 +2,10 @@ use std::collections::BTreeMap;
 
 use super::*;
 
+fn place(number: usize) -> BulkheadIndex {
+    BulkheadIndex::from_number(number)
+}
+
 /// A sequence of numbers that a seed determines (SplitMix64).
 struct Random(u64);
 
@@ -68,7 +72,10 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
                 .entry((user, connection))
                 .or_insert_with(|| shares.open(Owner::User(user), u64::from(user) * 100 + connection));
             let more = 1 + random.below(most / 4);
-            assert_eq!(shares.may_have(holder, Some(bulkhead), more, most), plain.may_have(key, more, most));
+            assert_eq!(
+                shares.may_have(holder, Some(place(bulkhead)), more, most),
+                plain.may_have(key, more, most)
+            );
             let entry = plain.held.entry(key).or_default();
             match random.below(4) {
                 0 | 1 => {
@@ -76,14 +83,14 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
                     let (kind, held) =
                         if is_job { (Kind::Job, &mut entry.0) } else { (Kind::Fixed, &mut entry.1) };
                     *held += more;
-                    let leaf = shares.leaf(holder, bulkhead);
+                    let leaf = shares.leaf(holder, place(bulkhead));
                     shares.add(leaf, kind, more);
                 }
                 2 => {
-                    let leaf = shares.leaf(holder, bulkhead);
+                    let leaf = shares.leaf(holder, place(bulkhead));
                     let (jobs, fixed) = std::mem::take(entry);
                     shares.subtract(leaf, Kind::Job, jobs);
-                    let leaf = shares.leaf(holder, bulkhead);
+                    let leaf = shares.leaf(holder, place(bulkhead));
                     shares.subtract(leaf, Kind::Fixed, fixed);
                 }
                 _ if plain.total(|it| (it.0, it.1) == (user, connection)) == 0 => {
@@ -98,10 +105,10 @@ fn it_counts_and_chooses_as_one_would_by_hand() {
         for ((user, connection), holder) in open {
             for bulkhead in 0..3 {
                 let (jobs, fixed) = plain.held.remove(&(user, connection, bulkhead)).unwrap_or_default();
-                let leaf = shares.leaf(holder, bulkhead);
+                let leaf = shares.leaf(holder, place(bulkhead));
                 shares.add(leaf, Kind::Job, 1);
                 shares.subtract(leaf, Kind::Job, jobs + 1);
-                let leaf = shares.leaf(holder, bulkhead);
+                let leaf = shares.leaf(holder, place(bulkhead));
                 shares.subtract(leaf, Kind::Fixed, fixed);
             }
             shares.close(holder);
@@ -141,12 +148,12 @@ fn check_giver(shares: &mut Shares, plain: &Plain, most: usize) {
 
 /// Lets `wanted` bytes in for a holder as the data plane does: it asks, counts, and has others give.
 fn take(shares: &mut Shares, leaf: (Holder, usize), wanted: usize, most: usize) -> bool {
-    if !shares.may_have(leaf.0, Some(leaf.1), wanted, most) {
+    if !shares.may_have(leaf.0, Some(place(leaf.1)), wanted, most) {
         return false;
     }
-    let holder = shares.leaf(leaf.0, leaf.1);
+    let holder = shares.leaf(leaf.0, place(leaf.1));
     shares.add(holder, Kind::Job, wanted);
-    while let Some(giver) = shares.giver(Some((leaf.0, Some(leaf.1))), most) {
+    while let Some(giver) = shares.giver(Some((leaf.0, Some(place(leaf.1)))), most) {
         let Giver::Job(holder) = giver else { panic!("there are no frames") };
         shares.subtract(holder, Kind::Job, wanted);
     }
@@ -188,14 +195,14 @@ fn frames_go_before_jobs_and_what_is_fixed_stays() {
     let mut shares = Shares::default();
     let (a, b) = (shares.open(Owner::User(1), 1), shares.open(Owner::User(1), 2));
     let workers = shares.open(Owner::Workers, 0);
-    let leaf = shares.leaf(a, 0);
+    let leaf = shares.leaf(a, place(0));
     shares.add(leaf, Kind::Job, 500);
     shares.add(b, Kind::Frame, 20);
     shares.add(workers, Kind::Fixed, 600);
     assert_eq!(shares.giver(None, 1000), Some(Giver::Frame(b)), "small, but a frame");
     shares.subtract(b, Kind::Frame, 20);
     assert_eq!(shares.giver(None, 1000), None, "within its share, whatever is on its way to workers");
-    assert!(!shares.may_have(a, Some(0), 1, 1000));
+    assert!(!shares.may_have(a, Some(place(0)), 1, 1000));
     shares.add(leaf, Kind::Job, 1);
     assert_eq!(shares.giver(None, 1000), Some(Giver::Job(leaf)));
     shares.subtract(leaf, Kind::Job, 1);

@@ -1,14 +1,16 @@
 //! Bulkheads by name, and the compartments they consist of: one that all tenants share, or one for each tenant.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Event, Limits, Time};
+use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
 use foldhash::quality::RandomState;
 
-use super::Cargo;
+use super::JobData;
 use super::crashes::Allowance;
+use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab};
 use super::start_failures::StartFailures;
 use crate::demand::{Demand, Level};
 use crate::latency::Latency;
@@ -17,8 +19,44 @@ use crate::reload::Settled;
 use crate::service::Window;
 use crate::tally::Tally;
 
+/// All bulkheads: by their places and by name.
+pub(super) struct Bulkheads {
+    slab: Slab<BulkheadIndex, BulkheadEntry>,
+    /// Those that take jobs.
+    pub(super) by_name: HashMap<Arc<str>, BulkheadIndex, RandomState>,
+    /// Those that are not in the file any more, and of which something is left.
+    pub(super) leaving: Vec<BulkheadIndex>,
+    /// Those whose tenants take turns at having workers, where something has changed.
+    pub(super) unsettled: Vec<BulkheadIndex>,
+    /// The tenants that metrics name, sorted.
+    pub(super) labels: Arc<[String]>,
+}
+
+impl Bulkheads {
+    pub(super) fn new(labels: Arc<[String]>) -> Self {
+        let (slab, by_name) = (Slab::default(), HashMap::default());
+        Self { slab, by_name, leaving: Vec::new(), unsettled: Vec::new(), labels }
+    }
+}
+
+impl Deref for Bulkheads {
+    type Target = Slab<BulkheadIndex, BulkheadEntry>;
+
+    #[inline]
+    fn deref(&self) -> &Self::Target {
+        &self.slab
+    }
+}
+
+impl DerefMut for Bulkheads {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.slab
+    }
+}
+
 /// One bulkhead as its users know it.
-pub(super) struct Named {
+pub(super) struct BulkheadEntry {
     pub(super) name: Arc<str>,
     pub(super) presence: Presence,
     /// What workers are started with from here on.
@@ -52,22 +90,20 @@ pub(super) struct Named {
     pub(super) layout: Layout,
 }
 
-/// Whether there is a bulkhead in this place.
+/// Whether a bulkhead takes jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Presence {
     /// It takes jobs.
     Here,
     /// It is not in the file any more, and finishes what it has.
     Leaving,
-    /// The place is free.
-    Gone,
 }
 
 /// Who shares the workers of a bulkhead.
 pub(super) enum Layout {
     /// All tenants, in this compartment.
-    Shared(usize),
-    /// Nobody: each tenant has a compartment.
+    Shared(CompartmentIndex),
+    /// Not one: each tenant has a compartment.
     Isolated(Box<Isolated>),
 }
 
@@ -76,18 +112,18 @@ pub(super) struct Isolated {
     /// The numbers of a tenant that has none of its own.
     pub(super) limits: Limits,
     pub(super) own: BTreeMap<String, TenantNumbers>,
-    pub(super) by_tenant: HashMap<Arc<str>, usize, RandomState>,
+    pub(super) by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     pub(super) max_active: usize,
     /// Compartments with workers that have no job, by how long.
-    pub(super) idle: BTreeSet<(Time, usize)>,
+    pub(super) idle: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments without workers, by how long.
-    pub(super) resting: BTreeSet<(Time, usize)>,
+    pub(super) resting: BTreeSet<(Time, CompartmentIndex)>,
     /// Compartments with workers or jobs, or that wait for some: all others rest.
-    pub(super) awake: BTreeSet<usize>,
+    pub(super) awake: BTreeSet<CompartmentIndex>,
     /// Compartments whose breaker is not closed.
-    pub(super) tripped: BTreeSet<usize>,
+    pub(super) tripped: BTreeSet<CompartmentIndex>,
     /// Compartments that wait until another has no workers any more.
-    pub(super) awaiting: VecDeque<usize>,
+    pub(super) awaiting: VecDeque<CompartmentIndex>,
     /// How many have workers, be they wanted or on their way out.
     pub(super) running: usize,
     /// How many of those have only workers on their way out.
@@ -103,14 +139,14 @@ pub(super) struct Isolated {
 /// One policy with its workers.
 pub(super) struct Compartment {
     /// Whose it is.
-    pub(super) named: usize,
+    pub(super) bulkhead: BulkheadIndex,
     /// The only tenant that it serves, if that is so.
     pub(super) tenant: Option<Arc<str>>,
-    /// Whether it is there for one job of a crash report, and for nobody else.
+    /// Whether it is there for one job of a crash report, and for nothing else.
     pub(super) is_replay: bool,
-    pub(super) policy: Bulkhead<Cargo>,
+    pub(super) policy: Bulkhead<Box<JobData>>,
     /// By a worker's place: its link.
-    pub(super) links: Vec<Option<usize>>,
+    pub(super) links: Vec<Option<LinkIndex>>,
     /// Whether something has happened since its timer was set.
     pub(super) is_touched: bool,
     /// Of its own jobs, if it serves one tenant only.
@@ -139,9 +175,15 @@ pub(super) enum Standing {
 }
 
 impl Compartment {
-    pub(super) fn new(named: usize, tenant: Option<Arc<str>>, limits: Limits, seed: u64, now: Time) -> Self {
+    pub(super) fn new(
+        bulkhead: BulkheadIndex,
+        tenant: Option<Arc<str>>,
+        limits: Limits,
+        seed: u64,
+        now: Time,
+    ) -> Self {
         Self {
-            named,
+            bulkhead,
             tenant,
             is_replay: false,
             policy: Bulkhead::new(limits, seed),
@@ -152,14 +194,6 @@ impl Compartment {
             standing: Standing::Resting(now),
             was_tripped: false,
         }
-    }
-
-    /// One that is nobody's: it has stopped, and nothing comes of what it is told.
-    pub(super) fn vacant(now: Time) -> Self {
-        let mut vacant = Self::new(0, None, Limits::default(), 0, now);
-        vacant.is_replay = true;
-        vacant.policy.apply(now, Event::Stop { by: now }, &mut Vec::new());
-        vacant
     }
 
     /// Where it stands now, if it rested it would be since `now`.
@@ -177,14 +211,14 @@ impl Compartment {
     }
 }
 
-impl Named {
+impl BulkheadEntry {
     /// A bulkhead with the compartment that all its tenants share, or none.
-    pub(super) fn new(settled: Settled, shared: Option<usize>) -> Self {
+    pub(super) fn new(settled: Settled, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
             None => Layout::isolated(&settled),
         };
-        let mut named = Self {
+        let mut bulkhead = Self {
             name: settled.name.clone(),
             presence: Presence::Here,
             program: settled.program.clone(),
@@ -205,8 +239,8 @@ impl Named {
             own: BTreeMap::new(),
             layout,
         };
-        named.put(&settled, settled.limits.clone(), settled.own.clone());
-        named
+        bulkhead.put(&settled, settled.limits.clone(), settled.own.clone());
+        bulkhead
     }
 
     /// Puts all in force that is not up to its compartments, nor for workers that are started.

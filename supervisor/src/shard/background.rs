@@ -1,0 +1,127 @@
+//! What blocks or reads files, on a thread of its own: the data plane hands it a task, and hears what came of it in a
+//! later turn. The thread lives as long as the data plane does: a keeper is told by the kernel when the thread that
+//! started it ends.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+use bulkhead_policy::WorkerId;
+use mio::Waker;
+
+use super::slab::CompartmentIndex;
+use super::starvation::Watch;
+use crate::keeper::{Keeper, sweep_after_keeper};
+use crate::threads::Fate;
+
+/// Looks at workers that may wait. On a machine where more do, workers are silent since they do not run.
+const LOOKS_WAITING_MAX: usize = 1024;
+
+/// The program that a keeper is.
+const PROGRAM: &str = "/proc/self/exe";
+
+enum Task {
+    /// Ends what a keeper that is lost has left behind.
+    SweepKeeper { lost: Box<Keeper> },
+    /// Starts another, after a pause.
+    StartKeeper { pause: Duration },
+    /// How long the threads of a worker have waited so far.
+    Watch(Arc<Watch>),
+    /// Whether they have waited most of the time since.
+    Look { compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch> },
+}
+
+/// What came of a task.
+pub(super) enum Done {
+    KeeperSwept(io::Result<()>),
+    Keeper(io::Result<Box<Keeper>>),
+    Watched,
+    Looked { compartment: CompartmentIndex, worker: WorkerId, is_starved: bool },
+}
+
+/// The thread, as the data plane has it.
+pub(super) struct Background {
+    tasks: Sender<Task>,
+    done: Receiver<Done>,
+    /// Tasks of which nothing was heard yet.
+    waiting: usize,
+}
+
+impl Background {
+    /// Starts the thread, which wakes the data plane by `waker` after each task.
+    pub(super) fn start(fate: &Fate, waker: Arc<Waker>) -> io::Result<Self> {
+        let (tasks, received) = channel::<Task>();
+        let (sender, done) = channel();
+        fate.spawn("background", move || {
+            for task in received {
+                // The data plane has ended; what it had ordered ends with it.
+                if sender.send(perform(task)).is_err() {
+                    return;
+                }
+                let _ = waker.wake();
+            }
+        })?;
+        Ok(Self { tasks, done, waiting: 0 })
+    }
+
+    fn send(&mut self, task: Task) {
+        self.waiting += 1;
+        // A thread that has ended ends the supervisor, see `Fate`.
+        let _ = self.tasks.send(task);
+    }
+
+    /// Ends what is left of a keeper, and starts another: [`Done::KeeperSwept`] and [`Done::Keeper`] follow.
+    pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
+        self.send(Task::SweepKeeper { lost });
+        self.send(Task::StartKeeper { pause });
+    }
+
+    /// Begins to watch a worker. Returns whether it is watched.
+    pub(super) fn watch(&mut self, watch: &Arc<Watch>) -> bool {
+        let has_room = self.waiting < LOOKS_WAITING_MAX;
+        if has_room {
+            self.send(Task::Watch(watch.clone()));
+        }
+        has_room
+    }
+
+    /// Compares; [`Done::Looked`] follows.
+    pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch>) {
+        self.send(Task::Look { compartment, worker, watch });
+    }
+
+    /// What came of a task, if one is done.
+    pub(super) fn done(&mut self) -> Option<Done> {
+        let done = self.done.try_recv().ok()?;
+        self.waiting -= 1;
+        Some(done)
+    }
+
+    /// Waits for the keeper that was ordered last. For the end of the supervisor.
+    pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
+        let keeper = self.done.iter().find_map(|done| match done {
+            Done::Keeper(keeper) => Some(keeper),
+            Done::KeeperSwept(_) | Done::Watched | Done::Looked { .. } => None,
+        });
+        keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts it has ended")))
+    }
+}
+
+fn perform(task: Task) -> Done {
+    match task {
+        Task::SweepKeeper { lost } => Done::KeeperSwept(sweep_after_keeper(*lost)),
+        Task::StartKeeper { pause } => {
+            std::thread::sleep(pause);
+            Done::Keeper(Keeper::start(Path::new(PROGRAM)).map(Box::new))
+        }
+        Task::Watch(watch) => {
+            watch.begin();
+            Done::Watched
+        }
+        Task::Look { compartment, worker, watch } => {
+            Done::Looked { compartment, worker, is_starved: watch.is_starved() }
+        }
+    }
+}

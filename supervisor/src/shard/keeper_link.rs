@@ -1,0 +1,219 @@
+//! The keeper as the data plane has it: whether it answers, whether it is being replaced, and which workers wait to be
+//! ordered until it is. What it reports is applied in `reports.rs`.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use bulkhead_policy::{Time, WorkerId};
+
+use super::background::Background;
+use super::slab::CompartmentIndex;
+use crate::keeper::{Keeper, Report, SpawnOrder};
+
+/// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
+/// A keeper that lived so long is not one that dies at once.
+const PROVEN_AFTER: Duration = Duration::from_secs(10);
+
+/// The pause before the fourth keeper in a row; it doubles up to sixteen times itself.
+const PAUSE: Duration = Duration::from_millis(100);
+
+pub(super) struct KeeperLink {
+    state: State,
+    since: Time,
+    /// How often in a row it died soon after its start.
+    deaths: u32,
+    /// Since when an answer is due.
+    asked_at: Option<Time>,
+    /// What it said while something else was being done.
+    late_reports: VecDeque<Report>,
+}
+
+enum State {
+    Serving(Box<Keeper>),
+    /// The one before is lost, and with it all workers.
+    Replaced {
+        wanted: Vec<Wanted>,
+    },
+}
+
+/// A worker that is ordered as soon as there is a keeper.
+pub(super) struct Wanted {
+    pub(super) compartment: CompartmentIndex,
+    pub(super) worker: WorkerId,
+    pub(super) slot: u32,
+}
+
+impl KeeperLink {
+    pub(super) fn new(keeper: Keeper) -> Self {
+        Self {
+            state: State::Serving(Box::new(keeper)),
+            since: Time::ZERO,
+            deaths: 0,
+            asked_at: None,
+            late_reports: VecDeque::new(),
+        }
+    }
+
+    fn keeper(&mut self) -> io::Result<&mut Keeper> {
+        match &mut self.state {
+            State::Serving(keeper) => Ok(keeper),
+            State::Replaced { .. } => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    pub(super) fn is_replaced(&self) -> bool {
+        matches!(self.state, State::Replaced { .. })
+    }
+
+    /// Its process; `None` while it is being replaced.
+    pub(super) fn pid(&self) -> Option<u32> {
+        match &self.state {
+            State::Serving(keeper) => Some(keeper.pid()),
+            State::Replaced { .. } => None,
+        }
+    }
+
+    pub(super) fn descriptor(&self) -> Option<RawFd> {
+        match &self.state {
+            State::Serving(keeper) => Some(keeper.as_raw_fd()),
+            State::Replaced { .. } => None,
+        }
+    }
+
+    // Orders.
+
+    pub(super) fn spawn(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        link: OwnedFd,
+        (stdout, stderr): (OwnedFd, OwnedFd),
+    ) -> io::Result<()> {
+        self.keeper()?.spawn(order, link, stdout, stderr)
+    }
+
+    /// Has a worker wait for the next keeper, if there is none. Returns whether it waits.
+    pub(super) fn wait_with(&mut self, wanted: Wanted) -> bool {
+        match &mut self.state {
+            State::Serving(_) => false,
+            State::Replaced { wanted: waiting } => {
+                waiting.push(wanted);
+                true
+            }
+        }
+    }
+
+    /// A worker that waits for the next keeper is not wanted any more. Returns whether it waited.
+    pub(super) fn forget_wanted(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> bool {
+        let State::Replaced { wanted } = &mut self.state else { return false };
+        let found = wanted.iter().position(|it| it.compartment == compartment && it.worker == worker);
+        found.map(|at| wanted.remove(at)).is_some()
+    }
+
+    /// Has a worker killed, and wants to hear that it was.
+    pub(super) fn kill(&mut self, spawn: u64, now: Time) {
+        if let Ok(keeper) = self.keeper() {
+            // An error means that the keeper is gone, which its socket says as well.
+            let _ = keeper.kill(spawn);
+            self.ask(now);
+        }
+    }
+
+    /// Wants to hear from the keeper, after an order that matters. Its answer is due from then on.
+    pub(super) fn ask(&mut self, now: Time) {
+        if self.asked_at.is_none() && self.keeper().and_then(Keeper::ping).is_ok() {
+            self.asked_at = Some(now);
+        }
+    }
+
+    /// Whether an answer is due.
+    pub(super) fn is_asked(&self) -> bool {
+        self.asked_at.is_some()
+    }
+
+    /// This process did not run for a while: that the keeper was not heard says nothing.
+    pub(super) fn excuse(&mut self, now: Time) {
+        self.asked_at = self.asked_at.map(|_| now);
+    }
+
+    /// Kills a keeper that is stopped, or stuck: it would leave workers unkilled and deaths unnoticed for ever. Its end
+    /// of the socket closes, and the rest is as if it had died by itself. Returns whether it was killed.
+    pub(super) fn kill_if_silent(&mut self, now: Time) -> bool {
+        let is_silent = self.asked_at.is_some_and(|at| now.since(at) >= ANSWERS_WITHIN);
+        if is_silent {
+            self.asked_at = None;
+            // It can only have ended meanwhile.
+            let _ = self.keeper().and_then(Keeper::kill_keeper);
+        }
+        is_silent
+    }
+
+    // Reports.
+
+    /// Sends orders that wait for the socket.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        self.keeper()?.flush()
+    }
+
+    /// The next report, if there is one.
+    pub(super) fn receive(&mut self) -> io::Result<Option<Report>> {
+        self.keeper()?.receive()
+    }
+
+    /// A report was heard: it answers.
+    pub(super) fn heard(&mut self) {
+        self.asked_at = None;
+    }
+
+    pub(super) fn put_off(&mut self, report: Report) {
+        self.late_reports.push_back(report);
+    }
+
+    pub(super) fn late_report(&mut self) -> Option<Report> {
+        self.late_reports.pop_front()
+    }
+
+    // Its loss.
+
+    /// It is lost: has another one started, after a pause if it dies again and again. `None` if that is under way.
+    pub(super) fn replace(&mut self, now: Time, background: &mut Background) -> Option<()> {
+        if self.is_replaced() {
+            return None;
+        }
+        let is_again = now.since(self.since) < PROVEN_AFTER;
+        self.deaths = if is_again { self.deaths + 1 } else { 0 };
+        self.asked_at = None;
+        let replaced = State::Replaced { wanted: Vec::new() };
+        if let State::Serving(lost) = std::mem::replace(&mut self.state, replaced) {
+            background.replace_keeper(lost, self.pause());
+        }
+        Some(())
+    }
+
+    fn pause(&self) -> Duration {
+        match self.deaths.checked_sub(3) {
+            Some(doublings) => PAUSE * (1 << doublings.min(4)),
+            None => Duration::ZERO,
+        }
+    }
+
+    /// There is another one. Returns the workers that were wanted meanwhile.
+    pub(super) fn serve(&mut self, keeper: Box<Keeper>, now: Time) -> Vec<Wanted> {
+        self.since = now;
+        match std::mem::replace(&mut self.state, State::Serving(keeper)) {
+            State::Replaced { wanted } => wanted,
+            State::Serving(_) => unreachable!("a keeper is replaced when it is lost, and once"),
+        }
+    }
+
+    /// Ends it, with all workers. Waits for that, and for one that is just being started.
+    pub(super) fn end(self, background: &Background) -> io::Result<()> {
+        match self.state {
+            State::Serving(keeper) => keeper.end(),
+            State::Replaced { .. } => background.last_keeper()?.end(),
+        }
+    }
+}

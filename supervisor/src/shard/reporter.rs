@@ -1,0 +1,89 @@
+//! What the data plane tells the control plane: events, crash reports, output of workers, spans. It formats nothing and
+//! never waits: what finds no room is counted.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::SystemTime;
+
+use bulkhead_shared::JobId;
+use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::Pulse;
+use super::spans::Spans;
+use crate::command::{Event, Notice, Severity};
+use crate::crash::CrashId;
+use crate::notices::Speaker;
+use crate::observe::crashes::REPORTS_WAITING_MAX;
+use crate::observe::spans::SpanSender;
+
+/// The fields of an event.
+pub(super) type Fields = Vec<(&'static str, Value)>;
+
+pub(super) struct Reporter {
+    pub(super) notices: Speaker,
+    pub(super) pulse: Arc<Pulse>,
+    /// Where the spans of jobs go, if they are taken.
+    pub(super) spans: Option<Spans>,
+    /// Whether the output of some workers found no room on its way to the control plane.
+    pub(super) has_outputs: bool,
+    /// Crash reports so far.
+    pub(super) crashes: u32,
+    /// The places for reports on their way to be kept.
+    pub(super) places: Arc<Semaphore>,
+    /// The job that ended by a crash last, its operation and tenant: an event that follows may be about it.
+    pub(super) last_crashed: Option<(JobId, Box<str>, Box<str>)>,
+    /// The report about the death that is being applied, and the process that died: events name it.
+    pub(super) last_report: Option<(u32, CrashId)>,
+    /// Suppresses the events of single compartments during a command for a whole bulkhead.
+    pub(super) is_quiet: bool,
+}
+
+impl Reporter {
+    pub(super) fn new(notices: Speaker, pulse: Arc<Pulse>, spans: Option<SpanSender>) -> Self {
+        Self {
+            notices,
+            pulse,
+            spans: spans.map(Spans::new),
+            has_outputs: false,
+            crashes: 0,
+            places: Arc::new(Semaphore::new(REPORTS_WAITING_MAX)),
+            last_crashed: None,
+            last_report: None,
+            is_quiet: false,
+        }
+    }
+
+    pub(super) fn notify(&mut self, notice: Notice) {
+        if !self.notices.notice(notice) {
+            self.pulse.notices_dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// An event of this bulkhead, or of the supervisor itself.
+    pub(super) fn event(
+        &mut self,
+        severity: Severity,
+        kind: &'static str,
+        bulkhead: Option<Arc<str>>,
+        fields: Fields,
+    ) {
+        self.notify(Notice::Event(Event { at: SystemTime::now(), severity, kind, bulkhead, fields }));
+    }
+
+    /// For an event about the death of a process: the report about it.
+    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<(&'static str, Value)> {
+        let (dead, id) = self.last_report?;
+        (pid == Some(dead)).then(|| ("report", json!(id)))
+    }
+
+    /// A place for a report on its way to be kept.
+    pub(super) fn place(&self) -> Option<OwnedSemaphorePermit> {
+        self.places.clone().try_acquire_owned().ok()
+    }
+
+    /// What was seen of the states of bulkheads is not true any more.
+    pub(super) fn states_have_changed(&self) {
+        self.pulse.revision.fetch_add(1, Ordering::SeqCst);
+    }
+}

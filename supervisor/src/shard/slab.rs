@@ -1,0 +1,173 @@
+//! One kind of table for everything that the data plane gives a number: each has numbers of a type of its own, so that
+//! a number of one table cannot name a place in another.
+
+use std::fmt::Debug;
+use std::hash::Hash;
+use std::marker::PhantomData;
+use std::ops::{Index, IndexMut};
+
+/// The number of a place in a [`Slab`].
+pub(super) trait SlabIndex: Copy + Eq + Ord + Hash + Debug {
+    fn from_number(number: usize) -> Self;
+    fn number(self) -> usize;
+}
+
+macro_rules! indices {
+    ($($(#[$doc:meta])* $name:ident;)*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub(super) struct $name(u32);
+
+        impl SlabIndex for $name {
+            #[inline]
+            fn from_number(number: usize) -> Self {
+                debug_assert!(u32::try_from(number).is_ok(), "there are not as many descriptors, nor as much memory");
+                Self(number as u32)
+            }
+
+            #[inline]
+            fn number(self) -> usize {
+                self.0 as usize
+            }
+        }
+    )*};
+}
+
+indices! {
+    /// The place of a client's session.
+    SessionIndex;
+    /// The place of a worker's link.
+    LinkIndex;
+    /// The place of a bulkhead.
+    BulkheadIndex;
+    /// The place of a compartment.
+    CompartmentIndex;
+}
+
+/// Values by the numbers of their places. A place is used again, at once or by [`Slab::recycle`].
+pub(super) struct Slab<I, T> {
+    places: Vec<Option<T>>,
+    free: Vec<I>,
+    /// Free when the turn is over: events for the value before may still be in hand.
+    freed: Vec<I>,
+    index: PhantomData<I>,
+}
+
+impl<I, T> Default for Slab<I, T> {
+    fn default() -> Self {
+        Self { places: Vec::new(), free: Vec::new(), freed: Vec::new(), index: PhantomData }
+    }
+}
+
+impl<I: SlabIndex, T> Slab<I, T> {
+    /// The place that the next value gets.
+    pub(super) fn next(&self) -> I {
+        self.free.last().copied().unwrap_or_else(|| I::from_number(self.places.len()))
+    }
+
+    pub(super) fn insert(&mut self, value: T) -> I {
+        match self.free.pop() {
+            Some(index) => {
+                self.places[index.number()] = Some(value);
+                index
+            }
+            None => {
+                self.places.push(Some(value));
+                I::from_number(self.places.len() - 1)
+            }
+        }
+    }
+
+    #[inline]
+    pub(super) fn get(&self, index: I) -> Option<&T> {
+        self.places.get(index.number())?.as_ref()
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, index: I) -> Option<&mut T> {
+        self.places.get_mut(index.number())?.as_mut()
+    }
+
+    /// Takes a value out. Its place may be another's at once.
+    pub(super) fn remove(&mut self, index: I) -> Option<T> {
+        let value = self.places.get_mut(index.number())?.take()?;
+        self.free.push(index);
+        Some(value)
+    }
+
+    /// Takes a value out. Its place stays empty until [`Slab::recycle`].
+    pub(super) fn retire(&mut self, index: I) -> Option<T> {
+        let value = self.places.get_mut(index.number())?.take()?;
+        self.freed.push(index);
+        Some(value)
+    }
+
+    /// The turn is over: the places of what was retired may be used again.
+    pub(super) fn recycle(&mut self) {
+        self.free.append(&mut self.freed);
+    }
+
+    /// The numbers of all places that there are now, empty ones included. It holds no borrow.
+    pub(super) fn indices(&self) -> impl Iterator<Item = I> + use<I, T> {
+        (0..self.places.len()).map(I::from_number)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (I, &T)> {
+        let numbered = self.places.iter().enumerate();
+        numbered.filter_map(|(number, value)| Some((I::from_number(number), value.as_ref()?)))
+    }
+
+    pub(super) fn values(&self) -> impl Iterator<Item = &T> {
+        self.places.iter().flatten()
+    }
+
+    pub(super) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.places.iter_mut().flatten()
+    }
+}
+
+/// For what cannot be gone while its number is held.
+impl<I: SlabIndex, T> Index<I> for Slab<I, T> {
+    type Output = T;
+
+    #[inline]
+    fn index(&self, index: I) -> &T {
+        match self.get(index) {
+            Some(value) => value,
+            None => unreachable!("{index:?} names nothing: its holder outlived it"),
+        }
+    }
+}
+
+impl<I: SlabIndex, T> IndexMut<I> for Slab<I, T> {
+    #[inline]
+    fn index_mut(&mut self, index: I) -> &mut T {
+        match self.get_mut(index) {
+            Some(value) => value,
+            None => unreachable!("{index:?} names nothing: its holder outlived it"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_of_what_was_retired_is_not_used_again_within_the_turn() {
+        let mut slab: Slab<LinkIndex, &str> = Slab::default();
+        let (first, second) = (slab.insert("first"), slab.insert("second"));
+        assert_eq!(slab.retire(first), Some("first"));
+        assert_eq!(slab.get(first), None);
+        assert_eq!(slab.retire(first), None);
+        assert_ne!(slab.insert("third"), first);
+        slab.recycle();
+        assert_eq!(slab.next(), first);
+        assert_eq!(slab.insert("fourth"), first);
+        assert_eq!(slab.remove(second), Some("second"));
+        assert_eq!(slab.insert("fifth"), second);
+        let all: Vec<&str> = slab.values().copied().collect();
+        assert_eq!(all, ["fourth", "fifth", "third"]);
+        assert_eq!(slab.indices().count(), 3);
+    }
+}
