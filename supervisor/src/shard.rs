@@ -2,7 +2,9 @@
 //!
 //! It selects what happened (a frame, a death, a timer, a command), applies it to the bulkhead
 //! concerned, performs the actions that come back, and flushes each socket once at the end of the turn.
-//! It decides nothing itself, never blocks, and never renders, formats or writes a log.
+//! It decides nothing itself, never blocks or sleeps, and never renders, formats or writes a log; what would is done on
+//! a thread beside it (`background.rs`). Of `/proc` it reads `stat` alone, some 7 µs each: for the ancestors of a process
+//! that connects for the first time, and for a worker that has closed its link a second ago and not been reported dead.
 
 mod access;
 mod background;

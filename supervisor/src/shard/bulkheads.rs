@@ -280,6 +280,14 @@ impl BulkheadEntry {
         }
     }
 
+    /// The same of a bulkhead that is known to keep them apart: it has a compartment of a tenant.
+    pub(super) fn tenants(&mut self) -> &mut Isolated {
+        match self.isolated() {
+            Some(isolated) => isolated,
+            None => unreachable!("a bulkhead whose layout changes is another one"),
+        }
+    }
+
     /// What tells a payload from all others, if that is wanted here.
     pub(super) fn digest(&self, operation: &str, payload: &[u8]) -> Option<Digest> {
         self.knows_poison.then(|| {

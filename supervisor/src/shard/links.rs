@@ -327,19 +327,15 @@ impl DataPlane {
         max_in_flight: u32,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        if let Some(link) = self.links.get_mut(index) {
-            let limits = Limits { max_in_flight };
-            let _ = link.outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Link(index));
-        }
+        let limits = Limits { max_in_flight };
+        let _ = self.links[index].outbox.push(kind::LIMITS, 0, &limits, &[], Payload::NONE);
+        self.mark_dirty(Endpoint::Link(index));
     }
 
     fn send_plain(&mut self, compartment: CompartmentIndex, worker: WorkerId, kind: u8, number: u64) {
         let Some(index) = self.link_of(compartment, worker) else { return };
-        if let Some(link) = self.links.get_mut(index) {
-            let _ = link.outbox.push(kind, number, &Empty, &[], Payload::NONE);
-            self.mark_dirty(Endpoint::Link(index));
-        }
+        let _ = self.links[index].outbox.push(kind, number, &Empty, &[], Payload::NONE);
+        self.mark_dirty(Endpoint::Link(index));
     }
 
     pub(super) fn flush_link(&mut self, index: LinkIndex) {
@@ -354,7 +350,8 @@ impl DataPlane {
         self.memory.recount_workers(was, waiting);
     }
 
-    // Frames in.
+    // Frames in. A link goes when the keeper says so, and never while it is read: what the keeper says meanwhile is put
+    // off. So its number names it from the first byte to the last.
 
     pub(super) fn link_readable(&mut self, index: LinkIndex) {
         // Not before its process is known, so that every event about it has a worker.
@@ -372,7 +369,7 @@ impl DataPlane {
 
     /// Reads once; returns whether there may be more.
     pub(super) fn read_link_once(&mut self, index: LinkIndex) -> bool {
-        let Some(link) = self.links.get_mut(index) else { return false };
+        let link = &mut self.links[index];
         if matches!(link.reads, Reads::Closed { .. }) {
             return false;
         }
@@ -383,7 +380,7 @@ impl DataPlane {
         self.buffers.scratch = scratch;
         let heard = self.hear_notices(index);
         let result = result.and_then(|received| heard.map(|()| received));
-        let Some(link) = self.links.get_mut(index) else { return false };
+        let link = &mut self.links[index];
         link.inbox = inbox;
         let (is_mid_frame, is_closing) = (link.inbox.is_mid_frame(), matches!(link.reads, Reads::Closing));
         let begun = link.inbox.begun_header().filter(|_| !matches!(link.stage, Stage::ProtocolViolated));
@@ -400,9 +397,7 @@ impl DataPlane {
             Ok(Received::More) => true,
             Ok(Received::Drained) => is_closing,
             Ok(Received::Closed) => {
-                if let Some(link) = self.links.get_mut(index) {
-                    link.reads = Reads::Closed { at: self.now };
-                }
+                self.links[index].reads = Reads::Closed { at: self.now };
                 self.want_housekeeping();
                 false
             }
@@ -427,7 +422,7 @@ impl DataPlane {
         inbox: &mut Inbox,
         scratch: &mut Scratch,
     ) -> Result<Received, String> {
-        let Some(link) = self.links.get(index) else { return Ok(Received::Drained) };
+        let link = &self.links[index];
         let is_violated = matches!(link.stage, Stage::ProtocolViolated);
         let (received, mut batch) =
             match inbox.receive_by(scratch, |buffer| self.entrance.intake.receive(&link.socket, buffer)) {
@@ -476,7 +471,7 @@ impl DataPlane {
         header: Header,
         metadata: &[u8],
     ) -> Result<bool, String> {
-        let Some(link) = self.links.get(index) else { return Ok(false) };
+        let link = &self.links[index];
         if matches!(link.stage, Stage::AwaitingHello) || header.kind != kind::RESULT {
             self.worker_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
@@ -498,7 +493,7 @@ impl DataPlane {
 
     /// A result that is too large has come to its end: its permit is free.
     fn end_oversized(&mut self, index: LinkIndex) {
-        let Some(link) = self.links.get_mut(index) else { return };
+        let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         let Stage::Welcomed { oversized, .. } = &mut link.stage else { return };
         if let Some(Oversized { job, failure }) = oversized.take() {
@@ -513,7 +508,7 @@ impl DataPlane {
         metadata: &[u8],
         payload: Incoming<'_>,
     ) -> Result<(), String> {
-        let Some(link) = self.links.get(index) else { return Ok(()) };
+        let link = &self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         match link.stage {
             Stage::AwaitingHello => return self.worker_hello(index, header, metadata),
@@ -568,7 +563,7 @@ impl DataPlane {
 
     /// Frames that are not the answer to a job.
     fn worker_notice(&mut self, index: LinkIndex, header: Header, metadata: &[u8]) -> Result<(), String> {
-        let Some(link) = self.links.get_mut(index) else { return Ok(()) };
+        let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         link.notices.spend(header.length as usize);
         let event = match header.kind {
@@ -615,7 +610,7 @@ impl DataPlane {
             return Err("its first frame is not a hello".into());
         }
         let hello = decode::<Hello<'_>>(metadata)?;
-        let Some(link) = self.links.get_mut(index) else { return Ok(()) };
+        let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         if hello.role != role::WORKER {
             return Err("it says hello in the role of a client".into());

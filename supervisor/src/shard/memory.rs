@@ -144,7 +144,9 @@ impl DataPlane {
     /// A job waits from now on.
     pub(super) fn charge_waiting(&mut self, compartment: CompartmentIndex, job: JobId) {
         let bulkhead = self.compartments[compartment].bulkhead;
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
+            return debug_assert!(false, "{job} was just taken, and is not there");
+        };
         let (session, bytes, class) = (record.session, record.footprint(), record.priority);
         debug_assert_eq!(record.charge.bytes, 0, "it waits already");
         let holder = self.holder_of(session, bulkhead);
@@ -172,7 +174,9 @@ impl DataPlane {
     /// A job that a worker has holds its payload nevertheless, since another worker may want it.
     pub(super) fn charge_kept(&mut self, compartment: CompartmentIndex, job: JobId) {
         let bulkhead = self.compartments[compartment].bulkhead;
-        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
+            return debug_assert!(false, "{job} was just dispatched, and is not there");
+        };
         let (session, bytes) = (record.session, record.held.bytes());
         let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, Kind::Fixed, bytes);

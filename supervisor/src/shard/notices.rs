@@ -107,7 +107,7 @@ impl DataPlane {
     /// Tells policy what one read brought beside answers. Errors are for a worker that is to be ended.
     pub(super) fn hear_notices(&mut self, index: LinkIndex) -> Result<(), String> {
         let now = self.now;
-        let Some(link) = self.links.get_mut(index) else { return Ok(()) };
+        let link = &mut self.links[index];
         if !std::mem::take(&mut link.notices.is_heard) {
             return Ok(());
         }

@@ -8,6 +8,7 @@ use crate::notices::WorkerOutput;
 impl DataPlane {
     /// Hands a worker's output over, if that was not done yet.
     pub(super) fn hand_output_over(&mut self, index: LinkIndex) {
+        // Of those that are offered again, some have gone.
         let Some(link) = self.links.get_mut(index) else { return };
         let compartment = link.compartment;
         let Some(running) = link.running_mut() else { return };

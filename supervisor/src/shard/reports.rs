@@ -182,7 +182,7 @@ impl DataPlane {
 
     fn process_runs(&mut self, spawn: u64, pid: u32, pidfd: OwnedFd, observed: Observed) {
         let Some(&index) = self.links.by_spawn.get(&spawn) else { return };
-        let Some(link) = self.links.get_mut(index) else { return };
+        let link = &mut self.links[index];
         let (compartment, worker) = (link.compartment, link.worker);
         link.run(pid, pidfd, observed);
         self.hand_output_over(index);
@@ -197,13 +197,14 @@ impl DataPlane {
     /// A worker's process is gone; without a death of its own it was ended with its keeper.
     fn process_gone(&mut self, spawn: u64, death: Option<(Death, Usage)>) {
         let Some(&index) = self.links.by_spawn.get(&spawn) else { return };
-        let read = self.links.get_mut(index).map_or(0, |link| link.reading.end());
+        let read = self.links[index].reading.end();
         // What it said before it died still counts.
         // No end of file comes while something that it left behind has its end of the link.
         let waiting = |link: &Link| rustix::io::ioctl_fionread(&link.socket).unwrap_or(0);
         let mut reads = 0;
         while reads < READS_AFTER_DEATH_MAX
-            && self.links.get(index).is_some_and(|link| !link.is_closed() && waiting(link) > 0)
+            && !self.links[index].is_closed()
+            && waiting(&self.links[index]) > 0
         {
             reads += 1;
             self.read_link_once(index);
@@ -238,7 +239,9 @@ impl DataPlane {
     /// Of a worker that is gone. Its id is not given back yet.
     fn take_link(&mut self, spawn: u64) -> Option<Link> {
         let index = self.links.by_spawn.remove(&spawn)?;
-        let link = self.links.retire(index)?;
+        let Some(link) = self.links.retire(index) else {
+            unreachable!("the keeper's names are of links that are there")
+        };
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Link(index));
         self.links.again.retain(|&link| link != index);
         let _ = self.poll.registry().deregister(&mut SourceFd(&link.socket.as_raw_fd()));

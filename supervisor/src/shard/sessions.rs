@@ -331,7 +331,7 @@ impl DataPlane {
         }
     }
 
-    // Frames in.
+    // Frames in. A session goes when it is flushed, or has been read: not while its frames are handled.
 
     /// Reads once: frames of up to so many bytes together, or the rest of one that has begun. Returns how many
     /// bytes came.
@@ -346,7 +346,7 @@ impl DataPlane {
         if growth > 0 && !self.may_hold(holder, frame_for, growth) {
             self.give_frame(holder);
         }
-        let Some(session) = self.sessions.get_mut(index) else { return 0 };
+        let session = &mut self.sessions[index];
         session.inbox.grow(&mut self.buffers.pool);
         // Taken out while its frames are handled, so that they can reach everything else.
         let mut inbox = std::mem::take(&mut session.inbox);
@@ -354,9 +354,7 @@ impl DataPlane {
         let mut bytes = 0;
         let result = self.read_session(index, &mut inbox, &mut scratch, (most, &mut bytes));
         self.buffers.scratch = scratch;
-        if let Some(session) = self.sessions.get_mut(index) {
-            session.inbox = inbox;
-        }
+        self.sessions[index].inbox = inbox;
         match result {
             Ok(received) => self.after_read(index, received),
             Err(Some(Breach(reason, message))) => self.refuse_session(index, reason, &message),
@@ -372,7 +370,7 @@ impl DataPlane {
         scratch: &mut bulkhead_shared::connection::Scratch,
         (most, bytes): (usize, &mut usize),
     ) -> Result<Received, Option<Breach>> {
-        let Some(session) = self.sessions.get(index) else { return Err(None) };
+        let session = &self.sessions[index];
         let is_closing = session.stage == Stage::Closing;
         let is_large = inbox.is_within_large();
         let mut is_cut = false;
@@ -420,7 +418,7 @@ impl DataPlane {
     fn after_read(&mut self, index: SessionIndex, received: Received) {
         let now = self.now;
         self.count_frame(index);
-        let Some(session) = self.sessions.get_mut(index) else { return };
+        let session = &mut self.sessions[index];
         session.active_at = now;
         let is_another = session.inbox.frames_begun() != session.frames_begun;
         session.frames_begun = session.inbox.frames_begun();
@@ -451,7 +449,7 @@ impl DataPlane {
         metadata: &[u8],
         payload: Incoming<'_>,
     ) -> Result<(), Option<Breach>> {
-        let Some(session) = self.sessions.get(index) else { return Err(None) };
+        let session = &self.sessions[index];
         match (session.stage, header.kind) {
             (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
             (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
@@ -510,7 +508,7 @@ impl DataPlane {
         header: Header,
         metadata: &[u8],
     ) -> Result<bool, Option<Breach>> {
-        let Some(session) = self.sessions.get(index) else { return Err(None) };
+        let session = &self.sessions[index];
         if session.stage != Stage::Open || header.kind != kind::SUBMIT {
             self.client_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
@@ -551,7 +549,7 @@ impl DataPlane {
         payload: Incoming<'_>,
     ) -> Result<(), Breach> {
         self.check_number(index, header.number)?;
-        let Some(session) = self.sessions.get(index) else { return Ok(()) };
+        let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
         let (bulkhead, submit, traceparent) = match self.check_submit(session, header, metadata) {

@@ -59,13 +59,6 @@ impl DataPlane {
         job
     }
 
-    fn shared(&self, bulkhead: BulkheadIndex) -> CompartmentIndex {
-        match self.bulkheads[bulkhead].layout {
-            Layout::Shared(compartment) => compartment,
-            Layout::Isolated(_) => unreachable!("a bulkhead whose layout changes is another one"),
-        }
-    }
-
     /// Every compartment of a bulkhead.
     pub(super) fn compartments_of(&self, bulkhead: BulkheadIndex) -> Vec<CompartmentIndex> {
         match &self.bulkheads[bulkhead].layout {
@@ -77,7 +70,7 @@ impl DataPlane {
     /// A new compartment for a tenant: in the place of the one that has rested for longest, if there are many.
     fn open_for(&mut self, bulkhead: BulkheadIndex, tenant: &str) -> CompartmentIndex {
         let (now, name) = (self.now, Arc::<str>::from(tenant));
-        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return self.shared(bulkhead) };
+        let isolated = self.bulkheads[bulkhead].tenants();
         let limits = isolated.limits_of(tenant);
         let is_full = isolated.by_tenant.len() >= REMEMBERED_MAX;
         let oldest = isolated.resting.iter().map(|&(_, place)| place);
@@ -96,7 +89,7 @@ impl DataPlane {
             }
             None => self.compartments.insert(compartment),
         };
-        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return place };
+        let isolated = self.bulkheads[bulkhead].tenants();
         isolated.by_tenant.insert(name, place);
         isolated.resting.insert((now, place));
         let (is_draining, is_forced_open) = (isolated.is_draining, isolated.is_forced_open);
@@ -115,7 +108,7 @@ impl DataPlane {
 
     /// Keeps what a tenant's compartment has counted, and forgets the tenant.
     fn retire_tenant(&mut self, bulkhead: BulkheadIndex, place: CompartmentIndex, gone: &Compartment) {
-        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return };
+        let isolated = self.bulkheads[bulkhead].tenants();
         isolated.tripped.remove(&place);
         isolated.awake.remove(&place);
         isolated.past.add(gone.policy.counters());
@@ -143,23 +136,21 @@ impl DataPlane {
     fn may_wake(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> bool {
         self.forget_waiters(bulkhead);
         let has_workers = self.compartments[compartment].standing == Standing::Leaving;
-        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return false };
+        let isolated = self.bulkheads[bulkhead].tenants();
         let waiting = isolated.awaiting.len();
         let room = isolated.max_active.saturating_sub(isolated.running) + isolated.leaving;
         !isolated.is_draining && (has_workers || room > waiting || !isolated.idle.is_empty())
     }
 
     fn wait_for_workers(&mut self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) {
-        if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
-            isolated.awaiting.push_back(compartment);
-        }
+        self.bulkheads[bulkhead].tenants().awaiting.push_back(compartment);
         self.want_settling(bulkhead);
     }
 
     /// Those whose clients went away while they waited do not wait any more.
     fn forget_waiters(&mut self, bulkhead: BulkheadIndex) {
         let compartments = &self.compartments;
-        let Layout::Isolated(isolated) = &mut self.bulkheads[bulkhead].layout else { return };
+        let isolated = self.bulkheads[bulkhead].tenants();
         let is_gone = |place: &CompartmentIndex| compartments[*place].policy.has_no_jobs();
         let gone: Vec<CompartmentIndex> = isolated.awaiting.iter().copied().filter(is_gone).collect();
         if gone.is_empty() {
@@ -178,16 +169,14 @@ impl DataPlane {
         let is_tripped = entry.policy.breaker() != BreakerState::Closed;
         if is_tripped != entry.was_tripped {
             self.compartments[place].was_tripped = is_tripped;
-            if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
-                let tripped = &mut isolated.tripped;
-                let _ = if is_tripped { tripped.insert(place) } else { tripped.remove(&place) };
-            }
+            let tripped = &mut self.bulkheads[bulkhead].tenants().tripped;
+            let _ = if is_tripped { tripped.insert(place) } else { tripped.remove(&place) };
         }
         if before == after {
             return;
         }
         self.compartments[place].standing = after;
-        let Some(isolated) = self.bulkheads[bulkhead].isolated() else { return };
+        let isolated = self.bulkheads[bulkhead].tenants();
         let runs = |standing| matches!(standing, Standing::Idle(_) | Standing::Busy | Standing::Leaving);
         match before {
             Standing::Resting(since) => drop(isolated.resting.remove(&(since, place))),
@@ -233,15 +222,13 @@ impl DataPlane {
             while let Some((place, event)) = self.next_move(bulkhead) {
                 self.apply(place, event, Incoming::None);
             }
-            if let Some(isolated) = self.bulkheads[bulkhead].isolated() {
-                isolated.is_unsettled = false;
-            }
+            self.bulkheads[bulkhead].tenants().is_unsettled = false;
         }
     }
 
     fn next_move(&mut self, bulkhead: BulkheadIndex) -> Option<(CompartmentIndex, Event<Box<JobData>>)> {
         let compartments = &self.compartments;
-        let Layout::Isolated(isolated) = &mut self.bulkheads[bulkhead].layout else { return None };
+        let isolated = self.bulkheads[bulkhead].tenants();
         let &next = isolated.awaiting.front()?;
         if compartments[next].policy.activity() != Activity::Awaiting {
             // It was stopped meanwhile.
