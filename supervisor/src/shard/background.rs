@@ -47,6 +47,14 @@ pub(super) struct Background {
     done: Receiver<Done>,
     /// Tasks of which nothing was heard yet.
     waiting: usize,
+    fate: Fate,
+}
+
+/// The data plane ends, be it by a panic, and the thread with it: that is no loss to be told.
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.fate.expect_end();
+    }
 }
 
 impl Background {
@@ -63,7 +71,7 @@ impl Background {
                 let _ = waker.wake();
             }
         })?;
-        Ok(Self { tasks, done, waiting: 0 })
+        Ok(Self { tasks, done, waiting: 0, fate: fate.clone() })
     }
 
     fn send(&mut self, task: Task) {
