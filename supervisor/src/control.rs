@@ -27,7 +27,6 @@ use local::CONNECTIONS_MAX;
 
 /// Connections that whoever reaches the address of `http` can hold.
 pub(crate) const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
-pub(crate) use tcp::Token;
 
 use std::io;
 use std::net::TcpListener;
@@ -47,6 +46,7 @@ use tokio::sync::{Semaphore, oneshot};
 
 use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
 use crate::config::Config;
+use crate::config::Token;
 use crate::crash::{CrashReport, Victim};
 use crate::notices::{Heard, Listener, Milestone, WorkerOutput};
 use crate::observe::crashes::{CrashThread, Crashes};

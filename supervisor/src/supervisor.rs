@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
-use crate::config::{Config, HttpConfig};
+use crate::config::{Config, HttpConfig, Token};
 use crate::confinement::Grounds;
 use crate::control::{self, Options};
 use crate::descriptors;
@@ -139,10 +139,9 @@ fn run_data_plane(
 }
 
 /// Binds the address, and reads the token anew: the file may have been changed since it was checked.
-fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, control::Token), RunError> {
+fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunError> {
     let failed = |why: String| RunError::Http(http.address, why);
-    let token =
-        control::Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
+    let token = Token::read(&http.token_file).map_err(|(why, help)| failed(format!("{why}; {help}")))?;
     let bind = || std::net::TcpListener::bind(http.address);
     let is_taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
     let socket = try_while_taken(bind, is_taken).map_err(|error| {

@@ -22,6 +22,7 @@ mod syntax;
 mod system_calls;
 #[cfg(test)]
 mod tests;
+mod token;
 mod units;
 mod values;
 
@@ -42,6 +43,7 @@ use diagnostics::{Problems, shown};
 pub use json_schema::json_schema;
 pub use schema::{Key, Kind, Preset, later, reference};
 pub use summary::WorkerIds;
+pub use token::Token;
 use toml::de::DeTable;
 pub(crate) use units::{format_duration, format_size};
 

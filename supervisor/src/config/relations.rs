@@ -17,9 +17,9 @@ use super::diagnostics::{Problems, shown, shown_key};
 use super::raw::{RawBulkhead, RawFile, RawRestart, RawSupervisor, RawTenant};
 use super::reader::{Arguments, Field, Given};
 use super::settled::{Settled, blame};
+use super::token::Token;
 use super::values::Complaint;
 use super::{Surroundings, defaults, programs, units};
-use crate::control::Token;
 
 /// Everything that a bulkhead is judged against.
 pub(super) struct Checker<'c> {

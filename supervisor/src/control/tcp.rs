@@ -3,7 +3,6 @@
 
 use std::io;
 use std::net::IpAddr;
-use std::path::Path;
 use std::time::Duration;
 
 use axum::Router;
@@ -24,57 +23,13 @@ use super::lobby::Lobby;
 use super::local::CONNECTIONS_MAX;
 use super::routes::OPEN;
 use super::{Control, http, jobs};
+use crate::config::Token;
 
-/// Bytes of a token.
-const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
-
-/// What others than its owner may not do to the token's file: its group may read it, nobody else may anything.
-const NOT_FOR_OTHERS: u32 = 0o027;
-
-/// The secret that opens the door. It is kept as a hash, which compares in constant time.
-#[derive(Clone)]
-pub(crate) struct Token(blake3::Hash);
-
-impl Token {
-    /// Reads it from its file. Errors say what is wrong with the file, and what to do.
-    pub(crate) fn read(path: &Path) -> Result<Self, (String, &'static str)> {
-        use std::io::Read as _;
-        use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
-        let shown = path.display();
-        let unreadable = |error: io::Error| (format!("{shown} cannot be read: {error}"), MAKE_IT);
-        // A FIFO is not waited for.
-        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-        let file = std::fs::OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
-        let file = file.map_err(unreadable)?;
-        let about = file.metadata().map_err(unreadable)?;
-        if !about.is_file() {
-            return Err((format!("{shown} is not a regular file"), MAKE_IT));
-        }
-        let mode = about.permissions().mode() & 0o7777;
-        if mode & NOT_FOR_OTHERS != 0 {
-            let message =
-                format!("{shown} has the mode {mode:04o}, so that others can read or change the token");
-            return Err((message, "chmod 600 it; its group may read it at most"));
-        }
-        let mut text = Vec::new();
-        file.take(*TOKEN_BYTES.end() as u64 + 2).read_to_end(&mut text).map_err(unreadable)?;
-        let token = text.trim_ascii();
-        if !TOKEN_BYTES.contains(&token.len()) || !token.iter().all(u8::is_ascii_graphic) {
-            let (least, most) = (TOKEN_BYTES.start(), TOKEN_BYTES.end());
-            return Err((
-                format!("{shown} does not hold a token: {least} to {most} visible ASCII characters"),
-                MAKE_IT,
-            ));
-        }
-        Ok(Self(blake3::hash(token)))
-    }
-
-    fn opens(&self, headers: &HeaderMap) -> bool {
-        let mut values = headers.get_all(header::AUTHORIZATION).iter();
-        let (Some(value), None) = (values.next(), values.next()) else { return false };
-        // Hashes are equal in constant time, and tell nothing of how long the token is.
-        given(value).is_some_and(|token| self.0 == blake3::hash(&token))
-    }
+/// Whether the headers have the token, once.
+fn opens(token: &Token, headers: &HeaderMap) -> bool {
+    let mut values = headers.get_all(header::AUTHORIZATION).iter();
+    let (Some(value), None) = (values.next(), values.next()) else { return false };
+    given(value).is_some_and(|secret| token.is(&secret))
 }
 
 /// The token that a header says: as it is, or as the password of whatever user, which is how browsers ask for it.
@@ -93,8 +48,6 @@ fn given(value: &HeaderValue) -> Option<Vec<u8>> {
 
 /// How to say it. A browser asks its user for what the second one wants.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
-
-const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";
 
 /// Who may come in.
 #[derive(Clone)]
@@ -175,7 +128,7 @@ impl Gate {
         if let Some(refusal) = browser::refuse(request) {
             return Some(refusal);
         }
-        if !is_open && !self.token.opens(headers) {
+        if !is_open && !opens(&self.token, headers) {
             return Some(unauthorized(request));
         }
         // A payload is whatever it is. A form of another site could send one, and a browser would add the token
@@ -241,8 +194,8 @@ mod tests {
 
     #[test]
     fn only_the_token_opens() {
-        let token = Token(blake3::hash(b"a-secret-of-sixteen"));
-        let opens = |value: &str| token.opens(&headers(&[("authorization", value)]));
+        let token = Token::new(b"a-secret-of-sixteen");
+        let opens = |value: &str| super::opens(&token, &headers(&[("authorization", value)]));
         assert!(opens("Bearer a-secret-of-sixteen") && opens("bearer  a-secret-of-sixteen "));
         for wrong in [
             "",
@@ -265,16 +218,14 @@ mod tests {
             assert!(!opens(&basic(pair)), "{pair}");
         }
         let good = ("authorization", "Bearer a-secret-of-sixteen");
-        assert!(!token.opens(&headers(&[good, good])), "one is enough");
-        assert!(!token.opens(&HeaderMap::new()));
+        assert!(!super::opens(&token, &headers(&[good, good])), "one is enough");
+        assert!(!super::opens(&token, &HeaderMap::new()));
     }
 
     #[test]
     fn names_of_others_are_not_ours() {
-        let gate = |own: Option<&str>| Gate {
-            token: Token(blake3::hash(b"")),
-            own: own.map(|text| text.parse().unwrap()),
-        };
+        let gate =
+            |own: Option<&str>| Gate { token: Token::new(b""), own: own.map(|text| text.parse().unwrap()) };
         let is_for = |own: Option<&str>, host: &str| gate(own).is_for_us(&headers(&[("host", host)]));
         for host in
             ["localhost", "LOCALHOST:9464", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:9464", "127.0.0.9"]
