@@ -15,7 +15,6 @@ pub mod frame;
 pub mod job;
 pub mod limits;
 pub mod outcome;
-pub mod process_tree;
 pub mod program_rules;
 pub mod trace;
 pub mod worker_protocol;

@@ -155,7 +155,7 @@ impl Cause {
         let (exit_code, signal, system_call) = match death {
             _ if killed.is_some() => (None, None, None),
             Death::Exit(code) => (Some(code), None, None),
-            Death::Signal(number) => (None, Some(crate::shard::signal_name(number)), None),
+            Death::Signal(number) => (None, Some(bulkhead_linux::signals::name(number)), None),
             Death::Violation("") | Death::Oom | Death::Overfull => (None, None, None),
             Death::Violation(call) => (None, None, Some(call.to_owned())),
         };

@@ -20,7 +20,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketFlags, SocketType,
 };
 
-use crate::keeper;
+use bulkhead_linux::rights::refuse_descriptors;
 
 /// Descriptors that one message can have: the kernel's `SCM_MAX_FD`.
 const MESSAGE_DESCRIPTORS_MAX: usize = 253;
@@ -48,7 +48,7 @@ fn kernel_refuses() -> bool {
     *REFUSES.get_or_init(|| {
         let pair =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
-        pair.is_ok_and(|(socket, _)| keeper::refuse_descriptors(&socket).is_ok())
+        pair.is_ok_and(|(socket, _)| refuse_descriptors(&socket).is_ok())
     })
 }
 
@@ -69,7 +69,7 @@ impl Intake {
     /// Makes our end of a pair fit for [`Self::receive`]; what a listener hands out is already.
     pub(crate) fn prepare(&self, socket: &impl AsFd) -> io::Result<()> {
         match self {
-            Self::Refusing => Ok(keeper::refuse_descriptors(socket)?),
+            Self::Refusing => Ok(refuse_descriptors(socket)?),
             Self::Closing(_) => Ok(()),
         }
     }
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn a_kernel_that_can_refuses_descriptors_to_their_sender() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        if let Err(error) = keeper::refuse_descriptors(&ours) {
+        if let Err(error) = refuse_descriptors(&ours) {
             assert_eq!(error, Errno::NOPROTOOPT);
             eprintln!("skipped: this kernel takes descriptors");
             return;

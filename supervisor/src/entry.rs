@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use bulkhead_shared::RejectReason;
 use rustix::io::Errno;
 
-use crate::keeper::{Descent, Outsiders, Peer};
+use bulkhead_linux::peer::{Descent, Outsiders, Peer};
 
 /// One of the supervisor's sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

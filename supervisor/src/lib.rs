@@ -18,7 +18,7 @@ mod descriptors;
 pub mod doctor;
 pub mod entry;
 mod inherited;
-pub mod keeper;
+pub use bulkhead_keeper as keeper;
 mod latency;
 pub mod notices;
 pub mod observe;

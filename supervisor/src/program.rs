@@ -127,35 +127,16 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
                 Resource::Core => NO_DUMP,
                 _ => rlimit.limit.unwrap_or(u64::MAX),
             };
+            let resource = number(rlimit.resource);
             let hard = if rlimit.resource == Resource::Cpu { soft.saturating_add(1) } else { soft };
-            Rlimit { resource: number(rlimit.resource), soft, hard }
+            Rlimit { resource, soft, hard }
         })
         .collect()
 }
 
-/// The kernel's number of a resource.
+/// The kernel's number of a resource. One without a number is refused when a worker is started.
 fn number(resource: Resource) -> u32 {
-    let number = match resource {
-        Resource::As => libc::RLIMIT_AS,
-        Resource::Cpu => libc::RLIMIT_CPU,
-        Resource::Nofile => libc::RLIMIT_NOFILE,
-        Resource::Nproc => libc::RLIMIT_NPROC,
-        Resource::Fsize => libc::RLIMIT_FSIZE,
-        Resource::Core => libc::RLIMIT_CORE,
-        Resource::Data => libc::RLIMIT_DATA,
-        Resource::Stack => libc::RLIMIT_STACK,
-        Resource::Memlock => libc::RLIMIT_MEMLOCK,
-        Resource::Rss => libc::RLIMIT_RSS,
-        Resource::Locks => libc::RLIMIT_LOCKS,
-        Resource::Sigpending => libc::RLIMIT_SIGPENDING,
-        Resource::Msgqueue => libc::RLIMIT_MSGQUEUE,
-        Resource::Nice => libc::RLIMIT_NICE,
-        Resource::Rtprio => libc::RLIMIT_RTPRIO,
-        Resource::Rttime => libc::RLIMIT_RTTIME,
-    };
-    #[allow(clippy::unnecessary_cast, reason = "glibc has an unsigned type here, musl a signed one")]
-    let number = number as u32;
-    number
+    bulkhead_linux::rlimits::named(resource.name()).map_or(u32::MAX, |known| known.number)
 }
 
 /// The name of the host's program, which is installed beside the supervisor's own.

@@ -80,7 +80,6 @@ use fallback::FallbackState;
 use keeper_link::KeeperLink;
 use link_table::Links;
 use memory::{Charge, Memory};
-pub(crate) use notes::signal_name;
 use reporter::Reporter;
 pub(crate) use reports::advice;
 use session_table::Sessions;

@@ -12,8 +12,8 @@ use std::sync::Mutex;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
-use crate::keeper;
 use crate::succession::{self, NoLock};
+use bulkhead_linux::rights::refuse_descriptors;
 
 /// Connections that may wait to be accepted; the kernel cuts this to its own maximum.
 const BACKLOG_MAX: i32 = 4096;
@@ -137,7 +137,7 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
     }
     let listener = bind_closed(first).map_err(|error| error.to_string())?;
     // Connections inherit it. Older kernels do not know it: see `descriptors`.
-    if let Err(error) = keeper::refuse_descriptors(&listener)
+    if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
     {
         return Err(format!("it cannot be kept from taking descriptors: {error}"));

@@ -53,7 +53,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let grounds = Arc::new(Grounds::find(&config));
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
-    keeper::check_sight().map_err(system(
+    bulkhead_linux::peer::check_sight().map_err(system(
         "tell workers from clients by /proc; mount that of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;

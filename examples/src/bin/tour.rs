@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job, JobError, Reply};
-use bulkhead_shared::process_tree::descendants_of;
+use bulkhead_linux::process_tree::descendants_of;
 use rustix::process::{Pid, Signal, getpid, kill_process, set_child_subreaper};
 
 /// How long anything may take on a machine that has other work: to start, to stop, to do an honest job. On an idle

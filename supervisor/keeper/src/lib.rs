@@ -13,11 +13,7 @@
 //! - `subordinate`: ids of workers where the supervisor has no privileges.
 //! - `temporary`: its folder for what nobody keeps.
 //! - `probe`: what of all that this machine can do.
-//! - `wait`: the raw waits, and which thread of the keeper has which children.
-//! - `confine`: the layers that confine a worker.
-//! - `probe`: which of them can be had here, found by trying.
-//! - `peer`: who is at the other end of a socket, and whether it is one of those that are kept.
-//! - `rights`: sockets to which nobody can pass descriptors.
+//! - `wait`: which thread of the keeper has which children, and how they ended.
 //! - `socket`: whole messages with descriptors, never blocking.
 //!
 //! # Two threads, for a reason
@@ -36,10 +32,8 @@ mod confinement;
 mod groups;
 mod maps;
 mod observe;
-mod peer;
 mod probe;
 mod process;
-mod rights;
 mod socket;
 mod spawn;
 mod subordinate;
@@ -47,17 +41,16 @@ mod temporary;
 mod wait;
 
 use bincode::{BorrowDecode, Encode};
+use bulkhead_linux::syscalls;
 use bulkhead_shared::codec;
 use std::io;
 
 pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
 pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
-pub use peer::{Descent, Outsiders, Peer, check_sight, groups};
 pub use probe::{Ability, TREE_END, probe};
 pub use process::run_as_keeper;
-pub use rights::refuse_descriptors;
 pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
-pub(crate) use temporary::folders as temporary_folders;
+pub use temporary::folders as temporary_folders;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
@@ -215,21 +208,16 @@ impl<'a> SpawnOrder<'a> {
 
 /// The name of a system call, or an empty text if it has none here.
 pub fn call_name(number: u32) -> &'static str {
-    confine::syscalls::name(number).unwrap_or_default()
+    syscalls::name(number).unwrap_or_default()
 }
 
 /// What a worker puts in force by itself when it is ready for its first job: a filter on top of
 /// [`Seccomp::Allow`], as the kernel takes it. `allow` are names of system calls.
 pub fn seal(network: bool, allow: &[&str]) -> Vec<u8> {
-    let known: Vec<&str> = allow.iter().copied().filter(|name| is_call(name)).collect();
+    let known: Vec<&str> = allow.iter().copied().filter(|name| syscalls::is_known(name)).collect();
     // Only a name that is not known is an error.
     let rules = confine::seccomp::sealed(network, &known);
     rules.map(|rules| rules.compile(confine::seccomp::Ending::Kill).bytes()).unwrap_or_default()
-}
-
-/// Whether some architecture has a system call of this name.
-pub fn is_call(name: &str) -> bool {
-    confine::syscalls::is_known(name)
 }
 
 /// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.

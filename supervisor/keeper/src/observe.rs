@@ -5,7 +5,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use bulkhead_shared::process_tree::read_small;
+use bulkhead_linux::process_tree::read_small;
+use bulkhead_linux::rlimits;
 
 use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
@@ -117,26 +118,7 @@ fn limit_of(text: &str, resource: u32) -> Option<(u64, u64)> {
 }
 
 fn limit_name(resource: u32) -> &'static str {
-    #[allow(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
-    const NAMES: [(u32, &str); 16] = [
-        (libc::RLIMIT_CPU as u32, "Max cpu time"),
-        (libc::RLIMIT_FSIZE as u32, "Max file size"),
-        (libc::RLIMIT_DATA as u32, "Max data size"),
-        (libc::RLIMIT_STACK as u32, "Max stack size"),
-        (libc::RLIMIT_CORE as u32, "Max core file size"),
-        (libc::RLIMIT_RSS as u32, "Max resident set"),
-        (libc::RLIMIT_NPROC as u32, "Max processes"),
-        (libc::RLIMIT_NOFILE as u32, "Max open files"),
-        (libc::RLIMIT_MEMLOCK as u32, "Max locked memory"),
-        (libc::RLIMIT_AS as u32, "Max address space"),
-        (libc::RLIMIT_LOCKS as u32, "Max file locks"),
-        (libc::RLIMIT_SIGPENDING as u32, "Max pending signals"),
-        (libc::RLIMIT_MSGQUEUE as u32, "Max msgqueue size"),
-        (libc::RLIMIT_NICE as u32, "Max nice priority"),
-        (libc::RLIMIT_RTPRIO as u32, "Max realtime priority"),
-        (libc::RLIMIT_RTTIME as u32, "Max realtime timeout"),
-    ];
-    NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
+    rlimits::numbered(resource).map_or("unknown", |resource| resource.label)
 }
 
 /// Whether a process is in the control group of this folder.
@@ -184,14 +166,8 @@ mod tests {
 
     #[test]
     fn limits_are_found_by_their_numbers() {
-        #[allow(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
-        const NUMBERS: [u32; 4] = [
-            libc::RLIMIT_CPU as u32,
-            libc::RLIMIT_NOFILE as u32,
-            libc::RLIMIT_NICE as u32,
-            libc::RLIMIT_AS as u32,
-        ];
-        let [cpu, nofile, nice, address_space] = NUMBERS;
+        let [cpu, nofile, nice, address_space] =
+            ["cpu", "nofile", "nice", "as"].map(|name| rlimits::named(name).unwrap().number);
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
             Max cpu time              60                   61                   seconds   \n\
             Max open files            1024                 unlimited            files     \n\

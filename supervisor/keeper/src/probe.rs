@@ -184,7 +184,7 @@ fn peer_pidfd() -> Result<(), Errno> {
         let to = (&raw mut descriptor).cast();
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, to, &mut length)
     };
-    check(result.into())?;
+    check(result)?;
     // SAFETY: the call has made this descriptor, for us alone.
     drop(unsafe { OwnedFd::from_raw_fd(descriptor) });
     Ok(())
@@ -251,14 +251,6 @@ fn yama() -> Ability {
         ),
     };
     Ability::of("yama", tried, what_to_do)
-}
-
-fn check(result: libc::c_long) -> Result<(), Errno> {
-    if result != -1 {
-        return Ok(());
-    }
-    // SAFETY: the address of this thread's `errno`, always there.
-    Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() }))
 }
 
 #[cfg(test)]

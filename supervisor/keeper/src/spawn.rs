@@ -32,6 +32,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
+use bulkhead_linux::errno;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::Pid;
@@ -47,7 +48,7 @@ use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 pub(super) use self::barriers::{Barriers, Filters};
 pub(super) use self::ended::read as read_status;
 pub(super) use self::progress::{Progress, go_on, read as read_progress};
-pub(super) use self::steps::{OPEN_FILES, put_at};
+pub(super) use self::steps::put_at;
 
 /// The worker's link. In the keeper this number is its own socket, so that none of the descriptors it
 /// ever receives or opens is in the way of the ones a child puts in place.
@@ -144,7 +145,7 @@ impl Refusal {
     }
 
     pub(super) fn of(step: &str, error: &io::Error) -> Self {
-        Self::new(step, Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO)))
+        Self::new(step, errno::of(error, Errno::IO))
     }
 }
 
@@ -331,7 +332,7 @@ fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int)
     const NONE: usize = 0;
     // SAFETY: without a stack and without shared memory this is a fork; see above for the child.
     match unsafe { libc::syscall(libc::SYS_clone, flags as usize, NONE, NONE, NONE, NONE) } {
-        -1 => Err(steps::last_errno()),
+        -1 => Err(errno::last()),
         pid => Ok(pid as u32),
     }
 }

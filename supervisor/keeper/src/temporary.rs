@@ -75,7 +75,7 @@ impl Folders {
 }
 
 /// The folders of a keeper of this user, each with the number of its worker.
-pub(crate) fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
+pub fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
     let own = rustix::process::geteuid().as_raw();
     let paths =
         (0..TRIES_MAX).map(|number| std::env::temp_dir().join(format!("{}{keeper}-{number}", prefix())));

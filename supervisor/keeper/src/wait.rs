@@ -1,13 +1,13 @@
-//! Waiting for children by the kernel's raw calls, and ending all of them.
+//! Waiting for children, and ending all of them.
 //!
 //! This knows which thread of the keeper has which children; it does not know what a worker is.
-#![expect(unsafe_code, reason = "wait4 gives the usage, and no safe wrapper passes __WNOTHREAD")]
 
 use std::collections::HashSet;
 use std::io;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::process_tree::kill_descendants;
+use bulkhead_linux::process_tree::kill_descendants;
+use bulkhead_linux::wait::{thread_has_children, wait4};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal};
 
@@ -33,30 +33,6 @@ pub(super) enum Waited {
     Stopped { pid: u32 },
 }
 
-/// A child of this process of which there is news, which stays as it is: dead or not, the number is
-/// still its own.
-pub(super) fn peek() -> Option<u32> {
-    // SAFETY: all zeros is a valid `siginfo_t`, which the call fills at most; if it succeeds, the number
-    // is that of a child, or still zero.
-    let pid = unsafe {
-        let mut info: libc::siginfo_t = std::mem::zeroed();
-        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-        if libc::waitid(libc::P_ALL, 0, &mut info, flags) == 0 { info.si_pid() } else { 0 }
-    };
-    (pid != 0).then_some(pid as u32)
-}
-
-/// Whether this child has ended and was not waited for.
-pub(super) fn has_ended(pid: u32) -> bool {
-    // SAFETY: all zeros is a valid `siginfo_t`, which the call fills at most; if it succeeds, the number
-    // is that of the child, or still zero.
-    unsafe {
-        let mut info: libc::siginfo_t = std::mem::zeroed();
-        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
-        libc::waitid(libc::P_PID, pid, &mut info, flags) == 0 && info.si_pid() != 0
-    }
-}
-
 /// Takes the news of this child, without waiting.
 pub(super) fn take(pid: u32) -> Waited {
     wait(pid as i32, libc::WNOHANG)
@@ -64,7 +40,7 @@ pub(super) fn take(pid: u32) -> Waited {
 
 fn wait(pid: i32, flags: i32) -> Waited {
     loop {
-        match wait_raw(pid, flags) {
+        match wait4(pid, flags) {
             Ok((0, ..)) => return Waited::Nothing,
             Err(Errno::INTR) => {}
             Err(_) => return Waited::NoChild,
@@ -75,19 +51,6 @@ fn wait(pid: i32, flags: i32) -> Waited {
                 };
             }
         }
-    }
-}
-
-/// The bare call: whose news (0: nobody's yet), the status, the usage.
-pub(super) fn wait_raw(pid: i32, flags: i32) -> Result<(u32, i32, libc::rusage), Errno> {
-    let mut status = 0;
-    // SAFETY: all zeros is a valid `rusage`.
-    let mut rusage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to variables of this function, of the types that the call fills.
-    match unsafe { libc::wait4(pid, &mut status, flags | libc::__WALL, &mut rusage) } {
-        // SAFETY: the address of this thread's `errno`, always there.
-        -1 => Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })),
-        pid => Ok((pid as u32, status, rusage)),
     }
 }
 
@@ -112,22 +75,11 @@ pub(super) fn usage(rusage: &libc::rusage) -> Usage {
     }
 }
 
-/// Whether the calling thread itself has children, dead or alive. For the first thread of the keeper:
-/// whether it has adopted any.
-pub(super) fn has_own_children() -> bool {
-    let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WNOTHREAD | libc::__WALL;
-    // SAFETY: all zeros is a valid `siginfo_t`, and the call fills this one at most.
-    unsafe {
-        let mut info: libc::siginfo_t = std::mem::zeroed();
-        libc::waitid(libc::P_ALL, 0, &mut info, flags) == 0
-    }
-}
-
 /// Tries whether this kernel tells the workers from what they leave behind as `keeper` says. Called on
 /// the first thread, before there is any worker.
 pub(super) fn tells_orphans_apart(forker: &Forker) -> io::Result<bool> {
     let child = forker.fork(Job::Child)?;
-    let sees_workers = has_own_children();
+    let sees_workers = thread_has_children();
     wait(child as i32, 0);
     let child = forker.fork(Job::Grandchild)?;
     wait(child as i32, 0);

@@ -9,8 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::process_tree::descendants_of;
-use bulkhead_supervisor::keeper::{self, Exit, KEEPER_ARGUMENT, Keeper, Report, Rlimit, SpawnOrder};
+use bulkhead_keeper::{self as keeper, Exit, KEEPER_ARGUMENT, Keeper, Report, Rlimit, SpawnOrder};
+use bulkhead_linux::process_tree::descendants_of;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal};
 

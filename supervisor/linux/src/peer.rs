@@ -9,7 +9,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use bulkhead_shared::process_tree::{lineage, started};
+use crate::errno;
+use crate::process_tree::{lineage, started};
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::{PeerCredentials, PeerPidfd};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -151,20 +152,14 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
         let got =
             unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, into, &raw mut bytes) };
         let count = bytes as usize / size_of::<u32>();
-        match got {
-            0 => {
+        match errno::check(got) {
+            Ok(()) => {
                 groups.truncate(count);
                 return Ok(groups);
             }
-            _ => {
-                let error = io::Error::last_os_error();
-                // It says how many there are.
-                let is_short = error.raw_os_error() == Some(libc::ERANGE);
-                if !is_short || count <= groups.len() || count > GROUPS_MAX {
-                    return Err(error);
-                }
-                groups.resize(count, 0);
-            }
+            // It says how many there are.
+            Err(Errno::RANGE) if count > groups.len() && count <= GROUPS_MAX => groups.resize(count, 0),
+            Err(error) => return Err(error.into()),
         }
     }
 }
@@ -248,7 +243,7 @@ mod tests {
         assert_eq!(groups(&socket).unwrap(), own.collect::<Vec<_>>());
     }
 
-    /// What a look costs; `cargo test -p bulkhead-supervisor --release --lib -- --ignored --nocapture cost`.
+    /// What a look costs; `cargo test -p bulkhead-linux --release --lib -- --ignored --nocapture cost`.
     #[test]
     #[ignore = "a measurement"]
     fn the_cost_of_a_look() {

@@ -172,7 +172,7 @@ fn read_process(pid: u32) -> Option<Process> {
 /// [`std::fs::read_to_string`]. What is not UTF-8, such as the name of a program, is replaced.
 ///
 /// ```
-/// let stat = bulkhead_shared::process_tree::read_small("/proc/self/stat")?;
+/// let stat = bulkhead_linux::process_tree::read_small("/proc/self/stat")?;
 /// assert!(stat.starts_with(&format!("{} (", std::process::id())));
 /// # Ok::<(), std::io::Error>(())
 /// ```

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
-use rustix::io::Errno;
+use crate::errno;
 
 /// `SO_PASSRIGHTS`, which no library has yet. The few machines with numbers of their own have others.
 const SO_PASSRIGHTS: libc::c_int = 83;
@@ -17,8 +17,5 @@ pub fn refuse_descriptors(socket: &impl AsFd) -> rustix::io::Result<()> {
     // SAFETY: the kernel reads a number of that many bytes, which outlives the call.
     let done =
         unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const none).cast(), bytes) };
-    match done {
-        0 => Ok(()),
-        _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::INVAL)),
-    }
+    errno::check(done)
 }

@@ -132,7 +132,7 @@ const TABLE: &[Row] = rows! {
 };
 
 /// The highest number in the table.
-pub(super) const LAST: u32 = last();
+pub const LAST: u32 = last();
 
 const fn last() -> u32 {
     let (mut row, mut last) = (0, 0);
@@ -148,17 +148,17 @@ const fn last() -> u32 {
 }
 
 /// Whether this is the name of a system call, be it of another architecture.
-pub(in crate::keeper) fn is_known(name: &str) -> bool {
+pub fn is_known(name: &str) -> bool {
     TABLE.iter().any(|(known, _)| *known == name)
 }
 
 /// The call's number on this architecture.
-pub(in crate::keeper) fn number(name: &str) -> Option<u32> {
+pub fn number(name: &str) -> Option<u32> {
     TABLE.iter().find(|(known, _)| *known == name)?.1
 }
 
 /// The call with this number on this architecture.
-pub(in crate::keeper) fn name(number: u32) -> Option<&'static str> {
+pub fn name(number: u32) -> Option<&'static str> {
     TABLE.iter().find(|(_, known)| *known == Some(number)).map(|(name, _)| *name)
 }
 

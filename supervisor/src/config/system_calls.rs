@@ -2,7 +2,7 @@
 
 /// Whether there is such a system call; not every architecture has each of them.
 pub(super) fn is_system_call(name: &str) -> bool {
-    crate::keeper::is_call(name)
+    bulkhead_linux::syscalls::is_known(name)
 }
 
 /// Calls without which no worker comes to its first job, or tells what became of it.

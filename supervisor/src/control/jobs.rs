@@ -31,7 +31,7 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use super::connections::Entry;
 use super::http::{PROBLEM, Shared, problem};
 use crate::command::Command;
-use crate::shard::{Pulse, signal_name};
+use crate::shard::Pulse;
 
 /// Jobs over HTTP under way at once; the next ones are told `overloaded`.
 pub(crate) const JOBS_MAX: usize = 128;
@@ -528,7 +528,7 @@ fn fields(outcome: &Outcome) -> Map<String, Value> {
             put("exit_code", json!(code));
         }
         Verdict::Crashed { reason: CrashReason::Signal, status: Some(signal), .. } => {
-            put("signal", json!(signal_name(*signal)));
+            put("signal", json!(bulkhead_linux::signals::name(*signal)));
         }
         _ => {}
     }

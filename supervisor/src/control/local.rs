@@ -10,7 +10,7 @@ use super::Control;
 use super::connections::{Arrival, Entry, LAST_WITHIN, Ways};
 use crate::command::{Command, Commander};
 use crate::entry::{self, Refusal};
-use crate::keeper::Outsiders;
+use bulkhead_linux::peer::Outsiders;
 
 /// Connections at once that are told why they are not served; the next ones are told nothing. As many reports
 /// of such wait for the data plane.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::process_tree::read_small;
+use bulkhead_linux::process_tree::read_small;
 
 /// For how long what was found is good enough for metrics.
 const FRESH: Duration = Duration::from_secs(1);

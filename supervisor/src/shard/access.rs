@@ -10,7 +10,7 @@ use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
 
 use crate::config::{AccessConfig, Config, Who};
 use crate::entry::{self, Refusal};
-use crate::keeper::{self, Outsiders, Peer};
+use bulkhead_linux::peer::{self, Outsiders, Peer};
 
 /// Who may do what.
 pub(crate) struct Access {
@@ -98,7 +98,7 @@ impl Entry {
 /// The entries that are for the process that connected this socket.
 fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result<Box<[Arc<Entry>]>> {
     let has_groups = entries.iter().any(|entry| matches!(entry.who, Who::Gid(_)));
-    let mut groups = if has_groups { keeper::groups(socket)? } else { Vec::new() };
+    let mut groups = if has_groups { peer::groups(socket)? } else { Vec::new() };
     groups.push(peer.gid);
     let fits = |entry: &&Arc<Entry>| match entry.who {
         Who::Uid(uid) => uid == peer.uid,

@@ -794,7 +794,7 @@ impl Link {
 }
 
 fn is_zombie(pid: u32) -> bool {
-    let stat = bulkhead_shared::process_tree::read_small(&format!("/proc/{pid}/stat"));
+    let stat = bulkhead_linux::process_tree::read_small(&format!("/proc/{pid}/stat"));
     // After the name in parentheses comes the state.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
 }

@@ -128,17 +128,14 @@ fn millis(duration: Duration) -> Value {
 fn death_fields(death: Death) -> [(&'static str, Value); 2] {
     match death {
         Death::Exit(code) => [("exit_code", json!(code)), ("signal", Value::Null)],
-        Death::Signal(signal) => [("exit_code", Value::Null), ("signal", json!(signal_name(signal)))],
+        Death::Signal(signal) => {
+            [("exit_code", Value::Null), ("signal", json!(bulkhead_linux::signals::name(signal)))]
+        }
         // All are killed.
         Death::Violation(_) | Death::Oom | Death::Overfull => {
             [("exit_code", Value::Null), ("signal", json!("SIGKILL"))]
         }
     }
-}
-
-/// `SIGSEGV`, or the number where there is no name.
-pub(crate) fn signal_name(signal: i32) -> String {
-    nix::sys::signal::Signal::try_from(signal).map_or_else(|_| signal.to_string(), |s| s.as_str().to_owned())
 }
 
 fn describe(note: Note) -> (Severity, &'static str, Fields) {

@@ -145,7 +145,7 @@ impl DataPlane {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keeper::Peer;
+    use bulkhead_linux::peer::Peer;
     use crate::shard::slab::SlabIndex;
 
     fn refusal(uid: u32, line: &[u32]) -> Refusal {

@@ -33,7 +33,7 @@ use super::turns::Standing;
 use super::{Charge, DataPlane, Endpoint, Held, INTEREST, Incoming, JobData, memory};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
-use crate::keeper::Peer;
+use bulkhead_linux::peer::Peer;
 
 /// Connections that one turn of the loop takes. Clients that are in come first: to find out who comes is work.
 const ACCEPTS_PER_TURN: usize = 4;

@@ -56,25 +56,7 @@ impl Plan {
 
 fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     let (name, value) = text.split_once('=')?;
-    let resource = match name {
-        "as" => Resource::As,
-        "core" => Resource::Core,
-        "cpu" => Resource::Cpu,
-        "data" => Resource::Data,
-        "fsize" => Resource::Fsize,
-        "locks" => Resource::Locks,
-        "memlock" => Resource::Memlock,
-        "msgqueue" => Resource::Msgqueue,
-        "nice" => Resource::Nice,
-        "nofile" => Resource::Nofile,
-        "nproc" => Resource::Nproc,
-        "rss" => Resource::Rss,
-        "rtprio" => Resource::Rtprio,
-        "rttime" => Resource::Rttime,
-        "sigpending" => Resource::Sigpending,
-        "stack" => Resource::Stack,
-        _ => return None,
-    };
+    let resource = rlimits::named(name)?.kind;
     let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
     // The second in between makes the kernel name the cause, SIGXCPU, before it kills.
     let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });

@@ -14,6 +14,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
+use bulkhead_linux::errno;
 use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRules};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -171,7 +172,7 @@ impl Ruleset {
                 NO_FLAGS,
             )
         };
-        if result == 0 { Ok(()) } else { Err(last_errno()) }
+        if result == 0 { Ok(()) } else { Err(errno::last()) }
     }
 
     /// Puts this process under them, for ever, and all that it starts; `worker` is the worker's temporary
@@ -180,7 +181,7 @@ impl Ruleset {
         // SAFETY: takes two numbers, and touches no memory of ours.
         let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.0.as_raw_fd(), NO_FLAGS) };
         if result != 0 {
-            return Err(last_errno().into());
+            return Err(errno::last().into());
         }
         let Some(folder) = worker else { return Ok(()) };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -217,13 +218,8 @@ fn create_ruleset(handled: u64, scoped: u64) -> Result<OwnedFd, Errno> {
         libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), NO_FLAGS)
     };
     if descriptor < 0 {
-        return Err(last_errno());
+        return Err(errno::last());
     }
     // SAFETY: the kernel has just made it for us.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor as i32) })
-}
-
-fn last_errno() -> Errno {
-    // SAFETY: the address of this thread's `errno`, always there.
-    Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
 }

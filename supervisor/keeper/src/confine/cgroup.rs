@@ -22,15 +22,16 @@ mod texts;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use bulkhead_shared::process_tree::descendants_of;
+use bulkhead_linux::errno;
+use bulkhead_linux::process_tree::descendants_of;
 use rustix::io::Errno;
 
 use folder::Folder;
 use owner::Owner;
 
-pub(in crate::keeper) use clone::fork_into;
-pub(in crate::keeper) use leaf::Leaf;
-pub(in crate::keeper) use limits::Limits;
+pub(crate) use clone::fork_into;
+pub(crate) use leaf::Leaf;
+pub(crate) use limits::Limits;
 
 /// Where the supervisor and the keeper go when their own cgroup has to be free of processes: the kernel
 /// gives limits to the parts of a cgroup only if none is in it itself. systemd puts the supervisor there
@@ -47,10 +48,10 @@ const STALE_MAX: usize = 4096;
 const NAMED_MAX: usize = 3;
 
 /// What to do where no cgroup can be used.
-pub(in crate::keeper) const MOUNT_IT: &str =
+pub(crate) const MOUNT_IT: &str =
     "boot with cgroup v2: systemd.unified_cgroup_hierarchy=1; in a container, have it mounted";
-pub(in crate::keeper) const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start it by `systemd-run --user --scope -p Delegate=yes`";
-pub(in crate::keeper) const FREE_IT: &str =
+pub(crate) const DELEGATE: &str = "delegate a cgroup: Delegate=yes in the supervisor's unit, or start it by `systemd-run --user --scope -p Delegate=yes`";
+pub(crate) const FREE_IT: &str =
     "delegate it (Delegate=yes); where cgroup v1 holds it, boot with cgroup v2 alone";
 const NEWER_KERNEL: &str = "run a kernel of 5.14 or later";
 const ALONE: &str = "start the supervisor in a cgroup of its own: as a unit with Delegate=yes and \
@@ -60,13 +61,13 @@ const LOOK: &str = "see what holds it: its cgroup.procs, and the folders in it";
 
 /// Why something cannot be done with a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::keeper) struct Failure {
+pub(crate) struct Failure {
     /// Fits after "failed to"; names the file.
-    pub(in crate::keeper) attempted: String,
+    pub(crate) attempted: String,
     /// What the kernel said, or would.
-    pub(in crate::keeper) errno: Errno,
+    pub(crate) errno: Errno,
     /// What an administrator can do about it.
-    pub(in crate::keeper) what_to_do: &'static str,
+    pub(crate) what_to_do: &'static str,
 }
 
 impl fmt::Display for Failure {
@@ -87,7 +88,7 @@ fn failure(attempted: String, errno: Errno) -> Failure {
 }
 
 /// The cgroup that is ours to divide, if it was delegated, where it is mounted.
-pub(in crate::keeper) fn root_path() -> Result<PathBuf, Failure> {
+pub(crate) fn root_path() -> Result<PathBuf, Failure> {
     open_root().map(|folder| folder.path().to_owned())
 }
 
@@ -119,7 +120,7 @@ fn open_own() -> Result<Folder, Failure> {
 
 /// The cgroup that is ours to divide.
 #[derive(Debug)]
-pub(in crate::keeper) struct Root {
+pub(crate) struct Root {
     folder: Folder,
     owner: Owner,
     /// Our parent, which is moved with us.
@@ -128,16 +129,16 @@ pub(in crate::keeper) struct Root {
 
 /// What became of the leaves of keepers that are gone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::keeper) struct Swept {
-    pub(in crate::keeper) removed: usize,
+pub(crate) struct Swept {
+    pub(crate) removed: usize,
     /// Killed, and not yet empty: to be swept again.
-    pub(in crate::keeper) left: usize,
+    pub(crate) left: usize,
 }
 
 impl Root {
     /// Finds the own cgroup, and sees that it was delegated: that its parts and processes are ours to
     /// arrange. `supervisor` is the process that started this one.
-    pub(in crate::keeper) fn find(supervisor: u32) -> Result<Self, Failure> {
+    pub(crate) fn find(supervisor: u32) -> Result<Self, Failure> {
         Self::in_folder(open_root()?, supervisor)
     }
 
@@ -148,13 +149,13 @@ impl Root {
     }
 
     /// Where it is mounted.
-    pub(in crate::keeper) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 
     /// Kills and removes the leaves of keepers that are gone. To be called again, after a pause, while
     /// something is left; the first failure is told when all have been tried.
-    pub(in crate::keeper) fn sweep(&self) -> Result<Swept, Failure> {
+    pub(crate) fn sweep(&self) -> Result<Swept, Failure> {
         let is_stale = |name: &str| Owner::of_leaf(name).is_some_and(|owner| self.owner.outlived(&owner));
         let mut swept = Swept::default();
         let mut failed = None;
@@ -174,7 +175,7 @@ impl Root {
     }
 
     /// Makes the leaf of a worker, with its limits in force. `worker` is never used twice.
-    pub(in crate::keeper) fn leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
+    pub(crate) fn leaf(&self, worker: u64, limits: &Limits) -> Result<Leaf, Failure> {
         let settings = limits.settings()?;
         let controllers = limits.controllers();
         if !controllers.is_empty() {
@@ -240,7 +241,7 @@ impl Root {
     fn own_processes(&self) -> Result<Vec<u32>, Failure> {
         let keeper = std::process::id();
         let mut ours = descendants_of(keeper).map_err(|error| {
-            let errno = error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
+            let errno = errno::of(&error, Errno::IO);
             failure("read /proc for the keeper's processes".into(), errno)
         })?;
         ours.extend([keeper, self.supervisor]);

@@ -15,6 +15,7 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use bulkhead_linux::errno;
 use bulkhead_shared::program_rules;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
@@ -31,39 +32,39 @@ const NEWEST: ABI = ABI::V9;
 
 /// What a worker may reach, beside what every program needs.
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::keeper) struct Rules<'a> {
+pub(crate) struct Rules<'a> {
     /// The program, and what it executes or loads in turn; their folders are read and executed. They may
     /// be missing, for to execute them will say so.
-    pub(in crate::keeper) programs: &'a [&'a Path],
+    pub(crate) programs: &'a [&'a Path],
     /// The working directory; read and executed. It may be missing: to go there will say so.
-    pub(in crate::keeper) directory: Option<&'a Path>,
+    pub(crate) directory: Option<&'a Path>,
     /// Files and folders to read. And to execute: an interpreter or a virtual environment is given in
     /// this way, and who can read a program can have the dynamic loader run it anyway.
-    pub(in crate::keeper) read: &'a [&'a Path],
+    pub(crate) read: &'a [&'a Path],
     /// Files and folders to do everything with but to make device nodes.
-    pub(in crate::keeper) write: &'a [&'a Path],
+    pub(crate) write: &'a [&'a Path],
     /// A folder of its own: as `write`, without sockets.
-    pub(in crate::keeper) temporary: Option<&'a Path>,
+    pub(crate) temporary: Option<&'a Path>,
     /// What none of the above gives, though it lies in there.
-    pub(in crate::keeper) withheld: &'a [&'a Path],
+    pub(crate) withheld: &'a [&'a Path],
     /// Whether it has a root folder of its own, which none of these rules is about.
-    pub(in crate::keeper) has_own_root: bool,
+    pub(crate) has_own_root: bool,
     /// Whether it may use TCP.
-    pub(in crate::keeper) network: bool,
+    pub(crate) network: bool,
 }
 
 /// Why there is no ruleset.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::keeper) struct Failure {
+pub(crate) struct Failure {
     /// Fits after "failed to".
-    pub(in crate::keeper) attempted: String,
+    pub(crate) attempted: String,
     /// What the kernel said.
-    pub(in crate::keeper) errno: Errno,
+    pub(crate) errno: Errno,
 }
 
 /// Rules, ready to be put in place.
 #[derive(Debug)]
-pub(in crate::keeper) struct Ruleset {
+pub(crate) struct Ruleset {
     descriptor: OwnedFd,
     abi: u32,
     forbidden: Forbidden,
@@ -73,7 +74,7 @@ pub(in crate::keeper) struct Ruleset {
 
 /// Why the rules are not in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) enum Unrestricted {
+pub(crate) enum Unrestricted {
     /// The kernel refuses.
     Refused(Errno),
     /// The kernel says that they are, and what no rule gives is done all the same.
@@ -83,7 +84,7 @@ pub(in crate::keeper) enum Unrestricted {
 impl Ruleset {
     /// Makes the rules. Paths of the system that are missing are left out, those that somebody named are
     /// not.
-    pub(in crate::keeper) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
+    pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
         let known = ABI::from(abi as i32);
         let mut ruleset = create(known, rules.network).map_err(|e| refused("make a Landlock ruleset", e))?;
@@ -103,7 +104,7 @@ impl Ruleset {
 
     /// The same rules for the programs that a worker runs: each puts its own part of the worker's temporary
     /// folder in place of all of it.
-    pub(in crate::keeper) fn of_programs(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
+    pub(crate) fn of_programs(&self, temporary: Option<&Path>) -> program_rules::ProgramRules {
         let abi = ABI::from(self.abi as i32);
         let is_other = |grant: &&program_rules::Grant| Some(grant.path.as_path()) != temporary;
         program_rules::ProgramRules {
@@ -118,30 +119,30 @@ impl Ruleset {
     }
 
     /// For a child that closes all others.
-    pub(in crate::keeper) fn descriptor(&self) -> BorrowedFd<'_> {
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
     /// The kernel's version of Landlock.
-    pub(in crate::keeper) fn abi(&self) -> u32 {
+    pub(crate) fn abi(&self) -> u32 {
         self.abi
     }
 
     /// Adds what a root folder of the child's own has in place of the system's: `/proc`, and `/tmp` if it
     /// has that. For a forked child: system calls and nothing else.
-    pub(in crate::keeper) fn add_mounted(&self, has_tmp: bool) -> Result<(), Errno> {
+    pub(crate) fn add_mounted(&self, has_tmp: bool) -> Result<(), Errno> {
         self.add_raw(c"/proc", AccessFs::ReadFile | AccessFs::ReadDir)?;
         if has_tmp { self.add_raw(c"/tmp", temporary_access(ABI::from(self.abi as i32))) } else { Ok(()) }
     }
 
     /// Adds a temporary file system of the child's own. For a forked child, as above.
-    pub(in crate::keeper) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
+    pub(crate) fn add_temporary(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_raw(folder, temporary_access(ABI::from(self.abi as i32)))
     }
 
     /// Adds a folder that has been mounted in the place of one that is given, with what is given of that. For a
     /// forked child, as above.
-    pub(in crate::keeper) fn add_given(&self, folder: &CStr) -> Result<(), Errno> {
+    pub(crate) fn add_given(&self, folder: &CStr) -> Result<(), Errno> {
         self.add_raw(folder, AccessFs::ReadFile | AccessFs::ReadDir | AccessFs::Execute)
     }
 
@@ -161,13 +162,13 @@ impl Ruleset {
             let ruleset = self.descriptor.as_raw_fd();
             libc::syscall(libc::SYS_landlock_add_rule, ruleset, RULE_PATH_BENEATH, &raw const rule, NO_FLAGS)
         };
-        if result == 0 { Ok(()) } else { Err(last_errno()) }
+        if result == 0 { Ok(()) } else { Err(errno::last()) }
     }
 
     /// Puts the calling thread under the rules, for ever, and all that it starts; and tries one thing that they
     /// forbid. It must have given up new privileges (`PR_SET_NO_NEW_PRIVS`), and capabilities. For a forked
     /// child: system calls and nothing else.
-    pub(in crate::keeper) fn restrict(&self) -> Result<(), Unrestricted> {
+    pub(crate) fn restrict(&self) -> Result<(), Unrestricted> {
         // Where the user alone keeps it from that, the attempt would prove nothing.
         let is_proof = self.forbidden.attempt().is_ok();
         restrict_self(self.descriptor.as_fd(), self.abi).map_err(Unrestricted::Refused)?;
@@ -179,23 +180,23 @@ impl Ruleset {
 }
 
 /// Puts the calling thread under the rules of this descriptor.
-pub(in crate::keeper) fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<(), Errno> {
+pub(crate) fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<(), Errno> {
     /// What the caller tries itself is not to be written to the audit log.
     const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
     const LOG_SINCE: u32 = 7;
     let flags = if abi >= LOG_SINCE { LOG_SAME_EXEC_OFF } else { 0 };
     // SAFETY: takes two numbers, and touches no memory of ours.
     let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), flags) };
-    if result == 0 { Ok(()) } else { Err(last_errno()) }
+    if result == 0 { Ok(()) } else { Err(errno::last()) }
 }
 
 /// The kernel's version of Landlock. `NOSYS`: built without; `OPNOTSUPP`: switched off.
-pub(in crate::keeper) fn kernel_abi() -> Result<u32, Errno> {
+pub(crate) fn kernel_abi() -> Result<u32, Errno> {
     const VERSION: libc::c_uint = 1;
     let nothing = std::ptr::null::<libc::c_void>();
     // SAFETY: with this flag the call takes no memory, and makes no descriptor.
     let result = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, nothing, 0_usize, VERSION) };
-    if result > 0 { Ok(result as u32) } else { Err(last_errno()) }
+    if result > 0 { Ok(result as u32) } else { Err(errno::last()) }
 }
 
 /// A ruleset that refuses everything.
@@ -329,7 +330,7 @@ fn led_away(path: &Path, errno: Errno) -> Failure {
 }
 
 fn failed_to_list(folder: &Path, error: &std::io::Error) -> Failure {
-    let errno = Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EINVAL));
+    let errno = errno::of(error, Errno::INVAL);
     failure(&format!("list {} for its Landlock rules: {error}", folder.display()), errno)
 }
 
@@ -340,11 +341,6 @@ fn failure(attempted: &str, errno: Errno) -> Failure {
 fn refused(attempted: &str, error: RulesetError) -> Failure {
     let errno = Errno::from_raw_os_error(*landlock::Errno::from(error));
     failure(attempted, errno)
-}
-
-fn last_errno() -> Errno {
-    // SAFETY: the address of this thread's `errno`, always there.
-    Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
 }
 
 #[cfg(test)]

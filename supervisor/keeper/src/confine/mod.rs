@@ -7,7 +7,6 @@
 //! - `elf`: what of programs and libraries needs no path.
 //! - [`paths`]: what every program needs of the file system.
 //! - [`reach`]: what of that the worker's user can reach by itself.
-//! - `syscalls`: their names and numbers.
 
 pub(super) mod cgroup;
 mod elf;
@@ -15,4 +14,3 @@ pub(super) mod landlock;
 pub(super) mod paths;
 pub(super) mod reach;
 pub(super) mod seccomp;
-pub(super) mod syscalls;

@@ -6,11 +6,12 @@ use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
+use bulkhead_linux::errno;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 /// Programs, libraries and what belongs to them: read and executed.
-pub(in crate::keeper) const SYSTEM: [&str; 9] = [
+pub(crate) const SYSTEM: [&str; 9] = [
     "/usr",
     "/bin",
     "/sbin",
@@ -26,7 +27,7 @@ pub(in crate::keeper) const SYSTEM: [&str; 9] = [
 /// What ordinary programs look up in `/etc`. A list, since rules can only add: with all of `/etc` given,
 /// nothing in it could be held back. Only what others may read is given, so that a certificate store
 /// that somebody locked stays locked, even if the supervisor is root.
-pub(in crate::keeper) const ETC: [&str; 52] = [
+pub(crate) const ETC: [&str; 52] = [
     // Programs and libraries
     "alternatives",
     "os-release",
@@ -87,22 +88,22 @@ pub(in crate::keeper) const ETC: [&str; 52] = [
 ];
 
 /// The same for names that carry a version: whatever in `/etc` begins with one of these.
-pub(in crate::keeper) const ETC_FAMILIES: [&str; 7] =
+pub(crate) const ETC_FAMILIES: [&str; 7] =
     ["ld.so.", "ld-musl-", "locale", "python", "java", "ImageMagick-", "lsb-"];
 
 /// What these devices do is harmless. Requests to them have to fail as on any other file, since many a
 /// program looks that way for a terminal.
-pub(in crate::keeper) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
+pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
 /// Read only: to write to them, or to send them requests, is to tamper with everybody's randomness.
-pub(in crate::keeper) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
+pub(crate) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
 /// All of it, since rules cannot name "my own folder in here" for a process that does not exist yet, nor
 /// for its children. What matters of other processes is closed nevertheless: `environ`, `mem`, `maps`,
 /// `cwd`, `root` and what `fd` leads to ask for the right to trace, which a worker does not have to
 /// anything outside, once it has given up its capabilities: with CAP_PERFMON or CAP_SYS_ADMIN the kernel
 /// asks for less. Names, arguments and numbers of other processes it does see.
-pub(in crate::keeper) const PROC: &str = "/proc";
+pub(crate) const PROC: &str = "/proc";
 
 /// What installers put beside a program's `bin`: libraries, data, and the note of a virtual environment.
 const BESIDE_BIN: [&str; 5] = ["lib", "lib64", "libexec", "share", "pyvenv.cfg"];
@@ -118,7 +119,7 @@ const SHEBANG_BYTES_MAX: u64 = 256;
 const ENTRIES_MAX: usize = 4096;
 
 /// The paths in `/etc` that are given if others may read them.
-pub(in crate::keeper) fn etc() -> Vec<PathBuf> {
+pub(crate) fn etc() -> Vec<PathBuf> {
     let etc = Path::new("/etc");
     let belongs =
         |name: &OsStr| ETC_FAMILIES.iter().any(|family| name.as_bytes().starts_with(family.as_bytes()));
@@ -145,11 +146,7 @@ const LINKS_MAX: usize = 40;
 ///
 /// Nothing is taken from what a worker may write to: it would choose what the next one is given, by a link or
 /// the first line of a script. What lies there is given already.
-pub(in crate::keeper) fn own_folders(
-    programs: &[&Path],
-    directory: Option<&Path>,
-    write: &[&Path],
-) -> Vec<PathBuf> {
+pub(crate) fn own_folders(programs: &[&Path], directory: Option<&Path>, write: &[&Path]) -> Vec<PathBuf> {
     let writable = real_paths(write);
     let trusted: Vec<&Path> =
         programs.iter().copied().filter(|path| resolve(path, &writable).is_some()).collect();
@@ -191,7 +188,7 @@ fn is_shared(real: &Path) -> bool {
 /// Whether a path that somebody named can be given as it is. Not if it leads through a folder of `write`,
 /// where the worker can make it lead anywhere; then `Ok(false)` says that it stays in there, and is given
 /// with it.
-pub(in crate::keeper) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
+pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
     let writable = real_paths(write);
     if resolve(path, &writable).is_some() {
         return Ok(true);
@@ -199,7 +196,7 @@ pub(in crate::keeper) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<
     match std::fs::canonicalize(path) {
         Ok(real) if !is_in(&real, &writable) => Err(Errno::XDEV),
         Ok(_) => Ok(false),
-        Err(error) => Err(Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::ENOENT))),
+        Err(error) => Err(errno::of(&error, Errno::NOENT)),
     }
 }
 
@@ -275,7 +272,7 @@ fn interpreter(script: &Path) -> Option<PathBuf> {
 
 /// What of this folder can be given so that nothing withheld is: the folder, or else its entries, as they
 /// are now, but for those.
-pub(in crate::keeper) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn without(folder: &Path, withheld: &[&Path]) -> io::Result<Vec<PathBuf>> {
     let real = std::fs::canonicalize(folder)?;
     let secrets: Vec<PathBuf> = withheld.iter().filter_map(|path| std::fs::canonicalize(path).ok()).collect();
     let mut given = Vec::new();

@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use super::{elf, paths};
-use crate::keeper::confinement::Identity;
+use crate::confinement::Identity;
 
 const READ: u32 = 4;
 const WRITE: u32 = 2;
@@ -17,26 +17,26 @@ const SEARCH: u32 = 1;
 
 /// What a worker is given, and where from.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::keeper) struct Given<'a> {
+pub(crate) struct Given<'a> {
     /// What is executed.
-    pub(in crate::keeper) program: &'a Path,
+    pub(crate) program: &'a Path,
     /// The program, and what it executes or loads in turn.
-    pub(in crate::keeper) programs: &'a [&'a Path],
+    pub(crate) programs: &'a [&'a Path],
     /// Where it starts.
-    pub(in crate::keeper) directory: &'a Path,
+    pub(crate) directory: &'a Path,
     /// What it may read.
-    pub(in crate::keeper) read: &'a [&'a Path],
+    pub(crate) read: &'a [&'a Path],
     /// What it may write.
-    pub(in crate::keeper) write: &'a [&'a Path],
+    pub(crate) write: &'a [&'a Path],
     /// Its temporary folder.
-    pub(in crate::keeper) temporary: Option<&'a Path>,
+    pub(crate) temporary: Option<&'a Path>,
     /// Whether a file system of its own is mounted there.
-    pub(in crate::keeper) is_mounted: bool,
+    pub(crate) is_mounted: bool,
 }
 
 /// What a path is given for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::keeper) enum Purpose {
+pub(crate) enum Purpose {
     /// To start in.
     Start,
     /// To read; folders are gone through as well.
@@ -49,29 +49,29 @@ pub(in crate::keeper) enum Purpose {
 
 /// A path that lies in a folder that the user cannot go through, or is one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::keeper) struct Hidden {
+pub(crate) struct Hidden {
     /// As it was named, or where that leads.
-    pub(in crate::keeper) place: PathBuf,
+    pub(crate) place: PathBuf,
     /// Where it really is.
-    pub(in crate::keeper) real: PathBuf,
-    pub(in crate::keeper) purpose: Purpose,
+    pub(crate) real: PathBuf,
+    pub(crate) purpose: Purpose,
 }
 
 /// What a user cannot reach, and what is in the way.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in crate::keeper) struct Closed {
+pub(crate) struct Closed {
     /// Folders that the user cannot go through, none of them in another. No links lead to them.
-    pub(in crate::keeper) folders: Vec<PathBuf>,
+    pub(crate) folders: Vec<PathBuf>,
     /// What was given, and lies in there.
-    pub(in crate::keeper) hidden: Vec<Hidden>,
+    pub(crate) hidden: Vec<Hidden>,
     /// Folders that were given and that the user cannot list or go through: what is in them is given.
-    pub(in crate::keeper) opened: BTreeSet<PathBuf>,
+    pub(crate) opened: BTreeSet<PathBuf>,
 }
 
 impl Closed {
     /// Whether all that is hidden is where the worker starts, and its programs with what lies beside them: these can be
     /// had before it is another user. A script is found by its name, and so is a library that needs others beside it.
-    pub(in crate::keeper) fn is_only_programs(&self, given: &Given<'_>) -> bool {
+    pub(crate) fn is_only_programs(&self, given: &Given<'_>) -> bool {
         let others = given.programs.iter();
         let others = others.filter(|path| **path != given.program && !elf::is_self_contained(path));
         let asked_for: BTreeSet<PathBuf> =
@@ -85,7 +85,7 @@ impl Closed {
     }
 
     /// What the host loads or runs, if that is hidden.
-    pub(in crate::keeper) fn hosted<'g>(&self, given: &Given<'g>) -> Option<&'g Path> {
+    pub(crate) fn hosted<'g>(&self, given: &Given<'g>) -> Option<&'g Path> {
         let is_hidden = |path: &Path| self.hidden.iter().any(|hidden| hidden.place == path);
         given.programs.iter().copied().find(|path| *path != given.program && is_hidden(path))
     }
@@ -93,12 +93,12 @@ impl Closed {
 
 /// What was given and cannot be used by this user, wherever it is shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::keeper) struct Useless {
+pub(crate) struct Useless {
     path: PathBuf,
     wanted: &'static str,
     identity: Identity,
     /// Whether the user is one that the supervisor's own gives nothing to by itself.
-    pub(in crate::keeper) is_subordinate: bool,
+    pub(crate) is_subordinate: bool,
 }
 
 impl fmt::Display for Useless {
@@ -123,7 +123,7 @@ impl fmt::Display for Useless {
 }
 
 /// Looks at everything that is given. What is missing is left to the step that needs it.
-pub(in crate::keeper) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
+pub(crate) fn look(given: &Given<'_>, identity: Identity) -> Result<Closed, Useless> {
     let mut closed = Closed::default();
     let mut folders = BTreeSet::new();
     let mut looked_at = BTreeMap::new();

@@ -25,11 +25,12 @@ use libc::sock_filter;
 use rustix::io::Errno;
 
 use self::assembler::{Block, Condition};
-use super::syscalls;
+use bulkhead_linux::errno;
+use bulkhead_linux::syscalls;
 
-pub(in crate::keeper) use self::flags::without_truncation;
-pub(in crate::keeper) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
-pub(in crate::keeper) use self::profiles::{default, sealed, strict, without_unix_sockets};
+pub(crate) use self::flags::without_truncation;
+pub(crate) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
+pub(crate) use self::profiles::{default, sealed, strict, without_unix_sockets};
 
 /// What the kernel calls this architecture, with 64 bits and little-endian.
 #[cfg(target_arch = "x86_64")]
@@ -46,7 +47,7 @@ const X32: u32 = 0x4000_0000;
 
 /// What becomes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) enum Verdict {
+pub(crate) enum Verdict {
     /// It is made.
     Allow,
     /// It fails with this error, and has no effect.
@@ -59,7 +60,7 @@ pub(in crate::keeper) enum Verdict {
 
 /// How a worker ends that makes a fatal call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) enum Ending {
+pub(crate) enum Ending {
     /// By the kernel, which tells nothing but SIGSYS.
     Kill,
     /// By the keeper: the call waits until that has been told which one it is. It must kill the worker,
@@ -147,7 +148,7 @@ impl Verdict {
 /// What becomes of each call. One that is newer than our table does not exist: programs cope with that,
 /// as they have to on older kernels, and what it can do, nobody here has looked at.
 #[derive(Clone, Debug)]
-pub(in crate::keeper) struct Rules {
+pub(crate) struct Rules {
     calls: BTreeMap<u32, Rule>,
     otherwise: Rule,
 }
@@ -181,11 +182,7 @@ impl Rules {
 
     /// These rules, but with some calls allowed, whatever their arguments, and some fatal. Errors: a
     /// name that no architecture has.
-    pub(in crate::keeper) fn overridden<'n>(
-        mut self,
-        allow: &[&'n str],
-        deny: &[&'n str],
-    ) -> Result<Self, &'n str> {
+    pub(crate) fn overridden<'n>(mut self, allow: &[&'n str], deny: &[&'n str]) -> Result<Self, &'n str> {
         if let Some(&unknown) = allow.iter().chain(deny).find(|name| !syscalls::is_known(name)) {
             return Err(unknown);
         }
@@ -200,7 +197,7 @@ impl Rules {
 
     /// The program. Each call takes a number of comparisons logarithmic in the number of rules, and for
     /// those that are allowed whatever their arguments, the kernel remembers the outcome.
-    pub(in crate::keeper) fn compile(&self, ending: Ending) -> Filter {
+    pub(crate) fn compile(&self, ending: Ending) -> Filter {
         let kill = libc::SECCOMP_RET_KILL_PROCESS;
         let mut program = vec![assembler::load_architecture()];
         program.extend(assembler::unless(Condition::Is(ARCHITECTURE), kill));
@@ -238,14 +235,14 @@ fn search(ranges: &[(u32, &Rule)], ending: Ending) -> Block {
 
 /// A program that the kernel runs on each call.
 #[derive(Clone)]
-pub(in crate::keeper) struct Filter {
+pub(crate) struct Filter {
     program: Vec<sock_filter>,
     ending: Ending,
 }
 
 impl Filter {
     /// For whoever installs it elsewhere: the instructions as they are in memory.
-    pub(in crate::keeper) fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let instruction = |&sock_filter { code, jt, jf, k }: &sock_filter| {
             let [low, high] = code.to_ne_bytes();
             let [a, b, c, d] = k.to_ne_bytes();
@@ -259,7 +256,7 @@ impl Filter {
     ///
     /// Returns the listener, close-on-exec, if fatal calls are to be told; there is nobody to answer
     /// unless it gets to the keeper, and a second one for the same process is refused with EBUSY.
-    pub(in crate::keeper) fn install(&self) -> Result<Option<RawFd>, Errno> {
+    pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.ending {
             Ending::Kill => &[0],
             // Or else a process that gets signals without end is never seen waiting in its call.
@@ -279,7 +276,7 @@ impl Filter {
                 libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, *flags, &raw const program)
             };
             match (result, self.ending) {
-                (-1, _) => refused = last_errno(),
+                (-1, _) => refused = errno::last(),
                 (_, Ending::Kill) => return Ok(None),
                 (listener, Ending::Notify) => return Ok(Some(listener as RawFd)),
             }
@@ -293,7 +290,7 @@ impl Filter {
 
 /// How much of this the kernel, and whoever confines us, lets us have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) enum Support {
+pub(crate) enum Support {
     /// Nothing.
     Missing,
     /// Filters, but only [`Ending::Kill`]: an old kernel, or one that has a listener above us already.
@@ -303,7 +300,7 @@ pub(in crate::keeper) enum Support {
 }
 
 /// Finds out by trying, in children that end at once. Not for while others wait for any child.
-pub(in crate::keeper) fn support() -> io::Result<Support> {
+pub(crate) fn support() -> io::Result<Support> {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set(TRIED, Verdict::Errno(Errno::NOSYS));
     if !can_kill() || !can_install(&rules.compile(Ending::Kill))? {
@@ -351,9 +348,4 @@ fn exit_code(child: i32) -> io::Result<Option<i32>> {
         }
     }
     Ok(libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)))
-}
-
-fn last_errno() -> Errno {
-    // SAFETY: the address of this thread's `errno`, always there.
-    Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
 }

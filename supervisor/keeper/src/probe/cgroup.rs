@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::thread::gettid;
 
 use super::{Ability, explain};
-use crate::keeper::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
+use crate::confine::cgroup::{self, DELEGATE, FREE_IT, MOUNT_IT};
 
 /// The leaves that a try makes are called so, and a number.
 const LEAF_PREFIX: &str = "bulkhead-probe-";

@@ -45,7 +45,7 @@ impl Refused {
 pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Refused> {
     // SAFETY: the child makes nothing but raw calls until it is gone.
     let child = unsafe { libc::fork() };
-    check(child.into())?;
+    check(child)?;
     if child == 0 {
         let code = match task() {
             Ok(()) => 0,

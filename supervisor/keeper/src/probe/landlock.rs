@@ -9,7 +9,7 @@ use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 
 use super::child::{self, Refused};
 use super::{Ability, check, explain};
-use crate::keeper::confine::landlock::{kernel_abi, restrict_self};
+use crate::confine::landlock::{kernel_abi, restrict_self};
 
 /// `struct landlock_ruleset_attr`: what is withheld.
 #[repr(C)]

@@ -143,7 +143,7 @@ fn die_with_parent() {
 
 fn unshare(flag: libc::c_int) -> Result<(), Errno> {
     // SAFETY: the process has one thread, and does not share what it leaves.
-    check(unsafe { libc::unshare(flag) }.into())
+    check(unsafe { libc::unshare(flag) })
 }
 
 fn mount_namespace() -> Result<(), Errno> {
@@ -171,14 +171,14 @@ fn mount_setattr() -> Result<(), Errno> {
 fn own_proc() -> Result<(), Errno> {
     // SAFETY: as for the first fork.
     let pid = unsafe { libc::fork() };
-    check(pid.into())?;
+    check(pid)?;
     if pid == 0 {
         die_with_parent();
         exit(mount_at_proc(c"proc").err().map_or(0, Errno::raw_os_error));
     }
     let mut status = 0;
     // SAFETY: the pointer is to a variable of this function.
-    check(unsafe { libc::waitpid(pid, &mut status, libc::__WALL) }.into())?;
+    check(unsafe { libc::waitpid(pid, &mut status, libc::__WALL) })?;
     match libc::WEXITSTATUS(status) {
         0 if libc::WIFEXITED(status) => Ok(()),
         0 => Err(Errno::CHILD),
@@ -189,7 +189,7 @@ fn own_proc() -> Result<(), Errno> {
 fn mount_at_proc(kind: &CStr) -> Result<(), Errno> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     // SAFETY: the texts end with NUL.
-    check(unsafe { libc::mount(kind.as_ptr(), c"/proc".as_ptr(), kind.as_ptr(), flags, null()) }.into())
+    check(unsafe { libc::mount(kind.as_ptr(), c"/proc".as_ptr(), kind.as_ptr(), flags, null()) })
 }
 
 /// Makes an empty file system the root and lets go of the old one. Where it is mounted does not matter,
@@ -199,8 +199,8 @@ fn pivot() -> Result<(), Errno> {
     let here = c".".as_ptr();
     // SAFETY: the texts end with NUL; this process opens no file any more.
     unsafe {
-        check(libc::chdir(c"/proc".as_ptr()).into())?;
+        check(libc::chdir(c"/proc".as_ptr()))?;
         check(libc::syscall(libc::SYS_pivot_root, here, here))?;
-        check(libc::umount2(here, libc::MNT_DETACH).into())
+        check(libc::umount2(here, libc::MNT_DETACH))
     }
 }

@@ -7,7 +7,7 @@ use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::Pid;
 
-use crate::keeper::spawn::{LINK_FD, Oom, Standing, put_at};
+use crate::spawn::{LINK_FD, Oom, Standing, put_at};
 
 /// The highest `oom_score_adj`: a thousandth is a thousandth of the memory.
 const OOM_SCORE_MAX: i32 = 1000;

@@ -5,16 +5,17 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use bulkhead_linux::rlimits::OPEN_FILES;
 use mio::unix::SourceFd;
 use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
 use super::{Child, END, LISTENER, Process, STATUS, Stage};
-use crate::keeper::confine::cgroup::Leaf;
-use crate::keeper::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
-use crate::keeper::spawn::{self, Barriers, Ends, Job, OPEN_FILES, Prepared, Progress, Refusal};
-use crate::keeper::{ReportMessage, SpawnOrder, maps, observe, wait};
+use crate::confine::cgroup::Leaf;
+use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
+use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
+use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
 
 impl Process {
     pub(super) fn spawn(&mut self, order: &SpawnOrder<'_>, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {

@@ -5,15 +5,15 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::process_tree::{Hunt, Progress};
+use bulkhead_linux::process_tree::{Hunt, Progress};
 use mio::unix::SourceFd;
 use rustix::io::Errno;
 
 use super::{Child, Process, Stage};
-use crate::keeper::confine::cgroup::Leaf;
-use crate::keeper::spawn::{self, Refusal};
-use crate::keeper::wait::{self, Waited};
-use crate::keeper::{Exit, ReportMessage, Usage};
+use crate::confine::cgroup::Leaf;
+use crate::spawn::{self, Refusal};
+use crate::wait::{self, Waited};
+use crate::{Exit, ReportMessage, Usage};
 
 /// Something that survives SIGKILL this long is left to the kernel, and its worker reported as swept.
 const SWEEP_PATIENCE: Duration = Duration::from_secs(2);
@@ -89,7 +89,7 @@ impl Sweep {
 impl Process {
     /// A worker's process, or the first one of its namespace, has ended.
     pub(super) fn reap_worker(&mut self, pid: u32, now: Instant) {
-        if self.children.contains_key(&pid) && wait::has_ended(pid) {
+        if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
             // What it said at the start, it said before it ended.
             self.look_at_start(pid);
             wait::kill_group(pid);
@@ -102,8 +102,8 @@ impl Process {
     pub(super) fn reap(&mut self, now: Instant) {
         self.sweep.has_dead = false;
         for _ in 0..REAPS_PER_TURN {
-            let Some(pid) = wait::peek() else { return };
-            if self.children.contains_key(&pid) && wait::has_ended(pid) {
+            let Some(pid) = bulkhead_linux::wait::peek() else { return };
+            if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
                 self.reap_worker(pid, now);
             } else if !self.reap_one(pid, now) {
                 return;
@@ -182,7 +182,7 @@ impl Process {
     pub(super) fn sweep(&mut self, now: Instant) {
         // Whatever the dead left behind would be a child of this thread.
         let is_waited_for = !self.sweep.leaving.is_empty() && !self.sweep.looks_always;
-        if is_waited_for && !wait::has_own_children() {
+        if is_waited_for && !bulkhead_linux::wait::thread_has_children() {
             self.sweep.stuck = 0;
             self.report_swept(|_, _| true);
         }

@@ -8,8 +8,8 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX};
-use crate::keeper::confine::seccomp::{self, News};
-use crate::keeper::{ReportMessage, observe, wait};
+use crate::confine::seccomp::{self, News};
+use crate::{ReportMessage, observe, wait};
 
 impl Process {
     /// The kernel tells of forbidden calls.

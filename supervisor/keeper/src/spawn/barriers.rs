@@ -15,11 +15,11 @@ use super::root::{self, Root, View};
 use super::shown::Shown;
 use super::steps;
 use super::{Refusal, programs};
-use crate::keeper::SpawnOrder;
-use crate::keeper::confine::landlock::{self, Ruleset};
-use crate::keeper::confine::reach::{self, Closed, Given};
-use crate::keeper::confine::seccomp::{self, Ending, Filter};
-use crate::keeper::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
+use crate::SpawnOrder;
+use crate::confine::landlock::{self, Ruleset};
+use crate::confine::reach::{self, Closed, Given};
+use crate::confine::seccomp::{self, Ending, Filter};
+use crate::confinement::{Confinement, Identity, Seccomp, Temporary, Terms};
 
 /// The step's name.
 pub(super) const SUBORDINATE: &str = "user namespace of subordinate ids";
@@ -30,7 +30,7 @@ const FILTERS_MAX: usize = 1024;
 
 /// What a child puts in force, step by step.
 #[derive(Default)]
-pub(in crate::keeper) struct Barriers {
+pub(crate) struct Barriers {
     pub(super) terms: Terms,
     pub(super) ruleset: Option<Ruleset>,
     pub(super) filter: Option<Arc<Filter>>,
@@ -53,14 +53,14 @@ pub(in crate::keeper) struct Barriers {
 
 /// Filters by what they are made of: to make one takes longer than the rest.
 #[derive(Default)]
-pub(in crate::keeper) struct Filters(HashMap<FilterKey, Arc<Filter>>);
+pub(crate) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 
 type FilterKey = (Seccomp, bool, bool, Vec<String>, Vec<String>);
 
 impl Barriers {
     /// Makes them ready for a worker. `temporary` is the folder of its own that [`Temporary::Folder`] asks for, or
     /// [`Temporary::Mounted`]; `subordinate` the user namespace of subordinate ids.
-    pub(in crate::keeper) fn prepare(
+    pub(crate) fn prepare(
         order: &SpawnOrder<'_>,
         temporary: Option<&Path>,
         filters: &mut Filters,
@@ -154,7 +154,7 @@ impl Barriers {
     }
 
     /// The version of the Landlock rules, if there are any.
-    pub(in crate::keeper) fn landlock(&self) -> Option<u32> {
+    pub(crate) fn landlock(&self) -> Option<u32> {
         self.ruleset.as_ref().map(Ruleset::abi)
     }
 

@@ -10,8 +10,8 @@ use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::exit;
-use crate::keeper::wait;
-use crate::keeper::{Exit, Usage};
+use crate::wait;
+use crate::{Exit, Usage};
 
 /// Bytes of what is told: the status as of `wait(2)`, and three numbers of the usage.
 const BYTES: usize = 4 + 3 * 8;
@@ -30,7 +30,7 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
     close_all_but(status);
     loop {
-        match wait::wait_raw(-1, 0) {
+        match bulkhead_linux::wait::wait4(-1, 0) {
             Ok((pid, status_word, rusage)) if pid == worker => {
                 let bytes = encode(status_word, &wait::usage(&rusage));
                 let _ = rustix::io::write(status, &bytes); // Nobody reads it: then nobody asks.
@@ -63,7 +63,7 @@ fn encode(status: i32, usage: &Usage) -> [u8; BYTES] {
 }
 
 /// How the worker ended, as its first process has told. `None`: that one was ended before the worker.
-pub(in crate::keeper) fn read(status: &OwnedFd) -> Option<(Exit, Usage)> {
+pub(crate) fn read(status: &OwnedFd) -> Option<(Exit, Usage)> {
     let mut bytes = [0; BYTES];
     if rustix::io::retry_on_intr(|| rustix::io::read(status, &mut bytes)) != Ok(BYTES) {
         return None;

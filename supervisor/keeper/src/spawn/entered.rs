@@ -10,7 +10,7 @@ use rustix::pipe::PipeFlags;
 
 use super::steps::check;
 use super::{Namespaces, clone_as, exit};
-use crate::keeper::wait;
+use crate::wait;
 
 /// Bytes of what is told: the child's number, or an error's below zero.
 const BYTES: usize = 4;

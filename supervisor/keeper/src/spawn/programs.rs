@@ -9,8 +9,8 @@ use bulkhead_shared::program_rules::{Grant, ProgramRules};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::Refusal;
-use crate::keeper::confine::landlock::Ruleset;
-use crate::keeper::confinement::{Temporary, Terms};
+use crate::confine::landlock::Ruleset;
+use crate::confinement::{Temporary, Terms};
 
 /// The step's name.
 const STEP: &str = "rules for programs";

@@ -33,10 +33,10 @@ pub(super) fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
 
 /// What a child says when it fails: two numbers and an error's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) struct Failure {
-    pub(in crate::keeper) step: u32,
-    pub(in crate::keeper) detail: u32,
-    pub(in crate::keeper) errno: i32,
+pub(crate) struct Failure {
+    pub(crate) step: u32,
+    pub(crate) detail: u32,
+    pub(crate) errno: i32,
 }
 
 impl Failure {
@@ -63,7 +63,7 @@ impl Failure {
 
 /// How far a child has come.
 #[derive(Debug)]
-pub(in crate::keeper) enum Progress {
+pub(crate) enum Progress {
     /// Still on its way, or stuck on a file system.
     Underway,
     /// It has a user namespace, and waits for [`go_on`] until it has users in it.
@@ -82,7 +82,7 @@ pub(in crate::keeper) enum Progress {
 }
 
 /// Reads what a child says.
-pub(in crate::keeper) fn read(socket: &OwnedFd) -> Progress {
+pub(crate) fn read(socket: &OwnedFd) -> Progress {
     let mut bytes = [0; Failure::BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -108,7 +108,7 @@ pub(in crate::keeper) fn read(socket: &OwnedFd) -> Progress {
 }
 
 /// Lets a child go on that waits for it. One that is gone does not need it.
-pub(in crate::keeper) fn go_on(socket: &OwnedFd) {
+pub(crate) fn go_on(socket: &OwnedFd) {
     let _ = rustix::net::send(socket, &[GO], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 

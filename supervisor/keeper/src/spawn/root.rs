@@ -14,9 +14,9 @@ use rustix::io::Errno;
 
 use super::machine;
 use super::steps::check;
-use crate::keeper::confine::paths;
-use crate::keeper::confine::reach::Closed;
-use crate::keeper::confinement::{Identity, Temporary};
+use crate::confine::paths;
+use crate::confine::reach::Closed;
+use crate::confinement::{Identity, Temporary};
 
 /// Where the system's own root is while the new one is being made.
 const OLD: &CStr = c"/old";

@@ -13,9 +13,9 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::root::{Access, Failed, make_folder, mount, restrict, text};
-use super::steps::{check, last_errno};
-use crate::keeper::confine::landlock::Ruleset;
-use crate::keeper::confine::reach::{Closed, Purpose};
+use crate::confine::landlock::Ruleset;
+use crate::confine::reach::{Closed, Purpose};
+use bulkhead_linux::errno::{self, check};
 
 /// Folders that can be covered: each takes a descriptor of the child's.
 const COVERS_MAX: usize = 32;
@@ -258,7 +258,7 @@ impl Bind {
         // SAFETY: the text ends with NUL; what is returned belongs to nobody else.
         let copy = unsafe {
             match libc::syscall(libc::SYS_open_tree, here, self.from.as_ptr(), flags) {
-                -1 => return Err(last_errno()),
+                -1 => return Err(errno::last()),
                 descriptor => OwnedFd::from_raw_fd(descriptor as i32),
             }
         };

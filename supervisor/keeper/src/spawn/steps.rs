@@ -5,6 +5,8 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
+use bulkhead_linux::errno::check;
+use bulkhead_linux::rlimits::{self, OPEN_FILES};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
@@ -14,9 +16,9 @@ use super::progress::{self, Failure};
 use super::root::Root;
 use super::shown::Shown;
 use super::{LINK_FD, Oom, Plan};
-use crate::keeper::Rlimit;
-use crate::keeper::confine::landlock::Unrestricted;
-use crate::keeper::confinement::Identity;
+use crate::Rlimit;
+use crate::confine::landlock::Unrestricted;
+use crate::confinement::Identity;
 
 /// What a worker creates is its user's own business: readable and writable by nobody else.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
@@ -128,26 +130,7 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
 }
 
 fn rlimit_name(resource: u32) -> &'static str {
-    #[expect(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
-    const NAMES: [(u32, &str); 16] = [
-        (libc::RLIMIT_AS as u32, "as"),
-        (libc::RLIMIT_CORE as u32, "core"),
-        (libc::RLIMIT_CPU as u32, "cpu"),
-        (libc::RLIMIT_DATA as u32, "data"),
-        (libc::RLIMIT_FSIZE as u32, "fsize"),
-        (libc::RLIMIT_LOCKS as u32, "locks"),
-        (libc::RLIMIT_MEMLOCK as u32, "memlock"),
-        (libc::RLIMIT_MSGQUEUE as u32, "msgqueue"),
-        (libc::RLIMIT_NICE as u32, "nice"),
-        (libc::RLIMIT_NOFILE as u32, "nofile"),
-        (libc::RLIMIT_NPROC as u32, "nproc"),
-        (libc::RLIMIT_RSS as u32, "rss"),
-        (libc::RLIMIT_RTPRIO as u32, "rtprio"),
-        (libc::RLIMIT_RTTIME as u32, "rttime"),
-        (libc::RLIMIT_SIGPENDING as u32, "sigpending"),
-        (libc::RLIMIT_STACK as u32, "stack"),
-    ];
-    NAMES.iter().find(|(number, _)| *number == resource).map_or("unknown", |(_, name)| name)
+    rlimits::numbered(resource).map_or("unknown", |resource| resource.name)
 }
 
 /// The fork has made the namespace; waits until the keeper has said which users there are in it.
@@ -397,7 +380,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
 }
 
 /// Makes a number mean this descriptor, whatever it meant before.
-pub(in crate::keeper) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
+pub(crate) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: what had the number is standard input, output or error, or in the child the keeper's
     // socket: nothing that anybody here owns and goes on using.
     check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
@@ -416,9 +399,6 @@ fn rlimits(plan: &Plan<'_>) -> Result<(), Stop> {
     let mut raised = limits.filter(|limit| limit.resource == OPEN_FILES && limit.hard > hard);
     raised.try_for_each(|limit| set_limit(&Rlimit { soft: limit.hard, ..*limit }))
 }
-
-#[allow(clippy::unnecessary_cast, reason = "the constants' type differs between C libraries")]
-pub(in crate::keeper) const OPEN_FILES: u32 = libc::RLIMIT_NOFILE as u32;
 
 /// What was ordered, or what the keeper was started with before it took all that it may have. A confined
 /// worker gets no more than three quarters of that: what it hands to itself and does not read counts against
@@ -514,11 +494,17 @@ fn exec(plan: &Plan<'_>) -> Result<(), Stop> {
     Ok(check(unsafe { libc::execve(plan.prepared.program.as_ptr(), arguments, environment) })?)
 }
 
-pub(super) fn check(result: i32) -> rustix::io::Result<()> {
-    if result == -1 { Err(last_errno()) } else { Ok(()) }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-pub(super) fn last_errno() -> Errno {
-    // SAFETY: the address of this thread's `errno`, always there.
-    Errno::from_raw_os_error(unsafe { *libc::__errno_location() })
+    #[test]
+    fn the_documentation_has_each_step_in_order() {
+        let page = include_str!("../../../../docs/keeper.md");
+        let section = page.split("## The steps of a worker").nth(1).unwrap().split("## ").next().unwrap();
+        let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+        let told: Vec<_> = rows.filter(|first| !matches!(*first, "step" | "---")).collect();
+        let steps: Vec<_> = OUTER.iter().chain(&INNER).map(|(name, _)| *name).collect();
+        assert_eq!(told, steps);
+    }
 }

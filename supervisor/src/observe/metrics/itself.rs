@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::OnceLock;
 
-use bulkhead_shared::process_tree::read_small;
+use bulkhead_linux::process_tree::read_small;
 
 use super::families::{self, Family};
 use super::text::Page;

@@ -3,6 +3,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use bulkhead_linux::errno;
 use rustix::io::Errno;
 
 /// What `clone3(2)` takes.
@@ -29,7 +30,7 @@ struct CloneArguments {
 /// # Safety
 /// The child is a copy of the calling thread alone, of which not even the C library knows: until `execve`
 /// or `_exit` it may make nothing but raw system calls.
-pub(in crate::keeper) unsafe fn fork_into(
+pub(crate) unsafe fn fork_into(
     cgroup: BorrowedFd<'_>,
     namespaces: libc::c_int,
 ) -> Result<libc::pid_t, Errno> {
@@ -43,8 +44,7 @@ pub(in crate::keeper) unsafe fn fork_into(
     };
     // SAFETY: like a fork, with a copy of all memory and no stack of its own; the rest is the caller's part.
     match unsafe { libc::syscall(libc::SYS_clone3, &arguments, size_of::<CloneArguments>()) } {
-        // SAFETY: the address of this thread's `errno`, always there.
-        -1 => Err(Errno::from_raw_os_error(unsafe { *libc::__errno_location() })),
+        -1 => Err(errno::last()),
         pid => Ok(pid as libc::pid_t),
     }
 }

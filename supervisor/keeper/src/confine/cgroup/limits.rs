@@ -7,13 +7,13 @@ use super::{Failure, failure};
 
 /// What one worker and all that it starts may use together; unlimited where nothing is said.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(in crate::keeper) struct Limits {
+pub(crate) struct Limits {
     /// Memory in bytes, without any swap beside it.
-    pub(in crate::keeper) memory_bytes: Option<u64>,
+    pub(crate) memory_bytes: Option<u64>,
     /// Processes and threads.
-    pub(in crate::keeper) pids: Option<u64>,
+    pub(crate) pids: Option<u64>,
     /// Processor cores, from [`CORES_MIN`].
-    pub(in crate::keeper) cpu_cores: Option<f64>,
+    pub(crate) cpu_cores: Option<f64>,
 }
 
 /// One file and what is written to it.

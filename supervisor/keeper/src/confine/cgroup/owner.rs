@@ -1,6 +1,6 @@
 //! Whose a leaf is: its name says it, so that a later keeper can tell the leaves of one that died.
 
-use bulkhead_shared::process_tree;
+use bulkhead_linux::process_tree;
 use rustix::io::Errno;
 
 use super::{Failure, failure};

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::process_tree;
+use bulkhead_linux::process_tree;
 use rustix::io::Errno;
 
 use super::folder::Folder;

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 /// What no rule gives, and this process could do without the rules.
 #[derive(Debug)]
-pub(in crate::keeper) enum Forbidden {
+pub(crate) enum Forbidden {
     /// To list the root folder.
     Root,
     /// To make a device node in this folder, where the root folder is given: that is given nowhere.
@@ -38,7 +38,7 @@ impl Forbidden {
 
     /// Tries it. What keeps a process without rules from it is none of their doing: a root folder that its
     /// user may not list, or the capability that a device takes.
-    pub(in crate::keeper) fn attempt(&self) -> Result<(), Errno> {
+    pub(crate) fn attempt(&self) -> Result<(), Errno> {
         match self {
             Self::Root => {
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -15,7 +15,7 @@ use rustix::process::{Pid, getppid, test_kill_process};
 use tempfile::TempDir;
 
 use super::{Rules, Ruleset, kernel_abi};
-use crate::keeper::confine::paths::ETC;
+use crate::confine::paths::ETC;
 
 /// Whether the kernel has this version. If not, says so: a test that did not run is no success.
 fn has_abi(least: u32) -> bool {

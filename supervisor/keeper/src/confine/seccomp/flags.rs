@@ -46,7 +46,7 @@ pub(super) fn refuse(rules: &mut Rules) {
 }
 
 /// These rules, without what cuts a file that may only be read: for where Landlock has no say in that.
-pub(in crate::keeper) fn without_truncation(mut rules: Rules) -> Rules {
+pub(crate) fn without_truncation(mut rules: Rules) -> Rules {
     const TRUNCATE: u32 = libc::O_TRUNC as u32;
     /// As good as for reading and writing, but neither.
     const FOR_NOTHING: u32 = libc::O_ACCMODE as u32;

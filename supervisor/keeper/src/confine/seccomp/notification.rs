@@ -11,11 +11,11 @@ use libc::{seccomp_notif, seccomp_notif_resp, seccomp_notif_sizes};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use super::last_errno;
+use bulkhead_linux::errno;
 
 /// A call that waits for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) struct Notification {
+pub(crate) struct Notification {
     /// Names it in the answer.
     pub id: u64,
     /// The number of the thread that makes it, which need not be the worker's first one, nor of the
@@ -29,7 +29,7 @@ pub(in crate::keeper) struct Notification {
 
 /// What there is to hear from a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::keeper) enum News {
+pub(crate) enum News {
     /// A call waits: [`receive`] does not.
     Call,
     /// Nothing now.
@@ -39,7 +39,7 @@ pub(in crate::keeper) enum News {
 }
 
 /// Looks whether there is something to receive.
-pub(in crate::keeper) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
+pub(crate) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
     let mut fds = [PollFd::new(listener, PollFlags::IN)];
     let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
     rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&at_once)))?;
@@ -54,7 +54,7 @@ pub(in crate::keeper) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
 /// Takes a notification from a listener that has one, by [`news`]: without, kernels before 6.11 wait for
 /// ever, also when nobody is left to make a call. `None`: the call has been interrupted, or its process
 /// killed, since.
-pub(in crate::keeper) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
+pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif, size_of::<seccomp_notif>());
     match control(listener, libc::SECCOMP_IOCTL_NOTIF_RECV, &mut buffer) {
@@ -68,7 +68,7 @@ pub(in crate::keeper) fn receive(listener: &OwnedFd) -> io::Result<Option<Notifi
 }
 
 /// Lets a call fail with this error. One that does not wait any more is none.
-pub(in crate::keeper) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
+pub(crate) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io::Result<()> {
     let sizes = sizes()?;
     let mut buffer = zeroed(sizes.seccomp_notif_resp, size_of::<seccomp_notif_resp>());
     let answer = seccomp_notif_resp { id, val: 0, error: -errno.raw_os_error(), flags: 0 };
@@ -81,7 +81,7 @@ pub(in crate::keeper) fn refuse(listener: &OwnedFd, id: u64, errno: Errno) -> io
 }
 
 /// Whether a call still waits for its answer, so that its thread is what it was when it was told.
-pub(in crate::keeper) fn is_waiting(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
+pub(crate) fn is_waiting(listener: &OwnedFd, id: u64) -> Result<(), Errno> {
     control(listener, libc::SECCOMP_IOCTL_NOTIF_ID_VALID, &mut [id])
 }
 
@@ -95,7 +95,7 @@ fn sizes() -> io::Result<seccomp_notif_sizes> {
     // SAFETY: the pointer is to a local of the type that the call fills, which has not grown since it exists.
     let result =
         unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_NOTIF_SIZES, 0, &raw mut sizes) };
-    if result == -1 { Err(last_errno().into()) } else { Ok(sizes) }
+    if result == -1 { Err(errno::last().into()) } else { Ok(sizes) }
 }
 
 fn control(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Result<(), Errno> {
@@ -103,5 +103,5 @@ fn control(listener: &OwnedFd, request: libc::Ioctl, buffer: &mut [u64]) -> Resu
     // SAFETY: all callers have made the buffer as large as the kernel's structure for the request, and a
     // descriptor that is no listener does not know the request.
     let result = unsafe { libc::ioctl(listener.as_raw_fd(), request, buffer) };
-    if result == -1 { Err(last_errno()) } else { Ok(()) }
+    if result == -1 { Err(errno::last()) } else { Ok(()) }
 }

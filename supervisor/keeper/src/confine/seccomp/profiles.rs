@@ -42,7 +42,7 @@ const OUTLASTING: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_tim
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
 
 /// A deny list that leaves ordinary programs unharmed.
-pub(in crate::keeper) fn default(network: bool) -> Rules {
+pub(crate) fn default(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Allow);
     deny(&mut rules);
     rules.set("sched_setattr sched_setparam sched_setscheduler migrate_pages move_pages", of_itself(0));
@@ -59,7 +59,7 @@ pub(in crate::keeper) fn default(network: bool) -> Rules {
 
 /// An allow list for computing, in force from before `execve`: it must let a program start, with its
 /// libraries and its interpreter. [`sealed`] takes some of that away again.
-pub(in crate::keeper) fn strict(network: bool) -> Rules {
+pub(crate) fn strict(network: bool) -> Rules {
     let mut rules = Rules::new(Verdict::Fatal);
     for names in COMPUTING {
         rules.set(names, Verdict::Allow);
@@ -83,7 +83,7 @@ pub(in crate::keeper) fn strict(network: bool) -> Rules {
 ///
 /// Nothing in it is fatal, since for a second filter of one process there can be no second listener:
 /// what is fatal, the first one tells. Errors: a name that no architecture has.
-pub(in crate::keeper) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n str> {
+pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n str> {
     let mut rules = Rules::new(Verdict::Allow);
     rules.set("execve execveat", REFUSE);
     if !network {
@@ -198,7 +198,7 @@ fn internet() -> Vec<(super::Condition, Rule)> {
 
 /// These rules, with the network but without Unix sockets: for where nothing else keeps a worker from those
 /// that others of its user listen on, such as a message bus that starts programs.
-pub(in crate::keeper) fn without_unix_sockets(mut rules: Rules) -> Rules {
+pub(crate) fn without_unix_sockets(mut rules: Rules) -> Rules {
     rules.set("socket", check(0, internet(), NO_FAMILY));
     rules
 }

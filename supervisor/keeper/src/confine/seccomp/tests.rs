@@ -307,7 +307,7 @@ fn helper() {
         // SAFETY: the calls that the tests list do nothing with such arguments but fail, or make a
         // descriptor.
         let result = unsafe { libc::syscall(number as _, a, b, c, c, c, c) };
-        println!("\noutcome {}", if result == -1 { last_errno().raw_os_error() } else { 0 });
+        println!("\noutcome {}", if result == -1 { errno::last().raw_os_error() } else { 0 });
         std::io::stdout().flush().unwrap();
     }
 }

@@ -1,0 +1,19 @@
+//! What is asked of the Linux kernel, once for all: process trees, peers of sockets, waits, names and numbers.
+//!
+//! It knows nothing of workers or jobs, holds no state but what its caller keeps, and decides nothing.
+//!
+//! - [`process_tree`]: processes that descend from this one, and their end.
+//! - [`peer`]: the process at the other end of a socket.
+//! - [`rights`]: sockets to which no descriptors can be passed.
+//! - [`wait`]: the raw waits for children.
+//! - [`errno`]: the errors of raw system calls.
+//! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
+
+pub mod errno;
+pub mod peer;
+pub mod process_tree;
+pub mod rights;
+pub mod rlimits;
+pub mod signals;
+pub mod syscalls;
+pub mod wait;
