@@ -23,14 +23,14 @@ pub(crate) struct Access {
 }
 
 /// One entry. Bulkheads come and go, and so go by their names.
-pub(super) struct Entry {
+pub(crate) struct Entry {
     who: Who,
     bulkheads: Option<HashSet<Box<str>>>,
     tenants: Option<HashSet<Box<str>>>,
 }
 
 /// What one client may do.
-pub(super) enum Grant {
+pub(crate) enum Grant {
     /// Everything.
     Everything,
     /// What any of these entries allows.
@@ -38,7 +38,7 @@ pub(super) enum Grant {
 }
 
 impl Grant {
-    pub(super) fn nothing() -> Self {
+    pub(crate) fn nothing() -> Self {
         Self::Entries(Box::default())
     }
 }
@@ -54,17 +54,17 @@ impl Access {
     }
 
     /// Whether it is the user that workers share, unless they are given another.
-    pub(super) fn is_own(&self, peer: Peer) -> bool {
+    pub(crate) fn is_own(&self, peer: Peer) -> bool {
         peer.uid == self.own
     }
 
     /// A worker may not connect, nor what it started.
-    pub(super) fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
+    pub(crate) fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
         entry::check_descent(socket, peer, &self.outsiders)
     }
 
     /// What the client that connected this socket may do.
-    pub(super) fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
+    pub(crate) fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
         let (uid, own, entries) = (peer.uid, self.own, &self.entries);
         if entries.is_empty() {
             if self.is_own(peer) || uid == 0 {
@@ -109,7 +109,7 @@ fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result
 
 /// Why a client whom these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
 /// Whether there is one of the name at all, is told only to those who may use all.
-pub(super) fn refusal(
+pub(crate) fn refusal(
     entries: &[Arc<Entry>],
     (name, is_there): (&str, bool),
     tenant: &str,

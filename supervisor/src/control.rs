@@ -47,13 +47,13 @@ use tokio::sync::{Semaphore, oneshot};
 use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
 use crate::config::Config;
 use crate::config::Token;
+use crate::counters::SharedCounters;
 use crate::crash::{CrashReport, Victim};
 use crate::notices::{Heard, Listener, Milestone, WorkerOutput};
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, Residents};
-use crate::shard::Pulse;
 use crate::snapshot::Snapshot;
 use crate::sockets::Sockets;
 use crate::threads::{Fate, panic_on_request};
@@ -92,7 +92,7 @@ pub struct Options {
     /// What the data plane says. Its end is ours.
     pub notices: Listener,
     /// Counts of the data plane.
-    pub pulse: Arc<Pulse>,
+    pub pulse: Arc<SharedCounters>,
     /// The configuration, which can become another.
     pub in_force: InForce,
     /// Where crash reports are kept, and the thread that does.
@@ -130,7 +130,7 @@ pub(crate) struct Control {
     watch: watch::Watch,
     /// The places for jobs over HTTP.
     jobs: Arc<Semaphore>,
-    pulse: Arc<Pulse>,
+    pulse: Arc<SharedCounters>,
     /// What is in force. Whoever reloads it puts the next one here.
     config: RwLock<Arc<Config>>,
     /// True once everything is to end.
@@ -272,7 +272,7 @@ async fn obey_signals(control: Arc<Control>, mut signals: Signals) {
     }
 }
 
-async fn take_notices(control: &Control, mut notices: Listener, pulse: &Pulse) {
+async fn take_notices(control: &Control, mut notices: Listener, pulse: &SharedCounters) {
     let mut dropped = 0;
     while let Some(heard) = notices.hear().await {
         match heard {

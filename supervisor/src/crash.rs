@@ -21,6 +21,9 @@ pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
 /// Jobs that one report describes.
 pub const JOBS_MAX: usize = 32;
 
+/// Reports on their way from the data plane to where they are kept; what comes beyond is counted, and not kept.
+pub const REPORTS_WAITING_MAX: usize = 64;
+
 /// Names a crash report: when, to the millisecond, and the how-manieth of that supervisor. As text it can be a
 /// file's name, and texts sort as the crashes came: `20260307T101530123-0001`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

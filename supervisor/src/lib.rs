@@ -4,6 +4,7 @@
 //! logs, signals) runs beside it and reads snapshots; the keeper, a process of its own, starts and ends
 //! the workers.
 
+mod access;
 mod advice;
 pub mod args;
 mod bounds;
@@ -12,6 +13,7 @@ pub mod command;
 pub mod config;
 mod confinement;
 pub mod control;
+pub mod counters;
 pub mod crash;
 pub mod demand;
 mod descriptors;
@@ -20,8 +22,10 @@ pub mod entry;
 mod inherited;
 pub use bulkhead_keeper as keeper;
 mod latency;
+mod limits;
 pub mod notices;
 pub mod observe;
+mod open_files;
 mod program;
 pub mod reload;
 pub mod scrape;

@@ -14,7 +14,6 @@ use crate::bounds;
 use crate::config::{self, BulkheadConfig, Resource};
 use crate::confinement::{Grounds, Sandbox};
 use crate::keeper::{Rlimit, SpawnOrder};
-use crate::supervisor::RunError;
 
 /// The descriptor under which a worker finds its link.
 const LINK_DESCRIPTOR: i32 = 3;
@@ -142,6 +141,14 @@ fn number(resource: Resource) -> u32 {
 /// The name of the host's program, which is installed beside the supervisor's own.
 const HOST: &str = "bulkhead-worker";
 
+/// The host for C libraries and plain programs is missing.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
+     install it beside bulkhead-supervisor, or in PATH"
+)]
+pub struct NoHost(String);
+
 /// Finds the host: beside this program, or else in `PATH`.
 pub(crate) fn find_host() -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
@@ -151,10 +158,10 @@ pub(crate) fn find_host() -> Option<PathBuf> {
 }
 
 /// The host, where it is found; it must be if a bulkhead needs it.
-pub(crate) fn require_host(config: &config::Config) -> Result<Option<PathBuf>, RunError> {
+pub(crate) fn require_host(config: &config::Config) -> Result<Option<PathBuf>, NoHost> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
-        Some(needy) if host.is_none() => Err(RunError::NoHost(needy.name.clone())),
+        Some(needy) if host.is_none() => Err(NoHost(needy.name.clone())),
         _ => Ok(host),
     }
 }

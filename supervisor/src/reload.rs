@@ -10,10 +10,11 @@ use bulkhead_policy::Limits;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::access::Access;
 use crate::config::{BulkheadConfig, Config, SupervisorConfig};
 use crate::confinement::Grounds;
+use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program, TenantNumbers};
-use crate::shard::{Access, DataPlaneLimits};
 
 /// Keys of `[supervisor]` that a reload puts in force. All others hold from start to stop.
 const SUPERVISOR_KEYS: [&str; 4] = ["drain_timeout", "max_clients", "max_payload", "max_buffered"];

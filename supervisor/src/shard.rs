@@ -6,7 +6,6 @@
 //! a thread beside it (`background.rs`). Of `/proc` it reads `stat` alone, some 7 µs each: for the ancestors of a process
 //! that connects for the first time, and for a worker that has closed its link a second ago and not been reported dead.
 
-mod access;
 mod background;
 mod buffers;
 mod bulkheads;
@@ -50,7 +49,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::{Action, Event, Time};
@@ -60,16 +59,18 @@ use bulkhead_shared::{JobId, Priority, RejectReason};
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
 
+use crate::access::Access;
 use crate::command::Commander;
-use crate::config::{Config, SupervisorConfig};
+use crate::config::Config;
 use crate::confinement::Grounds;
+use crate::counters::SharedCounters;
 use crate::keeper::Keeper;
+use crate::limits::DataPlaneLimits;
 use crate::notices::Speaker;
-use crate::observe::spans::SpanSender;
 use crate::reload::{Settled, Surroundings};
+use crate::span::SpanSender;
 use crate::threads::Fate;
 
-pub(crate) use access::Access;
 use background::Background;
 use buffers::Buffers;
 use bulkheads::Bulkheads;
@@ -103,34 +104,6 @@ const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE).add(Intere
 
 /// What its peer is told.
 const OUT_OF_BAND: &str = "it sent bytes out of band, which the protocol does not have";
-
-/// Counts that the data plane keeps for the control plane to look at.
-#[derive(Debug, Default)]
-pub struct Pulse {
-    /// Notices that were dropped since the control plane did not keep up.
-    pub notices_dropped: AtomicU64,
-    /// Spans of jobs that were dropped since they were not taken fast enough.
-    pub spans_dropped: AtomicU64,
-    /// Counts what changed the state of bulkheads by order, or once and for all.
-    pub revision: AtomicU64,
-    /// Clients that are connected.
-    pub clients: AtomicU64,
-    /// Bytes of payloads that wait in the data plane.
-    pub buffered: AtomicUsize,
-    /// Bytes of payloads that wait in the control plane, where they come in. They count with the others: it is
-    /// the control plane that keeps this one.
-    pub spooled: AtomicUsize,
-    /// Whether the data plane gives its last answers, or has: what it has not heard of by then, it never will.
-    pub is_over: AtomicBool,
-    /// So many of these are to be given up, since others need the room.
-    pub spool_unwanted: AtomicUsize,
-    /// Called when some are.
-    pub spool_called: tokio::sync::Notify,
-    /// So many of them may be there, however much others hold.
-    pub spool_share: AtomicUsize,
-    /// The keeper's process.
-    pub keeper: AtomicU32,
-}
 
 /// What the data plane knows of a job beyond what policy decides on. Policy carries it along in a box: it moves with
 /// every decision, so that it had better be small.
@@ -243,28 +216,6 @@ pub struct DataPlane {
     fate: Fate,
 }
 
-/// What all bulkheads share.
-pub(crate) struct DataPlaneLimits {
-    clients_max: usize,
-    payload_bytes_max: u64,
-    /// The largest payload there ever could be: a result of then may still be on its way.
-    result_bytes_max: u64,
-    buffered_bytes_max: usize,
-    drain_timeout: Duration,
-}
-
-impl DataPlaneLimits {
-    pub(crate) fn new(config: &SupervisorConfig) -> Self {
-        Self {
-            clients_max: config.max_clients,
-            payload_bytes_max: config.max_payload,
-            result_bytes_max: config.max_payload,
-            buffered_bytes_max: usize::try_from(config.max_buffered).unwrap_or(usize::MAX),
-            drain_timeout: config.drain_timeout,
-        }
-    }
-}
-
 /// One end of a connection that the loop serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Endpoint {
@@ -334,7 +285,7 @@ pub struct Parts {
     /// Where the spans of sampled jobs go, if anybody takes them.
     pub spans: Option<SpanSender>,
     /// Counts for the control plane.
-    pub pulse: Arc<Pulse>,
+    pub pulse: Arc<SharedCounters>,
     /// The host for `exec` and `library`, if one is needed.
     pub host: Option<std::path::PathBuf>,
     /// The tenants that metrics name, sorted.

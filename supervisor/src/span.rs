@@ -10,6 +10,9 @@ use bulkhead_shared::{Executed, Fault, JobId, Outcome, Priority, Verdict};
 /// Bytes of an outcome's sentence for people that a span has.
 const MESSAGE_BYTES_MAX: usize = 512;
 
+/// Where the data plane puts the spans of jobs that have ended.
+pub type SpanSender = tokio::sync::mpsc::Sender<Box<JobSpan>>;
+
 /// What became of a sampled job, from its receipt to its outcome, whatever happened in between.
 #[derive(Debug)]
 pub struct JobSpan {

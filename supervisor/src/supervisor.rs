@@ -10,11 +10,13 @@ use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use crate::config::{Config, HttpConfig, Token};
 use crate::confinement::Grounds;
 use crate::control::{self, Options};
+use crate::counters::SharedCounters;
 use crate::descriptors;
 use crate::keeper::{self, Keeper};
 use crate::observe::{crashes, spans};
+use crate::open_files::OpenFiles;
 use crate::program;
-use crate::shard::{DataPlane, Parts, Pulse};
+use crate::shard::{DataPlane, Parts};
 use crate::sockets::{Bound, Sockets};
 use crate::succession::try_while_taken;
 use crate::threads::Fate;
@@ -32,11 +34,8 @@ pub enum RunError {
     #[error("failed to {0}")]
     Crashes(#[from] crate::observe::crashes::OpenError),
     /// The host for C libraries and plain programs is missing.
-    #[error(
-        "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
-         install it beside bulkhead-supervisor, or in PATH"
-    )]
-    NoHost(String),
+    #[error(transparent)]
+    NoHost(#[from] program::NoHost),
     /// The kernel refused something.
     #[error("failed to {0}: {1}")]
     System(&'static str, #[source] std::io::Error),
@@ -63,9 +62,9 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     }
     // Workers keep what there was.
     crate::inherited::raise_limits(&config);
-    let descriptors = raise_descriptor_limit();
+    let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
     let file = config.clone();
-    leave_descriptors(&mut config, descriptors);
+    open_files.leave_room(&mut config);
     let crash_dir = config.supervisor.crash_dir.as_deref();
     let store = crashes::Store::open(crash_dir, config.supervisor.crash_keep)?;
     let (socket_mode, folder_mode) = (config.supervisor.socket_mode, config.supervisor.folder_mode);
@@ -77,7 +76,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     }
 
     let (notices, received) = crate::notices::ways();
-    let pulse = Arc::new(Pulse::default());
+    let pulse = Arc::new(SharedCounters::default());
     let fate = Fate::default();
     let (span_sender, span_thread) =
         spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
@@ -85,7 +84,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let config_in_force = Arc::new(config.clone());
     let labels: Arc<[String]> = config.labelled_tenants().into();
     let in_force =
-        control::InForce { config: file, grounds: grounds.clone(), descriptors, own, labels: labels.clone() };
+        control::InForce { config: file, grounds: grounds.clone(), open_files, own, labels: labels.clone() };
     let parts = Parts {
         config,
         grounds,
@@ -126,7 +125,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
 fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     fate: &Fate,
-    pulse: &Pulse,
+    pulse: &SharedCounters,
 ) -> std::io::Result<()> {
     let ran = catch_unwind(AssertUnwindSafe(run));
     if matches!(ran, Ok(Ok(()))) {
@@ -171,41 +170,9 @@ fn warn_of_closed_folder(socket: &Path) {
     }
 }
 
-/// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
-const DESCRIPTORS_OWN: u64 = 48;
-
-/// Descriptors of a worker: both ends of its link, pidfd, two pipes; twice, for the one that replaces it.
-const DESCRIPTORS_PER_WORKER: u64 = 10;
-
 /// Descriptors that whoever reaches the address of `http` can take up: connections, and jobs that need a
 /// connection to the data plane, which has two ends.
 const DESCRIPTORS_HTTP: u64 = control::TCP_CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
-
-/// Takes no more clients than leave descriptors for workers and operators.
-pub(crate) fn leave_descriptors(config: &mut Config, limit: u64) {
-    let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
-    let http = if config.supervisor.http.is_some() { DESCRIPTORS_HTTP } else { 0 };
-    let foreign = descriptors::reserve();
-    let kept = DESCRIPTORS_OWN + http + foreign + workers * DESCRIPTORS_PER_WORKER;
-    let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
-    if room < config.supervisor.max_clients {
-        tracing::warn!(
-            "the limit of {limit} open files leaves room for {room} clients, not for max_clients = {}",
-            config.supervisor.max_clients
-        );
-        config.supervisor.max_clients = room;
-    }
-}
-
-/// Each worker takes a handful of descriptors. Workers themselves keep the limit that the keeper was
-/// started with. Returns the limit in force.
-fn raise_descriptor_limit() -> u64 {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    // Whoever cannot raise it runs with what there is, and hears when it is used up.
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
-    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
-}
 
 #[cfg(test)]
 mod tests {
@@ -230,7 +197,7 @@ mod tests {
         if std::env::var_os(MARK).is_none() {
             return;
         }
-        let (fate, pulse) = (Fate::default(), Arc::new(Pulse::default()));
+        let (fate, pulse) = (Fate::default(), Arc::new(SharedCounters::default()));
         fate.begin();
         let seen = pulse.clone();
         let goes_on = move || {

@@ -31,8 +31,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
 use bulkhead_linux::errno;
+use bulkhead_shared::worker_protocol::PROGRAM_VARIABLE;
 use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use rustix::process::Pid;

@@ -31,7 +31,7 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use super::connections::Entry;
 use super::http::{PROBLEM, Shared, problem};
 use crate::command::Command;
-use crate::shard::Pulse;
+use crate::counters::SharedCounters;
 
 /// Jobs over HTTP under way at once; the next ones are told `overloaded`.
 pub(crate) const JOBS_MAX: usize = 128;
@@ -294,12 +294,12 @@ struct Spool {
     bytes: usize,
     /// Bytes that are counted.
     counted: usize,
-    pulse: Arc<Pulse>,
+    pulse: Arc<SharedCounters>,
     room: usize,
 }
 
 impl Spool {
-    fn new(pulse: Arc<Pulse>, room: usize) -> Self {
+    fn new(pulse: Arc<SharedCounters>, room: usize) -> Self {
         Self { segments: Vec::new(), bytes: 0, counted: 0, pulse, room }
     }
 
@@ -702,7 +702,7 @@ mod tests {
 
     #[test]
     fn a_spool_counts_what_it_holds_until_it_is_gone() {
-        let pulse = Arc::new(Pulse::default());
+        let pulse = Arc::new(SharedCounters::default());
         let mut spool = Spool::new(pulse.clone(), 3 * SEGMENT_BYTES);
         let payload: Vec<u8> = (0..2 * SEGMENT_BYTES + 5).map(|i| i as u8).collect();
         for piece in payload.chunks(1000) {

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::ANSWER_WITHIN;
 use crate::command::{Command, Commander, StateInShort};
-use crate::shard::Pulse;
+use crate::counters::SharedCounters;
 
 /// For how long what was seen is good enough.
 const FRESH: Duration = Duration::from_millis(100);
@@ -32,7 +32,7 @@ struct Seen {
 
 impl Readiness {
     /// `None` if the data plane does not answer in time.
-    pub(super) async fn states(&self, commander: &Commander, pulse: &Pulse) -> Option<States> {
+    pub(super) async fn states(&self, commander: &Commander, pulse: &SharedCounters) -> Option<States> {
         let mut seen = self.seen.lock().await;
         let revision = pulse.revision.load(Ordering::SeqCst);
         if let Some(seen) = &*seen
@@ -77,7 +77,7 @@ mod tests {
         });
         let began = std::time::Instant::now();
         runtime.block_on(async {
-            let (readiness, pulse) = (Readiness::default(), Pulse::default());
+            let (readiness, pulse) = (Readiness::default(), SharedCounters::default());
             for _ in 0..1000 {
                 assert_eq!(readiness.states(&commander, &pulse).await.unwrap().len(), 1);
             }

@@ -19,11 +19,11 @@ use super::{Control, notify_systemd};
 use crate::command::{Command, Event, Severity, SteerError};
 use crate::config::{self, Config, ConfigErrors, Profile};
 use crate::confinement::Grounds;
+use crate::limits::DataPlaneLimits;
+use crate::open_files::OpenFiles;
 use crate::program;
 use crate::reload::{Changes, Reload, Surroundings, after_reload};
 use crate::scrape::ReloadCounts;
-use crate::shard::DataPlaneLimits;
-use crate::supervisor::leave_descriptors;
 
 /// How long reading the file, and looking at the programs and folders it names, may take: less than
 /// the time in which a request is answered.
@@ -40,7 +40,7 @@ pub struct InForce {
     /// What there is to confine workers by.
     pub(crate) grounds: Arc<Grounds>,
     /// The limit of open files in force.
-    pub(crate) descriptors: u64,
+    pub(crate) open_files: OpenFiles,
     /// The supervisor's own user.
     pub(crate) own: u32,
     /// The tenants that metrics name, from start to stop.
@@ -285,7 +285,7 @@ fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
     }
     let changes = Changes::between(before, &after);
     let mut bounded = after.clone();
-    leave_descriptors(&mut bounded, in_force.descriptors);
+    in_force.open_files.leave_room(&mut bounded);
     let limits = DataPlaneLimits::new(&bounded.supervisor);
     let InForce { grounds, labels, own, .. } = in_force;
     let around = Surroundings { host: host.as_deref(), grounds, labels };

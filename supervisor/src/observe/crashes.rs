@@ -14,12 +14,9 @@ use std::time::Duration;
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::crash::{CrashId, CrashReport, Stage, Summary};
+use crate::crash::{CrashId, CrashReport, REPORTS_WAITING_MAX, Stage, Summary};
 use crate::succession::{self, NoLock};
 use crate::threads::Fate;
-
-/// Reports on their way from the data plane to here; what comes beyond is counted, and not kept.
-pub const REPORTS_WAITING_MAX: usize = 64;
 
 /// Messages that wait: all those reports, and a question from each connection of the admin socket.
 const MESSAGES_MAX: usize = REPORTS_WAITING_MAX + 256;

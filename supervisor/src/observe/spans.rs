@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use crate::shard::Pulse;
-use crate::span::JobSpan;
+use crate::counters::SharedCounters;
+use crate::span::{JobSpan, SpanSender};
 use crate::threads::Fate;
 use export::Export;
 use otlp::Collector;
@@ -26,9 +26,6 @@ const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// How long the end waits for the thread, which by itself gives up earlier (`FINISH_WITHIN`), if it has its turn.
 const SETTLE_WITHIN: Duration = Duration::from_secs(3);
-
-/// Where the data plane puts the spans of jobs that have ended.
-pub type SpanSender = mpsc::Sender<Box<JobSpan>>;
 
 /// The running thread.
 #[derive(Debug)]
@@ -45,7 +42,7 @@ impl SpanThread {
 
 /// Starts the thread, if anybody takes spans: the log, by its level for `bulkhead::job`, or a collector, by the
 /// environment.
-pub(crate) fn start(pulse: Arc<Pulse>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
+pub(crate) fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
         tracing::warn!("spans of jobs are not sent anywhere: {error}");
@@ -71,7 +68,7 @@ async fn take_spans(
     mut spans: mpsc::Receiver<Box<JobSpan>>,
     is_logged: bool,
     collector: Option<Collector>,
-    pulse: &Pulse,
+    pulse: &SharedCounters,
 ) {
     let mut export = collector.map(Export::new);
     let mut losses = Losses::default();
@@ -116,7 +113,7 @@ struct Losses {
 }
 
 impl Losses {
-    fn tell(&mut self, pulse: &Pulse, export: Option<&Export>, is_last: bool) {
+    fn tell(&mut self, pulse: &SharedCounters, export: Option<&Export>, is_last: bool) {
         let unsent = export.map_or(0, Export::lost);
         let lost = pulse.spans_dropped.load(Ordering::Relaxed) + unsent;
         let is_due = is_last || self.told_at.is_none_or(|at| at.elapsed() >= TELL_AGAIN_AFTER);

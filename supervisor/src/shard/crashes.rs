@@ -12,11 +12,11 @@ use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
 use crate::command::{Notice, Severity};
+use crate::crash::REPORTS_WAITING_MAX;
 use crate::crash::{
     Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
 };
 use crate::keeper::Usage;
-use crate::observe::crashes::REPORTS_WAITING_MAX;
 
 /// Crashes of one bulkhead that are reported one after the other, at most; after that one a second.
 const BURST: u32 = 10;

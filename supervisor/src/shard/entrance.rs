@@ -8,7 +8,8 @@ use mio::unix::SourceFd;
 use mio::{Interest, Poll};
 
 use super::refusals::Refusals;
-use super::{Access, DataPlane, LISTENER};
+use super::{DataPlane, LISTENER};
+use crate::access::Access;
 use crate::descriptors::Intake;
 
 pub(super) struct Entrance {

@@ -145,8 +145,8 @@ impl DataPlane {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use bulkhead_linux::peer::Peer;
     use crate::shard::slab::SlabIndex;
+    use bulkhead_linux::peer::Peer;
 
     fn refusal(uid: u32, line: &[u32]) -> Refusal {
         let peer = Peer { uid, gid: uid, pid: Some(uid) };

@@ -12,9 +12,10 @@ use serde_json::json;
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::steer::check_fit;
-use super::{DataPlane, DataPlaneLimits, Incoming};
+use super::{DataPlane, Incoming};
 use crate::command::{Severity, SteerError};
 use crate::demand::Demand;
+use crate::limits::DataPlaneLimits;
 use crate::program::TenantNumbers;
 use crate::reload::{Reconfigured, Reload, Settled};
 

@@ -9,20 +9,20 @@ use bulkhead_shared::JobId;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::Pulse;
 use super::spans::Spans;
 use crate::command::{Event, Notice, Severity};
+use crate::counters::SharedCounters;
 use crate::crash::CrashId;
+use crate::crash::REPORTS_WAITING_MAX;
 use crate::notices::Speaker;
-use crate::observe::crashes::REPORTS_WAITING_MAX;
-use crate::observe::spans::SpanSender;
+use crate::span::SpanSender;
 
 /// The fields of an event.
 pub(super) type Fields = Vec<(&'static str, Value)>;
 
 pub(super) struct Reporter {
     pub(super) notices: Speaker,
-    pub(super) pulse: Arc<Pulse>,
+    pub(super) pulse: Arc<SharedCounters>,
     /// Where the spans of jobs go, if they are taken.
     pub(super) spans: Option<Spans>,
     /// Whether the output of some workers found no room on its way to the control plane.
@@ -40,7 +40,7 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    pub(super) fn new(notices: Speaker, pulse: Arc<Pulse>, spans: Option<SpanSender>) -> Self {
+    pub(super) fn new(notices: Speaker, pulse: Arc<SharedCounters>, spans: Option<SpanSender>) -> Self {
         Self {
             notices,
             pulse,

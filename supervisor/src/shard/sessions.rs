@@ -24,13 +24,13 @@ use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::access::{self, Grant};
 use super::fallback::FallbackState;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
 use super::turns::Standing;
 use super::{Charge, DataPlane, Endpoint, Held, INTEREST, Incoming, JobData, memory};
+use crate::access::{self, Grant};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::entry::{self, Door, Refusal};
 use bulkhead_linux::peer::Peer;

@@ -15,8 +15,8 @@ use bulkhead_shared::{Outcome, Priority, Verdict};
 
 use super::slab::CompartmentIndex;
 use super::{DataPlane, JobData};
-use crate::observe::spans::SpanSender;
 use crate::span::JobSpan;
+use crate::span::SpanSender;
 
 /// A job's place in a trace.
 pub(super) struct Trace {

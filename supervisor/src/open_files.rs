@@ -1,0 +1,47 @@
+//! The limit of open files: raised as far as it may be, and shared between clients, workers and operators.
+
+use crate::config::Config;
+
+/// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
+const DESCRIPTORS_OWN: u64 = 48;
+
+/// Descriptors of a worker: both ends of its link, pidfd, two pipes; twice, for the one that replaces it.
+const DESCRIPTORS_PER_WORKER: u64 = 10;
+
+/// Open files that this process may have, and those that neither clients nor workers may take up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpenFiles {
+    limit: u64,
+    foreign: u64,
+    http: u64,
+}
+
+impl OpenFiles {
+    /// Raises the limit as far as it may be. Each worker takes a handful; workers themselves keep the limit that the
+    /// keeper was started with. `foreign` are descriptors of others that may be held at once, `http` those of the
+    /// admin API over TCP, where it is served.
+    pub(crate) fn raise(foreign: u64, http: u64) -> Self {
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        let limit = getrlimit(Resource::Nofile);
+        // Without the right to raise it, there is what there is; that it is used up is told then.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        Self { limit, foreign, http }
+    }
+
+    /// Takes no more clients than leave descriptors for workers and operators.
+    pub(crate) fn leave_room(&self, config: &mut Config) {
+        let Self { limit, foreign, http } = *self;
+        let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
+        let http = if config.supervisor.http.is_some() { http } else { 0 };
+        let kept = DESCRIPTORS_OWN + http + foreign + workers * DESCRIPTORS_PER_WORKER;
+        let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
+        if room < config.supervisor.max_clients {
+            tracing::warn!(
+                "the limit of {limit} open files leaves room for {room} clients, not for max_clients = {}",
+                config.supervisor.max_clients
+            );
+            config.supervisor.max_clients = room;
+        }
+    }
+}
