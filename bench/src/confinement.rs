@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 use crate::load;
-use crate::measures::paired;
-use crate::pairs::compared;
+use crate::pairs::{compared, paired};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};

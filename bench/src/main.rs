@@ -8,11 +8,13 @@
 mod attackers;
 mod attacks;
 mod bare;
+mod chains;
 mod confinement;
 mod load;
 mod measures;
 mod neighbours;
 mod pairs;
+mod plan;
 mod policy;
 mod processes;
 mod real;
@@ -24,7 +26,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::measures::Plan;
+use crate::plan::Plan;
 
 /// Any failure ends a measurement: a figure with a failure in it is worth nothing.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -1,125 +1,19 @@
 //! What is measured, and against what.
 
 use std::io::{Read, Write};
-use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::LocalSet;
 
-use crate::load::{self, Round, median};
+use crate::chains::Chains;
+use crate::load::{Round, median};
+use crate::pairs::paired;
+use crate::plan::Plan;
 use crate::processes::{self, Process};
-use crate::real::{self, Chain};
+use crate::real;
 use crate::report::{Figure, Target};
 use crate::{Result, attacks, bare, confinement, neighbours, policy, watched};
-
-/// How much of everything.
-pub(crate) struct Plan {
-    pub(crate) rounds: usize,
-    /// Requests of 64 B and 4 KiB, one at a time, in each round.
-    pub(crate) small: usize,
-    /// Requests of 1 MiB in each round.
-    large: usize,
-    /// Requests when many are in flight, in each round.
-    many: usize,
-    /// Deaths and hangs, all told.
-    deaths: usize,
-    /// Jobs over four bulkheads in each round.
-    pub(crate) crowd: usize,
-    /// Jobs of three bulkheads in each round, while the fourth crashes.
-    pub(crate) storm: usize,
-    /// Jobs for the decisions alone in each round.
-    decisions: usize,
-    confinement: confinement::Plan,
-    watched: watched::Plan,
-    attacks: attacks::Plan,
-}
-
-impl Plan {
-    pub(crate) fn full(rounds: usize) -> Self {
-        Self {
-            rounds: rounds.max(1),
-            small: 8_000,
-            large: 300,
-            many: 262_144,
-            deaths: 30,
-            crowd: 10_000,
-            storm: 262_144,
-            decisions: 100_000,
-            confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
-            watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
-            attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
-        }
-    }
-
-    pub(crate) fn smoke() -> Self {
-        Self {
-            rounds: 1,
-            small: 200,
-            large: 5,
-            many: 4_096,
-            deaths: 2,
-            crowd: 200,
-            storm: 4_096,
-            decisions: 2_000,
-            confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
-            watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
-            attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },
-        }
-    }
-}
-
-/// Both chains, up and idle.
-pub(crate) struct Chains {
-    bare: bare::Client,
-    pub(crate) real: Rc<Chain>,
-    _relay: Process,
-    _echo: Process,
-}
-
-impl Chains {
-    async fn start() -> Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let (near, far) = (folder.path().join("near"), folder.path().join("far"));
-        let text = |path: &std::path::Path| path.to_str().map(str::to_owned).ok_or("an odd path");
-        let echo = Process::role(&["echo", &text(&far)?])?;
-        processes::wait_for(&far)?;
-        let relay = Process::role(&["relay", &text(&near)?, &text(&far)?])?;
-        processes::wait_for(&near)?;
-        let bare = bare::Client::connect(&near).await?;
-        let real = Rc::new(Chain::start_all(&processes::programs()?).await?);
-        Ok(Self { bare, real, _relay: relay, _echo: echo })
-    }
-
-    async fn bare(&self, lanes: usize, total: usize, bytes: usize) -> Result<Round> {
-        let (client, payload) = (self.bare.clone(), Rc::new(vec![b'x'; bytes]));
-        load::run(lanes, total, move || {
-            let (client, payload) = (client.clone(), payload.clone());
-            async move { check(client.call(&payload).await?.len(), payload.len()) }
-        })
-        .await
-    }
-
-    pub(crate) async fn real(
-        &self,
-        bulkhead: &str,
-        lanes: usize,
-        total: usize,
-        bytes: usize,
-    ) -> Result<Round> {
-        let (chain, payload) = (self.real.clone(), Rc::new(vec![b'x'; bytes]));
-        let bulkhead: Rc<str> = bulkhead.into();
-        load::run(lanes, total, move || {
-            let (chain, payload, bulkhead) = (chain.clone(), payload.clone(), bulkhead.clone());
-            async move { check(chain.call(&bulkhead, &payload).await?.len(), payload.len()) }
-        })
-        .await
-    }
-}
-
-fn check(got: usize, wanted: usize) -> Result<()> {
-    if got == wanted { Ok(()) } else { Err(format!("{got} bytes came back instead of {wanted}").into()) }
-}
 
 /// Takes every measurement whose name holds `only`.
 pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
@@ -170,26 +64,6 @@ async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
     }
     figures.extend(neighbours::all(&chains, plan, wanted).await?);
     Ok(figures)
-}
-
-/// A figure from pairs of rounds, bare and real.
-pub(crate) fn paired(
-    name: String,
-    unit: &'static str,
-    pairs: &[(f64, f64)],
-    target: Target,
-    limit: f64,
-) -> Figure {
-    Figure {
-        name,
-        unit,
-        bare: Some(median(pairs.iter().map(|pair| pair.0).collect())),
-        real: median(pairs.iter().map(|pair| pair.1).collect()),
-        ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
-        target,
-        limit,
-        difference: None,
-    }
 }
 
 async fn latency(

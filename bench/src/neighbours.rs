@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 
 use crate::Result;
+use crate::chains::Chains;
 use crate::load::{self, Round};
-use crate::measures::{Chains, Plan, paired};
+use crate::pairs::paired;
+use crate::plan::Plan;
 use crate::processes::Process;
 use crate::real::{self, Chain};
 use crate::report::{Figure, Target};

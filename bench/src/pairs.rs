@@ -1,7 +1,27 @@
 //! Two ways of one and the same thing, measured in turns: what the second adds, and how sure that is.
 
-use crate::measures::paired;
+use crate::load::median;
 use crate::report::{Difference, Figure, Target};
+
+/// A figure from pairs of rounds, bare and real.
+pub(crate) fn paired(
+    name: String,
+    unit: &'static str,
+    pairs: &[(f64, f64)],
+    target: Target,
+    limit: f64,
+) -> Figure {
+    Figure {
+        name,
+        unit,
+        bare: Some(median(pairs.iter().map(|pair| pair.0).collect())),
+        real: median(pairs.iter().map(|pair| pair.1).collect()),
+        ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
+        target,
+        limit,
+        difference: None,
+    }
+}
 
 /// The same measured in two ways, in turns: a figure with the difference that the second way makes.
 pub(crate) fn compared(name: &str, unit: &'static str, pairs: &[(f64, f64)]) -> Figure {

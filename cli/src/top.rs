@@ -6,6 +6,7 @@ mod columns;
 mod detail;
 mod draw;
 mod events;
+mod pieces;
 mod plain;
 mod sample;
 mod terminal;

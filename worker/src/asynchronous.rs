@@ -13,7 +13,8 @@ use std::sync::OnceLock;
 use tokio::runtime::Runtime;
 
 use crate::context::{Ctx, Job};
-use crate::server::{HandlerError, Server};
+use crate::reply::HandlerError;
+use crate::server::Server;
 
 /// Serves jobs with one async function; see [`crate::serve`].
 ///

@@ -17,6 +17,7 @@ mod context;
 mod link;
 mod pool;
 mod progress;
+mod reply;
 mod seal;
 mod server;
 
@@ -30,4 +31,5 @@ pub mod host;
 pub use asynchronous::serve_async;
 pub use bulkhead_shared::{Fault, JobId};
 pub use context::{Ctx, Job, StartCtx};
-pub use server::{HandlerError, Reply, Server, serve};
+pub use reply::{HandlerError, Reply};
+pub use server::{Server, serve};

@@ -42,7 +42,7 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, Order, StartCtx};
 use crate::link::{Reader, Welcome, Writer, threads_max};
-use crate::server::{HandlerError, Reply};
+use crate::reply::{HandlerError, Reply};
 
 #[cfg(test)]
 mod tests;

@@ -5,80 +5,15 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use bulkhead_shared::Fault;
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::context::{Ctx, Job, StartCtx};
 use crate::link::{self, Reader, Writer};
 use crate::pool::Pool;
+use crate::reply::{HandlerError, Reply};
 
 /// Started by hand, or otherwise not as a worker.
 const USAGE: u8 = 2;
-
-/// Why a handler could not do its job.
-///
-/// Every [`std::error::Error`] becomes one by `?`, with the code `error`, as the dependency's fault and
-/// not worth a retry.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HandlerError {
-    /// A short word for programs; up to 128 bytes reach the client.
-    pub code: String,
-    /// A sentence for people; up to 8 KiB reach the client.
-    pub message: String,
-    /// Whether the same job may succeed later.
-    pub retryable: bool,
-    /// The party to blame; the caller's own faults do not speak against the bulkhead.
-    pub fault: Fault,
-}
-
-impl HandlerError {
-    /// The dependency's fault, not worth a retry.
-    ///
-    /// ```
-    /// use bulkhead_worker::HandlerError;
-    /// let error = HandlerError::new("bad_header", "the magic is missing").caller();
-    /// assert_eq!(error.fault, bulkhead_worker::Fault::Caller);
-    /// ```
-    pub fn new(code: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { code: code.into(), message: message.into(), retryable: false, fault: Fault::Dependency }
-    }
-
-    /// The caller is to blame.
-    #[must_use]
-    pub fn caller(self) -> Self {
-        Self { fault: Fault::Caller, ..self }
-    }
-
-    /// The same job may succeed later.
-    #[must_use]
-    pub fn retryable(self) -> Self {
-        Self { retryable: true, ..self }
-    }
-}
-
-impl<E: std::error::Error> From<E> for HandlerError {
-    fn from(error: E) -> Self {
-        Self::new("error", error.to_string())
-    }
-}
-
-/// What becomes of a job, as the protocol can say it.
-#[doc(hidden)]
-pub enum Reply {
-    /// It is done.
-    Result(Vec<u8>),
-    /// It could not be done.
-    Failed(HandlerError),
-    /// The program that did it died by a signal.
-    ProgramCrashed {
-        /// What it was, as we number processes.
-        process: u32,
-        /// The signal's number.
-        signal: i32,
-        /// A sentence for people.
-        message: String,
-    },
-}
 
 /// Serves jobs with one function, whatever their operation, until the supervisor ends the worker.
 ///

@@ -6,7 +6,7 @@ use ratatui::style::{Color, Style};
 
 use super::app::{App, Page};
 use super::columns;
-use super::draw::{bold, put, table_head, table_row, take_top};
+use super::pieces::{bold, put, table_head, table_row, take_top};
 use super::sample::{Bulkhead, Tenant, Worker};
 use super::words::{fit, width};
 use crate::admin::WORKER_COLUMNS;

@@ -8,11 +8,11 @@ use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 
 use super::app::{App, Contact, Mode, Page, window};
-use super::columns::{self, Column, Placed};
+use super::columns;
 use super::detail;
 use super::events::{Event, Severity};
-use super::sample::Bulkhead;
-use super::words::{bar, fit, fit_right};
+use super::pieces::{bold, put, table_head, table_row, take_bottom, take_top};
+use super::words::fit;
 
 /// Rows of the screen from which on there is room for events.
 const EVENTS_FROM: u16 = 10;
@@ -57,43 +57,6 @@ pub(super) fn draw(buffer: &mut Buffer, app: &mut App, now: Instant) {
         for part in [rest, events] {
             buffer.set_style(part, Style::new().add_modifier(Modifier::DIM));
         }
-    }
-}
-
-// Pieces that pages share.
-
-pub(super) fn take_top(rest: &mut Rect, rows: u16) -> Rect {
-    let taken = Rect { height: rows.min(rest.height), ..*rest };
-    rest.y += taken.height;
-    rest.height -= taken.height;
-    taken
-}
-
-fn take_bottom(rest: &mut Rect, rows: u16) -> Rect {
-    let height = rows.min(rest.height);
-    rest.height -= height;
-    Rect { y: rest.y + rest.height, height, ..*rest }
-}
-
-/// One line of text, cut where the row ends.
-pub(super) fn put(buffer: &mut Buffer, row: Rect, text: &str, style: Style) {
-    if row.height > 0 && row.width > 0 {
-        let columns = usize::from(row.width);
-        buffer.set_stringn(row.x, row.y, fit(text, columns), columns, style);
-    }
-}
-
-pub(super) fn bold() -> Style {
-    Style::new().add_modifier(Modifier::BOLD)
-}
-
-/// Colours only repeat what a word says.
-pub(super) fn state_style(state: &str) -> Style {
-    match state {
-        "failed" | "failing" | "open" | "forced_open" => Style::new().fg(Color::Red),
-        "degraded" | "half_open" => Style::new().fg(Color::Yellow),
-        "draining" | "starting" => Style::new().fg(Color::Cyan),
-        _ => Style::new(),
     }
 }
 
@@ -186,31 +149,6 @@ fn list(buffer: &mut Buffer, mut rest: Rect, app: &mut App) -> usize {
     }
     app.top = top;
     page
-}
-
-pub(super) fn table_head(buffer: &mut Buffer, row: Rect, placed: &[Placed]) {
-    cells(buffer, row, placed, |column| (column.head().to_owned(), bold()));
-}
-
-pub(super) fn table_row(buffer: &mut Buffer, row: Rect, placed: &[Placed], bulkhead: &Bulkhead) {
-    cells(buffer, row, placed, |column| match column {
-        Column::Load => (bar(bulkhead.utilisation(), columns::BAR_COLUMNS), Style::new()),
-        Column::State => (bulkhead.state.clone(), state_style(&bulkhead.state)),
-        Column::Service => (bulkhead.service.clone(), state_style(&bulkhead.service)),
-        Column::Breaker => (bulkhead.breaker.clone(), state_style(&bulkhead.breaker)),
-        other => (other.text(bulkhead), Style::new()),
-    });
-}
-
-fn cells(buffer: &mut Buffer, row: Rect, placed: &[Placed], cell: impl Fn(Column) -> (String, Style)) {
-    let mut x = row.x;
-    for &(column, columns) in placed {
-        let (text, style) = cell(column);
-        let text = if column.is_number() { fit_right(&text, columns) } else { fit(&text, columns) };
-        let columns = u16::try_from(columns).unwrap_or(u16::MAX);
-        put(buffer, Rect { x, width: columns, ..row }.intersection(row), &text, style);
-        x = x.saturating_add(columns).saturating_add(1);
-    }
 }
 
 #[cfg(test)]

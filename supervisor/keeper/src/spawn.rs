@@ -9,6 +9,7 @@
 //! - `programs`: what a host of programs is told of its own rules.
 //! - `root`: a root folder of its own.
 //! - `machine`: what the `/proc` in there does not show.
+//! - `mounts`: one mount.
 //! - `shown`: what it is given and its user cannot reach.
 //! - `entered`: the fork into a user namespace that there is already.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
@@ -18,6 +19,7 @@ mod barriers;
 mod ended;
 mod entered;
 mod machine;
+mod mounts;
 mod programs;
 mod progress;
 mod root;

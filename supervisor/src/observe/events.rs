@@ -373,20 +373,7 @@ fn render(event: &Event, seq: u64) -> String {
 
 /// JSON in one line that no terminal obeys.
 pub fn line(value: &Value) -> String {
-    escaped(&value.to_string())
-}
-
-/// The same JSON without a control character: JSON itself escapes only the first half of them.
-pub(super) fn escaped(json: &str) -> String {
-    let mut line = String::new();
-    for c in json.chars() {
-        match c.is_control() {
-            // Never outside of a string.
-            true => line.push_str(&format!("\\u{:04x}", u32::from(c))),
-            false => line.push(c),
-        }
-    }
-    line
+    logging::escaped(&value.to_string())
 }
 
 fn log(event: &Event) {

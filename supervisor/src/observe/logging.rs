@@ -174,6 +174,19 @@ impl Drop for Line {
     }
 }
 
+/// The same JSON without a control character: JSON itself escapes only the first half of them.
+pub(super) fn escaped(json: &str) -> String {
+    let mut line = String::new();
+    for c in json.chars() {
+        match c.is_control() {
+            // Never outside of a string.
+            true => line.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => line.push(c),
+        }
+    }
+    line
+}
+
 /// A line of JSON that no terminal obeys, whatever texts are in it. (Those of the other format are escaped where
 /// they are written.)
 fn without_controls(line: Vec<u8>) -> Vec<u8> {
@@ -182,7 +195,7 @@ fn without_controls(line: Vec<u8>) -> Vec<u8> {
     if !json.contains(char::is_control) {
         return line;
     }
-    format!("{}\n", super::events::escaped(json)).into_bytes()
+    format!("{}\n", escaped(json)).into_bytes()
 }
 
 #[cfg(test)]

@@ -17,7 +17,8 @@ use super::launch::{self, Environment, Launch};
 use super::orphans::Orphans;
 use super::rules::{Rules, Temporary};
 use crate::context::{Ctx, Job};
-use crate::server::{HandlerError, Reply, Server};
+use crate::reply::{HandlerError, Reply};
+use crate::server::Server;
 
 /// Bytes of standard error that go into a job's message.
 const TAIL_BYTES: usize = 4 * 1024;

@@ -6,11 +6,11 @@ use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::OnceLock;
 
+use bulkhead_linux::errno::check;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::root::mount;
-use super::steps::check;
+use super::mounts::mount;
 
 /// Read by C libraries, allocators, Node, Java, Go, Python and the tools of a shell: processors and memory, times,
 /// the kernel's version and settings, its kinds of file systems and control groups.

@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
-use std::ptr::null;
 
+use bulkhead_linux::errno::check;
 use rustix::fs::{Mode, StatVfsMountFlags};
 use rustix::io::Errno;
 
 use super::machine;
-use super::steps::check;
+use super::mounts::mount;
 use crate::confine::paths;
 use crate::confine::reach::Closed;
 use crate::confinement::{Identity, Temporary};
@@ -492,16 +492,4 @@ pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
     ];
     let is_in_force = |(attribute, flag)| restrictions & attribute == 0 || found.contains(flag);
     if rows.into_iter().all(is_in_force) { Ok(()) } else { Err(Errno::PERM) }
-}
-
-pub(super) fn mount(
-    from: Option<&CStr>,
-    at: &CStr,
-    kind: Option<&CStr>,
-    flags: libc::c_ulong,
-    options: Option<&CStr>,
-) -> Result<(), Errno> {
-    let pointer = |text: Option<&CStr>| text.map_or(null(), CStr::as_ptr);
-    // SAFETY: the texts end with NUL; null pointers stand for what this kind of mount has not.
-    check(unsafe { libc::mount(pointer(from), at.as_ptr(), pointer(kind), flags, pointer(options).cast()) })
 }

@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::root::{Access, Failed, make_folder, mount, restrict, text};
+use super::mounts::mount;
+use super::root::{Access, Failed, make_folder, restrict, text};
 use crate::confine::landlock::Ruleset;
 use crate::confine::reach::{Closed, Purpose};
 use bulkhead_linux::errno::{self, check};

@@ -1,0 +1,60 @@
+//! The two chains that are compared.
+
+use std::rc::Rc;
+
+use crate::load::{self, Round};
+use crate::processes::{self, Process};
+use crate::real::Chain;
+use crate::{Result, bare};
+
+/// Both chains, up and idle.
+pub(crate) struct Chains {
+    pub(crate) bare: bare::Client,
+    pub(crate) real: Rc<Chain>,
+    _relay: Process,
+    _echo: Process,
+}
+
+impl Chains {
+    pub(crate) async fn start() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let (near, far) = (folder.path().join("near"), folder.path().join("far"));
+        let text = |path: &std::path::Path| path.to_str().map(str::to_owned).ok_or("an odd path");
+        let echo = Process::role(&["echo", &text(&far)?])?;
+        processes::wait_for(&far)?;
+        let relay = Process::role(&["relay", &text(&near)?, &text(&far)?])?;
+        processes::wait_for(&near)?;
+        let bare = bare::Client::connect(&near).await?;
+        let real = Rc::new(Chain::start_all(&processes::programs()?).await?);
+        Ok(Self { bare, real, _relay: relay, _echo: echo })
+    }
+
+    pub(crate) async fn bare(&self, lanes: usize, total: usize, bytes: usize) -> Result<Round> {
+        let (client, payload) = (self.bare.clone(), Rc::new(vec![b'x'; bytes]));
+        load::run(lanes, total, move || {
+            let (client, payload) = (client.clone(), payload.clone());
+            async move { check(client.call(&payload).await?.len(), payload.len()) }
+        })
+        .await
+    }
+
+    pub(crate) async fn real(
+        &self,
+        bulkhead: &str,
+        lanes: usize,
+        total: usize,
+        bytes: usize,
+    ) -> Result<Round> {
+        let (chain, payload) = (self.real.clone(), Rc::new(vec![b'x'; bytes]));
+        let bulkhead: Rc<str> = bulkhead.into();
+        load::run(lanes, total, move || {
+            let (chain, payload, bulkhead) = (chain.clone(), payload.clone(), bulkhead.clone());
+            async move { check(chain.call(&bulkhead, &payload).await?.len(), payload.len()) }
+        })
+        .await
+    }
+}
+
+fn check(got: usize, wanted: usize) -> Result<()> {
+    if got == wanted { Ok(()) } else { Err(format!("{got} bytes came back instead of {wanted}").into()) }
+}
