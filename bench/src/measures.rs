@@ -13,7 +13,7 @@ use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Target};
-use crate::{Result, attacks, bare, confinement, neighbours, policy, watched};
+use crate::{Result, attacks, confinement, neighbours, policy, watched};
 
 /// Takes every measurement whose name holds `only`.
 pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {

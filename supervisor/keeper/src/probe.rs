@@ -12,6 +12,7 @@ mod namespaces;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
+use bulkhead_linux::errno::check;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{PidfdFlags, getpid, pidfd_open};

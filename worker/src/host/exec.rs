@@ -7,6 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, ExitCode, ExitStatus};
 use std::sync::Arc;
 
+use bulkhead_linux::rlimits;
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{ioctl_fionbio, ioctl_fionread};

@@ -11,7 +11,8 @@ use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::context::{Ctx, Job};
-use crate::server::{HandlerError, Server};
+use crate::reply::HandlerError;
+use crate::server::Server;
 
 const ABI_VERSION: u32 = 1;
 const RETRYABLE: u32 = 1;

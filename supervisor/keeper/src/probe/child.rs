@@ -2,9 +2,10 @@
 
 use std::io;
 
+use bulkhead_linux::errno::check;
 use rustix::io::Errno;
 
-use super::{check, explain};
+use super::explain;
 
 /// What is tried takes no time; a child that is stuck all the same is ended by the kernel after so many seconds.
 const SECONDS_MAX: libc::c_uint = 3;

@@ -2,13 +2,14 @@
 
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 
+use bulkhead_linux::errno::check;
 use landlock::{AccessFs, AccessNet, Scope};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 
 use super::child::{self, Refused};
-use super::{Ability, check, explain};
+use super::{Ability, explain};
 use crate::confine::landlock::{kernel_abi, restrict_self};
 
 /// `struct landlock_ruleset_attr`: what is withheld.

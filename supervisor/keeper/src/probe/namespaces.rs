@@ -4,12 +4,13 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::null;
 
+use bulkhead_linux::errno::check;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
 
-use super::{Ability, check, explain};
+use super::{Ability, explain};
 
 /// No step takes nearly as long.
 const PATIENCE: Timespec = Timespec { tv_sec: 3, tv_nsec: 0 };
@@ -149,9 +150,7 @@ fn unshare(flag: libc::c_int) -> Result<(), Errno> {
 fn mount_namespace() -> Result<(), Errno> {
     unshare(libc::CLONE_NEWNS)?;
     // SAFETY: the texts end with NUL. Nothing that is mounted from here on is seen outside.
-    check(
-        unsafe { libc::mount(null(), c"/".as_ptr(), null(), libc::MS_REC | libc::MS_PRIVATE, null()) }.into(),
-    )
+    check(unsafe { libc::mount(null(), c"/".as_ptr(), null(), libc::MS_REC | libc::MS_PRIVATE, null()) })
 }
 
 /// Has the root only read, and looks whether it is.
