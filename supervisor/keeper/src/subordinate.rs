@@ -12,6 +12,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use bulkhead_linux::errno;
 use nix::unistd::User;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -201,7 +202,7 @@ fn hold(tell: &OwnedFd) -> ! {
     // SAFETY: numbers alone are passed, and this process has one thread. It ends with its parent.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        let errno = if libc::unshare(libc::CLONE_NEWUSER) == 0 { 0 } else { *libc::__errno_location() };
+        let errno = errno::check(libc::unshare(libc::CLONE_NEWUSER)).err().map_or(0, Errno::raw_os_error);
         let _ = rustix::io::write(tell, &errno.to_ne_bytes()); // Silence tells as well.
         loop {
             libc::pause();

@@ -248,7 +248,7 @@ fn own_temporary(plan: &Plan<'_>) -> Result<(), Stop> {
     let barriers = &plan.prepared.barriers;
     let Some((folder, options)) = &barriers.own_temporary else { return Ok(()) };
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
-    super::root::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
+    super::mounts::mount(Some(c"tmpfs"), folder, Some(c"tmpfs"), flags, Some(options))?;
     let Some(ruleset) = &barriers.ruleset else { return Ok(()) };
     Ok(ruleset.add_temporary(folder)?)
 }
