@@ -178,25 +178,14 @@ impl KeeperLink {
 
     // Its loss.
 
-    /// It is lost: has another one started, after a pause if it dies again and again. `None` if that is under way.
-    pub(super) fn replace(&mut self, now: Time, background: &mut Background) -> Option<()> {
-        if self.is_replaced() {
-            return None;
-        }
+    /// It is lost: has another one started, after a pause if it dies again and again.
+    pub(super) fn replace(&mut self, now: Time, background: &mut Background) {
         let is_again = now.since(self.since) < PROVEN_AFTER;
         self.deaths = if is_again { self.deaths + 1 } else { 0 };
         self.asked_at = None;
-        let replaced = State::Replaced { wanted: Vec::new() };
-        if let State::Serving(lost) = std::mem::replace(&mut self.state, replaced) {
-            background.replace_keeper(lost, self.pause());
-        }
-        Some(())
-    }
-
-    fn pause(&self) -> Duration {
-        match self.deaths.checked_sub(3) {
-            Some(doublings) => PAUSE * (1 << doublings.min(4)),
-            None => Duration::ZERO,
+        match std::mem::replace(&mut self.state, State::Replaced { wanted: Vec::new() }) {
+            State::Serving(lost) => background.replace_keeper(lost, pause_after(self.deaths)),
+            State::Replaced { .. } => unreachable!("a keeper is lost once"),
         }
     }
 
@@ -215,5 +204,24 @@ impl KeeperLink {
             State::Serving(keeper) => keeper.end(),
             State::Replaced { .. } => background.last_keeper()?.end(),
         }
+    }
+}
+
+/// The pause before the next keeper, after so many in a row that died soon.
+fn pause_after(deaths: u32) -> Duration {
+    match deaths.checked_sub(3) {
+        Some(doublings) => PAUSE * (1 << doublings.min(4)),
+        None => Duration::ZERO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pause_begins_with_the_fourth_keeper_and_has_an_end() {
+        let pauses_ms: Vec<u128> = (0..10).map(|deaths| pause_after(deaths).as_millis()).collect();
+        assert_eq!(pauses_ms, [0, 0, 0, 100, 200, 400, 800, 1600, 1600, 1600]);
     }
 }

@@ -256,16 +256,13 @@ impl DataPlane {
 
     /// The keeper is gone, and no process watches the workers: they are all ended, and another keeper is started.
     fn keeper_gone(&mut self) {
-        let old = self.keeper.descriptor();
-        if self.keeper.replace(self.now, &mut self.background).is_none() {
-            return;
-        }
+        // Its socket is closed on the other thread.
+        let Some(old) = self.keeper.descriptor() else { return };
+        let _ = self.poll.registry().deregister(&mut SourceFd(&old));
+        self.keeper.replace(self.now, &mut self.background);
         self.note_trouble("the keeper process died", "all workers are ended and started again");
         for running in self.links.values().filter_map(Link::running) {
             let _ = rustix::process::pidfd_send_signal(&running.pidfd, rustix::process::Signal::KILL);
-        }
-        if let Some(old) = old {
-            let _ = self.poll.registry().deregister(&mut SourceFd(&old));
         }
     }
 

@@ -106,7 +106,7 @@ impl DataPlane {
             *parts -= 1;
             // Its bulkhead may have been removed meanwhile.
             if let Some(part) = self.compartments.get(place) {
-                begun.sum.add(self, part);
+                begun.sum.add(&self.links, part, self.now);
             }
         }
         begun.left.is_empty()
@@ -119,15 +119,14 @@ impl DataPlane {
         place: CompartmentIndex,
         gone: &Compartment,
     ) {
-        let mut snapshots = std::mem::take(&mut self.orders.snapshots);
-        for begun in snapshots.iter_mut().filter_map(|snapshot| snapshot.begun.as_mut()) {
+        let snapshots = self.orders.snapshots.iter_mut();
+        for begun in snapshots.filter_map(|snapshot| snapshot.begun.as_mut()) {
             if begun.bulkhead == bulkhead
                 && let Some(at) = begun.left.iter().position(|&left| left == place)
             {
                 begun.left.swap_remove(at);
-                begun.sum.add(self, gone);
+                begun.sum.add(&self.links, gone, self.now);
             }
         }
-        self.orders.snapshots = snapshots;
     }
 }

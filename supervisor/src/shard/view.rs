@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, WorkerId};
+use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
 use super::DataPlane;
 use super::bulkheads::{Compartment, Isolated, Layout};
+use super::link_table::Links;
 use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use crate::command::SteerError;
@@ -88,12 +89,14 @@ impl DataPlane {
 
     fn sum(&self, parts: &[&Compartment]) -> Sum {
         let mut sum = Sum::default();
-        parts.iter().for_each(|part| sum.add(self, part));
+        parts.iter().for_each(|part| sum.add(&self.links, part, self.now));
         sum
     }
+}
 
-    fn worker_snapshots(&self, compartment: &Compartment) -> Vec<WorkerSnapshot> {
-        let views = compartment.policy.workers(self.now);
+impl Links {
+    fn worker_snapshots(&self, compartment: &Compartment, now: Time) -> Vec<WorkerSnapshot> {
+        let views = compartment.policy.workers(now);
         views
             .into_iter()
             .map(|view| WorkerSnapshot {
@@ -126,7 +129,7 @@ impl DataPlane {
 
     fn link_in(&self, compartment: &Compartment, worker: WorkerId) -> Option<&Link> {
         let index = (*compartment.links.get(worker.place as usize)?)?;
-        self.links.get(index).filter(|link| link.worker == worker)
+        self.get(index).filter(|link| link.worker == worker)
     }
 }
 
@@ -169,7 +172,7 @@ impl Default for Sum {
 
 impl Sum {
     /// Adds a part.
-    pub(super) fn add(&mut self, plane: &DataPlane, part: &Compartment) {
+    pub(super) fn add(&mut self, links: &Links, part: &Compartment, now: Time) {
         let policy = &part.policy;
         self.counters.add(policy.counters());
         self.restarts += policy.restarts();
@@ -188,8 +191,8 @@ impl Sum {
         self.available += policy.available();
         self.queued += policy.queued() as u64;
         self.breaker = worst([self.breaker, policy.breaker()].into_iter());
-        self.quarantined += policy.quarantined(plane.now) as u64;
-        self.workers.extend(plane.worker_snapshots(part));
+        self.quarantined += policy.quarantined(now) as u64;
+        self.workers.extend(links.worker_snapshots(part, now));
         self.tenants.extend(of_its_own(part));
         if self.tenants.len() >= TENANTS_SORTED_MAX {
             keep_busiest(&mut self.tenants);
