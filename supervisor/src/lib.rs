@@ -10,7 +10,7 @@ pub mod args;
 mod bounds;
 pub mod check;
 pub mod command;
-pub mod config;
+pub use bulkhead_config as config;
 mod confinement;
 pub mod control;
 pub mod counters;

@@ -2,19 +2,19 @@
 
 use std::ops::Range;
 
-use crate::config::reader::{Arguments, Field, TableReader};
-use crate::config::schema;
+use crate::reader::{Arguments, Field, TableReader};
+use crate::schema;
 
 /// One entry.
-pub(in crate::config) struct RawAccess {
+pub(crate) struct RawAccess {
     /// The place of the entry.
-    pub(in crate::config) heading: Range<usize>,
-    pub(in crate::config) uid: Field<u64>,
-    pub(in crate::config) gid: Field<u64>,
-    pub(in crate::config) user: Field<String>,
-    pub(in crate::config) group: Field<String>,
-    pub(in crate::config) bulkheads: Field<Arguments>,
-    pub(in crate::config) tenants: Field<Arguments>,
+    pub(crate) heading: Range<usize>,
+    pub(crate) uid: Field<u64>,
+    pub(crate) gid: Field<u64>,
+    pub(crate) user: Field<String>,
+    pub(crate) group: Field<String>,
+    pub(crate) bulkheads: Field<Arguments>,
+    pub(crate) tenants: Field<Arguments>,
 }
 
 /// Reads the entries, in the order of the file.

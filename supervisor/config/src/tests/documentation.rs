@@ -1,11 +1,11 @@
 //! `docs/configuration.md` says what the reader does. Its tables are written by
-//! `UPDATE_DOCS=1 cargo test -p bulkhead-supervisor --lib config`; its examples are read.
+//! `UPDATE_DOCS=1 cargo test -p bulkhead-config`; its examples are read.
 
 use std::fmt::Write as _;
 
 use super::*;
 
-const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
 
 fn docs() -> String {
     fs::read_to_string(DOCS).unwrap_or_else(|error| panic!("cannot read {DOCS}: {error}"))

@@ -428,7 +428,7 @@ const KEYS: &[Key] = &[
 /// and what `docs/configuration.md` is tested against.
 ///
 /// ```
-/// use bulkhead_supervisor::config;
+/// use bulkhead_config as config;
 /// let key = config::reference().into_iter().find(|key| key.path() == "bulkhead.NAME.grace").unwrap();
 /// assert_eq!(key.default.to_string(), "`\"100ms\"`");
 /// ```

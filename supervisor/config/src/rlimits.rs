@@ -96,7 +96,7 @@ impl Resource {
     /// Its name in the file: that of setrlimit(2) in lower case, without `RLIMIT_`.
     ///
     /// ```
-    /// use bulkhead_supervisor::config::Resource;
+    /// use bulkhead_config::Resource;
     /// assert_eq!(Resource::Nofile.name(), "nofile");
     /// ```
     pub const fn name(self) -> &'static str {

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use super::Checker;
-use crate::config::checked::*;
-use crate::config::diagnostics::shown;
-use crate::config::raw::{RawCgroup, RawSandbox};
-use crate::config::reader::{Arguments, Field, Given, Origin};
-use crate::config::settled::Settled;
-use crate::config::system_calls::{NEEDED, is_system_call};
-use crate::config::{defaults, identities, programs};
+use crate::checked::*;
+use crate::diagnostics::shown;
+use crate::raw::{RawCgroup, RawSandbox};
+use crate::reader::{Arguments, Field, Given, Origin};
+use crate::settled::Settled;
+use crate::system_calls::{NEEDED, is_system_call};
+use crate::{defaults, identities, programs};
 
 impl Checker<'_> {
     pub(super) fn sandbox(&mut self, raw: &RawSandbox) -> SandboxConfig {

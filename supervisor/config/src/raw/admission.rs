@@ -4,22 +4,22 @@
 use std::time::Duration;
 
 use super::tenants::{self, RawTenant};
-use crate::config::reader::{Arguments, Field, TableReader};
-use crate::config::schema;
+use crate::reader::{Arguments, Field, TableReader};
+use crate::schema;
 
 /// `overflow`, and the tables of admission control.
-pub(in crate::config) struct RawAdmission {
-    pub(in crate::config) overflow: Field<&'static str>,
-    pub(in crate::config) fallback: Field<Arguments>,
-    pub(in crate::config) priority: RawPriority,
-    pub(in crate::config) pressure: RawPressure,
-    pub(in crate::config) rate_limit: RawRateLimit,
-    pub(in crate::config) tenants: RawTenants,
+pub(crate) struct RawAdmission {
+    pub(crate) overflow: Field<&'static str>,
+    pub(crate) fallback: Field<Arguments>,
+    pub(crate) priority: RawPriority,
+    pub(crate) pressure: RawPressure,
+    pub(crate) rate_limit: RawRateLimit,
+    pub(crate) tenants: RawTenants,
     /// In the order of the file; `[defaults]` have none.
-    pub(in crate::config) tenant: Vec<RawTenant>,
-    pub(in crate::config) breaker: RawBreaker,
-    pub(in crate::config) retry: RawRetry,
-    pub(in crate::config) poison: RawPoison,
+    pub(crate) tenant: Vec<RawTenant>,
+    pub(crate) breaker: RawBreaker,
+    pub(crate) retry: RawRetry,
+    pub(crate) poison: RawPoison,
 }
 
 impl RawAdmission {
@@ -59,9 +59,9 @@ macro_rules! raw_table {
     ($(#[$about:meta])* $raw:ident, $name:literal, $schema:expr, { $($key:ident: $kind:ident -> $type:ty,)+ }) => {
         $(#[$about])*
         #[derive(Default)]
-        pub(in crate::config) struct $raw {
-            pub(in crate::config) here: Field<()>,
-            $(pub(in crate::config) $key: Field<$type>,)+
+        pub(crate) struct $raw {
+            pub(crate) here: Field<()>,
+            $(pub(crate) $key: Field<$type>,)+
         }
 
         impl $raw {

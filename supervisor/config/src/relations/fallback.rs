@@ -1,10 +1,10 @@
 //! `fallback`: every name in it is another bulkhead of the file, once.
 
 use super::Checker;
-use crate::config::diagnostics::{nearest, shown};
-use crate::config::raw::RawBulkhead;
-use crate::config::reader::{Given, Origin};
-use crate::config::values::Complaint;
+use crate::diagnostics::{nearest, shown};
+use crate::raw::RawBulkhead;
+use crate::reader::{Given, Origin};
+use crate::values::Complaint;
 
 /// Names that a message lists.
 const LISTED_MAX: usize = 10;

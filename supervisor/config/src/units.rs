@@ -137,7 +137,7 @@ fn ambiguous_size_unit(unit: &str) -> Option<&'static str> {
 }
 
 /// Writes a duration so that [`parse_duration`] reads the same one: `"1m 30s"`.
-pub(crate) fn format_duration(duration: Duration) -> String {
+pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
         (3_600_000_000_000, "h"),
@@ -159,7 +159,7 @@ pub(crate) fn format_duration(duration: Duration) -> String {
 }
 
 /// Writes a size so that [`parse_size`] reads the same one, in the largest binary unit that is exact.
-pub(crate) fn format_size(bytes: u64) -> String {
+pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {
         Some((scale, unit)) => format!("{}{unit}", bytes / scale),

@@ -14,7 +14,7 @@ const DEFAULTS: &str = "defaults";
 /// What a configuration file may look like, as a JSON schema (draft 7, which editors of TOML understand).
 ///
 /// ```
-/// use bulkhead_supervisor::config;
+/// use bulkhead_config as config;
 /// let schema = config::json_schema();
 /// let grace = &schema["definitions"]["bulkhead.NAME"]["properties"]["grace"];
 /// assert_eq!(grace["default"], "100ms");

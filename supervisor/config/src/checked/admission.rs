@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::config::units;
+use crate::units;
 
 /// `priority`: what is kept for critical jobs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -92,7 +92,7 @@ pub struct TenantsConfig {
 }
 
 impl TenantsConfig {
-    pub(in crate::config) fn says_something(&self) -> bool {
+    pub(crate) fn says_something(&self) -> bool {
         self.max_in_flight.is_some() || self.max_queue.is_some() || self.isolation.is_some()
     }
 }

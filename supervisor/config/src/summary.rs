@@ -17,9 +17,9 @@ impl Config {
     /// it was resolved to is a comment. Paths that are not UTF-8 cannot be written in TOML exactly.
     ///
     /// ```no_run
-    /// let config = bulkhead_supervisor::config::load("workers.toml".as_ref())?;
+    /// let config = bulkhead_config::load("workers.toml".as_ref())?;
     /// println!("{}", config.summary());
-    /// # Ok::<(), bulkhead_supervisor::config::ConfigErrors>(())
+    /// # Ok::<(), bulkhead_config::ConfigErrors>(())
     /// ```
     pub fn summary(&self) -> String {
         let is_root = rustix::process::geteuid().is_root();

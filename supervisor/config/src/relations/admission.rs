@@ -1,13 +1,13 @@
 //! What spans the keys of admission control: a table that says too little, and what only a queue can use.
 
 use super::{Checker, leaf};
-use crate::config::checked::*;
-use crate::config::defaults;
-use crate::config::raw::{RawBreaker, RawPoison, RawPressure, RawPriority, RawRateLimit, RawRetry};
-use crate::config::reader::{Field, Origin};
-use crate::config::schema::{self, Key};
-use crate::config::settled::{Settled, blame};
-use crate::config::units;
+use crate::checked::*;
+use crate::defaults;
+use crate::raw::{RawBreaker, RawPoison, RawPressure, RawPriority, RawRateLimit, RawRetry};
+use crate::reader::{Field, Origin};
+use crate::schema::{self, Key};
+use crate::settled::{Settled, blame};
+use crate::units;
 
 impl Checker<'_> {
     pub(super) fn priority(&mut self, raw: &RawPriority) -> Option<PriorityConfig> {

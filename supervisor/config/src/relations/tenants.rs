@@ -4,13 +4,13 @@
 use std::collections::BTreeMap;
 
 use super::{Checker, Permits};
-use crate::config::checked::*;
-use crate::config::defaults;
-use crate::config::diagnostics::shown_key;
-use crate::config::raw::{RawBulkhead, RawTenant, RawTenants};
-use crate::config::reader::{Field, Origin};
-use crate::config::schema;
-use crate::config::settled::blame;
+use crate::checked::*;
+use crate::defaults;
+use crate::diagnostics::shown_key;
+use crate::raw::{RawBulkhead, RawTenant, RawTenants};
+use crate::reader::{Field, Origin};
+use crate::schema;
+use crate::settled::blame;
 
 impl Checker<'_> {
     pub(super) fn tenants(&mut self, raw: &RawTenants) -> Option<TenantsConfig> {

@@ -45,7 +45,7 @@ pub use schema::{Key, Kind, Preset, later, reference};
 pub use summary::WorkerIds;
 pub use token::Token;
 use toml::de::DeTable;
-pub(crate) use units::{format_duration, format_size};
+pub use units::{format_duration, format_size};
 
 /// Reads and verifies a configuration file.
 ///
@@ -56,7 +56,7 @@ pub(crate) use units::{format_duration, format_size};
 /// Everything that is wrong with the file, or why it cannot be read.
 ///
 /// ```
-/// use bulkhead_supervisor::config;
+/// use bulkhead_config as config;
 /// let errors = config::load("/nonexistent/workers.toml".as_ref()).unwrap_err();
 /// assert!(errors.to_string().contains("/nonexistent/workers.toml"));
 /// ```
@@ -114,7 +114,7 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
 /// Everything that is wrong with the text.
 ///
 /// ```
-/// use bulkhead_supervisor::config;
+/// use bulkhead_config as config;
 /// let text = "
 ///     [supervisor]
 ///     socket = '/run/bulkhead/jobs.sock'

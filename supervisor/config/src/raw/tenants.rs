@@ -5,19 +5,19 @@ use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use toml::de::{DeTable, DeValue};
 
 use super::admission::RawRateLimit;
-use crate::config::diagnostics::{shown, shown_key};
-use crate::config::reader::{Field, TableReader};
-use crate::config::values::{self, Complaint};
-use crate::config::{defaults, schema};
+use crate::diagnostics::{shown, shown_key};
+use crate::reader::{Field, TableReader};
+use crate::values::{self, Complaint};
+use crate::{defaults, schema};
 
 /// `[bulkhead.NAME.tenant.TENANT]`.
-pub(in crate::config) struct RawTenant {
-    pub(in crate::config) name: String,
-    pub(in crate::config) max_in_flight: Field<u64>,
-    pub(in crate::config) max_queue: Field<u64>,
-    pub(in crate::config) processes: Field<u64>,
+pub(crate) struct RawTenant {
+    pub(crate) name: String,
+    pub(crate) max_in_flight: Field<u64>,
+    pub(crate) max_queue: Field<u64>,
+    pub(crate) processes: Field<u64>,
     /// Without `per`, which would say nothing.
-    pub(in crate::config) rate_limit: RawRateLimit,
+    pub(crate) rate_limit: RawRateLimit,
 }
 
 /// Reads the tables of a bulkhead's tenants, in the order of the file.
@@ -64,7 +64,7 @@ fn too_many() -> Complaint {
 }
 
 /// What a job can say on the wire as its tenant, but for nothing: that is no tenant's name.
-pub(in crate::config) fn check_name(name: &str) -> Result<(), Complaint> {
+pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
     if name.is_empty() {
         return Err(Complaint::new(
             "the name of a tenant is empty",

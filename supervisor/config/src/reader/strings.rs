@@ -6,13 +6,13 @@ use std::ops::Range;
 use toml::de::{DeArray, DeValue};
 
 use super::{Arguments, Field, Given, TableReader};
-use crate::config::diagnostics::shown;
-use crate::config::schema::Kind;
-use crate::config::values::{self, Complaint, Named};
+use crate::diagnostics::shown;
+use crate::schema::Kind;
+use crate::values::{self, Complaint, Named};
 
 impl TableReader<'_, '_> {
     /// Takes a program and its arguments.
-    pub(in crate::config) fn arguments(&mut self, name: &str) -> Field<Arguments> {
+    pub(crate) fn arguments(&mut self, name: &str) -> Field<Arguments> {
         let Some((key, value)) = self.entry(name) else { return self.missing(name) };
         let taken = match value.get_ref() {
             DeValue::Array(array) => self.array(&key, value.span(), array),
@@ -40,7 +40,7 @@ impl TableReader<'_, '_> {
 
     /// Takes an array of names, words or paths. One that is wrong is reported and left out; there may be
     /// none.
-    pub(in crate::config) fn names(&mut self, name: &str) -> Field<Arguments> {
+    pub(crate) fn names(&mut self, name: &str) -> Field<Arguments> {
         let Some((key, value)) = self.entry(name) else { return self.missing(name) };
         let DeValue::Array(array) = value.get_ref() else {
             self.complain(value.span(), not_names(&key, value.get_ref()));
@@ -96,7 +96,7 @@ impl TableReader<'_, '_> {
     }
 
     /// Takes a table of strings as an environment. A variable that is wrong is reported and left out.
-    pub(in crate::config) fn environment(&mut self, name: &str) -> BTreeMap<String, String> {
+    pub(crate) fn environment(&mut self, name: &str) -> BTreeMap<String, String> {
         let mut taken = BTreeMap::new();
         let Some((key, value)) = self.entry(name) else { return taken };
         let DeValue::Table(table) = value.get_ref() else {

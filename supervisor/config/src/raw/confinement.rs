@@ -1,20 +1,20 @@
 //! The part of a bulkhead that is about what its workers can reach and use.
 
 use super::admission::raw_table;
-use crate::config::reader::{Arguments, Field, TableReader};
-use crate::config::schema;
+use crate::reader::{Arguments, Field, TableReader};
+use crate::schema;
 
 /// `sandbox`.
-pub(in crate::config) struct RawSandbox {
-    pub(in crate::config) profile: Field<&'static str>,
-    pub(in crate::config) network: Field<bool>,
-    pub(in crate::config) read: Field<Arguments>,
-    pub(in crate::config) write: Field<Arguments>,
-    pub(in crate::config) tmp: Field<u64>,
-    pub(in crate::config) user: Field<String>,
-    pub(in crate::config) syscalls: RawSyscalls,
+pub(crate) struct RawSandbox {
+    pub(crate) profile: Field<&'static str>,
+    pub(crate) network: Field<bool>,
+    pub(crate) read: Field<Arguments>,
+    pub(crate) write: Field<Arguments>,
+    pub(crate) tmp: Field<u64>,
+    pub(crate) user: Field<String>,
+    pub(crate) syscalls: RawSyscalls,
     /// Words of the schema.
-    pub(in crate::config) best_effort: Field<Arguments>,
+    pub(crate) best_effort: Field<Arguments>,
 }
 
 impl RawSandbox {

@@ -4,12 +4,12 @@
 use std::ops::Range;
 
 use super::Checker;
-use crate::config::checked::*;
-use crate::config::diagnostics::{nearest, shown};
-use crate::config::raw::{RawAccess, check_tenant_name};
-use crate::config::reader::{Arguments, Field, Given};
-use crate::config::values::Complaint;
-use crate::config::{defaults, identities};
+use crate::checked::*;
+use crate::diagnostics::{nearest, shown};
+use crate::raw::{RawAccess, check_tenant_name};
+use crate::reader::{Arguments, Field, Given};
+use crate::values::Complaint;
+use crate::{defaults, identities};
 
 /// Names that a message lists.
 const LISTED_MAX: usize = 10;

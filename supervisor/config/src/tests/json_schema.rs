@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::units::UnitError;
 use super::*;
 
-const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/workers.schema.json");
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/workers.schema.json");
 
 static VALIDATOR: LazyLock<Validator> =
     LazyLock::new(|| jsonschema::draft7::new(&json_schema()).expect("the schema is one"));
@@ -241,7 +241,7 @@ fn files_below(folder: &Path, found: &mut Vec<PathBuf>) {
 
 #[test]
 fn every_example_of_the_repository_fits() {
-    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let mut files = vec![root.join("README.md")];
     files_below(&root.join("docs"), &mut files);
     files_below(&root.join("examples"), &mut files);
