@@ -4,10 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bulkhead_policy::{
-    BreakerLimits, Health, Limits, Overflow, OwnNumbers, PoisonLimits, Pressure, RateLimit, RatePer, Recycle,
-    Restart, RestartPolicy, RetryLimits, Start, TenantLimits,
-};
+use bulkhead_policy::{Limits, OwnNumbers, RateLimit, TenantLimits};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::bounds;
@@ -171,26 +168,6 @@ pub(crate) fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
-fn rate_limit(limit: &config::RateLimitConfig) -> RateLimit {
-    let per = match limit.per {
-        config::RatePer::Bulkhead => RatePer::Bulkhead,
-        config::RatePer::Tenant => RatePer::Tenant,
-    };
-    RateLimit { per_second: limit.per_second, burst: limit.burst, per }
-}
-
-fn breaker(breaker: &config::BreakerConfig) -> BreakerLimits {
-    BreakerLimits {
-        window: breaker.window,
-        min_calls: breaker.min_calls,
-        failure_rate: breaker.failure_rate,
-        slow_call: breaker.slow_call,
-        slow_rate: breaker.slow_rate,
-        open_for: breaker.open_for,
-        probes: breaker.probes,
-    }
-}
-
 /// The numbers that policy decides by; where tenants are kept apart, for one of them.
 pub(crate) fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
@@ -201,40 +178,17 @@ pub(crate) fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limit
         deadline: bulkhead.deadline,
         deadline_max: bulkhead.deadline_max,
         grace: bulkhead.grace,
-        restart: Restart {
-            policy: match bulkhead.restart.policy {
-                config::RestartPolicy::Always => RestartPolicy::Always,
-                config::RestartPolicy::OnFailure => RestartPolicy::OnFailure,
-                config::RestartPolicy::Never => RestartPolicy::Never,
-            },
-            backoff: bulkhead.restart.backoff,
-            backoff_max: bulkhead.restart.backoff_max,
-            max: bulkhead.restart.max,
-            within: bulkhead.restart.within,
-        },
-        start: Start { handshake: bulkhead.start.handshake, ready: bulkhead.start.ready },
-        health: Health { heartbeat: bulkhead.health.heartbeat, missed: bulkhead.health.missed },
-        recycle: Recycle {
-            jobs: bulkhead.recycle.jobs,
-            rss: bulkhead.recycle.rss,
-            age: bulkhead.recycle.age,
-        },
+        restart: bulkhead.restart.clone(),
+        start: bulkhead.start.clone(),
+        health: bulkhead.health.clone(),
+        recycle: bulkhead.recycle.clone(),
         critical_reserve: bulkhead.priority.as_ref().map_or(0.0, |priority| priority.critical_reserve),
-        pressure: Pressure { warn: bulkhead.pressure.warn, reject: bulkhead.pressure.reject },
-        overflow: match bulkhead.overflow {
-            config::Overflow::Reject => Overflow::Reject,
-            config::Overflow::EvictOldest => Overflow::EvictOldest,
-        },
-        rate_limit: bulkhead.rate_limit.as_ref().map(rate_limit),
-        breaker: bulkhead.breaker.as_ref().map(breaker),
-        retry: bulkhead
-            .retry
-            .as_ref()
-            .map(|retry| RetryLimits { attempts: retry.attempts, budget: retry.budget }),
-        poison: bulkhead
-            .poison
-            .as_ref()
-            .map(|poison| PoisonLimits { crashes: poison.crashes, within: poison.within }),
+        pressure: bulkhead.pressure.clone(),
+        overflow: bulkhead.overflow,
+        rate_limit: bulkhead.rate_limit,
+        breaker: bulkhead.breaker.clone(),
+        retry: bulkhead.retry.clone(),
+        poison: bulkhead.poison.clone(),
         tenants: tenants(bulkhead, labels),
         idle: bulkhead.isolation().map(|isolation| isolation.idle),
     }
@@ -286,7 +240,7 @@ pub(crate) fn tenant_numbers(bulkhead: &BulkheadConfig) -> BTreeMap<String, Tena
         processes: tenant.processes,
         max_in_flight: tenant.max_in_flight,
         max_queue: tenant.max_queue,
-        rate_limit: tenant.rate_limit.as_ref().map(rate_limit),
+        rate_limit: tenant.rate_limit,
     };
     bulkhead.tenant.iter().map(|(name, tenant)| (name.clone(), numbers(tenant))).collect()
 }

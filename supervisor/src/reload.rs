@@ -11,20 +11,10 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::access::Access;
-use crate::config::{BulkheadConfig, Config, SupervisorConfig};
+use crate::config::{self, BulkheadConfig, Config, SupervisorConfig};
 use crate::confinement::Grounds;
 use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program, TenantNumbers};
-
-/// Keys of `[supervisor]` that a reload puts in force. All others hold from start to stop.
-const SUPERVISOR_KEYS: [&str; 4] = ["drain_timeout", "max_clients", "max_payload", "max_buffered"];
-
-/// Keys, or tables, of a bulkhead that its workers are started with, or told when they are welcomed.
-const WORKER_KEYS: [&str; 9] =
-    ["command", "library", "exec", "env", "cwd", "rlimits", "sandbox", "cgroup", "max_result"];
-
-/// A key of a table of which the others hold for workers that run.
-const HEARTBEAT: &str = "health.heartbeat";
 
 /// What a file changes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -166,7 +156,7 @@ impl Changes {
         // The mode of the folder is no key, but follows from one.
         let is_other = |key: &&String| *key != "folder_mode" && one.get(*key) != other.get(*key);
         let keys = one.keys().filter(is_other).cloned();
-        let (supervisor, ignored) = keys.partition(|key| SUPERVISOR_KEYS.contains(&key.as_str()));
+        let (supervisor, ignored) = keys.partition(|key| !config::waits_for_start(key));
         Self {
             bulkheads: gone.chain(others).collect(),
             supervisor,
@@ -229,7 +219,7 @@ impl BulkheadChange {
         }
         let is_rebuilt = before.isolation().is_some() != after.isolation().is_some();
         let change = if is_rebuilt { Kind::Rebuilt } else { Kind::Changed };
-        let replaces_workers = !is_rebuilt && keys.iter().any(|key| is_for_workers(key));
+        let replaces_workers = !is_rebuilt && keys.iter().any(|key| config::replaces_workers(key));
         Some(Self { bulkhead: after.name.clone(), change, keys, replaces_workers })
     }
 }
@@ -240,11 +230,6 @@ pub(crate) fn after_reload(before: &SupervisorConfig, mut after: Config) -> Conf
     after.supervisor =
         SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, ..before.clone() };
     after
-}
-
-fn is_for_workers(key: &str) -> bool {
-    let table = key.split('.').next().unwrap_or(key);
-    key == HEARTBEAT || WORKER_KEYS.contains(&table)
 }
 
 // Keys. They come from the values themselves, so that none can be forgotten.
@@ -302,7 +287,6 @@ fn differing(before: &Map<String, Value>, after: &Map<String, Value>) -> Vec<Str
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config;
 
     fn parse(bulkheads: &str) -> Config {
         let text = format!("[supervisor]\nsocket = '/run/x/jobs.sock'\n{bulkheads}");
@@ -398,6 +382,27 @@ mod tests {
         assert_eq!(between(&both, PLAIN).bulkheads, [BulkheadChange::of("b", Kind::Removed)]);
         let apart = between(PLAIN, &format!("{PLAIN}tenants = {{ isolate = true }}\n"));
         assert_eq!((apart.bulkheads[0].change, apart.bulkheads[0].replaces_workers), (Kind::Rebuilt, false));
+    }
+
+    /// The rows say which keys hold at once, and these are what is put in force.
+    #[test]
+    fn what_holds_at_once_is_put_in_force() {
+        let all = "drain_timeout = '1s'\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
+                   socket_mode = '0660'\nadmin = '/run/x/a.sock'\ncrash_dir = '/run/x/c'\ncrash_keep = 5\n\
+                   tenant_labels = 5\nworker_uids = '7-9'";
+        let text = format!("[supervisor]\nsocket = '/run/y/jobs.sock'\n{all}\n{PLAIN}");
+        let (before, after) = (parse(PLAIN), config::parse(&text, "/etc/workers.toml".as_ref()).unwrap());
+        let changes = Changes::between(&before, &after);
+        let of_supervisor = config::reference().into_iter().filter(|key| key.table == "supervisor");
+        let written = of_supervisor.filter(|key| !key.name.starts_with("http"));
+        let (waiting, holding): (Vec<_>, Vec<_>) =
+            written.partition(|key| key.on_reload == config::OnReload::Waits);
+        let names =
+            |keys: Vec<config::Key>| keys.iter().map(|key| key.name.to_owned()).collect::<BTreeSet<_>>();
+        assert_eq!(BTreeSet::from_iter(changes.supervisor), names(holding));
+        assert_eq!(BTreeSet::from_iter(changes.ignored), names(waiting));
+        let after_it = Changes::between(&after_reload(&before.supervisor, after.clone()), &after);
+        assert_eq!(after_it.supervisor, [""; 0]);
     }
 
     #[test]

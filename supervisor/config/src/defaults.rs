@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::checked::UidRange;
+use super::UidRange;
 
 /// Mode of the jobs socket.
 pub const SOCKET_MODE: u32 = 0o600;
@@ -15,14 +15,6 @@ pub const ADMIN_NAME: &str = "admin.sock";
 pub const RUNTIME_FOLDER: &str = "bulkhead";
 /// Where root's sockets live.
 pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
-/// How long a stop waits for jobs in flight.
-pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
-/// Clients served at once.
-pub const CLIENTS_MAX: u64 = 1024;
-/// Bytes of one payload.
-pub const PAYLOAD_BYTES_MAX: u64 = 64 * 1024 * 1024;
-/// Bytes of all waiting payloads together.
-pub const BUFFERED_BYTES_MAX: u64 = 512 * 1024 * 1024;
 
 /// Mode of the admin socket.
 pub const ADMIN_MODE: u32 = 0o600;
@@ -32,96 +24,15 @@ pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
 pub const FOLDER_MODE: u32 = 0o700;
 /// The same where `[[access]]` lets others in.
 pub const FOLDER_MODE_WITH_ACCESS: u32 = 0o755;
-/// Crash reports that are kept.
-pub const CRASH_KEEP: u64 = 100;
-/// Tenants that have a label of their own in the metrics.
-pub const TENANT_LABELS: u64 = 50;
-
-/// The symbol of a C library that serves jobs.
-pub const ENTRY: &str = "bulkhead_handle";
-/// Worker processes of a bulkhead.
-pub const PROCESSES: u64 = 1;
-/// Jobs in flight per worker.
-pub const IN_FLIGHT_MAX: u64 = 1;
-/// Jobs that may wait.
-pub const QUEUE_MAX: u64 = 0;
-/// From a job's receipt to its answer.
-pub const DEADLINE: Duration = Duration::from_secs(30);
-/// Between asking a late worker to stop and killing it.
-pub const GRACE: Duration = Duration::from_millis(100);
-
-/// Share of `max_queue` from which a queue is told to be under pressure.
-pub const PRESSURE_WARN: f64 = 0.8;
-/// Share of `max_queue` above which only critical jobs are taken.
-pub const PRESSURE_REJECT: f64 = 1.0;
-/// What a full queue does with the next job.
-pub const OVERFLOW: &str = "reject";
-/// Who shares a rate limit.
-pub const RATE_PER: &str = "bulkhead";
-
-/// How far back a breaker looks.
-pub const BREAKER_WINDOW: Duration = Duration::from_secs(10);
-/// Jobs in the window before a breaker judges.
-pub const BREAKER_MIN_CALLS: u64 = 20;
-/// Share of failed jobs that opens a breaker.
-pub const BREAKER_FAILURE_RATE: f64 = 0.5;
-/// Share of slow jobs that opens a breaker.
-pub const BREAKER_SLOW_RATE: f64 = 1.0;
-/// How long a breaker stays open the first time.
-pub const BREAKER_OPEN_FOR: Duration = Duration::from_secs(5);
-/// Jobs that a half-open breaker lets through.
-pub const BREAKER_PROBES: u64 = 1;
-
-/// How often an idempotent job is tried, the first time included.
-pub const RETRY_ATTEMPTS: u64 = 2;
-/// Retries as a share of jobs.
-pub const RETRY_BUDGET: f64 = 0.2;
-
-/// Workers that a payload may kill before it is quarantined.
-pub const POISON_CRASHES: u64 = 3;
-/// The window in which they are counted.
-pub const POISON_WITHIN: Duration = Duration::from_secs(72 * 3600);
-
-/// Whether each tenant has workers of its own.
-pub const TENANTS_ISOLATE: bool = false;
-/// Isolated tenants that have workers at once.
-pub const TENANTS_ACTIVE_MAX: u64 = 64;
-/// How long an isolated tenant's workers stay without a job.
-pub const TENANTS_IDLE: Duration = Duration::from_secs(60);
-
-/// Which deaths are followed by a restart.
-pub const RESTART_POLICY: &str = "always";
-/// The pause before the second restart in a row.
-pub const RESTART_BACKOFF: Duration = Duration::from_millis(100);
-/// The longest pause between restarts.
-pub const RESTART_BACKOFF_MAX: Duration = Duration::from_secs(30);
-/// Deaths within [`RESTART_WITHIN`] after which a worker slot has failed.
-pub const RESTART_MAX: u64 = 5;
-/// The window in which deaths are counted.
-pub const RESTART_WITHIN: Duration = Duration::from_secs(30);
-
-/// From the start of a process to its hello.
-pub const START_HANDSHAKE: Duration = Duration::from_secs(5);
-/// From the hello to ready.
-pub const START_READY: Duration = Duration::from_secs(60);
-
-/// Between two heartbeats.
-pub const HEALTH_HEARTBEAT: Duration = Duration::from_secs(1);
-/// Heartbeats missed in a row after which a worker is hung.
-pub const HEALTH_MISSED: u64 = 5;
 
 /// How far the workers of a bulkhead that says nothing are confined.
 pub const SANDBOX_PROFILE: &str = "default";
-/// Whether confined workers may use the network.
-pub const SANDBOX_NETWORK: bool = false;
 /// Processes and threads of a confined worker, where they are counted for each worker.
 pub const RLIMIT_NPROC: u64 = 1024;
 /// Bytes of a file that a confined worker writes.
 pub const RLIMIT_FSIZE_BYTES: u64 = 4 << 30;
 /// The ids of workers where the file names none: those that systemd sets aside for the same purpose.
 pub const WORKER_UIDS: UidRange = UidRange { first: 61_184, last: 65_519 };
-/// Bytes of the private `/tmp` of confined workers.
-pub const SANDBOX_TMP_BYTES: u64 = 64 * 1024 * 1024;
 
 /// The longest duration a file may name, so that adding a few of them to a clock never overflows.
 pub const DURATION_MAX: Duration = Duration::from_secs(365 * 24 * 3600);

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::rlimits::{Measure, Resource, UNLIMITED};
 use super::schema::{self, Key, Kind, Preset};
-use super::{defaults, raw, units};
+use super::{defaults, file, units};
 
 /// The table that bulkheads share, which has a name of its own only here.
 const DEFAULTS: &str = "defaults";
@@ -27,7 +27,7 @@ pub fn json_schema() -> Value {
     for table in tables.into_iter().filter(|table| *table != schema::TOP) {
         definitions.insert(table.to_owned(), table_of(&schema::heading(table), table, |_| true));
     }
-    let shared = |key: &Key| !raw::cannot_be_shared(key.name);
+    let shared = |key: &Key| !file::cannot_be_shared(key.name);
     definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", schema::BULKHEAD, shared));
     let mut whole = table_of("The configuration of a bulkhead-supervisor", schema::TOP, |_| true);
     whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");

@@ -1,17 +1,18 @@
 //! The configuration file: read, verified as a whole, and handed on as plain values, or every error in it
 //! at once. Owns what a key means and what its default is; starts nothing and changes nothing.
 //!
-//! The way of a file: `reader` and `values` take it key by key as `schema` has them, into `raw`; `relations`
-//! settles defaults and judges what spans several keys, with `programs` for what is on the disk; the result
-//! is [`Config`] or, through `diagnostics`, [`ConfigErrors`].
+//! The way of a file: `reader` and `values` take it key by key as the rows of `keys` have them, into `file`;
+//! `relations` judges what spans several keys, with `programs` for what is on the disk; the result is [`Config`]
+//! or, through `diagnostics`, [`ConfigErrors`].
 
 mod checked;
 pub mod defaults;
 mod diagnostics;
+mod file;
 mod identities;
 mod json_schema;
+mod keys;
 mod programs;
-mod raw;
 mod reader;
 mod relations;
 mod rlimits;
@@ -20,6 +21,7 @@ mod settled;
 mod summary;
 mod syntax;
 mod system_calls;
+mod table;
 #[cfg(test)]
 mod tests;
 mod token;
@@ -32,16 +34,23 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-pub use checked::{
-    AccessConfig, BreakerConfig, BulkheadConfig, CgroupConfig, Config, Health, HttpConfig, IsolationConfig,
-    Layer, OTHER_TENANTS, Overflow, PoisonConfig, PressureConfig, PriorityConfig, Profile, Program,
-    RateLimitConfig, RatePer, Recycle, Resource, Restart, RestartPolicy, RetryConfig, Rlimit, SandboxConfig,
-    SandboxUser, Start, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
+pub use bulkhead_policy::{
+    BreakerLimits as BreakerConfig, Health, Overflow, PoisonLimits as PoisonConfig,
+    Pressure as PressureConfig, RateLimit as RateLimitConfig, RatePer, Recycle, Restart, RestartPolicy,
+    RetryLimits as RetryConfig, Start,
 };
+pub use checked::{Config, OTHER_TENANTS, Program};
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};
 pub use json_schema::json_schema;
-pub use schema::{Key, Kind, Preset, later, reference};
+pub use keys::access::{AccessConfig, Who};
+pub use keys::admission::PriorityConfig;
+pub use keys::bulkhead::BulkheadConfig;
+pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser, UidRange};
+pub use keys::supervisor::{HttpConfig, SupervisorConfig};
+pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
+pub use rlimits::{Resource, Rlimit};
+pub use schema::{Key, Kind, OnReload, Preset, later, reference, replaces_workers, waits_for_start};
 pub use summary::WorkerIds;
 pub use token::Token;
 use toml::de::DeTable;
@@ -176,7 +185,7 @@ fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Conf
     if !problems.is_empty() {
         return Err(problems.into_errors(path, text));
     }
-    let raw = raw::read(document.get_ref(), &mut problems);
+    let raw = file::read(document.get_ref(), &mut problems);
     let mut checker = relations::Checker { folder, surroundings, problems: &mut problems };
     let config = checker.check(&absolute, raw);
     if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(path, text)) }

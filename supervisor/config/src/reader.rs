@@ -3,8 +3,8 @@
 
 mod strings;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::time::Duration;
 
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -12,7 +12,6 @@ use toml::de::{DeTable, DeValue};
 use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::schema::{self, Key, Kind};
 use super::values::{self, Complaint, Named};
-use super::{Resource, UidRange};
 
 /// Where a value comes from, the nearest last: a relation that fails is shown at the nearer of its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -66,6 +65,9 @@ impl<T> Field<T> {
 
 /// Strings of an array, each with its place: a program and its arguments, or names.
 pub(super) type Arguments = Vec<Given<String>>;
+
+/// The environment of a program.
+pub(super) type Environment = BTreeMap<String, String>;
 
 /// One open table. `schema` is its name in the schema (`bulkhead.NAME.restart`), `title` the one in the
 /// file (`bulkhead.thumbnail.restart`).
@@ -207,7 +209,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     /// Takes a value by a pure function, and reports what that refuses.
-    fn take<T>(
+    pub(super) fn take<T>(
         &mut self,
         name: &str,
         read: impl FnOnce(&Named, &DeValue<'_>) -> Result<T, Complaint>,
@@ -220,54 +222,6 @@ impl<'t, 'p> TableReader<'t, 'p> {
                 Field::Refused
             }
         }
-    }
-
-    pub(super) fn duration(&mut self, name: &str) -> Field<Duration> {
-        self.take(name, values::duration)
-    }
-
-    pub(super) fn size(&mut self, name: &str) -> Field<u64> {
-        self.take(name, values::size)
-    }
-
-    pub(super) fn count(&mut self, name: &str) -> Field<u64> {
-        self.take(name, values::count)
-    }
-
-    pub(super) fn share(&mut self, name: &str) -> Field<f64> {
-        self.take(name, values::share)
-    }
-
-    pub(super) fn number(&mut self, name: &str) -> Field<f64> {
-        self.take(name, values::number)
-    }
-
-    pub(super) fn boolean(&mut self, name: &str) -> Field<bool> {
-        self.take(name, values::boolean)
-    }
-
-    pub(super) fn mode(&mut self, name: &str) -> Field<u32> {
-        self.take(name, values::mode)
-    }
-
-    pub(super) fn text(&mut self, name: &str) -> Field<String> {
-        self.take(name, values::text)
-    }
-
-    pub(super) fn word(&mut self, name: &str) -> Field<&'static str> {
-        self.take(name, values::word)
-    }
-
-    pub(super) fn ids(&mut self, name: &str) -> Field<UidRange> {
-        self.take(name, values::ids)
-    }
-
-    pub(super) fn zero_for_now(&mut self, name: &str) {
-        self.take(name, values::zero_for_now);
-    }
-
-    pub(super) fn limit(&mut self, resource: Resource) -> Field<Option<u64>> {
-        self.take(resource.name(), |key, value| values::limit(key, resource, value))
     }
 
     /// Opens a table inside this one.
@@ -285,7 +239,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         &mut self,
         name: &str,
         schema: &'static str,
-        mut read: impl FnMut(Range<usize>, &mut TableReader<'t, '_>),
+        mut read: impl FnMut(Range<usize>, TableReader<'t, '_>),
     ) {
         let Some((key, value)) = self.entry(name) else { return };
         let DeValue::Array(array) = value.get_ref() else {
@@ -304,7 +258,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
                 continue;
             };
             let (title, prefix) = (self.title_of(name), format!("{}.", self.label(name)));
-            read(element.span(), &mut self.open_inside(schema, title, prefix, self.origin, table));
+            read(element.span(), self.open_inside(schema, title, prefix, self.origin, table));
         }
     }
 

@@ -12,14 +12,19 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::checked::*;
 use super::diagnostics::{Problems, shown, shown_key};
-use super::raw::{RawBulkhead, RawFile, RawRestart, RawSupervisor, RawTenant};
+use super::file::{RawBulkhead, RawFile, RawSupervisor};
+use super::keys::life::RestartKeys;
+use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given};
 use super::settled::{Settled, blame};
+use super::table::ByRows as _;
 use super::token::Token;
 use super::values::Complaint;
-use super::{Surroundings, defaults, programs, units};
+use super::{
+    BulkheadConfig, Config, HttpConfig, Program, Restart, Start, SupervisorConfig, Surroundings, defaults,
+    programs, units,
+};
 
 /// Everything that a bulkhead is judged against.
 pub(super) struct Checker<'c> {
@@ -31,7 +36,7 @@ pub(super) struct Checker<'c> {
 impl Checker<'_> {
     /// Judges a whole file. What it returns holds only if no problem was reported.
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
-        let payload = raw.supervisor.max_payload.settle(defaults::PAYLOAD_BYTES_MAX);
+        let payload = raw.supervisor.max_payload.settle();
         let access = self.access(&raw.access, &raw.names);
         let supervisor = self.supervisor(&raw.supervisor, &payload, !access.is_empty());
         let bulkheads =
@@ -50,7 +55,7 @@ impl Checker<'_> {
         has_access: bool,
     ) -> SupervisorConfig {
         let (socket, admin) = self.sockets(raw);
-        let buffered = raw.max_buffered.settle(defaults::BUFFERED_BYTES_MAX);
+        let buffered = raw.max_buffered.settle();
         if buffered.value < payload.value
             && let Some(place) = blame(&buffered, payload)
         {
@@ -65,21 +70,21 @@ impl Checker<'_> {
                 format!("write `max_buffered = \"{large}\"` or more"),
             );
         }
-        let (socket_mode, folder_mode) = access::modes(raw.socket_mode.optional(), has_access);
+        let (socket_mode, folder_mode) = access::modes(&raw.socket_mode, has_access);
         SupervisorConfig {
             socket,
             socket_mode,
             folder_mode,
             admin,
             http: self.http(raw),
-            drain_timeout: raw.drain_timeout.value_or(defaults::DRAIN_TIMEOUT),
-            max_clients: raw.max_clients.value_or(defaults::CLIENTS_MAX) as usize,
+            drain_timeout: raw.drain_timeout.value(),
+            max_clients: raw.max_clients.value(),
             max_payload: payload.value,
             max_buffered: buffered.value,
             crash_dir: self.crash_dir(&raw.crash_dir),
-            crash_keep: raw.crash_keep.value_or(defaults::CRASH_KEEP) as usize,
-            tenant_labels: raw.tenant_labels.value_or(defaults::TENANT_LABELS) as usize,
-            worker_uids: raw.worker_uids.optional(),
+            crash_keep: raw.crash_keep.value(),
+            tenant_labels: raw.tenant_labels.value(),
+            worker_uids: raw.worker_uids.value(),
         }
     }
 
@@ -176,10 +181,10 @@ impl Checker<'_> {
     fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Settled<u64>, file: &RawFile) -> BulkheadConfig {
         let program = self.program(raw);
         self.check_argument_bytes(raw);
-        let deadline = raw.deadline.settle(defaults::DEADLINE);
+        let deadline = raw.deadline.settle();
         let deadline_max = raw.deadline_max.settle(deadline.value);
         self.check_deadlines(raw, &deadline, &deadline_max);
-        let queue = raw.max_queue.settle(defaults::QUEUE_MAX);
+        let queue = raw.max_queue.settle();
         self.check_permits(&Permits::of_bulkhead(raw));
         let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
@@ -187,43 +192,33 @@ impl Checker<'_> {
             cwd: self.cwd(&raw.cwd),
             name: raw.name.clone(),
             program,
-            env: raw.env.clone().into_iter().collect(),
-            processes: raw.processes.value_or(defaults::PROCESSES) as u32,
-            max_in_flight: raw.max_in_flight.value_or(defaults::IN_FLIGHT_MAX) as u32,
-            max_queue: queue.value as u32,
-            queue_timeout: raw.queue_timeout.optional(),
+            env: raw.env.value_or_default().into_iter().collect(),
+            processes: raw.processes.value(),
+            max_in_flight: raw.max_in_flight.value(),
+            max_queue: queue.value,
+            queue_timeout: raw.queue_timeout.value(),
             deadline: deadline.value,
             deadline_max: deadline_max.value,
-            grace: raw.grace.value_or(defaults::GRACE),
+            grace: raw.grace.value(),
             max_payload,
             max_result,
-            overflow: self.overflow(&raw.admission.overflow, &queue),
+            overflow: self.overflow(&raw.overflow, &queue),
             fallback: self.fallback(raw, &file.names),
-            priority: self.priority(&raw.admission.priority),
-            pressure: self.pressure(&raw.admission.pressure, &queue),
-            rate_limit: self.rate_limit(&raw.admission.rate_limit),
-            tenants: self.tenants(&raw.admission.tenants),
+            priority: self.priority(&raw.priority),
+            pressure: self.pressure(&raw.pressure, &queue),
+            rate_limit: self.rate_limit(&raw.rate_limit),
+            tenants: self.tenants(&raw.tenants),
             tenant: self.tenant(raw),
-            breaker: self.breaker(&raw.admission.breaker),
-            retry: admission::retry(&raw.admission.retry),
-            poison: admission::poison(&raw.admission.poison),
+            breaker: self.breaker(&raw.breaker),
+            retry: raw.retry.checked_if_here(),
+            poison: raw.poison.checked_if_here(),
             restart: self.restart(&raw.restart),
-            start: Start {
-                handshake: raw.handshake.value_or(defaults::START_HANDSHAKE),
-                ready: raw.ready.value_or(defaults::START_READY),
-            },
-            health: Health {
-                heartbeat: raw.heartbeat.value_or(defaults::HEALTH_HEARTBEAT),
-                missed: raw.missed.value_or(defaults::HEALTH_MISSED) as u32,
-            },
-            recycle: Recycle {
-                jobs: raw.recycle_jobs.optional(),
-                rss: raw.recycle_rss.optional(),
-                age: raw.recycle_age.optional(),
-            },
-            rlimits: rlimits(&raw.rlimits),
+            start: Start { handshake: raw.start.handshake.value(), ready: raw.start.ready.value() },
+            health: raw.health.checked(),
+            recycle: raw.recycle.checked(),
+            rlimits: raw.rlimits.checked(),
             sandbox: self.sandbox(&raw.sandbox),
-            cgroup: confinement::cgroup(&raw.cgroup),
+            cgroup: raw.cgroup.checked_if_here(),
         };
         self.check_workers(raw, &bulkhead);
         bulkhead
@@ -264,10 +259,9 @@ impl Checker<'_> {
         match (command, library, exec) {
             (Some((argv, path)), _, _) => Program::Command { argv, path },
             (None, _, Some((argv, path))) => Program::Exec { argv, path },
-            (None, library, None) => Program::Library {
-                path: library.unwrap_or_default(),
-                entry: raw.entry.value_or(defaults::ENTRY.to_owned()),
-            },
+            (None, library, None) => {
+                Program::Library { path: library.unwrap_or_default(), entry: raw.entry.value().into_owned() }
+            }
         }
     }
 
@@ -342,7 +336,8 @@ impl Checker<'_> {
         let given = raw.command.given().or(raw.exec.given());
         let arguments: usize =
             given.map_or(0, |given| given.value.iter().map(|argument| argument.value.len() + 1).sum());
-        let variables: usize = raw.env.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
+        let variables = raw.env.value_or_default();
+        let variables: usize = variables.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
         if arguments + variables > defaults::ARGUMENT_BYTES_MAX {
             self.problems.report(
                 raw.heading.clone(),
@@ -408,7 +403,7 @@ impl Checker<'_> {
                 "write `max_in_flight = 1` or more, or `max_queue = 0` to reject every job at once",
             );
         }
-        if processes.value.saturating_mul(in_flight.value) > defaults::PERMITS_CEILING
+        if u64::from(processes.value) * u64::from(in_flight.value) > defaults::PERMITS_CEILING
             && let Some(place) = blame(processes, in_flight)
         {
             self.problems.report(
@@ -421,7 +416,7 @@ impl Checker<'_> {
                 ),
                 format!(
                     "with these processes write `max_in_flight = {}` or less",
-                    defaults::PERMITS_CEILING / processes.value.max(1)
+                    defaults::PERMITS_CEILING / u64::from(processes.value.max(1))
                 ),
             );
         }
@@ -444,55 +439,45 @@ impl Checker<'_> {
         settled.value
     }
 
-    fn restart(&mut self, raw: &RawRestart) -> Restart {
-        let backoff = raw.backoff.settle(defaults::RESTART_BACKOFF);
-        let backoff_max = raw.backoff_max.settle(defaults::RESTART_BACKOFF_MAX);
+    fn restart(&mut self, raw: &RestartKeys) -> Restart {
+        let backoff = raw.backoff.settle();
+        let backoff_max = raw.backoff_max.settle();
         self.ordered(
             ("restart.backoff", &backoff),
             ("restart.backoff_max", &backoff_max),
             units::duration_literal,
         );
-        let word = raw.policy.value_or(defaults::RESTART_POLICY);
-        Restart {
-            policy: RestartPolicy::ALL
-                .into_iter()
-                .find(|policy| policy.name() == word)
-                .unwrap_or(RestartPolicy::Always),
-            backoff: backoff.value,
-            backoff_max: backoff_max.value,
-            max: raw.max.value_or(defaults::RESTART_MAX) as u32,
-            within: raw.within.value_or(defaults::RESTART_WITHIN),
-        }
+        raw.checked()
     }
 }
 
 /// How many jobs run and wait in one set of workers: each number with its name in a message.
 struct Permits {
-    processes: (String, Settled<u64>),
-    in_flight: (String, Settled<u64>),
-    queue: (String, Settled<u64>),
+    processes: (String, Settled<u32>),
+    in_flight: (String, Settled<u32>),
+    queue: (String, Settled<u32>),
 }
 
 impl Permits {
     fn of_bulkhead(raw: &RawBulkhead) -> Self {
         Self {
-            processes: ("processes".to_owned(), raw.processes.settle(defaults::PROCESSES)),
-            in_flight: ("max_in_flight".to_owned(), raw.max_in_flight.settle(defaults::IN_FLIGHT_MAX)),
-            queue: ("max_queue".to_owned(), raw.max_queue.settle(defaults::QUEUE_MAX)),
+            processes: ("processes".to_owned(), raw.processes.settle()),
+            in_flight: ("max_in_flight".to_owned(), raw.max_in_flight.settle()),
+            queue: ("max_queue".to_owned(), raw.max_queue.settle()),
         }
     }
 
     /// The workers of an isolated tenant: its own numbers, else the bulkhead's.
     fn of_tenant(tenant: &RawTenant, raw: &RawBulkhead) -> Self {
         let bulkhead = Self::of_bulkhead(raw);
-        let own = |name: &str, field: &Field<u64>, inherited| match field.is_absent() {
+        let own = |name: &str, field: &Field<u32>, inherited| match field.is_absent() {
             true => inherited,
             false => (format!("tenant.{}.{name}", shown_key(&tenant.name)), field.settle(0)),
         };
         Self {
-            processes: own("processes", &tenant.processes, bulkhead.processes),
-            in_flight: own("max_in_flight", &tenant.max_in_flight, bulkhead.in_flight),
-            queue: own("max_queue", &tenant.max_queue, bulkhead.queue),
+            processes: own("processes", &tenant.keys.processes, bulkhead.processes),
+            in_flight: own("max_in_flight", &tenant.keys.max_in_flight, bulkhead.in_flight),
+            queue: own("max_queue", &tenant.keys.max_queue, bulkhead.queue),
         }
     }
 }
@@ -500,15 +485,4 @@ impl Permits {
 /// The last part of a dotted name: what stands before the `=`.
 fn leaf(label: &str) -> &str {
     label.rsplit('.').next().unwrap_or(label)
-}
-
-fn rlimits(fields: &[Field<Option<u64>>]) -> Vec<Rlimit> {
-    let written = Resource::ALL.into_iter().zip(fields);
-    written
-        .filter_map(|(resource, field)| match (resource, field.given()) {
-            (Resource::Core, _) => Some(Rlimit { resource, limit: Some(0) }),
-            (_, Some(given)) => Some(Rlimit { resource, limit: given.value }),
-            (_, None) => None,
-        })
-        .collect()
 }

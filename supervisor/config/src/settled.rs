@@ -39,8 +39,16 @@ impl<T: Clone> Field<T> {
         self.given().map_or(preset, |given| given.value.clone())
     }
 
+    /// The value, or an empty one.
+    pub(super) fn value_or_default(&self) -> T
+    where
+        T: Default,
+    {
+        self.value().unwrap_or_default()
+    }
+
     /// The value of a key without a default.
-    pub(super) fn optional(&self) -> Option<T> {
+    pub(super) fn value(&self) -> Option<T> {
         self.given().map(|given| given.value.clone())
     }
 }

@@ -1,13 +1,18 @@
 //! A configuration written out as TOML, each value in full: what `--check` prints. Read again from the
 //! same place it gives an equal configuration.
 
+use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use super::checked::*;
-use super::rlimits::Measure;
-use super::rlimits::UNLIMITED;
+use super::keys::admission::PressureKeys;
+use super::reader::Field;
+use super::schema::Kind;
+use super::table::{Entry, Section as _, Table as _, Write, Written, braced, inline};
+use super::{
+    AccessConfig, BulkheadConfig, Config, IsolationConfig, PressureConfig, Profile, Program, SandboxConfig,
+    SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
+};
 use super::{defaults, units};
 
 impl Config {
@@ -81,16 +86,37 @@ impl Lines {
         self.line(format_args!("# {}", printable(&comment.to_string())));
     }
 
+    /// What is set, and in a comment what holds where nothing is.
+    fn entry(&mut self, Entry { key, value, without }: Entry) {
+        match value.and_then(Written::toml) {
+            Some(value) => self.set(key, value),
+            None => self.comment(format_args!("{key}: {}", without.replace('`', ""))),
+        }
+    }
+
     fn set(&mut self, key: &str, value: impl Display) {
         self.line(format_args!("{key} = {value}"));
     }
 
     fn supervisor(&mut self, supervisor: &SupervisorConfig) {
         self.line("\n[supervisor]");
-        self.set("socket", path(&supervisor.socket));
-        self.set("socket_mode", format_args!("\"{:04o}\"", supervisor.socket_mode));
-        self.comment(format_args!("its folder, if it is missing, is made {:04o}", supervisor.folder_mode));
-        self.set("admin", path(&supervisor.admin));
+        for entry in supervisor.entries() {
+            let key = entry.key;
+            if key == "worker_uids" && supervisor.worker_uids.is_none() {
+                self.comment(format_args!(
+                    "worker_uids: {} for a supervisor that may use them",
+                    defaults::WORKER_UIDS
+                ));
+                continue;
+            }
+            self.entry(entry);
+            if key == "socket_mode" {
+                self.comment(format_args!(
+                    "its folder, if it is missing, is made {:04o}",
+                    supervisor.folder_mode
+                ));
+            }
+        }
         match &supervisor.http {
             Some(http) => {
                 self.set("http", string(&http.address.to_string()));
@@ -98,27 +124,6 @@ impl Lines {
             }
             None => self.comment("http: off"),
         }
-        self.set("drain_timeout", duration(supervisor.drain_timeout));
-        self.set("max_clients", supervisor.max_clients);
-        self.set("max_payload", size(supervisor.max_payload));
-        self.set("max_buffered", size(supervisor.max_buffered));
-        self.crashes(supervisor);
-        self.set("tenant_labels", supervisor.tenant_labels);
-        match &supervisor.worker_uids {
-            Some(uids) => self.set("worker_uids", string(&uids.to_string())),
-            None => self.comment(format_args!(
-                "worker_uids: {} for a supervisor that may use them",
-                defaults::WORKER_UIDS
-            )),
-        }
-    }
-
-    fn crashes(&mut self, supervisor: &SupervisorConfig) {
-        match &supervisor.crash_dir {
-            Some(folder) => self.set("crash_dir", path(folder)),
-            None => self.comment("crash_dir: none, reports are kept in memory"),
-        }
-        self.set("crash_keep", supervisor.crash_keep);
     }
 
     fn access(&mut self, entry: &AccessConfig) {
@@ -139,42 +144,34 @@ impl Lines {
 
     /// Only what a bulkhead cannot say for itself: how a queue that it does not have would be pressed.
     fn defaults(&mut self, bulkheads: &[BulkheadConfig]) {
-        let preset = PressureConfig { warn: defaults::PRESSURE_WARN, reject: defaults::PRESSURE_REJECT };
-        let unsaid = |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != preset;
+        let unsaid =
+            |bulkhead: &&BulkheadConfig| bulkhead.max_queue == 0 && bulkhead.pressure != no_pressure();
         if let Some(bulkhead) = bulkheads.iter().find(unsaid) {
             self.line("\n[defaults]");
-            self.set("pressure", pressure(&bulkhead.pressure));
+            self.set("pressure", inline(bulkhead.pressure.entries()));
         }
     }
 
     fn bulkhead(&mut self, bulkhead: &BulkheadConfig) {
         self.line(format_args!("\n[bulkhead.{}]", key(&bulkhead.name)));
         self.program(&bulkhead.program);
-        let env: Vec<_> =
-            bulkhead.env.iter().map(|(name, value)| format!("{} = {}", key(name), string(value))).collect();
-        self.set("env", braced(&env));
-        self.set("cwd", path(&bulkhead.cwd));
-        self.set("processes", bulkhead.processes);
-        self.set("max_in_flight", bulkhead.max_in_flight);
-        self.set("max_queue", bulkhead.max_queue);
-        match bulkhead.queue_timeout {
-            Some(timeout) => self.set("queue_timeout", duration(timeout)),
-            None => self.comment("queue_timeout: until the deadline"),
+        for entry in bulkhead.entries() {
+            match (entry.key, &bulkhead.breaker) {
+                ("pressure", _) if bulkhead.max_queue == 0 => self.comment("pressure: there is no queue"),
+                // Refused without `slow_call`, since it says nothing then.
+                ("breaker", Some(breaker)) if breaker.slow_call.is_none() => {
+                    let said = breaker.entries().into_iter().filter(|entry| entry.key != "slow_rate");
+                    self.set("breaker", inline(said.collect()));
+                }
+                ("sandbox", _) => {
+                    self.entry(entry);
+                    self.sandbox_remarks(&bulkhead.sandbox);
+                }
+                ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
+                ("tenant", _) => {}
+                _ => self.entry(entry),
+            }
         }
-        self.set("deadline", duration(bulkhead.deadline));
-        self.set("deadline_max", duration(bulkhead.deadline_max));
-        self.set("grace", duration(bulkhead.grace));
-        self.set("max_payload", size(bulkhead.max_payload));
-        self.set("max_result", size(bulkhead.max_result));
-        self.admission(bulkhead);
-        self.life(bulkhead);
-        self.sandbox(&bulkhead.sandbox);
-        match &bulkhead.cgroup {
-            Some(limits) => self.set("cgroup", cgroup(limits)),
-            None => self.comment("cgroup: off"),
-        }
-        let rlimits: Vec<_> = bulkhead.rlimits.iter().map(rlimit).collect();
-        self.set("rlimits", braced(&rlimits));
         for (name, tenant) in &bulkhead.tenant {
             self.line(format_args!("\n[bulkhead.{}.tenant.{}]", key(&bulkhead.name), key(name)));
             self.tenant(tenant);
@@ -182,14 +179,13 @@ impl Lines {
     }
 
     /// Only `strict` holds `tmp` to its size at every moment: whoever reads one under `default` is told so.
-    fn sandbox(&mut self, confinement: &SandboxConfig) {
-        self.set("sandbox", sandbox(confinement));
-        if confinement.wants_own_ids() {
-            self.comment(whom(confinement, self.ids));
+    fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
+        if sandbox.wants_own_ids() {
+            self.comment(whom(sandbox, self.ids));
         }
-        if confinement.profile == Profile::Default && confinement.tmp_bytes > 0 {
+        if sandbox.profile == Profile::Default && sandbox.tmp_bytes > 0 {
             self.comment(match self.ids {
-                WorkerIds::Subordinate if confinement.wants_own_ids() => {
+                WorkerIds::Subordinate if sandbox.wants_own_ids() => {
                     "sandbox.tmp: in memory, for ids of /etc/subuid"
                 }
                 _ => "sandbox.tmp: a folder on disk, which is looked at every second",
@@ -213,146 +209,96 @@ impl Lines {
         self.comment(format_args!("runs {}", found.display()));
     }
 
-    fn admission(&mut self, bulkhead: &BulkheadConfig) {
-        self.set("overflow", format_args!("\"{}\"", bulkhead.overflow.name()));
-        match bulkhead.max_queue {
-            0 => self.comment("pressure: there is no queue"),
-            _ => self.set("pressure", pressure(&bulkhead.pressure)),
-        }
-        match bulkhead.fallback.as_slice() {
-            [] => self.comment("fallback: none"),
-            names => self.set("fallback", strings(names)),
-        }
-        self.set_or_off("priority", bulkhead.priority.as_ref().map(priority));
-        self.set_or_off("rate_limit", bulkhead.rate_limit.as_ref().map(rate_limit));
-        self.set_or_off("tenants", bulkhead.tenants.as_ref().map(tenants));
-        self.set_or_off("breaker", bulkhead.breaker.as_ref().map(breaker));
-        self.set_or_off("retry", bulkhead.retry.as_ref().map(retry));
-        self.set_or_off("poison", bulkhead.poison.as_ref().map(poison));
-    }
-
+    /// Its rate is its own, so that there is no `per`.
     fn tenant(&mut self, tenant: &TenantConfig) {
-        let numbers = [
-            ("max_in_flight", tenant.max_in_flight),
-            ("max_queue", tenant.max_queue),
-            ("processes", tenant.processes),
-        ];
-        for (key, number) in numbers {
-            if let Some(number) = number {
-                self.set(key, number);
+        for entry in tenant.entries() {
+            match (&tenant.rate_limit, entry.key, &entry.value) {
+                (Some(limit), "rate_limit", _) => {
+                    let said = limit.entries().into_iter().filter(|entry| entry.key != "per");
+                    self.set("rate_limit", inline(said.collect()));
+                }
+                (_, _, Some(_)) => self.entry(entry),
+                (_, _, None) => {}
             }
         }
-        if let Some(RateLimitConfig { per_second, burst, per: _ }) = tenant.rate_limit {
-            self.set("rate_limit", format_args!("{{ per_second = {per_second}, burst = {burst} }}"));
-        }
-    }
-
-    fn set_or_off(&mut self, key: &str, value: Option<String>) {
-        match value {
-            Some(value) => self.set(key, value),
-            None => self.comment(format_args!("{key}: off")),
-        }
-    }
-
-    fn life(&mut self, bulkhead: &BulkheadConfig) {
-        let (restart, start, health) = (&bulkhead.restart, &bulkhead.start, &bulkhead.health);
-        let restart = [
-            format!("policy = \"{}\"", restart.policy.name()),
-            format!("backoff = {}", duration(restart.backoff)),
-            format!("backoff_max = {}", duration(restart.backoff_max)),
-            format!("max = {}", restart.max),
-            format!("within = {}", duration(restart.within)),
-        ];
-        self.set("restart", braced(&restart));
-        let start = [
-            format!("handshake = {}", duration(start.handshake)),
-            format!("ready = {}", duration(start.ready)),
-            "mode = \"spawn\"".to_owned(),
-            "spares = 0".to_owned(),
-        ];
-        self.set("start", braced(&start));
-        let health =
-            [format!("heartbeat = {}", duration(health.heartbeat)), format!("missed = {}", health.missed)];
-        self.set("health", braced(&health));
-        let recycle = [
-            bulkhead.recycle.jobs.map(|jobs| format!("jobs = {jobs}")),
-            bulkhead.recycle.rss.map(|rss| format!("rss = {}", size(rss))),
-            bulkhead.recycle.age.map(|age| format!("age = {}", duration(age))),
-        ];
-        let recycle: Vec<_> = recycle.into_iter().flatten().collect();
-        self.set("recycle", braced(&recycle));
     }
 }
 
-fn braced(entries: &[String]) -> String {
-    if entries.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", entries.join(", ")) }
+/// What holds of a queue if nothing is said.
+fn no_pressure() -> PressureConfig {
+    let PressureKeys { warn, reject, .. } = PressureKeys::read(Field::Absent, None);
+    PressureConfig { warn: warn.default, reject: reject.default }
 }
 
-fn priority(priority: &PriorityConfig) -> String {
-    format!("{{ critical_reserve = {} }}", units::share_literal(&priority.critical_reserve))
-}
-
-fn pressure(pressure: &PressureConfig) -> String {
-    let (warn, reject) = (units::share_literal(&pressure.warn), units::share_literal(&pressure.reject));
-    format!("{{ warn = {warn}, reject = {reject} }}")
-}
-
-fn rate_limit(limit: &RateLimitConfig) -> String {
-    let RateLimitConfig { per_second, burst, per } = limit;
-    format!("{{ per_second = {per_second}, burst = {burst}, per = \"{}\" }}", per.name())
-}
-
-fn tenants(tenants: &TenantsConfig) -> String {
-    if let Some(isolation) = &tenants.isolation {
-        let IsolationConfig { max_active, idle } = isolation;
-        return format!("{{ isolate = true, max_active = {max_active}, idle = {} }}", duration(*idle));
+impl Write for PathBuf {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(path(self)))
     }
-    let entries = [
-        tenants.max_in_flight.map(|jobs| format!("max_in_flight = {jobs}")),
-        tenants.max_queue.map(|jobs| format!("max_queue = {jobs}")),
-    ];
-    braced(&entries.into_iter().flatten().collect::<Vec<_>>())
 }
 
-fn retry(retry: &RetryConfig) -> String {
-    format!("{{ attempts = {}, budget = {} }}", retry.attempts, units::share_literal(&retry.budget))
-}
-
-fn poison(poison: &PoisonConfig) -> String {
-    format!("{{ crashes = {}, within = {} }}", poison.crashes, duration(poison.within))
-}
-
-fn breaker(breaker: &BreakerConfig) -> String {
-    let mut entries = vec![
-        format!("window = {}", duration(breaker.window)),
-        format!("min_calls = {}", breaker.min_calls),
-        format!("failure_rate = {}", units::share_literal(&breaker.failure_rate)),
-    ];
-    if let Some(slow_call) = breaker.slow_call {
-        entries.push(format!("slow_call = {}", duration(slow_call)));
-        entries.push(format!("slow_rate = {}", units::share_literal(&breaker.slow_rate)));
+impl Write for UidRange {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(string(&self.to_string())))
     }
-    entries.push(format!("open_for = {}", duration(breaker.open_for)));
-    entries.push(format!("probes = {}", breaker.probes));
-    braced(&entries)
+}
+
+/// Names.
+impl Write for Vec<String> {
+    fn written(&self, _: Kind) -> Option<Written> {
+        Some(Written::Toml(strings(self)))
+    }
+}
+
+/// An environment.
+impl Write for Vec<(String, String)> {
+    fn written(&self, _: Kind) -> Option<Written> {
+        let variables: Vec<_> =
+            self.iter().map(|(name, value)| format!("{} = {}", key(name), string(value))).collect();
+        Some(Written::Toml(braced(&variables)))
+    }
+}
+
+/// They have tables of their own.
+impl Write for BTreeMap<String, TenantConfig> {
+    fn written(&self, _: Kind) -> Option<Written> {
+        None
+    }
+}
+
+impl Write for TenantsConfig {
+    fn written(&self, _: Kind) -> Option<Written> {
+        let entries = match &self.isolation {
+            Some(IsolationConfig { max_active, idle }) => vec![
+                "isolate = true".to_owned(),
+                format!("max_active = {max_active}"),
+                format!("idle = {}", units::duration_literal(idle)),
+            ],
+            None => [("max_in_flight", self.max_in_flight), ("max_queue", self.max_queue)]
+                .into_iter()
+                .filter_map(|(key, jobs)| Some(format!("{key} = {}", jobs?)))
+                .collect(),
+        };
+        Some(Written::Toml(braced(&entries)))
+    }
 }
 
 /// Where nothing is confined, the other keys would have no effect.
-fn sandbox(sandbox: &SandboxConfig) -> String {
-    let SandboxConfig { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = sandbox;
-    let mut entries = vec![format!("profile = \"{}\"", profile.name())];
-    if *profile == Profile::None {
-        return braced(&entries);
+impl Write for SandboxConfig {
+    fn written(&self, _: Kind) -> Option<Written> {
+        let Self { profile, network, read, write, tmp_bytes, user, allow, deny, best_effort } = self;
+        let mut entries = vec![format!("profile = \"{}\"", profile.name())];
+        if *profile != Profile::None {
+            entries.push(format!("network = {network}"));
+            entries.push(format!("read = {}", paths(read)));
+            entries.push(format!("write = {}", paths(write)));
+            entries.push(format!("tmp = \"{}\"", units::format_size(*tmp_bytes)));
+            entries.extend(user.as_ref().map(|user| format!("user = {}", string(user.name()))));
+            entries.push(format!("syscalls = {{ allow = {}, deny = {} }}", strings(allow), strings(deny)));
+            let layers: Vec<_> = best_effort.iter().map(|layer| layer.name().to_owned()).collect();
+            entries.push(format!("best_effort = {}", strings(&layers)));
+        }
+        Some(Written::Toml(braced(&entries)))
     }
-    entries.push(format!("network = {network}"));
-    entries.push(format!("read = {}", paths(read)));
-    entries.push(format!("write = {}", paths(write)));
-    entries.push(format!("tmp = {}", size(*tmp_bytes)));
-    entries.extend(user.as_ref().map(|user| format!("user = {}", string(user.name()))));
-    entries.push(format!("syscalls = {{ allow = {}, deny = {} }}", strings(allow), strings(deny)));
-    let layers: Vec<_> = best_effort.iter().map(|layer| layer.name().to_owned()).collect();
-    entries.push(format!("best_effort = {}", strings(&layers)));
-    braced(&entries)
 }
 
 /// What `auto` comes to for whoever reads this, who is to start the supervisor.
@@ -366,33 +312,6 @@ fn whom(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
             "sandbox.user: shared, the workers have the supervisor's own user, since it may start no other"
         }
     }
-}
-
-fn cgroup(cgroup: &CgroupConfig) -> String {
-    let entries = [
-        cgroup.memory.map(|bytes| format!("memory = {}", size(bytes))),
-        cgroup.pids.map(|pids| format!("pids = {pids}")),
-        cgroup.cpu.map(|cores| format!("cpu = {cores}")),
-    ];
-    braced(&entries.into_iter().flatten().collect::<Vec<_>>())
-}
-
-fn rlimit(rlimit: &Rlimit) -> String {
-    let value = match (rlimit.limit, rlimit.resource.measure()) {
-        (None, _) => format!("\"{UNLIMITED}\""),
-        (Some(bytes), Measure::Bytes) => size(bytes),
-        (Some(seconds), Measure::Seconds) => duration(Duration::from_secs(seconds)),
-        (Some(number), _) => number.to_string(),
-    };
-    format!("{} = {value}", rlimit.resource.name())
-}
-
-fn duration(duration: Duration) -> String {
-    units::duration_literal(&duration)
-}
-
-fn size(bytes: u64) -> String {
-    format!("\"{}\"", units::format_size(bytes))
 }
 
 fn path(path: &Path) -> String {

@@ -9,6 +9,7 @@ use toml::de::{DeFloat, DeInteger, DeValue};
 use super::diagnostics::{nearest, shown};
 use super::rlimits::{Measure, UNLIMITED};
 use super::schema::{Key, Kind};
+use super::table::Words;
 use super::units::{self, UnitError};
 use super::{Resource, UidRange, defaults};
 
@@ -194,7 +195,7 @@ fn given_number(number: i128) -> String {
     }
 }
 
-pub(super) fn count(key: &Named, value: &DeValue<'_>) -> Read<u64> {
+pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<T> {
     let Kind::Count { min, max } = key.kind else { return Err(unreadable(key)) };
     let number = whole_number(key, value)?;
     if number < i128::from(min) || number > i128::from(max) {
@@ -209,7 +210,7 @@ pub(super) fn count(key: &Named, value: &DeValue<'_>) -> Read<u64> {
             write(key, &nearest.to_string()),
         ));
     }
-    Ok(number as u64)
+    T::try_from(number).map_err(|_| unreadable(key))
 }
 
 fn whole_number(key: &Named, value: &DeValue<'_>) -> Read<i128> {
@@ -317,9 +318,9 @@ fn given_literal(value: &DeValue<'_>) -> String {
     }
 }
 
-pub(super) fn zero_for_now(key: &Named, value: &DeValue<'_>) -> Read<()> {
+pub(super) fn zero_for_now(key: &Named, value: &DeValue<'_>) -> Read<u64> {
     match whole_number(key, value)? {
-        0 => Ok(()),
+        0 => Ok(0),
         1.. => Err(Complaint::new(
             format!("`{}` above 0 is not supported yet", key.label),
             format!("leave it out, or {}", write(key, "0")),
@@ -384,10 +385,10 @@ pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
     Ok(())
 }
 
-pub(super) fn word(key: &Named, value: &DeValue<'_>) -> Read<&'static str> {
+pub(super) fn word<T: Words>(key: &Named, value: &DeValue<'_>) -> Read<T> {
     let Kind::Word { now, later } = key.kind else { return Err(unreadable(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
-    if let Some(word) = now.iter().find(|word| **word == text.as_ref()) {
+    if let Some(word) = T::of(text) {
         return Ok(word);
     }
     let choices = now.iter().map(|word| format!("`\"{word}\"`")).collect::<Vec<_>>().join(", ");

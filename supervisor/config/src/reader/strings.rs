@@ -1,21 +1,29 @@
 //! Values that are made of strings: a program with its arguments, names, paths, an environment.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
+use toml::Spanned;
 use toml::de::{DeArray, DeValue};
 
-use super::{Arguments, Field, Given, TableReader};
+use super::{Arguments, Environment, Field, Given, TableReader};
 use crate::diagnostics::shown;
 use crate::schema::Kind;
 use crate::values::{self, Complaint, Named};
 
 impl TableReader<'_, '_> {
-    /// Takes a program and its arguments.
-    pub(crate) fn arguments(&mut self, name: &str) -> Field<Arguments> {
-        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
+    /// Takes an array of strings: a program and its arguments, or names.
+    pub(crate) fn strings(&mut self, name: &str) -> Field<Arguments> {
+        match self.entry(name) {
+            None => self.missing(name),
+            Some((key, value)) if key.kind == Kind::Program => self.arguments(&key, value),
+            Some((key, value)) => self.names(&key, value),
+        }
+    }
+
+    fn arguments(&mut self, key: &Named, value: &Spanned<DeValue<'_>>) -> Field<Arguments> {
+        let name = key.name;
         let taken = match value.get_ref() {
-            DeValue::Array(array) => self.array(&key, value.span(), array),
+            DeValue::Array(array) => self.array(key, value.span(), array),
             DeValue::String(text) => {
                 let words: Vec<_> =
                     text.split_whitespace().map(|word| format!("\"{}\"", shown(word))).collect();
@@ -27,7 +35,7 @@ impl TableReader<'_, '_> {
                 None
             }
             other => {
-                let complaint = values::wrong_type(&key, "an array of strings", other);
+                let complaint = values::wrong_type(key, "an array of strings", other);
                 self.problems.report(value.span(), complaint.message, complaint.help);
                 None
             }
@@ -40,10 +48,9 @@ impl TableReader<'_, '_> {
 
     /// Takes an array of names, words or paths. One that is wrong is reported and left out; there may be
     /// none.
-    pub(crate) fn names(&mut self, name: &str) -> Field<Arguments> {
-        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
+    fn names(&mut self, key: &Named, value: &Spanned<DeValue<'_>>) -> Field<Arguments> {
         let DeValue::Array(array) = value.get_ref() else {
-            self.complain(value.span(), not_names(&key, value.get_ref()));
+            self.complain(value.span(), not_names(key, value.get_ref()));
             return Field::Refused;
         };
         let bound = match key.kind {
@@ -53,7 +60,7 @@ impl TableReader<'_, '_> {
             _ => None,
         };
         let Some((max, what)) = bound else {
-            self.complain(value.span(), values::unreadable(&key));
+            self.complain(value.span(), values::unreadable(key));
             return Field::Refused;
         };
         if let Some(beyond) = array.get(max) {
@@ -67,7 +74,7 @@ impl TableReader<'_, '_> {
         }
         let mut taken = Vec::new();
         for (index, element) in array.iter().take(max).enumerate() {
-            match element_of(&key, index, element.get_ref()) {
+            match element_of(key, index, element.get_ref()) {
                 Ok(value) => taken.push(Given { value, span: element.span(), origin: self.origin }),
                 Err(complaint) => self.complain(element.span(), complaint),
             }
@@ -96,14 +103,14 @@ impl TableReader<'_, '_> {
     }
 
     /// Takes a table of strings as an environment. A variable that is wrong is reported and left out.
-    pub(crate) fn environment(&mut self, name: &str) -> BTreeMap<String, String> {
-        let mut taken = BTreeMap::new();
-        let Some((key, value)) = self.entry(name) else { return taken };
+    pub(crate) fn environment(&mut self, name: &str) -> Field<Environment> {
+        let Some((key, value)) = self.entry(name) else { return self.missing(name) };
         let DeValue::Table(table) = value.get_ref() else {
             let complaint = values::wrong_type(&key, "a table of strings", value.get_ref());
             self.problems.report(value.span(), complaint.message, complaint.help);
-            return taken;
+            return Field::Refused;
         };
+        let mut taken = Environment::new();
         for (variable, value) in table.iter() {
             if let Err(complaint) = variable_name(variable.get_ref()) {
                 self.problems.report(variable.span(), complaint.message, complaint.help);
@@ -113,7 +120,7 @@ impl TableReader<'_, '_> {
                 Err(complaint) => self.problems.report(value.span(), complaint.message, complaint.help),
             }
         }
-        taken
+        Field::Given(Given { value: taken, span: value.span(), origin: self.origin })
     }
 }
 

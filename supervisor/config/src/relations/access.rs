@@ -4,11 +4,13 @@
 use std::ops::Range;
 
 use super::Checker;
-use crate::checked::*;
 use crate::diagnostics::{nearest, shown};
-use crate::raw::{RawAccess, check_tenant_name};
+use crate::file::RawAccess;
+use crate::keys::tenants::check_name as check_tenant_name;
 use crate::reader::{Arguments, Field, Given};
+use crate::table::WithDefault;
 use crate::values::Complaint;
+use crate::{AccessConfig, Who};
 use crate::{defaults, identities};
 
 /// Names that a message lists.
@@ -18,9 +20,9 @@ const LISTED_MAX: usize = 10;
 const OTHERS_MAY: u32 = 0o022;
 
 /// The mode of the jobs socket and of its folder. Where entries say who may, the file system need not.
-pub(super) fn modes(socket_mode: Option<u32>, has_access: bool) -> (u32, u32) {
-    let preset = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { defaults::SOCKET_MODE };
-    let socket_mode = socket_mode.unwrap_or(preset);
+pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
+    let preset = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
+    let socket_mode = socket_mode.value_or(preset);
     // A folder of its own user's would keep out whom the entries and the mode let in.
     let open = has_access && socket_mode & OTHERS_MAY != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
@@ -41,8 +43,8 @@ impl Checker<'_> {
     /// Exactly one of `uid`, `gid`, `user` and `group`.
     fn who(&mut self, raw: &RawAccess) -> Who {
         self.check_one_of_four(raw);
-        let uid = raw.uid.given().map(|uid| uid.value as u32);
-        let gid = raw.gid.given().map(|gid| gid.value as u32);
+        let uid = raw.uid.given().map(|uid| uid.value);
+        let gid = raw.gid.given().map(|gid| gid.value);
         let user = raw.user.given().map(|name| self.identity("access.user", name, identities::user));
         let group = raw.group.given().map(|name| self.identity("access.group", name, identities::group));
         match (uid.or(user), gid.or(group)) {

@@ -3,32 +3,31 @@
 use std::path::PathBuf;
 
 use super::Checker;
-use crate::checked::*;
 use crate::diagnostics::shown;
-use crate::raw::{RawCgroup, RawSandbox};
-use crate::reader::{Arguments, Field, Given, Origin};
+use crate::keys::confinement::SandboxKeys;
+use crate::reader::{Arguments, Field, Origin};
 use crate::settled::Settled;
 use crate::system_calls::{NEEDED, is_system_call};
-use crate::{defaults, identities, programs};
+use crate::table::Words as _;
+use crate::{Layer, Profile, SandboxConfig, SandboxUser};
+use crate::{identities, programs};
 
 impl Checker<'_> {
-    pub(super) fn sandbox(&mut self, raw: &RawSandbox) -> SandboxConfig {
-        let word = raw.profile.settle(defaults::SANDBOX_PROFILE);
-        let profile = Profile::ALL.into_iter().find(|profile| profile.name() == word.value);
-        let profile = profile.unwrap_or(Profile::None);
+    pub(super) fn sandbox(&mut self, raw: &SandboxKeys) -> SandboxConfig {
+        let profile = raw.profile.settle();
         let sandbox = SandboxConfig {
-            profile,
-            network: raw.network.value_or(defaults::SANDBOX_NETWORK),
+            profile: profile.value,
+            network: raw.network.value(),
             read: self.paths("sandbox.read", &raw.read),
             write: self.paths("sandbox.write", &raw.write),
-            tmp_bytes: raw.tmp.value_or(defaults::SANDBOX_TMP_BYTES),
+            tmp_bytes: raw.tmp.value(),
             user: self.user(&raw.user),
             allow: self.system_calls("sandbox.syscalls.allow", &raw.syscalls.allow),
             deny: self.system_calls("sandbox.syscalls.deny", &raw.syscalls.deny),
             best_effort: self.layers(&raw.best_effort),
         };
-        if profile == Profile::None {
-            self.check_profile(raw, &word);
+        if profile.value == Profile::None {
+            self.check_profile(raw, &profile);
             return nothing_confined();
         }
         self.check_allowed_and_denied(raw);
@@ -37,7 +36,7 @@ impl Checker<'_> {
     }
 
     /// A sandbox that is not there confines nothing, whatever else is said of it.
-    fn check_profile(&mut self, raw: &RawSandbox, profile: &Settled<&'static str>) {
+    fn check_profile(&mut self, raw: &SandboxKeys, profile: &Settled<Profile>) {
         self.check_confined("network", &raw.network, raw, profile);
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
@@ -55,8 +54,8 @@ impl Checker<'_> {
         &mut self,
         name: &str,
         field: &Field<T>,
-        raw: &RawSandbox,
-        profile: &Settled<&'static str>,
+        raw: &SandboxKeys,
+        profile: &Settled<Profile>,
     ) {
         let Some(given) = field.given() else { return };
         let silenced = raw.profile.given().is_some_and(|profile| profile.origin > given.origin);
@@ -72,7 +71,7 @@ impl Checker<'_> {
             given.span.clone(),
             format!(
                 "`sandbox.{name}` has no effect: `sandbox.profile` is {}",
-                profile.told(format_args!("\"{}\"", profile.value))
+                profile.told(format_args!("\"{}\"", profile.value.name()))
             ),
             format!(
                 "set `profile = \"{default}\"` or `profile = \"{strict}\"`, or remove `{name}`{elsewhere}"
@@ -130,11 +129,10 @@ impl Checker<'_> {
     fn layers(&mut self, field: &Field<Arguments>) -> Vec<Layer> {
         let Some(given) = field.given() else { return Vec::new() };
         self.check_once("sandbox.best_effort", &given.value);
-        let layer = |word: &Given<String>| Layer::ALL.into_iter().find(|layer| layer.name() == word.value);
-        given.value.iter().filter_map(layer).collect()
+        given.value.iter().filter_map(|word| Layer::of(&word.value)).collect()
     }
 
-    fn check_allowed_and_denied(&mut self, raw: &RawSandbox) {
+    fn check_allowed_and_denied(&mut self, raw: &SandboxKeys) {
         let (Some(allow), Some(deny)) = (raw.syscalls.allow.given(), raw.syscalls.deny.given()) else {
             return;
         };
@@ -152,7 +150,7 @@ impl Checker<'_> {
     }
 
     /// Some calls no worker can do without, whatever it is for.
-    fn check_denied(&mut self, raw: &RawSandbox) {
+    fn check_denied(&mut self, raw: &SandboxKeys) {
         let Some(deny) = raw.syscalls.deny.given() else { return };
         for denied in deny.value.iter().filter(|denied| NEEDED.contains(&denied.value.as_str())) {
             self.problems.report(
@@ -176,9 +174,4 @@ fn nothing_confined() -> SandboxConfig {
         deny: Vec::new(),
         best_effort: Vec::new(),
     }
-}
-
-pub(super) fn cgroup(raw: &RawCgroup) -> Option<CgroupConfig> {
-    raw.here.given()?;
-    Some(CgroupConfig { memory: raw.memory.optional(), pids: raw.pids.optional(), cpu: raw.cpu.optional() })
 }

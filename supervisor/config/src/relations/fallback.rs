@@ -2,7 +2,7 @@
 
 use super::Checker;
 use crate::diagnostics::{nearest, shown};
-use crate::raw::RawBulkhead;
+use crate::file::RawBulkhead;
 use crate::reader::{Given, Origin};
 use crate::values::Complaint;
 
@@ -12,7 +12,7 @@ const LISTED_MAX: usize = 10;
 impl Checker<'_> {
     /// `names` are those of all bulkheads in the file.
     pub(super) fn fallback(&mut self, raw: &RawBulkhead, names: &[String]) -> Vec<String> {
-        let Some(given) = raw.admission.fallback.given() else { return Vec::new() };
+        let Some(given) = raw.fallback.given() else { return Vec::new() };
         let mut taken: Vec<String> = Vec::new();
         for name in &given.value {
             if let Some(complaint) = judge(name, &raw.name, names, &taken) {

@@ -3,17 +3,20 @@
 
 use std::collections::BTreeMap;
 
+use super::admission::burst;
 use super::{Checker, Permits};
-use crate::checked::*;
 use crate::defaults;
 use crate::diagnostics::shown_key;
-use crate::raw::{RawBulkhead, RawTenant, RawTenants};
+use crate::file::RawBulkhead;
+use crate::keys::tenants::{RawTenant, TenantsKeys};
 use crate::reader::{Field, Origin};
 use crate::schema;
 use crate::settled::blame;
+use crate::table::{WithDefault, Words as _};
+use crate::{BulkheadConfig, IsolationConfig, RateLimitConfig, RatePer, TenantConfig, TenantsConfig};
 
 impl Checker<'_> {
-    pub(super) fn tenants(&mut self, raw: &RawTenants) -> Option<TenantsConfig> {
+    pub(super) fn tenants(&mut self, raw: &TenantsKeys) -> Option<TenantsConfig> {
         self.check_without_effect("max_active", &raw.max_active, &raw.isolate);
         self.check_without_effect("idle", &raw.idle, &raw.isolate);
         self.check_common_share("max_in_flight", &raw.max_in_flight, &raw.isolate);
@@ -26,14 +29,12 @@ impl Checker<'_> {
                 "add `isolate = true`, `max_in_flight = 2` or `max_queue = 20`, or remove `tenants`",
             );
         }
-        let isolate = raw.isolate.value_or(defaults::TENANTS_ISOLATE);
+        let isolate = raw.isolate.value();
         let tenants = TenantsConfig {
-            max_in_flight: raw.max_in_flight.optional().map(|jobs| jobs as u32),
-            max_queue: raw.max_queue.optional().map(|jobs| jobs as u32),
-            isolation: isolate.then(|| IsolationConfig {
-                max_active: raw.max_active.value_or(defaults::TENANTS_ACTIVE_MAX) as u32,
-                idle: raw.idle.value_or(defaults::TENANTS_IDLE),
-            }),
+            max_in_flight: raw.max_in_flight.value(),
+            max_queue: raw.max_queue.value(),
+            isolation: isolate
+                .then(|| IsolationConfig { max_active: raw.max_active.value(), idle: raw.idle.value() }),
         };
         // `isolate = false` alone is a way to switch off what [defaults] switch on.
         tenants.says_something().then_some(tenants)
@@ -60,8 +61,8 @@ impl Checker<'_> {
     }
 
     /// A share of common workers, where no worker is common.
-    fn check_common_share(&mut self, name: &str, field: &Field<u64>, isolate: &Field<bool>) {
-        let isolate = isolate.settle(defaults::TENANTS_ISOLATE);
+    fn check_common_share(&mut self, name: &str, field: &Field<u32>, isolate: &WithDefault<bool>) {
+        let isolate = isolate.settle();
         let Some(given) = field.given() else { return };
         let share = field.settle(given.value);
         if isolate.value
@@ -80,9 +81,9 @@ impl Checker<'_> {
     }
 
     pub(super) fn tenant(&mut self, bulkhead: &RawBulkhead) -> BTreeMap<String, TenantConfig> {
-        let isolated = isolated(&bulkhead.admission.tenants);
+        let isolated = isolated(&bulkhead.tenants);
         let mut tenants = BTreeMap::new();
-        for raw in &bulkhead.admission.tenant {
+        for raw in &bulkhead.tenant {
             match isolated {
                 Some(true) => self.check_isolated_tenant(raw, bulkhead),
                 Some(false) => self.check_common_tenant(raw, bulkhead),
@@ -94,38 +95,43 @@ impl Checker<'_> {
     }
 
     fn tenant_config(&mut self, raw: &RawTenant) -> TenantConfig {
-        let per_second = ("per_second", &raw.rate_limit.per_second);
-        let per_second = self.required(&raw.rate_limit.here, schema::TENANT_RATE_LIMIT, per_second);
+        let raw = &raw.keys;
+        let limit = &raw.rate_limit;
+        let per_second =
+            self.required(&limit.here, schema::TENANT_RATE_LIMIT, ("per_second", &limit.per_second));
         TenantConfig {
-            max_in_flight: raw.max_in_flight.optional().map(|jobs| jobs as u32),
-            max_queue: raw.max_queue.optional().map(|jobs| jobs as u32),
-            processes: raw.processes.optional().map(|processes| processes as u32),
-            rate_limit: per_second.map(|rate| raw.rate_limit.limit(rate, RatePer::Tenant)),
+            max_in_flight: raw.max_in_flight.value(),
+            max_queue: raw.max_queue.value(),
+            processes: raw.processes.value(),
+            rate_limit: per_second.map(|per_second| RateLimitConfig {
+                per_second,
+                burst: burst(&limit.burst, per_second),
+                per: RatePer::Tenant,
+            }),
         }
     }
 
     /// A tenant with a share of common workers.
     fn check_common_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
         let label = shown_key(&raw.name);
-        if let Some(processes) = raw.processes.given() {
+        if let Some(processes) = raw.keys.processes.given() {
             self.problems.report(
                 processes.span.clone(),
                 format!("`tenant.{label}.processes` needs `tenants.isolate = true`: the workers are common"),
                 "add `tenants = { isolate = true }` to the bulkhead, or remove `processes`",
             );
         }
-        let (limit, per) =
-            (&raw.rate_limit.here, bulkhead.admission.rate_limit.per.settle(defaults::RATE_PER));
+        let (limit, per) = (&raw.keys.rate_limit.here, bulkhead.rate_limit.per.settle());
         if limit.given().is_some()
-            && bulkhead.admission.rate_limit.here.given().is_some()
-            && per.value == RatePer::Bulkhead.name()
+            && bulkhead.rate_limit.here.given().is_some()
+            && per.value == RatePer::Bulkhead
             && let Some(place) = blame(&limit.settle(()), &per)
         {
             self.problems.report(
                 place,
                 format!(
                     "`tenant.{label}.rate_limit` needs `rate_limit.per = \"tenant\"` (it is {})",
-                    per.told(format_args!("\"{}\"", per.value))
+                    per.told(format_args!("\"{}\"", per.value.word()))
                 ),
                 "add `per = \"tenant\"` to the bulkhead's `rate_limit`, or remove this one",
             );
@@ -134,8 +140,8 @@ impl Checker<'_> {
 
     /// A tenant with workers of its own: what holds for a bulkhead holds for it.
     fn check_isolated_tenant(&mut self, raw: &RawTenant, bulkhead: &RawBulkhead) {
-        if let Some(in_flight) = raw.max_in_flight.given()
-            && in_flight.value > defaults::IN_FLIGHT_CEILING
+        if let Some(in_flight) = raw.keys.max_in_flight.given()
+            && u64::from(in_flight.value) > defaults::IN_FLIGHT_CEILING
         {
             let max = defaults::IN_FLIGHT_CEILING;
             self.problems.report(
@@ -154,12 +160,12 @@ impl Checker<'_> {
     /// Each worker is a process of this machine, whoever it works for.
     pub(super) fn check_workers(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
         let ceiling = defaults::ISOLATED_WORKERS_CEILING;
-        let processes = raw.processes.settle(defaults::PROCESSES);
-        let max_active = raw.admission.tenants.max_active.settle(defaults::TENANTS_ACTIVE_MAX);
+        let processes = raw.processes.settle();
+        let max_active = raw.tenants.max_active.settle();
         if bulkhead.isolation().is_none() || bulkhead.workers_max() <= ceiling {
             return;
         }
-        if processes.value * max_active.value <= ceiling {
+        if u64::from(processes.value) * u64::from(max_active.value) <= ceiling {
             return self.report_largest_tenant(raw, bulkhead.workers_max());
         }
         let Some(place) = blame(&max_active, &processes) else { return };
@@ -170,16 +176,19 @@ impl Checker<'_> {
                 processes.told(processes.value),
                 max_active.told(max_active.value)
             ),
-            format!("with these processes write `max_active = {}` or less", ceiling / processes.value),
+            format!(
+                "with these processes write `max_active = {}` or less",
+                ceiling / u64::from(processes.value)
+            ),
         );
     }
 
     /// The bulkhead's own numbers fit, so it is those of single tenants that do not.
     fn report_largest_tenant(&mut self, raw: &RawBulkhead, workers: u64) {
-        if raw.processes.is_refused() || raw.admission.tenants.max_active.is_refused() {
+        if raw.processes.is_refused() || raw.tenants.max_active.is_refused() {
             return;
         }
-        let own = raw.admission.tenant.iter().filter_map(|tenant| Some((tenant, tenant.processes.given()?)));
+        let own = raw.tenant.iter().filter_map(|tenant| Some((tenant, tenant.keys.processes.given()?)));
         let Some((largest, processes)) = own.max_by_key(|(_, processes)| processes.value) else { return };
         self.problems.report(
             processes.span.clone(),
@@ -194,7 +203,7 @@ impl Checker<'_> {
     }
 }
 
-impl RawTenants {
+impl TenantsKeys {
     /// Whether the table says nothing at all.
     fn is_silent(&self) -> bool {
         self.isolate.is_absent()
@@ -206,10 +215,10 @@ impl RawTenants {
 }
 
 /// Whether tenants have workers of their own; `None` if that was refused.
-fn isolated(raw: &RawTenants) -> Option<bool> {
-    match (&raw.isolate, &raw.here) {
+fn isolated(raw: &TenantsKeys) -> Option<bool> {
+    match (&*raw.isolate, &raw.here) {
         (Field::Given(isolate), _) => Some(isolate.value),
-        (Field::Absent, Field::Absent | Field::Given(_)) => Some(defaults::TENANTS_ISOLATE),
+        (Field::Absent, Field::Absent | Field::Given(_)) => Some(raw.isolate.default),
         (Field::Absent, Field::Refused) | (Field::Refused, _) => None,
     }
 }

@@ -1,9 +1,53 @@
-//! How far workers are confined: the keys of `sandbox` and `cgroup`, as plain values.
+//! The tables of a bulkhead about what its workers can reach and use.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use serde::Serialize;
+
+use super::kinds::*;
+use crate::defaults::*;
+use crate::reader::Arguments;
+use crate::schema::{CGROUP, Kind, SANDBOX, SYSCALLS};
+use crate::table::{Words as _, section, table, words};
+
+table! {
+    /// `sandbox`: how far the workers are confined.
+    SandboxKeys, SANDBOX;
+
+    /// How far the workers are confined.
+    profile: Profile as one_of::<Profile>(), default Profile::Default, reload ReplacesWorkers;
+    /// Whether the workers may use the network.
+    network: bool as Kind::Boolean, default false, reload ReplacesWorkers;
+    /// Further files and folders that the workers may read. The program, its libraries and its loader come by
+    /// themselves.
+    read: Arguments as Kind::Paths { max: SANDBOX_PATHS_MAX }, without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
+    /// Files and folders that the workers may write, besides their own `/tmp`.
+    write: Arguments as Kind::Paths { max: SANDBOX_PATHS_MAX }, without "`[]`", such as "[\"/usr/share/fonts\"]", reload ReplacesWorkers;
+    /// A private `/tmp` of this size; 0 for none. With `default` it is a folder on disk that `TMPDIR` names and that
+    /// is looked at every second: a worker that has more in it is ended as `crashed`/`violation`; for
+    /// workers with ids of `/etc/subuid` it is in memory.
+    tmp: u64 as size(0, NUMBER_MAX), default 64 * 1024 * 1024, reload ReplacesWorkers;
+    /// Whom the workers run as: `"auto"` for an unprivileged id of each worker's own (with `write` one of the
+    /// bulkhead's), where the supervisor may start workers as other users, or `/etc/subuid` gives it
+    /// ids; `"shared"` for the supervisor's own user;
+    /// or the name of a user. Under root only `"root"` and `"shared"` make a worker root.
+    user: String as Kind::Text, without "`\"auto\"`; without a profile `\"shared\"`", such as "\"auto\"", reload ReplacesWorkers;
+    /// Layers of the profile that may be missing on this machine; without any other the workers do not start.
+    best_effort: Arguments as Kind::Words { of: Layer::WORDS }, without "`[]`", such as "[\"landlock\"]", reload ReplacesWorkers;
+
+    tables { syscalls: SyscallsKeys, }
+}
+
+table! {
+    /// `sandbox.syscalls`: which system calls the workers have besides those of the profile, or have not.
+    SyscallsKeys, SYSCALLS;
+
+    /// System calls that the workers may make on top of the profile.
+    allow: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
+    /// System calls that the workers may not make, though the profile has them.
+    deny: Arguments as Kind::Names { max: SYSCALLS_MAX }, without "`[]`", such as "[\"mlock\"]", reload ReplacesWorkers;
+}
 
 /// `sandbox`: how far the workers are confined. With [`Profile::None`] all else is empty and says nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -47,17 +91,15 @@ pub enum Profile {
     Strict,
 }
 
+words!(Profile { None = "none", Default = "default", Strict = "strict", });
+
 impl Profile {
     /// Every profile, the loosest first.
     pub const ALL: [Profile; 3] = [Self::None, Self::Default, Self::Strict];
 
     /// The word in the file.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Default => "default",
-            Self::Strict => "strict",
-        }
+    pub fn name(self) -> &'static str {
+        self.word()
     }
 }
 
@@ -118,6 +160,8 @@ pub enum Layer {
     ProgramScopes,
 }
 
+words!(Layer { Landlock = "landlock", LandlockScopes = "landlock_scopes", Seccomp = "seccomp", UserNamespace = "user_namespace", PidNamespace = "pid_namespace", MountNamespace = "mount_namespace", NetworkNamespace = "network_namespace", Identity = "identity", Cgroup = "cgroup", NoNewPrivs = "no_new_privs", ProgramScopes = "program_scopes", });
+
 impl Layer {
     /// Every layer.
     pub const ALL: [Layer; 11] = [
@@ -135,21 +179,21 @@ impl Layer {
     ];
 
     /// The word in the file.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Landlock => "landlock",
-            Self::LandlockScopes => "landlock_scopes",
-            Self::Seccomp => "seccomp",
-            Self::UserNamespace => "user_namespace",
-            Self::PidNamespace => "pid_namespace",
-            Self::MountNamespace => "mount_namespace",
-            Self::NetworkNamespace => "network_namespace",
-            Self::Identity => "identity",
-            Self::Cgroup => "cgroup",
-            Self::NoNewPrivs => "no_new_privs",
-            Self::ProgramScopes => "program_scopes",
-        }
+    pub fn name(self) -> &'static str {
+        self.word()
     }
+}
+
+section! {
+    /// `cgroup`: what one worker and all that it starts may use together.
+    CgroupKeys => CgroupConfig, CGROUP, by rows;
+
+    /// Memory of one worker and all that it starts, page cache included.
+    memory: u64 as size(CGROUP_MEMORY_MIN, NUMBER_MAX), without "no limit", such as "\"8MiB\"", reload ReplacesWorkers;
+    /// Processes and threads of one worker and all that it starts.
+    pids: u64 as count(1, NUMBER_MAX), without "no limit", such as "32", reload ReplacesWorkers;
+    /// Processor cores that one worker and all that it starts may use.
+    cpu: f64 as Kind::Number { max: CGROUP_CPU_CEILING }, without "no limit", such as "1.5", reload ReplacesWorkers;
 }
 
 /// `cgroup`: what one worker and all that it starts may use together. Each is unlimited when absent.

@@ -1,0 +1,176 @@
+//! What the file says, key by key, with places: each value in range by itself, none yet judged against
+//! another, nothing looked up on the disk. `[defaults]` and a bulkhead have the same keys.
+
+use std::ops::{Deref, Range};
+
+use bulkhead_shared::limits::is_bulkhead_name;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::diagnostics::{Problems, shown};
+use crate::keys::access::AccessKeys;
+use crate::keys::bulkhead::BulkheadKeys;
+use crate::keys::supervisor::SupervisorKeys;
+use crate::reader::{Field, Origin, TableReader};
+use crate::table::{Part as _, Table as _};
+use crate::{defaults, schema, values};
+
+/// A whole file.
+pub(crate) struct RawFile {
+    pub(crate) supervisor: RawSupervisor,
+    /// In the order of the file.
+    pub(crate) access: Vec<RawAccess>,
+    /// In the order of the file, `[defaults]` merged in.
+    pub(crate) bulkheads: Vec<RawBulkhead>,
+    /// Every name that the file has for a bulkhead, also of one that could not be read.
+    pub(crate) names: Vec<String>,
+}
+
+/// `[supervisor]`.
+pub(crate) struct RawSupervisor {
+    /// Its heading; the start of the file if it has none.
+    pub(crate) heading: Range<usize>,
+    keys: SupervisorKeys,
+}
+
+/// An entry of `[[access]]`.
+pub(crate) struct RawAccess {
+    /// The place of the entry.
+    pub(crate) heading: Range<usize>,
+    keys: AccessKeys,
+}
+
+/// `[bulkhead.NAME]`.
+pub(crate) struct RawBulkhead {
+    pub(crate) name: String,
+    pub(crate) heading: Range<usize>,
+    keys: BulkheadKeys,
+}
+
+impl Deref for RawSupervisor {
+    type Target = SupervisorKeys;
+
+    fn deref(&self) -> &SupervisorKeys {
+        &self.keys
+    }
+}
+
+impl Deref for RawAccess {
+    type Target = AccessKeys;
+
+    fn deref(&self) -> &AccessKeys {
+        &self.keys
+    }
+}
+
+impl Deref for RawBulkhead {
+    type Target = BulkheadKeys;
+
+    fn deref(&self) -> &BulkheadKeys {
+        &self.keys
+    }
+}
+
+/// Keys of a bulkhead that make no sense for all of them at once.
+const WHAT_RUNS: &[&str] = &["command", "library", "entry", "exec"];
+
+/// Tenants make no sense for all of them at once either.
+const WHOSE: &[&str] = &["tenant"];
+
+/// Whether a key of bulkheads may not stand in `[defaults]`.
+pub(crate) fn cannot_be_shared(name: &str) -> bool {
+    WHAT_RUNS.contains(&name) || WHOSE.contains(&name)
+}
+
+/// Reads a whole document.
+pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
+    let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, root, problems);
+    let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
+    let empty = DeTable::new();
+    let supervisor =
+        RawSupervisor { heading, keys: SupervisorKeys::read_inside(Some(&mut top), "supervisor") };
+    let mut access = Vec::new();
+    top.each_table("access", schema::ACCESS, |heading, entry| {
+        access.push(RawAccess { heading, keys: AccessKeys::read(Field::Absent, Some(entry)) });
+    });
+    let shared = top.bare_table("defaults").unwrap_or(&empty);
+    let named = top.bare_table("bulkhead");
+    let missing = !root.contains_key("bulkhead");
+
+    let (schema, title) = (schema::BULKHEAD, "defaults".to_owned());
+    let mut shared = TableReader::open(schema, title, Origin::Defaults, shared, problems);
+    shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
+    shared.refuse(WHOSE, "each [bulkhead.NAME] names its own tenants");
+    let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
+    // They were refused, and are no bulkhead's.
+    (shared.command, shared.exec, shared.library) = (Field::Absent, Field::Absent, Field::Absent);
+    shared.entry.field = Field::Absent;
+    let bulkheads = read_bulkheads(named.unwrap_or(&empty), &shared, problems);
+    let names = named.unwrap_or(&empty).keys().map(|name| name.get_ref().to_string()).collect();
+    if missing || named.is_some_and(|named| named.is_empty()) {
+        let place = root.get_key_value("bulkhead").map_or(0..0, |(key, _)| key.span());
+        let help = "add a section [bulkhead.NAME] that says what to run, as in `command = [\"./worker\"]`";
+        problems.report(place, "the file has no bulkhead", help);
+    }
+    RawFile { supervisor, access, bulkheads, names }
+}
+
+fn read_bulkheads(named: &DeTable<'_>, shared: &BulkheadKeys, problems: &mut Problems) -> Vec<RawBulkhead> {
+    let mut entries: Vec<_> = named.iter().collect();
+    entries.sort_by_key(|(name, _)| name.span().start);
+    if let Some((name, _)) = entries.get(defaults::BULKHEADS_MAX) {
+        problems.report(
+            name.span(),
+            format!("more than {} bulkheads in one file", defaults::BULKHEADS_MAX),
+            "run a second supervisor for some of them",
+        );
+        entries.truncate(defaults::BULKHEADS_MAX);
+    }
+    let mut bulkheads = Vec::new();
+    for (name, value) in entries {
+        check_name(name, problems);
+        let title = format!("bulkhead.{}", shown(name.get_ref()));
+        let DeValue::Table(table) = value.get_ref() else {
+            report_not_a_bulkhead(name, value, problems);
+            continue;
+        };
+        let reader = TableReader::open(schema::BULKHEAD, title, Origin::Own, table, problems);
+        let keys = BulkheadKeys::read(Field::Absent, Some(reader)).over(shared);
+        bulkheads.push(RawBulkhead { name: name.get_ref().to_string(), heading: name.span(), keys });
+    }
+    bulkheads
+}
+
+fn check_name(name: &Spanned<toml::de::DeString<'_>>, problems: &mut Problems) {
+    if is_bulkhead_name(name.get_ref()) {
+        return;
+    }
+    let better: String = name.get_ref().to_lowercase().chars().map(name_char).take(64).collect();
+    let help = match better.is_empty() {
+        true => "write [bulkhead.NAME] with 1 to 64 of a-z, 0-9, `.`, `_` and `-`".to_owned(),
+        false => format!("use 1 to 64 of a-z, 0-9, `.`, `_` and `-`, as in `{better}`"),
+    };
+    problems.report(name.span(), format!("`{}` cannot name a bulkhead", shown(name.get_ref())), help);
+}
+
+fn name_char(c: char) -> char {
+    if matches!(c, 'a'..='z' | '0'..='9' | '.' | '_' | '-') { c } else { '-' }
+}
+
+/// Keys straight below `[bulkhead]` are most likely meant for all bulkheads.
+fn report_not_a_bulkhead(
+    name: &Spanned<toml::de::DeString<'_>>,
+    value: &Spanned<DeValue<'_>>,
+    problems: &mut Problems,
+) {
+    let help = match schema::find(schema::BULKHEAD, name.get_ref()) {
+        Some(_) => "keys for every bulkhead go into [defaults], keys for one into [bulkhead.NAME]".to_owned(),
+        None => format!("write a section [bulkhead.{}]", shown(name.get_ref())),
+    };
+    let found = values::type_name(value.get_ref());
+    problems.report(
+        value.span(),
+        format!("bulkhead `{}` must be a table, not {found}", shown(name.get_ref())),
+        help,
+    );
+}

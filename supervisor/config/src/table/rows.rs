@@ -1,0 +1,211 @@
+//! One row for each key: its name, the type of its value, the kind and the range, what holds without it, and a
+//! sentence. From the row come the reader, the merge with `[defaults]`, the reference, the schema for editors,
+//! what `--check` prints, and what a reload does.
+//!
+//! ```text
+//! /// The sentence of the reference.
+//! open_for: Duration as at_least(SOME), default Duration::from_secs(5);
+//! /// A key without a default says in words what holds without it, and has an example.
+//! slow_call: Duration as at_least(SOME), without "off", such as "\"5s\"";
+//! ```
+//!
+//! `elsewhere` stands for `without`, and `elsewhere_default` for `default`, where the checked value is not a
+//! field of the key's name; `fixed` stands for `default` where there is no checked value, since as yet it can only
+//! be one. `reload` says what a reload does with another value, if it does not hold at once.
+
+/// Declares a table: see the head of this file. Behind the rows can follow the tables in it.
+macro_rules! table {
+    (
+        $(#[$about:meta])*
+        $raw:ident, $path:expr;
+        $(
+            $(#[doc = $sentence:literal])+
+            $key:ident: $type:ty as $kind:expr, $how:ident $what:expr
+            $(, such as $example:expr)? $(, reload $reload:ident)?;
+        )*
+        $(tables { $($inner:ident: $part:ty,)+ })?
+    ) => {
+        $(#[$about])*
+        pub(crate) struct $raw {
+            /// The name of the table, if it is there.
+            pub(crate) here: $crate::reader::Field<()>,
+            $($(#[doc = $sentence])+ pub(crate) $key: $crate::table::slot!($how $type),)*
+            $($(pub(crate) $inner: $part,)+)?
+        }
+
+        impl $crate::table::Table for $raw {
+            const PATH: &'static str = $path;
+
+            fn keys() -> Vec<$crate::schema::Key> {
+                let rows: Vec<$crate::schema::Key> = vec![$($crate::schema::Key {
+                    table: $path,
+                    name: stringify!($key),
+                    kind: $kind,
+                    default: $crate::table::preset!($how $what; $type; $kind),
+                    example: $crate::table::first!($($example,)? ""),
+                    about: concat!($($sentence),+).trim_ascii_start(),
+                    on_reload: $crate::table::on_reload!($($reload)?),
+                },)*];
+                let tables: Vec<$crate::schema::Key> =
+                    vec![$($($crate::schema::Key::of_table($path, stringify!($inner)),)+)?];
+                rows.into_iter().chain(tables).collect()
+            }
+
+            fn read(
+                here: $crate::reader::Field<()>,
+                mut table: Option<$crate::reader::TableReader<'_, '_>>,
+            ) -> Self {
+                Self {
+                    here,
+                    $($key: $crate::table::slot_of!($how $what; $crate::table::take(&mut table, stringify!($key))),)*
+                    $($($inner: $crate::table::Part::read_inside(table.as_mut(), stringify!($inner)),)+)?
+                }
+            }
+
+            fn over(self, defaults: &Self) -> Self {
+                Self {
+                    here: self.here.or(&defaults.here),
+                    $($key: self.$key.over(&defaults.$key),)*
+                    $($($inner: $crate::table::Part::over_part(self.$inner, &defaults.$inner),)+)?
+                }
+            }
+        }
+    };
+}
+pub(crate) use table;
+
+/// Declares a table whose checked values are fields of the keys' names, and so are those of the tables in it. With
+/// `by rows` the checked values are made from the rows alone; otherwise `relations` makes them.
+macro_rules! section {
+    (
+        $(#[$about:meta])*
+        $raw:ident => $checked:ty, $path:expr $(, by $rows:ident)?;
+        $(
+            $(#[doc = $sentence:literal])+
+            $key:ident: $type:ty as $kind:expr, $how:ident $what:expr
+            $(, such as $example:expr)? $(, reload $reload:ident)?;
+        )*
+        $(tables { $($inner:ident: $part:ty,)+ })?
+    ) => {
+        $crate::table::table! {
+            $(#[$about])*
+            $raw, $path;
+            $(
+                $(#[doc = $sentence])+
+                $key: $type as $kind, $how $what $(, such as $example)? $(, reload $reload)?;
+            )*
+            $(tables { $($inner: $part,)+ })?
+        }
+
+        $crate::table::checked!($($rows)?; $raw => $checked; $($key)*);
+
+        impl $crate::table::Section for $checked {
+            fn entries(&self) -> Vec<$crate::table::Entry> {
+                let rows = [$($crate::table::entry!($how $what; self.$key; stringify!($key); $kind),)*];
+                let tables: Vec<$crate::table::Entry> = vec![$($($crate::table::Entry {
+                    key: stringify!($inner),
+                    value: $crate::table::Write::written(&self.$inner, $crate::schema::Kind::Table),
+                    without: "off",
+                },)+)?];
+                rows.into_iter().flatten().chain(tables).collect()
+            }
+        }
+
+        impl $crate::table::Write for $checked {
+            fn written(&self, _: $crate::schema::Kind) -> Option<$crate::table::Written> {
+                let entries = $crate::table::Section::entries(self);
+                Some($crate::table::Written::Toml($crate::table::inline(entries)))
+            }
+        }
+    };
+}
+pub(crate) use section;
+
+// What the two make of `default`, `without`, `elsewhere`, `elsewhere_default` and `fixed`.
+
+macro_rules! slot {
+    (default $type:ty) => { $crate::table::WithDefault<$type> };
+    (elsewhere_default $type:ty) => { $crate::table::WithDefault<$type> };
+    (fixed $type:ty) => { $crate::table::WithDefault<$type> };
+    (without $type:ty) => { $crate::reader::Field<$type> };
+    (elsewhere $type:ty) => { $crate::reader::Field<$type> };
+}
+pub(crate) use slot;
+
+macro_rules! slot_of {
+    (default $default:expr; $field:expr) => { $crate::table::WithDefault { field: $field, default: $default } };
+    (elsewhere_default $default:expr; $field:expr) => { $crate::table::slot_of!(default $default; $field) };
+    (fixed $default:expr; $field:expr) => { $crate::table::slot_of!(default $default; $field) };
+    (without $words:expr; $field:expr) => { $field };
+    (elsewhere $words:expr; $field:expr) => { $field };
+}
+pub(crate) use slot_of;
+
+macro_rules! preset {
+    (default $default:expr; $type:ty; $kind:expr) => {{
+        let default: $type = $default;
+        $crate::table::Scalar::preset(&default, $kind)
+    }};
+    (elsewhere_default $default:expr; $type:ty; $kind:expr) => {
+        $crate::table::preset!(default $default; $type; $kind)
+    };
+    (fixed $default:expr; $type:ty; $kind:expr) => { $crate::table::preset!(default $default; $type; $kind) };
+    (without $words:expr; $type:ty; $kind:expr) => { $crate::schema::Preset::Described($words) };
+    (elsewhere $words:expr; $type:ty; $kind:expr) => { $crate::schema::Preset::Described($words) };
+}
+pub(crate) use preset;
+
+macro_rules! entry {
+    (default $default:expr; $value:expr; $name:expr; $kind:expr) => {
+        $crate::table::entry!(without ""; $value; $name; $kind)
+    };
+    (without $words:expr; $value:expr; $name:expr; $kind:expr) => {
+        Some($crate::table::Entry {
+            key: $name,
+            value: $crate::table::Write::written(&$value, $kind),
+            without: $words,
+        })
+    };
+    (elsewhere $words:expr; $value:expr; $name:expr; $kind:expr) => { None };
+    (elsewhere_default $default:expr; $value:expr; $name:expr; $kind:expr) => { None };
+    (fixed $default:expr; $value:expr; $name:expr; $kind:expr) => {
+        $crate::table::entry!(default $default; $default; $name; $kind)
+    };
+}
+pub(crate) use entry;
+
+macro_rules! checked {
+    (; $raw:ident => $checked:ty; $($key:ident)*) => {};
+    (rows; $raw:ident => $checked:ty; $($key:ident)*) => {
+        impl $crate::table::ByRows for $raw {
+            type Checked = $checked;
+
+            fn here(&self) -> &$crate::reader::Field<()> {
+                &self.here
+            }
+
+            fn checked(&self) -> $checked {
+                type Checked = $checked;
+                Checked { $($key: self.$key.value(),)* }
+            }
+        }
+    };
+}
+pub(crate) use checked;
+
+macro_rules! first {
+    ($first:expr $(, $rest:expr)*) => {
+        $first
+    };
+}
+pub(crate) use first;
+
+macro_rules! on_reload {
+    () => {
+        $crate::schema::OnReload::Holds
+    };
+    ($other:ident) => {
+        $crate::schema::OnReload::$other
+    };
+}
+pub(crate) use on_reload;

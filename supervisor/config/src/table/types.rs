@@ -1,0 +1,194 @@
+//! The types that the value of a key can have, and the words that stand for policy's own.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use bulkhead_policy::{Overflow, RatePer, RestartPolicy};
+
+use super::{Scalar, Value};
+use crate::UidRange;
+use crate::reader::{Arguments, Environment, Field, TableReader};
+use crate::schema::{Kind, Preset};
+use crate::values;
+
+/// One of a few words.
+pub(crate) trait Words: Copy + 'static {
+    /// All of them.
+    const WORDS: &'static [&'static str];
+
+    /// The word in the file.
+    fn word(self) -> &'static str;
+
+    /// What a word of [`Words::WORDS`] stands for.
+    fn of(word: &str) -> Option<Self>;
+}
+
+/// Which word stands for which variant.
+macro_rules! words {
+    ($type:ident { $($variant:ident = $word:literal,)+ }) => {
+        impl $crate::table::Words for $type {
+            const WORDS: &'static [&'static str] = &[$($word),+];
+
+            fn word(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $word,)+
+                }
+            }
+
+            fn of(word: &str) -> Option<Self> {
+                match word {
+                    $($word => Some(Self::$variant),)+
+                    _ => None,
+                }
+            }
+        }
+
+        impl $crate::table::Value for $type {
+            fn take(table: &mut $crate::reader::TableReader<'_, '_>, name: &str) -> $crate::reader::Field<Self> {
+                table.take(name, $crate::values::word)
+            }
+        }
+
+        impl $crate::table::Scalar for $type {
+            fn preset(&self, _: $crate::schema::Kind) -> $crate::schema::Preset {
+                $crate::schema::Preset::Word($crate::table::Words::word(*self))
+            }
+        }
+    };
+}
+pub(crate) use words;
+
+words!(RestartPolicy { Always = "always", OnFailure = "on-failure", Never = "never", });
+words!(Overflow { Reject = "reject", EvictOldest = "evict-oldest", });
+words!(RatePer { Bulkhead = "bulkhead", Tenant = "tenant", });
+
+/// The one word that `start.mode` can be as yet.
+#[derive(Clone, Copy)]
+pub(crate) enum StartMode {
+    Spawn,
+}
+
+words!(StartMode { Spawn = "spawn", });
+
+/// A type whose values are read by one function, and written in one way.
+macro_rules! scalars {
+    ($($type:ty: $read:path, |$value:ident| $preset:expr;)+) => {
+        $(
+            impl Value for $type {
+                fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+                    table.take(name, $read)
+                }
+            }
+
+            impl Scalar for $type {
+                fn preset(&self, _: Kind) -> Preset {
+                    let $value = *self;
+                    $preset
+                }
+            }
+        )+
+    };
+}
+
+scalars! {
+    Duration: values::duration, |duration| Preset::Duration(duration);
+    usize: values::count, |count| Preset::Count(count as u64);
+    bool: values::boolean, |is_on| Preset::Boolean(is_on);
+}
+
+impl Value for u64 {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, |key, value| match key.kind {
+            Kind::Size { .. } => values::size(key, value),
+            Kind::ZeroForNow => values::zero_for_now(key, value),
+            _ => values::count(key, value),
+        })
+    }
+}
+
+impl Scalar for u64 {
+    fn preset(&self, kind: Kind) -> Preset {
+        if matches!(kind, Kind::Size { .. }) { Preset::Size(*self) } else { Preset::Count(*self) }
+    }
+}
+
+impl Value for u32 {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, |key, value| match key.kind {
+            Kind::Mode => values::mode(key, value),
+            _ => values::count(key, value),
+        })
+    }
+}
+
+impl Scalar for u32 {
+    fn preset(&self, kind: Kind) -> Preset {
+        if kind == Kind::Mode { Preset::Mode(*self) } else { Preset::Count(u64::from(*self)) }
+    }
+}
+
+impl Value for f64 {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, |key, value| match key.kind {
+            Kind::Number { .. } => values::number(key, value),
+            _ => values::share(key, value),
+        })
+    }
+}
+
+impl Scalar for f64 {
+    fn preset(&self, kind: Kind) -> Preset {
+        if matches!(kind, Kind::Number { .. }) { Preset::Number(*self) } else { Preset::Share(*self) }
+    }
+}
+
+impl Value for String {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, values::text)
+    }
+}
+
+/// A text whose default is known.
+impl Value for Cow<'static, str> {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, |key, value| values::text(key, value).map(Cow::Owned))
+    }
+}
+
+impl Scalar for Cow<'static, str> {
+    fn preset(&self, _: Kind) -> Preset {
+        match self {
+            Cow::Borrowed(text) => Preset::Word(text),
+            Cow::Owned(_) => Preset::Described("as written"),
+        }
+    }
+}
+
+impl Value for UidRange {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.take(name, values::ids)
+    }
+}
+
+impl Value for Arguments {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.strings(name)
+    }
+}
+
+impl Value for Environment {
+    fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+        table.environment(name)
+    }
+
+    /// Variable by variable.
+    fn over(own: &Field<Self>, defaults: &Field<Self>) -> Field<Self> {
+        let mut merged = own.or(defaults);
+        if let (Field::Given(merged), Some(defaults)) = (&mut merged, defaults.given()) {
+            for (name, value) in &defaults.value {
+                merged.value.entry(name.clone()).or_insert_with(|| value.clone());
+            }
+        }
+        merged
+    }
+}
