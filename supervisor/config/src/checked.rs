@@ -42,30 +42,3 @@ impl Config {
         named.into_iter().collect()
     }
 }
-
-/// What a bulkhead runs. Paths are absolute and existed when the file was read.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Program {
-    /// A program built with the worker SDK.
-    Command {
-        /// Its arguments as written, the program first.
-        argv: Vec<String>,
-        /// The program that was found for `argv[0]`.
-        path: PathBuf,
-    },
-    /// A C library, loaded by the host.
-    Library {
-        /// The library.
-        path: PathBuf,
-        /// The symbol that serves jobs.
-        entry: String,
-    },
-    /// An unmodified program, one process per job.
-    Exec {
-        /// Its arguments as written, the program first.
-        argv: Vec<String>,
-        /// The program that was found for `argv[0]`.
-        path: PathBuf,
-    },
-}

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::UidRange;
+use super::ids::UidRange;
 
 /// Mode of the jobs socket.
 pub const SOCKET_MODE: u32 = 0o600;

@@ -13,7 +13,7 @@ use crate::keys::bulkhead::BulkheadKeys;
 use crate::keys::supervisor::SupervisorKeys;
 use crate::reader::{Field, Origin, TableReader};
 use crate::table::{Part as _, Table as _};
-use crate::{defaults, schema, values};
+use crate::{defaults, key, schema, values};
 
 /// A whole file.
 pub(crate) struct RawFile {
@@ -84,21 +84,21 @@ pub(crate) fn cannot_be_shared(name: &str) -> bool {
 
 /// Reads a whole document.
 pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
-    let mut top = TableReader::open(schema::TOP, String::new(), Origin::Own, root, problems);
+    let mut top = TableReader::open(schema::keys(), key::TOP, String::new(), Origin::Own, root, problems);
     let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
     let empty = DeTable::new();
     let supervisor =
         RawSupervisor { heading, keys: SupervisorKeys::read_inside(Some(&mut top), "supervisor") };
     let mut access = Vec::new();
-    top.each_table("access", schema::ACCESS, |heading, entry| {
+    top.each_table("access", key::ACCESS, |heading, entry| {
         access.push(RawAccess { heading, keys: AccessKeys::read(Field::Absent, Some(entry)) });
     });
     let shared = top.bare_table("defaults").unwrap_or(&empty);
     let named = top.bare_table("bulkhead");
     let missing = !root.contains_key("bulkhead");
 
-    let (schema, title) = (schema::BULKHEAD, "defaults".to_owned());
-    let mut shared = TableReader::open(schema, title, Origin::Defaults, shared, problems);
+    let (table, title) = (key::BULKHEAD, "defaults".to_owned());
+    let mut shared = TableReader::open(schema::keys(), table, title, Origin::Defaults, shared, problems);
     shared.refuse(WHAT_RUNS, "each [bulkhead.NAME] says for itself what it runs");
     shared.refuse(WHOSE, "each [bulkhead.NAME] names its own tenants");
     let mut shared = BulkheadKeys::read(Field::Absent, Some(shared));
@@ -134,7 +134,7 @@ fn read_bulkheads(named: &DeTable<'_>, shared: &BulkheadKeys, problems: &mut Pro
             report_not_a_bulkhead(name, value, problems);
             continue;
         };
-        let reader = TableReader::open(schema::BULKHEAD, title, Origin::Own, table, problems);
+        let reader = TableReader::open(schema::keys(), key::BULKHEAD, title, Origin::Own, table, problems);
         let keys = BulkheadKeys::read(Field::Absent, Some(reader)).over(shared);
         bulkheads.push(RawBulkhead { name: name.get_ref().to_string(), heading: name.span(), keys });
     }
@@ -163,7 +163,7 @@ fn report_not_a_bulkhead(
     value: &Spanned<DeValue<'_>>,
     problems: &mut Problems,
 ) {
-    let help = match schema::find(schema::BULKHEAD, name.get_ref()) {
+    let help = match schema::find(key::BULKHEAD, name.get_ref()) {
         Some(_) => "keys for every bulkhead go into [defaults], keys for one into [bulkhead.NAME]".to_owned(),
         None => format!("write a section [bulkhead.{}]", shown(name.get_ref())),
     };

@@ -4,9 +4,9 @@
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
 use serde_json::{Map, Value, json};
 
+use super::key::{self, Key, Kind, Preset};
 use super::rlimits::{Measure, Resource, UNLIMITED};
-use super::schema::{self, Key, Kind, Preset};
-use super::{defaults, file, units};
+use super::{defaults, file, schema, units};
 
 /// The table that bulkheads share, which has a name of its own only here.
 const DEFAULTS: &str = "defaults";
@@ -24,12 +24,12 @@ pub fn json_schema() -> Value {
     let mut tables: Vec<&str> = schema::all().map(|key| key.table).collect();
     tables.sort_unstable();
     tables.dedup();
-    for table in tables.into_iter().filter(|table| *table != schema::TOP) {
-        definitions.insert(table.to_owned(), table_of(&schema::heading(table), table, |_| true));
+    for table in tables.into_iter().filter(|table| *table != key::TOP) {
+        definitions.insert(table.to_owned(), table_of(&key::heading(table), table, |_| true));
     }
     let shared = |key: &Key| !file::cannot_be_shared(key.name);
-    definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", schema::BULKHEAD, shared));
-    let mut whole = table_of("The configuration of a bulkhead-supervisor", schema::TOP, |_| true);
+    definitions.insert(DEFAULTS.to_owned(), table_of("[defaults]", key::BULKHEAD, shared));
+    let mut whole = table_of("The configuration of a bulkhead-supervisor", key::TOP, |_| true);
     whole["$schema"] = json!("http://json-schema.org/draft-07/schema#");
     whole["required"] = json!(["bulkhead"]);
     whole["definitions"] = Value::Object(definitions);
@@ -98,15 +98,14 @@ fn definition(table: &str) -> Value {
 /// A table: with keys of the schema, or with names that the file chooses.
 fn inner_table(key: &Key) -> Value {
     match (key.table, key.name) {
-        (schema::TOP, "bulkhead") => {
+        (key::TOP, "bulkhead") => {
             let pattern = format!("^[a-z0-9._-]{{1,{BULKHEAD_NAME_BYTES_MAX}}}$");
-            let mut named = named_tables(json!({"pattern": pattern}), schema::BULKHEAD);
+            let mut named = named_tables(json!({"pattern": pattern}), key::BULKHEAD);
             (named["minProperties"], named["maxProperties"]) = (json!(1), json!(defaults::BULKHEADS_MAX));
             named
         }
-        (schema::BULKHEAD, "tenant") => {
-            let mut named =
-                named_tables(json!({"minLength": 1, "maxLength": TENANT_BYTES_MAX}), schema::TENANT);
+        (key::BULKHEAD, "tenant") => {
+            let mut named = named_tables(json!({"minLength": 1, "maxLength": TENANT_BYTES_MAX}), key::TENANT);
             named["maxProperties"] = json!(defaults::TENANT_TABLES_MAX);
             named
         }

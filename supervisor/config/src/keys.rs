@@ -6,11 +6,11 @@ pub(crate) mod admission;
 pub(crate) mod bulkhead;
 pub(crate) mod confinement;
 pub(crate) mod life;
+pub(crate) mod rlimits;
 pub(crate) mod supervisor;
 pub(crate) mod tenants;
 
-use crate::rlimits;
-use crate::schema::Key;
+use crate::key::Key;
 use crate::table::Table;
 
 /// The rows of every table, in the order of the reference.
@@ -42,7 +42,7 @@ mod kinds {
     use std::time::Duration;
 
     use crate::defaults;
-    use crate::schema::Kind;
+    use crate::key::Kind;
     use crate::table::Words;
 
     /// Any duration, also none.

@@ -10,7 +10,9 @@ pub mod defaults;
 mod diagnostics;
 mod file;
 mod identities;
+mod ids;
 mod json_schema;
+mod key;
 mod keys;
 mod programs;
 mod reader;
@@ -39,18 +41,20 @@ pub use bulkhead_policy::{
     Pressure as PressureConfig, RateLimit as RateLimitConfig, RatePer, Recycle, Restart, RestartPolicy,
     RetryLimits as RetryConfig, Start,
 };
-pub use checked::{Config, OTHER_TENANTS, Program};
+pub use checked::{Config, OTHER_TENANTS};
 pub use diagnostics::{ConfigErrors, Position, Problem};
 use diagnostics::{Problems, shown};
+pub use ids::UidRange;
 pub use json_schema::json_schema;
+pub use key::{Key, Kind, OnReload, Preset};
 pub use keys::access::{AccessConfig, Who};
 pub use keys::admission::PriorityConfig;
-pub use keys::bulkhead::BulkheadConfig;
-pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser, UidRange};
+pub use keys::bulkhead::{BulkheadConfig, Program};
+pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser};
 pub use keys::supervisor::{HttpConfig, SupervisorConfig};
 pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
 pub use rlimits::{Resource, Rlimit};
-pub use schema::{Key, Kind, OnReload, Preset, later, reference, replaces_workers, waits_for_start};
+pub use schema::{later, reference, replaces_workers, waits_for_start};
 pub use summary::WorkerIds;
 pub use token::Token;
 use toml::de::DeTable;

@@ -10,7 +10,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostics::{Problems, nearest, shown, shown_key};
-use super::schema::{self, Key, Kind};
+use super::key::{self, Key, Kind};
 use super::values::{self, Complaint, Named};
 
 /// Where a value comes from, the nearest last: a relation that fails is shown at the nearer of its values.
@@ -72,6 +72,8 @@ pub(super) type Environment = BTreeMap<String, String>;
 /// One open table. `schema` is its name in the schema (`bulkhead.NAME.restart`), `title` the one in the
 /// file (`bulkhead.thumbnail.restart`).
 pub(super) struct TableReader<'t, 'p> {
+    /// Every key that there is.
+    keys: &'static [Key],
     schema: &'static str,
     title: String,
     /// What stands before a key in a message: nothing, or `restart.`.
@@ -86,6 +88,7 @@ pub(super) struct TableReader<'t, 'p> {
 impl<'t, 'p> TableReader<'t, 'p> {
     /// Opens a table and reports every key in it that this version does not read.
     pub(super) fn open(
+        keys: &'static [Key],
         schema: &'static str,
         title: String,
         origin: Origin,
@@ -93,7 +96,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         problems: &'p mut Problems,
     ) -> Self {
         let prefix = String::new();
-        Self { schema, title, prefix, origin, table, misspelt: Vec::new(), problems }.checked()
+        Self { keys, schema, title, prefix, origin, table, misspelt: Vec::new(), problems }.checked()
     }
 
     /// Opens a table that is somewhere in this one.
@@ -106,7 +109,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
         table: &'t DeTable<'t>,
     ) -> TableReader<'t, 'q> {
         let (misspelt, problems) = (Vec::new(), &mut *self.problems);
-        TableReader { schema, title, prefix, origin, table, misspelt, problems }.checked()
+        TableReader { keys: self.keys, schema, title, prefix, origin, table, misspelt, problems }.checked()
     }
 
     fn checked(mut self) -> Self {
@@ -121,13 +124,18 @@ impl<'t, 'p> TableReader<'t, 'p> {
         self
     }
 
+    /// Whether another table has such a key.
+    pub(super) fn is_key_of(&self, table: &str, name: &str) -> bool {
+        key::find(self.keys, table, name).is_some()
+    }
+
     fn find(&self, name: &str) -> Option<Key> {
-        schema::find(self.schema, name)
+        key::find(self.keys, self.schema, name)
     }
 
     fn key_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
-        schema::all().filter(move |key| key.table == schema).map(|key| key.name)
+        self.keys.iter().filter(move |key| key.table == schema).map(|key| key.name)
     }
 
     /// What a key that is not there leaves: if it was misspelt, that was told, and is no reason to speak
@@ -141,7 +149,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             let message = format!("`{}` is not supported yet", self.label(name));
             return Complaint::new(message, "remove it: this version runs without it");
         }
-        if (self.schema, name) == (schema::TENANT_RATE_LIMIT, "per") {
+        if (self.schema, name) == (key::TENANT_RATE_LIMIT, "per") {
             let message = format!("`{}` says nothing: a tenant's own limit is per tenant", self.label(name));
             return Complaint::new(message, "remove it");
         }
@@ -155,12 +163,12 @@ impl<'t, 'p> TableReader<'t, 'p> {
 
     fn later_names(&self) -> impl Iterator<Item = &'static str> + use<> {
         let schema = self.schema;
-        schema::LATER.iter().filter(move |(table, _)| *table == schema).map(|(_, name)| *name)
+        key::LATER.iter().filter(move |(table, _)| *table == schema).map(|(_, name)| *name)
     }
 
     /// How the file has the heading of this table.
     fn heading(&self) -> String {
-        if self.schema == schema::ACCESS { schema::heading(self.schema) } else { format!("[{}]", self.title) }
+        if self.schema == key::ACCESS { key::heading(self.schema) } else { format!("[{}]", self.title) }
     }
 
     /// A key of another table was misplaced; one that is nearly a key of this table was misspelt.
@@ -169,9 +177,11 @@ impl<'t, 'p> TableReader<'t, 'p> {
         // What is a table is none of the keys that hold one value.
         let is_table = matches!(value, DeValue::Table(_));
         let fits = |key: &Key| !is_table || matches!(key.kind, Kind::Table | Kind::Environment);
-        let elsewhere: Vec<String> = schema::all()
-            .filter(|key| key.name == name && key.table != schema::TOP && fits(key))
-            .map(|key| schema::heading(key.table))
+        let elsewhere: Vec<String> = self
+            .keys
+            .iter()
+            .filter(|key| key.name == name && key.table != key::TOP && fits(key))
+            .map(|key| key::heading(key.table))
             .collect();
         if !elsewhere.is_empty() {
             return format!("`{name}` belongs in {}", elsewhere.join(" or "));
@@ -180,10 +190,10 @@ impl<'t, 'p> TableReader<'t, 'p> {
             return format!("did you mean `{key}`?");
         }
         match (self.schema, value) {
-            (schema::TOP, DeValue::Table(_)) => {
+            (key::TOP, DeValue::Table(_)) => {
                 return format!("a bulkhead is written [bulkhead.{}]", shown(name));
             }
-            (schema::TENANTS, DeValue::Table(_)) => {
+            (key::TENANTS, DeValue::Table(_)) => {
                 return format!(
                     "one tenant's own numbers are written [bulkhead.NAME.tenant.{}]",
                     shown_key(name)
@@ -228,8 +238,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     pub(super) fn table(&mut self, name: &str, schema: &'static str) -> Option<TableReader<'t, '_>> {
         let table = self.bare_table(name)?;
         // What is at the top is named in the title alone.
-        let prefix =
-            if self.schema == schema::TOP { String::new() } else { format!("{}.", self.label(name)) };
+        let prefix = if self.schema == key::TOP { String::new() } else { format!("{}.", self.label(name)) };
         let title = self.title_of(name);
         Some(self.open_inside(schema, title, prefix, self.origin, table))
     }
@@ -266,7 +275,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     pub(super) fn tenant(&mut self, name: &str, table: &'t DeTable<'t>) -> TableReader<'t, '_> {
         let path = format!("tenant.{}", shown_key(name));
         let (title, prefix) = (self.title_of(&path), format!("{path}."));
-        self.open_inside(schema::TENANT, title, prefix, Origin::Tenant, table)
+        self.open_inside(key::TENANT, title, prefix, Origin::Tenant, table)
     }
 
     /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
@@ -276,7 +285,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
             None => Field::Absent,
             Some((name, value)) => match value.get_ref() {
                 DeValue::Table(table)
-                    if table.keys().all(|key| schema::find(schema, key.get_ref()).is_some()) =>
+                    if table.keys().all(|key| key::find(self.keys, schema, key.get_ref()).is_some()) =>
                 {
                     Field::Given(Given { value: (), span: name.span(), origin: self.origin })
                 }
@@ -295,8 +304,8 @@ impl<'t, 'p> TableReader<'t, 'p> {
             value.span(),
             format!("`{}` must be a table, not {}", key.label, values::type_name(value.get_ref())),
             match (self.schema, name) {
-                (schema::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each".to_owned(),
-                (schema::TOP, _) => format!("write a section [{name}]"),
+                (key::TOP, "bulkhead") => "write a section [bulkhead.NAME] for each".to_owned(),
+                (key::TOP, _) => format!("write a section [{name}]"),
                 _ => format!("write `{name} = {{ … }}` or a section [{}]", self.title_of(name)),
             },
         );

@@ -1,13 +1,6 @@
-//! The resources of setrlimit(2) by name, and what kind of value each takes. Setting them is the keeper's.
-
-use std::time::Duration;
+//! The resources of setrlimit(2): a row for each, with what kind of value it takes. Setting them is the keeper's.
 
 use serde::{Serialize, Serializer};
-
-use crate::reader::{Field, TableReader};
-use crate::schema::{Key, Kind, OnReload, Preset, RLIMITS};
-use crate::table::{Part, Write, Written, braced};
-use crate::values;
 
 /// One limit of setrlimit(2), hard = soft.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -73,7 +66,7 @@ macro_rules! resources {
             }
 
             /// One sentence for the reference.
-            const fn about(self) -> &'static str {
+            pub(super) const fn about(self) -> &'static str {
                 match self {
                     $(Self::$resource => concat!($($sentence),+).trim_ascii_start(),)+
                 }
@@ -121,90 +114,4 @@ impl Serialize for Resource {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name())
     }
-}
-
-/// The keys of `rlimits`.
-pub(super) fn keys() -> Vec<Key> {
-    Resource::ALL.map(key).to_vec()
-}
-
-fn key(resource: Resource) -> Key {
-    Key {
-        table: RLIMITS,
-        name: resource.name(),
-        kind: Kind::Limit(resource),
-        default: match resource {
-            Resource::Core => Preset::Count(0),
-            Resource::Fsize => Preset::Described("4GiB; without a sandbox the supervisor's own"),
-            Resource::Nproc => Preset::Described(
-                "1024 where it counts for each worker: with a user id or a user namespace of its own; else the supervisor's own",
-            ),
-            _ => Preset::Described("the supervisor's own"),
-        },
-        example: match resource.measure() {
-            Measure::Bytes => "\"1GiB\"",
-            Measure::Count => "64",
-            Measure::Seconds => "\"60s\"",
-            Measure::Microseconds => "\"200ms\"",
-            Measure::Zero => "0",
-        },
-        about: resource.about(),
-        on_reload: OnReload::ReplacesWorkers,
-    }
-}
-
-/// `rlimits`, in the order of [`Resource::ALL`].
-pub(crate) struct RawRlimits([Field<Option<u64>>; Resource::ALL.len()]);
-
-impl Part for RawRlimits {
-    fn read_inside(table: Option<&mut TableReader<'_, '_>>, name: &'static str) -> Self {
-        let Some(mut table) = table.and_then(|table| table.table(name, RLIMITS)) else {
-            return Self(Resource::ALL.map(|_| Field::Absent));
-        };
-        Self(
-            Resource::ALL.map(|resource| {
-                table.take(resource.name(), |key, value| values::limit(key, resource, value))
-            }),
-        )
-    }
-
-    fn over_part(self, defaults: &Self) -> Self {
-        let mut own = self.0;
-        for (own, default) in own.iter_mut().zip(&defaults.0) {
-            *own = own.or(default);
-        }
-        Self(own)
-    }
-}
-
-impl RawRlimits {
-    /// What was written, and `core`.
-    pub(super) fn checked(&self) -> Vec<Rlimit> {
-        let written = Resource::ALL.into_iter().zip(&self.0);
-        written
-            .filter_map(|(resource, field)| match (resource, field.given()) {
-                (Resource::Core, _) => Some(Rlimit { resource, limit: Some(0) }),
-                (_, Some(given)) => Some(Rlimit { resource, limit: given.value }),
-                (_, None) => None,
-            })
-            .collect()
-    }
-}
-
-impl Write for Vec<Rlimit> {
-    fn written(&self, _: Kind) -> Option<Written> {
-        let limits: Vec<_> =
-            self.iter().map(|rlimit| format!("{} = {}", rlimit.resource.name(), toml(rlimit))).collect();
-        Some(Written::Toml(braced(&limits)))
-    }
-}
-
-fn toml(rlimit: &Rlimit) -> String {
-    let scalar = match (rlimit.limit, rlimit.resource.measure()) {
-        (None, _) => Preset::Word(UNLIMITED),
-        (Some(bytes), Measure::Bytes) => Preset::Size(bytes),
-        (Some(seconds), Measure::Seconds) => Preset::Duration(Duration::from_secs(seconds)),
-        (Some(number), _) => Preset::Count(number),
-    };
-    scalar.toml().unwrap_or_default()
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::path::{Path, PathBuf};
 
+use super::key::Kind;
 use super::keys::admission::PressureKeys;
 use super::reader::Field;
-use super::schema::Kind;
 use super::table::{Entry, Section as _, Table as _, Write, Written, braced, inline};
 use super::{
     AccessConfig, BulkheadConfig, Config, IsolationConfig, PressureConfig, Profile, Program, SandboxConfig,

@@ -10,10 +10,12 @@ pub(crate) use rows::{checked, entry, first, on_reload, preset, section, slot, s
 use serde::Serializer;
 use serde::ser::SerializeMap as _;
 
+use crate::key::{Key, Kind, Preset};
 use crate::reader::{Field, TableReader};
-use crate::schema::{Key, Kind, Preset};
 use crate::settled::Settled;
-pub(crate) use types::{StartMode, Words, words};
+pub(crate) use types::{StartMode, words};
+
+pub(crate) use crate::values::Words;
 
 /// A type that a key's value can have: how it is read.
 pub(crate) trait Value: Clone {

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use toml::de::{DeFloat, DeInteger, DeValue};
 
+use super::defaults;
 use super::diagnostics::{nearest, shown};
-use super::rlimits::{Measure, UNLIMITED};
-use super::schema::{Key, Kind};
-use super::table::Words;
+use super::ids::UidRange;
+use super::key::{Key, Kind};
+use super::rlimits::{Measure, Resource, UNLIMITED};
 use super::units::{self, UnitError};
-use super::{Resource, UidRange, defaults};
 
 /// Why a value cannot be taken.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,6 +24,18 @@ impl Complaint {
     pub(super) fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self { message: message.into(), help: help.into() }
     }
+}
+
+/// One of a few words.
+pub(crate) trait Words: Copy + 'static {
+    /// All of them.
+    const WORDS: &'static [&'static str];
+
+    /// The word in the file.
+    fn word(self) -> &'static str;
+
+    /// What a word of [`Words::WORDS`] stands for.
+    fn of(word: &str) -> Option<Self>;
 }
 
 type Read<T> = Result<T, Complaint>;

@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
+use crate::key::{ACCESS, Kind};
 use crate::reader::Arguments;
-use crate::schema::{ACCESS, Kind};
 use crate::table::table;
 
 table! {

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::schema::{BREAKER, Kind, POISON, PRESSURE, PRIORITY, RATE_LIMIT, RETRY};
+use crate::key::{BREAKER, Kind, POISON, PRESSURE, PRIORITY, RATE_LIMIT, RETRY};
 use crate::table::section;
 
 section! {

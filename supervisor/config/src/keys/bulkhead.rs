@@ -12,12 +12,12 @@ use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING as PAYLOAD_MAX;
 use serde::Serialize;
 
 use super::kinds::*;
+use super::rlimits::RawRlimits;
 use super::{admission, confinement, life, tenants};
-use crate::checked::Program;
 use crate::defaults::*;
+use crate::key::{BULKHEAD, Kind};
 use crate::reader::{Arguments, Environment};
-use crate::rlimits::{RawRlimits, Rlimit};
-use crate::schema::{BULKHEAD, Kind};
+use crate::rlimits::Rlimit;
 use crate::table::{as_table, as_table_option, as_word, section};
 
 section! {
@@ -176,4 +176,31 @@ impl BulkheadConfig {
         let others = std::iter::repeat(self.processes);
         larger.into_iter().chain(others).take(isolation.max_active as usize).map(u64::from).sum()
     }
+}
+
+/// What a bulkhead runs. Paths are absolute and existed when the file was read.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Program {
+    /// A program built with the worker SDK.
+    Command {
+        /// Its arguments as written, the program first.
+        argv: Vec<String>,
+        /// The program that was found for `argv[0]`.
+        path: PathBuf,
+    },
+    /// A C library, loaded by the host.
+    Library {
+        /// The library.
+        path: PathBuf,
+        /// The symbol that serves jobs.
+        entry: String,
+    },
+    /// An unmodified program, one process per job.
+    Exec {
+        /// Its arguments as written, the program first.
+        argv: Vec<String>,
+        /// The program that was found for `argv[0]`.
+        path: PathBuf,
+    },
 }

@@ -1,14 +1,13 @@
 //! The tables of a bulkhead about what its workers can reach and use.
 
-use std::fmt;
 use std::path::PathBuf;
 
 use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
+use crate::key::{CGROUP, Kind, SANDBOX, SYSCALLS};
 use crate::reader::Arguments;
-use crate::schema::{CGROUP, Kind, SANDBOX, SYSCALLS};
 use crate::table::{Words as _, section, table, words};
 
 table! {
@@ -205,19 +204,4 @@ pub struct CgroupConfig {
     pub pids: Option<u64>,
     /// Processor cores, above 0, at most 1024.
     pub cpu: Option<f64>,
-}
-
-/// `worker_uids`: user ids from `first` to `last`, at most 1,000,000. `Display` is as in the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct UidRange {
-    /// The first, at least 1.
-    pub first: u32,
-    /// The last, at least `first`, below 4294967295.
-    pub last: u32,
-}
-
-impl fmt::Display for UidRange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{}", self.first, self.last)
-    }
 }

@@ -6,7 +6,7 @@ use bulkhead_policy::{Health, Recycle, Restart, RestartPolicy, Start};
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::schema::{HEALTH, Kind, RECYCLE, RESTART, START};
+use crate::key::{HEALTH, Kind, RECYCLE, RESTART, START};
 use crate::table::{StartMode, section};
 
 section! {

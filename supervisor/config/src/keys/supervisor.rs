@@ -8,9 +8,9 @@ use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING as PAYLOAD_MAX;
 use serde::Serialize;
 
 use super::kinds::*;
-use crate::UidRange;
 use crate::defaults::*;
-use crate::schema::{Kind, SUPERVISOR};
+use crate::ids::UidRange;
+use crate::key::{Kind, SUPERVISOR};
 use crate::table::section;
 
 section! {

@@ -12,8 +12,8 @@ use super::kinds::*;
 use crate::defaults;
 use crate::defaults::*;
 use crate::diagnostics::{shown, shown_key};
+use crate::key::{Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
 use crate::reader::{Field, TableReader};
-use crate::schema::{self, Kind, TENANT, TENANT_RATE_LIMIT, TENANTS};
 use crate::table::{Part, Table as _, as_table_option, section, table};
 use crate::values::{self, Complaint};
 
@@ -140,7 +140,10 @@ fn read(bulkhead: &mut TableReader<'_, '_>) -> Vec<RawTenant> {
                 let keys = TenantKeys::read(Field::Absent, Some(bulkhead.tenant(name.get_ref(), table)));
                 tenants.push(RawTenant { name: name.get_ref().to_string(), keys });
             }
-            other => bulkhead.complain(value.span(), not_a_tenant(name.get_ref(), other)),
+            other => {
+                let is_for_all = bulkhead.is_key_of(TENANTS, name.get_ref());
+                bulkhead.complain(value.span(), not_a_tenant(name.get_ref(), is_for_all, other));
+            }
         }
     }
     tenants
@@ -174,11 +177,11 @@ pub(crate) fn check_name(name: &str) -> Result<(), Complaint> {
 }
 
 /// Keys straight below `tenant` are most likely meant for all tenants.
-fn not_a_tenant(name: &str, value: &DeValue<'_>) -> Complaint {
-    let help = match schema::find(schema::TENANTS, name) {
-        Some(_) => "keys for every tenant go into [bulkhead.NAME.tenants], keys for one into [bulkhead.NAME.tenant.TENANT]"
+fn not_a_tenant(name: &str, is_for_all: bool, value: &DeValue<'_>) -> Complaint {
+    let help = match is_for_all {
+        true => "keys for every tenant go into [bulkhead.NAME.tenants], keys for one into [bulkhead.NAME.tenant.TENANT]"
             .to_owned(),
-        None => format!("write a section [bulkhead.NAME.tenant.{}]", shown_key(name)),
+        false => format!("write a section [bulkhead.NAME.tenant.{}]", shown_key(name)),
     };
     let found = values::type_name(value);
     Complaint::new(format!("`tenant.{}` must be a table, not {found}", shown_key(name)), help)

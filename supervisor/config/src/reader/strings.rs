@@ -7,7 +7,7 @@ use toml::de::{DeArray, DeValue};
 
 use super::{Arguments, Environment, Field, Given, TableReader};
 use crate::diagnostics::shown;
-use crate::schema::Kind;
+use crate::key::Kind;
 use crate::values::{self, Complaint, Named};
 
 impl TableReader<'_, '_> {

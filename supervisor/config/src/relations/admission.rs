@@ -1,9 +1,10 @@
 //! What spans the keys of admission control: a table that says too little, and what only a queue can use.
 
 use super::{Checker, leaf};
+use crate::key::{self, Key};
 use crate::keys::admission::{BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
 use crate::reader::{Field, Origin};
-use crate::schema::{self, Key};
+use crate::schema;
 use crate::settled::{Settled, blame};
 use crate::table::{ByRows as _, WithDefault, Words as _};
 use crate::units;
@@ -12,7 +13,7 @@ use crate::{BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitCo
 impl Checker<'_> {
     pub(super) fn priority(&mut self, raw: &PriorityKeys) -> Option<PriorityConfig> {
         let critical_reserve =
-            self.required(&raw.here, schema::PRIORITY, ("critical_reserve", &raw.critical_reserve))?;
+            self.required(&raw.here, key::PRIORITY, ("critical_reserve", &raw.critical_reserve))?;
         Some(PriorityConfig { critical_reserve })
     }
 
@@ -55,7 +56,7 @@ impl Checker<'_> {
     }
 
     pub(super) fn rate_limit(&mut self, raw: &RateLimitKeys) -> Option<RateLimitConfig> {
-        let per_second = self.required(&raw.here, schema::RATE_LIMIT, ("per_second", &raw.per_second))?;
+        let per_second = self.required(&raw.here, key::RATE_LIMIT, ("per_second", &raw.per_second))?;
         let burst = burst(&raw.burst, per_second);
         Some(RateLimitConfig { per_second, burst, per: raw.per.value() })
     }

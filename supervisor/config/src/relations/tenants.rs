@@ -8,9 +8,9 @@ use super::{Checker, Permits};
 use crate::defaults;
 use crate::diagnostics::shown_key;
 use crate::file::RawBulkhead;
+use crate::key;
 use crate::keys::tenants::{RawTenant, TenantsKeys};
 use crate::reader::{Field, Origin};
-use crate::schema;
 use crate::settled::blame;
 use crate::table::{WithDefault, Words as _};
 use crate::{BulkheadConfig, IsolationConfig, RateLimitConfig, RatePer, TenantConfig, TenantsConfig};
@@ -98,7 +98,7 @@ impl Checker<'_> {
         let raw = &raw.keys;
         let limit = &raw.rate_limit;
         let per_second =
-            self.required(&limit.here, schema::TENANT_RATE_LIMIT, ("per_second", &limit.per_second));
+            self.required(&limit.here, key::TENANT_RATE_LIMIT, ("per_second", &limit.per_second));
         TenantConfig {
             max_in_flight: raw.max_in_flight.value(),
             max_queue: raw.max_queue.value(),

@@ -36,8 +36,8 @@ macro_rules! table {
         impl $crate::table::Table for $raw {
             const PATH: &'static str = $path;
 
-            fn keys() -> Vec<$crate::schema::Key> {
-                let rows: Vec<$crate::schema::Key> = vec![$($crate::schema::Key {
+            fn keys() -> Vec<$crate::key::Key> {
+                let rows: Vec<$crate::key::Key> = vec![$($crate::key::Key {
                     table: $path,
                     name: stringify!($key),
                     kind: $kind,
@@ -46,8 +46,8 @@ macro_rules! table {
                     about: concat!($($sentence),+).trim_ascii_start(),
                     on_reload: $crate::table::on_reload!($($reload)?),
                 },)*];
-                let tables: Vec<$crate::schema::Key> =
-                    vec![$($($crate::schema::Key::of_table($path, stringify!($inner)),)+)?];
+                let tables: Vec<$crate::key::Key> =
+                    vec![$($($crate::key::Key::of_table($path, stringify!($inner)),)+)?];
                 rows.into_iter().chain(tables).collect()
             }
 
@@ -104,7 +104,7 @@ macro_rules! section {
                 let rows = [$($crate::table::entry!($how $what; self.$key; stringify!($key); $kind),)*];
                 let tables: Vec<$crate::table::Entry> = vec![$($($crate::table::Entry {
                     key: stringify!($inner),
-                    value: $crate::table::Write::written(&self.$inner, $crate::schema::Kind::Table),
+                    value: $crate::table::Write::written(&self.$inner, $crate::key::Kind::Table),
                     without: "off",
                 },)+)?];
                 rows.into_iter().flatten().chain(tables).collect()
@@ -112,7 +112,7 @@ macro_rules! section {
         }
 
         impl $crate::table::Write for $checked {
-            fn written(&self, _: $crate::schema::Kind) -> Option<$crate::table::Written> {
+            fn written(&self, _: $crate::key::Kind) -> Option<$crate::table::Written> {
                 let entries = $crate::table::Section::entries(self);
                 Some($crate::table::Written::Toml($crate::table::inline(entries)))
             }
@@ -150,8 +150,8 @@ macro_rules! preset {
         $crate::table::preset!(default $default; $type; $kind)
     };
     (fixed $default:expr; $type:ty; $kind:expr) => { $crate::table::preset!(default $default; $type; $kind) };
-    (without $words:expr; $type:ty; $kind:expr) => { $crate::schema::Preset::Described($words) };
-    (elsewhere $words:expr; $type:ty; $kind:expr) => { $crate::schema::Preset::Described($words) };
+    (without $words:expr; $type:ty; $kind:expr) => { $crate::key::Preset::Described($words) };
+    (elsewhere $words:expr; $type:ty; $kind:expr) => { $crate::key::Preset::Described($words) };
 }
 pub(crate) use preset;
 
@@ -202,10 +202,10 @@ pub(crate) use first;
 
 macro_rules! on_reload {
     () => {
-        $crate::schema::OnReload::Holds
+        $crate::key::OnReload::Holds
     };
     ($other:ident) => {
-        $crate::schema::OnReload::$other
+        $crate::key::OnReload::$other
     };
 }
 pub(crate) use on_reload;

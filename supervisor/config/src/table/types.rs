@@ -6,27 +6,15 @@ use std::time::Duration;
 use bulkhead_policy::{Overflow, RatePer, RestartPolicy};
 
 use super::{Scalar, Value};
-use crate::UidRange;
+use crate::ids::UidRange;
+use crate::key::{Kind, Preset};
 use crate::reader::{Arguments, Environment, Field, TableReader};
-use crate::schema::{Kind, Preset};
 use crate::values;
-
-/// One of a few words.
-pub(crate) trait Words: Copy + 'static {
-    /// All of them.
-    const WORDS: &'static [&'static str];
-
-    /// The word in the file.
-    fn word(self) -> &'static str;
-
-    /// What a word of [`Words::WORDS`] stands for.
-    fn of(word: &str) -> Option<Self>;
-}
 
 /// Which word stands for which variant.
 macro_rules! words {
     ($type:ident { $($variant:ident = $word:literal,)+ }) => {
-        impl $crate::table::Words for $type {
+        impl $crate::values::Words for $type {
             const WORDS: &'static [&'static str] = &[$($word),+];
 
             fn word(self) -> &'static str {
@@ -50,8 +38,8 @@ macro_rules! words {
         }
 
         impl $crate::table::Scalar for $type {
-            fn preset(&self, _: $crate::schema::Kind) -> $crate::schema::Preset {
-                $crate::schema::Preset::Word($crate::table::Words::word(*self))
+            fn preset(&self, _: $crate::key::Kind) -> $crate::key::Preset {
+                $crate::key::Preset::Word($crate::values::Words::word(*self))
             }
         }
     };

@@ -1,0 +1,300 @@
+//! What a row says of a key, in the forms that the reader, its error messages, the reference for the
+//! documentation and the schema for editors take it in. The rows themselves are in `keys`.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use super::rlimits::{Measure, Resource};
+use super::{defaults, units};
+
+/// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
+/// and give it a row in `keys`. A table stands for all that is in it.
+pub(super) const LATER: &[(&str, &str)] = &[(BULKHEAD, "adaptive")];
+
+pub(super) const TOP: &str = "";
+pub(super) const ACCESS: &str = "access";
+pub(super) const SUPERVISOR: &str = "supervisor";
+pub(super) const BULKHEAD: &str = "bulkhead.NAME";
+pub(super) const PRIORITY: &str = "bulkhead.NAME.priority";
+pub(super) const PRESSURE: &str = "bulkhead.NAME.pressure";
+pub(super) const RATE_LIMIT: &str = "bulkhead.NAME.rate_limit";
+pub(super) const TENANTS: &str = "bulkhead.NAME.tenants";
+pub(super) const BREAKER: &str = "bulkhead.NAME.breaker";
+pub(super) const RETRY: &str = "bulkhead.NAME.retry";
+pub(super) const POISON: &str = "bulkhead.NAME.poison";
+pub(super) const TENANT: &str = "bulkhead.NAME.tenant.TENANT";
+pub(super) const TENANT_RATE_LIMIT: &str = "bulkhead.NAME.tenant.TENANT.rate_limit";
+pub(super) const RESTART: &str = "bulkhead.NAME.restart";
+pub(super) const START: &str = "bulkhead.NAME.start";
+pub(super) const HEALTH: &str = "bulkhead.NAME.health";
+pub(super) const RECYCLE: &str = "bulkhead.NAME.recycle";
+pub(super) const RLIMITS: &str = "bulkhead.NAME.rlimits";
+pub(super) const SANDBOX: &str = "bulkhead.NAME.sandbox";
+pub(super) const SYSCALLS: &str = "bulkhead.NAME.sandbox.syscalls";
+pub(super) const CGROUP: &str = "bulkhead.NAME.cgroup";
+
+/// One key of the configuration file.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    /// The table it belongs to: `supervisor`, `bulkhead.NAME`, `bulkhead.NAME.restart`, …
+    pub table: &'static str,
+    /// Its name in that table.
+    pub name: &'static str,
+    /// What its value looks like.
+    pub kind: Kind,
+    /// What holds without it.
+    pub default: Preset,
+    /// What it does.
+    pub about: &'static str,
+    /// A value that would do, where there is no default.
+    pub(super) example: &'static str,
+    /// What another value does to a supervisor that runs.
+    pub on_reload: OnReload,
+}
+
+/// What a value looks like. `Display` says it in a few words.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    /// `"1m 30s"`, up to a year.
+    Duration {
+        /// The shortest that makes sense.
+        min: Duration,
+    },
+    /// `"64MiB"`, or a number of bytes.
+    Size {
+        /// The smallest that makes sense.
+        min: u64,
+        /// The largest that is allowed.
+        max: u64,
+    },
+    /// A whole number.
+    Count {
+        /// The smallest that makes sense.
+        min: u64,
+        /// The largest that is allowed.
+        max: u64,
+    },
+    /// A fraction of a whole, from 0 to 1.
+    Share {
+        /// Whether 0 itself is allowed.
+        none: bool,
+        /// Whether 1 itself is allowed; otherwise something is left to others.
+        all: bool,
+    },
+    /// A number above 0, whole or not.
+    Number {
+        /// The largest that is allowed.
+        max: u64,
+    },
+    /// `true` or `false`.
+    Boolean,
+    /// A number that can only be 0 until a later version.
+    ZeroForNow,
+    /// `"0600"`.
+    Mode,
+    /// A path; a relative one starts at the file's folder.
+    Path,
+    /// Any other text.
+    Text,
+    /// One of a few words.
+    Word {
+        /// Those that work.
+        now: &'static [&'static str],
+        /// Those that are for a later version.
+        later: &'static [&'static str],
+    },
+    /// Some of a few words, or none.
+    Words {
+        /// Those that there are.
+        of: &'static [&'static str],
+    },
+    /// A program and its arguments.
+    Program,
+    /// Names, in order, or none.
+    Names {
+        /// The most that are allowed.
+        max: usize,
+    },
+    /// Paths, or none; relative ones start at the file's folder.
+    Paths {
+        /// The most that are allowed.
+        max: usize,
+    },
+    /// The first and the last of some user ids: `"200000-200999"`.
+    Ids,
+    /// A table of strings.
+    Environment,
+    /// A value of setrlimit(2).
+    Limit(Resource),
+    /// A table with keys of its own.
+    Table,
+    /// Any number of such tables.
+    Tables {
+        /// The most that are allowed.
+        max: usize,
+    },
+}
+
+/// What holds without a key. `Display` gives the value as TOML, or says it in words.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Preset {
+    /// A duration.
+    Duration(Duration),
+    /// A number of bytes.
+    Size(u64),
+    /// A number.
+    Count(u64),
+    /// A fraction.
+    Share(f64),
+    /// A number, whole or not.
+    Number(f64),
+    /// Whether something is on.
+    Boolean(bool),
+    /// Octal digits.
+    Mode(u32),
+    /// A word.
+    Word(&'static str),
+    /// Something that is worked out, or nothing at all.
+    Described(&'static str),
+}
+
+/// What a reload does with another value of a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnReload {
+    /// It holds from then on.
+    Holds,
+    /// The workers are replaced, since they were started with it, or told it when they were welcomed.
+    ReplacesWorkers,
+    /// It is passed over until the next start.
+    Waits,
+}
+
+/// The key `name` of `table`, if it is one of `keys`.
+pub(super) fn find(keys: &[Key], table: &str, name: &str) -> Option<Key> {
+    keys.iter().find(|key| key.table == table && key.name == name).copied()
+}
+
+/// How the heading of a table is written.
+pub(super) fn heading(table: &str) -> String {
+    if table == ACCESS { format!("[[{table}]]") } else { format!("[{table}]") }
+}
+
+pub(super) fn path(table: &str, name: &str) -> String {
+    if table == TOP { name.to_owned() } else { format!("{table}.{name}") }
+}
+
+impl Key {
+    /// Table and name: `bulkhead.NAME.restart.backoff`.
+    pub fn path(&self) -> String {
+        path(self.table, self.name)
+    }
+
+    /// A table without a default, whose keys say what it is for.
+    pub(super) const fn of_table(table: &'static str, name: &'static str) -> Self {
+        let default = Preset::Described("none");
+        Self { table, name, kind: Kind::Table, default, example: "", about: "", on_reload: OnReload::Holds }
+    }
+
+    /// A value that would do, as TOML.
+    pub(super) fn example(&self) -> String {
+        match self.default {
+            _ if self.kind == Kind::Boolean => "true".to_owned(),
+            Preset::Described(_) => self.example.to_owned(),
+            default => default.toml().unwrap_or_default(),
+        }
+    }
+}
+
+impl Preset {
+    /// The value as it would stand in the file, if it is one.
+    pub(super) fn toml(&self) -> Option<String> {
+        match *self {
+            Self::Duration(duration) => Some(units::duration_literal(&duration)),
+            Self::Size(bytes) => Some(format!("\"{}\"", units::format_size(bytes))),
+            Self::Count(count) => Some(count.to_string()),
+            Self::Share(share) => Some(units::share_literal(&share)),
+            Self::Number(number) => Some(number.to_string()),
+            Self::Boolean(on) => Some(on.to_string()),
+            Self::Mode(mode) => Some(format!("\"{mode:04o}\"")),
+            Self::Word(word) => Some(format!("\"{word}\"")),
+            Self::Described(_) => None,
+        }
+    }
+}
+
+/// As a value for programs: sizes in bytes.
+impl Serialize for Preset {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match *self {
+            Self::Duration(duration) => units::serialize_duration(&duration, serializer),
+            Self::Size(number) | Self::Count(number) => serializer.serialize_u64(number),
+            Self::Share(number) | Self::Number(number) => serializer.serialize_f64(number),
+            Self::Boolean(is_on) => serializer.serialize_bool(is_on),
+            Self::Mode(mode) => serializer.serialize_u32(mode),
+            Self::Word(word) | Self::Described(word) => serializer.serialize_str(word),
+        }
+    }
+}
+
+impl fmt::Display for Preset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self, self.toml()) {
+            (Self::Described(words), _) => f.write_str(words),
+            (_, toml) => write!(f, "`{}`", toml.unwrap_or_default()),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Duration { min } if min.is_zero() => f.write_str("duration"),
+            Self::Duration { min } => write!(f, "duration, at least {}", units::format_duration(min)),
+            Self::Size { min: 0, max: defaults::NUMBER_MAX } => f.write_str("size"),
+            Self::Size { min, max: defaults::NUMBER_MAX } => {
+                write!(f, "size, at least {}", units::size_bound(min))
+            }
+            Self::Size { min, max } => write!(f, "size, {min} to {}", units::format_size(max)),
+            Self::Count { min, max: defaults::NUMBER_MAX } => write!(f, "number, at least {min}"),
+            Self::Count { min, max } => write!(f, "number, {min} to {max}"),
+            Self::Share { none, all } => {
+                write!(
+                    f,
+                    "share, {} 0 {} 1",
+                    if none { "from" } else { "above" },
+                    if all { "to" } else { "to below" }
+                )
+            }
+            Self::Number { max } => write!(f, "number, whole or not, above 0 to {max}"),
+            Self::Boolean => f.write_str("`true` or `false`"),
+            Self::ZeroForNow => f.write_str("`0`"),
+            Self::Mode => f.write_str("octal digits as a string"),
+            Self::Path => f.write_str("path"),
+            Self::Text => f.write_str("string"),
+            Self::Word { now, .. } => {
+                let words: Vec<_> = now.iter().map(|word| format!("`\"{word}\"`")).collect();
+                f.write_str(&words.join(", "))
+            }
+            Self::Words { of } => {
+                let words: Vec<_> = of.iter().map(|word| format!("`\"{word}\"`")).collect();
+                write!(f, "array of {}", words.join(", "))
+            }
+            Self::Program => f.write_str("array of strings"),
+            Self::Names { max } => write!(f, "array of names, at most {max}"),
+            Self::Paths { max } => write!(f, "array of paths, at most {max}"),
+            Self::Ids => f.write_str("range of ids as a string"),
+            Self::Environment => f.write_str("table of strings"),
+            Self::Limit(resource) => f.write_str(match resource.measure() {
+                Measure::Bytes => "size or `\"unlimited\"`",
+                Measure::Count => "number or `\"unlimited\"`",
+                Measure::Seconds => "duration, number of seconds, or `\"unlimited\"`",
+                Measure::Microseconds => "duration, number of microseconds, or `\"unlimited\"`",
+                Measure::Zero => "`0`",
+            }),
+            Self::Table => f.write_str("table"),
+            Self::Tables { max } => write!(f, "array of tables, at most {max}"),
+        }
+    }
+}
