@@ -10,8 +10,10 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
+use interprocess::local_socket::tokio::Stream;
+use interprocess::local_socket::tokio::prelude::*;
+use interprocess::local_socket::{GenericFilePath, ToFsName};
 use serde_json::{Map, Value, json};
-use tokio::net::UnixStream;
 
 use crate::args::{Args, Resize};
 use crate::output::{self, Failure, exit, harmless};
@@ -75,7 +77,11 @@ async fn send(
     path: &str,
     body: String,
 ) -> Result<Response<Incoming>, Failure> {
-    let stream = UnixStream::connect(socket).await.map_err(|error| match error.kind() {
+    let connected = match socket.to_fs_name::<GenericFilePath>() {
+        Ok(name) => Stream::connect(name).await,
+        Err(error) => Err(error),
+    };
+    let stream = connected.map_err(|error| match error.kind() {
         std::io::ErrorKind::PermissionDenied => {
             Failure::new(exit::FORBIDDEN, format!("you may not use the admin socket {}", socket.display()))
         }

@@ -17,7 +17,9 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
-use crate::job::{Job, JobError, JobHandle, Progress};
+use crate::answer::{JobError, Progress};
+use crate::handle::JobHandle;
+use crate::order::Order;
 use crate::requests::{Requests, SubmitError};
 
 /// How long the supervisor may take to accept the connection and to say welcome.
@@ -76,7 +78,7 @@ pub enum ConnectError {
 
 /// A connection to a supervisor. Clones share it. Must be used within the tokio runtime that made it.
 ///
-/// The connection ends when the last clone, the last [`Job`] and the last [`JobHandle`] are gone: a job
+/// The connection ends when the last clone, the last [`Job`](crate::Job) and the last [`JobHandle`] are gone: a job
 /// outlives its client.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -123,35 +125,30 @@ impl Client {
         Ok(Self { shared: Arc::new(Shared { path, current, wanted }) })
     }
 
-    /// Begins a job for a bulkhead.
-    pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
-        Job::new(self.clone(), bulkhead.into(), payload.into())
-    }
-
     /// Sends a job. Its progress is reported to the sender that is there.
     pub(crate) async fn begin(
-        job: &mut Job,
+        &self,
+        job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
     ) -> Result<JobHandle, JobError> {
         let mut broken = None;
-        if let Some(requests) = job.client.shared.connected() {
+        if let Some(requests) = self.shared.connected() {
             match requests.submit(job, progress) {
-                Ok(handle) => return Ok(handle),
+                Ok(sent) => return Ok(JobHandle::new(sent)),
                 Err(SubmitError::Refused(error)) => return Err(error),
                 Err(SubmitError::Full) => {}
                 Err(SubmitError::Closed) => broken = Some(requests),
             }
         }
         // Rare, and not to make every future that sends a job larger.
-        let client = job.client.clone();
-        Box::pin(client.begin_patiently(job, progress, broken)).await
+        Box::pin(self.begin_patiently(job, progress, broken)).await
     }
 
     /// Sends a job as soon as there is a connection, other than `broken`, with room for it. What this takes
     /// is taken from the job's deadline.
     async fn begin_patiently(
         &self,
-        job: &mut Job,
+        job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
         mut broken: Option<Arc<Requests>>,
     ) -> Result<JobHandle, JobError> {
@@ -170,7 +167,7 @@ impl Client {
                     return Err(job.expired(deadline.unwrap_or_default()));
                 }
                 match place.submit(job, progress) {
-                    Ok(handle) => return Ok(handle),
+                    Ok(sent) => return Ok(JobHandle::new(sent)),
                     Err(SubmitError::Refused(error)) => return Err(error),
                     Err(SubmitError::Full) => {}
                     Err(SubmitError::Closed) => break,

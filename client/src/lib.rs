@@ -23,14 +23,19 @@
 //! [`JobError::Disconnected`], and the client reconnects by itself. [`blocking`] has the same without
 //! async.
 
+mod answer;
 pub mod blocking;
 mod connection;
+mod handle;
 mod job;
+mod order;
 mod requests;
 
+pub use answer::{JobError, Progress, Reply};
 pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
 pub use bulkhead_shared::{
     CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, Priority, RejectReason, Verdict,
 };
 pub use connection::{Client, ConnectError};
-pub use job::{Job, JobError, JobHandle, Progress, Reply};
+pub use handle::JobHandle;
+pub use job::Job;

@@ -14,7 +14,8 @@ use bulkhead_shared::{Executed, JobId, RejectReason};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 
-use crate::job::{Job, JobError, JobHandle, Progress, Reply};
+use crate::answer::{JobError, Progress, Reply};
+use crate::order::Order;
 
 /// Bytes that wait to be written before further jobs wait for their turn. A job that fits is taken whole, so
 /// that there can be one payload more.
@@ -29,6 +30,9 @@ const SUBMIT_OVERHEAD_BYTES_MAX: u64 = 4096;
 const BATCHES: usize = 6;
 const BATCH_MIN: usize = 8;
 const BATCH_MAX: usize = 64;
+
+/// A job that was sent: where its outcome comes, and the right to it.
+pub(crate) type Sent = (oneshot::Receiver<Result<Reply, JobError>>, Ticket);
 
 /// Why a job was not sent.
 pub(crate) enum SubmitError {
@@ -125,9 +129,9 @@ impl Requests {
     /// it, and the reports of its progress go to the sender that was there.
     pub(crate) fn submit(
         self: &Arc<Self>,
-        job: &mut Job,
+        job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
-    ) -> Result<JobHandle, SubmitError> {
+    ) -> Result<Sent, SubmitError> {
         self.submit_after(0, job, progress)
     }
 
@@ -142,9 +146,9 @@ impl Requests {
     fn submit_after(
         self: &Arc<Self>,
         queued_max: usize,
-        job: &mut Job,
+        job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
-    ) -> Result<JobHandle, SubmitError> {
+    ) -> Result<Sent, SubmitError> {
         let payload_bytes = job.payload.len();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
             let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
@@ -169,7 +173,7 @@ impl Requests {
         }
         self.schedule_flush(&mut state);
         drop(state);
-        Ok(JobHandle { outcome, progress: None, ticket: Ticket { requests: Some(self.clone()), number } })
+        Ok((outcome, Ticket { requests: Some(self.clone()), number }))
     }
 
     fn schedule_flush(&self, state: &mut State) {
@@ -345,9 +349,9 @@ impl Place<'_> {
     /// when it is this one's turn, whichever wait.
     pub(crate) fn submit(
         &mut self,
-        job: &mut Job,
+        job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
-    ) -> Result<JobHandle, SubmitError> {
+    ) -> Result<Sent, SubmitError> {
         let queued_max = std::mem::replace(&mut self.goes_before, usize::MAX);
         self.requests.submit_after(queued_max, job, progress)
     }
@@ -383,7 +387,7 @@ impl State {
         Ok(())
     }
 
-    fn push_job(&mut self, number: u64, job: &Job, payload: Payload<'_>) -> Result<(), codec::CodecError> {
+    fn push_job(&mut self, number: u64, job: &Order, payload: Payload<'_>) -> Result<(), codec::CodecError> {
         let submit = Submit {
             bulkhead: &job.bulkhead,
             operation: &job.operation,

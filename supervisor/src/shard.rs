@@ -84,8 +84,7 @@ use memory::{Charge, Memory};
 use reporter::Reporter;
 pub(crate) use reports::advice;
 use session_table::Sessions;
-use sessions::SessionId;
-use slab::{CompartmentIndex, LinkIndex, SessionIndex, SlabIndex};
+use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::Trace;
 
 /// Sockets that one turn of the loop looks at.

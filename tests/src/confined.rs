@@ -17,6 +17,7 @@ use bulkhead_shared::{CrashReason, Verdict};
 use serde_json::{Value, json};
 
 use crate::attempts::Expected;
+pub use crate::machine::{has_layers, has_program, is_root};
 use crate::subuid::User;
 use crate::{PATIENCE, Supervisor, programs, wait_for};
 
@@ -31,38 +32,6 @@ const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead
 
 /// A secret of somebody else; that it is readable proves that there is nothing in the way.
 const SECRET_MODE: u32 = 0o600;
-
-/// Whether this test runs as root. If not, says so.
-pub fn is_root() -> bool {
-    let is_root = nix::unistd::geteuid().is_root();
-    if !is_root {
-        eprintln!("NOT TESTED: this needs root");
-    }
-    is_root
-}
-
-/// Whether there is such a program. If not, says so.
-pub fn has_program(path: &str) -> bool {
-    let is_there = Path::new(path).exists();
-    if !is_there {
-        eprintln!("NOT TESTED: there is no {path}");
-    }
-    is_there
-}
-
-/// Whether this machine can have these layers, by their names in `doctor`. If not, says so.
-pub fn has_layers(layers: &[&str]) -> bool {
-    let output = Command::new(programs().join("bulkhead-supervisor")).args(["doctor", "--json"]).output();
-    let output = output.expect("the supervisor's program runs").stdout;
-    let abilities: Value = serde_json::from_slice(&output).expect("doctor prints JSON");
-    let all = abilities["layers"].as_array().or(abilities.as_array()).expect("a list of layers");
-    let is_there = |layer: &&&str| all.iter().any(|one| one["layer"] == **layer && one["available"] == true);
-    let missing: Vec<_> = layers.iter().filter(|layer| !is_there(layer)).collect();
-    if !missing.is_empty() {
-        eprintln!("NOT TESTED: this machine cannot have {missing:?}");
-    }
-    missing.is_empty()
-}
 
 /// What `strict` takes.
 pub const STRICT_LAYERS: &[&str] = &[

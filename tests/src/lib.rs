@@ -6,6 +6,7 @@ pub mod browser;
 pub mod confined;
 pub mod http;
 pub mod ledger;
+pub mod machine;
 pub mod openmetrics;
 pub mod subuid;
 

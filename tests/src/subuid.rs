@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::confined::{has_layers, has_program, is_root};
+use crate::machine::{has_layers, has_program, is_root};
 
 /// A user of this test's, and what ids it has.
 #[derive(Clone, Copy, Debug)]

@@ -8,9 +8,8 @@ use bulkhead_policy::{Bulkhead, Event};
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use foldhash::quality::RandomState;
 
-use super::sessions::SessionId;
 use super::shares::{Giver, Holder, Kind, Owner, Shares};
-use super::slab::{BulkheadIndex, CompartmentIndex};
+use super::slab::{BulkheadIndex, CompartmentIndex, SessionId};
 use super::{DataPlane, Incoming, JobData};
 
 /// A small frame that is half received is given up only if it holds more than that: less is no worth a connection.

@@ -5,9 +5,9 @@ use std::ops::{Deref, DerefMut};
 
 use bulkhead_shared::JobId;
 
-use super::sessions::{Session, SessionId};
+use super::sessions::Session;
 use super::shares::Holder;
-use super::slab::{CompartmentIndex, SessionIndex, Slab};
+use super::slab::{CompartmentIndex, SessionId, SessionIndex, Slab};
 use super::turns::Turns;
 
 #[derive(Default)]

@@ -27,7 +27,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::fallback::FallbackState;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
-use super::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
+use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
 use super::turns::Standing;
 use super::{Charge, DataPlane, Endpoint, Held, INTEREST, Incoming, JobData, memory};
 use crate::access::{self, Grant};
@@ -68,13 +68,6 @@ fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
 /// The payload of an answer.
 fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     if *verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
-}
-
-/// Names a session; a place that is used again has another epoch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct SessionId {
-    pub(super) index: SessionIndex,
-    pub(super) epoch: u64,
 }
 
 pub(super) struct Session {

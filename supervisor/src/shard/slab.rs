@@ -44,6 +44,13 @@ indices! {
     CompartmentIndex;
 }
 
+/// Names a session; a place that is used again has another epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct SessionId {
+    pub(super) index: SessionIndex,
+    pub(super) epoch: u64,
+}
+
 /// Values by the numbers of their places. A place is used again, at once or by [`Slab::recycle`].
 pub(super) struct Slab<I, T> {
     places: Vec<Option<T>>,

@@ -1,0 +1,167 @@
+//! What comes back of a job, and what can go wrong.
+
+use std::fmt;
+use std::time::Duration;
+
+use bulkhead_shared::client_protocol::OutcomeMessage;
+use bulkhead_shared::{Executed, Outcome, Verdict};
+
+/// How far a job is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    /// From 0 to 1.
+    pub fraction: f32,
+    /// A few words of the handler's.
+    pub text: String,
+}
+
+/// The outcome `ok`, and the result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reply {
+    pub(crate) payload: Vec<u8>,
+    pub(crate) outcome: Outcome,
+}
+
+impl Reply {
+    /// The result's bytes.
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+
+    /// The result's bytes, to keep.
+    pub fn into_payload(self) -> Vec<u8> {
+        self.payload
+    }
+
+    /// The bulkhead that served the job, how long it took, and the like.
+    pub fn outcome(&self) -> &Outcome {
+        &self.outcome
+    }
+}
+
+/// Why there is no result. Each but the last carries the whole [`Outcome`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobError {
+    /// The handler said that it cannot.
+    Failed(Box<Outcome>),
+    /// The job was not taken; it did not run.
+    Rejected(Box<Outcome>),
+    /// The deadline passed.
+    DeadlineExceeded(Box<Outcome>),
+    /// The worker died with the job in its hands.
+    Crashed(Box<Outcome>),
+    /// It was cancelled.
+    Cancelled(Box<Outcome>),
+    /// The supervisor went away, or was not there, or said what this client does not know.
+    Disconnected {
+        /// Whether the job may have run.
+        executed: Executed,
+        /// What happened, for people.
+        message: String,
+    },
+}
+
+impl JobError {
+    /// The connection ended while the job was under way.
+    pub(crate) fn lost(executed: Executed, why: &str) -> Self {
+        let advice = match executed {
+            Executed::No => "the job was not sent: send it again",
+            _ => "whether the job ran is unknown: send it again only if it may run twice",
+        };
+        let message = format!("the connection to the supervisor was lost ({why}); {advice}");
+        Self::Disconnected { executed, message }
+    }
+
+    /// The supervisor told of an end that this version has no word for.
+    pub(crate) fn unintelligible(message: &OutcomeMessage<'_>) -> Self {
+        let executed = match message.executed {
+            0 => Executed::No,
+            1 => Executed::Yes,
+            _ => Executed::Unknown,
+        };
+        let OutcomeMessage { outcome, reason, message: said, .. } = message;
+        let message = format!(
+            "the supervisor told of an outcome that this client does not know \
+             (outcome {outcome}, reason {reason}: {said}); update this program"
+        );
+        Self::Disconnected { executed, message }
+    }
+
+    /// The outcome, or `ok`.
+    pub(crate) fn from_outcome(outcome: Outcome, payload: Vec<u8>) -> Result<Reply, Self> {
+        match outcome.verdict {
+            Verdict::Ok => Ok(Reply { payload, outcome }),
+            Verdict::Failed(_) => Err(Self::Failed(Box::new(outcome))),
+            Verdict::Rejected { .. } => Err(Self::Rejected(Box::new(outcome))),
+            Verdict::DeadlineQueued | Verdict::DeadlineRunning => {
+                Err(Self::DeadlineExceeded(Box::new(outcome)))
+            }
+            Verdict::Crashed { .. } => Err(Self::Crashed(Box::new(outcome))),
+            Verdict::Cancelled { .. } => Err(Self::Cancelled(Box::new(outcome))),
+        }
+    }
+
+    /// The outcome that the supervisor told, if it did.
+    pub fn outcome(&self) -> Option<&Outcome> {
+        match self {
+            Self::Failed(outcome)
+            | Self::Rejected(outcome)
+            | Self::DeadlineExceeded(outcome)
+            | Self::Crashed(outcome)
+            | Self::Cancelled(outcome) => Some(outcome),
+            Self::Disconnected { .. } => None,
+        }
+    }
+
+    /// Whether the handler began.
+    pub fn executed(&self) -> Executed {
+        match self {
+            Self::Disconnected { executed, .. } => *executed,
+            _ => self.outcome().map_or(Executed::Unknown, |outcome| outcome.verdict.executed()),
+        }
+    }
+
+    /// Whether the same job may be sent again and end otherwise.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Disconnected { executed, .. } => *executed == Executed::No,
+            _ => self.outcome().is_some_and(|outcome| outcome.retryable),
+        }
+    }
+
+    /// How long to wait before that, if the supervisor said.
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.outcome().and_then(|outcome| outcome.retry_after)
+    }
+
+    /// The exit code that the `bulkhead` command gives it.
+    pub fn exit_code(&self) -> u8 {
+        self.outcome().map_or(69, |outcome| outcome.verdict.exit_code())
+    }
+}
+
+impl fmt::Display for JobError {
+    /// One line for people: what happened, and what to do.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Disconnected { message, .. } => f.write_str(message),
+            Self::Failed(outcome) | Self::Cancelled(outcome) => outcome.fmt(f),
+            Self::Rejected(outcome) => match outcome.retry_after {
+                Some(wait) if outcome.retryable => {
+                    write!(f, "{outcome}; try again after {} ms", wait.as_micros().div_ceil(1000))
+                }
+                _ => outcome.fmt(f),
+            },
+            Self::DeadlineExceeded(outcome) => {
+                let limit_ms = outcome.deadline.as_millis();
+                write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
+            }
+            Self::Crashed(outcome) if outcome.retryable => write!(f, "{outcome}; it may be sent again"),
+            Self::Crashed(outcome) => {
+                write!(f, "{outcome}; whether the job ran is unknown: send it again only if it may run twice")
+            }
+        }
+    }
+}
+
+impl std::error::Error for JobError {}

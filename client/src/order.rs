@@ -1,0 +1,94 @@
+//! What is asked for: a job as it goes to the supervisor.
+
+use std::time::Duration;
+
+use bulkhead_shared::codec::tag;
+use bulkhead_shared::limits::{OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
+
+use crate::answer::JobError;
+
+/// Bytes of a bulkhead's name and of a traceparent that are sent at all; the supervisor takes fewer.
+const TEXT_BYTES_MAX: usize = 1024;
+
+/// A job that is to be sent.
+#[derive(Clone, Debug)]
+pub(crate) struct Order {
+    pub(crate) bulkhead: String,
+    pub(crate) payload: Vec<u8>,
+    pub(crate) operation: String,
+    pub(crate) tenant: String,
+    pub(crate) deadline: Option<Duration>,
+    pub(crate) priority: Priority,
+    pub(crate) cost: u32,
+    pub(crate) is_idempotent: bool,
+    pub(crate) traceparent: Option<String>,
+}
+
+impl Order {
+    pub(crate) fn new(bulkhead: String, payload: Vec<u8>) -> Self {
+        Self {
+            bulkhead,
+            payload,
+            operation: String::new(),
+            tenant: String::new(),
+            deadline: None,
+            priority: Priority::Normal,
+            cost: 1,
+            is_idempotent: false,
+            traceparent: None,
+        }
+    }
+
+    /// What the supervisor would refuse anyway.
+    pub(crate) fn check(&self) -> Result<(), JobError> {
+        let too_long = |what: &str, most: usize| {
+            let message = format!("the {what}'s name is longer than {most} bytes");
+            Err(self.refused(RejectReason::Invalid, message))
+        };
+        if self.operation.len() > OPERATION_BYTES_MAX {
+            return too_long("operation", OPERATION_BYTES_MAX);
+        }
+        if self.tenant.len() > TENANT_BYTES_MAX {
+            return too_long("tenant", TENANT_BYTES_MAX);
+        }
+        let traceparent = self.traceparent.as_deref().unwrap_or_default();
+        for (what, text) in [("bulkhead's name", self.bulkhead.as_str()), ("traceparent", traceparent)] {
+            if text.len() > TEXT_BYTES_MAX {
+                let message = format!("the {what} is longer than {TEXT_BYTES_MAX} bytes");
+                return Err(self.refused(RejectReason::Invalid, message));
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn refused(&self, reason: RejectReason, message: String) -> JobError {
+        JobError::Rejected(Box::new(self.unsent(Verdict::Rejected { reason, message })))
+    }
+
+    /// The whole of the job's deadline went by before there was room to send it.
+    pub(crate) fn expired(&self, deadline: Duration) -> JobError {
+        let outcome = self.unsent(Verdict::DeadlineQueued);
+        JobError::DeadlineExceeded(Box::new(Outcome { queued: deadline, deadline, ..outcome }))
+    }
+
+    /// The outcome of a job that the supervisor never saw.
+    fn unsent(&self, verdict: Verdict) -> Outcome {
+        Outcome {
+            job: None,
+            bulkhead: self.bulkhead.clone(),
+            attempts: 0,
+            queued: Duration::ZERO,
+            ran: Duration::ZERO,
+            worker_pid: None,
+            retryable: verdict.is_retryable(self.is_idempotent),
+            retry_after: None,
+            deadline: self.deadline.unwrap_or_default(),
+            verdict,
+        }
+    }
+
+    pub(crate) fn extensions(&self) -> Option<(u16, &[u8])> {
+        self.traceparent.as_ref().map(|text| (tag::TRACEPARENT, text.as_bytes()))
+    }
+}
