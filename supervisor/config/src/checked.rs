@@ -1,5 +1,5 @@
 //! What the rest of the supervisor works with: plain values, resolved and verified. Nothing here knows
-//! TOML, and nothing here can be impossible: whoever holds a [`Config`] checks nothing again.
+//! TOML, and nothing here can be impossible: code that has a [`Config`] checks nothing again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -11,7 +11,7 @@ use serde::Serialize;
 /// Problems shown in full; what is beyond is counted. [`ConfigErrors::problems`] has them all.
 const SHOWN_MAX: usize = 100;
 
-/// Characters of somebody's text that are repeated in a message.
+/// Characters of a text of the file that are repeated in a message.
 const QUOTED_CHARS_MAX: usize = 80;
 
 /// Everything that is wrong with a configuration file, in the order of the file.

@@ -17,9 +17,9 @@ mod keys;
 mod programs;
 mod reader;
 mod relations;
+mod resolved;
 mod rlimits;
 mod schema;
-mod settled;
 mod summary;
 mod syntax;
 mod system_calls;
@@ -142,18 +142,18 @@ fn not_utf8(path: &Path, error: &std::string::FromUtf8Error) -> ConfigErrors {
 /// # Ok::<(), config::ConfigErrors>(())
 /// ```
 pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
-    parse_in(text, path, &Surroundings::of_process())
+    parse_in(text, path, &ProcessEnv::of_process())
 }
 
 /// What of the process a file depends on.
 #[derive(Debug, Clone)]
-struct Surroundings {
+struct ProcessEnv {
     root: bool,
     runtime_dir: Option<PathBuf>,
     search_path: Option<OsString>,
 }
 
-impl Surroundings {
+impl ProcessEnv {
     fn of_process() -> Self {
         // By its specification a relative XDG_RUNTIME_DIR is to be ignored.
         let runtime_dir =
@@ -175,7 +175,7 @@ impl Surroundings {
     }
 }
 
-fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Config, ConfigErrors> {
+fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config, ConfigErrors> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let absolute = std::path::absolute(path).map_err(|error| {
         let message =
@@ -190,7 +190,7 @@ fn parse_in(text: &str, path: &Path, surroundings: &Surroundings) -> Result<Conf
         return Err(problems.into_errors(path, text));
     }
     let raw = file::read(document.get_ref(), &mut problems);
-    let mut checker = relations::Checker { folder, surroundings, problems: &mut problems };
+    let mut checker = relations::Checker { folder, process_env, problems: &mut problems };
     let config = checker.check(&absolute, raw);
     if problems.is_empty() { Ok(config) } else { Err(problems.into_errors(path, text)) }
 }

@@ -279,7 +279,7 @@ impl<'t, 'p> TableReader<'t, 'p> {
     }
 
     /// Whether a table is inside this one, and where its name stands. Refused if it has a key that is not
-    /// read: nobody knows what that was meant to say.
+    /// read, since what that was meant to say is unknown.
     pub(super) fn presence(&self, name: &str, schema: &'static str) -> Field<()> {
         match self.table.get_key_value(name) {
             None => Field::Absent,

@@ -17,26 +17,26 @@ use super::file::{RawBulkhead, RawFile, RawSupervisor};
 use super::keys::life::RestartKeys;
 use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given};
-use super::settled::{Settled, blame};
+use super::resolved::{Resolved, blame};
 use super::table::ByRows as _;
 use super::token::Token;
 use super::values::Complaint;
 use super::{
-    BulkheadConfig, Config, HttpConfig, Program, Restart, Start, SupervisorConfig, Surroundings, defaults,
+    BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, Start, SupervisorConfig, defaults,
     programs, units,
 };
 
 /// Everything that a bulkhead is judged against.
 pub(super) struct Checker<'c> {
     pub(super) folder: &'c Path,
-    pub(super) surroundings: &'c Surroundings,
+    pub(super) process_env: &'c ProcessEnv,
     pub(super) problems: &'c mut Problems,
 }
 
 impl Checker<'_> {
     /// Judges a whole file. What it returns holds only if no problem was reported.
     pub(super) fn check(&mut self, path: &Path, raw: RawFile) -> Config {
-        let payload = raw.supervisor.max_payload.settle();
+        let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
         let supervisor = self.supervisor(&raw.supervisor, &payload, !access.is_empty());
         let bulkheads =
@@ -51,11 +51,11 @@ impl Checker<'_> {
     fn supervisor(
         &mut self,
         raw: &RawSupervisor,
-        payload: &Settled<u64>,
+        payload: &Resolved<u64>,
         has_access: bool,
     ) -> SupervisorConfig {
         let (socket, admin) = self.sockets(raw);
-        let buffered = raw.max_buffered.settle();
+        let buffered = raw.max_buffered.resolved();
         if buffered.value < payload.value
             && let Some(place) = blame(&buffered, payload)
         {
@@ -94,7 +94,7 @@ impl Checker<'_> {
                 self.socket("socket", &given.span, programs::resolve(self.folder, &given.value))
             }
             Field::Refused => None,
-            Field::Absent => match self.surroundings.default_socket() {
+            Field::Absent => match self.process_env.default_socket() {
                 Some(path) => self.socket("socket", &raw.heading, path),
                 None => {
                     self.problems.report(
@@ -178,13 +178,13 @@ impl Checker<'_> {
         }
     }
 
-    fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Settled<u64>, file: &RawFile) -> BulkheadConfig {
+    fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Resolved<u64>, file: &RawFile) -> BulkheadConfig {
         let program = self.program(raw);
         self.check_argument_bytes(raw);
-        let deadline = raw.deadline.settle();
-        let deadline_max = raw.deadline_max.settle(deadline.value);
+        let deadline = raw.deadline.resolved();
+        let deadline_max = raw.deadline_max.resolved(deadline.value);
         self.check_deadlines(raw, &deadline, &deadline_max);
-        let queue = raw.max_queue.settle();
+        let queue = raw.max_queue.resolved();
         self.check_permits(&Permits::of_bulkhead(raw));
         let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
@@ -284,7 +284,7 @@ impl Checker<'_> {
         let argv: Vec<String> = arguments.iter().map(|argument| argument.value.clone()).collect();
         let Some(name) = arguments.first() else { return (argv, PathBuf::new()) };
         let label = format!("{key}[0]");
-        let search_path = self.surroundings.search_path.as_deref();
+        let search_path = self.process_env.search_path.as_deref();
         match programs::program(&label, &name.value, self.folder, search_path) {
             Ok(path) => (argv, path),
             Err(complaint) => {
@@ -352,7 +352,12 @@ impl Checker<'_> {
         }
     }
 
-    fn check_deadlines(&mut self, raw: &RawBulkhead, deadline: &Settled<Duration>, max: &Settled<Duration>) {
+    fn check_deadlines(
+        &mut self,
+        raw: &RawBulkhead,
+        deadline: &Resolved<Duration>,
+        max: &Resolved<Duration>,
+    ) {
         if raw.deadline_max.given().is_some() {
             self.ordered(("deadline", deadline), ("deadline_max", max), units::duration_literal);
         }
@@ -361,8 +366,8 @@ impl Checker<'_> {
     /// Reports if the lower of two values is above the upper. `literal` is how TOML has such a value.
     fn ordered<T: PartialOrd>(
         &mut self,
-        lower: (&str, &Settled<T>),
-        upper: (&str, &Settled<T>),
+        lower: (&str, &Resolved<T>),
+        upper: (&str, &Resolved<T>),
         literal: impl Fn(&T) -> String,
     ) {
         if lower.1.value <= upper.1.value {
@@ -422,26 +427,26 @@ impl Checker<'_> {
         }
     }
 
-    fn below_supervisor(&mut self, name: &str, field: &Field<u64>, payload: &Settled<u64>) -> u64 {
-        let settled = field.settle(payload.value);
-        if settled.value > payload.value
-            && let Some(place) = blame(&settled, payload)
+    fn below_supervisor(&mut self, name: &str, field: &Field<u64>, payload: &Resolved<u64>) -> u64 {
+        let resolved = field.resolved(payload.value);
+        if resolved.value > payload.value
+            && let Some(place) = blame(&resolved, payload)
         {
             // The bulkhead's value is shown even if the supervisor's was written too.
             let place = field.given().map_or(place, |given| given.span.clone());
-            let (given, max) = (units::format_size(settled.value), units::format_size(payload.value));
+            let (given, max) = (units::format_size(resolved.value), units::format_size(payload.value));
             self.problems.report(
                 place,
                 format!("`{name}` ({given}) is above the supervisor's `max_payload` ({})", payload.told(&max)),
                 format!("write `{name} = \"{max}\"` or less, or `max_payload = \"{given}\"` or more in [supervisor]"),
             );
         }
-        settled.value
+        resolved.value
     }
 
     fn restart(&mut self, raw: &RestartKeys) -> Restart {
-        let backoff = raw.backoff.settle();
-        let backoff_max = raw.backoff_max.settle();
+        let backoff = raw.backoff.resolved();
+        let backoff_max = raw.backoff_max.resolved();
         self.ordered(
             ("restart.backoff", &backoff),
             ("restart.backoff_max", &backoff_max),
@@ -453,17 +458,17 @@ impl Checker<'_> {
 
 /// How many jobs run and wait in one set of workers: each number with its name in a message.
 struct Permits {
-    processes: (String, Settled<u32>),
-    in_flight: (String, Settled<u32>),
-    queue: (String, Settled<u32>),
+    processes: (String, Resolved<u32>),
+    in_flight: (String, Resolved<u32>),
+    queue: (String, Resolved<u32>),
 }
 
 impl Permits {
     fn of_bulkhead(raw: &RawBulkhead) -> Self {
         Self {
-            processes: ("processes".to_owned(), raw.processes.settle()),
-            in_flight: ("max_in_flight".to_owned(), raw.max_in_flight.settle()),
-            queue: ("max_queue".to_owned(), raw.max_queue.settle()),
+            processes: ("processes".to_owned(), raw.processes.resolved()),
+            in_flight: ("max_in_flight".to_owned(), raw.max_in_flight.resolved()),
+            queue: ("max_queue".to_owned(), raw.max_queue.resolved()),
         }
     }
 
@@ -472,7 +477,7 @@ impl Permits {
         let bulkhead = Self::of_bulkhead(raw);
         let own = |name: &str, field: &Field<u32>, inherited| match field.is_absent() {
             true => inherited,
-            false => (format!("tenant.{}.{name}", shown_key(&tenant.name)), field.settle(0)),
+            false => (format!("tenant.{}.{name}", shown_key(&tenant.name)), field.resolved(0)),
         };
         Self {
             processes: own("processes", &tenant.keys.processes, bulkhead.processes),

@@ -30,7 +30,7 @@ pub(super) enum Measure {
     Count,
     Seconds,
     Microseconds,
-    /// Only zero: a core dump would carry a job's payload to a disk nobody asked for.
+    /// Only zero: a core dump would carry a job's payload to a disk.
     Zero,
 }
 

@@ -178,7 +178,7 @@ impl Lines {
         }
     }
 
-    /// Only `strict` holds `tmp` to its size at every moment: whoever reads one under `default` is told so.
+    /// Only `strict` holds `tmp` to its size at every moment: a comment says so under `default`.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
             self.comment(whom(sandbox, self.ids));
@@ -301,7 +301,7 @@ impl Write for SandboxConfig {
     }
 }
 
-/// What `auto` comes to for whoever reads this, who is to start the supervisor.
+/// What `auto` comes to for the user who runs this.
 fn whom(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, an id of each worker's own",

@@ -12,7 +12,7 @@ use serde::ser::SerializeMap as _;
 
 use crate::key::{Key, Kind, Preset};
 use crate::reader::{Field, TableReader};
-use crate::settled::Settled;
+use crate::resolved::Resolved;
 pub(crate) use types::{StartMode, words};
 
 pub(crate) use crate::values::Words;
@@ -88,8 +88,8 @@ impl<T: Clone> WithDefault<T> {
     }
 
     /// The same with the reason why.
-    pub(crate) fn settle(&self) -> Settled<T> {
-        self.field.settle(self.default.clone())
+    pub(crate) fn resolved(&self) -> Resolved<T> {
+        self.field.resolved(self.default.clone())
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 /// Bytes of a token.
 const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 
-/// What others than its owner may not do to the token's file: its group may read it, nobody else may anything.
+/// What others than its owner may not do to the token's file: its group may read it, others may do nothing.
 const NOT_FOR_OTHERS: u32 = 0o027;
 
 const MAKE_IT: &str = "make one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)";

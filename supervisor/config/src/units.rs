@@ -1,5 +1,5 @@
-//! Durations and sizes between text and number. Pure; the sentences for whoever wrote them wrong are
-//! made by the reader, which knows the key.
+//! Durations and sizes between text and number. Pure; the messages about wrong ones are made by the
+//! reader, which knows the key.
 
 use std::time::Duration;
 

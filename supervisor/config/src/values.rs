@@ -112,7 +112,7 @@ pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
     Ok(duration)
 }
 
-/// A zero that somebody may have meant in earnest has another way to be said.
+/// A zero that may have been meant is said in another way.
 fn out_of_range_help(key: &Named) -> String {
     match key.name {
         "queue_timeout" => {
@@ -241,7 +241,7 @@ pub(super) fn share(key: &Named, value: &DeValue<'_>) -> Read<f64> {
     let fits = |share: f64| (share > 0.0 || none && share == 0.0) && (share < 1.0 || all && share == 1.0);
     let share = fraction(key, "a share such as 0.2", value)?;
     if fits(share) {
-        // There is a zero below zero in TOML; nobody means it.
+        // TOML has a negative zero, which is never meant.
         return Ok(share.abs());
     }
     let range = match (none, all) {
@@ -506,7 +506,7 @@ pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Rea
         (Measure::Microseconds, _) => time_limit(key, value, 1_000)?,
         (Measure::Count | Measure::Zero, _) => count_limit(key, value)?,
     };
-    // The kernel takes a processor time of 0 for 1 second; whoever writes 0 means something else.
+    // The kernel takes a processor time of 0 for 1 second, which a 0 in the file does not mean.
     let min = if measure == Measure::Seconds { 1 } else { 0 };
     if number < min || number > i128::from(defaults::NUMBER_MAX) {
         return Err(Complaint::new(

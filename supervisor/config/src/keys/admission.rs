@@ -1,4 +1,4 @@
-//! The tables of a bulkhead about who is let in, who waits, and who is turned away. What they become are policy's
+//! The tables of a bulkhead about which jobs are let in, wait, and are turned away. What they become are policy's
 //! own types.
 
 use std::time::Duration;

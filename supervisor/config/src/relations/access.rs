@@ -16,7 +16,7 @@ use crate::{defaults, identities};
 /// Names that a message lists.
 const LISTED_MAX: usize = 10;
 
-/// Who could connect by these bits is somebody else than the supervisor's own user.
+/// The bits that let other users than the supervisor's own connect.
 const OTHERS_MAY: u32 = 0o022;
 
 /// The mode of the jobs socket and of its folder. Where entries say who may, the file system need not.

@@ -4,8 +4,8 @@ use super::{Checker, leaf};
 use crate::key::{self, Key};
 use crate::keys::admission::{BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
 use crate::reader::{Field, Origin};
+use crate::resolved::{Resolved, blame};
 use crate::schema;
-use crate::settled::{Settled, blame};
 use crate::table::{ByRows as _, WithDefault, Words as _};
 use crate::units;
 use crate::{BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
@@ -17,8 +17,8 @@ impl Checker<'_> {
         Some(PriorityConfig { critical_reserve })
     }
 
-    pub(super) fn overflow(&mut self, raw: &WithDefault<Overflow>, queue: &Settled<u32>) -> Overflow {
-        let overflow = raw.settle();
+    pub(super) fn overflow(&mut self, raw: &WithDefault<Overflow>, queue: &Resolved<u32>) -> Overflow {
+        let overflow = raw.resolved();
         if overflow.value == Overflow::EvictOldest
             && queue.value == 0
             && let Some(place) = blame(&overflow, queue)
@@ -37,10 +37,10 @@ impl Checker<'_> {
     }
 
     /// In `[defaults]` it is for those bulkheads that have a queue.
-    pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Settled<u32>) -> PressureConfig {
+    pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Resolved<u32>) -> PressureConfig {
         if raw.here.given().is_some_and(|here| here.origin == Origin::Own)
             && queue.value == 0
-            && let Some(place) = blame(&raw.here.settle(()), queue)
+            && let Some(place) = blame(&raw.here.resolved(()), queue)
         {
             self.problems.report(
                 place,
@@ -48,9 +48,9 @@ impl Checker<'_> {
                 "write `max_queue = 1` or more, or remove `pressure`",
             );
         }
-        let reject = raw.reject.settle();
+        let reject = raw.reject.resolved();
         // Whoever asks for an early rejection has not asked for a late warning.
-        let warn = raw.warn.field.settle(raw.warn.default.min(reject.value));
+        let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
     }

@@ -6,7 +6,7 @@ use super::Checker;
 use crate::diagnostics::shown;
 use crate::keys::confinement::SandboxKeys;
 use crate::reader::{Arguments, Field, Origin};
-use crate::settled::Settled;
+use crate::resolved::Resolved;
 use crate::system_calls::{NEEDED, is_system_call};
 use crate::table::Words as _;
 use crate::{Layer, Profile, SandboxConfig, SandboxUser};
@@ -14,7 +14,7 @@ use crate::{identities, programs};
 
 impl Checker<'_> {
     pub(super) fn sandbox(&mut self, raw: &SandboxKeys) -> SandboxConfig {
-        let profile = raw.profile.settle();
+        let profile = raw.profile.resolved();
         let sandbox = SandboxConfig {
             profile: profile.value,
             network: raw.network.value(),
@@ -36,7 +36,7 @@ impl Checker<'_> {
     }
 
     /// A sandbox that is not there confines nothing, whatever else is said of it.
-    fn check_profile(&mut self, raw: &SandboxKeys, profile: &Settled<Profile>) {
+    fn check_profile(&mut self, raw: &SandboxKeys, profile: &Resolved<Profile>) {
         self.check_confined("network", &raw.network, raw, profile);
         self.check_confined("read", &raw.read, raw, profile);
         self.check_confined("write", &raw.write, raw, profile);
@@ -55,7 +55,7 @@ impl Checker<'_> {
         name: &str,
         field: &Field<T>,
         raw: &SandboxKeys,
-        profile: &Settled<Profile>,
+        profile: &Resolved<Profile>,
     ) {
         let Some(given) = field.given() else { return };
         let silenced = raw.profile.given().is_some_and(|profile| profile.origin > given.origin);

@@ -11,7 +11,7 @@ use crate::file::RawBulkhead;
 use crate::key;
 use crate::keys::tenants::{RawTenant, TenantsKeys};
 use crate::reader::{Field, Origin};
-use crate::settled::blame;
+use crate::resolved::blame;
 use crate::table::{WithDefault, Words as _};
 use crate::{BulkheadConfig, IsolationConfig, RateLimitConfig, RatePer, TenantConfig, TenantsConfig};
 
@@ -62,9 +62,9 @@ impl Checker<'_> {
 
     /// A share of common workers, where no worker is common.
     fn check_common_share(&mut self, name: &str, field: &Field<u32>, isolate: &WithDefault<bool>) {
-        let isolate = isolate.settle();
+        let isolate = isolate.resolved();
         let Some(given) = field.given() else { return };
-        let share = field.settle(given.value);
+        let share = field.resolved(given.value);
         if isolate.value
             && let Some(place) = blame(&share, &isolate)
         {
@@ -121,11 +121,11 @@ impl Checker<'_> {
                 "add `tenants = { isolate = true }` to the bulkhead, or remove `processes`",
             );
         }
-        let (limit, per) = (&raw.keys.rate_limit.here, bulkhead.rate_limit.per.settle());
+        let (limit, per) = (&raw.keys.rate_limit.here, bulkhead.rate_limit.per.resolved());
         if limit.given().is_some()
             && bulkhead.rate_limit.here.given().is_some()
             && per.value == RatePer::Bulkhead
-            && let Some(place) = blame(&limit.settle(()), &per)
+            && let Some(place) = blame(&limit.resolved(()), &per)
         {
             self.problems.report(
                 place,
@@ -157,11 +157,11 @@ impl Checker<'_> {
         self.check_permits(&Permits::of_tenant(raw, bulkhead));
     }
 
-    /// Each worker is a process of this machine, whoever it works for.
+    /// Each worker is a process of this machine, for whichever tenant it works.
     pub(super) fn check_workers(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
         let ceiling = defaults::ISOLATED_WORKERS_CEILING;
-        let processes = raw.processes.settle();
-        let max_active = raw.tenants.max_active.settle();
+        let processes = raw.processes.resolved();
+        let max_active = raw.tenants.max_active.resolved();
         if bulkhead.isolation().is_none() || bulkhead.workers_max() <= ceiling {
             return;
         }

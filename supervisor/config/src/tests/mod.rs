@@ -30,10 +30,10 @@ fn cases(least: u32) -> PropertyConfig {
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with what example files name, and surroundings that do not depend on who runs the test.
+/// A folder with what example files name, and a process environment that does not depend on who runs the test.
 struct Folder {
     dir: TempDir,
-    surroundings: Surroundings,
+    process_env: ProcessEnv,
 }
 
 impl Folder {
@@ -41,9 +41,9 @@ impl Folder {
         let dir = tempfile::tempdir().unwrap();
         let bin = dir.path().join("bin");
         fs::create_dir(&bin).unwrap();
-        let surroundings =
-            Surroundings { root: true, runtime_dir: None, search_path: Some(bin.into_os_string()) };
-        let folder = Self { dir, surroundings };
+        let process_env =
+            ProcessEnv { root: true, runtime_dir: None, search_path: Some(bin.into_os_string()) };
+        let folder = Self { dir, process_env };
         fs::create_dir(folder.path("work")).unwrap();
         for program in ["thumbnail-worker", "bin/pdftotext", "bin/tool"] {
             folder.write(program, 0o755);
@@ -68,7 +68,7 @@ impl Folder {
     }
 
     fn parse(&self, text: &str) -> Result<Config, ConfigErrors> {
-        let parsed = parse_in(text, &self.path("workers.toml"), &self.surroundings);
+        let parsed = parse_in(text, &self.path("workers.toml"), &self.process_env);
         // Whatever a test has read, the schema for editors must agree with.
         json_schema::compare(text, &parsed);
         parsed

@@ -65,7 +65,7 @@ fn what_in_path_cannot_run_is_passed_over() {
         folder.path("bin"),
     ])
     .unwrap();
-    folder.surroundings.search_path = Some(search);
+    folder.process_env.search_path = Some(search);
     for name in ["tool", "pdftotext"] {
         let config = folder.accept(&format!("[bulkhead.a]\nexec = [\"{name}\"]\n"));
         let Program::Exec { path, .. } = &config.bulkheads[0].program else { panic!() };
@@ -76,9 +76,9 @@ fn what_in_path_cannot_run_is_passed_over() {
 #[test]
 fn without_path_the_usual_folders_are_searched() {
     let mut folder = Folder::new();
-    folder.surroundings.search_path = None;
+    folder.process_env.search_path = None;
     folder.accept("[bulkhead.a]\nexec = [\"sh\"]\n");
-    folder.surroundings.search_path = Some(OsString::new());
+    folder.process_env.search_path = Some(OsString::new());
     folder.refuse_one("[bulkhead.a]\nexec = [\"sh\"]\n", (2, 9), "there is no program `sh` in PATH", "");
 }
 
@@ -117,13 +117,13 @@ fn a_socket_path_fits_into_an_address() {
 #[test]
 fn the_socket_has_a_place_of_its_own_for_each_user() {
     let mut folder = Folder::new();
-    folder.surroundings.root = false;
-    folder.surroundings.runtime_dir = Some("/run/user/1000".into());
+    folder.process_env.root = false;
+    folder.process_env.runtime_dir = Some("/run/user/1000".into());
     let config = folder.accept(&bulkhead(""));
     assert_eq!(config.supervisor.socket, PathBuf::from("/run/user/1000/bulkhead/jobs.sock"));
     assert_eq!(config.supervisor.admin, PathBuf::from("/run/user/1000/bulkhead/admin.sock"));
 
-    folder.surroundings.runtime_dir = None;
+    folder.process_env.runtime_dir = None;
     let text = format!("[supervisor]\nmax_clients = 1\n{}", bulkhead(""));
     folder.refuse_one(&text, (1, 2), "XDG_RUNTIME_DIR is not set", "set `socket` in [supervisor]");
     folder.refuse_one(&bulkhead(""), (1, 1), "XDG_RUNTIME_DIR is not set", "set `socket`");

@@ -1,12 +1,12 @@
 //! A value that holds, with the reason why: written, preset, or refused. What relations between keys need
-//! in order to show a mistake where somebody made it.
+//! in order to show a mistake where it was made.
 
 use std::fmt::Display;
 use std::ops::Range;
 
 use super::reader::{Field, Origin};
 
-/// Where a settled value comes from.
+/// Where a resolved value comes from.
 #[derive(Debug, Clone, PartialEq)]
 enum Source {
     Written(Range<usize>, Origin),
@@ -16,25 +16,25 @@ enum Source {
 
 /// A value that holds, and why.
 #[derive(Debug, Clone)]
-pub(super) struct Settled<T> {
+pub(super) struct Resolved<T> {
     pub(super) value: T,
     source: Source,
 }
 
 impl<T: Clone> Field<T> {
     /// The value, or `preset` if there is none.
-    pub(super) fn settle(&self, preset: T) -> Settled<T> {
+    pub(super) fn resolved(&self, preset: T) -> Resolved<T> {
         match self {
-            Field::Given(given) => Settled {
+            Field::Given(given) => Resolved {
                 value: given.value.clone(),
                 source: Source::Written(given.span.clone(), given.origin),
             },
-            Field::Absent => Settled { value: preset, source: Source::Preset },
-            Field::Refused => Settled { value: preset, source: Source::Refused },
+            Field::Absent => Resolved { value: preset, source: Source::Preset },
+            Field::Refused => Resolved { value: preset, source: Source::Refused },
         }
     }
 
-    /// The same where nobody asks why.
+    /// The same without the reason.
     pub(super) fn value_or(&self, preset: T) -> T {
         self.given().map_or(preset, |given| given.value.clone())
     }
@@ -53,7 +53,7 @@ impl<T: Clone> Field<T> {
     }
 }
 
-impl<T> Settled<T> {
+impl<T> Resolved<T> {
     /// Where the value was written; `None` if it was not, or was refused.
     fn place(&self) -> Option<(&Range<usize>, Origin)> {
         if let Source::Written(span, origin) = &self.source { Some((span, *origin)) } else { None }
@@ -70,7 +70,7 @@ impl<T> Settled<T> {
 }
 
 /// The place to show when two values do not fit; `None` if that cannot be judged.
-pub(super) fn blame<A, B>(a: &Settled<A>, b: &Settled<B>) -> Option<Range<usize>> {
+pub(super) fn blame<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usize>> {
     if a.source == Source::Refused || b.source == Source::Refused {
         return None;
     }
