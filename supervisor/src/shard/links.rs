@@ -1,5 +1,4 @@
-//! The workers' side: spawning through the keeper, handshake, jobs out, replies in. A worker is trusted
-//! no more than a client: what it says is checked, and one that breaks the protocol is killed.
+//! The workers' connections: ordering workers from the keeper, and what is written to them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,19 +7,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_policy::{Death, Event, Reply, Time, WorkerId};
-use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
-use bulkhead_shared::codec::{self, tag};
-use bulkhead_shared::connection::{Inbox, Item, Outbox, Payload, Received, Scratch};
-use bulkhead_shared::frame::{Header, MAGIC, kind};
-use bulkhead_shared::limits::{
-    CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
-};
-use bulkhead_shared::outcome::RESULT_TOO_LARGE;
-use bulkhead_shared::worker_protocol::{
-    Empty, Extend, Failed, Job, Limits, ProgramCrashed, Progressed, Status, WorkerWelcome, capability,
-};
-use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
+use bulkhead_policy::{Death, Event, Time, WorkerId};
+use bulkhead_shared::codec::tag;
+use bulkhead_shared::connection::{Inbox, Outbox, Payload};
+use bulkhead_shared::frame::kind;
+use bulkhead_shared::worker_protocol::{Empty, Job, Limits};
+use bulkhead_shared::{HandlerFailure, JobId};
 use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -32,26 +24,16 @@ use super::starvation::Watch;
 use super::unread::Reading;
 use super::{DataPlane, Endpoint, INTEREST, Incoming};
 use crate::confinement::Whom;
-use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
 use crate::keeper::{Observed, Usage};
 use crate::program::Program;
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);
 
-/// Reads in a row before others have their turn.
-const READS_PER_TURN: usize = 8;
-
-/// Bytes of a worker's own words about itself that are kept.
-const STATUS_BYTES_MAX: usize = 256;
-
-/// Messages in a turn that a worker may send without being about a job; more is a flood, and waits.
-const JOBS_UNKNOWN_MAX: u32 = 100_000;
-
 pub(super) struct Link {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
-    slot: u32,
+    pub(super) slot: u32,
     /// The keeper's name for the worker.
     pub(super) spawn: u64,
     /// What it was started with.
@@ -62,7 +44,7 @@ pub(super) struct Link {
     pub(super) end: End,
     // The socket, both ways.
     pub(super) socket: UnixStream,
-    inbox: Inbox,
+    pub(super) inbox: Inbox,
     pub(super) reads: Reads,
     pub(super) outbox: Outbox,
     pub(super) is_dirty: bool,
@@ -71,7 +53,7 @@ pub(super) struct Link {
     /// What it has read of the link, for the time after it.
     pub(super) reading: Reading,
     // What it says.
-    stage: Stage,
+    pub(super) stage: Stage,
     pub(super) notices: Notices,
     pub(super) status: Option<String>,
 }
@@ -130,7 +112,7 @@ pub(super) enum End {
     Dead { death: Death, usage: Usage },
 }
 
-enum Stage {
+pub(super) enum Stage {
     AwaitingHello,
     Welcomed {
         /// Replies for jobs it does not have.
@@ -143,9 +125,9 @@ enum Stage {
 
 /// A result that is too large and still coming: its client was told, and its job has its permit until the worker has
 /// sent it all.
-struct Oversized {
-    job: JobId,
-    failure: HandlerFailure,
+pub(super) struct Oversized {
+    pub(super) job: JobId,
+    pub(super) failure: HandlerFailure,
 }
 
 impl DataPlane {
@@ -350,370 +332,6 @@ impl DataPlane {
         self.memory.recount_workers(was, waiting);
     }
 
-    // Frames in. A link goes when the keeper says so, and never while it is read: what the keeper says meanwhile is put
-    // off. So its number names it from the first byte to the last.
-
-    pub(super) fn link_readable(&mut self, index: LinkIndex) {
-        // Not before its process is known, so that every event about it has a worker.
-        let is_known = self.links.get(index).is_some_and(|link| link.running().is_some());
-        if !is_known || self.is_paused(index) {
-            return;
-        }
-        for _ in 0..READS_PER_TURN {
-            if !self.read_link_once(index) || self.is_paused(index) {
-                return;
-            }
-        }
-        self.links.read_again(index);
-    }
-
-    /// Reads once; returns whether there may be more.
-    pub(super) fn read_link_once(&mut self, index: LinkIndex) -> bool {
-        let link = &mut self.links[index];
-        if matches!(link.reads, Reads::Closed { .. }) {
-            return false;
-        }
-        let (compartment, worker) = (link.compartment, link.worker);
-        let mut inbox = std::mem::take(&mut link.inbox);
-        let mut scratch = std::mem::take(&mut self.buffers.scratch);
-        let result = self.read_link(index, &mut inbox, &mut scratch);
-        self.buffers.scratch = scratch;
-        let heard = self.hear_notices(index);
-        let result = result.and_then(|received| heard.map(|()| received));
-        let link = &mut self.links[index];
-        link.inbox = inbox;
-        let (is_mid_frame, is_closing) = (link.inbox.is_mid_frame(), matches!(link.reads, Reads::Closing));
-        let begun = link.inbox.begun_header().filter(|_| !matches!(link.stage, Stage::ProtocolViolated));
-        let is_new = matches!(link.stage, Stage::AwaitingHello);
-        let result = result.and_then(|received| {
-            begun.map_or(Ok(()), |header| check_begun(header, is_new))?;
-            Ok(received)
-        });
-        if is_mid_frame && result.is_ok() {
-            // A large answer on its way is a sign of life, however long it takes.
-            self.apply(compartment, Event::Heard { worker }, Incoming::None);
-        }
-        match result {
-            Ok(Received::More) => true,
-            Ok(Received::Drained) => is_closing,
-            Ok(Received::Closed) => {
-                self.links[index].reads = Reads::Closed { at: self.now };
-                self.want_housekeeping();
-                false
-            }
-            Err(message) => {
-                self.break_link(index, message);
-                false
-            }
-        }
-    }
-
-    /// The worker broke the protocol: nothing that it says counts any more.
-    pub(super) fn break_link(&mut self, index: LinkIndex, message: String) {
-        let Some(link) = self.links.get_mut(index) else { return };
-        link.stage = Stage::ProtocolViolated;
-        let (compartment, worker) = (link.compartment, link.worker);
-        self.apply(compartment, Event::Broke { worker, message }, Incoming::None);
-    }
-
-    fn read_link(
-        &mut self,
-        index: LinkIndex,
-        inbox: &mut Inbox,
-        scratch: &mut Scratch,
-    ) -> Result<Received, String> {
-        let link = &self.links[index];
-        let is_violated = matches!(link.stage, Stage::ProtocolViolated);
-        let (received, mut batch) =
-            match inbox.receive_by(scratch, |buffer| self.entrance.intake.receive(&link.socket, buffer)) {
-                Ok(read) => read,
-                Err(error) if error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error()) => {
-                    return if is_violated { Ok(Received::Drained) } else { Err(NOT_TAKEN.into()) };
-                }
-                Err(_) => return Ok(Received::Closed),
-            };
-        if is_violated {
-            return Ok(received);
-        }
-        let mut is_oversized = link.is_oversized();
-        while let Some(item) = batch.next().map_err(|error| error.to_string())? {
-            // Another frame begins only where the one before has ended.
-            if std::mem::take(&mut is_oversized) {
-                self.end_oversized(index);
-            }
-            match item {
-                Item::Frame { header, metadata, payload } => {
-                    self.worker_frame(index, header, metadata, Incoming::Borrowed(payload))?;
-                }
-                Item::Large { header, metadata, payload } => {
-                    self.worker_frame(index, header, &metadata, Incoming::Owned(payload))?;
-                }
-                Item::Announced { header, metadata } => {
-                    if self.worker_announces(index, header, metadata)? {
-                        let fit = self.buffers.pool.take(batch.buffer_bytes());
-                        batch.accept(fit);
-                    } else {
-                        is_oversized = self.links.get(index).is_some_and(Link::is_oversized);
-                    }
-                }
-            }
-        }
-        if is_oversized && !batch.is_skipping() {
-            self.end_oversized(index);
-        }
-        Ok(received)
-    }
-
-    /// A large frame begins: whether its payload is wanted.
-    fn worker_announces(
-        &mut self,
-        index: LinkIndex,
-        header: Header,
-        metadata: &[u8],
-    ) -> Result<bool, String> {
-        let link = &self.links[index];
-        if matches!(link.stage, Stage::AwaitingHello) || header.kind != kind::RESULT {
-            self.worker_frame(index, header, metadata, Incoming::None)?;
-            return Ok(false);
-        }
-        let compartment = link.compartment;
-        let most = self.owner(compartment).max_result;
-        let size = header.payload_length() as u64;
-        if size <= most {
-            return Ok(true);
-        }
-        check_empty(metadata)?;
-        let (worker, job, failure) = (link.worker, JobId(header.number), too_large(size, most));
-        if let Some(Link { stage: Stage::Welcomed { oversized, .. }, .. }) = self.links.get_mut(index) {
-            *oversized = Some(Oversized { job, failure: failure.clone() });
-        }
-        self.apply(compartment, Event::Oversized { worker, job, failure }, Incoming::None);
-        Ok(false)
-    }
-
-    /// A result that is too large has come to its end: its permit is free.
-    fn end_oversized(&mut self, index: LinkIndex) {
-        let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
-        let Stage::Welcomed { oversized, .. } = &mut link.stage else { return };
-        if let Some(Oversized { job, failure }) = oversized.take() {
-            self.reply(compartment, worker, job.0, Reply::Failed(failure), Incoming::None);
-        }
-    }
-
-    fn worker_frame(
-        &mut self,
-        index: LinkIndex,
-        header: Header,
-        metadata: &[u8],
-        payload: Incoming<'_>,
-    ) -> Result<(), String> {
-        let link = &self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
-        match link.stage {
-            Stage::AwaitingHello => return self.worker_hello(index, header, metadata),
-            Stage::ProtocolViolated => return Ok(()),
-            Stage::Welcomed { .. } => {}
-        }
-        let number = header.number;
-        match header.kind {
-            kind::RESULT => {
-                check_empty(metadata)?;
-                let most = self.owner(compartment).max_result;
-                let size = payload.len() as u64;
-                if size > most {
-                    let reply = Reply::Failed(too_large(size, most));
-                    self.reply(compartment, worker, number, reply, Incoming::None);
-                } else {
-                    self.reply(compartment, worker, number, Reply::Ok, payload);
-                }
-            }
-            kind::FAILED => {
-                let failed = decode::<Failed<'_>>(metadata)?;
-                let failure = HandlerFailure {
-                    code: cut(failed.code, CODE_BYTES_MAX).to_owned(),
-                    message: cut(failed.message, MESSAGE_BYTES_MAX).to_owned(),
-                    retryable: failed.retryable != 0,
-                    fault: if failed.fault == Fault::Caller as u8 {
-                        Fault::Caller
-                    } else {
-                        Fault::Dependency
-                    },
-                };
-                self.reply(compartment, worker, number, Reply::Failed(failure), Incoming::None);
-            }
-            kind::PROGRAM_CRASHED => {
-                let (crashed, extensions) =
-                    codec::decode::<ProgramCrashed<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
-                let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
-                let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
-                let message = match death {
-                    Death::Violation(_) => describe_program(death),
-                    _ => cut(crashed.message, MESSAGE_BYTES_MAX).to_owned(),
-                };
-                self.report_program(compartment, worker, JobId(number), death, &message);
-                let reply = Reply::ProgramCrashed { death, message };
-                self.reply(compartment, worker, number, reply, Incoming::None);
-                self.reporter.last_report = None;
-            }
-            _ => self.worker_notice(index, header, metadata)?,
-        }
-        self.check_strays(index)
-    }
-
-    /// Frames that are not the answer to a job.
-    fn worker_notice(&mut self, index: LinkIndex, header: Header, metadata: &[u8]) -> Result<(), String> {
-        let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
-        link.notices.spend(header.length as usize);
-        let event = match header.kind {
-            kind::READY | kind::HEARTBEAT | kind::STARTED | kind::STOPPING => {
-                check_empty(metadata)?;
-                match header.kind {
-                    kind::STARTED => {
-                        self.note_begun(compartment, worker, JobId(header.number));
-                        return Ok(());
-                    }
-                    kind::READY => Event::Ready { worker },
-                    kind::STOPPING => Event::Stopping { worker },
-                    _ => return Ok(()),
-                }
-            }
-            kind::EXTEND_START => {
-                let extend = decode::<Extend>(metadata)?;
-                Event::ExtendStart { worker, more: Duration::from_millis(extend.more_ms.into()) }
-            }
-            kind::STATUS => {
-                let status = decode::<Status<'_>>(metadata)?;
-                let text = cut(status.text, STATUS_BYTES_MAX).to_owned();
-                link.status = Some(text.clone());
-                link.notices.say(text);
-                return Ok(());
-            }
-            kind::PROGRESSED => {
-                let progress = decode::<Progressed<'_>>(metadata)?;
-                self.progress(compartment, worker, header.number, progress);
-                return Ok(());
-            }
-            kind::HELLO => return Err("it said hello twice".into()),
-            unknown if header.is_critical() => {
-                return Err(format!("it sent a frame of kind {unknown} that must be understood"));
-            }
-            _ => return Ok(()),
-        };
-        self.apply(compartment, event, Incoming::None);
-        Ok(())
-    }
-
-    fn worker_hello(&mut self, index: LinkIndex, header: Header, metadata: &[u8]) -> Result<(), String> {
-        if header.kind != kind::HELLO || header.number != MAGIC {
-            return Err("its first frame is not a hello".into());
-        }
-        let hello = decode::<Hello<'_>>(metadata)?;
-        let link = &mut self.links[index];
-        let (compartment, worker) = (link.compartment, link.worker);
-        if hello.role != role::WORKER {
-            return Err("it says hello in the role of a client".into());
-        }
-        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
-            let message = format!(
-                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
-                 build the worker with a matching SDK",
-                cut(hello.name, 64),
-                cut(hello.version, 64),
-                hello.version_min,
-                hello.version_max
-            );
-            let refused = Refused { reason: RejectReason::Invalid.code(), message: &message };
-            let _ = link.outbox.push(kind::REFUSED, 0, &refused, &[], Payload::NONE);
-            self.flush_link(index);
-            return Err(message);
-        }
-        let (entry, max_in_flight) = (
-            &self.bulkheads[self.compartments[compartment].bulkhead],
-            self.compartments[compartment].policy.limits().max_in_flight,
-        );
-        let welcome = WorkerWelcome {
-            version: PROTOCOL_VERSION,
-            frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
-                as u32,
-            capabilities: 0,
-            slot: link.slot,
-            generation: worker.generation,
-            max_in_flight,
-            heartbeat_ms: u32::try_from(entry.heartbeat.as_millis()).unwrap_or(u32::MAX),
-            result_bytes_max: entry.max_result,
-            bulkhead: &entry.name,
-        };
-        let seal = link.program.sandbox().seal().map(|program| (tag::SEAL, program));
-        let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
-        link.stage = Stage::Welcomed { strays: 0, oversized: None };
-        self.mark_dirty(Endpoint::Link(index));
-        let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
-        let can_resize = hello.capabilities & capability::RESIZE != 0;
-        let event = Event::Hello { worker, has_dispatch_thread, can_resize };
-        self.apply(compartment, event, Incoming::None);
-        Ok(())
-    }
-
-    fn reply(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        number: u64,
-        reply: Reply,
-        payload: Incoming<'_>,
-    ) {
-        let size = payload.len();
-        // The answer to a job that was cancelled is late and yet owed.
-        let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
-        let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
-        let before = late(self);
-        self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
-        if !self.compartments[compartment].is_replay {
-            let count = late(self) - before;
-            self.tally_of(compartment).late_replies += count;
-        }
-        if !is_owed
-            && let Some(index) = self.link_of(compartment, worker)
-            && let Some(link) = self.links.get_mut(index)
-        {
-            link.notices.spend(size);
-            if let Stage::Welcomed { strays, .. } = &mut link.stage {
-                *strays = strays.saturating_add(1);
-            }
-        }
-    }
-
-    /// A few replies that match nothing are late; very many are a worker that has lost its mind.
-    fn check_strays(&self, index: LinkIndex) -> Result<(), String> {
-        match self.links.get(index).map(|link| &link.stage) {
-            Some(Stage::Welcomed { strays, .. }) if *strays > JOBS_UNKNOWN_MAX => {
-                Err(format!("it sent more than {JOBS_UNKNOWN_MAX} replies for jobs that it does not have"))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn progress(
-        &mut self,
-        compartment: CompartmentIndex,
-        worker: WorkerId,
-        number: u64,
-        progress: Progressed<'_>,
-    ) {
-        let policy = &mut self.compartments[compartment].policy;
-        if !policy.holds(worker, JobId(number)) || !progress.fraction.is_finite() {
-            return;
-        }
-        let Some(record) = policy.cargo_mut(JobId(number)) else { return };
-        record.given.has_begun = true;
-        let (session, request) = (record.session, record.request);
-        let text = cut(progress.text, MESSAGE_BYTES_MAX);
-        let fraction = progress.fraction.clamp(0.0, 1.0);
-        self.send_progress(session, request, Progressed { fraction, text });
-    }
-
     pub(super) fn look_after_links(&mut self) {
         let now = self.now;
         for index in self.links.indices() {
@@ -777,7 +395,7 @@ impl Link {
     }
 
     /// Whether a result that is too large is coming.
-    fn is_oversized(&self) -> bool {
+    pub(super) fn is_oversized(&self) -> bool {
         matches!(self.stage, Stage::Welcomed { oversized: Some(_), .. })
     }
 
@@ -797,40 +415,4 @@ fn is_zombie(pid: u32) -> bool {
     let stat = bulkhead_linux::process_tree::read_small(&format!("/proc/{pid}/stat"));
     // After the name in parentheses comes the state.
     stat.map_or(true, |stat| stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X'])))
-}
-
-fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M, String> {
-    codec::decode(metadata, &[]).map(|(message, _)| message).map_err(|error| error.to_string())
-}
-
-/// Metadata without a structure can still have extensions, and among them one that must be understood.
-/// What is no frame looks like a long one as a rule, whose end would be waited for in vain.
-fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
-    if is_new && header.kind != kind::HELLO {
-        return Err(format!("it did not say hello: its first frame is of kind {}", header.kind));
-    }
-    // A result that is too large is thrown away, however large.
-    let most = FRAME_OVERHEAD_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX;
-    if header.kind != kind::RESULT && header.length as usize > most {
-        return Err(format!("it began a frame of kind {} with {} bytes", header.kind, header.length));
-    }
-    Ok(())
-}
-
-fn check_empty(metadata: &[u8]) -> Result<(), String> {
-    if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
-}
-
-fn too_large(size: u64, most: u64) -> HandlerFailure {
-    HandlerFailure {
-        code: RESULT_TOO_LARGE.to_owned(),
-        message: format!("the result has {size} bytes; max_result is {most}"),
-        retryable: false,
-        fault: Fault::Dependency,
-    }
-}
-
-/// How a program ended, for people.
-fn describe_program(death: Death) -> String {
-    format!("the program {death}")
 }

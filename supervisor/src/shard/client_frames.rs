@@ -1,0 +1,238 @@
+//! What clients say: their frames, read and told apart. A session goes when it is flushed, or has been read: not while its
+//! frames are handled.
+
+use bulkhead_shared::RejectReason;
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, role};
+use bulkhead_shared::codec::{self};
+use bulkhead_shared::connection::{Inbox, Item, Payload, Received};
+use bulkhead_shared::frame::{Header, MAGIC, kind};
+use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
+use bulkhead_shared::worker_protocol::Empty;
+
+use super::sessions::{Breach, Stage, UNREAD_BYTES_PAUSE};
+use super::slab::SessionIndex;
+use super::{DataPlane, Endpoint, Incoming};
+use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
+
+fn is_hello(header: Header) -> bool {
+    header.kind == kind::HELLO && header.number == MAGIC
+}
+
+fn no_hello() -> Breach {
+    let message = "this socket speaks the Bulkhead protocol and expects a hello first; \
+                   HTTP is spoken on the admin socket";
+    Breach(RejectReason::Invalid, message.into())
+}
+
+impl DataPlane {
+    /// Reads once: frames of up to so many bytes together, or the rest of one that has begun. Returns how many
+    /// bytes came.
+    pub(super) fn session_readable(&mut self, index: SessionIndex, most: usize) -> usize {
+        let Some(session) = self.sessions.get_mut(index) else { return 0 };
+        if session.outbox.waiting_bytes() > UNREAD_BYTES_PAUSE {
+            session.is_paused = true;
+            return 0;
+        }
+        let most = most.max(session.inbox.missing_bytes());
+        let (growth, holder, frame_for) = (session.inbox.growth(), session.holder, session.frame_for);
+        if growth > 0 && !self.may_hold(holder, frame_for, growth) {
+            self.give_frame(holder);
+        }
+        let session = &mut self.sessions[index];
+        session.inbox.grow(&mut self.buffers.pool);
+        // Taken out while its frames are handled, so that they can reach everything else.
+        let mut inbox = std::mem::take(&mut session.inbox);
+        let mut scratch = std::mem::take(&mut self.buffers.scratch);
+        let mut bytes = 0;
+        let result = self.read_session(index, &mut inbox, &mut scratch, (most, &mut bytes));
+        self.buffers.scratch = scratch;
+        self.sessions[index].inbox = inbox;
+        match result {
+            Ok(received) => self.after_read(index, received),
+            Err(Some(Breach(reason, message))) => self.refuse_session(index, reason, &message),
+            Err(None) => self.drop_session(index),
+        }
+        bytes
+    }
+
+    pub(super) fn read_session(
+        &mut self,
+        index: SessionIndex,
+        inbox: &mut Inbox,
+        scratch: &mut bulkhead_shared::connection::Scratch,
+        (most, bytes): (usize, &mut usize),
+    ) -> Result<Received, Option<Breach>> {
+        let session = &self.sessions[index];
+        let is_closing = session.stage == Stage::Closing;
+        let is_large = inbox.is_within_large();
+        let mut is_cut = false;
+        let read = inbox.receive_by(scratch, |buffer| {
+            let most = if is_large { buffer.len() } else { most.min(buffer.len()) };
+            *bytes = self.entrance.intake.receive(&session.socket, &mut buffer[..most])?;
+            is_cut = *bytes == most;
+            Ok(*bytes)
+        });
+        let (received, mut batch) = read.map_err(|error| {
+            let is_foreign = error.raw_os_error() == Some(CAME_WITH_DESCRIPTORS.raw_os_error());
+            (is_foreign && !is_closing).then(|| Breach(RejectReason::Invalid, NOT_TAKEN.into()))
+        })?;
+        let received = if is_cut && received == Received::Drained { Received::More } else { received };
+        if is_closing {
+            return Ok(received);
+        }
+        let invalid = |error: &dyn std::fmt::Display| Some(Breach(RejectReason::Invalid, error.to_string()));
+        while let Some(item) = batch.next().map_err(|error| invalid(&error))? {
+            match item {
+                Item::Frame { header, metadata, payload } => {
+                    self.client_frame(index, header, metadata, Incoming::Borrowed(payload))?;
+                }
+                Item::Large { header, metadata, payload } => {
+                    self.client_frame(index, header, &metadata, Incoming::Owned(payload))?;
+                }
+                Item::Announced { header, metadata } => {
+                    if self.client_announces(index, header, metadata)? {
+                        let fit = self.buffers.pool.take(batch.buffer_bytes());
+                        batch.accept(fit);
+                    }
+                }
+            }
+        }
+        let is_awaited = self
+            .sessions
+            .get(index)
+            .is_some_and(|session| matches!(session.stage, Stage::AwaitingHello { .. }));
+        if is_awaited && inbox.pending_header().is_some_and(|header| !is_hello(header)) {
+            return Err(Some(no_hello()));
+        }
+        Ok(received)
+    }
+
+    pub(super) fn after_read(&mut self, index: SessionIndex, received: Received) {
+        let now = self.now;
+        self.count_frame(index);
+        let session = &mut self.sessions[index];
+        session.active_at = now;
+        let is_another = session.inbox.frames_begun() != session.frames_begun;
+        session.frames_begun = session.inbox.frames_begun();
+        session.mid_frame_since = match (session.inbox.is_mid_frame(), session.mid_frame_since) {
+            (true, Some(since)) if !is_another => Some(since),
+            (true, _) => Some(now),
+            (false, _) => None,
+        };
+        let is_mid_frame = session.mid_frame_since.is_some();
+        let is_read_closed = session.standing.is_read_closed;
+        if is_mid_frame {
+            self.want_housekeeping();
+        }
+        match received {
+            Received::More => self.sessions.want_read(index),
+            Received::Drained if is_read_closed => self.sessions.want_read(index),
+            Received::Drained => {}
+            Received::Closed => self.drop_session(index),
+        }
+        let wants = self.sessions.get(index).map(|session| (session.holder, session.frame_for));
+        self.settle_memory(wants);
+    }
+
+    pub(super) fn client_frame(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+        payload: Incoming<'_>,
+    ) -> Result<(), Option<Breach>> {
+        let session = &self.sessions[index];
+        match (session.stage, header.kind) {
+            (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
+            (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
+            (Stage::Open, kind::CANCEL) => {
+                codec::decode::<Empty>(metadata, &[])
+                    .map_err(|error| Some(Breach(RejectReason::Invalid, error.to_string())))?;
+                self.cancel_request(index, header.number);
+                Ok(())
+            }
+            (Stage::Open, unknown) if header.is_critical() => {
+                let message = format!("a frame of kind {unknown} must be understood, and is not");
+                Err(Some(Breach(RejectReason::Invalid, message)))
+            }
+            (Stage::Open | Stage::Closing, _) => Ok(()),
+        }
+    }
+
+    pub(super) fn client_hello(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<(), Breach> {
+        let invalid = |message: String| Breach(RejectReason::Invalid, message);
+        if !is_hello(header) {
+            return Err(no_hello());
+        }
+        let (hello, _) = codec::decode::<Hello<'_>>(metadata, &[]).map_err(|e| invalid(e.to_string()))?;
+        if hello.role != role::CLIENT {
+            return Err(invalid("only clients connect here; workers are started by the supervisor".into()));
+        }
+        if !(hello.version_min..=hello.version_max).contains(&PROTOCOL_VERSION) {
+            return Err(invalid(format!(
+                "{} {} speaks the protocol versions {} to {}, this supervisor version {PROTOCOL_VERSION}: \
+                 use a matching client library",
+                bulkhead_shared::limits::cut(hello.name, 64),
+                bulkhead_shared::limits::cut(hello.version, 64),
+                hello.version_min,
+                hello.version_max
+            )));
+        }
+        let welcome = ClientWelcome {
+            version: PROTOCOL_VERSION,
+            frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
+                .min(u64::from(u32::MAX)) as u32,
+            capabilities: 0,
+            server_version: env!("CARGO_PKG_VERSION"),
+        };
+        if let Some(session) = self.sessions.get_mut(index) {
+            session.stage = Stage::Open;
+            let _ = session.outbox.push(kind::CLIENT_WELCOME, MAGIC, &welcome, &[], Payload::NONE);
+        }
+        self.mark_dirty(Endpoint::Session(index));
+        Ok(())
+    }
+
+    /// A large frame begins: whether its payload is wanted. If not, its sender is told here.
+    pub(super) fn client_announces(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<bool, Option<Breach>> {
+        let session = &self.sessions[index];
+        if session.stage != Stage::Open || header.kind != kind::SUBMIT {
+            self.client_frame(index, header, metadata, Incoming::None)?;
+            return Ok(false);
+        }
+        self.check_number(index, header.number).map_err(Some)?;
+        match self.check_submit(session, header, metadata) {
+            // What would be turned away when it is there need not come.
+            Ok(_) if self.stopping => {
+                self.reject_frame(
+                    index,
+                    header,
+                    metadata,
+                    RejectReason::Draining,
+                    "the supervisor is stopping",
+                );
+                Ok(false)
+            }
+            Ok((bulkhead, ..)) => {
+                if let Some(session) = self.sessions.get_mut(index) {
+                    session.frame_for = Some(bulkhead);
+                }
+                Ok(true)
+            }
+            Err((reason, message)) => {
+                self.reject_frame(index, header, metadata, reason, &message);
+                Ok(false)
+            }
+        }
+    }
+}

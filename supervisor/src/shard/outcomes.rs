@@ -1,0 +1,144 @@
+//! What becomes of jobs, on its way to their clients.
+
+use bulkhead_policy::Answer;
+use bulkhead_shared::client_protocol::{OutcomeMessage, Progress};
+use bulkhead_shared::codec::tag;
+use bulkhead_shared::connection::Payload;
+use bulkhead_shared::frame::kind;
+use bulkhead_shared::trace::Traceparent;
+use bulkhead_shared::{JobId, Verdict};
+
+use super::sessions::{SessionId, Stage, UNREAD_BYTES_PAUSE};
+use super::slab::{CompartmentIndex, SessionIndex};
+use super::{DataPlane, Endpoint, Incoming, JobData};
+
+/// Places for requests that a client keeps when it has only a few.
+const REQUESTS_KEPT: usize = 1024;
+
+/// The payload of an answer.
+fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
+    if *verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
+}
+
+impl DataPlane {
+    pub(super) fn answer(
+        &mut self,
+        compartment: CompartmentIndex,
+        answer: Answer<Box<JobData>>,
+        incoming: &mut Incoming<'_>,
+    ) {
+        let mut answer = answer;
+        if self.compartments[compartment].is_replay {
+            return self.replay_answered(compartment, answer);
+        }
+        self.count_visit(compartment, &answer);
+        if answer.cargo.fallback.is_some() {
+            match self.pass_on(compartment, answer, incoming) {
+                Some(own) => answer = own,
+                None => return,
+            }
+        }
+        self.free_job(&mut answer.cargo);
+        if answer.attempts > 0 {
+            let (now, entry) = (self.now, &mut self.compartments[compartment]);
+            let (ran, queued) = (answer.ran, answer.queued);
+            if entry.tenant.is_some() {
+                entry.latency.record(now, ran, queued);
+            }
+            let own = entry.policy.limits().deadline;
+            let bulkhead = &mut self.bulkheads[entry.bulkhead];
+            bulkhead.latency.record(now, ran, queued);
+            bulkhead.demand.served(ran, queued);
+            if answer.verdict == Verdict::DeadlineRunning {
+                bulkhead.demand.was_late(answer.deadline, own);
+            }
+        }
+        if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
+            self.note_answer(compartment, &answer);
+            self.reporter.last_crashed =
+                answer.job.map(|job| (job, answer.cargo.operation.clone(), answer.cargo.tenant.clone()));
+        }
+        let (id, request) = (answer.cargo.session, answer.cargo.request);
+        let index = id.index;
+        let is_there = match self.sessions.of_mut(id) {
+            Some(session) => {
+                session.requests.remove(&request);
+                // What a flood took is given back.
+                let (len, capacity) = (session.requests.len(), session.requests.capacity());
+                if capacity > REQUESTS_KEPT && len < capacity / 8 {
+                    session.requests.shrink_to(2 * len);
+                }
+                true
+            }
+            None => false,
+        };
+        let span = answer.cargo.span();
+        if answer.cargo.fallback.is_some() || span.is_some() {
+            let outcome = self.outcome_in_all(compartment, &answer);
+            self.count_end(compartment, &answer.cargo, &outcome.verdict);
+            if span.is_some() {
+                self.end_span(compartment, &mut answer.cargo, &outcome);
+            }
+            if is_there {
+                let payload = result_for(&outcome.verdict, incoming);
+                let about = (outcome.job, span);
+                self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
+            }
+            self.buffers.keep_record(answer.cargo);
+            return;
+        }
+        self.count_end(compartment, &answer.cargo, &answer.verdict);
+        if is_there {
+            let name = self.owner(compartment).name.clone();
+            let message = OutcomeMessage {
+                retryable: answer.retryable.into(),
+                attempts: answer.attempts,
+                worker_pid: answer.worker_pid.unwrap_or(0),
+                ..OutcomeMessage::of_verdict(&answer.verdict, &name)
+            };
+            let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
+            let payload = result_for(&answer.verdict, incoming);
+            self.send_outcome(index, request, &message, (answer.job, None), payload);
+        }
+        self.buffers.keep_record(answer.cargo);
+    }
+
+    pub(super) fn send_outcome(
+        &mut self,
+        index: SessionIndex,
+        request: u64,
+        message: &OutcomeMessage<'_>,
+        (job, span): (Option<JobId>, Option<Traceparent>),
+        payload: Payload<'_>,
+    ) {
+        let Some(session) = self.sessions.get_mut(index) else { return };
+        if session.stage == Stage::Closing {
+            return;
+        }
+        // Every text in an outcome is bounded where it enters, so that the metadata fits.
+        let number = job.unwrap_or(JobId(0)).to_bytes();
+        let number = (tag::JOB, &number[..]);
+        let span = span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes()));
+        let both = [number, span.unwrap_or(number)];
+        let extensions = &both[usize::from(job.is_none())..1 + usize::from(span.is_some())];
+        let pushed = session.outbox.push_pooled(
+            kind::OUTCOME,
+            request,
+            message,
+            extensions,
+            payload,
+            &mut self.buffers.pool,
+        );
+        debug_assert!(pushed.is_ok(), "an outcome did not fit");
+        self.mark_dirty(Endpoint::Session(index));
+    }
+
+    pub(super) fn send_progress(&mut self, session: SessionId, request: u64, progress: Progress<'_>) {
+        let Some(entry) = self.sessions.of_mut(session) else { return };
+        // Progress is a courtesy: a client that does not keep up goes without.
+        if entry.outbox.waiting_bytes() < UNREAD_BYTES_PAUSE {
+            let _ = entry.outbox.push(kind::PROGRESS, request, &progress, &[], Payload::NONE);
+            self.mark_dirty(Endpoint::Session(session.index));
+        }
+    }
+}

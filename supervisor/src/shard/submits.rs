@@ -1,0 +1,220 @@
+//! Jobs as clients send them: what is checked before policy hears of one, and what becomes of one that is refused there.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Event, Submission};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
+use bulkhead_shared::codec::{self, Extensions, tag};
+use bulkhead_shared::connection::Payload;
+use bulkhead_shared::frame::Header;
+use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::trace::Traceparent;
+use bulkhead_shared::{Priority, RejectReason, Verdict};
+
+use super::fallback::FallbackState;
+use super::sessions::{Breach, Session, SessionId, Stage};
+use super::slab::{BulkheadIndex, SessionIndex};
+use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
+use crate::access::{self, Grant};
+use crate::entry::{Door, Refusal};
+
+/// Jobs that one client can have under way.
+const REQUESTS_MAX: usize = 1 << 20;
+
+/// By the specification (W3C), an invalid one is ignored.
+pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
+    let text = extensions.get(tag::TRACEPARENT).and_then(|bytes| std::str::from_utf8(bytes).ok())?;
+    Traceparent::parse(text)
+}
+
+impl DataPlane {
+    pub(super) fn submit(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+        payload: Incoming<'_>,
+    ) -> Result<(), Breach> {
+        self.check_number(index, header.number)?;
+        let session = &self.sessions[index];
+        let id = SessionId { index, epoch: session.epoch };
+        let has_room = session.requests.len() < REQUESTS_MAX;
+        let (bulkhead, submit, traceparent) = match self.check_submit(session, header, metadata) {
+            Ok(_) if !has_room => {
+                let message = format!("this client has {REQUESTS_MAX} jobs under way");
+                self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
+                return Ok(());
+            }
+            Ok(checked) => checked,
+            Err((reason, message)) => {
+                self.reject_frame(index, header, metadata, reason, &message);
+                return Ok(());
+            }
+        };
+        let (priority, idempotent) =
+            (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
+        let compartment = self.compartment_for(bulkhead, submit.tenant);
+        let tenant = self.compartments[compartment].policy.tenant(submit.tenant);
+        let label = self.compartments[compartment].policy.label(tenant) as u32;
+        let entry = &mut self.bulkheads[bulkhead];
+        entry.tally.submit(priority);
+        let has_chain = !entry.fallback.is_empty();
+        let keeps = idempotent && (entry.retries || has_chain);
+        let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
+        let digest = entry.digest(submit.operation, payload.bytes());
+        let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
+        let fallback = has_chain.then(|| {
+            let limits = self.compartments[compartment].policy.limits();
+            Box::new(FallbackState {
+                entry: (bulkhead, compartment),
+                chain: entry.fallback.clone(),
+                next: 0,
+                received: self.now,
+                limit: deadline.map_or(limits.deadline, |asked| asked.min(limits.deadline_max)),
+                priority,
+                idempotent,
+                cost: submit.cost,
+                before: None,
+            })
+        });
+        let trace = self.trace(traceparent);
+        let submission = Submission {
+            cargo: self.buffers.record(JobData {
+                session: id,
+                request: header.number,
+                operation: submit.operation.into(),
+                tenant: submit.tenant.into(),
+                trace,
+                payload_bytes: payload.len(),
+                priority,
+                label,
+                held: Held { is_repeatable, ..Held::default() },
+                given: super::unread::Given::default(),
+                charge: Charge::default(),
+                fallback,
+            }),
+            deadline,
+            priority,
+            idempotent,
+            tenant,
+            cost: submit.cost,
+            is_repeatable,
+            digest,
+            is_guest: false,
+        };
+        let job = self.enter(compartment, submission, payload);
+        if let Some(job) = job {
+            self.sessions.remember_request(id, header.number, compartment, job);
+            if let Some(session) = self.sessions.get_mut(index) {
+                session.frame_for = Some(bulkhead);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a job's client is still there.
+    pub(super) fn is_awaited(&self, cargo: &JobData) -> bool {
+        self.sessions.of(cargo.session).is_some_and(|session| session.stage == Stage::Open)
+    }
+
+    /// A number that is in use would have two outcomes.
+    pub(super) fn check_number(&self, index: SessionIndex, number: u64) -> Result<(), Breach> {
+        match self.sessions.get(index) {
+            Some(session) if session.requests.contains_key(&number) => {
+                let message = format!("the request number {number} is in use already");
+                Err(Breach(RejectReason::Invalid, message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The checks of shape and of what the client may do, before policy hears of the job.
+    pub(super) fn check_submit<'m>(
+        &self,
+        session: &Session,
+        header: Header,
+        metadata: &'m [u8],
+    ) -> Result<(BulkheadIndex, Submit<'m>, Option<Traceparent>), (RejectReason, String)> {
+        let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
+            .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
+        let found = self.bulkheads.by_name.get(submit.bulkhead).copied();
+        if let Grant::Entries(entries) = &session.grant
+            && let Some(message) = access::refusal(entries, (submit.bulkhead, found.is_some()), submit.tenant)
+        {
+            return Err((RejectReason::Forbidden, message));
+        }
+        let Some(bulkhead) = found else {
+            let name = bulkhead_shared::limits::cut(submit.bulkhead, 64);
+            return Err((RejectReason::NotFound, format!("there is no bulkhead '{}'", name.escape_debug())));
+        };
+        let invalid = |message: String| Err((RejectReason::Invalid, message));
+        if submit.operation.len() > OPERATION_BYTES_MAX {
+            return invalid(format!("the operation's name is longer than {OPERATION_BYTES_MAX} bytes"));
+        }
+        if submit.tenant.len() > TENANT_BYTES_MAX {
+            return invalid(format!("the tenant's name is longer than {TENANT_BYTES_MAX} bytes"));
+        }
+        if submit.operation.contains('\0') || submit.tenant.contains('\0') {
+            return invalid("the names of operation and tenant must not hold a NUL byte".into());
+        }
+        if Priority::from_code(submit.priority).is_none() {
+            return invalid(format!("there is no priority {}", submit.priority));
+        }
+        let size = header.payload_length() as u64;
+        let most = self.bulkheads[bulkhead].max_payload;
+        if size > most {
+            return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
+        }
+        // Some of it may be held already.
+        let more = (size as usize + memory::JOB_BYTES).saturating_sub(session.counted_held.bytes);
+        if !self.may_hold(session.holder, Some(bulkhead), more) {
+            return Err(self.memory_full());
+        }
+        Ok((bulkhead, submit, traceparent(&extensions)))
+    }
+
+    /// Answers a submit that policy never hears of.
+    pub(super) fn reject_frame(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+        reason: RejectReason,
+        message: &str,
+    ) {
+        let told = codec::decode::<Submit<'_>>(metadata, &[]).ok();
+        let name = told.as_ref().map_or("", |(submit, _)| submit.bulkhead);
+        if let Some((submit, _)) = &told
+            && let Some(&bulkhead) = self.bulkheads.by_name.get(name)
+        {
+            let priority = Priority::from_code(submit.priority).unwrap_or_default();
+            // Who may not speak for a tenant does not count as it.
+            let is_forbidden = reason == RejectReason::Forbidden;
+            let tenant = if is_forbidden { "" } else { submit.tenant };
+            self.count_refused(bulkhead, (priority, self.label_of(tenant)), reason);
+        }
+        let peer = self.sessions.get(index).and_then(|session| session.peer);
+        if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
+            self.note_refusal(Door::Jobs, Refusal::forbidden(peer, message.to_owned()));
+        }
+        let verdict = Verdict::Rejected { reason, message: message.to_owned() };
+        let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
+        let name = bulkhead_shared::limits::cut(name, 64);
+        let span = told.and_then(|(submit, extensions)| {
+            self.span_of_refused(&submit, traceparent(&extensions), header.payload_length(), &verdict)
+        });
+        let message = OutcomeMessage {
+            retryable: verdict.is_retryable(false).into(),
+            ..OutcomeMessage::of_verdict(&verdict, name)
+        };
+        let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
+        self.send_outcome(index, header.number, &message, (None, span), Payload::NONE);
+    }
+
+    pub(super) fn cancel_request(&mut self, index: SessionIndex, number: u64) {
+        let request = self.sessions.get(index).and_then(|s| s.requests.get(&number).copied());
+        if let Some((compartment, job)) = request {
+            self.apply(compartment, Event::Cancel { job }, Incoming::None);
+        }
+    }
+}
