@@ -3,7 +3,7 @@
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, role};
-use bulkhead_shared::codec::{self};
+use bulkhead_shared::codec;
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;

@@ -31,7 +31,7 @@ const READS_PER_TURN: usize = 8;
 /// Bytes of a worker's own words about itself that are kept.
 const STATUS_BYTES_MAX: usize = 256;
 
-/// Messages in a turn that a worker may send without being about a job; more is a flood, and waits.
+/// Replies for jobs that a worker does not have. One that sends more is broken.
 const JOBS_UNKNOWN_MAX: u32 = 100_000;
 
 impl DataPlane {
@@ -411,7 +411,6 @@ fn decode<'m, M: bincode::BorrowDecode<'m, ()>>(metadata: &'m [u8]) -> Result<M,
     codec::decode(metadata, &[]).map(|(message, _)| message).map_err(|error| error.to_string())
 }
 
-/// Metadata without a structure can still have extensions, and among them one that must be understood.
 /// What is no frame looks like a long one as a rule, whose end would be waited for in vain.
 fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     if is_new && header.kind != kind::HELLO {
@@ -425,6 +424,7 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
     Ok(())
 }
 
+/// Metadata without a structure can still have extensions, and among them one that must be understood.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
 }
