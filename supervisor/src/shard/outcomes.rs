@@ -8,8 +8,8 @@ use bulkhead_shared::frame::kind;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{JobId, Verdict};
 
-use super::sessions::{SessionId, Stage, UNREAD_BYTES_PAUSE};
-use super::slab::{CompartmentIndex, SessionIndex};
+use super::sessions::{Stage, UNREAD_BYTES_PAUSE};
+use super::slab::{CompartmentIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint, Incoming, JobData};
 
 /// Places for requests that a client keeps when it has only a few.

@@ -18,7 +18,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
-use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
+use super::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
 use super::turns::Standing;
 use super::{DataPlane, Endpoint, INTEREST, Incoming, JobData, memory};
 use crate::access::Grant;

@@ -12,8 +12,8 @@ use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::fallback::FallbackState;
-use super::sessions::{Breach, Session, SessionId, Stage};
-use super::slab::{BulkheadIndex, SessionIndex};
+use super::sessions::{Breach, Session, Stage};
+use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
 use crate::access::{self, Grant};
 use crate::entry::{Door, Refusal};
