@@ -1,10 +1,12 @@
 //! What goes over the admin socket: status, events, logs, and the four verbs.
 
+use std::fmt::Display;
 use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
 
+use bulkhead_api::{Bulkheads, Event, LogLine, Problem, Snapshot, Worker};
 use comfy_table::{ContentArrangement, Table, presets};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -13,6 +15,8 @@ use hyper_util::rt::TokioIo;
 use interprocess::local_socket::tokio::Stream;
 use interprocess::local_socket::tokio::prelude::*;
 use interprocess::local_socket::{GenericFilePath, ToFsName};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::args::{Args, Resize};
@@ -52,8 +56,8 @@ async fn request_with(
     }
     let status = response.status();
     let body = read(response).await.unwrap_or_default();
-    let detail = serde_json::from_slice::<Value>(&body).ok();
-    let detail = detail.as_ref().and_then(|body| body["detail"].as_str()).unwrap_or(status.as_str());
+    let problem: Problem = serde_json::from_slice(&body).unwrap_or_default();
+    let detail = if problem.detail.is_empty() { status.as_str() } else { &problem.detail };
     let code = match status {
         StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY => exit::INVALID,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::FORBIDDEN,
@@ -109,10 +113,18 @@ pub(crate) async fn read(response: Response<Incoming>) -> Result<Vec<u8>, Failur
     Ok(body.to_bytes().to_vec())
 }
 
-pub(crate) async fn get_json(args: &Args, path: &str) -> Result<Value, Failure> {
-    let body = read(request(args, Method::GET, path).await?).await?;
-    let fail = |error| Failure::new(exit::FAILED, format!("the supervisor's answer is no JSON: {error}"));
-    serde_json::from_slice(&body).map_err(fail)
+/// Asks for a document.
+pub(crate) async fn get<T: DeserializeOwned>(args: &Args, path: &str) -> Result<T, Failure> {
+    document(&read(request(args, Method::GET, path).await?).await?)
+}
+
+/// Reads the document that an answer is.
+pub(crate) fn document<T: DeserializeOwned>(body: &[u8]) -> Result<T, Failure> {
+    serde_json::from_slice(body).map_err(|error| nonsense(&error))
+}
+
+fn nonsense(error: &serde_json::Error) -> Failure {
+    Failure::new(exit::FAILED, format!("the supervisor's answer makes no sense: {error}"))
 }
 
 /// A name as part of a path.
@@ -125,14 +137,12 @@ pub(crate) fn encoded(name: &str) -> String {
 
 pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>) -> Result<u8, Failure> {
     let Some(name) = name else {
-        let mut all = get_json(args, "/v1/bulkheads").await?;
-        let rows = all["bulkheads"].as_array_mut().map(Vec::as_mut_slice).unwrap_or_default();
         if args.json {
-            output::line(&all.to_string())?;
-            return Ok(exit::OK);
+            return print_as_is(args, "/v1/bulkheads").await;
         }
-        worst::sort(rows);
-        output::line(&bulkhead_table(rows))?;
+        let Bulkheads { bulkheads: mut rows } = get(args, "/v1/bulkheads").await?;
+        worst::sort(&mut rows);
+        output::line(&bulkhead_table(&rows))?;
         // Programs get the table alone.
         if io::stdout().is_terminal() {
             print_troubles(&rows.iter().flat_map(troubles).collect::<Vec<_>>())?;
@@ -141,19 +151,21 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     };
     let name = encoded(name);
     let whose = tenant.map(|tenant| format!("?tenant={}", encoded(tenant))).unwrap_or_default();
-    let mut one = get_json(args, &format!("/v1/bulkheads/{name}{whose}")).await?;
+    let one: Value = get(args, &format!("/v1/bulkheads/{name}{whose}")).await?;
     let path = format!("/v1/events?bulkhead={name}&limit={LAST_EVENTS}&follow=false");
     let events = read(request(args, Method::GET, &path).await?).await?;
     let events = String::from_utf8_lossy(&events);
     if args.json {
+        let mut one = one;
         one["events"] = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).collect();
         output::line(&one.to_string())?;
         return Ok(exit::OK);
     }
+    let one = Snapshot::deserialize(&one).map_err(|error| nonsense(&error))?;
     output::line(&bulkhead_table(std::slice::from_ref(&one)))?;
     print_troubles(&troubles(&one))?;
-    output::line(&format!("\n{}", worker_table(&one)))?;
-    if let Some(uid) = shared_user(&one) {
+    output::line(&format!("\n{}", worker_table(&one.workers)))?;
+    if let Some(uid) = shared_user(&one.workers) {
         output::line(&format!("\nuser: shared, the workers have the supervisor's own (uid {uid})"))?;
     }
     output::line("")?;
@@ -163,13 +175,20 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     Ok(exit::OK)
 }
 
+/// Prints a document, also what this command does not know of it.
+pub(crate) async fn print_as_is(args: &Args, path: &str) -> Result<u8, Failure> {
+    output::line(&get::<Value>(args, path).await?.to_string())?;
+    Ok(exit::OK)
+}
+
 /// Why a bulkhead is not well, a line for each reason.
-fn troubles(bulkhead: &Value) -> Vec<String> {
-    let line = |field: &str, what: &str| {
-        let why = bulkhead[field].as_str()?;
-        Some(format!("{}: {} {}: {}", text(&bulkhead["name"]), what, text(&bulkhead[what]), harmless(why)))
+fn troubles(bulkhead: &Snapshot) -> Vec<String> {
+    let line = |what: &str, word: String, why: &Option<String>| {
+        Some(format!("{}: {what} {word}: {}", shown(&bulkhead.name), harmless(why.as_ref()?)))
     };
-    [line("detail", "state"), line("service_cause", "service")].into_iter().flatten().collect()
+    let state = line("state", shown(&bulkhead.state), &bulkhead.detail);
+    let service = line("service", known(&bulkhead.service), &bulkhead.service_cause);
+    [state, service].into_iter().flatten().collect()
 }
 
 fn print_troubles(troubles: &[String]) -> Result<(), Failure> {
@@ -185,20 +204,21 @@ pub(crate) fn table(head: &[&str]) -> Table {
     table
 }
 
-/// A value in one line.
-pub(crate) fn text(value: &Value) -> String {
-    match value {
-        Value::Null => "-".to_owned(),
-        Value::String(text) => harmless(text).replace('\n', " "),
-        other => other.to_string(),
-    }
+/// What came from elsewhere, in one line.
+pub(crate) fn shown(value: &impl Display) -> String {
+    harmless(&value.to_string()).replace('\n', " ")
 }
 
-pub(crate) fn millis(value: &Value) -> String {
-    value.as_f64().map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
+/// The same, or a dash in its place.
+pub(crate) fn known(value: &Option<impl Display>) -> String {
+    value.as_ref().map_or_else(|| "-".to_owned(), shown)
 }
 
-fn bulkhead_table(rows: &[Value]) -> String {
+pub(crate) fn millis(value: Option<f64>) -> String {
+    value.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}ms"))
+}
+
+fn bulkhead_table(rows: &[Snapshot]) -> String {
     let mut table = table(&[
         "NAME",
         "STATE",
@@ -217,24 +237,22 @@ fn bulkhead_table(rows: &[Value]) -> String {
         "P99",
     ]);
     for row in rows {
-        let rejected: u64 =
-            row["rejected"].as_object().map_or(0, |counts| counts.values().filter_map(Value::as_u64).sum());
         table.add_row([
-            text(&row["name"]),
-            text(&row["state"]),
-            text(&row["service"]),
-            row["workers"].as_array().map_or(0, Vec::len).to_string(),
-            format!("{}/{}", text(&row["in_flight"]), text(&row["limit"])),
-            format!("{}/{}", text(&row["queued"]), text(&row["queue_capacity"])),
-            text(&row["done"]),
-            text(&row["failed"]),
-            text(&row["deadline_exceeded"]),
-            rejected.to_string(),
-            text(&row["crashed"]),
-            text(&row["restarts"]),
-            text(&row["breaker"]),
-            millis(&row["latency_ms"]["run"]["p50"]),
-            millis(&row["latency_ms"]["run"]["p99"]),
+            shown(&row.name),
+            shown(&row.state),
+            known(&row.service),
+            row.workers.len().to_string(),
+            format!("{}/{}", row.in_flight, row.limit),
+            format!("{}/{}", row.queued, row.queue_capacity),
+            row.done.to_string(),
+            row.failed.to_string(),
+            row.deadline_exceeded.to_string(),
+            row.rejections().to_string(),
+            row.crashed.to_string(),
+            row.restarts.to_string(),
+            shown(&row.breaker),
+            millis(row.latency_ms.run.p50),
+            millis(row.latency_ms.run.p99),
         ]);
     }
     table.trim_fmt()
@@ -244,42 +262,36 @@ fn bulkhead_table(rows: &[Value]) -> String {
 pub(crate) const WORKER_COLUMNS: [&str; 8] =
     ["PID", "STATE", "UPTIME", "INFLIGHT", "SERVED", "RESTARTS", "RSS", "LAST-EXIT"];
 
-pub(crate) fn worker_cells(worker: &Value) -> [String; 8] {
-    let uptime = Duration::from_secs(worker["uptime_ms"].as_u64().unwrap_or(0) / 1000);
-    let rss = worker["rss_bytes"]
-        .as_u64()
-        .map_or_else(|| "-".to_owned(), |b| format!("{:.1}MiB", b as f64 / 1_048_576.0));
+pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
+    let uptime = Duration::from_secs(worker.uptime_ms / 1000);
     [
-        text(&worker["pid"]),
-        text(&worker["state"]),
+        known(&worker.pid),
+        shown(&worker.state),
         // One word, so that the columns can be told apart by programs.
         humantime::format_duration(uptime).to_string().replace(' ', ""),
-        text(&worker["in_flight"]),
-        text(&worker["served"]),
-        text(&worker["restarts"]),
-        rss,
-        text(&worker["last_exit"]),
+        worker.in_flight.to_string(),
+        worker.served.to_string(),
+        worker.restarts.to_string(),
+        known(&worker.rss_bytes.map(|bytes| format!("{:.1}MiB", bytes as f64 / 1_048_576.0))),
+        known(&worker.last_exit),
     ]
 }
 
 /// The user of confined workers that do not have one of their own.
-fn shared_user(bulkhead: &Value) -> Option<u64> {
-    let workers = bulkhead["workers"].as_array()?;
-    let mut confined = workers.iter().map(|worker| &worker["confinement"]);
-    let shared = confined.find(|told| told["identity"] == "shared" && told["profile"] != "none")?;
-    shared["uid"].as_u64()
+fn shared_user(workers: &[Worker]) -> Option<u32> {
+    let mut confined = workers.iter().filter_map(|worker| worker.confinement.as_ref());
+    confined.find(|told| told.identity == "shared" && told.profile != "none")?.uid
 }
 
-fn worker_table(bulkhead: &Value) -> String {
-    let workers = bulkhead["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
+fn worker_table(workers: &[Worker]) -> String {
     // Where tenants have workers of their own, each says whose it is.
-    let has_tenants = workers.iter().any(|worker| worker["tenant"].is_string());
+    let has_tenants = workers.iter().any(|worker| worker.tenant.is_some());
     let mut table = match has_tenants {
         true => table(&[&["TENANT"], &WORKER_COLUMNS[..]].concat()),
         false => table(&WORKER_COLUMNS),
     };
     for worker in workers {
-        let tenant = has_tenants.then(|| format!("'{}'", text(&worker["tenant"])));
+        let tenant = has_tenants.then(|| format!("'{}'", known(&worker.tenant)));
         table.add_row(tenant.into_iter().chain(worker_cells(worker)));
     }
     table.trim_fmt()
@@ -307,19 +319,16 @@ fn print_event(args: &Args, line: &str) -> Result<(), Failure> {
     if args.json {
         return output::line(line);
     }
-    let Ok(Value::Object(event)) = serde_json::from_str::<Value>(line) else { return Ok(()) };
-    output::line(&format!("{} {}", event.get("at").map(text).unwrap_or_default(), event_words(&event)))
+    let Ok(event) = serde_json::from_str::<Event>(line) else { return Ok(()) };
+    output::line(&format!("{} {}", shown(&event.at), event_words(&event)))
 }
 
 /// An event without its time, in one line.
-pub(crate) fn event_words(event: &Map<String, Value>) -> String {
-    let field = |name: &str| event.get(name).map(text).unwrap_or_default();
-    let mut words = vec![format!("{:8}", field("severity")), field("kind"), field("bulkhead")];
-    for (name, value) in event {
-        if !["at", "seq", "severity", "kind", "bulkhead"].contains(&name.as_str()) && !value.is_null() {
-            words.push(format!("{}={}", harmless(name), harmless(&value.to_string())));
-        }
-    }
+pub(crate) fn event_words(event: &Event) -> String {
+    let severity = format!("{:8}", shown(&event.severity));
+    let mut words = vec![severity, shown(&event.kind), known(&event.bulkhead)];
+    let fields = event.fields.iter().filter(|(_, value)| !value.is_null());
+    words.extend(fields.map(|(name, value)| format!("{}={}", harmless(name), harmless(&value.to_string()))));
     words.join(" ")
 }
 
@@ -330,19 +339,13 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
         if args.json {
             return output::line(line);
         }
-        let Ok(value) = serde_json::from_str::<Value>(line) else { return Ok(()) };
-        match value["dropped"].as_u64() {
-            Some(count) => {
-                output::note(&format!("{count} lines were missed"));
-                Ok(())
-            }
-            None => output::line(&format!(
-                "{} {}| {}",
-                value["pid"],
-                text(&value["stream"]),
-                text(&value["line"])
-            )),
+        let Ok(told) = serde_json::from_str::<LogLine>(line) else { return Ok(()) };
+        if let Some(count) = told.dropped {
+            output::note(&format!("{count} lines were missed"));
+            return Ok(());
         }
+        let (stream, line) = (shown(&told.stream), shown(&told.line));
+        output::line(&format!("{} {stream}| {line}", told.pid))
     })
     .await
 }

@@ -1,9 +1,10 @@
 //! `advise`: what the limits should be, as a table, the reasons, and what to type or paste to have it so.
 
-use hyper::Method;
+use bulkhead_api::{Advice, Bulkheads, Proposal, Setting, Snapshot};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::admin::{encoded, get_json, read, request, table, text};
+use crate::admin::{encoded, get, known, shown, table};
 use crate::args::Args;
 use crate::output::{self, Failure, exit, harmless};
 
@@ -12,34 +13,32 @@ const LIVE: [(&str, &str); 3] =
     [("processes", "--processes"), ("max_in_flight", "--max-in-flight"), ("max_queue", "--max-queue")];
 
 pub(crate) async fn run(args: &Args, name: Option<&str>) -> Result<u8, Failure> {
+    if args.json {
+        // One that was asked for by name stands alone, as in `status`.
+        let told: Value = match name {
+            Some(name) => of_one(args, name).await?,
+            None => serde_json::json!({ "bulkheads": of_all::<Value>(args).await? }),
+        };
+        output::line(&told.to_string())?;
+        return Ok(exit::OK);
+    }
     let all = match name {
         Some(name) => vec![of_one(args, name).await?],
         None => of_all(args).await?,
     };
-    if args.json {
-        // One that was asked for by name stands alone, as in `status`.
-        let value = match (name, &all[..]) {
-            (Some(_), [one]) => one.clone(),
-            _ => serde_json::json!({ "bulkheads": all }),
-        };
-        output::line(&value.to_string())?;
-        return Ok(exit::OK);
-    }
     let told: Vec<String> = all.iter().map(describe).collect();
     output::line(told.join("\n\n").trim_end())?;
     Ok(exit::OK)
 }
 
-async fn of_one(args: &Args, name: &str) -> Result<Value, Failure> {
-    get_json(args, &format!("/v1/bulkheads/{}/advice", encoded(name))).await
+async fn of_one<T: DeserializeOwned>(args: &Args, name: &str) -> Result<T, Failure> {
+    get(args, &format!("/v1/bulkheads/{}/advice", encoded(name))).await
 }
 
-async fn of_all(args: &Args) -> Result<Vec<Value>, Failure> {
-    let body = read(request(args, Method::GET, "/v1/bulkheads").await?).await?;
-    let listed: Value = serde_json::from_slice(&body).unwrap_or_default();
-    let bulkheads = listed["bulkheads"].as_array().map(Vec::as_slice).unwrap_or_default();
+async fn of_all<T: DeserializeOwned>(args: &Args) -> Result<Vec<T>, Failure> {
+    let Bulkheads { bulkheads } = get(args, "/v1/bulkheads").await?;
     let mut all = Vec::new();
-    for name in bulkheads.iter().filter_map(|bulkhead| bulkhead["name"].as_str()) {
+    for Snapshot { name, .. } in &bulkheads {
         match of_one(args, name).await {
             Ok(advice) => all.push(advice),
             // It was removed meanwhile.
@@ -50,16 +49,18 @@ async fn of_all(args: &Args) -> Result<Vec<Value>, Failure> {
     Ok(all)
 }
 
-fn describe(advice: &Value) -> String {
+fn describe(advice: &Advice) -> String {
     let mut parts = vec![head(advice)];
-    let (items, kept) = (list(&advice["advice"]), list(&advice["kept"]));
+    let (items, kept) = (&advice.advice, &advice.kept);
     if items.is_empty() && !kept.is_empty() {
         parts.push("Nothing to change.".to_owned());
     }
     if !items.is_empty() {
         parts.push(changes(items));
     }
-    let reasons: Vec<String> = items.iter().chain(kept).map(reason).collect();
+    let proposed = items.iter().map(|item| reason(&item.key, &item.reason));
+    let reasons: Vec<String> =
+        proposed.chain(kept.iter().map(|item| reason(&item.key, &item.reason))).collect();
     if !reasons.is_empty() {
         parts.push(reasons.join("\n"));
     }
@@ -67,63 +68,67 @@ fn describe(advice: &Value) -> String {
     parts.join("\n\n")
 }
 
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map(Vec::as_slice).unwrap_or_default()
-}
-
 /// What was seen, in short.
-fn head(advice: &Value) -> String {
-    let seconds = |value: &Value| std::time::Duration::from_secs(value.as_u64().unwrap_or(0) / 1000);
-    let seen = &advice["seen"];
+fn head(advice: &Advice) -> String {
+    let seconds = |ms: u64| std::time::Duration::from_secs(ms / 1000);
+    let seen = &advice.seen;
     let mut head = format!(
         "{}: {} jobs in {}, busy for {}; in flight p50 {}, p99 {}, at most {} of {}",
-        text(&advice["bulkhead"]),
-        text(&advice["jobs"]),
-        humantime::format_duration(seconds(&advice["watched_ms"])),
-        humantime::format_duration(seconds(&seen["busy_ms"])),
-        text(&seen["concurrency"]["p50"]),
-        text(&seen["concurrency"]["p99"]),
-        text(&seen["concurrency"]["max"]),
-        text(&seen["limit"]),
+        shown(&advice.bulkhead),
+        advice.jobs,
+        humantime::format_duration(seconds(advice.watched_ms)),
+        humantime::format_duration(seconds(seen.busy_ms)),
+        seen.concurrency.p50,
+        seen.concurrency.p99,
+        seen.concurrency.max,
+        seen.limit,
     );
-    let rejected = seen["rejected"].as_object();
-    let total: u64 = rejected.map_or(0, |counts| counts.values().filter_map(Value::as_u64).sum());
-    if let Some(counts) = rejected.filter(|_| total > 0) {
-        let by: Vec<String> =
-            counts.iter().map(|(why, count)| format!("{} {count}", harmless(why))).collect();
-        head += &format!("; {total} rejected ({})", by.join(", "));
+    let total = seen.rejected.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
+    if total > 0 {
+        let by = seen.rejected.iter().map(|(why, count)| format!("{} {count}", harmless(why)));
+        head += &format!("; {total} rejected ({})", by.collect::<Vec<_>>().join(", "));
     }
-    if advice["enough"] != Value::Bool(true) {
-        let is_silent = list(&advice["advice"]).is_empty() && list(&advice["kept"]).is_empty();
+    if !advice.enough {
+        let is_silent = advice.advice.is_empty() && advice.kept.is_empty();
         let then = if is_silent { "too little to say anything" } else { "what follows is provisional" };
-        head += &format!("\n{}: {then}", text(&advice["missing"]));
+        head += &format!("\n{}: {then}", known(&advice.missing));
     }
     head
 }
 
-fn changes(items: &[Value]) -> String {
+fn changes(items: &[Proposal]) -> String {
     let mut table = table(&["KEY", "NOW", "PROPOSED"]);
     for item in items {
-        table.add_row([text(&item["key"]), text(&item["now"]), text(&item["proposed"])]);
+        table.add_row([shown(&item.key), plain(&item.now), plain(&item.proposed)]);
     }
     table.trim_fmt()
 }
 
-fn reason(item: &Value) -> String {
-    format!("{}: {}", text(&item["key"]), text(&item["reason"]))
+fn reason(key: &str, reason: &String) -> String {
+    format!("{}: {}", shown(&key), shown(reason))
+}
+
+fn plain(setting: &Setting) -> String {
+    match setting {
+        Setting::Unset => "-".to_owned(),
+        Setting::Count(count) => count.to_string(),
+        Setting::Text(text) => shown(text),
+    }
 }
 
 /// The command that has it so at once, and the lines that have it so from then on.
-fn how_to(advice: &Value, items: &[Value]) -> Vec<String> {
-    let name = text(&advice["bulkhead"]);
-    let option = |item: &Value| {
-        let (_, option) = LIVE.iter().find(|(key, _)| item["key"] == *key)?;
-        Some(format!(" {option} {}", text(&item["proposed"])))
+fn how_to(advice: &Advice, items: &[Proposal]) -> Vec<String> {
+    let name = shown(&advice.bulkhead);
+    let option = |item: &Proposal| {
+        let (_, option) = LIVE.iter().find(|(key, _)| item.key == *key)?;
+        Some(format!(" {option} {}", plain(&item.proposed)))
     };
     let options: String = items.iter().filter_map(option).collect();
     let lines: Vec<String> = items
         .iter()
-        .map(|item| format!("{} = {}", text(&item["key"]), harmless(&item["proposed"].to_string())))
+        .map(|item| {
+            format!("{} = {}", shown(&item.key), harmless(&serde_json::json!(item.proposed).to_string()))
+        })
         .collect();
     let command = (!options.is_empty()).then(|| format!("bulkhead resize {name}{options}"));
     // A name with a dot is quoted.
@@ -149,7 +154,7 @@ mod tests {
             ],
             "kept": [{"key": "deadline", "now": "5s", "reason": "fine"}],
         });
-        let told = describe(&advice);
+        let told = describe(&serde_json::from_value(advice).unwrap());
         assert!(told.starts_with("pdf.text: 5000 jobs in 1h, busy for 1m; in flight p50 1,"), "{told}");
         let end = "bulkhead resize pdf.text --processes 5\n\n[bulkhead.\"pdf.text\"]\nprocesses = 5\n\
                    recycle.rss = \"208MiB\"";
@@ -161,6 +166,7 @@ mod tests {
     fn nothing_to_change_and_nothing_to_say() {
         let mut advice =
             json!({"bulkhead": "b", "enough": true, "advice": [], "kept": [{"key": "k", "reason": "r"}]});
+        let describe = |told: &Value| describe(&serde_json::from_value(told.clone()).unwrap());
         assert!(describe(&advice).contains("Nothing to change.\n\nk: r"));
         advice["kept"] = json!([]);
         advice["enough"] = json!(false);

@@ -3,8 +3,9 @@
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
+use bulkhead_api::JobOutcome;
 use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// The exit codes that are not an outcome's.
 pub(crate) mod exit {
@@ -69,10 +70,14 @@ impl Failure {
             (None, exit::UNREACHABLE) => ("unreachable", true),
             (None, _) => ("error", false),
         };
-        json!({
-            "outcome": outcome, "reason": self.reason.map(RejectReason::name), "job": null, "bulkhead": bulkhead,
-            "attempts": 0, "queued_ms": 0.0, "ran_ms": 0.0, "message": self.message, "executed": "no",
-            "retryable": retryable,
+        json!(JobOutcome {
+            bulkhead: bulkhead.to_owned(),
+            executed: Executed::No.into(),
+            message: self.message.clone(),
+            outcome: outcome.into(),
+            reason: self.reason.map(|reason| reason.name().into()),
+            retryable,
+            ..JobOutcome::default()
         })
     }
 
@@ -165,79 +170,56 @@ fn millis(duration: std::time::Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-fn rounded(duration: std::time::Duration) -> Value {
-    json!((duration.as_secs_f64() * 1e6).round() / 1e3)
-}
-
 /// A job's end as one JSON object, its fields flat.
 pub(crate) fn outcome_json(bulkhead: &str, result: &Result<Reply, JobError>) -> Value {
-    let mut object = Map::new();
-    let mut put = |name: &str, value: Value| object.insert(name.to_owned(), value);
-    let (outcome, bytes) = match result {
-        Ok(reply) => (reply.outcome(), Some(reply.payload().len())),
-        Err(error) => match error.outcome() {
-            Some(outcome) => (outcome, None),
-            None => {
-                put("outcome", json!("unreachable"));
-                put("reason", Value::Null);
-                put("job", Value::Null);
-                put("bulkhead", json!(bulkhead));
-                put("attempts", json!(u8::from(error.executed() != Executed::No)));
-                put("queued_ms", json!(0.0));
-                put("ran_ms", json!(0.0));
-                put("message", json!(error.to_string()));
-                put("executed", json!(error.executed().name()));
-                put("retryable", json!(error.is_retryable()));
-                return Value::Object(object);
-            }
-        },
+    let outcome = match result {
+        Ok(reply) => Some(reply.outcome()),
+        Err(error) => error.outcome(),
     };
-    let verdict = &outcome.verdict;
-    put("outcome", json!(verdict.name()));
-    put("reason", json!(verdict.reason()));
-    put("job", json!(outcome.job.map(|job| job.to_string())));
-    put("bulkhead", json!(outcome.bulkhead));
-    put("attempts", json!(outcome.attempts));
-    put("queued_ms", rounded(outcome.queued));
-    put("ran_ms", rounded(outcome.ran));
-    put("deadline_ms", rounded(outcome.deadline));
-    put("executed", json!(verdict.executed().name()));
-    put("retryable", json!(outcome.retryable));
-    if let Some(pid) = outcome.worker_pid {
-        put("worker_pid", json!(pid));
-    }
-    if let Some(wait) = outcome.retry_after {
-        put("retry_after_ms", rounded(wait));
-    }
-    if let Some(message) = verdict.message() {
-        put("message", json!(message));
-    }
+    let told = match (outcome, result) {
+        (Some(outcome), _) => {
+            let told = JobOutcome::new(outcome);
+            JobOutcome {
+                message: outcome.verdict.message().map(str::to_owned).or(told.message),
+                signal: signal(&outcome.verdict),
+                result_bytes: result.as_ref().ok().map(|reply| reply.payload().len()),
+                ..told
+            }
+        }
+        (None, Err(error)) => JobOutcome {
+            attempts: u32::from(error.executed() != Executed::No),
+            bulkhead: bulkhead.to_owned(),
+            executed: error.executed().into(),
+            message: Some(error.to_string()),
+            outcome: "unreachable".into(),
+            retryable: error.is_retryable(),
+            ..JobOutcome::default()
+        },
+        (None, Ok(_)) => unreachable!("a reply has an outcome"),
+    };
+    json!(told)
+}
+
+/// The name of a signal, as the message has it.
+fn signal(verdict: &Verdict) -> Option<String> {
     match verdict {
-        Verdict::Failed(failure) => {
-            put("code", json!(failure.code));
-            put("message", json!(failure.message));
-            put("fault", json!(failure.fault.name()));
-        }
-        Verdict::Crashed { reason: CrashReason::Exit, status: Some(code), .. } => {
-            put("exit_code", json!(code));
-        }
+        Verdict::Crashed { reason: CrashReason::Exit, .. } => None,
         Verdict::Crashed { status: Some(signal), message, .. } => {
             let name = message.split([' ', ':']).find(|word| word.starts_with("SIG"));
-            put("signal", json!(name.map_or_else(|| signal.to_string(), str::to_owned)));
+            Some(name.map_or_else(|| signal.to_string(), str::to_owned))
         }
-        _ => {}
+        _ => None,
     }
-    if let Some(bytes) = bytes {
-        put("result_bytes", json!(bytes));
-    }
-    Value::Object(object)
 }
 
 /// The same of a job that this command has cancelled, if the supervisor did not say what became of it.
 pub(crate) fn cancelled_json(bulkhead: &str) -> Value {
-    json!({
-        "outcome": "cancelled", "reason": null, "job": null, "bulkhead": bulkhead, "attempts": 1, "queued_ms": 0.0,
-        "ran_ms": 0.0, "executed": "unknown", "retryable": false,
+    json!(JobOutcome {
+        attempts: 1,
+        bulkhead: bulkhead.to_owned(),
+        executed: Executed::Unknown.into(),
+        outcome: "cancelled".into(),
+        ..JobOutcome::default()
     })
 }
 

@@ -1,9 +1,9 @@
 //! `bulkhead reload`: has the supervisor read its file again, and prints what that changes.
 
+use bulkhead_api::{BulkheadChange, ChangeKind, Changes, Word};
 use hyper::Method;
-use serde_json::Value;
 
-use crate::admin::{read, request};
+use crate::admin::{document, read, request};
 use crate::args::Args;
 use crate::output::{self, Failure, exit, harmless};
 
@@ -19,8 +19,7 @@ pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
         output::line(String::from_utf8_lossy(&body).trim_end())?;
         return Ok(exit::OK);
     }
-    let fail = |error| Failure::new(exit::FAILED, format!("the supervisor's answer is no JSON: {error}"));
-    let changes: Value = serde_json::from_slice(&body).map_err(fail)?;
+    let changes: Changes = document(&body)?;
     for line in lines(&changes) {
         output::line(&harmless(&line))?;
     }
@@ -30,14 +29,13 @@ pub(crate) async fn run(args: &Args, dry_run: bool) -> Result<u8, Failure> {
     Ok(exit::OK)
 }
 
-fn lines(changes: &Value) -> Vec<String> {
-    let bulkheads = changes["bulkheads"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let mut lines: Vec<String> = bulkheads.iter().map(bulkhead).collect();
-    let (supervisor, ignored) = (keys(&changes["supervisor"]), keys(&changes["ignored"]));
+fn lines(changes: &Changes) -> Vec<String> {
+    let mut lines: Vec<String> = changes.bulkheads.iter().map(bulkhead).collect();
+    let (supervisor, ignored) = (changes.supervisor.join(", "), changes.ignored.join(", "));
     if !supervisor.is_empty() {
         lines.push(format!("[supervisor]: {supervisor}"));
     }
-    if changes["access"] == true {
+    if changes.access {
         lines.push("[[access]]: asked anew for each client".to_owned());
     }
     if lines.is_empty() {
@@ -49,21 +47,17 @@ fn lines(changes: &Value) -> Vec<String> {
     lines
 }
 
-fn bulkhead(change: &Value) -> String {
-    let name = change["bulkhead"].as_str().unwrap_or_default();
-    let keys = keys(&change["keys"]);
-    match change["change"].as_str() {
-        Some("added") => format!("{name}: added"),
-        Some("removed") => format!("{name}: removed; it finishes what it has"),
-        Some("rebuilt") => format!("{name}: begun anew ({keys}); the one before finishes what it has"),
-        _ if change["replaces_workers"] == true => {
+fn bulkhead(told: &BulkheadChange) -> String {
+    let (name, keys) = (&told.bulkhead, told.keys.join(", "));
+    match &told.change {
+        Word::Known(ChangeKind::Added) => format!("{name}: added"),
+        Word::Known(ChangeKind::Removed) => format!("{name}: removed; it finishes what it has"),
+        Word::Known(ChangeKind::Rebuilt) => {
+            format!("{name}: begun anew ({keys}); the one before finishes what it has")
+        }
+        Word::Known(ChangeKind::Changed) | Word::Other(_) if told.replaces_workers => {
             format!("{name}: {keys}; its workers are replaced one after the other")
         }
-        _ => format!("{name}: {keys}"),
+        Word::Known(ChangeKind::Changed) | Word::Other(_) => format!("{name}: {keys}"),
     }
-}
-
-fn keys(list: &Value) -> String {
-    let keys = list.as_array().map(Vec::as_slice).unwrap_or_default();
-    keys.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ")
 }

@@ -1,38 +1,26 @@
 //! Which bulkhead needs to be looked at first: by the state of its workers and how well it serves.
 
-use serde_json::Value;
+use bulkhead_api::{BulkheadState, Service, Snapshot, Word};
 
-/// How bad a state is; a word that is not known is no reason for alarm.
-fn of_state(state: &str) -> u8 {
-    match state {
-        "failed" => 3,
-        "degraded" => 2,
-        "starting" | "draining" => 1,
-        _ => 0,
-    }
-}
-
-fn of_service(service: &str) -> u8 {
-    match service {
-        "failing" => 3,
-        "degraded" => 2,
-        _ => 0,
-    }
-}
-
-/// Larger is worse: first the worse of the two, then both together.
-pub(crate) fn rank(state: &str, service: &str) -> (u8, u8) {
-    let (state, service) = (of_state(state), of_service(service));
+/// Larger is worse: first the worse of the two, then both together. A word that is not known is no reason for alarm.
+pub(crate) fn rank(bulkhead: &Snapshot) -> (u8, u8) {
+    let state = match &bulkhead.state {
+        Word::Known(BulkheadState::Failed) => 3,
+        Word::Known(BulkheadState::Degraded) => 2,
+        Word::Known(BulkheadState::Starting | BulkheadState::Draining) => 1,
+        Word::Known(BulkheadState::Ready) | Word::Other(_) => 0,
+    };
+    let service = match &bulkhead.service {
+        Some(Word::Known(Service::Failing)) => 3,
+        Some(Word::Known(Service::Degraded)) => 2,
+        Some(Word::Known(Service::Ok) | Word::Other(_)) | None => 0,
+    };
     (state.max(service), state + service)
 }
 
 /// The worst first; those that are alike by name.
-pub(crate) fn sort(bulkheads: &mut [Value]) {
-    let word = |bulkhead: &Value, field: &str| bulkhead[field].as_str().unwrap_or_default().to_owned();
-    bulkheads.sort_by_cached_key(|bulkhead| {
-        let rank = rank(&word(bulkhead, "state"), &word(bulkhead, "service"));
-        (std::cmp::Reverse(rank), word(bulkhead, "name"))
-    });
+pub(crate) fn sort(bulkheads: &mut [Snapshot]) {
+    bulkheads.sort_by_cached_key(|bulkhead| (std::cmp::Reverse(rank(bulkhead)), bulkhead.name.clone()));
 }
 
 #[cfg(test)]
@@ -53,13 +41,14 @@ mod tests {
             ("half", "degraded", "ok"),
             ("also", "ready", "ok"),
         ];
-        let mut all: Vec<Value> = told
+        let mut all: Vec<_> = told
             .iter()
             .map(|(name, state, service)| json!({"name": name, "state": state, "service": service}))
             .collect();
         all.push(json!({"name": "older", "state": "ready"}));
+        let mut all: Vec<Snapshot> = serde_json::from_value(all.into()).unwrap();
         sort(&mut all);
-        let names: Vec<&str> = all.iter().filter_map(|one| one["name"].as_str()).collect();
+        let names: Vec<&str> = all.iter().map(|one| &*one.name).collect();
         assert_eq!(names, ["lost", "dead", "late", "half", "slow", "new", "also", "idle", "older"]);
     }
 }

@@ -19,6 +19,9 @@ pub enum Executed {
 }
 
 impl Executed {
+    /// Every value.
+    pub const ALL: [Self; 3] = [Self::No, Self::Yes, Self::Unknown];
+
     /// `no`, `yes` or `unknown`.
     pub const fn name(self) -> &'static str {
         match self {
@@ -41,6 +44,9 @@ pub enum Fault {
 }
 
 impl Fault {
+    /// Every value.
+    pub const ALL: [Self; 2] = [Self::Caller, Self::Dependency];
+
     /// `caller` or `dependency`.
     pub const fn name(self) -> &'static str {
         match self {

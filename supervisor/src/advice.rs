@@ -12,7 +12,8 @@ use serde::{Serialize, Serializer};
 
 use crate::config::{format_duration, format_size};
 
-pub(crate) use seen::{Seen, Work};
+pub(crate) use bulkhead_api::Seen;
+pub(crate) use seen::{Work, seen};
 
 /// Jobs and time that are enough to rely on.
 pub(crate) const ENOUGH_JOBS: u64 = 1000;
@@ -56,8 +57,9 @@ pub(crate) struct Machine {
 }
 
 /// The value of a key.
-#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
 pub(crate) enum Setting {
+    #[default]
     Unset,
     Count(u64),
     Time(Duration),
@@ -75,48 +77,18 @@ impl Serialize for Setting {
     }
 }
 
-/// One key that should have another value.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Item {
-    pub(crate) key: &'static str,
-    pub(crate) now: Setting,
-    pub(crate) proposed: Setting,
-    pub(crate) reason: String,
-}
-
-/// One key that is right as it is, as far as one can tell.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Kept {
-    pub(crate) key: &'static str,
-    pub(crate) now: Setting,
-    pub(crate) reason: String,
-}
-
 /// All that there is to say.
-#[derive(Debug, Serialize)]
-pub(crate) struct Advice {
-    pub(crate) bulkhead: String,
-    pub(crate) watched_ms: u64,
-    pub(crate) jobs: u64,
-    /// Whether that is enough to rely on; otherwise what is said is provisional.
-    pub(crate) enough: bool,
-    /// What there is too little of.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) missing: Option<String>,
-    pub(crate) seen: Seen,
-    pub(crate) advice: Vec<Item>,
-    pub(crate) kept: Vec<Kept>,
-}
+pub(crate) type Advice = bulkhead_api::Advice<Setting>;
+pub(crate) type Proposal = bulkhead_api::Proposal<Setting>;
+pub(crate) type Kept = bulkhead_api::Kept<Setting>;
 
-impl Advice {
-    /// What follows from what was seen.
-    pub(crate) fn new(bulkhead: String, seen: Seen, setup: &Setup, machine: &Machine) -> Self {
-        let missing = seen.missing();
-        let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {
-            true => rules::judge(&seen, setup, machine),
-            false => Default::default(),
-        };
-        let watched_ms = u64::try_from(seen.watched.as_millis()).unwrap_or(u64::MAX);
-        Self { bulkhead, watched_ms, jobs: seen.jobs, enough: missing.is_none(), missing, seen, advice, kept }
-    }
+/// What follows from what was seen.
+pub(crate) fn advise(bulkhead: String, seen: Seen, setup: &Setup, machine: &Machine) -> Advice {
+    let missing = seen::missing(&seen);
+    let (advice, kept) = match seen.jobs >= PROVISIONAL_JOBS {
+        true => rules::judge(&seen, setup, machine),
+        false => Default::default(),
+    };
+    let watched_ms = u64::try_from(seen.watched.as_millis()).unwrap_or(u64::MAX);
+    Advice { bulkhead, watched_ms, jobs: seen.jobs, enough: missing.is_none(), missing, seen, advice, kept }
 }

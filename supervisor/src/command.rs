@@ -7,19 +7,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::{Duration, SystemTime};
 
+use bulkhead_api::{Cause, Change, CrashId, CrashReport, Severity, ShortState, Snapshot, TenantChange, What};
 use bulkhead_shared::Verdict;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
 };
-use crate::crash::{Cause, CrashReport};
 use crate::demand::Observation;
 use crate::entry::Refusal;
 use crate::reload::Reload;
 use crate::scrape::Scrape;
-use crate::snapshot::Snapshot;
 
 /// Commands that wait for the data plane at most.
 pub const COMMANDS_MAX: usize = 1024;
@@ -39,7 +38,7 @@ pub enum Command {
     /// The state of each bulkhead in a word.
     States {
         /// Of all.
-        reply: oneshot::Sender<Vec<StateInShort>>,
+        reply: oneshot::Sender<Vec<ShortState>>,
     },
     /// The state of one tenant's part of a bulkhead whose tenants are kept apart.
     TenantSnapshot {
@@ -174,17 +173,6 @@ impl Command {
     }
 }
 
-/// A bulkhead's state in a word.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StateInShort {
-    /// Which bulkhead.
-    pub name: Arc<str>,
-    /// As in its snapshot.
-    pub state: &'static str,
-    /// Why it is not well, if it is not.
-    pub detail: Option<String>,
-}
-
 /// The four things an operator can do to a bulkhead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
@@ -198,110 +186,16 @@ pub enum Verb {
     Reset,
 }
 
-/// What can be changed while a bulkhead runs. What is absent stays.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Change {
-    /// Jobs in flight per worker process. Where there are more, as many go on until they end.
-    pub max_in_flight: Option<u32>,
-    /// Worker processes. Those that are too many finish what they have.
-    pub processes: Option<u32>,
-    /// Jobs that may wait. Those that wait already stay.
-    pub max_queue: Option<u32>,
-    /// How fast jobs may come; `null` for as fast as they like.
-    #[serde(default, deserialize_with = "named")]
-    pub rate_limit: Option<Option<ChangedRate>>,
-    /// `forced_open`, or `auto` to leave it to itself.
-    pub breaker: Option<BreakerMode>,
+/// What is wrong with a change by itself, for whoever asked.
+pub(crate) fn problem_of_change(change: &Change) -> Option<String> {
+    let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
+    check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
-/// `rate_limit`, as in the configuration.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ChangedRate {
-    /// Above 0.
-    pub per_second: f64,
-    /// At least 1; `per_second`, rounded up, if absent.
-    pub burst: Option<u32>,
-    /// Who shares it; if absent, who does so far, or else all jobs.
-    pub per: Option<ChangedPer>,
-}
-
-/// Who shares a rate limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ChangedPer {
-    /// All jobs.
-    Bulkhead,
-    /// The jobs of each tenant.
-    Tenant,
-}
-
-/// Who decides whether a breaker is open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum BreakerMode {
-    /// It is open until further notice.
-    ForcedOpen,
-    /// What it sees.
-    Auto,
-}
-
-/// One tenant's own numbers, in place of the bulkhead's. What is absent stays.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TenantChange {
-    /// Jobs of the tenant in flight; per worker process, if it has workers of its own.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    pub max_in_flight: Option<u32>,
-    /// Its worker processes, if it has its own.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    pub processes: Option<u32>,
-    /// Jobs of it that may wait.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    pub max_queue: Option<u32>,
-    /// How fast its jobs may come.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
-    pub rate_limit: Option<TenantRate>,
-}
-
-/// A tenant's own `rate_limit`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TenantRate {
-    /// Above 0.
-    pub per_second: f64,
-    /// At least 1; `per_second`, rounded up, if absent.
-    pub burst: Option<u32>,
-}
-
-impl Change {
-    /// What is wrong with it by itself, for whoever asked.
-    pub(crate) fn problem(&self) -> Option<String> {
-        let rate = self.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
-        check_numbers((0, IN_FLIGHT_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
-    }
-}
-
-impl TenantChange {
-    /// What is wrong with it by itself, for whoever asked.
-    pub(crate) fn problem(&self) -> Option<String> {
-        let rate = self.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
-        check_numbers((1, PERMITS_CEILING), self.max_in_flight, self.processes, self.max_queue, rate)
-    }
-}
-
-/// A key that is there, be it with `null`.
-fn named<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<Option<T>>, D::Error> {
-    Option::deserialize(value).map(Some)
-}
-
-/// A key that is absent or has a value: there is no number in whose place a tenant's own could be taken away.
-fn given<'de, D: Deserializer<'de>, T: Deserialize<'de>>(value: D) -> Result<Option<T>, D::Error> {
-    let given = Option::deserialize(value)?;
-    let nothing =
-        || serde::de::Error::custom("null is no number: a tenant's own can be changed, not taken away");
-    given.map(Some).ok_or_else(nothing)
+/// The same of one tenant's.
+pub(crate) fn problem_of_tenant_change(change: &TenantChange) -> Option<String> {
+    let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
+    check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
 fn check_numbers(
@@ -434,7 +328,7 @@ impl Commander {
 #[derive(Debug)]
 pub enum Notice {
     /// Something happened that an operator may want to know.
-    Event(Event),
+    Event(Box<Event>),
     /// Somebody crashed. What it said last is still to be added.
     Crash {
         /// What is known of it.
@@ -444,29 +338,44 @@ pub enum Notice {
     },
 }
 
-/// How much an event matters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[expect(missing_docs, reason = "the names say it")]
-pub enum Severity {
-    Info,
-    Warning,
-    Critical,
-}
-
-/// One event of the contract's §6, before it has a number.
+/// One event, before it has a number.
 #[derive(Clone, Debug)]
 pub struct Event {
     /// When it happened.
     pub at: SystemTime,
     /// How much it matters.
     pub severity: Severity,
-    /// One of the contract's kinds, such as `worker_exited`.
-    pub kind: &'static str,
+    /// What has happened.
+    pub what: What,
     /// The bulkhead concerned, if one is.
     pub bulkhead: Option<Arc<str>>,
-    /// The kind's own fields. `worker_exited` has `pid`, so that the tail of its standard error can be added.
-    pub fields: Vec<(&'static str, serde_json::Value)>,
+    /// The tenant whose part of the bulkhead it is, where tenants are apart.
+    pub tenant: Option<Arc<str>>,
+    /// The crash report about it.
+    pub report: Option<CrashId>,
+    /// What the process said last.
+    pub stderr_tail: Option<String>,
+    /// How many of the kind were left out before it.
+    pub suppressed: Option<u64>,
+}
+
+impl Event {
+    /// Something that happens now.
+    pub fn new(severity: Severity, bulkhead: Option<Arc<str>>, what: What) -> Self {
+        let at = SystemTime::now();
+        Self { at, severity, what, bulkhead, tenant: None, report: None, stderr_tail: None, suppressed: None }
+    }
+
+    /// What is told of it beside its kind, in the order in which the log has it.
+    pub fn fields(&self) -> Vec<(&'static str, Value)> {
+        let mut fields = self.what.fields();
+        let is_told = fields.iter().any(|(name, _)| *name == "tenant");
+        fields.extend(self.tenant.as_deref().filter(|_| !is_told).map(|tenant| ("tenant", json!(tenant))));
+        fields.extend(self.report.map(|report| ("report", json!(report))));
+        fields.extend(self.stderr_tail.as_ref().map(|tail| ("stderr_tail", json!(tail))));
+        fields.extend(self.suppressed.map(|count| ("suppressed", json!(count))));
+        fields
+    }
 }
 
 #[cfg(test)]

@@ -13,7 +13,6 @@ use crate::keeper::{
     self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, SubordinateIds, Temporary,
     Terms,
 };
-use crate::snapshot::ConfinementSnapshot;
 use crate::worker_ids::{self, Claim, Ids};
 
 /// What this machine can do, and what the supervisor keeps to itself.
@@ -299,22 +298,22 @@ impl Sandbox {
     }
 
     /// What a snapshot says of a worker.
-    pub(crate) fn describe(&self, observed: &Observed) -> ConfinementSnapshot {
+    pub(crate) fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
         let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
-        let namespaces = rows.iter().filter(|(is_own, _)| *is_own).map(|(_, name)| *name).collect();
-        ConfinementSnapshot {
-            profile: self.profile.name(),
+        let namespaces = rows.iter().filter(|(is_own, _)| *is_own).map(|(_, name)| (*name).into()).collect();
+        bulkhead_api::Confinement {
+            profile: self.profile.name().into(),
             no_new_privs: observed.no_new_privs,
-            seccomp: if observed.seccomp == 0 { "none" } else { "filter" },
+            seccomp: if observed.seccomp == 0 { "none" } else { "filter" }.into(),
             landlock: observed.landlock,
             capabilities: format!("{:016x}", observed.capabilities),
             namespaces,
             uid: observed.uid,
             gid: observed.gid,
             cgroup: observed.cgroup,
-            identity: if self.whom == Whom::Own { "shared" } else { "own" },
-            missing: self.missing.clone(),
+            identity: if self.whom == Whom::Own { "shared" } else { "own" }.into(),
+            missing: self.missing.iter().map(|layer| (*layer).into()).collect(),
         }
     }
 }

@@ -34,27 +34,25 @@ use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
+use bulkhead_api::{CrashReport, Severity, Snapshot, Victim, What};
 use futures_util::StreamExt;
 use sd_notify::NotifyState;
-use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, Severity, SteerError};
+use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError};
 use crate::config::Config;
 use crate::config::Token;
 use crate::counters::SharedCounters;
-use crate::crash::{CrashReport, Victim};
 use crate::notices::{Heard, Listener, Milestone, WorkerOutput};
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, Residents};
-use crate::snapshot::Snapshot;
 use crate::sockets::Sockets;
 use crate::threads::{Fate, panic_on_request};
 
@@ -280,10 +278,11 @@ async fn take_notices(control: &Control, mut notices: Listener, pulse: &SharedCo
                 control.output.read(bulkhead, pid, stdout, stderr);
             }
             Heard::Notice(Notice::Event(mut event)) => {
-                if event.kind == "worker_exited" {
-                    control.add_tail(&mut event.fields).await;
+                if let What::WorkerExited { pid, .. } = event.what {
+                    let tail = control.last_words(pid).await;
+                    event.stderr_tail = tail.map(|tail| end_of(&tail, EVENT_TAIL_BYTES).to_owned());
                 }
-                control.events.add(event);
+                control.events.add(*event);
             }
             Heard::Notice(Notice::Crash { mut report, place }) => {
                 control.add_last_words(&mut report).await;
@@ -321,16 +320,7 @@ impl Control {
     }
 
     fn announce_end(&self) {
-        let (at, severity, kind) = (SystemTime::now(), Severity::Info, "stopped");
-        self.events.add(Event { at, severity, kind, bulkhead: None, fields: Vec::new() });
-    }
-
-    async fn add_tail(&self, fields: &mut Vec<(&'static str, Value)>) {
-        let pid = fields.iter().find(|(name, _)| *name == "pid").and_then(|(_, pid)| pid.as_u64());
-        let Some(pid) = pid.and_then(|pid| u32::try_from(pid).ok()) else { return };
-        if let Some(tail) = self.last_words(pid).await {
-            fields.push(("stderr_tail", json!(end_of(&tail, EVENT_TAIL_BYTES))));
-        }
+        self.events.add(Event::new(Severity::Info, None, What::Stopped {}));
     }
 
     /// Of a program it is known already.

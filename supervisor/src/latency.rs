@@ -4,9 +4,8 @@
 
 use std::time::Duration;
 
+use bulkhead_api::{Latencies, Percentiles};
 use bulkhead_policy::Time;
-
-use crate::snapshot::{Latencies, Percentiles};
 
 const PER_OCTAVE_BITS: u32 = 4;
 const BUCKETS: usize = (65 - PER_OCTAVE_BITS as usize) << PER_OCTAVE_BITS;

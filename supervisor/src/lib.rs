@@ -31,7 +31,6 @@ pub mod reload;
 pub mod scrape;
 mod service;
 pub mod shard;
-pub mod snapshot;
 pub mod sockets;
 pub mod span;
 mod succession;

@@ -116,12 +116,11 @@ impl Listener {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::{Event, Severity};
-    use std::time::SystemTime;
+    use crate::command::Event;
+    use bulkhead_api::{Severity, What};
 
     fn event() -> Notice {
-        let (at, severity, kind) = (SystemTime::now(), Severity::Info, "worker_ready");
-        Notice::Event(Event { at, severity, kind, bulkhead: None, fields: Vec::new() })
+        Notice::Event(Box::new(Event::new(Severity::Info, None, What::Stopped {})))
     }
 
     fn output(pid: u32) -> WorkerOutput {

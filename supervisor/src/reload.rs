@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+use bulkhead_api::{BulkheadChange, ChangeKind, Changes};
 use bulkhead_policy::Limits;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -15,46 +16,6 @@ use crate::config::{self, BulkheadConfig, Config, SupervisorConfig};
 use crate::confinement::Grounds;
 use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program, TenantNumbers};
-
-/// What a file changes.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Changes {
-    /// Bulkheads with changes: first those that go, then the others in the order of the file.
-    pub bulkheads: Vec<BulkheadChange>,
-    /// Keys of `[supervisor]` that have another value now.
-    pub supervisor: Vec<String>,
-    /// Whether `[[access]]` is another.
-    pub access: bool,
-    /// Keys of `[supervisor]` that have another value in the file, and keep the one they had at the start.
-    pub ignored: Vec<String>,
-}
-
-/// What a file changes about one bulkhead.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct BulkheadChange {
-    /// Which.
-    pub bulkhead: String,
-    /// In one word.
-    pub change: Kind,
-    /// The keys that have another value.
-    pub keys: Vec<String>,
-    /// Whether its workers are replaced, one after the other.
-    pub replaces_workers: bool,
-}
-
-/// What becomes of a bulkhead.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Kind {
-    /// It is new.
-    Added,
-    /// It takes no more jobs, and goes when it has none.
-    Removed,
-    /// It goes on with other values.
-    Changed,
-    /// Its tenants are kept apart now, or are not any more: it goes as if removed, and a new one takes its name.
-    Rebuilt,
-}
 
 /// One bulkhead of a file, as the data plane works with it.
 pub(crate) struct Settled {
@@ -140,87 +101,84 @@ impl Reload {
     }
 }
 
-impl Changes {
-    /// What is different in `after`.
-    pub(crate) fn between(before: &Config, after: &Config) -> Self {
-        let find = |config: &Config, name: &str| config.bulkheads.iter().any(|b| b.name == name);
-        let gone = before.bulkheads.iter().filter(|b| !find(after, &b.name));
-        let gone = gone.map(|bulkhead| BulkheadChange::of(&bulkhead.name, Kind::Removed));
-        let others = after.bulkheads.iter().filter_map(|bulkhead| {
-            match before.bulkheads.iter().find(|b| b.name == bulkhead.name) {
-                Some(old) => BulkheadChange::between(old, bulkhead),
-                None => Some(BulkheadChange::of(&bulkhead.name, Kind::Added)),
-            }
-        });
-        let (one, other) = (fields(&before.supervisor), fields(&after.supervisor));
-        // The mode of the folder is no key, but follows from one.
-        let is_other = |key: &&String| *key != "folder_mode" && one.get(*key) != other.get(*key);
-        let keys = one.keys().filter(is_other).cloned();
-        let (supervisor, ignored) = keys.partition(|key| !config::waits_for_start(key));
-        Self {
-            bulkheads: gone.chain(others).collect(),
-            supervisor,
-            access: before.access != after.access,
-            ignored,
+/// What is different in `after`.
+pub(crate) fn changes(before: &Config, after: &Config) -> Changes {
+    let find = |config: &Config, name: &str| config.bulkheads.iter().any(|b| b.name == name);
+    let gone = before.bulkheads.iter().filter(|b| !find(after, &b.name));
+    let gone = gone.map(|bulkhead| whole(&bulkhead.name, ChangeKind::Removed));
+    let others = after.bulkheads.iter().filter_map(|bulkhead| {
+        match before.bulkheads.iter().find(|b| b.name == bulkhead.name) {
+            Some(old) => bulkhead_change(old, bulkhead),
+            None => Some(whole(&bulkhead.name, ChangeKind::Added)),
         }
-    }
-
-    /// Whether there is nothing to be done.
-    pub fn is_empty(&self) -> bool {
-        self.bulkheads.is_empty() && self.supervisor.is_empty() && !self.access
-    }
-
-    fn of(&self, kinds: &[Kind]) -> BTreeSet<&str> {
-        let wanted = self.bulkheads.iter().filter(|change| kinds.contains(&change.change));
-        wanted.map(|change| change.bulkhead.as_str()).collect()
-    }
-
-    /// Everything it takes to go from `before` to `after`. Looks at the disk.
-    pub(crate) fn prepare(
-        &self,
-        before: &Config,
-        after: &Config,
-        limits: DataPlaneLimits,
-        (around, own): (Surroundings<'_>, u32),
-    ) -> Reload {
-        let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, around);
-        let new = self.of(&[Kind::Added, Kind::Rebuilt]);
-        let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(settle).collect();
-        let changed = after.bulkheads.iter().filter_map(|bulkhead| {
-            let is_changed = |c: &&BulkheadChange| c.change == Kind::Changed && c.bulkhead == bulkhead.name;
-            let change = self.bulkheads.iter().find(is_changed)?;
-            let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
-            Some(Reconfigured {
-                settled: settle(bulkhead),
-                limits_before: program::limits(old, around.labels),
-                own_before: program::tenant_numbers(old),
-                replaces_workers: change.replaces_workers,
-            })
-        });
-        Reload {
-            removed: self.of(&[Kind::Removed, Kind::Rebuilt]).into_iter().map(str::to_owned).collect(),
-            changed: changed.collect(),
-            added,
-            access: self.access.then(|| Access::new(after, own)),
-            limits,
-        }
+    });
+    let (one, other) = (fields(&before.supervisor), fields(&after.supervisor));
+    // The mode of the folder is no key, but follows from one.
+    let is_other = |key: &&String| *key != "folder_mode" && one.get(*key) != other.get(*key);
+    let keys = one.keys().filter(is_other).cloned();
+    let (supervisor, ignored) = keys.partition(|key| !config::waits_for_start(key));
+    Changes {
+        bulkheads: gone.chain(others).collect(),
+        supervisor,
+        access: before.access != after.access,
+        ignored,
     }
 }
 
-impl BulkheadChange {
-    fn of(name: &str, change: Kind) -> Self {
-        Self { bulkhead: name.to_owned(), change, keys: Vec::new(), replaces_workers: false }
+fn whole(name: &str, change: ChangeKind) -> BulkheadChange {
+    BulkheadChange {
+        bulkhead: name.to_owned(),
+        change: change.into(),
+        keys: Vec::new(),
+        replaces_workers: false,
     }
+}
 
-    fn between(before: &BulkheadConfig, after: &BulkheadConfig) -> Option<Self> {
-        let keys = differing(&keys(before), &keys(after));
-        if keys.is_empty() {
-            return None;
-        }
-        let is_rebuilt = before.isolation().is_some() != after.isolation().is_some();
-        let change = if is_rebuilt { Kind::Rebuilt } else { Kind::Changed };
-        let replaces_workers = !is_rebuilt && keys.iter().any(|key| config::replaces_workers(key));
-        Some(Self { bulkhead: after.name.clone(), change, keys, replaces_workers })
+fn bulkhead_change(before: &BulkheadConfig, after: &BulkheadConfig) -> Option<BulkheadChange> {
+    let keys = differing(&keys(before), &keys(after));
+    if keys.is_empty() {
+        return None;
+    }
+    let is_rebuilt = before.isolation().is_some() != after.isolation().is_some();
+    let change = if is_rebuilt { ChangeKind::Rebuilt } else { ChangeKind::Changed };
+    let replaces_workers = !is_rebuilt && keys.iter().any(|key| config::replaces_workers(key));
+    Some(BulkheadChange { bulkhead: after.name.clone(), change: change.into(), keys, replaces_workers })
+}
+
+fn named<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str> {
+    let wanted = changes.bulkheads.iter().filter(|change| kinds.iter().any(|kind| change.change == *kind));
+    wanted.map(|change| change.bulkhead.as_str()).collect()
+}
+
+/// Everything it takes to go from `before` to `after`. Looks at the disk.
+pub(crate) fn prepare(
+    changes: &Changes,
+    before: &Config,
+    after: &Config,
+    limits: DataPlaneLimits,
+    (around, own): (Surroundings<'_>, u32),
+) -> Reload {
+    let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, around);
+    let new = named(changes, &[ChangeKind::Added, ChangeKind::Rebuilt]);
+    let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(settle).collect();
+    let changed = after.bulkheads.iter().filter_map(|bulkhead| {
+        let is_changed = |c: &&BulkheadChange| c.change == ChangeKind::Changed && c.bulkhead == bulkhead.name;
+        let change = changes.bulkheads.iter().find(is_changed)?;
+        let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
+        Some(Reconfigured {
+            settled: settle(bulkhead),
+            limits_before: program::limits(old, around.labels),
+            own_before: program::tenant_numbers(old),
+            replaces_workers: change.replaces_workers,
+        })
+    });
+    let removed = named(changes, &[ChangeKind::Removed, ChangeKind::Rebuilt]);
+    Reload {
+        removed: removed.into_iter().map(str::to_owned).collect(),
+        changed: changed.collect(),
+        added,
+        access: changes.access.then(|| Access::new(after, own)),
+        limits,
     }
 }
 
@@ -294,7 +252,7 @@ mod tests {
     }
 
     fn between(before: &str, after: &str) -> Changes {
-        Changes::between(&parse(before), &parse(after))
+        changes(&parse(before), &parse(after))
     }
 
     const PLAIN: &str = "[bulkhead.a]\nexec = ['cat']\n";
@@ -336,8 +294,8 @@ mod tests {
             let [change] = &changes.bulkheads[..] else { panic!("{after}: {changes:?}") };
             assert_eq!(change.keys, [key], "{after}");
             assert_eq!(
-                (change.change, change.replaces_workers),
-                (Kind::Changed, replaces_workers),
+                (change.change.clone(), change.replaces_workers),
+                (ChangeKind::Changed.into(), replaces_workers),
                 "{after}"
             );
         }
@@ -378,10 +336,13 @@ mod tests {
     #[test]
     fn bulkheads_come_and_go() {
         let both = format!("{PLAIN}[bulkhead.b]\nexec = ['cat']\n");
-        assert_eq!(between(PLAIN, &both).bulkheads, [BulkheadChange::of("b", Kind::Added)]);
-        assert_eq!(between(&both, PLAIN).bulkheads, [BulkheadChange::of("b", Kind::Removed)]);
+        assert_eq!(between(PLAIN, &both).bulkheads, [whole("b", ChangeKind::Added)]);
+        assert_eq!(between(&both, PLAIN).bulkheads, [whole("b", ChangeKind::Removed)]);
         let apart = between(PLAIN, &format!("{PLAIN}tenants = {{ isolate = true }}\n"));
-        assert_eq!((apart.bulkheads[0].change, apart.bulkheads[0].replaces_workers), (Kind::Rebuilt, false));
+        assert_eq!(
+            (apart.bulkheads[0].change.clone(), apart.bulkheads[0].replaces_workers),
+            (ChangeKind::Rebuilt.into(), false)
+        );
     }
 
     /// The rows say which keys hold at once, and these are what is put in force.
@@ -392,7 +353,7 @@ mod tests {
                    tenant_labels = 5\nworker_uids = '7-9'";
         let text = format!("[supervisor]\nsocket = '/run/y/jobs.sock'\n{all}\n{PLAIN}");
         let (before, after) = (parse(PLAIN), config::parse(&text, "/etc/workers.toml".as_ref()).unwrap());
-        let changes = Changes::between(&before, &after);
+        let changes = super::changes(&before, &after);
         let of_supervisor = config::reference().into_iter().filter(|key| key.table == "supervisor");
         let written = of_supervisor.filter(|key| !key.name.starts_with("http"));
         let (waiting, holding): (Vec<_>, Vec<_>) =
@@ -401,7 +362,7 @@ mod tests {
             |keys: Vec<config::Key>| keys.iter().map(|key| key.name.to_owned()).collect::<BTreeSet<_>>();
         assert_eq!(BTreeSet::from_iter(changes.supervisor), names(holding));
         assert_eq!(BTreeSet::from_iter(changes.ignored), names(waiting));
-        let after_it = Changes::between(&after_reload(&before.supervisor, after.clone()), &after);
+        let after_it = super::changes(&after_reload(&before.supervisor, after.clone()), &after);
         assert_eq!(after_it.supervisor, [""; 0]);
     }
 
@@ -412,13 +373,13 @@ mod tests {
             config::parse(&text, "/etc/workers.toml".as_ref()).unwrap()
         };
         let (before, after) = (with(""), with("crash_keep = 5\ndrain_timeout = '1s'"));
-        let changes = Changes::between(&before, &after);
+        let told = changes(&before, &after);
         assert_eq!(
-            (changes.supervisor, changes.ignored),
+            (told.supervisor, told.ignored),
             (vec!["drain_timeout".to_owned()], vec!["crash_keep".to_owned()])
         );
         let now = after_reload(&before.supervisor, after.clone());
-        let again = Changes::between(&now, &after);
+        let again = changes(&now, &after);
         assert!(again.is_empty());
         assert_eq!(again.ignored, ["crash_keep"]);
     }

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use bulkhead_api::Service;
 use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
 
-use crate::service::Service;
 use crate::tally::Tally;
 
 /// All numbers of the data plane, of one moment.

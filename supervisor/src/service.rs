@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use bulkhead_api::Service;
 use bulkhead_policy::Time;
 use bulkhead_shared::limits::cut;
 use bulkhead_shared::{CrashReason, Fault, RejectReason, Verdict};
@@ -23,30 +24,6 @@ const FAILING_ABOVE_PERCENT: u64 = 50;
 
 /// Bytes of a handler's own code that a cause names.
 const CODE_BYTES_MAX: usize = 64;
-
-/// How well a bulkhead serves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Service {
-    /// Nearly all jobs end `ok`, or there are too few to tell.
-    Ok,
-    /// Over 5 % do not.
-    Degraded,
-    /// Over half do not.
-    Failing,
-}
-
-impl Service {
-    pub(crate) const ALL: [Self; 3] = [Self::Ok, Self::Degraded, Self::Failing];
-
-    /// The word of the contract.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Degraded => "degraded",
-            Self::Failing => "failing",
-        }
-    }
-}
 
 // Where each way to end is counted; the first is `ok`. Codes begin at 1 and leave no gap.
 const OK: usize = 0;

@@ -11,7 +11,6 @@ use super::events::Events;
 use super::sample::{Bulkhead, Counts, Sample, rates};
 use super::words::clean;
 use crate::output::{Failure, exit};
-use crate::worst::rank;
 
 /// Characters of a filter.
 const FILTER_CHARS_MAX: usize = 64;
@@ -90,7 +89,7 @@ impl Sort {
             now(b).total_cmp(&now(a)).then_with(|| count(&b.counts).cmp(&count(&a.counts)))
         };
         let order = match self {
-            Self::Worst => rank(&b.state, &b.service).cmp(&rank(&a.state, &a.service)),
+            Self::Worst => b.rank.cmp(&a.rank),
             Self::Name => Ordering::Equal,
             Self::Utilisation => b.utilisation().total_cmp(&a.utilisation()),
             Self::Rejections => by(|rates| rates.rejected, |counts| counts.rejected),
@@ -361,7 +360,7 @@ pub(super) mod tests {
     use super::*;
 
     pub(in super::super) fn sample(at: Instant, bulkheads: &[serde_json::Value]) -> Sample {
-        let bulkheads = bulkheads.iter().map(Bulkhead::new).collect();
+        let bulkheads = bulkheads.iter().map(super::super::sample::tests::bulkhead).collect();
         Sample { at, bulkheads, events: Vec::new(), is_another: false }
     }
 

@@ -1,5 +1,6 @@
 //! The page of one bulkhead: its line of the table, what is counted, the busiest tenants, and its workers.
 
+use bulkhead_api::Tenant;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
@@ -7,7 +8,7 @@ use ratatui::style::{Color, Style};
 use super::app::{App, Page};
 use super::columns;
 use super::pieces::{bold, put, table_head, table_row, take_top};
-use super::sample::{Bulkhead, Tenant, Worker};
+use super::sample::{Bulkhead, Worker};
 use super::words::{fit, width};
 use crate::admin::WORKER_COLUMNS;
 

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use bulkhead_api::{Severity, Word};
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
@@ -10,7 +11,7 @@ use ratatui::style::{Color, Modifier, Style};
 use super::app::{App, Contact, Mode, Page, window};
 use super::columns;
 use super::detail;
-use super::events::{Event, Severity};
+use super::events::Event;
 use super::pieces::{bold, put, table_head, table_row, take_bottom, take_top};
 use super::words::fit;
 
@@ -110,10 +111,10 @@ fn event_pane(buffer: &mut Buffer, mut area: Rect, app: &App) {
 }
 
 fn event_style(event: &Event) -> Style {
-    match event.severity {
-        Severity::Info => Style::new(),
-        Severity::Warning => Style::new().fg(Color::Yellow),
-        Severity::Critical => Style::new().fg(Color::Red),
+    match &event.severity {
+        Word::Known(Severity::Info) | Word::Other(_) => Style::new(),
+        Word::Known(Severity::Warning) => Style::new().fg(Color::Yellow),
+        Word::Known(Severity::Critical) => Style::new().fg(Color::Red),
     }
 }
 

@@ -2,42 +2,32 @@
 
 use std::collections::VecDeque;
 
+use bulkhead_api::{Severity, Word};
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::words::clean;
-use crate::admin::{event_words, text};
+use crate::admin::event_words;
 
 /// Events that are kept: as many as the supervisor keeps.
 pub(super) const EVENTS_MAX: usize = 4096;
-
-/// How bad an event is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Severity {
-    Info,
-    Warning,
-    Critical,
-}
 
 /// One event, ready to be shown.
 #[derive(Clone, Debug)]
 pub(super) struct Event {
     pub(super) bulkhead: Option<String>,
-    pub(super) severity: Severity,
+    pub(super) severity: Word<Severity>,
     pub(super) line: String,
 }
 
 impl Event {
+    /// `None`, if it makes no sense.
     pub(super) fn new(event: &Value) -> Option<Self> {
-        let severity = match event["severity"].as_str()? {
-            "critical" => Severity::Critical,
-            "warning" => Severity::Warning,
-            _ => Severity::Info,
-        };
-        let at = text(&event["at"]);
+        let event = bulkhead_api::Event::deserialize(event).ok()?;
         // Only the time of day, to the second.
-        let at = at.get(11..19).unwrap_or(&at);
-        let line = clean(&format!("{at} {}", event_words(event.as_object()?)));
-        Some(Self { bulkhead: event["bulkhead"].as_str().map(clean), severity, line })
+        let at = event.at.get(11..19).unwrap_or(&event.at);
+        let line = clean(&format!("{at} {}", event_words(&event)));
+        Some(Self { bulkhead: event.bulkhead.as_deref().map(clean), severity: event.severity, line })
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bulkhead_api::Snapshot;
 use serde_json::{Value, json};
 
 use super::columns::Column;
@@ -19,11 +20,10 @@ pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> 
     let mut watcher = Watcher::new(args);
     let before = watcher.ask().await?;
     tokio::time::sleep(interval).await;
-    let mut now = watcher.ask().await?;
+    let now = watcher.ask().await?;
     if args.json {
         output::line(&as_json(&before, &now).to_string())?;
     } else {
-        worst::sort(&mut now.bulkheads);
         print(&before, &now)?;
     }
     Ok(exit::OK)
@@ -32,7 +32,9 @@ pub(super) async fn run(args: &Args, interval: Duration) -> Result<u8, Failure> 
 fn print(before: &Answers, now: &Answers) -> Result<(), Failure> {
     let columns = Column::all();
     let mut table = table(&columns.map(Column::head));
-    for snapshot in &now.bulkheads {
+    let mut snapshots = now.snapshots.clone();
+    worst::sort(&mut snapshots);
+    for snapshot in &snapshots {
         let mut bulkhead = Bulkhead::new(snapshot);
         bulkhead.rates = now.rates_of(snapshot, before);
         table.add_row(columns.map(|column| column.text(&bulkhead)));
@@ -44,8 +46,8 @@ fn print(before: &Answers, now: &Answers) -> Result<(), Failure> {
 }
 
 fn as_json(before: &Answers, now: &Answers) -> Value {
-    let told = |snapshot: &Value| {
-        let mut told = snapshot.clone();
+    let told = |(told, snapshot): (&Value, &Snapshot)| {
+        let mut told = told.clone();
         told["utilisation"] = json!(Bulkhead::new(snapshot).utilisation());
         told["per_second"] = now.rates_of(snapshot, before).map_or(Value::Null, |rates| {
             let Counts { ok, rejected, failed, late, crashed } = rates;
@@ -53,9 +55,10 @@ fn as_json(before: &Answers, now: &Answers) -> Value {
         });
         told
     };
+    let bulkheads = now.bulkheads.iter().zip(&now.snapshots).filter(|(told, _)| told.is_object());
     json!({
         "interval_ms": u64::try_from((now.at - before.at).as_millis()).unwrap_or(u64::MAX),
-        "bulkheads": now.bulkheads.iter().filter(|snapshot| snapshot.is_object()).map(told).collect::<Vec<_>>(),
+        "bulkheads": bulkheads.map(told).collect::<Vec<_>>(),
         "events": newest(before, now),
     })
 }
@@ -66,8 +69,8 @@ fn newest<'a>(before: &'a Answers, now: &'a Answers) -> Vec<&'a Value> {
 }
 
 impl Answers {
-    fn rates_of(&self, snapshot: &Value, before: &Self) -> Option<Counts<f64>> {
-        let earlier = before.bulkheads.iter().find(|earlier| earlier["name"] == snapshot["name"])?;
+    fn rates_of(&self, snapshot: &Snapshot, before: &Self) -> Option<Counts<f64>> {
+        let earlier = before.snapshots.iter().find(|earlier| earlier.name == snapshot.name)?;
         let is_same = !self.is_another;
         is_same.then(|| rates(&counts(earlier), &counts(snapshot), self.at - before.at)).flatten()
     }

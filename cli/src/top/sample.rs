@@ -4,14 +4,17 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use bulkhead_api::{Percentiles, Snapshot, Tenant};
 use hyper::Method;
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::events::{EVENTS_MAX, Event};
 use super::words::clean;
-use crate::admin::{get_json, millis, read, request, text, worker_cells};
+use crate::admin::{get, known, millis, read, request, shown, worker_cells};
 use crate::args::Args;
 use crate::output::Failure;
+use crate::worst::rank;
 
 /// What one look has seen.
 #[derive(Debug)]
@@ -41,6 +44,8 @@ pub(super) struct Bulkhead {
     pub(super) name: String,
     pub(super) state: String,
     pub(super) service: String,
+    /// How much it needs to be looked at.
+    pub(super) rank: (u8, u8),
     pub(super) detail: Option<String>,
     pub(super) service_cause: Option<String>,
     pub(super) in_flight: u64,
@@ -61,16 +66,6 @@ pub(super) struct Bulkhead {
     pub(super) workers: Vec<Worker>,
 }
 
-/// One of the busiest tenants.
-#[derive(Clone, Debug)]
-pub(super) struct Tenant {
-    pub(super) name: String,
-    pub(super) in_flight: u64,
-    pub(super) queued: u64,
-    pub(super) submitted: u64,
-    pub(super) rejected: u64,
-}
-
 /// A worker process.
 #[derive(Clone, Debug)]
 pub(super) struct Worker {
@@ -83,36 +78,28 @@ fn number(value: &Value) -> u64 {
     value.as_u64().unwrap_or(0)
 }
 
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map(Vec::as_slice).unwrap_or_default()
-}
-
-fn line(value: &Value) -> String {
-    clean(&text(value))
-}
-
 impl Bulkhead {
-    pub(super) fn new(snapshot: &Value) -> Self {
-        let latency = &snapshot["latency_ms"];
+    pub(super) fn new(snapshot: &Snapshot) -> Self {
         Self {
-            name: line(&snapshot["name"]),
-            state: line(&snapshot["state"]),
-            service: line(&snapshot["service"]),
-            detail: snapshot["detail"].as_str().map(clean),
-            service_cause: snapshot["service_cause"].as_str().map(clean),
-            in_flight: number(&snapshot["in_flight"]),
-            limit: number(&snapshot["limit"]),
-            queued: number(&snapshot["queued"]),
-            capacity: number(&snapshot["queue_capacity"]),
+            name: clean(&snapshot.name),
+            state: clean(&shown(&snapshot.state)),
+            service: clean(&known(&snapshot.service)),
+            rank: rank(snapshot),
+            detail: snapshot.detail.as_deref().map(clean),
+            service_cause: snapshot.service_cause.as_deref().map(clean),
+            in_flight: snapshot.in_flight,
+            limit: snapshot.limit,
+            queued: snapshot.queued,
+            capacity: snapshot.queue_capacity,
             counts: counts(snapshot),
             rates: None,
-            restarts: number(&snapshot["restarts"]),
-            breaker: line(&snapshot["breaker"]),
-            p50: millis(&latency["run"]["p50"]),
-            p99: millis(&latency["run"]["p99"]),
+            restarts: snapshot.restarts,
+            breaker: clean(&shown(&snapshot.breaker)),
+            p50: millis(snapshot.latency_ms.run.p50),
+            p99: millis(snapshot.latency_ms.run.p99),
             facts: facts(snapshot),
-            tenants: list(&snapshot["tenants"]).iter().map(tenant).collect(),
-            workers: list(&snapshot["workers"]).iter().map(worker).collect(),
+            tenants: snapshot.tenants.iter().map(tenant).collect(),
+            workers: snapshot.workers.iter().map(worker).collect(),
         }
     }
 
@@ -126,55 +113,47 @@ impl Bulkhead {
     }
 }
 
-pub(super) fn counts(snapshot: &Value) -> Counts<u64> {
-    let rejected = snapshot["rejected"].as_object();
+pub(super) fn counts(snapshot: &Snapshot) -> Counts<u64> {
     Counts {
-        ok: number(&snapshot["done"]),
-        rejected: rejected.map_or(0, |counts| counts.values().map(number).fold(0, u64::saturating_add)),
-        failed: number(&snapshot["failed"]),
-        late: number(&snapshot["deadline_exceeded"]),
-        crashed: number(&snapshot["crashed"]),
+        ok: snapshot.done,
+        rejected: snapshot.rejections(),
+        failed: snapshot.failed,
+        late: snapshot.deadline_exceeded,
+        crashed: snapshot.crashed,
     }
 }
 
-fn facts(snapshot: &Value) -> Vec<String> {
-    let told = |names: &[&str]| {
-        let told = names.iter().map(|name| format!("{name} {}", line(&snapshot[*name])));
-        told.collect::<Vec<_>>().join("  ")
-    };
-    let latency = |which: &str| {
-        let of = &snapshot["latency_ms"][which];
-        let told = ["p50", "p90", "p99", "max"].map(|name| format!("{name} {}", millis(&of[name])));
-        format!("{which:9} {}", told.join("  "))
+fn facts(snapshot: &Snapshot) -> Vec<String> {
+    let Snapshot { submitted, done, failed, crashed, .. } = snapshot;
+    let Snapshot { deadline_exceeded, cancelled, retries, quarantined, .. } = snapshot;
+    let latency = |which: &str, Percentiles { p50, p90, p99, max }| {
+        let [p50, p90, p99, max] = [p50, p90, p99, max].map(millis);
+        format!("{which:9} p50 {p50}  p90 {p90}  p99 {p99}  max {max}")
     };
     let mut facts = vec![
-        format!("jobs      {}", told(&["submitted", "done", "failed", "crashed"])),
-        format!("          {}", told(&["deadline_exceeded", "cancelled", "retries", "quarantined"])),
-        latency("run"),
-        latency("queue"),
+        format!("jobs      submitted {submitted}  done {done}  failed {failed}  crashed {crashed}"),
+        format!(
+            "          deadline_exceeded {deadline_exceeded}  cancelled {cancelled}  retries {retries}  \
+             quarantined {quarantined}"
+        ),
+        latency("run", snapshot.latency_ms.run),
+        latency("queue", snapshot.latency_ms.queue),
     ];
-    let rejected = snapshot["rejected"].as_object().into_iter().flatten();
     let rejected: Vec<String> =
-        rejected.map(|(reason, count)| format!("{} {}", clean(reason), number(count))).collect();
+        snapshot.rejected.iter().map(|(reason, count)| format!("{} {count}", clean(reason))).collect();
     if !rejected.is_empty() {
         facts.push(format!("rejected  {}", rejected.join("  ")));
     }
     facts
 }
 
-fn tenant(snapshot: &Value) -> Tenant {
-    Tenant {
-        name: line(&snapshot["name"]),
-        in_flight: number(&snapshot["in_flight"]),
-        queued: number(&snapshot["queued"]),
-        submitted: number(&snapshot["submitted"]),
-        rejected: number(&snapshot["rejected"]),
-    }
+fn tenant(tenant: &Tenant) -> Tenant {
+    Tenant { name: clean(&tenant.name), ..tenant.clone() }
 }
 
-fn worker(snapshot: &Value) -> Worker {
-    let tenant = snapshot["tenant"].as_str().map(clean);
-    Worker { tenant, cells: worker_cells(snapshot).map(|cell| clean(&cell)) }
+fn worker(worker: &bulkhead_api::Worker) -> Worker {
+    let tenant = worker.tenant.as_deref().map(clean);
+    Worker { tenant, cells: worker_cells(worker).map(|cell| clean(&cell)) }
 }
 
 /// How much more a second was counted; `None` if the counting began anew in between, or no time has passed.
@@ -196,16 +175,24 @@ pub(super) fn rates(before: &Counts<u64>, now: &Counts<u64>, elapsed: Duration) 
 /// What one look has been answered.
 pub(super) struct Answers {
     pub(super) at: Instant,
+    /// As they came.
     pub(super) bulkheads: Vec<Value>,
+    /// The same, as far as they are understood.
+    pub(super) snapshots: Vec<Snapshot>,
     pub(super) events: Vec<Value>,
     pub(super) is_another: bool,
+}
+
+/// Nothing, where a snapshot makes no sense.
+fn understood(told: &Value) -> Snapshot {
+    Snapshot::deserialize(told).unwrap_or_default()
 }
 
 impl From<Answers> for Sample {
     fn from(answers: Answers) -> Self {
         Self {
             at: answers.at,
-            bulkheads: answers.bulkheads.iter().map(Bulkhead::new).collect(),
+            bulkheads: answers.snapshots.iter().map(Bulkhead::new).collect(),
             events: answers.events.iter().filter_map(Event::new).collect(),
             is_another: answers.is_another,
         }
@@ -234,7 +221,7 @@ impl<'a> Watcher<'a> {
     }
 
     pub(super) async fn ask(&mut self) -> Result<Answers, Failure> {
-        let mut all = get_json(self.args, "/v1/bulkheads").await?;
+        let mut all: Value = get(self.args, "/v1/bulkheads").await?;
         let at = Instant::now();
         let bulkheads = match all["bulkheads"].take() {
             Value::Array(bulkheads) => bulkheads,
@@ -249,7 +236,8 @@ impl<'a> Watcher<'a> {
         if let Some(last) = events.last() {
             self.last = Some(last.clone());
         }
-        Ok(Answers { at, bulkheads, events, is_another })
+        let snapshots = bulkheads.iter().map(understood).collect();
+        Ok(Answers { at, bulkheads, snapshots, events, is_another })
     }
 
     async fn events(&self, since: u64) -> Result<Vec<Value>, Failure> {
@@ -284,16 +272,21 @@ fn unknown(last: Option<&Value>, mut events: Vec<Value>) -> Ring {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use serde_json::json;
 
     use super::*;
+
+    /// As much as is understood of a snapshot.
+    pub(in super::super) fn bulkhead(told: &Value) -> Bulkhead {
+        Bulkhead::new(&understood(told))
+    }
 
     #[test]
     fn a_snapshot_that_says_nothing_is_taken_too() {
         for odd in [json!({}), json!(null), json!({"workers": 3, "rejected": [], "limit": -1, "name": ["x"]})]
         {
-            let bulkhead = Bulkhead::new(&odd);
+            let bulkhead = bulkhead(&odd);
             assert_eq!((bulkhead.limit, bulkhead.workers.len(), bulkhead.utilisation()), (0, 0, 0.0));
         }
     }
@@ -303,15 +296,16 @@ mod tests {
         let evil = "\u{1b}[2J\n\u{202e}evil";
         let odd = json!({
             "name": evil, "state": evil, "service": evil, "detail": evil, "service_cause": evil, "breaker": evil, "rejected": {evil: 1},
-            "tenants": [{"name": evil}], "done": evil,
-            "workers": [{"tenant": evil, "pid": evil, "state": evil, "last_exit": evil}],
+            "tenants": [{"name": evil}],
+            "workers": [{"tenant": evil, "state": evil, "last_exit": evil}],
         });
-        let told = format!("{:#?}", Bulkhead::new(&odd));
+        let told = format!("{:#?}", bulkhead(&odd));
         assert!(
             !told.contains("\\u{1b}[2J\\n") && !told.contains('\u{202e}') && !told.contains('\u{1b}'),
             "{told}"
         );
-        assert!(told.contains("evil"));
+        assert_eq!(told.matches("evil").count(), 11, "{told}");
+        assert!(!format!("{:#?}", bulkhead(&json!({"name": "b", "done": evil}))).contains("evil"));
     }
 
     #[test]
@@ -331,7 +325,7 @@ mod tests {
     #[test]
     fn the_share_in_use() {
         let share = |in_flight: u64, limit: u64| {
-            Bulkhead::new(&json!({"in_flight": in_flight, "limit": limit})).utilisation()
+            bulkhead(&json!({"in_flight": in_flight, "limit": limit})).utilisation()
         };
         assert_eq!((share(0, 0), share(1, 0), share(1, 4), share(6, 4)), (0.0, 1.0, 0.25, 1.5));
     }

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::{Item, Kept, Machine, Seen, Setting, Setup};
+use super::seen::{lost, may_shrink, missing, turned_away, turned_away_by, waited_in_vain};
+use super::{Kept, Machine, Proposal, Seen, Setting, Setup};
 use crate::config::defaults::{
     CGROUP_MEMORY_MIN, DURATION_MAX, IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING,
     PROCESSES_CEILING, QUEUE_CEILING,
@@ -35,7 +36,7 @@ const DEADLINE_LEAST: Duration = Duration::from_secs(1);
 /// Sizes are proposed in steps of this.
 const SIZE_STEP: u64 = 4 << 20;
 
-type Verdicts = (Vec<Item>, Vec<Kept>);
+type Verdicts = (Vec<Proposal>, Vec<Kept>);
 
 /// All that there is to say.
 pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
@@ -46,7 +47,7 @@ pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
         return verdicts;
     }
     if seen.concurrency.max == 0 {
-        let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (*reason, *count)));
+        let rejected = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let reason = format!("no job has run, so that there is nothing to go by; rejected were: {rejected}");
         verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
         return verdicts;
@@ -66,11 +67,11 @@ trait Say {
 
 impl Say for Verdicts {
     fn propose(&mut self, key: &'static str, now: Setting, proposed: Setting, reason: String) {
-        self.0.push(Item { key, now, proposed, reason });
+        self.0.push(Proposal { key: key.into(), now, proposed, reason });
     }
 
     fn keep(&mut self, key: &'static str, now: Setting, reason: String) {
-        self.1.push(Kept { key, now, reason });
+        self.1.push(Kept { key: key.into(), now, reason });
     }
 }
 
@@ -151,8 +152,8 @@ fn wanted_below_limit(seen: &Seen) -> (u64, String) {
 
 /// What was in flight is what the limit let in: what waited and what was turned away tell of the rest.
 fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
-    let lost: u64 = seen.lost().map(|(_, count)| count).sum();
-    let served = seen.jobs.saturating_sub(lost).max(1);
+    let in_all: u64 = lost(seen).map(|(_, count)| count).sum();
+    let served = seen.jobs.saturating_sub(in_all).max(1);
     // By Little's law jobs in flight are in proportion to jobs a second.
     let offered = (u128::from(seen.concurrency.p99) * u128::from(seen.jobs) / u128::from(served)) as u64;
     let needed = with_headroom(seen.demand.p99.max(offered));
@@ -162,8 +163,8 @@ fn wanted_at_limit(seen: &Seen, limit: u64) -> (u64, String) {
         "no permit was free for {at_limit} of the time with jobs, so that the {p99} in flight say only what the limit \
          is; with those that waited there were {demand}"
     );
-    if lost > 0 {
-        why += &format!(", and {lost} of {} jobs were turned away ({})", seen.jobs, reasons(seen.lost()));
+    if in_all > 0 {
+        why += &format!(", and {in_all} of {} jobs were turned away ({})", seen.jobs, reasons(lost(seen)));
     }
     why += &match needed > wanted {
         true => format!("; that would be {needed}, but no more than twice as many at a time"),
@@ -224,7 +225,7 @@ fn more(lever: &Lever, wanted: u64, (most, held): &(u64, String)) -> Result<u64,
 
 /// How many fewer, if there are far more than were needed for a long time.
 fn fewer(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, is_capped: bool) -> Option<u64> {
-    if is_capped || seen.lost().next().is_some() || !seen.may_shrink() {
+    if is_capped || lost(seen).next().is_some() || !may_shrink(seen) {
         return None;
     }
     // Without a queue nothing takes up what comes at once.
@@ -243,7 +244,7 @@ fn total_memory(seen: &Seen, processes: u64, machine: &Machine) -> String {
 
 fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts) {
     let (key, now) = ("max_queue", u64::from(setup.max_queue));
-    let (turned_away, in_vain) = (seen.turned_away(), seen.waited_in_vain());
+    let (turned_away, in_vain) = (turned_away(seen), waited_in_vain(seen));
     let used = format!("at most {} of {now} places were taken", seen.queued.max);
     let Some(useful) = useful_places(seen, setup, permits) else { return };
     let in_time = format!("what {permits} at once work off in {}", patience_in_words(seen, setup));
@@ -257,7 +258,7 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
     }
     let now_set = Setting::Count(now);
     if turned_away == 0 {
-        let others = reasons(seen.rejected.iter().map(|(reason, count)| (*reason, *count)));
+        let others = reasons(seen.rejected.iter().map(|(reason, count)| (&**reason, *count)));
         let rejected = match seen.rejected.is_empty() {
             true => "no job was rejected".to_owned(),
             false => format!("no job was rejected for want of a place (rejected were: {others})"),
@@ -265,7 +266,7 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
         return verdicts.keep(key, now_set, format!("{rejected}, and {used}"));
     }
     let why =
-        format!("{turned_away} of {} jobs were turned away ({})", seen.jobs, reasons(seen.turned_away_by()));
+        format!("{turned_away} of {} jobs were turned away ({})", seen.jobs, reasons(turned_away_by(seen)));
     if permits > setup.permits() {
         return verdicts.keep(key, now_set, format!("{why}, but more at once comes before more that wait"));
     }
@@ -351,7 +352,7 @@ fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     let wait = seen.queue_ms.max.max(setup.queue_timeout.map_or(0.0, millis));
     let longest = seen.run_ms.max + wait;
     let proposed = rounded_up(DEADLINE_ROOM * longest).max(DEADLINE_LEAST);
-    if seen.may_shrink() && deadline >= DEADLINE_FAR * longest && 2 * proposed <= setup.deadline {
+    if may_shrink(seen) && deadline >= DEADLINE_FAR * longest && 2 * proposed <= setup.deadline {
         let reason = format!(
             "the longest job took {} with its wait, and one that hangs holds a permit for {}: five times the longest \
              is room enough",
@@ -366,7 +367,7 @@ fn judge_deadline(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
 // Memory.
 
 fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
-    let Some(peak) = seen.rss_max_bytes.filter(|_| seen.missing().is_none()) else { return };
+    let Some(peak) = seen.rss_max_bytes.filter(|_| missing(seen).is_none()) else { return };
     let wanted = (2 * peak).next_multiple_of(SIZE_STEP).max(CGROUP_MEMORY_MIN);
     let most = format!("the largest worker held {}", size(peak));
     let (key, double) = ("cgroup.memory", Setting::Bytes(wanted));
@@ -375,7 +376,7 @@ fn judge_memory(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
             let reason = format!("{most}, which is over 80 % of {}: twice as much leaves room", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);
         }
-        Some(limit) if 2 * wanted <= limit && seen.may_shrink() => {
+        Some(limit) if 2 * wanted <= limit && may_shrink(seen) => {
             let reason =
                 format!("{most}, and {} would let one that leaks take far more than that", size(limit));
             verdicts.propose(key, Setting::Bytes(limit), double, reason);

@@ -1,9 +1,9 @@
 //! Each rule by itself, and what holds of all advice, whatever was seen.
 
+use bulkhead_api::{Late, Marks};
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::seen::{Late, Marks};
 use super::*;
 use crate::config::defaults::{
     DURATION_MAX, IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING,
@@ -52,13 +52,13 @@ fn overloaded() -> Seen {
         demand: Marks { p50: 6, p99: 24, max: 24 },
         queued: Marks { p50: 2, p99: 20, max: 20 },
         time_at_limit: 0.6,
-        rejected: [("queue_full", 2000), ("rate_limited", 7)].into(),
+        rejected: [("queue_full".into(), 2000), ("rate_limited".into(), 7)].into(),
         ..seen()
     }
 }
 
 fn advice(seen: Seen, setup: &Setup) -> Advice {
-    Advice::new("b".into(), seen, setup, &MACHINE)
+    advise("b".into(), seen, setup, &MACHINE)
 }
 
 fn proposed(seen: Seen, setup: &Setup, key: &str) -> Option<(Setting, String)> {
@@ -76,7 +76,7 @@ fn kept(seen: Seen, setup: &Setup, key: &str) -> String {
 fn all_is_well_and_said_to_be() {
     let advice = advice(seen(), &setup());
     assert!(advice.enough && advice.advice.is_empty(), "{advice:?}");
-    let keys: Vec<&str> = advice.kept.iter().map(|kept| kept.key).collect();
+    let keys: Vec<&str> = advice.kept.iter().map(|kept| &*kept.key).collect();
     assert_eq!(keys, ["processes", "max_queue", "deadline"]);
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (at one time 4)"), "{advice:?}");
 }
@@ -125,12 +125,12 @@ fn at_the_limit_it_is_what_waited_and_what_was_turned_away() {
     // Without a queue rejections alone say how much more there was: half of it.
     let lost = Seen {
         demand: Marks { p50: 4, p99: 4, max: 4 },
-        rejected: [("queue_full", 50_000)].into(),
+        rejected: [("queue_full".into(), 50_000)].into(),
         ..overloaded()
     };
     let setup = Setup { max_queue: 0, ..setup() };
     assert_eq!(proposed(lost.clone(), &setup, "processes").unwrap().0, Setting::Count(8));
-    let some = Seen { rejected: [("queue_full", 10_000)].into(), ..lost };
+    let some = Seen { rejected: [("queue_full".into(), 10_000)].into(), ..lost };
     assert_eq!(proposed(some, &setup, "processes").unwrap().0, Setting::Count(5));
 }
 
@@ -171,7 +171,7 @@ fn where_workers_are_missing_their_number_is_not_the_question() {
 
 #[test]
 fn where_nothing_ran_there_is_nothing_to_go_by() {
-    let rejected = [("unavailable", 5000)].into();
+    let rejected = [("unavailable".into(), 5000)].into();
     let down = Seen { watched: Duration::from_secs(7200), jobs: 5000, limit: 4, rejected, ..Seen::default() };
     let advice = advice(down, &setup());
     assert!(
@@ -183,7 +183,7 @@ fn where_nothing_ran_there_is_nothing_to_go_by() {
 #[test]
 fn what_was_not_needed_for_an_hour_is_too_much() {
     let advice = advice_of_large(seen());
-    let told: Vec<_> = advice.advice.iter().map(|item| (item.key, item.proposed)).collect();
+    let told: Vec<_> = advice.advice.iter().map(|item| (&*item.key, item.proposed)).collect();
     let deadline = Setting::Time(Duration::from_secs(8));
     assert_eq!(told, [("processes", Setting::Count(4)), ("deadline", deadline)], "{advice:?}");
     // What comes at once needs a place, be it to run or to wait.
@@ -209,7 +209,7 @@ fn a_queue_is_as_long_as_what_can_be_served_in_time() {
     let reason = kept(bound.clone(), &impatient, "max_queue");
     assert!(reason.contains("queue_timeout, 1.0 s, are 11 jobs"), "{reason}");
     // And those that wait in vain are too many.
-    let vain = Seen { rejected: [("queue_timeout", 3000)].into(), ..bound.clone() };
+    let vain = Seen { rejected: [("queue_timeout".into(), 3000)].into(), ..bound.clone() };
     let (places, reason) = proposed(vain, &impatient, "max_queue").unwrap();
     assert_eq!(places, Setting::Count(11));
     assert!(reason.contains("3000 of 100000 jobs waited in vain"), "{reason}");
@@ -307,7 +307,7 @@ impl Load {
                 max: beyond(self.demand.max),
             },
             time_at_limit,
-            rejected: if lost > 0 { [("queue_full", lost)].into() } else { Default::default() },
+            rejected: if lost > 0 { [("queue_full".into(), lost)].into() } else { Default::default() },
             run_ms: Marks { p50: self.run_ms, p99: self.run_ms, max: self.run_ms },
             run_mean_ms: self.run_ms,
             processors_per_job: self.processors_per_job,
@@ -324,7 +324,7 @@ fn applied(setup: &Setup, advice: &Advice) -> Setup {
         other => panic!("{other:?} is no count"),
     };
     for item in &advice.advice {
-        match (item.key, item.proposed) {
+        match (&*item.key, item.proposed) {
             ("processes", to) => setup.processes = count(to),
             ("max_in_flight", to) => setup.max_in_flight = count(to),
             ("max_queue", to) => setup.max_queue = count(to),

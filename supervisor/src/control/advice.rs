@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::http::{Shared, not_found, stuck};
 use super::{ANSWER_WITHIN, Control};
-use crate::advice::{Advice, Machine, Seen, Setup, Work};
+use crate::advice::{Machine, Setup, Work, advise, seen};
 use crate::command::Command;
 use crate::config::{BulkheadConfig, Program, Resource};
 use crate::demand::{InForce, Observation, Pair};
@@ -117,8 +117,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
         work.rss_max_bytes = None;
     }
     let setup = setup(bulkhead, &observation.numbers);
-    let seen = Seen::new(&observation, work);
-    axum::Json(Advice::new(name, seen, &setup, &machine())).into_response()
+    axum::Json(advise(name, seen(&observation, work), &setup, &machine())).into_response()
 }
 
 /// The numbers in force may be other ones than those of the file.

@@ -1,22 +1,23 @@
 //! Crash reports over HTTP: a list, one of them, and its jobs run again.
 
 use std::convert::Infallible;
-use std::time::SystemTime;
 
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use bulkhead_api::{
+    Cause, CrashId, CrashReport, Crashes, Replay, ReplayVerdict, ReplayedJob, Severity, What,
+};
 use bulkhead_shared::Verdict;
 use futures_util::stream;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::Deserialize;
+use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::ANSWER_WITHIN;
 use super::http::{JSON, Shared, not_found, problem, stuck};
-use crate::command::{Command, Event, ReplayError, ReplayOrder, Replayed, Severity};
-use crate::crash::{Cause, CrashId, CrashReport};
+use crate::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
 use crate::observe::crashes::ReadError;
 
 #[derive(Deserialize)]
@@ -36,7 +37,7 @@ pub(super) async fn list(State(control): State<Shared>, Query(query): Query<List
         }
     }
     let surplus = crashes.len().saturating_sub(query.limit.unwrap_or(usize::MAX));
-    axum::Json(json!({"crashes": &crashes[surplus..]})).into_response()
+    axum::Json(json!(Crashes { crashes: crashes.split_off(surplus) })).into_response()
 }
 
 pub(super) async fn show(State(control): State<Shared>, Path(id): Path<String>) -> Response {
@@ -72,17 +73,6 @@ pub(super) struct ReplayQuery {
     job: Option<usize>,
 }
 
-/// Whether it happened again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Again {
-    /// The job was not run: there was no worker for it.
-    NotRun,
-    NoCrash,
-    Different,
-    Same,
-}
-
 pub(super) async fn replay(
     State(control): State<Shared>,
     Path(id): Path<String>,
@@ -105,8 +95,8 @@ pub(super) async fn replay(
     };
     // The answer is begun at once, since it may take longer to come than a request has.
     let body = stream::once(async move {
-        let told = run(control, report, places, first, place).await;
-        Ok::<_, Infallible>(Bytes::from(format!("{told}\n")))
+        let replay = run(control, report, places, first, place).await;
+        Ok::<_, Infallible>(Bytes::from(format!("{}\n", json!(replay))))
     });
     ([(header::CONTENT_TYPE, JSON)], Body::from_stream(body)).into_response()
 }
@@ -169,8 +159,8 @@ async fn run(
     places: Vec<usize>,
     first: Begun,
     _place: OwnedSemaphorePermit,
-) -> Value {
-    let (mut replays, mut again, mut next) = (Vec::new(), Again::NotRun, Some(first));
+) -> Replay {
+    let (mut replays, mut again, mut next) = (Vec::new(), ReplayVerdict::NotRun, Some(first));
     for place in places {
         let begun = match next.take() {
             Some(begun) => Ok(begun),
@@ -191,25 +181,22 @@ async fn run(
             None => None,
         };
         replays.push(describe(&report, place, &replayed, verdict, tail));
-        if verdict == Again::Same {
+        if verdict == ReplayVerdict::Same {
             break;
         }
     }
     control.tell_replay(&report, again);
-    json!({
-        "id": report.id, "bulkhead": report.bulkhead, "verdict": again, "before": report.cause,
-        "replays": replays,
-    })
+    Replay { before: report.cause, bulkhead: report.bulkhead, id: report.id, replays, verdict: again.into() }
 }
 
-fn judge(before: &Cause, replayed: &Replayed) -> Again {
+fn judge(before: &Cause, replayed: &Replayed) -> ReplayVerdict {
     match (&replayed.end, &replayed.cause) {
-        (Err(_), _) => Again::NotRun,
-        (Ok(Verdict::Crashed { .. }), Some(cause)) if before.is_same(cause) => Again::Same,
-        (Ok(Verdict::Crashed { .. }), Some(_)) => Again::Different,
+        (Err(_), _) => ReplayVerdict::NotRun,
+        (Ok(Verdict::Crashed { .. }), Some(cause)) if before.is_same(cause) => ReplayVerdict::Same,
+        (Ok(Verdict::Crashed { .. }), Some(_)) => ReplayVerdict::Different,
         // The supervisor's own stop, or its keeper's end.
-        (Ok(Verdict::Crashed { .. }), None) => Again::NotRun,
-        (Ok(_), _) => Again::NoCrash,
+        (Ok(Verdict::Crashed { .. }), None) => ReplayVerdict::NotRun,
+        (Ok(_), _) => ReplayVerdict::NoCrash,
     }
 }
 
@@ -217,62 +204,63 @@ fn describe(
     report: &CrashReport,
     place: usize,
     replayed: &Replayed,
-    verdict: Again,
+    verdict: ReplayVerdict,
     stderr_tail: Option<String>,
-) -> Value {
+) -> ReplayedJob {
     let job = &report.jobs[place];
-    let mut told = json!({
-        "job": place, "operation": job.operation, "tenant": job.tenant, "payload_bytes": job.payload_bytes,
-        "verdict": verdict, "worker_pid": replayed.pid, "cause": replayed.cause,
-        "ran_ms": (replayed.ran.as_secs_f64() * 1e6).round() / 1e3,
-        "stderr_tail": stderr_tail,
-    });
-    match &replayed.end {
+    let (outcome, reason, message) = match &replayed.end {
         Ok(end) => {
-            told["outcome"] = json!(end.name());
-            told["reason"] = json!(end.reason());
-            told["message"] = json!(end.message());
+            let reason = end.reason().map(str::to_owned);
+            (Some(end.name().into()), Some(reason), end.message().map(str::to_owned))
         }
-        Err(message) => told["message"] = json!(message),
+        Err(message) => (None, None, Some(message.clone())),
+    };
+    ReplayedJob {
+        cause: replayed.cause.clone(),
+        job: place,
+        message,
+        operation: job.operation.clone(),
+        outcome,
+        payload_bytes: job.payload_bytes,
+        ran_ms: (replayed.ran.as_secs_f64() * 1e6).round() / 1e3,
+        reason,
+        stderr_tail,
+        tenant: job.tenant.clone(),
+        verdict: verdict.into(),
+        worker_pid: replayed.pid,
     }
-    told
 }
 
 impl super::Control {
-    fn tell_replay(&self, report: &CrashReport, again: Again) {
-        let fields = vec![("report", json!(report.id)), ("verdict", json!(again))];
-        self.events.add(Event {
-            at: SystemTime::now(),
-            severity: Severity::Info,
-            kind: "crash_replayed",
-            bulkhead: Some(report.bulkhead.as_str().into()),
-            fields,
-        });
+    fn tell_replay(&self, report: &CrashReport, again: ReplayVerdict) {
+        let what = What::CrashReplayed { report: Some(report.id), verdict: again.into() };
+        self.events.add(Event::new(Severity::Info, Some(report.bulkhead.as_str().into()), what));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::crash::cause_of;
     use crate::crash::tests::report;
     use bulkhead_policy::{Death, KillReason};
     use bulkhead_shared::CrashReason;
 
     #[test]
     fn a_crash_is_compared_by_its_cause() {
-        let segv = Cause::of(Death::Signal(11), None).unwrap();
+        let segv = cause_of(Death::Signal(11), None).unwrap();
         let crashed = |cause| {
             let end = Verdict::Crashed { reason: CrashReason::Signal, status: None, message: String::new() };
             Replayed { pid: Some(1), end: Ok(end), cause, ran: std::time::Duration::ZERO }
         };
-        let other = Cause::of(Death::Signal(9), Some(&KillReason::Hung));
-        assert_eq!(judge(&segv, &crashed(Some(segv.clone()))), Again::Same);
-        assert_eq!(judge(&segv, &crashed(other)), Again::Different);
-        assert_eq!(judge(&segv, &crashed(None)), Again::NotRun);
+        let other = cause_of(Death::Signal(9), Some(&KillReason::Hung));
+        assert_eq!(judge(&segv, &crashed(Some(segv.clone()))), ReplayVerdict::Same);
+        assert_eq!(judge(&segv, &crashed(other)), ReplayVerdict::Different);
+        assert_eq!(judge(&segv, &crashed(None)), ReplayVerdict::NotRun);
         let ended = |end| Replayed { end, ..crashed(None) };
-        assert_eq!(judge(&segv, &ended(Ok(Verdict::DeadlineRunning))), Again::NoCrash);
-        assert_eq!(judge(&segv, &ended(Ok(Verdict::Ok))), Again::NoCrash);
-        assert_eq!(judge(&segv, &ended(Err("no worker".into()))), Again::NotRun);
+        assert_eq!(judge(&segv, &ended(Ok(Verdict::DeadlineRunning))), ReplayVerdict::NoCrash);
+        assert_eq!(judge(&segv, &ended(Ok(Verdict::Ok))), ReplayVerdict::NoCrash);
+        assert_eq!(judge(&segv, &ended(Err("no worker".into()))), ReplayVerdict::NotRun);
     }
 
     #[test]

@@ -11,14 +11,16 @@ use axum::extract::{DefaultBodyLimit, Path, Query, Request, State};
 use axum::http::{HeaderValue, StatusCode, Version, header};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
+use bulkhead_api::{Bulkheads, Done, Problem, Readiness, ShortState};
+use bulkhead_policy::BulkheadState;
 use bulkhead_shared::RejectReason;
 use serde::{Deserialize, Deserializer};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::connections::{ANSWERED_WITHIN, Entry};
 use super::{Control, browser, jobs, routes};
-use crate::command::{Change, Command, SteerError, TenantChange, Verb};
+use crate::command::{Command, SteerError, Verb, problem_of_change, problem_of_tenant_change};
 
 /// Bytes of a request's body, but for payloads.
 const BODY_BYTES_MAX: usize = 64 * 1024;
@@ -60,18 +62,24 @@ async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: 
 pub(super) const PROBLEM: &str = "application/problem+json";
 pub(super) const JSON: &str = "application/json";
 
+/// A status that is only ours and a few proxies'.
+const CLIENT_CLOSED_REQUEST: u16 = 499;
+
 /// A problem document (RFC 9457).
 pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
-    problem_with(status, detail, json!({}))
+    problem_with(status, detail, Map::new())
 }
 
 /// The same with fields of its own.
-pub(super) fn problem_with(status: StatusCode, detail: &str, mut body: serde_json::Value) -> Response {
-    body["type"] = json!("about:blank");
-    body["title"] = json!(status.canonical_reason().unwrap_or("error"));
-    body["status"] = json!(status.as_u16());
-    body["detail"] = json!(detail);
-    (status, [(header::CONTENT_TYPE, PROBLEM)], body.to_string()).into_response()
+pub(super) fn problem_with(status: StatusCode, detail: &str, fields: Map<String, Value>) -> Response {
+    let title = match status.as_u16() {
+        CLIENT_CLOSED_REQUEST => "Client Closed Request",
+        _ => status.canonical_reason().unwrap_or("error"),
+    };
+    let (detail, status_code) = (detail.to_owned(), status.as_u16());
+    let body =
+        Problem { detail, status: status_code, title: title.into(), kind: "about:blank".into(), fields };
+    (status, [(header::CONTENT_TYPE, PROBLEM)], json!(body).to_string()).into_response()
 }
 
 /// What the router's own parts refuse, such as a query that makes no sense, is told like everything else;
@@ -130,27 +138,27 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     let Some(states) = control.readiness.states(&control.commander, &control.pulse).await else {
         return stuck();
     };
-    let mut states: Vec<_> = states.iter().filter(|it| name.is_none_or(|name| name == &*it.name)).collect();
-    let is_serving = |state: &str| matches!(state, "ready" | "degraded");
+    let mut states = states.to_vec();
+    states.retain(|it| name.is_none_or(|name| name == it.name));
+    let is_serving =
+        |one: &ShortState| one.state == BulkheadState::Ready || one.state == BulkheadState::Degraded;
     let (is_ready, status) = match name {
         Some(name) => match states.first() {
             None => return not_found(name),
-            Some(one) => (is_serving(one.state), one.state),
+            Some(one) => (is_serving(one), one.state.clone()),
         },
-        None if control.is_stopping.load(Ordering::SeqCst) => (false, "draining"),
-        None if control.is_started.load(Ordering::SeqCst) => (true, "ready"),
-        None => (false, "starting"),
+        None if control.is_stopping.load(Ordering::SeqCst) => (false, BulkheadState::Draining.into()),
+        None if control.is_started.load(Ordering::SeqCst) => (true, BulkheadState::Ready.into()),
+        None => (false, BulkheadState::Starting.into()),
     };
-    states.retain(|it| it.state != "ready");
-    let degraded: Vec<_> =
-        states.iter().map(|it| json!({"name": &*it.name, "state": it.state, "detail": it.detail})).collect();
+    states.retain(|it| it.state != BulkheadState::Ready);
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (code, axum::Json(json!({"status": status, "degraded": degraded}))).into_response()
+    (code, axum::Json(json!(Readiness { degraded: states, status }))).into_response()
 }
 
 pub(super) async fn bulkheads(State(control): State<Shared>) -> Response {
     match control.snapshots(None).await {
-        Some(snapshots) => axum::Json(json!({"bulkheads": snapshots})).into_response(),
+        Some(bulkheads) => axum::Json(json!(Bulkheads { bulkheads })).into_response(),
         None => stuck(),
     }
 }
@@ -182,7 +190,7 @@ pub(super) async fn bulkhead(
 }
 
 pub(super) async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
-    let change = match read_body(&body, Change::problem) {
+    let change = match read_body(&body, problem_of_change) {
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
@@ -196,7 +204,7 @@ pub(super) async fn change_tenant(
     Path((name, tenant)): Path<(String, String)>,
     body: Bytes,
 ) -> Response {
-    let change = match read_body(&body, TenantChange::problem) {
+    let change = match read_body(&body, problem_of_tenant_change) {
         Ok(change) => change,
         Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
     };
@@ -264,13 +272,13 @@ pub(super) async fn reset(State(control): State<Shared>, Path(name): Path<String
     steer(&control, name, Verb::Reset, "reset").await
 }
 
-async fn steer(control: &Control, name: String, verb: Verb, done: &str) -> Response {
+async fn steer(control: &Control, name: String, verb: Verb, done: &'static str) -> Response {
     let (reply, answer) = oneshot::channel();
     if control.commander.send(Command::Steer { bulkhead: name.clone(), verb, reply }).is_err() {
         return stuck();
     }
     match tokio::time::timeout(super::ANSWER_WITHIN, answer).await {
-        Ok(Ok(Ok(()))) => axum::Json(json!({"bulkhead": name, "done": done})).into_response(),
+        Ok(Ok(Ok(()))) => axum::Json(Done { bulkhead: name, done: done.into() }).into_response(),
         Ok(Ok(Err(error))) => not_done(&name, &error),
         Ok(Err(_)) | Err(_) => stuck(),
     }

@@ -13,6 +13,7 @@ use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use bulkhead_api::JobOutcome;
 use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
@@ -29,7 +30,7 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
 use super::connections::Entry;
-use super::http::{PROBLEM, Shared, problem};
+use super::http::{Shared, problem, problem_with};
 use crate::command::Command;
 use crate::counters::SharedCounters;
 
@@ -492,47 +493,18 @@ async fn read_outcome(control: &Shared, reader: &mut OwnedReadHalf) -> Result<(V
 
 // Answers.
 
-/// Milliseconds with three digits behind the point.
-fn ms(duration: Duration) -> Value {
-    json!((duration.as_secs_f64() * 1e6).round() / 1e3)
-}
-
 /// The fields of an outcome.
 fn fields(outcome: &Outcome) -> Map<String, Value> {
-    let verdict = &outcome.verdict;
-    let mut fields = Map::new();
-    let mut put = |name: &str, value: Value| fields.insert(name.to_owned(), value);
-    put("outcome", json!(verdict.name()));
-    put("reason", json!(verdict.reason()));
-    put("job", json!(outcome.job.map(|job| job.to_string())));
-    put("bulkhead", json!(outcome.bulkhead));
-    put("attempts", json!(outcome.attempts));
-    put("queued_ms", ms(outcome.queued));
-    put("ran_ms", ms(outcome.ran));
-    put("deadline_ms", ms(outcome.deadline));
-    put("executed", json!(verdict.executed().name()));
-    put("retryable", json!(outcome.retryable));
-    if let Some(pid) = outcome.worker_pid {
-        put("worker_pid", json!(pid));
-    }
-    if let Some(wait) = outcome.retry_after {
-        put("retry_after_ms", ms(wait));
-    }
-    match verdict {
-        Verdict::Failed(failure) => {
-            put("code", json!(failure.code));
-            put("message", json!(failure.message));
-            put("fault", json!(failure.fault.name()));
+    let signal = match &outcome.verdict {
+        Verdict::Crashed { reason: CrashReason::Signal, status, .. } => {
+            status.map(bulkhead_linux::signals::name)
         }
-        Verdict::Crashed { reason: CrashReason::Exit, status: Some(code), .. } => {
-            put("exit_code", json!(code));
-        }
-        Verdict::Crashed { reason: CrashReason::Signal, status: Some(signal), .. } => {
-            put("signal", json!(bulkhead_linux::signals::name(*signal)));
-        }
-        _ => {}
+        _ => None,
+    };
+    match json!(JobOutcome { signal, ..JobOutcome::new(outcome) }) {
+        Value::Object(fields) => fields,
+        _ => unreachable!("a structure is written as an object"),
     }
-    fields
 }
 
 /// The same as headers: those that there is a line in the documentation of.
@@ -585,20 +557,12 @@ fn outcome_problem(outcome: &Outcome, traceparent: Option<Traceparent>) -> Respo
     // 499 is nobody's but ours and a few proxies'.
     let status =
         StatusCode::from_u16(outcome.verdict.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let outcome_fields = fields(outcome);
-    let told = headers(&outcome_fields);
-    let mut body = outcome_fields;
-    body.insert("type".into(), json!("about:blank"));
-    body.insert("title".into(), json!(status.canonical_reason().unwrap_or("Client Closed Request")));
-    body.insert("status".into(), json!(status.as_u16()));
+    let mut fields = fields(outcome);
+    let told = headers(&fields);
+    fields.extend(traceparent.map(|trace| ("trace_id".to_owned(), json!(trace.trace_id()))));
     let detail = outcome.verdict.message().map_or_else(|| outcome.to_string(), str::to_owned);
-    body.insert("detail".into(), json!(detail));
-    if let Some(trace) = traceparent {
-        body.insert("trace_id".into(), json!(trace.trace_id()));
-    }
-    let mut response = (status, Value::Object(body).to_string()).into_response();
+    let mut response = problem_with(status, &detail, fields);
     response.headers_mut().extend(told);
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(PROBLEM));
     if let Some(wait) = outcome.retry_after {
         let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
         response.headers_mut().insert(header::RETRY_AFTER, seconds.into());

@@ -3,6 +3,10 @@
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use bulkhead_api::{Problem, Readiness};
+use schemars::SchemaGenerator;
+use schemars::generate::SchemaSettings;
+use schemars::transform::RecursiveTransform;
 use serde_json::{Map, Value, json};
 
 use super::http::{PROBLEM, Shared, problem};
@@ -37,10 +41,11 @@ fn redacted(config: &Config) -> serde_json::Result<Value> {
 }
 
 fn document() -> Value {
+    let mut schemas = Schemas::default();
     let mut paths = Map::new();
     for route in ROUTES {
         let path = paths.entry(route.path).or_insert_with(|| json!({}));
-        path[route.method] = operation(route);
+        path[route.method] = schemas.operation(route);
     }
     json!({
         "openapi": "3.1.0",
@@ -51,29 +56,83 @@ fn document() -> Value {
         },
         "paths": paths,
         "components": {
-            "schemas": schemas(),
+            "schemas": schemas.all(),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     })
 }
 
-fn operation(route: &Route) -> Value {
-    let mut parameters: Vec<Value> = path_parameters(route.path);
-    parameters.extend(route.query.iter().map(|parameter| described(parameter, "query")));
-    parameters.extend(route.headers.iter().map(|parameter| described(parameter, "header")));
-    let is_open = OPEN.contains(&route.path);
-    let mut operation = json!({
-        "operationId": route.id,
-        "summary": route.about,
-        "parameters": parameters,
-        "responses": responses(route, is_open),
-        // Over the Unix socket nobody needs it.
-        "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
-    });
-    if let Some(body) = route.body {
-        operation["requestBody"] = json!({"required": true, "content": content(&[body])});
+/// Schemas of documents, from their types: of what is answered as it is written, of what is asked as it is read.
+struct Schemas {
+    answered: SchemaGenerator,
+    asked: SchemaGenerator,
+}
+
+impl Default for Schemas {
+    fn default() -> Self {
+        let mut settings = SchemaSettings::draft2020_12();
+        settings.definitions_path = "/components/schemas".into();
+        settings.meta_schema = None;
+        // What a reader assumes is none of the document's business.
+        settings.transforms.push(Box::new(RecursiveTransform(|schema: &mut schemars::Schema| {
+            schema.remove("default");
+        })));
+        let asked = settings.clone().for_deserialize().into_generator();
+        Self { answered: settings.for_serialize().into_generator(), asked }
     }
-    operation
+}
+
+impl Schemas {
+    /// All that were referred to.
+    fn all(mut self) -> Map<String, Value> {
+        let mut all = self.answered.take_definitions(true);
+        // What is both may lack what a request need not have.
+        all.extend(self.asked.take_definitions(true));
+        all
+    }
+
+    fn operation(&mut self, route: &Route) -> Value {
+        let mut parameters: Vec<Value> = path_parameters(route.path);
+        parameters.extend(route.query.iter().map(|parameter| described(parameter, "query")));
+        parameters.extend(route.headers.iter().map(|parameter| described(parameter, "header")));
+        let is_open = OPEN.contains(&route.path);
+        let mut operation = json!({
+            "operationId": route.id,
+            "summary": route.about,
+            "parameters": parameters,
+            "responses": self.responses(route, is_open),
+            // Over the Unix socket nobody needs it.
+            "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
+        });
+        if let Some(body) = route.body {
+            operation["requestBody"] =
+                json!({"required": true, "content": content(&[body], &mut self.asked)});
+        }
+        operation
+    }
+
+    fn responses(&mut self, route: &Route, is_open: bool) -> Value {
+        let (status, contents): Answer = route.answer;
+        let mut responses = Map::new();
+        responses.insert(
+            status.to_string(),
+            json!({"description": "What was asked for.", "content": content(contents, &mut self.answered)}),
+        );
+        let unknown = (!is_open).then_some(401);
+        for status in PROBLEMS.iter().chain(route.problems).copied().chain(unknown) {
+            let mut contents = content(
+                &[(PROBLEM, Schema::Of(SchemaGenerator::subschema_for::<Problem>))],
+                &mut self.answered,
+            );
+            // Whether it is ready is told in the same words if it is not.
+            if route.id == "readyz" && status == 503 {
+                contents["application/json"] = json!({"schema": self.answered.subschema_for::<Readiness>()});
+            }
+            responses
+                .insert(status.to_string(), json!({"description": meaning(status), "content": contents}));
+        }
+        Value::Object(responses)
+    }
 }
 
 fn path_parameters(path: &str) -> Vec<Value> {
@@ -83,30 +142,17 @@ fn path_parameters(path: &str) -> Vec<Value> {
 }
 
 fn described(Parameter(name, shape, about): &Parameter, place: &str) -> Value {
-    json!({"name": name, "in": place, "description": about, "schema": schema(*shape)})
+    json!({"name": name, "in": place, "description": about, "schema": shape.plain()})
 }
 
-fn responses(route: &Route, is_open: bool) -> Value {
-    let (status, contents): Answer = route.answer;
-    let mut responses = Map::new();
-    responses.insert(
-        status.to_string(),
-        json!({"description": "What was asked for.", "content": content(contents)}),
-    );
-    let unknown = (!is_open).then_some(401);
-    for status in PROBLEMS.iter().chain(route.problems).copied().chain(unknown) {
-        let mut contents = content(&[(PROBLEM, Schema::Named("Problem"))]);
-        // Whether it is ready is told in the same words if it is not.
-        if route.id == "readyz" && status == 503 {
-            contents["application/json"] = json!({"schema": schema(Schema::Named("Readiness"))});
-        }
-        responses.insert(status.to_string(), json!({"description": meaning(status), "content": contents}));
-    }
-    Value::Object(responses)
-}
-
-fn content(contents: &[Content]) -> Value {
-    let told = contents.iter().map(|(kind, shape)| (kind.to_string(), json!({"schema": schema(*shape)})));
+fn content(contents: &[Content], generator: &mut SchemaGenerator) -> Value {
+    let told = contents.iter().map(|(kind, shape)| {
+        let schema = match shape {
+            Schema::Of(of_type) => json!(of_type(generator)),
+            plain => plain.plain(),
+        };
+        (kind.to_string(), json!({"schema": schema}))
+    });
     Value::Object(told.collect())
 }
 
@@ -130,147 +176,19 @@ fn meaning(status: u16) -> &'static str {
     }
 }
 
-fn schema(shape: Schema) -> Value {
-    match shape {
-        Schema::Text => json!({"type": "string"}),
-        Schema::Bytes => json!({"type": "string", "format": "binary"}),
-        Schema::Count => json!({"type": "integer", "minimum": 0, "maximum": 1_000_000_000}),
-        Schema::Positive => json!({"type": "integer", "minimum": 1, "maximum": 1_000_000_000}),
-        Schema::Boolean => json!({"type": "boolean"}),
-        Schema::OneOf(words) => json!({"type": "string", "enum": words}),
-        Schema::Named(name) => json!({"$ref": format!("#/components/schemas/{name}")}),
-    }
-}
-
-fn schemas() -> Value {
-    let count = json!({"type": "integer", "minimum": 0});
-    let text = json!({"type": "string"});
-    let rate = |has_per: bool| {
-        let mut rate = json!({
-            "type": "object", "required": ["per_second"], "additionalProperties": false,
-            "properties": {"per_second": {"type": "number", "exclusiveMinimum": 0}, "burst": {"type": "integer", "minimum": 1}},
-        });
-        if has_per {
-            rate["properties"]["per"] = json!({"type": "string", "enum": ["bulkhead", "tenant"]});
+impl Schema {
+    /// Of what is no document.
+    fn plain(self) -> Value {
+        match self {
+            Self::Text => json!({"type": "string"}),
+            Self::Bytes => json!({"type": "string", "format": "binary"}),
+            Self::Count => json!({"type": "integer", "minimum": 0, "maximum": 1_000_000_000}),
+            Self::Positive => json!({"type": "integer", "minimum": 1, "maximum": 1_000_000_000}),
+            Self::Boolean => json!({"type": "boolean"}),
+            Self::OneOf(words) => json!({"type": "string", "enum": words}),
+            Self::Object | Self::Of(_) => json!({"type": "object"}),
         }
-        rate
-    };
-    let setting = json!({"type": ["integer", "string", "null"]});
-    json!({
-        "Object": {"type": "object"},
-        "Done": {
-            "type": "object", "required": ["bulkhead", "done"],
-            "properties": {"bulkhead": text, "done": text},
-        },
-        "Readiness": {
-            "type": "object", "required": ["status", "degraded"],
-            "properties": {"status": text, "degraded": {"type": "array", "items": {"type": "object"}}},
-        },
-        "Changes": {
-            "type": "object", "required": ["dry_run", "bulkheads", "supervisor", "access", "ignored"],
-            "properties": {
-                "dry_run": {"type": "boolean"},
-                "bulkheads": {"type": "array", "items": {
-                    "type": "object", "required": ["bulkhead", "change", "keys", "replaces_workers"],
-                    "properties": {
-                        "bulkhead": text,
-                        "change": {"type": "string", "enum": ["added", "removed", "changed", "rebuilt"]},
-                        "keys": {"type": "array", "items": text},
-                        "replaces_workers": {"type": "boolean"},
-                    },
-                }},
-                "supervisor": {"type": "array", "items": text},
-                "access": {"type": "boolean"},
-                "ignored": {"type": "array", "items": text},
-            },
-        },
-        "Crashes": {
-            "type": "object", "required": ["crashes"],
-            "properties": {"crashes": {"type": "array", "items": {"type": "object"}}},
-        },
-        "Bulkheads": {
-            "type": "object", "required": ["bulkheads"],
-            "properties": {"bulkheads": {"type": "array", "items": schema(Schema::Named("Bulkhead"))}},
-        },
-        "Bulkhead": {
-            "type": "object",
-            "required": ["name", "state", "service", "limit", "in_flight", "queued", "rejected", "breaker", "workers"],
-            "properties": {
-                "name": text,
-                "state": {"type": "string", "enum": ["starting", "ready", "degraded", "failed", "draining"]},
-                "service": {"type": "string", "enum": ["ok", "degraded", "failing"]}, "service_cause": text,
-                "limit": count, "in_flight": count, "available": count, "queued": count,
-                "queue_capacity": count, "queue_available": count, "done": count, "failed": count,
-                "crashed": count, "deadline_exceeded": count, "cancelled": count, "restarts": count,
-                "rejected": {"type": "object", "additionalProperties": count},
-                "breaker": {"type": "string", "enum": ["closed", "open", "half_open", "forced_open"]},
-                "workers": {"type": "array", "items": {"type": "object"}},
-            },
-        },
-        "Advice": {
-            "type": "object",
-            "required": ["bulkhead", "watched_ms", "jobs", "enough", "seen", "advice", "kept"],
-            "properties": {
-                "bulkhead": text, "watched_ms": count, "jobs": count, "enough": {"type": "boolean"}, "missing": text,
-                "seen": seen_schema(),
-                "advice": {"type": "array", "items": {
-                    "type": "object", "required": ["key", "proposed", "reason"],
-                    "properties": {"key": text, "now": setting, "proposed": setting, "reason": text},
-                }},
-                "kept": {"type": "array", "items": {
-                    "type": "object", "required": ["key", "reason"],
-                    "properties": {"key": text, "now": setting, "reason": text},
-                }},
-            },
-        },
-        "Change": {
-            "type": "object", "additionalProperties": false,
-            "properties": {
-                "max_in_flight": count, "processes": {"type": "integer", "minimum": 1}, "max_queue": count,
-                "rate_limit": {"anyOf": [rate(true), {"type": "null"}]},
-                "breaker": {"type": "string", "enum": ["forced_open", "auto"]},
-            },
-        },
-        "TenantChange": {
-            "type": "object", "additionalProperties": false,
-            "properties": {
-                "max_in_flight": {"type": "integer", "minimum": 1}, "processes": {"type": "integer", "minimum": 1},
-                "max_queue": count, "rate_limit": rate(false),
-            },
-        },
-        "Problem": {
-            "type": "object", "required": ["type", "title", "status", "detail"],
-            "description": "RFC 9457. That of a job has the fields of its outcome.",
-            "properties": {
-                "type": text, "title": text, "status": {"type": "integer"}, "detail": text,
-                "outcome": {"type": "string", "enum": ["failed", "rejected", "deadline_exceeded", "crashed", "cancelled"]},
-                "reason": {"type": ["string", "null"]}, "job": {"type": ["string", "null"]}, "bulkhead": text, "attempts": count,
-                "queued_ms": {"type": "number"}, "ran_ms": {"type": "number"}, "deadline_ms": {"type": "number"},
-                "worker_pid": count, "executed": {"type": "string", "enum": ["no", "yes", "unknown"]},
-                "retryable": {"type": "boolean"}, "retry_after_ms": {"type": "number"}, "code": text,
-                "fault": {"type": "string", "enum": ["caller", "dependency"]}, "exit_code": {"type": "integer"},
-                "signal": text, "trace_id": text,
-            },
-        },
-    })
-}
-
-fn seen_schema() -> Value {
-    let (count, number) = (json!({"type": "integer", "minimum": 0}), json!({"type": "number", "minimum": 0}));
-    let marks = |of: &Value| json!({"type": "object", "required": ["p50", "p99", "max"], "properties": {"p50": of, "p99": of, "max": of}});
-    let share = json!({"type": "number", "minimum": 0, "maximum": 1});
-    json!({
-        "type": "object",
-        "required": ["concurrency", "demand", "queued", "limit", "time_at_limit", "rejected", "queue_ms", "run_ms"],
-        "properties": {
-            "busy_ms": count, "concurrency": marks(&count), "demand": marks(&count), "queued": marks(&count),
-            "limit": count, "time_at_limit": share, "time_short_of_workers": share, "ran": count,
-            "queue_ms": marks(&number), "run_ms": marks(&number), "run_mean_ms": number,
-            "rejected": {"type": "object", "additionalProperties": count},
-            "deadline_exceeded": {"type": "object", "properties": {"queued": count, "running": count}},
-            "processors_per_job": {"type": ["number", "null"]}, "rss_max_bytes": {"type": ["integer", "null"]},
-        },
-    })
+    }
 }
 
 #[cfg(test)]

@@ -6,17 +6,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use bulkhead_api::ShortState;
 use tokio::sync::{Mutex, oneshot};
 use tokio::time::Instant;
 
 use super::ANSWER_WITHIN;
-use crate::command::{Command, Commander, StateInShort};
+use crate::command::{Command, Commander};
 use crate::counters::SharedCounters;
 
 /// For how long what was seen is good enough.
 const FRESH: Duration = Duration::from_millis(100);
 
-type States = Arc<[StateInShort]>;
+type States = Arc<[ShortState]>;
 
 /// What was seen last. Those who ask while somebody looks wait for what that one sees.
 #[derive(Default)]
@@ -57,6 +58,8 @@ async fn look(commander: &Commander) -> Option<States> {
 mod tests {
     use std::sync::mpsc::sync_channel;
 
+    use bulkhead_policy::BulkheadState;
+
     use super::*;
 
     #[test]
@@ -70,7 +73,7 @@ mod tests {
             let mut asked = 0;
             while let Ok(Command::States { reply }) = commands.recv() {
                 asked += 1;
-                let one = StateInShort { name: "a".into(), state: "ready", detail: None };
+                let one = ShortState { state: BulkheadState::Ready.into(), ..ShortState::default() };
                 reply.send(vec![one]).unwrap();
             }
             asked

@@ -4,25 +4,26 @@
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use bulkhead_api::{Changes, Reloaded, Severity, What};
 use sd_notify::NotifyState;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::Deserialize;
+use serde_json::json;
 use tokio::sync::{Notify, Semaphore, oneshot};
 
 use super::http::{Shared, problem, problem_with, stuck, switch};
 use super::{Control, notify_systemd};
-use crate::command::{Command, Event, Severity, SteerError};
+use crate::command::{Command, Event, SteerError};
 use crate::config::{self, Config, ConfigErrors, Profile};
 use crate::confinement::Grounds;
 use crate::limits::DataPlaneLimits;
 use crate::open_files::OpenFiles;
 use crate::program;
-use crate::reload::{Changes, Reload, Surroundings, after_reload};
+use crate::reload::{self, Reload, Surroundings, after_reload};
 use crate::scrape::ReloadCounts;
 
 /// How long reading the file, and looking at the programs and folders it names, may take: less than
@@ -178,19 +179,12 @@ pub(super) struct ReloadQuery {
     dry_run: Option<bool>,
 }
 
-#[derive(Serialize)]
-struct Answer {
-    dry_run: bool,
-    #[serde(flatten)]
-    changes: Changes,
-}
-
 pub(super) async fn over_http(State(control): State<Shared>, Query(query): Query<ReloadQuery>) -> Response {
     let dry_run = query.dry_run == Some(true);
     // Once begun it is ended, be whoever asked there or not.
     let task = tokio::spawn(async move { reload(&control, dry_run).await });
     match task.await {
-        Ok(Ok(changes)) => axum::Json(Answer { dry_run, changes }).into_response(),
+        Ok(Ok(changes)) => axum::Json(Reloaded { dry_run, changes }).into_response(),
         Ok(Err(rejection)) => rejection.into_response(),
         Err(_) => stuck(),
     }
@@ -201,7 +195,8 @@ impl IntoResponse for Rejection {
         let detail = self.to_string();
         match self {
             Self::Config(errors) => {
-                let fields = json!({"file": errors.path(), "errors": errors.problems()});
+                let fields = [("file", json!(errors.path())), ("errors", json!(errors.problems()))];
+                let fields = fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
                 problem_with(StatusCode::UNPROCESSABLE_ENTITY, &detail, fields)
             }
             Self::NoHost(_) => problem(StatusCode::UNPROCESSABLE_ENTITY, &detail),
@@ -283,13 +278,13 @@ fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
     {
         return Err(Rejection::NoHost(needy.name.clone()));
     }
-    let changes = Changes::between(before, &after);
+    let changes = reload::changes(before, &after);
     let mut bounded = after.clone();
     in_force.open_files.leave_room(&mut bounded);
     let limits = DataPlaneLimits::new(&bounded.supervisor);
     let InForce { grounds, labels, own, .. } = in_force;
     let around = Surroundings { host: host.as_deref(), grounds, labels };
-    let reload = changes.prepare(before, &after, limits, (around, *own));
+    let reload = reload::prepare(&changes, before, &after, limits, (around, *own));
     Ok(Prepared { after, changes, reload })
 }
 
@@ -304,31 +299,29 @@ fn announce_reload() {
 impl Control {
     fn tell_reload(&self, path: &Path, result: &Result<Changes, Rejection>) {
         self.reloads.record(result.is_ok());
-        let mut fields = vec![("file", json!(path))];
-        let (severity, kind) = match result {
-            Ok(changes) => {
-                fields.push(("changes", json!(changes)));
-                (Severity::Info, "config_reloaded")
-            }
-            Err(rejection) => {
-                fields.extend(rejection.fields());
-                (Severity::Warning, "config_rejected")
-            }
+        let file = path.display().to_string();
+        let (severity, what) = match result {
+            Ok(changes) => (Severity::Info, What::ConfigReloaded { file, changes: changes.clone() }),
+            Err(rejection) => (Severity::Warning, rejection.event(file)),
         };
-        self.events.add(Event { at: SystemTime::now(), severity, kind, bulkhead: None, fields });
+        self.events.add(Event::new(severity, None, what));
     }
 }
 
 impl Rejection {
-    fn fields(&self) -> Vec<(&'static str, Value)> {
-        let Self::Config(errors) = self else { return vec![("message", json!(self.to_string()))] };
+    fn event(&self, file: String) -> What {
+        let Self::Config(errors) = self else {
+            let message = Some(Some(self.to_string()));
+            return What::ConfigRejected { file, line: None, message, errors: None, errors_in_all: None };
+        };
         let problems = errors.problems();
         let first = problems.first();
-        vec![
-            ("line", json!(first.and_then(|problem| problem.at).map(|at| at.line))),
-            ("message", json!(first.map(|problem| &problem.message))),
-            ("errors", json!(&problems[..problems.len().min(PROBLEMS_TOLD_MAX)])),
-            ("errors_in_all", json!(problems.len())),
-        ]
+        What::ConfigRejected {
+            file,
+            line: Some(first.and_then(|problem| problem.at).map(|at| at.line)),
+            message: Some(first.map(|problem| problem.message.clone())),
+            errors: Some(problems.iter().take(PROBLEMS_TOLD_MAX).map(|problem| json!(problem)).collect()),
+            errors_in_all: Some(problems.len()),
+        }
     }
 }

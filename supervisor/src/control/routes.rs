@@ -3,6 +3,11 @@
 
 use axum::Router;
 use axum::routing::{self, MethodRouter};
+use bulkhead_api::{
+    Advice, Bulkheads, Change, CrashReport, Crashes, Done, Readiness, Reloaded, Replay, Snapshot,
+    TenantChange,
+};
+use schemars::{JsonSchema, SchemaGenerator};
 
 use super::http::{self, JSON, Shared};
 use super::{advice, crashes, dashboard, jobs, metrics, openapi, reload, streams, watch};
@@ -39,8 +44,9 @@ pub(super) enum Schema {
     Positive,
     Boolean,
     OneOf(&'static [&'static str]),
-    /// One of the document's own.
-    Named(&'static str),
+    Object,
+    /// That of a document's type.
+    Of(fn(&mut SchemaGenerator) -> schemars::Schema),
 }
 
 /// What a request may say beside its path and its body.
@@ -99,9 +105,11 @@ macro_rules! route {
     };
 }
 
-const fn json(schema: &'static str) -> Content {
-    (JSON, Schema::Named(schema))
+const fn json<T: JsonSchema>() -> Content {
+    (JSON, Schema::Of(SchemaGenerator::subschema_for::<T>))
 }
+
+const OBJECT: Content = (JSON, Schema::Object);
 
 const TENANT: Parameter =
     Parameter("tenant", Schema::Text, "One tenant's part of it, where tenants are apart.");
@@ -114,24 +122,24 @@ pub(super) const ROUTES: &[Route] = &[
     route!(get "/healthz" "healthz" http::healthz, "Whether the data plane turns.",
         (200, &[("text/plain; charset=utf-8", Schema::Text)])),
     route!(get "/readyz" "readyz" http::readyz, "Whether jobs can be sent. 503 has the same document.",
-        (200, &[json("Readiness")]),
+        (200, &[json::<Readiness>()]),
         query: &[Parameter("bulkhead", Schema::Text, "Asks for one.")], problems: &[404]),
-    route!(get "/openapi.json" "openapi" openapi::show, "This document.", (200, &[json("Object")])),
+    route!(get "/openapi.json" "openapi" openapi::show, "This document.", (200, &[OBJECT])),
     route!(get "/metrics" "metrics" metrics::show, "All metrics, in the format that `Accept` prefers.",
         (200, &[("application/openmetrics-text; version=1.0.0; charset=utf-8", Schema::Text),
             ("text/plain; version=0.0.4; charset=utf-8", Schema::Text)])),
     route!(get "/v1/config" "config" openapi::config, "The configuration in force, without its secrets.",
-        (200, &[json("Object")])),
+        (200, &[OBJECT])),
     route!(get "/v1/bulkheads" "listBulkheads" http::bulkheads, "The state of every bulkhead.",
-        (200, &[json("Bulkheads")])),
+        (200, &[json::<Bulkheads>()])),
     route!(get "/v1/bulkheads/{name}" "showBulkhead" http::bulkhead, "The state of a bulkhead.",
-        (200, &[json("Bulkhead")]), query: &[TENANT], problems: &[404, 409]),
+        (200, &[json::<Snapshot>()]), query: &[TENANT], problems: &[404, 409]),
     route!(patch "/v1/bulkheads/{name}" "changeBulkhead" http::change,
-        "Puts other numbers in force, at once and without dropping a job.", (200, &[json("Bulkhead")]),
-        body: Some(json("Change")), problems: &[404, 409, 413, 415]),
+        "Puts other numbers in force, at once and without dropping a job.", (200, &[json::<Snapshot>()]),
+        body: Some(json::<Change>()), problems: &[404, 409, 413, 415]),
     route!(patch "/v1/bulkheads/{name}/tenants/{tenant}" "changeTenant" http::change_tenant,
-        "Puts other numbers in force for one tenant.", (200, &[json("TenantChange")]),
-        body: Some(json("TenantChange")), problems: &[404, 409, 413, 415]),
+        "Puts other numbers in force for one tenant.", (200, &[json::<TenantChange>()]),
+        body: Some(json::<TenantChange>()), problems: &[404, 409, 413, 415]),
     route!(post "/v1/bulkheads/{name}/jobs" "submitJob" jobs::submit,
         "Runs a job: the body is the payload, the answer its result.",
         (200, &[("application/octet-stream", Schema::Bytes)]),
@@ -140,24 +148,24 @@ pub(super) const ROUTES: &[Route] = &[
     route!(get "/v1/bulkheads/{name}/logs" "showLogs" streams::logs, "What its workers wrote to stdout and stderr.",
         (200, &[(LINES, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
-        "What its limits should be, from what was seen, with the reasons.", (200, &[json("Advice")]), problems: &[404]),
+        "What its limits should be, from what was seen, with the reasons.", (200, &[json::<Advice>()]), problems: &[404]),
     route!(post "/v1/bulkheads/{name}/restart" "restart" http::restart, "Replaces its workers, one by one.",
-        (200, &[json("Done")]), problems: &[404, 409]),
+        (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/drain" "drain" http::drain, "It takes no more jobs.",
-        (200, &[json("Done")]), problems: &[404, 409]),
+        (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/resume" "resume" http::resume, "It takes jobs again.",
-        (200, &[json("Done")]), problems: &[404, 409]),
+        (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/bulkheads/{name}/reset" "reset" http::reset,
-        "Clears its breaker, restart history and quarantine.", (200, &[json("Done")]), problems: &[404, 409]),
+        "Clears its breaker, restart history and quarantine.", (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/reload" "reload" reload::over_http,
-        "Reads the configuration again and puts it in force, or says what would change.", (200, &[json("Changes")]),
+        "Reads the configuration again and puts it in force, or says what would change.", (200, &[json::<Reloaded>()]),
         query: &[Parameter("dry_run", Schema::Boolean, "Only says what would change.")], problems: &[409, 422, 500]),
     route!(get "/v1/crashes" "listCrashes" crashes::list, "The crash reports, the oldest first.",
-        (200, &[json("Crashes")]), query: &[BULKHEAD, LIMIT], problems: &[404]),
-    route!(get "/v1/crashes/{id}" "showCrash" crashes::show, "A crash report.", (200, &[json("Object")]),
+        (200, &[json::<Crashes>()]), query: &[BULKHEAD, LIMIT], problems: &[404]),
+    route!(get "/v1/crashes/{id}" "showCrash" crashes::show, "A crash report.", (200, &[json::<CrashReport>()]),
         problems: &[404, 500]),
     route!(post "/v1/crashes/{id}/replay" "replayCrash" crashes::replay, "Runs the job of a crash report again.",
-        (200, &[json("Object")]),
+        (200, &[json::<Replay>()]),
         query: &[Parameter("job", Schema::Count, "Which of its jobs.")], problems: &[404, 409, 422, 429, 500]),
     route!(get "/v1/events" "events" streams::events,
         "Events: those kept and those that come, or, with `follow=false`, those kept.",

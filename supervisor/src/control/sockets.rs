@@ -2,14 +2,14 @@
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use serde_json::{Value, json};
+use bulkhead_api::{Severity, What};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 
 use super::Control;
-use crate::command::{Command, Event, Severity};
+use crate::command::{Command, Event};
 use crate::sockets::{Bound, Sockets};
 
 /// How often the files are looked at.
@@ -75,7 +75,8 @@ impl Control {
             let mut gone = self.sockets.gone.lock().unwrap_or_else(PoisonError::into_inner);
             if is_gone && !std::mem::replace(&mut gone[index], is_gone) {
                 let help = "somebody removed the file, so that nobody can connect: SIGHUP makes it again";
-                self.tell_of_socket(Severity::Warning, "socket_removed", socket, &bound, Some(json!(help)));
+                let (socket, path, message) = (socket.to_owned(), path_of(&bound), help.to_owned());
+                self.tell(Severity::Warning, What::SocketRemoved { socket, path, message });
             }
             gone[index] = is_gone;
         }
@@ -92,13 +93,12 @@ impl Control {
             let used = renewed.and_then(|listener| {
                 self.use_listener(socket, listener).map_err(|error| format!("use it: {error}"))
             });
+            let (socket, path) = (socket.to_owned(), path_of(&bound));
             match used {
-                Ok(()) => {
-                    self.tell_of_socket(Severity::Info, "socket_renewed", socket, &bound, None);
-                }
+                Ok(()) => self.tell(Severity::Info, What::SocketRenewed { socket, path }),
                 Err(problem) => {
-                    let message = Some(json!(format!("failed to {problem}")));
-                    self.tell_of_socket(Severity::Critical, "socket_not_renewed", socket, &bound, message);
+                    let message = format!("failed to {problem}");
+                    self.tell(Severity::Critical, What::SocketNotRenewed { socket, path, message });
                 }
             }
         }
@@ -113,16 +113,11 @@ impl Control {
         Ok(())
     }
 
-    fn tell_of_socket(
-        &self,
-        severity: Severity,
-        kind: &'static str,
-        socket: &str,
-        bound: &Bound,
-        message: Option<Value>,
-    ) {
-        let mut fields = vec![("socket", json!(socket)), ("path", json!(bound.path()))];
-        fields.extend(message.map(|message| ("message", message)));
-        self.events.add(Event { at: SystemTime::now(), severity, kind, bulkhead: None, fields });
+    fn tell(&self, severity: Severity, what: What) {
+        self.events.add(Event::new(severity, None, what));
     }
+}
+
+fn path_of(bound: &Bound) -> String {
+    bound.path().display().to_string()
 }

@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc as blocking;
 use std::time::Duration;
 
+use bulkhead_api::{CrashId, CrashReport, Stage, Summary};
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::crash::{CrashId, CrashReport, REPORTS_WAITING_MAX, Stage, Summary};
+use crate::crash::REPORTS_WAITING_MAX;
 use crate::succession::{self, NoLock};
 use crate::threads::Fate;
 
@@ -486,7 +487,7 @@ mod tests {
 
     fn start_failure(number: u32, count: u32) -> Box<CrashReport> {
         let mut report = boxed(number);
-        (report.stage, report.count) = (Stage::Starting, count);
+        (report.stage, report.count) = (Stage::Starting.into(), count);
         report
     }
 
@@ -581,7 +582,7 @@ mod tests {
     #[test]
     fn memory_is_bounded() {
         let mut store = Store::open(None, 10_000).unwrap();
-        let payload = vec![7; crate::crash::PAYLOAD_BYTES_MAX];
+        let payload = vec![7; bulkhead_api::PAYLOAD_BYTES_MAX];
         for number in 0..2000 {
             store.add(Box::new(report(1_772_878_530_123, number, &payload)));
         }

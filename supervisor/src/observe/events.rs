@@ -7,34 +7,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use axum::body::Bytes;
+use bulkhead_api::{Severity, What};
 use serde_json::{Map, Value, json};
 use tokio::sync::{Notify, watch};
 
 use super::logging;
-use crate::command::{Event, Severity};
+use crate::command::Event;
 
 /// Events that are kept.
 pub const EVENTS_MAX: usize = 4096;
 
 /// Log lines a second for one kind of event of one bulkhead; the ring may have more.
 const LOG_LINES_PER_SECOND: u32 = 20;
-
-/// Kinds that come with single jobs and workers, and so as often as those do. All others change what is the case,
-/// and every one of them is told.
-const FREQUENT: [&str; 12] = [
-    "worker_started",
-    "worker_ready",
-    "worker_exited",
-    "worker_killed",
-    "worker_recycled",
-    "restart_backoff",
-    "job_timeout",
-    "job_crashed",
-    "job_retried",
-    "queue_pressure",
-    "tenant_throttled",
-    "sandbox_violation",
-];
 
 /// Of a frequent kind: events of one bulkhead that are told at once, and a second in the long run.
 const FREQUENT_BURST: u64 = 512;
@@ -160,7 +144,7 @@ impl Events {
         let mut ring = self.lock();
         let Some(Admitted { suppressed, is_logged }) = ring.admit(&event) else { return };
         if suppressed > 0 {
-            event.fields.push(("suppressed", json!(suppressed)));
+            event.suppressed = Some(suppressed);
         }
         ring.keep(&event);
         drop(ring);
@@ -172,11 +156,10 @@ impl Events {
 
     /// Tells of storms that are over how many of their events were left out last.
     pub fn tell_suppressed(&self) {
-        let at = SystemTime::now();
-        let due = self.lock().take_untold(second_of(at));
+        let due = self.lock().take_untold(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
-            let fields = vec![("of", json!(kind)), ("suppressed", json!(suppressed))];
-            self.add(Event { at, severity: Severity::Info, kind: "events_suppressed", bulkhead, fields });
+            let what = What::EventsSuppressed { of: kind.into(), suppressed };
+            self.add(Event::new(Severity::Info, bulkhead, what));
         }
     }
 
@@ -278,9 +261,9 @@ struct Admitted {
 impl Ring {
     /// Keeps a storm readable. `None`: the event is only counted.
     fn admit(&mut self, event: &Event) -> Option<Admitted> {
-        let flow = self.flows.entry((event.kind, event.bulkhead.clone())).or_default();
+        let flow = self.flows.entry((event.what.kind(), event.bulkhead.clone())).or_default();
         flow.turn_to(second_of(event.at), event);
-        if FREQUENT.contains(&event.kind) {
+        if event.what.is_frequent() {
             if flow.allowance == 0 {
                 flow.suppressed += 1;
                 return None;
@@ -295,7 +278,7 @@ impl Ring {
     fn keep(&mut self, event: &Event) {
         self.seq += 1;
         self.kept.insert(self.seq, Arc::new(Rendered::new(event, self.seq)));
-        self.flows.entry((event.kind, event.bulkhead.clone())).or_default().kept.push_back(self.seq);
+        self.flows.entry((event.what.kind(), event.bulkhead.clone())).or_default().kept.push_back(self.seq);
         if self.kept.len() > EVENTS_MAX {
             self.drop_one();
         }
@@ -336,7 +319,7 @@ impl Flow {
         if unlogged > 0 {
             let bulkhead = event.bulkhead.as_deref().unwrap_or("");
             tracing::warn!(
-                kind = event.kind,
+                kind = event.what.kind(),
                 bulkhead,
                 suppressed = unlogged,
                 "events were not logged one by one"
@@ -359,16 +342,15 @@ pub fn rfc3339(at: SystemTime) -> String {
 }
 
 fn render(event: &Event, seq: u64) -> String {
-    let mut object = Map::new();
-    object.insert("at".into(), json!(rfc3339(event.at)));
-    object.insert("seq".into(), json!(seq));
-    object.insert("severity".into(), json!(event.severity));
-    object.insert("kind".into(), json!(event.kind));
-    object.insert("bulkhead".into(), json!(event.bulkhead.as_deref()));
-    for (name, value) in &event.fields {
-        object.insert((*name).into(), value.clone());
-    }
-    line(&Value::Object(object))
+    let told = bulkhead_api::Event {
+        at: rfc3339(event.at),
+        seq,
+        severity: event.severity.into(),
+        kind: event.what.kind().into(),
+        bulkhead: event.bulkhead.as_deref().map(str::to_owned),
+        fields: event.fields().into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+    };
+    line(&json!(told))
 }
 
 /// JSON in one line that no terminal obeys.
@@ -381,8 +363,8 @@ fn log(event: &Event) {
         return log_json(event);
     }
     let bulkhead = event.bulkhead.as_deref();
-    let mut text = event.kind.to_owned();
-    for (name, value) in &event.fields {
+    let mut text = event.what.kind().to_owned();
+    for (name, value) in &event.fields() {
         if !value.is_null() {
             text.push_str(&format!(" {name}={}", line(value)));
         }
@@ -407,13 +389,13 @@ fn log_json(event: &Event) {
         _ => return,
     };
     let mut fields = Map::new();
-    fields.insert("message".into(), json!(event.kind));
-    fields.insert("kind".into(), json!(event.kind));
+    fields.insert("message".into(), json!(event.what.kind()));
+    fields.insert("kind".into(), json!(event.what.kind()));
     if let Some(bulkhead) = &event.bulkhead {
         fields.insert("bulkhead".into(), json!(&**bulkhead));
     }
-    let own = event.fields.iter().filter(|(_, value)| !value.is_null());
-    fields.extend(own.map(|(name, value)| (beside_the_lines_own(name), value.clone())));
+    let own = event.fields().into_iter().filter(|(_, value)| !value.is_null());
+    fields.extend(own.map(|(name, value)| (beside_the_lines_own(name), value)));
     logging::write_json(&level, "bulkhead", fields);
 }
 
@@ -434,13 +416,9 @@ mod tests {
     }
 
     fn of_kind(kind: &'static str, bulkhead: &str, text: &str) -> Event {
-        Event {
-            at: SystemTime::now(),
-            severity: Severity::Info,
-            kind,
-            bulkhead: Some(bulkhead.into()),
-            fields: vec![("text", json!(text))],
-        }
+        let what = bulkhead_api::Event { kind: kind.into(), ..Default::default() }.what();
+        let event = Event::new(Severity::Info, Some(bulkhead.into()), what);
+        Event { stderr_tail: Some(text.to_owned()), ..event }
     }
 
     #[test]
@@ -459,7 +437,7 @@ mod tests {
         assert_eq!(newest.seq, EVENTS_MAX as u64 + 11);
         let json = std::str::from_utf8(newest.json()).unwrap();
         assert!(!json.contains(char::is_control), "{json}");
-        assert_eq!(told(newest)["text"], hostile);
+        assert_eq!(told(newest)["stderr_tail"], hostile);
         assert_eq!(newest.frame(), format!("id: {}\ndata: {json}\n\n", newest.seq).as_bytes());
     }
 

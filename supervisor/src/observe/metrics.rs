@@ -5,13 +5,13 @@ mod families;
 mod itself;
 mod text;
 
+use bulkhead_api::Service;
 use bulkhead_policy::{BreakerState, BulkheadState, RestartCause, WORKER_STATES};
 use bulkhead_shared::{CrashReason, Priority, RejectReason};
 
 use super::process::Residents;
 use crate::config::OTHER_TENANTS;
 use crate::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
-use crate::service::Service;
 use crate::tally::{BOUNDS, Histogram, OUTCOMES};
 
 use families::Family;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
 
+use bulkhead_api::ShortState;
 use bulkhead_policy::{Activity, BulkheadState};
 
 use super::DataPlane;
@@ -14,7 +15,7 @@ use super::replay::Replay;
 use super::slab::BulkheadIndex;
 use super::snapshots::SnapshotInPieces;
 use super::view::States;
-use crate::command::{Command, StateInShort};
+use crate::command::Command;
 
 /// What one turn of the loop obeys, by `Command::weight`.
 const WEIGHT_PER_TURN: usize = 16;
@@ -70,13 +71,13 @@ impl DataPlane {
     }
 
     /// Each bulkhead in a word.
-    pub(super) fn states(&self) -> Vec<StateInShort> {
+    pub(super) fn states(&self) -> Vec<ShortState> {
         self.present().into_iter().map(|bulkhead| self.state_in_short(bulkhead)).collect()
     }
 
-    fn state_in_short(&self, bulkhead: BulkheadIndex) -> StateInShort {
+    fn state_in_short(&self, bulkhead: BulkheadIndex) -> ShortState {
         let (state, detail) = self.state_of(bulkhead);
-        StateInShort { name: self.bulkheads[bulkhead].name.clone(), state: state.name(), detail }
+        ShortState { detail, name: self.bulkheads[bulkhead].name.to_string(), state: state.into() }
     }
 
     /// The state of a bulkhead in one word, and why it is not `ready`.

@@ -3,19 +3,20 @@
 
 use std::time::{Duration, SystemTime};
 
+use bulkhead_api::{
+    Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Severity, Stage,
+    Victim, What,
+};
 use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
 use bulkhead_shared::JobId;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
-use crate::command::{Notice, Severity};
-use crate::crash::REPORTS_WAITING_MAX;
-use crate::crash::{
-    Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Stage, Victim,
-};
+use crate::command::Notice;
+use crate::crash::{self, REPORTS_WAITING_MAX, cause_of};
 use crate::keeper::Usage;
 
 /// Crashes of one bulkhead that are reported one after the other, at most; after that one a second.
@@ -82,7 +83,7 @@ impl DataPlane {
             return;
         }
         let Some(post) = entry.policy.post_mortem(now, worker, JOBS_MAX) else { return };
-        let Some(cause) = cause_of(&post, death) else { return };
+        let Some(cause) = crash_of(&post, death) else { return };
         let stage = match (post.was_ready, post.in_flight) {
             (false, _) => Stage::Starting,
             (true, 0) => Stage::Idle,
@@ -117,7 +118,7 @@ impl DataPlane {
         }
         let Some(mut post) = policy.post_mortem(now, worker, 0) else { return };
         post.jobs.extend(policy.held(now, job));
-        let Some(cause) = Cause::of(death, None) else { return };
+        let Some(cause) = cause_of(death, None) else { return };
         if self.compartments[compartment].is_replay {
             return self.replay_program_died(compartment, Some(cause));
         }
@@ -165,15 +166,15 @@ impl DataPlane {
             count,
             bulkhead: self.bulkheads[bulkhead].name.as_ref().to_owned(),
             tenant,
-            victim,
-            stage,
+            victim: victim.into(),
+            stage: stage.into(),
             cause,
             pid: post.pid,
             slot: post.slot,
             generation: worker.generation,
             uptime_ms: millis(post.uptime),
             served: post.served,
-            usage: usage.map(Into::into),
+            usage: usage.map(crash::usage),
             in_flight: post.in_flight,
             culprit,
             jobs: self.crash_jobs(compartment, &post.jobs),
@@ -218,8 +219,8 @@ impl DataPlane {
             let untold = allowances.map(|allowance| (allowance.untold(now), allowance.skipped > 0));
             for (skipped, is_waiting) in untold {
                 if let Some(skipped) = skipped {
-                    let fields = vec![("crashes", json!(skipped)), ("reported_per_second", json!(1))];
-                    self.bulkhead_event(Severity::Warning, "crashes_not_reported", bulkhead, fields);
+                    let what = What::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
+                    self.bulkhead_event(Severity::Warning, bulkhead, what);
                 } else if is_waiting {
                     self.want_housekeeping();
                 }
@@ -229,9 +230,9 @@ impl DataPlane {
 }
 
 /// What a worker died of; `None` if that was fine: it was told to end, or ended when it had nothing to do.
-fn cause_of(post: &PostMortem, death: Death) -> Option<Cause> {
+fn crash_of(post: &PostMortem, death: Death) -> Option<Cause> {
     let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
-    if is_fine { None } else { Cause::of(death, post.killed.as_ref()) }
+    if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
 }
 
 /// A job in the hands of a dead worker, and its payload if there is `room` for it.

@@ -4,14 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_api::{Severity, What};
 use bulkhead_policy::{Answer, Submission, Time};
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{Outcome, Priority, RejectReason, Verdict};
-use serde_json::json;
 
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
-use crate::command::Severity;
 
 /// That jobs go to one and the same other bulkhead is told no more often than this.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
@@ -250,8 +249,8 @@ impl DataPlane {
         }
         *told_at = Some(now);
         let jobs = std::mem::take(jobs);
-        let fields =
-            vec![("target", json!(&*target)), ("reason", json!(verdict.reason())), ("jobs", json!(jobs))];
-        self.bulkhead_event(Severity::Warning, "fallback_used", entry, fields);
+        let reason = verdict.reason().map(|reason| reason.to_owned().into());
+        let what = What::FallbackUsed { target: target.as_ref().to_owned(), reason, jobs };
+        self.bulkhead_event(Severity::Warning, entry, what);
     }
 }

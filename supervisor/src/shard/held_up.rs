@@ -3,12 +3,11 @@
 
 use std::time::Duration;
 
+use bulkhead_api::{Severity, What};
 use bulkhead_policy::{Event, Time};
 use rustix::time::{ClockId, clock_gettime};
-use serde_json::json;
 
 use super::{DataPlane, Incoming};
-use crate::command::Severity;
 
 /// A turn that comes so much later than it was due means that the supervisor itself was held up.
 const HELD_UP: Duration = Duration::from_millis(500);
@@ -50,11 +49,9 @@ impl DataPlane {
         }
         if self.pauses.told_at.is_none_or(|at| self.now.since(at) >= TOLD_EVERY) {
             self.pauses.told_at = Some(self.now);
-            let mut fields = vec![("late_ms", json!(late.as_millis() as u64))];
-            if suspended > HELD_UP {
-                fields.push(("suspended_ms", json!(suspended.as_millis() as u64)));
-            }
-            self.event(Severity::Warning, "held_up", None, fields);
+            let suspended_ms = (suspended > HELD_UP).then_some(suspended.as_millis() as u64);
+            let what = What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
+            self.event(Severity::Warning, None, what);
         }
     }
 }

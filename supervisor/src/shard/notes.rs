@@ -1,16 +1,15 @@
 //! Turns what policy notes into the events that operators see. No text is rendered here: an event is a
-//! kind and its fields, and another thread makes a line of it.
+//! value, and another thread makes a line of it.
 
 use std::time::Duration;
 
-use bulkhead_policy::{Answer, BreakerState, Death, Note, Transition};
-use bulkhead_shared::Verdict;
-use serde_json::{Value, json};
+use bulkhead_api::{CrashId, Severity, Text, What};
+use bulkhead_policy::{Answer, BreakerState, Death, KillReason, Note, Transition};
+use bulkhead_shared::{JobId, Verdict};
 
-use super::reporter::Fields;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
-use crate::command::Severity;
+use crate::command::Event;
 use crate::notices::Milestone;
 
 impl DataPlane {
@@ -27,61 +26,55 @@ impl DataPlane {
             Note::JobRetried { worker_pid, .. } => *worker_pid,
             _ => None,
         };
-        let job = match &note {
-            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => Some(*job),
+        let whose = match &note {
+            Note::JobRetried { job, .. } | Note::JobQuarantined { job, .. } => self.whose(compartment, *job),
             _ => None,
         };
-        let (severity, kind, mut fields) = describe(note);
-        if let Some(cargo) = job.and_then(|job| self.compartments[compartment].policy.cargo_mut(job)) {
-            fields.push(("operation", json!(cargo.operation)));
-            fields.push(("tenant", json!(cargo.tenant)));
-        } else if let Some((_, operation, tenant)) =
-            self.reporter.last_crashed.as_ref().filter(|(id, ..)| Some(*id) == job)
-        {
-            fields.push(("operation", json!(operation)));
-            fields.push(("tenant", json!(tenant)));
-        }
-        fields.extend(self.reporter.report_about(dead));
-        self.event(severity, kind, Some(compartment), fields);
+        let (severity, what) = describe(note, whose);
+        let report = self.reporter.report_about(dead);
+        self.event_reported(severity, Some(compartment), what, report);
         if !self.started {
             self.check_started();
         }
     }
 
+    /// The operation and the tenant of a job that has just lost its worker, or its life.
+    fn whose(&mut self, compartment: CompartmentIndex, job: JobId) -> Option<(String, String)> {
+        if let Some(cargo) = self.compartments[compartment].policy.cargo_mut(job) {
+            return Some((cargo.operation.to_string(), cargo.tenant.to_string()));
+        }
+        let (_, operation, tenant) = self.reporter.last_crashed.as_ref().filter(|(id, ..)| *id == job)?;
+        Some((operation.to_string(), tenant.to_string()))
+    }
+
     /// Something went wrong in the supervisor itself.
     pub(super) fn note_trouble(&mut self, what: &str, detail: &str) {
-        let fields = vec![("what", json!(what)), ("detail", json!(detail))];
-        self.event(Severity::Critical, "supervisor_trouble", None, fields);
+        let trouble = What::SupervisorTrouble { what: what.to_owned(), detail: detail.to_owned() };
+        self.event(Severity::Critical, None, trouble);
     }
 
     /// An event of a compartment, or of the supervisor itself. If the compartment is one tenant's, it says whose.
-    pub(super) fn event(
+    pub(super) fn event(&mut self, severity: Severity, compartment: Option<CompartmentIndex>, what: What) {
+        self.event_reported(severity, compartment, what, None);
+    }
+
+    /// The same with the crash report about it.
+    fn event_reported(
         &mut self,
         severity: Severity,
-        kind: &'static str,
         compartment: Option<CompartmentIndex>,
-        mut fields: Fields,
+        what: What,
+        report: Option<CrashId>,
     ) {
-        let Some(compartment) = compartment else { return self.reporter.event(severity, kind, None, fields) };
-        if let Some(tenant) = &self.compartments[compartment].tenant
-            && !fields.iter().any(|(name, _)| *name == "tenant")
-        {
-            fields.push(("tenant", json!(&**tenant)));
-        }
-        let bulkhead = self.owner(compartment).name.clone();
-        self.reporter.event(severity, kind, Some(bulkhead), fields);
+        let bulkhead = compartment.map(|compartment| self.owner(compartment).name.clone());
+        let tenant = compartment.and_then(|compartment| self.compartments[compartment].tenant.clone());
+        self.reporter.event(Event { tenant, report, ..Event::new(severity, bulkhead, what) });
     }
 
     /// An event of a bulkhead as a whole.
-    pub(super) fn bulkhead_event(
-        &mut self,
-        severity: Severity,
-        kind: &'static str,
-        bulkhead: BulkheadIndex,
-        fields: Fields,
-    ) {
+    pub(super) fn bulkhead_event(&mut self, severity: Severity, bulkhead: BulkheadIndex, what: What) {
         let bulkhead = self.bulkheads[bulkhead].name.clone();
-        self.reporter.event(severity, kind, Some(bulkhead), fields);
+        self.reporter.event(Event::new(severity, Some(bulkhead), what));
     }
 
     pub(super) fn check_started(&mut self) {
@@ -95,152 +88,164 @@ impl DataPlane {
     /// The events that belong to a job's end.
     pub(super) fn note_answer(&mut self, compartment: CompartmentIndex, answer: &Answer<Box<JobData>>) {
         let Answer { job, cargo, verdict, .. } = answer;
-        let kind = match verdict {
-            Verdict::DeadlineRunning => "job_timeout",
-            Verdict::Crashed { .. } => "job_crashed",
-            _ => return,
-        };
-        let mut fields = vec![
-            ("job", json!(job.map(|id| id.to_string()))),
-            ("operation", json!(cargo.operation)),
-            ("tenant", json!(cargo.tenant)),
-            ("trace_id", json!(cargo.trace_id())),
-            ("pid", json!(answer.worker_pid)),
-            ("payload_bytes", json!(cargo.payload_bytes)),
-        ];
-        if *verdict == Verdict::DeadlineRunning {
-            fields.push(("timeout_ms", millis(answer.deadline)));
-            fields.push(("actual_duration_ms", millis(answer.queued + answer.ran)));
+        if !matches!(verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
+            return;
+        }
+        let job = job.map(|id| id.to_string());
+        let (operation, tenant) = (cargo.operation.to_string(), cargo.tenant.to_string());
+        let trace_id = cargo.trace_id().map(|id| id.to_string());
+        let (pid, payload_bytes) = (answer.worker_pid, cargo.payload_bytes as u64);
+        let (what, report) = if *verdict == Verdict::DeadlineRunning {
+            let (timeout_ms, actual_duration_ms) =
+                (millis(answer.deadline), millis(answer.queued + answer.ran));
+            let what = What::JobTimeout {
+                job,
+                operation,
+                tenant,
+                trace_id,
+                pid,
+                payload_bytes,
+                timeout_ms,
+                actual_duration_ms,
+            };
+            (what, None)
         } else {
-            fields.push(("reason", json!(verdict.reason())));
-            fields.push(("message", json!(verdict.message())));
-            fields.push(("attempts", json!(answer.attempts)));
-            fields.extend(self.reporter.report_about(answer.worker_pid));
-        }
-        self.event(Severity::Warning, kind, Some(compartment), fields);
+            let reason = verdict.reason().map(|reason| reason.to_owned().into());
+            let message = verdict.message().map(str::to_owned);
+            let attempts = answer.attempts;
+            let what = What::JobCrashed {
+                job,
+                operation,
+                tenant,
+                trace_id,
+                pid,
+                payload_bytes,
+                reason,
+                message,
+                attempts,
+            };
+            (what, self.reporter.report_about(pid))
+        };
+        self.event_reported(Severity::Warning, Some(compartment), what, report);
     }
 }
 
-fn millis(duration: Duration) -> Value {
-    json!((duration.as_secs_f64() * 1e6).round() / 1e3)
+/// Milliseconds, to three digits behind the point.
+fn millis(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
-fn death_fields(death: Death) -> [(&'static str, Value); 2] {
+/// The exit status, or the signal.
+fn end_of(death: Death) -> (Option<i32>, Option<Text>) {
     match death {
-        Death::Exit(code) => [("exit_code", json!(code)), ("signal", Value::Null)],
-        Death::Signal(signal) => {
-            [("exit_code", Value::Null), ("signal", json!(bulkhead_linux::signals::name(signal)))]
-        }
+        Death::Exit(code) => (Some(code), None),
+        Death::Signal(signal) => (None, Some(bulkhead_linux::signals::name(signal).into())),
         // All are killed.
-        Death::Violation(_) | Death::Oom | Death::Overfull => {
-            [("exit_code", Value::Null), ("signal", json!("SIGKILL"))]
-        }
+        Death::Violation(_) | Death::Oom | Death::Overfull => (None, Some("SIGKILL".into())),
     }
 }
 
-fn describe(note: Note) -> (Severity, &'static str, Fields) {
+/// What a note tells; `whose` are the operation and the tenant of the job that it is about.
+fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
     use Severity::{Critical, Info, Warning};
+    let (operation, job_tenant) = whose.unzip();
     match note {
-        Note::WorkerStarted { worker, slot, pid } => (
-            Info,
-            "worker_started",
-            vec![("pid", json!(pid)), ("slot", json!(slot)), ("generation", json!(worker.generation))],
-        ),
-        Note::WorkerReady { worker, pid, after } => (
-            Info,
-            "worker_ready",
-            vec![("pid", json!(pid)), ("generation", json!(worker.generation)), ("after_ms", millis(after))],
-        ),
-        Note::WorkerNotStarted { slot, message } => {
-            (Critical, "worker_not_started", vec![("slot", json!(slot)), ("message", json!(message))])
+        Note::WorkerStarted { worker, slot, pid } => {
+            (Info, What::WorkerStarted { pid, slot, generation: worker.generation })
         }
+        Note::WorkerReady { worker, pid, after } => {
+            (Info, What::WorkerReady { pid, generation: worker.generation, after_ms: millis(after) })
+        }
+        Note::WorkerNotStarted { slot, message } => (Critical, What::WorkerNotStarted { slot, message }),
         Note::WorkerExited { worker, slot, pid, death, killed, uptime, served, in_flight } => {
             let is_fine = killed.is_some() || death == Death::Exit(0) && in_flight == 0;
-            let mut fields =
-                vec![("pid", json!(pid)), ("slot", json!(slot)), ("generation", json!(worker.generation))];
-            fields.extend(death_fields(death));
-            fields.push(("killed", json!(killed.map(|reason| reason.describe()))));
-            fields.push(("uptime_ms", millis(uptime)));
-            fields.push(("served", json!(served)));
-            fields.push(("in_flight", json!(in_flight)));
-            (if is_fine { Info } else { Warning }, "worker_exited", fields)
+            let (exit_code, signal) = end_of(death);
+            let what = What::WorkerExited {
+                pid,
+                slot,
+                generation: worker.generation,
+                exit_code,
+                signal,
+                killed: killed.map(|reason| reason.describe()),
+                uptime_ms: millis(uptime),
+                served,
+                in_flight,
+            };
+            (if is_fine { Info } else { Warning }, what)
         }
         Note::WorkerKilled { pid, reason } => {
-            let kind = match reason {
-                bulkhead_policy::KillReason::Hung => "worker_hung",
-                _ => "worker_killed",
-            };
-            (Warning, kind, vec![("pid", json!(pid)), ("reason", json!(reason.describe()))])
+            let (is_hung, reason) = (reason == KillReason::Hung, reason.describe());
+            (
+                Warning,
+                if is_hung { What::WorkerHung { pid, reason } } else { What::WorkerKilled { pid, reason } },
+            )
         }
         Note::WorkerRecycled { pid, reason } => {
-            (Info, "worker_recycled", vec![("pid", json!(pid)), ("reason", json!(reason.name()))])
+            (Info, What::WorkerRecycled { pid, reason: reason.name().into() })
         }
         Note::ReplacementFailed { slot, message, again_in } => {
-            let fields = vec![
-                ("slot", json!(slot)),
-                ("message", json!(message)),
-                ("serves_on", json!(true)),
-                ("again_in_ms", millis(again_in)),
-            ];
-            (Critical, "replacement_failed", fields)
+            let again_in_ms = millis(again_in);
+            (Critical, What::ReplacementFailed { slot, message, serves_on: true, again_in_ms })
         }
         Note::RestartBackoff { slot, delay } => {
-            (Warning, "restart_backoff", vec![("slot", json!(slot)), ("delay_ms", millis(delay))])
+            (Warning, What::RestartBackoff { slot, delay_ms: millis(delay) })
         }
-        Note::BulkheadFailed { message, .. } => {
-            (Critical, "bulkhead_failed", vec![("message", json!(message))])
-        }
+        Note::BulkheadFailed { message, .. } => (Critical, What::BulkheadFailed { message }),
         Note::JobRetried { job, attempts, crash, worker_pid } => {
-            let fields = vec![
-                ("job", json!(job.to_string())),
-                ("attempts", json!(attempts)),
-                ("pid", json!(worker_pid)),
-                ("reason", json!(crash.reason())),
-                ("message", json!(crash.message())),
-            ];
-            (Warning, "job_retried", fields)
+            let what = What::JobRetried {
+                job: job.to_string(),
+                attempts,
+                pid: worker_pid,
+                reason: crash.reason().map(|reason| reason.to_owned().into()),
+                message: crash.message().map(str::to_owned),
+                operation,
+                tenant: job_tenant,
+            };
+            (Warning, what)
         }
         Note::JobQuarantined { job, digest } => {
-            let digest = digest.to_string();
-            (Warning, "job_quarantined", vec![("job", json!(job.to_string())), ("digest", json!(digest))])
+            let (job, digest) = (job.to_string(), digest.to_string());
+            (Warning, What::JobQuarantined { job, digest, operation, tenant: job_tenant })
         }
         Note::Breaker(transition) => breaker_event(&transition),
         Note::QueuePressure { queued, capacity } => {
-            let percent = json!(100 * queued / capacity.max(1));
-            let fields = vec![("queued", json!(queued)), ("queue_capacity", json!(capacity))];
-            (Warning, "queue_pressure", [fields, vec![("percent", percent)]].concat())
+            let percent = 100 * queued / capacity.max(1);
+            (Warning, What::QueuePressure { queued, queue_capacity: capacity, percent })
         }
         Note::TenantThrottled { tenant, retry_after } => {
-            let fields = vec![("tenant", json!(&*tenant)), ("retry_after_ms", millis(retry_after))];
-            (Warning, "tenant_throttled", fields)
+            let tenant = tenant.as_ref().to_owned();
+            (Warning, What::TenantThrottled { tenant, retry_after_ms: millis(retry_after) })
         }
         Note::TenantEvictions { tenant, share } => {
-            (Warning, "tenant_evictions", vec![("tenant", json!(&*tenant)), ("share", rounded(share))])
+            let tenant = tenant.as_ref().to_owned();
+            (Warning, What::TenantEvictions { tenant, share: rounded(share) })
         }
-        Note::Draining => (Info, "draining", Vec::new()),
-        Note::Resumed => (Info, "resumed", Vec::new()),
+        Note::Draining => (Info, What::Draining { drain_timeout_ms: None }),
+        Note::Resumed => (Info, What::Resumed {}),
     }
 }
 
-fn breaker_event(transition: &Transition) -> (Severity, &'static str, Fields) {
-    let (severity, kind) = match transition.to {
-        BreakerState::Open => (Severity::Critical, "breaker_opened"),
+fn breaker_event(transition: &Transition) -> (Severity, What) {
+    let (from, to, calls) = (transition.from.into(), transition.to.into(), Some(transition.calls));
+    let [failure_rate, slow_rate] =
+        [transition.failure_rate, transition.slow_rate].map(|rate| Some(rounded(rate)));
+    let severity = match transition.to {
+        BreakerState::Open => Severity::Critical,
         // By an operator.
-        BreakerState::ForcedOpen => (Severity::Warning, "breaker_opened"),
-        BreakerState::HalfOpen => (Severity::Info, "breaker_half_open"),
-        BreakerState::Closed => (Severity::Info, "breaker_closed"),
+        BreakerState::ForcedOpen => Severity::Warning,
+        BreakerState::HalfOpen | BreakerState::Closed => Severity::Info,
     };
-    let fields = vec![
-        ("from", json!(transition.from.name())),
-        ("to", json!(transition.to.name())),
-        ("calls", json!(transition.calls)),
-        ("failure_rate", rounded(transition.failure_rate)),
-        ("slow_rate", rounded(transition.slow_rate)),
-    ];
-    (severity, kind, fields)
+    let what = match transition.to {
+        BreakerState::Open | BreakerState::ForcedOpen => {
+            What::BreakerOpened { from, to, calls, failure_rate, slow_rate }
+        }
+        BreakerState::HalfOpen => What::BreakerHalfOpen { from, to, calls, failure_rate, slow_rate },
+        BreakerState::Closed => What::BreakerClosed { from, to, calls, failure_rate, slow_rate },
+    };
+    (severity, what)
 }
 
 /// A share, to three digits.
-fn rounded(share: f64) -> Value {
-    json!((share * 1e3).round() / 1e3)
+fn rounded(share: f64) -> f64 {
+    (share * 1e3).round() / 1e3
 }

@@ -4,13 +4,12 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use bulkhead_api::{Severity, What};
 use bulkhead_policy::Time;
 use bulkhead_shared::RejectReason;
-use serde_json::json;
 
 use super::DataPlane;
 use super::slab::BulkheadIndex;
-use crate::command::Severity;
 use crate::entry::{Door, Refusal};
 
 /// What happens to the same again is told no more often than this.
@@ -117,26 +116,25 @@ impl DataPlane {
     }
 
     fn tell_refusal(&mut self, whose: Whose, count: u64, door: Door, refusal: &Refusal) {
-        let fields = vec![
-            ("socket", json!(door.name())),
-            ("uid", json!(refusal.peer.map(|peer| peer.uid))),
-            ("gid", json!(refusal.peer.map(|peer| peer.gid))),
-            ("pid", json!(refusal.peer.and_then(|peer| peer.pid))),
-            ("reason", json!(refusal.reason.name())),
-            ("message", json!(refusal.message)),
-            ("refused", json!(count)),
-        ];
+        let (socket, reason) = (door.name().into(), refusal.reason.name().into());
+        let (uid, gid) = (refusal.peer.map(|peer| peer.uid), refusal.peer.map(|peer| peer.gid));
+        let pid = refusal.peer.and_then(|peer| peer.pid);
+        let (message, refused) = (refusal.message.to_string(), count);
         match whose {
             // No honest worker does that.
-            Whose::Worker(Some(bulkhead)) => {
-                self.bulkhead_event(Severity::Critical, "worker_refused", bulkhead, fields);
+            Whose::Worker(bulkhead) => {
+                let what = What::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
+                match bulkhead {
+                    Some(bulkhead) => self.bulkhead_event(Severity::Critical, bulkhead, what),
+                    None => self.event(Severity::Critical, None, what),
+                }
             }
-            Whose::Worker(None) => self.event(Severity::Critical, "worker_refused", None, fields),
             Whose::User(_) | Whose::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
                 // Others have gone before they could be looked at, as probes do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
-                self.event(severity, "access_refused", None, fields);
+                let what = What::AccessRefused { socket, uid, gid, pid, reason, message, refused };
+                self.event(severity, None, what);
             }
         }
     }

@@ -6,14 +6,14 @@
 
 use std::collections::BTreeMap;
 
+use bulkhead_api::{Severity, What};
 use bulkhead_policy::{Event, Limits};
-use serde_json::json;
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::steer::check_fit;
 use super::{DataPlane, Incoming};
-use crate::command::{Severity, SteerError};
+use crate::command::SteerError;
 use crate::demand::Demand;
 use crate::limits::DataPlaneLimits;
 use crate::program::TenantNumbers;
@@ -149,8 +149,8 @@ impl DataPlane {
 
     fn vacate(&mut self, bulkhead: BulkheadIndex) {
         let snapshot = self.snapshot(bulkhead);
-        let fields = vec![("submitted", json!(snapshot.submitted)), ("done", json!(snapshot.done))];
-        self.bulkhead_event(Severity::Info, "bulkhead_removed", bulkhead, fields);
+        let what = What::BulkheadRemoved { submitted: snapshot.submitted, done: snapshot.done };
+        self.bulkhead_event(Severity::Info, bulkhead, what);
         for compartment in self.compartments_of(bulkhead) {
             self.compartments.vacate(compartment);
         }

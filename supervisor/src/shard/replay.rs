@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use bulkhead_api::Cause;
 use bulkhead_policy::{
     Answer, Event, Limits, Note, Pressure, Recycle, RestartPolicy, Submission, TenantLimits,
 };
@@ -13,7 +14,7 @@ use super::bulkheads::Compartment;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Held, Incoming, JobData};
 use crate::command::{REPLAYS_MAX, ReplayError, ReplayOrder, Replayed};
-use crate::crash::Cause;
+use crate::crash::cause_of;
 
 /// How long a worker may take to end when its job is done.
 const ENDS_WITHIN: Duration = Duration::from_secs(2);
@@ -84,7 +85,7 @@ impl DataPlane {
             }
             Note::WorkerNotStarted { message, .. } => replay.fail(message),
             Note::WorkerExited { death, killed, .. } if replay.end.is_none() => {
-                replay.cause = Cause::of(death, killed.as_ref());
+                replay.cause = cause_of(death, killed.as_ref());
                 if matches!(replay.stage, Stage::Starting(_) | Stage::Ready(_)) {
                     replay.fail_unread();
                 }

@@ -3,22 +3,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::SystemTime;
 
+use bulkhead_api::CrashId;
 use bulkhead_shared::JobId;
-use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::spans::Spans;
-use crate::command::{Event, Notice, Severity};
+use crate::command::{Event, Notice};
 use crate::counters::SharedCounters;
-use crate::crash::CrashId;
 use crate::crash::REPORTS_WAITING_MAX;
 use crate::notices::Speaker;
 use crate::span::SpanSender;
-
-/// The fields of an event.
-pub(super) type Fields = Vec<(&'static str, Value)>;
 
 pub(super) struct Reporter {
     pub(super) notices: Speaker,
@@ -60,21 +55,14 @@ impl Reporter {
         }
     }
 
-    /// An event of this bulkhead, or of the supervisor itself.
-    pub(super) fn event(
-        &mut self,
-        severity: Severity,
-        kind: &'static str,
-        bulkhead: Option<Arc<str>>,
-        fields: Fields,
-    ) {
-        self.notify(Notice::Event(Event { at: SystemTime::now(), severity, kind, bulkhead, fields }));
+    pub(super) fn event(&mut self, event: Event) {
+        self.notify(Notice::Event(Box::new(event)));
     }
 
     /// For an event about the death of a process: the report about it.
-    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<(&'static str, Value)> {
+    pub(super) fn report_about(&self, pid: Option<u32>) -> Option<CrashId> {
         let (dead, id) = self.last_report?;
-        (pid == Some(dead)).then(|| ("report", json!(id)))
+        (pid == Some(dead)).then_some(id)
     }
 
     /// A place for a report on its way to be kept.

@@ -6,18 +6,17 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 
+use bulkhead_api::{Severity, What};
 use bulkhead_policy::{Death, Event, WorkerId};
 use mio::Interest;
 use mio::unix::SourceFd;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use serde_json::json;
 
 use super::background::Done;
 use super::keeper_link::Wanted;
 use super::links::{End, Link, Running};
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
-use crate::command::Severity;
 use crate::keeper::{self, Exit, Keeper, Observed, Report, Usage};
 
 /// Violations of a worker's programs that are remembered until that one says how they ended.
@@ -149,8 +148,8 @@ impl DataPlane {
         violations.push_back((process, call));
         let pid = *pid;
         let name = keeper::call_name(call);
-        let fields = vec![("pid", json!(pid)), ("process", json!(process)), ("system_call", json!(name))];
-        self.event(Severity::Critical, "sandbox_violation", Some(compartment), fields);
+        let what = What::SandboxViolation { pid, process, system_call: name.into() };
+        self.event(Severity::Critical, Some(compartment), what);
     }
 
     /// How a program of a worker's ended, by a signal as that one says: the keeper may know more.

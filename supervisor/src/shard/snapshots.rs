@@ -4,13 +4,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use bulkhead_api::Snapshot;
 use tokio::sync::oneshot;
 
 use super::DataPlane;
 use super::bulkheads::{Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::view::Sum;
-use crate::snapshot::Snapshot;
 
 /// Parts of bulkheads that one turn of the loop looks at. Fewer than these are all of one moment.
 const PARTS_PER_TURN: usize = 256;

@@ -1,8 +1,9 @@
 //! Workers that die before they are ready, of one bulkhead: counted by cause, so that a program that never starts is
 //! one crash report with a number and not a hundred. They have an allowance of their own and cost no job its report.
 
+use bulkhead_api::{Cause, CrashId};
+
 use super::crashes::Allowance;
-use crate::crash::{Cause, CrashId};
 
 /// Causes of one bulkhead that are told apart; of more, the one that was seen longest ago is forgotten.
 const CAUSES_MAX: usize = 8;
@@ -50,11 +51,12 @@ mod tests {
     use bulkhead_policy::Death;
 
     use super::*;
+    use crate::crash::cause_of;
 
     #[test]
     fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {
         let mut failures = StartFailures::default();
-        let cause = |code| Cause::of(Death::Exit(code), None).expect("a cause");
+        let cause = |code| cause_of(Death::Exit(code), None).expect("a cause");
         let id = |code: i32| CrashId::new(SystemTime::UNIX_EPOCH, code as u32);
         for code in 1..=8 {
             assert_eq!(failures.count_again(&cause(code)), None);

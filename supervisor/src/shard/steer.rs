@@ -2,23 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{Change as Numbers, Event, Limits, RateLimit, RatePer};
+use bulkhead_api::{
+    BreakerMode, Change, ChangedPer, Rate, Severity, Snapshot, TenantChange, TenantRate, What,
+};
+use bulkhead_policy::{BreakerState, Change as Numbers, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
-use serde_json::json;
 
 use super::bulkheads::{Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming};
-use crate::command::{
-    BreakerMode, Change, ChangedPer, Command, Severity, SteerError, TenantChange, TenantRate, Verb,
-};
+use crate::command::{Command, SteerError, Verb};
 use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use crate::confinement::Sandbox;
 use crate::entry::Door;
 use crate::notices::Milestone;
 use crate::program::TenantNumbers;
-use crate::snapshot::{RateSnapshot, Snapshot};
 
 /// Tenants of one bulkhead that can have numbers of their own.
 const OWN_MAX: usize = 16_384;
@@ -128,12 +127,12 @@ impl DataPlane {
 
     /// One event for all tenants.
     fn note_verb(&mut self, bulkhead: BulkheadIndex, verb: Verb) {
-        let kind = match verb {
-            Verb::Drain => "draining",
-            Verb::Resume => "resumed",
+        let what = match verb {
+            Verb::Drain => What::Draining { drain_timeout_ms: None },
+            Verb::Resume => What::Resumed {},
             Verb::Restart | Verb::Reset => return,
         };
-        self.bulkhead_event(Severity::Info, kind, bulkhead, Vec::new());
+        self.bulkhead_event(Severity::Info, bulkhead, what);
     }
 
     // Numbers.
@@ -184,14 +183,16 @@ impl DataPlane {
         for compartment in self.compartments_of(bulkhead) {
             self.apply_quietly(compartment, Event::ForceBreaker { open });
         }
+        let (closed, forced) = (BreakerState::Closed.into(), BreakerState::ForcedOpen.into());
+        let (calls, failure_rate, slow_rate) = (None, None, None);
         match (was_open, open) {
             (Some(false), true) => {
-                let fields = vec![("from", json!("closed")), ("to", json!("forced_open"))];
-                self.bulkhead_event(Severity::Warning, "breaker_opened", bulkhead, fields);
+                let what = What::BreakerOpened { from: closed, to: forced, calls, failure_rate, slow_rate };
+                self.bulkhead_event(Severity::Warning, bulkhead, what);
             }
             (Some(true), false) => {
-                let fields = vec![("from", json!("forced_open")), ("to", json!("closed"))];
-                self.bulkhead_event(Severity::Info, "breaker_closed", bulkhead, fields);
+                let what = What::BreakerClosed { from: forced, to: closed, calls, failure_rate, slow_rate };
+                self.bulkhead_event(Severity::Info, bulkhead, what);
             }
             _ => {}
         }
@@ -337,16 +338,17 @@ impl DataPlane {
     }
 
     fn note_numbers(&mut self, bulkhead: BulkheadIndex, tenant: Option<&str>, numbers: &Numbers) {
-        let mut fields = Vec::new();
-        fields.extend(numbers.max_in_flight.map(|most| ("max_in_flight", json!(most))));
-        fields.extend(numbers.processes.map(|most| ("processes", json!(most))));
-        fields.extend(numbers.max_queue.map(|most| ("max_queue", json!(most))));
-        fields.extend(numbers.rate_limit.map(|limit| ("rate_limit", json!(limit.map(RateSnapshot::from)))));
-        if fields.is_empty() {
+        if *numbers == Numbers::default() {
             return;
         }
-        fields.extend(tenant.map(|tenant| ("tenant", json!(tenant))));
-        self.bulkhead_event(Severity::Info, "limits_changed", bulkhead, fields);
+        let what = What::LimitsChanged {
+            max_in_flight: numbers.max_in_flight,
+            processes: numbers.processes,
+            max_queue: numbers.max_queue,
+            rate_limit: numbers.rate_limit.map(|limit| limit.map(Rate::from)),
+            tenant: tenant.map(str::to_owned),
+        };
+        self.bulkhead_event(Severity::Info, bulkhead, what);
     }
 
     fn memory(&mut self, name: &str, pid: u32, generation: u32, rss_bytes: u64) {
@@ -368,12 +370,8 @@ impl DataPlane {
             self.stopping = true;
             self.reporter.states_have_changed();
             self.reporter.notices.milestone(Milestone::Stopping);
-            self.event(
-                Severity::Info,
-                "draining",
-                None,
-                vec![("drain_timeout_ms", json!(patience.as_millis()))],
-            );
+            let drain_timeout_ms = u64::try_from(patience.as_millis()).ok();
+            self.event(Severity::Info, None, What::Draining { drain_timeout_ms });
         }
         let by = self.now + patience;
         for index in self.compartments.indices() {
@@ -383,32 +381,32 @@ impl DataPlane {
 
     fn summarise(&mut self) {
         for bulkhead in self.present() {
-            let s = self.snapshot(bulkhead);
-            let fields = vec![
-                ("state", json!(s.state)),
-                ("service", json!(s.service)),
-                ("service_cause", json!(s.service_cause)),
-                ("workers", json!(s.workers.len())),
-                ("in_flight", json!(s.in_flight)),
-                ("limit", json!(s.limit)),
-                ("queued", json!(s.queued)),
-                ("done", json!(s.done)),
-                ("failed", json!(s.failed)),
-                ("crashed", json!(s.crashed)),
-                ("deadline_exceeded", json!(s.deadline_exceeded)),
-                ("cancelled", json!(s.cancelled)),
-                ("rejected", json!(s.rejected.values().sum::<u64>())),
-                ("restarts", json!(s.restarts)),
-            ];
-            self.bulkhead_event(Severity::Info, "summary", bulkhead, fields);
+            let told = self.snapshot(bulkhead);
+            let what = What::Summary {
+                rejected: told.rejections(),
+                workers: told.workers.len(),
+                state: told.state,
+                service: told.service,
+                service_cause: told.service_cause,
+                in_flight: told.in_flight,
+                limit: told.limit,
+                queued: told.queued,
+                done: told.done,
+                failed: told.failed,
+                crashed: told.crashed,
+                deadline_exceeded: told.deadline_exceeded,
+                cancelled: told.cancelled,
+                restarts: told.restarts,
+            };
+            self.bulkhead_event(Severity::Info, bulkhead, what);
         }
-        let fields = vec![
-            ("clients", json!(self.sessions.clients)),
-            ("buffered_bytes", json!(self.memory.held())),
-            ("undelivered_bytes", json!(self.sessions.undelivered)),
-            ("keeper_pid", json!(self.keeper.pid())),
-        ];
-        self.event(Severity::Info, "summary", None, fields);
+        let what = What::SummaryOfAll {
+            clients: self.sessions.clients,
+            buffered_bytes: self.memory.held(),
+            undelivered_bytes: self.sessions.undelivered,
+            keeper_pid: self.keeper.pid(),
+        };
+        self.event(Severity::Info, None, what);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bulkhead_api::{Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
 use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
@@ -11,9 +12,6 @@ use super::link_table::Links;
 use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use crate::command::SteerError;
-use crate::snapshot::{
-    ConfinementSnapshot, Latencies, RateSnapshot, Snapshot, TenantSnapshot, WorkerSnapshot,
-};
 
 /// Tenants that a snapshot shows.
 const TENANTS_SHOWN: usize = 10;
@@ -38,7 +36,7 @@ impl DataPlane {
         let mut snapshot = sum.snapshot(self, bulkhead);
         snapshot.latency_ms = self.bulkheads[bulkhead].latency.percentiles();
         let (service, cause) = self.bulkheads[bulkhead].service.told(self.now);
-        (snapshot.service, snapshot.service_cause) = (Some(service.name()), cause);
+        (snapshot.service, snapshot.service_cause) = (Some(service.into()), cause);
         match &self.bulkheads[bulkhead].layout {
             Layout::Shared(place) => {
                 let views = self.compartments[*place].policy.tenants(TENANTS_SHOWN);
@@ -46,10 +44,10 @@ impl DataPlane {
             }
             Layout::Isolated(isolated) => {
                 if isolated.is_draining {
-                    snapshot.state = BulkheadState::Draining.name();
+                    snapshot.state = BulkheadState::Draining.into();
                 }
                 if isolated.is_forced_open {
-                    snapshot.breaker = BreakerState::ForcedOpen.name();
+                    snapshot.breaker = BreakerState::ForcedOpen.into();
                 }
             }
         }
@@ -70,9 +68,9 @@ impl DataPlane {
         snapshot.latency_ms = part.latency.percentiles();
         let limits = part.policy.limits();
         (snapshot.processes, snapshot.max_in_flight) = (limits.processes, limits.max_in_flight);
-        snapshot.rate_limit = limits.rate_limit.map(RateSnapshot::from);
+        snapshot.rate_limit = limits.rate_limit.map(Rate::from);
         if isolated.is_draining {
-            snapshot.state = BulkheadState::Draining.name();
+            snapshot.state = BulkheadState::Draining.into();
         }
         Ok(Box::new(snapshot))
     }
@@ -95,16 +93,16 @@ impl DataPlane {
 }
 
 impl Links {
-    fn worker_snapshots(&self, compartment: &Compartment, now: Time) -> Vec<WorkerSnapshot> {
+    fn worker_snapshots(&self, compartment: &Compartment, now: Time) -> Vec<Worker> {
         let views = compartment.policy.workers(now);
         views
             .into_iter()
-            .map(|view| WorkerSnapshot {
+            .map(|view| Worker {
                 tenant: compartment.tenant.as_deref().map(str::to_owned),
                 slot: view.slot,
                 generation: view.id.generation,
                 pid: view.pid,
-                state: view.state,
+                state: view.state.into(),
                 uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
                 in_flight: view.in_flight.into(),
                 served: view.served,
@@ -122,7 +120,7 @@ impl Links {
         self.link_in(compartment, worker)?.status.clone()
     }
 
-    fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<ConfinementSnapshot> {
+    fn confinement_of(&self, compartment: &Compartment, worker: WorkerId) -> Option<Confinement> {
         let link = self.link_in(compartment, worker)?;
         Some(link.program.sandbox().describe(&link.running()?.observed))
     }
@@ -146,8 +144,8 @@ pub(super) struct Sum {
     capacity: u64,
     breaker: BreakerState,
     quarantined: u64,
-    tenants: Vec<TenantSnapshot>,
-    workers: Vec<WorkerSnapshot>,
+    tenants: Vec<Tenant>,
+    workers: Vec<Worker>,
 }
 
 impl Default for Sum {
@@ -213,13 +211,13 @@ impl Sum {
         Snapshot {
             name: plane.bulkheads[bulkhead].name.as_ref().to_owned(),
             tenant: None,
-            state: state.name(),
+            state: state.into(),
             detail: self.trouble.filter(|_| !is_fine),
             service: None,
             service_cause: None,
             processes: limits.processes,
             max_in_flight: limits.max_in_flight,
-            rate_limit: limits.rate_limit.map(RateSnapshot::from),
+            rate_limit: limits.rate_limit.map(Rate::from),
             limit: self.limit,
             in_flight: self.in_flight,
             available: self.available,
@@ -233,7 +231,7 @@ impl Sum {
             deadline_exceeded: self.counters.deadline_exceeded,
             cancelled: self.counters.cancelled,
             rejected: rejected(&self.counters),
-            breaker: self.breaker.name(),
+            breaker: self.breaker.into(),
             restarts: self.restarts,
             retries: self.counters.retries,
             quarantined: self.quarantined,
@@ -246,8 +244,8 @@ impl Sum {
     }
 }
 
-fn rejected(counters: &Counters) -> BTreeMap<&'static str, u64> {
-    let count = |reason: &RejectReason| (reason.name(), counters.rejected[reason.code() as usize]);
+fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {
+    let count = |reason: &RejectReason| (reason.name().into(), counters.rejected[reason.code() as usize]);
     RejectReason::ALL.iter().map(count).filter(|(_, count)| *count > 0).collect()
 }
 
@@ -288,20 +286,20 @@ fn worst(breakers: impl Iterator<Item = BreakerState>) -> BreakerState {
     breakers.max_by_key(weight).unwrap_or(BreakerState::Closed)
 }
 
-fn share(view: TenantView) -> TenantSnapshot {
+fn share(view: TenantView) -> Tenant {
     let TenantView { name, in_flight, queued, submitted, rejected } = view;
-    TenantSnapshot { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
+    Tenant { name: name.as_ref().to_owned(), in_flight, queued: queued as u64, submitted, rejected }
 }
 
-fn keep_busiest(tenants: &mut Vec<TenantSnapshot>) {
-    let load = |tenant: &TenantSnapshot| (u64::from(tenant.in_flight) + tenant.queued, tenant.submitted);
+fn keep_busiest(tenants: &mut Vec<Tenant>) {
+    let load = |tenant: &Tenant| (u64::from(tenant.in_flight) + tenant.queued, tenant.submitted);
     tenants.sort_by(|a, b| load(b).cmp(&load(a)).then_with(|| a.name.cmp(&b.name)));
     tenants.truncate(TENANTS_SHOWN);
 }
 
-fn of_its_own(part: &Compartment) -> Option<TenantSnapshot> {
+fn of_its_own(part: &Compartment) -> Option<Tenant> {
     let counters = part.policy.counters();
-    Some(TenantSnapshot {
+    Some(Tenant {
         name: part.tenant.as_deref()?.to_owned(),
         in_flight: u32::try_from(part.policy.in_flight()).unwrap_or(u32::MAX),
         queued: part.policy.queued() as u64,

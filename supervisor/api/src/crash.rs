@@ -1,0 +1,486 @@
+//! What is told of a crash: the report, its name, and its cause, by which two crashes are compared; and of its jobs
+//! that are run again.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::{Duration, SystemTime};
+
+use bulkhead_shared::limits::{
+    INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, is_bulkhead_name,
+};
+use schemars::JsonSchema;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::word::vocabulary;
+use crate::{Text, Word};
+
+/// Bytes of one job's payload that a report holds. Up to this size the data plane has a copy at hand while a
+/// worker has the job; of a larger payload a report has only the size.
+pub const PAYLOAD_BYTES_MAX: usize = INLINE_PAYLOAD_BYTES_MAX;
+
+/// Bytes of all payloads in one report.
+pub const PAYLOADS_BYTES_MAX: usize = 4 * PAYLOAD_BYTES_MAX;
+
+/// Jobs that one report describes.
+pub const JOBS_MAX: usize = 32;
+
+/// Names a crash report: when, to the millisecond, and the how-manieth of that supervisor. As text it can be a
+/// file's name, and texts sort as the crashes came: `20260307T101530123-0001`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct CrashId {
+    at_ms: u64,
+    number: u32,
+}
+
+/// Digits of the time in a [`CrashId`], with the `T` between day and hour.
+const TIME_DIGITS: usize = 18;
+
+impl CrashId {
+    /// The name of a crash that happens now.
+    pub fn new(at: SystemTime, number: u32) -> Self {
+        let since_epoch = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self { at_ms: u64::try_from(since_epoch.as_millis()).unwrap_or(0), number }
+    }
+
+    fn at(self) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_millis(self.at_ms)
+    }
+}
+
+impl fmt::Display for CrashId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let time = humantime::format_rfc3339_millis(self.at()).to_string();
+        let digits: String = time.chars().filter(|c| c.is_ascii_digit() || *c == 'T').collect();
+        write!(f, "{digits}-{:04}", self.number)
+    }
+}
+
+/// This text names no crash report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoCrashId;
+
+impl fmt::Display for NoCrashId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("this is not the id of a crash report: it looks like 20260307T101530123-0001")
+    }
+}
+
+impl std::error::Error for NoCrashId {}
+
+impl FromStr for CrashId {
+    type Err = NoCrashId;
+
+    /// Accepts exactly what `Display` writes.
+    fn from_str(text: &str) -> Result<Self, NoCrashId> {
+        let (time, number) = text.split_once('-').ok_or(NoCrashId)?;
+        if time.len() != TIME_DIGITS || !time.is_ascii() {
+            return Err(NoCrashId);
+        }
+        let (mut rfc3339, mut digits) = (String::new(), time);
+        for (count, mark) in [(4, '-'), (2, '-'), (2, 'T'), (2, ':'), (2, ':'), (2, '.'), (3, 'Z')] {
+            let (part, rest) =
+                digits.strip_prefix('T').unwrap_or(digits).split_at_checked(count).ok_or(NoCrashId)?;
+            rfc3339.extend(part.chars().chain([mark]));
+            digits = rest;
+        }
+        let at = humantime::parse_rfc3339(&rfc3339).map_err(|_| NoCrashId)?;
+        let id = Self::new(at, number.parse().map_err(|_| NoCrashId)?);
+        if id.to_string() == text { Ok(id) } else { Err(NoCrashId) }
+    }
+}
+
+impl Serialize for CrashId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for CrashId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+vocabulary! {
+    /// The kinds of crash: those of the outcome `crashed`, and the two ways not to start.
+    CauseKind {
+        /// It ended with a status.
+        Exit = "exit",
+        /// A signal ended it.
+        Signal = "signal",
+        /// It was out of memory.
+        Oom = "oom",
+        /// It did what its sandbox forbids.
+        Violation = "violation",
+        /// It broke the protocol.
+        Protocol = "protocol",
+        /// It was not heard.
+        Hung = "hung",
+        /// It did not say hello in time.
+        NoHello = "no_hello",
+        /// It was not ready in time.
+        NotReady = "not_ready",
+    }
+}
+
+/// What a worker, or a program, died of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct Cause {
+    /// The kind.
+    #[serde(rename = "cause")]
+    pub kind: Word<CauseKind>,
+    /// Of [`CauseKind::Exit`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit_code: Option<i32>,
+    /// Its name, of [`CauseKind::Signal`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub signal: Option<String>,
+    /// The one that the sandbox forbids, of [`CauseKind::Violation`], where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub system_call: Option<String>,
+    /// A sentence that goes on from the name of what died.
+    pub message: String,
+}
+
+impl Cause {
+    /// Whether both died the same way, whatever the words.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.kind == other.kind
+            && self.exit_code == other.exit_code
+            && self.signal == other.signal
+            && self.system_call == other.system_call
+    }
+}
+
+vocabulary! {
+    /// What died.
+    Victim {
+        /// A worker.
+        Worker = "worker",
+        /// The program of one job in an `exec` bulkhead, whose worker lives on.
+        Program = "program",
+    }
+}
+
+vocabulary! {
+    /// What a worker was at when it died.
+    Stage {
+        /// It was not ready yet.
+        Starting = "starting",
+        /// It had no job.
+        Idle = "idle",
+        /// It had one.
+        Working = "working",
+    }
+}
+
+/// What a process and those of its descendants that it waited for have used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[expect(missing_docs, reason = "the names say it")]
+pub struct Usage {
+    pub user_ms: u64,
+    pub system_ms: u64,
+    /// The most memory resident at a time, of the largest process.
+    pub max_rss_bytes: u64,
+}
+
+/// A crash, as `GET /v1/crashes/{id}` shows it and as it lies in `crash_dir`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[expect(missing_docs, reason = "the names are those of the events and say what they hold")]
+pub struct CrashReport {
+    #[schemars(with = "String")]
+    pub id: CrashId,
+    /// When; of several, the last one.
+    #[serde(with = "rfc3339")]
+    #[schemars(with = "String")]
+    pub at: SystemTime,
+    /// How many equal ones this stands for: workers that died alike before they were ready.
+    #[serde(default = "one")]
+    pub count: u32,
+    pub bulkhead: String,
+    /// The only tenant that the worker served, where tenants have workers of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
+    pub victim: Word<Victim>,
+    pub stage: Word<Stage>,
+    #[serde(flatten)]
+    pub cause: Cause,
+    /// The worker's, in the supervisor's view, also if a program died.
+    pub pid: u32,
+    pub slot: u32,
+    pub generation: u32,
+    pub uptime_ms: u64,
+    /// How many jobs the worker had answered.
+    pub served: u64,
+    /// Unknown of a program, and of a worker that outlived its keeper.
+    #[serde(default)]
+    pub usage: Option<Usage>,
+    /// Jobs that the worker held.
+    pub in_flight: u32,
+    /// The place in `jobs` of the one that did it, if that is known.
+    #[serde(default)]
+    pub culprit: Option<usize>,
+    /// The jobs that the worker held, or the oldest of them.
+    pub jobs: Vec<CrashJob>,
+    #[serde(default)]
+    pub stderr_tail: Option<String>,
+    /// What confined the worker, as read back from the kernel.
+    #[serde(default)]
+    #[schemars(with = "Option<crate::Confinement>")]
+    pub confinement: Option<serde_json::Value>,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+/// A job in a crash report.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[expect(missing_docs, reason = "the names are those of the events and say what they hold")]
+pub struct CrashJob {
+    pub job: String,
+    pub operation: String,
+    pub tenant: String,
+    #[serde(default)]
+    pub trace_id: Option<String>,
+    /// How often it had been given to a worker, this time included.
+    pub attempts: u32,
+    /// How long this worker had had it.
+    pub ran_ms: u64,
+    /// Whether its client had been answered already, for its deadline or since it had cancelled. Nothing else
+    /// is known of the job then.
+    pub is_answered: bool,
+    /// Whether the worker died before it read the job, which then did nothing to it.
+    pub is_unread: bool,
+    pub payload_bytes: u64,
+    /// In base64. Absent if there was none, or if it was too large to be kept.
+    #[serde(default, with = "base64_text", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub payload: Option<Vec<u8>>,
+    /// Of the payload, if it is here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<String>,
+    /// Of operation and payload, as in the event `job_quarantined`; with `poison` only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+}
+
+impl CrashJob {
+    /// Whether it can be run again.
+    pub fn is_replayable(&self) -> bool {
+        self.payload.is_some()
+    }
+}
+
+/// The answer of `GET /v1/crashes`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+pub struct Crashes {
+    /// The oldest first.
+    pub crashes: Vec<Summary>,
+}
+
+/// One line of a list of crashes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Crash")]
+#[expect(missing_docs, reason = "the names are those of the report")]
+pub struct Summary {
+    #[schemars(with = "String")]
+    pub id: CrashId,
+    #[serde(with = "rfc3339")]
+    #[schemars(with = "String")]
+    pub at: SystemTime,
+    pub count: u32,
+    pub bulkhead: String,
+    pub victim: Word<Victim>,
+    pub stage: Word<Stage>,
+    #[serde(flatten)]
+    pub cause: Cause,
+    /// Of the culprit, or of the only job.
+    pub operation: Option<String>,
+    pub tenant: Option<String>,
+    pub pid: u32,
+    pub uptime_ms: u64,
+    pub served: u64,
+    pub in_flight: u32,
+    /// Whether a job of it can be run again.
+    pub is_replayable: bool,
+}
+
+impl CrashReport {
+    /// Its line in a list.
+    pub fn summary(&self) -> Summary {
+        let job = match (self.culprit, &self.jobs[..]) {
+            (Some(culprit), jobs) => jobs.get(culprit),
+            (None, [only]) => Some(only),
+            _ => None,
+        };
+        let tenant = job.map(|job| job.tenant.clone()).or_else(|| self.tenant.clone());
+        Summary {
+            id: self.id,
+            at: self.at,
+            count: self.count,
+            bulkhead: self.bulkhead.clone(),
+            victim: self.victim.clone(),
+            stage: self.stage.clone(),
+            cause: self.cause.clone(),
+            operation: job.map(|job| job.operation.clone()),
+            tenant,
+            pid: self.pid,
+            uptime_ms: self.uptime_ms,
+            served: self.served,
+            in_flight: self.in_flight,
+            is_replayable: self.jobs.iter().any(CrashJob::is_replayable),
+        }
+    }
+
+    /// Whether it is within the bounds that a report made here keeps: one that was read from a file may have
+    /// been made by anybody.
+    pub fn is_sound(&self) -> bool {
+        let is_short = |text: &str, most: usize| text.len() <= most && !text.contains('\0');
+        let is_sound = |job: &CrashJob| {
+            let payload = job.payload.as_ref().map_or(0, Vec::len);
+            is_short(&job.operation, OPERATION_BYTES_MAX)
+                && is_short(&job.tenant, TENANT_BYTES_MAX)
+                && payload <= PAYLOAD_BYTES_MAX
+        };
+        is_bulkhead_name(&self.bulkhead)
+            && self.jobs.len() <= JOBS_MAX
+            && self.culprit.is_none_or(|culprit| culprit < self.jobs.len())
+            && self.jobs.iter().all(is_sound)
+    }
+}
+
+vocabulary! {
+    /// Whether it happened again, the more alike the larger.
+    ReplayVerdict {
+        /// The job was not run: there was no worker for it.
+        NotRun = "not_run",
+        /// It ended.
+        NoCrash = "no_crash",
+        /// It crashed in another way.
+        Different = "different",
+        /// It crashed in the same way.
+        Same = "same",
+    }
+}
+
+/// The answer of `POST /v1/crashes/{id}/replay`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Replay {
+    /// What the report has.
+    pub before: Cause,
+    /// Whose crash it was.
+    pub bulkhead: String,
+    /// Of the report.
+    #[schemars(with = "String")]
+    pub id: CrashId,
+    /// The jobs that were run, one after the other.
+    pub replays: Vec<ReplayedJob>,
+    /// The one that is most alike.
+    pub verdict: Word<ReplayVerdict>,
+}
+
+/// A job that was run again.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[expect(missing_docs, reason = "the names are those of an outcome and of the report")]
+pub struct ReplayedJob {
+    pub cause: Option<Cause>,
+    /// Its place in the report.
+    pub job: usize,
+    pub message: Option<String>,
+    pub operation: String,
+    /// Absent if it was not run, and with it the reason.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub outcome: Option<Text>,
+    pub payload_bytes: u64,
+    pub ran_ms: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<Option<String>>,
+    pub stderr_tail: Option<String>,
+    pub tenant: String,
+    pub verdict: Word<ReplayVerdict>,
+    pub worker_pid: Option<u32>,
+}
+
+mod rfc3339 {
+    use std::time::SystemTime;
+
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(at: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&humantime::format_rfc3339_millis(*at))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SystemTime, D::Error> {
+        humantime::parse_rfc3339(&String::deserialize(deserializer)?).map_err(serde::de::Error::custom)
+    }
+}
+
+mod base64_text {
+    use base64::Engine;
+    use base64::engine::general_purpose::STANDARD;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(bytes: &Option<Vec<u8>>, to: S) -> Result<S::Ok, S::Error> {
+        match bytes {
+            Some(bytes) => to.serialize_str(&STANDARD.encode(bytes)),
+            None => to.serialize_none(),
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<u8>>, D::Error> {
+        let text = Option::<String>::deserialize(from)?;
+        text.map(|text| STANDARD.decode(text).map_err(serde::de::Error::custom)).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_read_only_as_it_is_written() {
+        let id = CrashId::new(SystemTime::UNIX_EPOCH + Duration::from_millis(1_772_878_530_123), 1);
+        assert_eq!(id.to_string(), "20260307T101530123-0001");
+        assert_eq!("20260307T101530123-0001".parse(), Ok(id));
+        let many = CrashId::new(SystemTime::UNIX_EPOCH, u32::MAX);
+        assert_eq!(many.to_string().parse(), Ok(many));
+        let others = [
+            "",
+            "-",
+            "../../etc/passwd",
+            "20260307T101530123-1",
+            "20260307T101530123-+001",
+            "20260307T101530123-0001.json",
+            "20260307T101530123-0001/..",
+            "20261307T101530123-0001",
+            "20260307X101530123-0001",
+            "2026030ßT10153012-0001",
+            "20260307T101530123-00000000000000000001",
+            "20260307T101530123",
+        ];
+        for text in others {
+            assert_eq!(text.parse::<CrashId>(), Err(NoCrashId), "{text}");
+        }
+    }
+
+    #[test]
+    fn ids_sort_as_the_crashes_came() {
+        let at = |ms| SystemTime::UNIX_EPOCH + Duration::from_millis(ms);
+        let ids = [CrashId::new(at(1), 9), CrashId::new(at(1), 10), CrashId::new(at(2), 1)];
+        let texts = ids.map(|id| id.to_string());
+        assert!(ids.is_sorted() && texts.is_sorted(), "{texts:?}");
+    }
+
+    #[test]
+    fn a_report_of_a_newer_supervisor_is_read() {
+        let told = serde_json::json!({
+            "id": "20260307T101530123-0001", "at": "2026-03-07T10:15:30.123Z", "bulkhead": "b", "victim": "cat",
+            "stage": "dreaming", "cause": "boredom", "message": "died of boredom", "pid": 7, "slot": 0,
+            "generation": 1, "uptime_ms": 5, "served": 0, "in_flight": 0, "jobs": [], "mood": "sad",
+        });
+        let report: CrashReport = serde_json::from_value(told).unwrap();
+        assert_eq!((report.cause.kind.as_str(), report.stage.as_str()), ("boredom", "dreaming"));
+        assert!(report.victim != Victim::Worker && report.is_sound());
+    }
+}

@@ -1,0 +1,283 @@
+//! Events: each kind stands here once, with its fields in the order in which the log has them.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::word::vocabulary;
+use crate::{BreakerState, BulkheadState, Changes, CrashId, Rate, ReplayVerdict, Service, Text, Word};
+
+vocabulary! {
+    /// How much an event matters.
+    Severity {
+        /// It is as it should be.
+        Info = "info",
+        /// Somebody should know.
+        Warning = "warning",
+        /// Somebody should act.
+        Critical = "critical",
+    }
+}
+
+/// One event, as `GET /v1/events` and `GET /v1/watch` show it. A reader that shows events needs to know no kind.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Event {
+    /// When it happened: RFC 3339, in UTC.
+    pub at: String,
+    /// Its number; the first is 1.
+    pub seq: u64,
+    /// How much it matters.
+    pub severity: Word<Severity>,
+    /// What has happened, in one word.
+    pub kind: Text,
+    /// The bulkhead concerned, if one is.
+    pub bulkhead: Option<String>,
+    /// What belongs to the kind.
+    #[serde(flatten)]
+    pub fields: Map<String, Value>,
+}
+
+impl Event {
+    /// What has happened, with its fields.
+    pub fn what(&self) -> What {
+        let mut tagged = self.fields.clone();
+        tagged.insert("kind".to_owned(), json!(self.kind));
+        What::deserialize(Value::Object(tagged)).unwrap_or(What::Unknown)
+    }
+}
+
+/// The fields in the first braces are always there; those in the second only where they have a value.
+macro_rules! events {
+    ($($(#[$about:meta])* $variant:ident = $kind:literal
+        { $($field:ident: $type:ty),* } $({ $($more:ident: $more_type:ty),* })?;)*) => {
+        /// What has happened.
+        #[derive(Clone, Debug, PartialEq, Deserialize)]
+        #[serde(tag = "kind")]
+        #[expect(missing_docs, reason = "the fields are named as in the documentation and say what they hold")]
+        pub enum What {
+            $($(#[$about])*
+            #[serde(rename = $kind)]
+            $variant {
+                $(#[serde(default)] $field: $type,)*
+                $($(#[serde(default)] $more: Option<$more_type>,)*)?
+            },)*
+            /// Something that only a newer supervisor knows of.
+            #[serde(other)]
+            Unknown,
+        }
+
+        impl What {
+            /// Every kind, in one word each.
+            pub const KINDS: &[&str] = &[$($kind),*];
+
+            /// Its kind.
+            pub const fn kind(&self) -> &'static str {
+                match self {
+                    $(Self::$variant { .. } => $kind,)*
+                    Self::Unknown => "unknown",
+                }
+            }
+
+            /// Its fields, with their values.
+            pub fn fields(&self) -> Vec<(&'static str, Value)> {
+                match self {
+                    $(Self::$variant { $($field,)* $($($more,)*)? } => {
+                        #[allow(unused_mut, reason = "not every kind has fields that may be absent")]
+                        let mut fields = vec![$((stringify!($field), json!($field))),*];
+                        $($(fields.extend($more.as_ref().map(|value| (stringify!($more), json!(value))));)*)?
+                        fields
+                    })*
+                    Self::Unknown => Vec::new(),
+                }
+            }
+        }
+    };
+}
+
+events! {
+    /// The process of a worker runs.
+    WorkerStarted = "worker_started" { pid: u32, slot: u32, generation: u32 };
+    /// A worker takes jobs.
+    WorkerReady = "worker_ready" { pid: u32, generation: u32, after_ms: f64 };
+    /// There is no process for a slot.
+    WorkerNotStarted = "worker_not_started" { slot: u32, message: String };
+    /// A worker has ended.
+    WorkerExited = "worker_exited" {
+        pid: u32, slot: u32, generation: u32, exit_code: Option<i32>, signal: Option<Text>, killed: Option<String>,
+        uptime_ms: f64, served: u64, in_flight: u32
+    };
+    /// A worker is killed since it was not heard.
+    WorkerHung = "worker_hung" { pid: u32, reason: String };
+    /// A worker is killed for another reason.
+    WorkerKilled = "worker_killed" { pid: u32, reason: String };
+    /// A worker is replaced since it has served long enough.
+    WorkerRecycled = "worker_recycled" { pid: u32, reason: Text };
+    /// There is no other worker in the place of one that serves on.
+    ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
+    /// The next worker of a slot is started later.
+    RestartBackoff = "restart_backoff" { slot: u32, delay_ms: f64 };
+    /// No slot has a worker, or will have one soon.
+    BulkheadFailed = "bulkhead_failed" { message: String };
+    /// A job is given to another worker, since its own has died.
+    JobRetried = "job_retried" {
+        job: String, attempts: u32, pid: Option<u32>, reason: Option<Text>, message: Option<String>
+    } { operation: String, tenant: String };
+    /// A job is kept out from now on, since it kills workers.
+    JobQuarantined = "job_quarantined" { job: String, digest: String } { operation: String, tenant: String };
+    /// A job did not end before its deadline.
+    JobTimeout = "job_timeout" {
+        job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
+        payload_bytes: u64, timeout_ms: f64, actual_duration_ms: f64
+    };
+    /// A job's worker has died.
+    JobCrashed = "job_crashed" {
+        job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
+        payload_bytes: u64, reason: Option<Text>, message: Option<String>, attempts: u32
+    };
+    /// Jobs are rejected at once.
+    BreakerOpened = "breaker_opened" { from: Word<BreakerState>, to: Word<BreakerState> }
+        { calls: u32, failure_rate: f64, slow_rate: f64 };
+    /// A few jobs are let in to find out.
+    BreakerHalfOpen = "breaker_half_open" { from: Word<BreakerState>, to: Word<BreakerState> }
+        { calls: u32, failure_rate: f64, slow_rate: f64 };
+    /// Jobs are let in again.
+    BreakerClosed = "breaker_closed" { from: Word<BreakerState>, to: Word<BreakerState> }
+        { calls: u32, failure_rate: f64, slow_rate: f64 };
+    /// Much of the queue is taken.
+    QueuePressure = "queue_pressure" { queued: usize, queue_capacity: usize, percent: usize };
+    /// A tenant is over its rate limit.
+    TenantThrottled = "tenant_throttled" { tenant: String, retry_after_ms: f64 };
+    /// One tenant holds most of the recent evictions.
+    TenantEvictions = "tenant_evictions" { tenant: String, share: f64 };
+    /// Jobs of a bulkhead go to another.
+    FallbackUsed = "fallback_used" { target: String, reason: Option<Text>, jobs: u64 };
+    /// A worker made a system call that its sandbox forbids.
+    SandboxViolation = "sandbox_violation" { pid: u32, process: u32, system_call: Text };
+    /// A worker tried to be a client.
+    WorkerRefused = "worker_refused" {
+        socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
+    };
+    /// A client was turned away.
+    AccessRefused = "access_refused" {
+        socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
+    };
+    /// Other numbers are in force.
+    LimitsChanged = "limits_changed" {}
+        { max_in_flight: u32, processes: u32, max_queue: u32, rate_limit: Option<Rate>, tenant: String };
+    /// Another version of the file is in force.
+    ConfigReloaded = "config_reloaded" { file: String, changes: Changes };
+    /// The file is not put in force.
+    ConfigRejected = "config_rejected" { file: String }
+        { line: Option<usize>, message: Option<String>, errors: Vec<Value>, errors_in_all: usize };
+    /// A bulkhead that the file does not have any more has ended its last job.
+    BulkheadRemoved = "bulkhead_removed" { submitted: u64, done: u64 };
+    /// A bulkhead, or the whole supervisor, takes no more jobs.
+    Draining = "draining" {} { drain_timeout_ms: u64 };
+    /// A bulkhead takes jobs again.
+    Resumed = "resumed" {};
+    /// The supervisor has ended.
+    Stopped = "stopped" {};
+    /// Crashes were only counted.
+    CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };
+    /// The job of a crash report was run again.
+    CrashReplayed = "crash_replayed" { report: Option<CrashId>, verdict: Word<ReplayVerdict> };
+    /// The file of a socket was removed.
+    SocketRemoved = "socket_removed" { socket: String, path: String, message: String };
+    /// It is there again.
+    SocketRenewed = "socket_renewed" { socket: String, path: String };
+    /// It cannot be had again.
+    SocketNotRenewed = "socket_not_renewed" { socket: String, path: String, message: String };
+    /// The supervisor itself did not run for a while.
+    HeldUp = "held_up" { late_ms: u64 } { suspended_ms: u64 };
+    /// Something went wrong in the supervisor itself.
+    SupervisorTrouble = "supervisor_trouble" { what: String, detail: String };
+    /// Events of a kind were left out.
+    EventsSuppressed = "events_suppressed" { of: Text, suppressed: u64 };
+    /// The state of a bulkhead, on SIGUSR1.
+    Summary = "summary" {
+        state: Word<BulkheadState>, service: Option<Word<Service>>, service_cause: Option<String>, workers: usize,
+        in_flight: u64, limit: u64, queued: u64, done: u64, failed: u64, crashed: u64, deadline_exceeded: u64,
+        cancelled: u64, rejected: u64, restarts: u64
+    };
+    /// The same of the whole supervisor.
+    #[serde(skip_deserializing)]
+    SummaryOfAll = "summary" { clients: usize, buffered_bytes: usize, undelivered_bytes: usize, keeper_pid: Option<u32> };
+}
+
+impl What {
+    /// Whether it comes with single jobs and workers, and so as often as those do. All others change what is the
+    /// case, and every one of them is told.
+    pub const fn is_frequent(&self) -> bool {
+        matches!(
+            self,
+            Self::WorkerStarted { .. }
+                | Self::WorkerReady { .. }
+                | Self::WorkerExited { .. }
+                | Self::WorkerKilled { .. }
+                | Self::WorkerRecycled { .. }
+                | Self::RestartBackoff { .. }
+                | Self::JobTimeout { .. }
+                | Self::JobCrashed { .. }
+                | Self::JobRetried { .. }
+                | Self::QueuePressure { .. }
+                | Self::TenantThrottled { .. }
+                | Self::SandboxViolation { .. }
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_of_a_newer_supervisor_is_read() {
+        let told = json!({
+            "at": "2026-11-21T14:07:35.187Z", "seq": 7, "severity": "fatal", "kind": "moon_rose", "bulkhead": "b",
+            "phase": "full",
+        });
+        let event = Event::deserialize(&told).unwrap();
+        assert_eq!((event.what(), event.severity.as_str()), (What::Unknown, "fatal"));
+        assert_eq!((&*event.kind, &event.fields["phase"]), ("moon_rose", &json!("full")));
+        assert_eq!(serde_json::to_value(&event).unwrap(), told, "nothing is lost");
+        let told = json!({"kind": "worker_started", "pid": 5, "colour": "red", "seq": 1});
+        let what = Event::deserialize(told).unwrap().what();
+        assert_eq!(what, What::WorkerStarted { pid: 5, slot: 0, generation: 0 });
+        let told = json!({"kind": "worker_started", "pid": "five"});
+        assert_eq!(Event::deserialize(told).unwrap().what(), What::Unknown);
+        assert_eq!(Event::deserialize(json!({})).unwrap().what(), What::Unknown);
+    }
+
+    #[test]
+    fn every_kind_is_read_as_it_was_written() {
+        for kind in What::KINDS {
+            let what = Event::deserialize(json!({"kind": kind})).unwrap().what();
+            assert_eq!(what.kind(), *kind);
+            let fields = what.fields().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+            let again = Event { kind: (*kind).into(), fields, ..Event::default() };
+            assert_eq!(again.what(), what);
+        }
+    }
+
+    #[test]
+    fn what_has_no_value_is_absent_or_null_as_its_kind_has_it() {
+        let open = Word::from(BreakerState::Open);
+        let what = What::BreakerOpened {
+            from: open.clone(),
+            to: open,
+            calls: None,
+            failure_rate: None,
+            slow_rate: None,
+        };
+        assert_eq!(what.fields(), [("from", json!("open")), ("to", json!("open"))]);
+        let what = What::LimitsChanged {
+            max_in_flight: Some(2),
+            processes: None,
+            max_queue: None,
+            rate_limit: Some(None),
+            tenant: None,
+        };
+        assert_eq!(what.fields(), [("max_in_flight", json!(2)), ("rate_limit", Value::Null)]);
+    }
+}

@@ -1,0 +1,115 @@
+//! What became of a job, with the fields of the contract flat, and problems, of jobs and of all else.
+
+use std::time::Duration;
+
+use bulkhead_shared::{CrashReason, Executed, Fault, Outcome, Verdict};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::{Text, Word};
+
+/// What became of a job.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+#[expect(missing_docs, reason = "the names are the contract's and say what they hold")]
+pub struct JobOutcome {
+    pub attempts: u32,
+    pub bulkhead: String,
+    /// The handler's own, of one that failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub code: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub deadline_ms: Option<f64>,
+    pub executed: Word<Executed>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub exit_code: Option<i32>,
+    /// Whose fault it is that it failed: `caller` or `dependency`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fault: Option<Word<Fault>>,
+    /// Its number, if it came to have one.
+    pub job: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+    #[schemars(extend("enum" = ["failed", "rejected", "deadline_exceeded", "crashed", "cancelled"]))]
+    pub outcome: Text,
+    pub queued_ms: f64,
+    pub ran_ms: f64,
+    pub reason: Option<Text>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub result_bytes: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub retry_after_ms: Option<f64>,
+    pub retryable: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub signal: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub worker_pid: Option<u32>,
+}
+
+impl JobOutcome {
+    /// As it was told, but for the name of a signal.
+    pub fn new(outcome: &Outcome) -> Self {
+        let verdict = &outcome.verdict;
+        let failure = match verdict {
+            Verdict::Failed(failure) => Some(failure),
+            _ => None,
+        };
+        Self {
+            attempts: outcome.attempts,
+            bulkhead: outcome.bulkhead.clone(),
+            code: failure.map(|failure| failure.code.clone()),
+            deadline_ms: Some(millis(outcome.deadline)),
+            executed: verdict.executed().into(),
+            exit_code: match verdict {
+                Verdict::Crashed { reason: CrashReason::Exit, status, .. } => *status,
+                _ => None,
+            },
+            fault: failure.map(|failure| failure.fault.into()),
+            job: outcome.job.map(|job| job.to_string()),
+            message: failure.map(|failure| failure.message.clone()),
+            outcome: verdict.name().into(),
+            queued_ms: millis(outcome.queued),
+            ran_ms: millis(outcome.ran),
+            reason: verdict.reason().map(|reason| reason.to_owned().into()),
+            result_bytes: None,
+            retry_after_ms: outcome.retry_after.map(millis),
+            retryable: outcome.retryable,
+            signal: None,
+            worker_pid: outcome.worker_pid,
+        }
+    }
+}
+
+/// Milliseconds with three digits behind the point.
+fn millis(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e6).round() / 1e3
+}
+
+/// Why something was not done (RFC 9457). That of a job has the fields of its outcome.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Problem {
+    /// What goes on from the title, for people.
+    pub detail: String,
+    /// Of HTTP.
+    pub status: u16,
+    /// The status in words.
+    pub title: Text,
+    /// `about:blank`: there is no page about it.
+    #[serde(rename = "type")]
+    pub kind: Text,
+    /// What belongs to the problem.
+    #[serde(flatten)]
+    #[schemars(with = "ProblemFields")]
+    pub fields: Map<String, Value>,
+}
+
+/// The fields that a problem may have: those of an outcome, if it is about a job, and of a trace.
+#[derive(Serialize, JsonSchema)]
+struct ProblemFields {
+    #[serde(flatten)]
+    outcome: Option<JobOutcome>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<String>,
+}

@@ -1,0 +1,155 @@
+//! Words of a fixed vocabulary. The code compares values; what is written and read is their names.
+
+use std::fmt;
+
+use bulkhead_policy::{BreakerState, BulkheadState};
+use bulkhead_shared::{Executed, Fault};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::Text;
+
+/// All that a field can say, each in one word.
+pub trait Vocabulary: Copy + PartialEq + 'static {
+    /// Every value.
+    const ALL: &'static [Self];
+
+    /// The word for it in every interface.
+    fn name(self) -> &'static str;
+}
+
+/// A word of a vocabulary, or one that only a newer supervisor knows.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Word<V> {
+    /// One of the vocabulary.
+    Known(V),
+    /// Another one, as it was written.
+    Other(Text),
+}
+
+impl<V: Vocabulary> Word<V> {
+    /// The word itself.
+    pub fn as_str(&self) -> &str {
+        match self {
+            Self::Known(value) => value.name(),
+            Self::Other(text) => text,
+        }
+    }
+}
+
+impl<V> Default for Word<V> {
+    /// Nothing was said.
+    fn default() -> Self {
+        Self::Other(Text::Borrowed(""))
+    }
+}
+
+impl<V> From<V> for Word<V> {
+    fn from(value: V) -> Self {
+        Self::Known(value)
+    }
+}
+
+impl<V: Vocabulary> PartialEq<V> for Word<V> {
+    fn eq(&self, other: &V) -> bool {
+        matches!(self, Self::Known(value) if value == other)
+    }
+}
+
+impl<V: Vocabulary> fmt::Display for Word<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl<V: Vocabulary> fmt::Debug for Word<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.as_str(), f)
+    }
+}
+
+impl<V: Vocabulary> Serialize for Word<V> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
+}
+
+impl<'de, V: Vocabulary> Deserialize<'de> for Word<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let word = String::deserialize(deserializer)?;
+        let known = V::ALL.iter().find(|value| value.name() == word);
+        Ok(known.map_or_else(|| Self::Other(word.into()), |value| Self::Known(*value)))
+    }
+}
+
+impl<V: Vocabulary> schemars::JsonSchema for Word<V> {
+    fn schema_name() -> Text {
+        std::any::type_name::<Self>().into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        let words: Vec<&str> = V::ALL.iter().map(|value| value.name()).collect();
+        schemars::json_schema!({"type": "string", "enum": words})
+    }
+}
+
+macro_rules! named_elsewhere {
+    ($($type:ty),*) => {$(
+        impl Vocabulary for $type {
+            const ALL: &'static [Self] = &<$type>::ALL;
+
+            fn name(self) -> &'static str {
+                <$type>::name(self)
+            }
+        }
+    )*};
+}
+
+named_elsewhere!(BreakerState, BulkheadState, Executed, Fault);
+
+/// A vocabulary of this crate: each value with its word.
+macro_rules! vocabulary {
+    ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $word:literal,)* }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum $name {
+            $($(#[$of_value])* $value,)*
+        }
+
+        impl $name {
+            /// Every value.
+            pub const ALL: [Self; [$($word),*].len()] = [$(Self::$value),*];
+
+            /// The word for it in every interface.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$value => $word,)*
+                }
+            }
+        }
+
+        impl $crate::Vocabulary for $name {
+            const ALL: &'static [Self] = &<$name>::ALL;
+
+            fn name(self) -> &'static str {
+                <$name>::name(self)
+            }
+        }
+    };
+}
+pub(crate) use vocabulary;
+
+vocabulary! {
+    /// How well a bulkhead serves, by how the jobs of the last minute ended.
+    Service {
+        /// Nearly all jobs end `ok`, or there are too few to tell.
+        Ok = "ok",
+        /// Over 5 % do not.
+        Degraded = "degraded",
+        /// Over half do not.
+        Failing = "failing",
+    }
+}
