@@ -186,7 +186,7 @@ pub enum Verb {
     Reset,
 }
 
-/// What is wrong with a change by itself, for whoever asked.
+/// What is wrong with a change by itself, in one sentence.
 pub(crate) fn problem_of_change(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)

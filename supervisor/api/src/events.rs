@@ -12,9 +12,9 @@ vocabulary! {
     Severity {
         /// It is as it should be.
         Info = "info",
-        /// Somebody should know.
+        /// An operator should know of it.
         Warning = "warning",
-        /// Somebody should act.
+        /// An operator should act.
         Critical = "critical",
     }
 }
