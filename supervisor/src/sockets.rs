@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
-use crate::succession::{self, NoLock};
+use crate::lock::{self, NoLock};
 use bulkhead_linux::rights::refuse_descriptors;
 
 /// Connections that may wait to be accepted; the kernel cuts this to its own maximum.
@@ -179,7 +179,7 @@ fn lock_path(socket: &Path) -> PathBuf {
 /// and one on its successor would both be held.
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
-    succession::lock(&name).map_err(|why| match why {
+    lock::lock(&name).map_err(|why| match why {
         NoLock::Held => {
             "another supervisor is running on this socket; stop it, or configure another path".into()
         }
@@ -205,7 +205,7 @@ fn clear_stale(path: &Path) -> Result<(), String> {
         Ok(_) => Err(()),
         Err(error) => Ok(error),
     };
-    match succession::try_while_taken(reach, |()| true) {
+    match lock::try_while_taken(reach, |()| true) {
         Ok(error) if error.kind() == ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| format!("a stale socket cannot be removed: {error}"))
         }

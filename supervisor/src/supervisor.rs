@@ -13,12 +13,12 @@ use crate::control::{self, Options};
 use crate::counters::SharedCounters;
 use crate::descriptors;
 use crate::keeper::{self, Keeper};
+use crate::lock::try_while_taken;
 use crate::observe::{crashes, spans};
 use crate::open_files::OpenFiles;
 use crate::program;
 use crate::shard::{DataPlane, Parts};
 use crate::sockets::{Bound, Sockets};
-use crate::succession::try_while_taken;
 use crate::threads::Fate;
 
 /// Why a supervisor could not run.

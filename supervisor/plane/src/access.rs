@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX, cut};
 
-use crate::config::{AccessConfig, Config, Who};
 use crate::entry::{self, Refusal};
+use bulkhead_config::{AccessConfig, Config, Who};
 use bulkhead_linux::peer::{self, Outsiders, Peer};
 
 /// Who may do what.
-pub(crate) struct Access {
+pub struct Access {
     /// The supervisor's own user.
     own: u32,
     /// Those who may, root and the own user not excepted; without any, these two may do everything.
@@ -23,14 +23,14 @@ pub(crate) struct Access {
 }
 
 /// One entry. Bulkheads come and go, and so go by their names.
-pub(crate) struct Entry {
+pub struct Entry {
     who: Who,
     bulkheads: Option<HashSet<Box<str>>>,
     tenants: Option<HashSet<Box<str>>>,
 }
 
 /// What one client may do.
-pub(crate) enum Grant {
+pub enum Grant {
     /// Everything.
     Everything,
     /// What any of these entries allows.
@@ -38,13 +38,13 @@ pub(crate) enum Grant {
 }
 
 impl Grant {
-    pub(crate) fn nothing() -> Self {
+    pub fn nothing() -> Self {
         Self::Entries(Box::default())
     }
 }
 
 impl Access {
-    pub(crate) fn new(config: &Config, own: u32) -> Self {
+    pub fn new(config: &Config, own: u32) -> Self {
         let set = |names: &Vec<String>| names.iter().map(|name| name.as_str().into()).collect();
         let entry = |AccessConfig { who, bulkheads, tenants }: &AccessConfig| {
             let (bulkheads, tenants) = (bulkheads.as_ref().map(set), tenants.as_ref().map(set));
@@ -54,17 +54,17 @@ impl Access {
     }
 
     /// Whether it is the user that workers share, unless they are given another.
-    pub(crate) fn is_own(&self, peer: Peer) -> bool {
+    pub fn is_own(&self, peer: Peer) -> bool {
         peer.uid == self.own
     }
 
     /// A worker may not connect, nor what it started.
-    pub(crate) fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
+    pub fn check_descent(&self, socket: &impl AsFd, peer: Peer) -> Result<(), Refusal> {
         entry::check_descent(socket, peer, &self.outsiders)
     }
 
     /// What the client that connected this socket may do.
-    pub(crate) fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
+    pub fn grant(&self, peer: Peer, socket: &impl AsFd) -> Result<Grant, Refusal> {
         let (uid, own, entries) = (peer.uid, self.own, &self.entries);
         if entries.is_empty() {
             if self.is_own(peer) || uid == 0 {
@@ -109,11 +109,7 @@ fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result
 
 /// Why a client whom these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
 /// Whether there is one of the name at all, is told only to those who may use all.
-pub(crate) fn refusal(
-    entries: &[Arc<Entry>],
-    (name, is_there): (&str, bool),
-    tenant: &str,
-) -> Option<String> {
+pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &str) -> Option<String> {
     let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
     let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();
     if reaching.peek().is_none() {

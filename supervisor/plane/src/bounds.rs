@@ -3,13 +3,13 @@
 
 use rustix::process::getrlimit;
 
-use crate::config::defaults::{RLIMIT_FSIZE_BYTES, RLIMIT_NPROC};
-use crate::config::{BulkheadConfig, Profile, Resource, Rlimit};
 use crate::confinement::Sandbox;
+use bulkhead_config::defaults::{RLIMIT_FSIZE_BYTES, RLIMIT_NPROC};
+use bulkhead_config::{BulkheadConfig, Profile, Resource, Rlimit};
 
 /// The limits of a bulkhead's workers: those of the file, and ours where it has none. Never more than the
 /// supervisor's own, which it could not give.
-pub(crate) fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
+pub fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
     let mut rlimits = bulkhead.rlimits.clone();
     if bulkhead.sandbox.profile == Profile::None {
         return rlimits;

@@ -12,13 +12,13 @@ use bulkhead_shared::Verdict;
 use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use crate::config::defaults::{
-    IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
-};
 use crate::demand::Observation;
 use crate::entry::Refusal;
 use crate::reload::Reload;
 use crate::scrape::Scrape;
+use bulkhead_config::defaults::{
+    IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
+};
 
 /// Commands that wait for the data plane at most.
 pub const COMMANDS_MAX: usize = 1024;
@@ -151,7 +151,7 @@ pub enum Command {
 
 impl Command {
     /// Whether the one who asked does not wait for the answer any more, and nothing else is to come of it.
-    pub(crate) fn is_abandoned(&self) -> bool {
+    pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
             Self::States { reply, .. } => reply.is_closed(),
@@ -164,7 +164,7 @@ impl Command {
     }
 
     /// How much of a turn of the data plane it takes, compared with others.
-    pub(crate) fn weight(&self) -> usize {
+    pub fn weight(&self) -> usize {
         match self {
             Self::Client { .. } | Self::Refused { .. } | Self::Memory { .. } => 1,
             Self::Snapshot { .. } | Self::Scrape { .. } | Self::Summarise => 8,
@@ -187,13 +187,13 @@ pub enum Verb {
 }
 
 /// What is wrong with a change by itself, in one sentence.
-pub(crate) fn problem_of_change(change: &Change) -> Option<String> {
+pub fn problem_of_change(change: &Change) -> Option<String> {
     let rate = change.rate_limit.iter().flatten().next().map(|rate| (rate.per_second, rate.burst));
     check_numbers((0, IN_FLIGHT_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
 
 /// The same of one tenant's.
-pub(crate) fn problem_of_tenant_change(change: &TenantChange) -> Option<String> {
+pub fn problem_of_tenant_change(change: &TenantChange) -> Option<String> {
     let rate = change.rate_limit.as_ref().map(|rate| (rate.per_second, rate.burst));
     check_numbers((1, PERMITS_CEILING), change.max_in_flight, change.processes, change.max_queue, rate)
 }
@@ -310,7 +310,7 @@ impl Commander {
     }
 
     /// How often it was asked to stop.
-    pub(crate) fn stops(&self) -> Arc<AtomicU32> {
+    pub fn stops(&self) -> Arc<AtomicU32> {
         self.stops.clone()
     }
 

@@ -7,16 +7,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::config::defaults::RLIMIT_NPROC;
-use crate::config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig};
-use crate::keeper::{
-    self, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, SubordinateIds, Temporary,
-    Terms,
-};
 use crate::worker_ids::{self, Claim, Ids};
+use bulkhead_config::defaults::RLIMIT_NPROC;
+use bulkhead_config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig};
+use bulkhead_keeper::{
+    self as keeper, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, SubordinateIds,
+    Temporary, Terms,
+};
 
 /// What this machine can do, and what the supervisor keeps to itself.
-pub(crate) struct Grounds {
+pub struct Grounds {
     abilities: BTreeMap<&'static str, Ability>,
     withheld: Vec<String>,
     config: PathBuf,
@@ -50,16 +50,16 @@ impl IdSource {
 impl Grounds {
     /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
     /// process has threads.
-    pub(crate) fn find(config: &crate::config::Config) -> Self {
+    pub fn find(config: &bulkhead_config::Config) -> Self {
         Self::find_as(config, Claim::Lasting)
     }
 
     /// The same for a look beside a supervisor that may be running.
-    pub(crate) fn find_for_trial(config: &crate::config::Config) -> Self {
+    pub fn find_for_trial(config: &bulkhead_config::Config) -> Self {
         Self::find_as(config, Claim::Trial)
     }
 
-    fn find_as(config: &crate::config::Config, claim: Claim) -> Self {
+    fn find_as(config: &bulkhead_config::Config, claim: Claim) -> Self {
         let abilities = keeper::probe();
         let abilities = abilities.into_iter().map(|ability| (ability.layer, ability)).collect();
         let withheld = secrets(&config.path, &config.supervisor);
@@ -83,12 +83,12 @@ impl Grounds {
     }
 
     /// What the keeper needs to start workers with ids from `/etc/subuid`.
-    pub(crate) fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
+    pub fn subordinate(&self) -> Option<Arc<SubordinateIds>> {
         self.subordinate.clone()
     }
 
     /// The ids that workers take, where there are any.
-    pub(crate) fn ids(&self) -> Option<Arc<Ids>> {
+    pub fn ids(&self) -> Option<Arc<Ids>> {
         match &self.ids {
             IdSource::Host(ids) => Some(ids.clone()),
             IdSource::Shared(_) | IdSource::Refused(_) => None,
@@ -149,7 +149,7 @@ fn text(path: &Path) -> String {
 
 /// Whom a bulkhead's workers run as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Whom {
+pub enum Whom {
     /// The supervisor's own user.
     Own,
     /// One user for all.
@@ -159,7 +159,7 @@ pub(crate) enum Whom {
 }
 
 /// How the workers of one bulkhead are confined.
-pub(crate) struct Sandbox {
+pub struct Sandbox {
     profile: Profile,
     terms: Terms,
     whom: Whom,
@@ -185,7 +185,7 @@ pub(crate) struct Sandbox {
 
 impl Sandbox {
     /// Settles what is ordered; `programs` are what a worker executes, or loads.
-    pub(crate) fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, grounds: &Grounds) -> Self {
+    pub fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, grounds: &Grounds) -> Self {
         let sandbox = &bulkhead.sandbox;
         let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
         let mut settling = Settling {
@@ -239,45 +239,45 @@ impl Sandbox {
     }
 
     /// Why a worker may not run more than one job at once, if it may not.
-    pub(crate) fn one_at_once(&self) -> Option<&str> {
+    pub fn one_at_once(&self) -> Option<&str> {
         self.one_at_once.as_deref()
     }
 
     /// Why no worker can be started, for people.
-    pub(crate) fn obstacle(&self) -> Option<&str> {
+    pub fn obstacle(&self) -> Option<&str> {
         self.obstacle.as_deref()
     }
 
     /// What an operator should know of it, each a sentence.
-    pub(crate) fn remarks(&self) -> &[String] {
+    pub fn remarks(&self) -> &[String] {
         &self.remarks
     }
 
     /// Whether the kernel counts the processes of each worker by themselves.
-    pub(crate) fn counts_its_processes(&self) -> bool {
+    pub fn counts_its_processes(&self) -> bool {
         self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
     }
 
-    pub(crate) fn whom(&self) -> Whom {
+    pub fn whom(&self) -> Whom {
         self.whom
     }
 
-    pub(crate) fn seal(&self) -> Option<&[u8]> {
+    pub fn seal(&self) -> Option<&[u8]> {
         self.seal.as_deref()
     }
 
     /// How much the temporary folder may hold, if it is no file system of its own.
-    pub(crate) fn temporary_bytes(&self) -> Option<u64> {
+    pub fn temporary_bytes(&self) -> Option<u64> {
         (self.terms.temporary == Temporary::Folder).then_some(self.temporary_bytes)
     }
 
     /// Whether system calls are filtered: then SIGSYS is the sandbox's.
-    pub(crate) fn filters(&self) -> bool {
+    pub fn filters(&self) -> bool {
         self.terms.seccomp != Seccomp::Off
     }
 
     /// What one worker is ordered, with the id that it has if each has its own.
-    pub(crate) fn order(&self, id: Option<u32>) -> Confinement<'_> {
+    pub fn order(&self, id: Option<u32>) -> Confinement<'_> {
         if self.profile == Profile::None {
             return Confinement { terms: self.terms, ..Confinement::default() };
         }
@@ -298,7 +298,7 @@ impl Sandbox {
     }
 
     /// What a snapshot says of a worker.
-    pub(crate) fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
+    pub fn describe(&self, observed: &Observed) -> bulkhead_api::Confinement {
         let Namespaces { user, pid, mount, network, proc: _ } = observed.namespaces;
         let rows = [(user, "user"), (pid, "pid"), (mount, "mount"), (network, "network")];
         let namespaces = rows.iter().filter(|(is_own, _)| *is_own).map(|(_, name)| (*name).into()).collect();

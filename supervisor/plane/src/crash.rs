@@ -1,7 +1,9 @@
 //! Crash reports as the data plane makes them: it fills one in, the control plane adds what the process said last,
 //! and `observe::crashes` keeps it.
 
-use bulkhead_api::{Cause, CauseKind, Usage};
+use std::time::{Duration, SystemTime};
+
+use bulkhead_api::{Cause, CauseKind, CrashId, CrashJob, CrashReport, Stage, Usage, Victim};
 use bulkhead_policy::{Death, KillReason, describe_end};
 
 /// Reports on their way from the data plane to where they are kept; what comes beyond is counted, and not kept.
@@ -9,7 +11,7 @@ pub const REPORTS_WAITING_MAX: usize = 64;
 
 /// The cause of a death; `None` if the supervisor ended the process for reasons of its own. An exit with
 /// status 0 is a cause like another: whether it was fine depends on what the process had to do.
-pub(crate) fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
+pub fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Cause> {
     let kind = match (killed, death) {
         (None, Death::Exit(_)) => CauseKind::Exit,
         (None, Death::Signal(_)) => CauseKind::Signal,
@@ -34,7 +36,7 @@ pub(crate) fn cause_of(death: Death, killed: Option<&KillReason>) -> Option<Caus
     Some(Cause { kind: kind.into(), exit_code, signal, system_call, message: describe_end(death, killed) })
 }
 
-pub(crate) fn usage(usage: crate::keeper::Usage) -> Usage {
+pub fn usage(usage: bulkhead_keeper::Usage) -> Usage {
     Usage {
         user_ms: usage.user_us / 1000,
         system_ms: usage.system_us / 1000,
@@ -42,56 +44,53 @@ pub(crate) fn usage(usage: crate::keeper::Usage) -> Usage {
     }
 }
 
-#[cfg(test)]
-pub(crate) mod tests {
-    use std::time::{Duration, SystemTime};
-
-    use bulkhead_api::{CrashId, CrashJob, CrashReport, Stage, Victim};
-
-    use super::*;
-
-    /// A report with one job.
-    pub(crate) fn report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
-        let at = SystemTime::UNIX_EPOCH + Duration::from_millis(at_ms);
-        CrashReport {
-            id: CrashId::new(at, number),
-            at,
-            count: 1,
-            bulkhead: "b".into(),
-            tenant: None,
-            victim: Victim::Worker.into(),
-            stage: Stage::Working.into(),
-            cause: cause_of(Death::Signal(11), None).unwrap(),
-            pid: 7,
-            slot: 0,
-            generation: 1,
-            uptime_ms: 5,
-            served: 0,
-            usage: None,
-            in_flight: 1,
-            culprit: Some(0),
-            jobs: vec![CrashJob {
-                job: "1000000".into(),
-                operation: "decode".into(),
-                tenant: "acme".into(),
-                trace_id: None,
-                attempts: 1,
-                ran_ms: 3,
-                is_answered: false,
-                is_unread: false,
-                payload_bytes: payload.len() as u64,
-                payload: Some(payload.to_vec()),
-                blake3: None,
-                digest: None,
-            }],
-            stderr_tail: Some("last words".into()),
-            confinement: None,
-        }
+/// A report with one job, for tests.
+#[doc(hidden)]
+pub fn sample_report(at_ms: u64, number: u32, payload: &[u8]) -> CrashReport {
+    let at = SystemTime::UNIX_EPOCH + Duration::from_millis(at_ms);
+    CrashReport {
+        id: CrashId::new(at, number),
+        at,
+        count: 1,
+        bulkhead: "b".into(),
+        tenant: None,
+        victim: Victim::Worker.into(),
+        stage: Stage::Working.into(),
+        cause: cause_of(Death::Signal(11), None).unwrap(),
+        pid: 7,
+        slot: 0,
+        generation: 1,
+        uptime_ms: 5,
+        served: 0,
+        usage: None,
+        in_flight: 1,
+        culprit: Some(0),
+        jobs: vec![CrashJob {
+            job: "1000000".into(),
+            operation: "decode".into(),
+            tenant: "acme".into(),
+            trace_id: None,
+            attempts: 1,
+            ran_ms: 3,
+            is_answered: false,
+            is_unread: false,
+            payload_bytes: payload.len() as u64,
+            payload: Some(payload.to_vec()),
+            blake3: None,
+            digest: None,
+        }],
+        stderr_tail: Some("last words".into()),
+        confinement: None,
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
 
     #[test]
     fn a_report_survives_the_way_to_a_file_and_back() {
-        let report = report(1_772_878_530_123, 3, b"\0\xff\x1b[31m");
+        let report = sample_report(1_772_878_530_123, 3, b"\0\xff\x1b[31m");
         let json = serde_json::to_string(&report).unwrap();
         assert!(
             json.contains(r#""cause":"signal","signal":"SIGSEGV","message":"killed by SIGSEGV""#),

@@ -9,24 +9,24 @@ use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 use crate::latency::{bucket_of, upper_bound};
 
 /// What was seen is forgotten when it is between one and two of these old.
-pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
+pub const WINDOW: Duration = Duration::from_secs(3600);
 
 /// Something in the present window of time and in the one before it. The windows of all begin together.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Pair<T> {
-    pub(crate) current: T,
-    pub(crate) previous: T,
+pub struct Pair<T> {
+    pub current: T,
+    pub previous: T,
     number: u64,
 }
 
 impl<T: Default> Pair<T> {
     /// Whether the present window is another one by now.
-    pub(crate) fn is_over(&self, now: Time) -> bool {
+    pub fn is_over(&self, now: Time) -> bool {
         number_of(now) != self.number
     }
 
     /// Forgets what is too old.
-    pub(crate) fn roll(&mut self, now: Time) {
+    pub fn roll(&mut self, now: Time) {
         let number = number_of(now);
         if number == self.number {
             return;
@@ -44,7 +44,7 @@ impl<T: Default> Pair<T> {
 
 impl<T> Pair<T> {
     /// The present window and the one before it.
-    pub(crate) fn both(&self) -> [&T; 2] {
+    pub fn both(&self) -> [&T; 2] {
         [&self.current, &self.previous]
     }
 }
@@ -56,7 +56,7 @@ fn number_of(now: Time) -> u64 {
 /// How much weight lies at which value, in the buckets of latencies: off by at most a sixteenth. It has as many
 /// buckets as the largest value needs.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Weights {
+pub struct Weights {
     buckets: Vec<u64>,
     total: u64,
     max: u64,
@@ -74,7 +74,7 @@ impl Weights {
     }
 
     /// Both together.
-    pub(crate) fn and(mut self, other: &Self) -> Self {
+    pub fn and(mut self, other: &Self) -> Self {
         if self.buckets.len() < other.buckets.len() {
             self.buckets.resize(other.buckets.len(), 0);
         }
@@ -87,17 +87,17 @@ impl Weights {
     }
 
     /// The weight of all.
-    pub(crate) fn total(&self) -> u64 {
+    pub fn total(&self) -> u64 {
         self.total
     }
 
     /// The largest value; 0 if there is none.
-    pub(crate) fn max(&self) -> u64 {
+    pub fn max(&self) -> u64 {
         self.max
     }
 
     /// The value that this share of the weight lies at or below; 0 if there is none.
-    pub(crate) fn quantile(&self, share: f64) -> u64 {
+    pub fn quantile(&self, share: f64) -> u64 {
         let rank = ((self.total as f64 * share).ceil() as u64).max(1);
         let mut seen = 0_u64;
         for (bucket, weight) in self.buckets.iter().enumerate() {
@@ -112,7 +112,7 @@ impl Weights {
 
 /// How a compartment stands since some moment.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Level {
+pub struct Level {
     since: Time,
     in_flight: u32,
     queued: u32,
@@ -124,7 +124,7 @@ pub(crate) struct Level {
 
 impl Level {
     /// How it stands now.
-    pub(crate) fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
+    pub fn of<T>(policy: &Bulkhead<T>, now: Time) -> Self {
         Self {
             since: now,
             in_flight: policy.permits_taken(),
@@ -143,41 +143,41 @@ fn permits_of(limits: &Limits) -> u64 {
 /// `processes`, `max_in_flight` and `max_queue` are each tenant's. Only time with jobs counts at all: a night
 /// without any says nothing about what the day needs.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Window {
+pub struct Window {
     /// By jobs in flight and waiting together, in nanoseconds.
-    pub(crate) demand: Weights,
+    pub demand: Weights,
     /// By jobs waiting, in nanoseconds.
-    pub(crate) queued: Weights,
+    pub queued: Weights,
     /// By microseconds that a job ran, and that it waited before.
-    pub(crate) run_us: Weights,
-    pub(crate) wait_us: Weights,
+    pub run_us: Weights,
+    pub wait_us: Weights,
     /// How long jobs were in flight, all of them together, in nanoseconds.
-    pub(crate) in_flight_ns: u128,
+    pub in_flight_ns: u128,
     /// What the limits in force had to do with.
-    pub(crate) bound: Bound,
+    pub bound: Bound,
 }
 
 /// What was seen under the limits in force.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Bound {
+pub struct Bound {
     /// By jobs in flight, in nanoseconds. Its total is the time with jobs.
-    pub(crate) in_flight: Weights,
+    pub in_flight: Weights,
     /// How long no permit was free, and how long workers were missing.
-    pub(crate) full_ns: u64,
-    pub(crate) short_ns: u64,
+    pub full_ns: u64,
+    pub short_ns: u64,
     /// Jobs that missed their deadline in a worker's hands, and those of them that had all of the bulkhead's own.
-    pub(crate) late: u64,
-    pub(crate) late_by_own: u64,
+    pub late: u64,
+    pub late_by_own: u64,
     /// What was counted before it.
     base: Counters,
 }
 
 /// `processes`, `max_in_flight` and `max_queue`.
-pub(crate) type Numbers = (u32, u32, u32);
+pub type Numbers = (u32, u32, u32);
 
 /// What a bulkhead was asked for lately.
 #[derive(Default)]
-pub(crate) struct Demand {
+pub struct Demand {
     windows: Pair<Window>,
     /// Since when there is anything, and since when the numbers are what they are.
     began: Time,
@@ -187,20 +187,20 @@ pub(crate) struct Demand {
 
 impl Demand {
     /// Nothing, from now on.
-    pub(crate) fn new(now: Time, limits: &Limits) -> Self {
+    pub fn new(now: Time, limits: &Limits) -> Self {
         let mut demand = Self { began: now, numbers: numbers_of(limits), ..Self::default() };
         demand.windows.roll(now);
         demand
     }
 
     /// Whether [`Self::settle`] has something to do.
-    pub(crate) fn is_due(&self, now: Time, limits: &Limits) -> bool {
+    pub fn is_due(&self, now: Time, limits: &Limits) -> bool {
         self.windows.is_over(now) || self.numbers != numbers_of(limits)
     }
 
     /// Begins another window if it is time, and forgets what other numbers than those in force had to do with.
     /// `counters` are those of now.
-    pub(crate) fn settle(&mut self, now: Time, numbers: Numbers, counters: Counters) {
+    pub fn settle(&mut self, now: Time, numbers: Numbers, counters: Counters) {
         if self.windows.is_over(now) {
             self.windows.roll(now);
             self.windows.current.bound.base = counters.clone();
@@ -219,7 +219,7 @@ impl Demand {
     }
 
     /// Counts the time that a compartment stood so.
-    pub(crate) fn stood(&mut self, level: Level, now: Time) {
+    pub fn stood(&mut self, level: Level, now: Time) {
         let ns = u64::try_from(now.since(level.since).as_nanos()).unwrap_or(u64::MAX);
         let demand = u64::from(level.in_flight) + u64::from(level.queued);
         if ns == 0 || demand == 0 {
@@ -238,21 +238,21 @@ impl Demand {
     }
 
     /// Counts a job that a worker had.
-    pub(crate) fn served(&mut self, ran: Duration, waited: Duration) {
+    pub fn served(&mut self, ran: Duration, waited: Duration) {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         self.windows.current.run_us.record(micros(ran), 1);
         self.windows.current.wait_us.record(micros(waited), 1);
     }
 
     /// Counts a job that missed its deadline while it ran.
-    pub(crate) fn was_late(&mut self, deadline: Duration, own: Duration) {
+    pub fn was_late(&mut self, deadline: Duration, own: Duration) {
         let bound = &mut self.windows.current.bound;
         bound.late += 1;
         bound.late_by_own += u64::from(deadline >= own);
     }
 
     /// All that was seen. [`Self::settle`] comes before it.
-    pub(crate) fn observation(&self, now: Time, limits: &Limits, counters: Counters) -> Observation {
+    pub fn observation(&self, now: Time, limits: &Limits, counters: Counters) -> Observation {
         let since = self.windows.began().max(self.began).max(self.changed.unwrap_or(Time::ZERO));
         let numbers = InForce {
             processes: limits.processes,
@@ -274,33 +274,33 @@ impl Demand {
 }
 
 /// Those of them that decide how many jobs there can be.
-pub(crate) fn numbers_of(limits: &Limits) -> Numbers {
+pub fn numbers_of(limits: &Limits) -> Numbers {
     (limits.processes, limits.max_in_flight, limits.max_queue)
 }
 
 /// The limits of a bulkhead that advice is about; each tenant's, where tenants are apart.
 #[derive(Clone, Debug)]
-pub(crate) struct InForce {
-    pub(crate) processes: u32,
-    pub(crate) max_in_flight: u32,
-    pub(crate) max_queue: u32,
-    pub(crate) queue_timeout: Option<Duration>,
-    pub(crate) deadline: Duration,
-    pub(crate) deadline_max: Duration,
+pub struct InForce {
+    pub processes: u32,
+    pub max_in_flight: u32,
+    pub max_queue: u32,
+    pub queue_timeout: Option<Duration>,
+    pub deadline: Duration,
+    pub deadline_max: Duration,
 }
 
 /// What the data plane has seen of a bulkhead, for another thread to make something of.
 #[derive(Debug)]
 pub struct Observation {
     /// How long, under the limits in force.
-    pub(crate) watched: Duration,
+    pub watched: Duration,
     /// Whether that is since they were changed.
-    pub(crate) was_changed: bool,
+    pub was_changed: bool,
     /// What was counted before, and is now.
-    pub(crate) base: Counters,
-    pub(crate) counters: Counters,
-    pub(crate) windows: Pair<Window>,
-    pub(crate) numbers: InForce,
+    pub base: Counters,
+    pub counters: Counters,
+    pub windows: Pair<Window>,
+    pub numbers: InForce,
 }
 
 #[cfg(test)]

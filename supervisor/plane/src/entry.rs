@@ -47,7 +47,7 @@ impl Refusal {
     }
 
     /// Of somebody of whom too little can be told.
-    pub(crate) fn unknown(peer: Option<Peer>, error: &std::io::Error) -> Self {
+    pub fn unknown(peer: Option<Peer>, error: &std::io::Error) -> Self {
         // Without a descriptor to look with, it is for want of room.
         let is_full =
             [Errno::MFILE, Errno::NFILE].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()));
@@ -68,7 +68,7 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
 
 /// A worker has no business at our sockets, whatever user it runs as, and nor has what it started. Processes in
 /// `outsiders` were found before to have come from elsewhere.
-pub(crate) fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), Refusal> {
+pub fn check_descent(socket: &impl AsFd, peer: Peer, outsiders: &Outsiders) -> Result<(), Refusal> {
     match peer.descent_beside(socket, outsiders) {
         Ok(Descent::Outside) => Ok(()),
         Ok(Descent::Ours(line)) => {

@@ -13,20 +13,20 @@ const WINDOW: Duration = Duration::from_secs(60);
 
 /// How long the jobs of a bulkhead ran and queued lately.
 #[derive(Default)]
-pub(crate) struct Latency {
+pub struct Latency {
     run: Windows,
     queue: Windows,
 }
 
 impl Latency {
     /// Counts a job that a worker had.
-    pub(crate) fn record(&mut self, now: Time, run: Duration, queue: Duration) {
+    pub fn record(&mut self, now: Time, run: Duration, queue: Duration) {
         self.run.record(now, run);
         self.queue.record(now, queue);
     }
 
     /// What was seen lately.
-    pub(crate) fn percentiles(&self) -> Latencies {
+    pub fn percentiles(&self) -> Latencies {
         Latencies { run: self.run.percentiles(), queue: self.queue.percentiles() }
     }
 }
@@ -103,7 +103,7 @@ impl Histogram {
 }
 
 /// The bucket of a value.
-pub(crate) fn bucket_of(nanos: u64) -> usize {
+pub fn bucket_of(nanos: u64) -> usize {
     let octave = (u64::BITS - 1).saturating_sub((nanos | 1).leading_zeros());
     if octave < PER_OCTAVE_BITS {
         return nanos as usize;
@@ -113,7 +113,7 @@ pub(crate) fn bucket_of(nanos: u64) -> usize {
 }
 
 /// The largest value of a bucket.
-pub(crate) fn upper_bound(bucket: usize) -> u64 {
+pub fn upper_bound(bucket: usize) -> u64 {
     let octave = bucket >> PER_OCTAVE_BITS;
     if octave < 2 {
         return bucket as u64;

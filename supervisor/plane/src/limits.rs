@@ -2,25 +2,25 @@
 
 use std::time::Duration;
 
-use crate::config::SupervisorConfig;
+use bulkhead_config::SupervisorConfig;
 
 /// What all bulkheads share.
-pub(crate) struct DataPlaneLimits {
+pub struct DataPlaneLimits {
     /// Clients that may be connected.
-    pub(crate) clients_max: usize,
+    pub clients_max: usize,
     /// Bytes of a payload.
-    pub(crate) payload_bytes_max: u64,
+    pub payload_bytes_max: u64,
     /// The largest payload there ever could be: a result of then may still be on its way.
-    pub(crate) result_bytes_max: u64,
+    pub result_bytes_max: u64,
     /// Bytes of all payloads that wait.
-    pub(crate) buffered_bytes_max: usize,
+    pub buffered_bytes_max: usize,
     /// How long workers may take to end what they have, when all of it ends.
-    pub(crate) drain_timeout: Duration,
+    pub drain_timeout: Duration,
 }
 
 impl DataPlaneLimits {
     /// From the file.
-    pub(crate) fn new(config: &SupervisorConfig) -> Self {
+    pub fn new(config: &SupervisorConfig) -> Self {
         Self {
             clients_max: config.max_clients,
             payload_bytes_max: config.max_payload,

@@ -19,7 +19,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Why there is no lock.
 #[derive(Debug)]
-pub(crate) enum NoLock {
+pub enum NoLock {
     /// The file cannot be opened, or made.
     Unopened(io::Error),
     /// Another process has it, and keeps it.
@@ -30,12 +30,12 @@ pub(crate) enum NoLock {
 
 /// Locks a file that only its owner may open, and makes it if it is missing. The lock lasts as long as the file is
 /// open.
-pub(crate) fn lock(path: &Path) -> Result<File, NoLock> {
+pub fn lock(path: &Path) -> Result<File, NoLock> {
     lock_within(LET_GO_WITHIN, path)
 }
 
 /// Tries until it works, or fails for another reason than that somebody has it, or for half a second.
-pub(crate) fn try_while_taken<T, E>(
+pub fn try_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
 ) -> Result<T, E> {

@@ -1,6 +1,6 @@
 //! The limit of open files: raised as far as it may be, and shared between clients, workers and operators.
 
-use crate::config::Config;
+use bulkhead_config::Config;
 
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
 const DESCRIPTORS_OWN: u64 = 48;
@@ -10,7 +10,7 @@ const DESCRIPTORS_PER_WORKER: u64 = 10;
 
 /// Open files that this process may have, and those that neither clients nor workers may take up.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct OpenFiles {
+pub struct OpenFiles {
     limit: u64,
     foreign: u64,
     http: u64,
@@ -20,7 +20,7 @@ impl OpenFiles {
     /// Raises the limit as far as it may be. Each worker takes a handful; workers themselves keep the limit that the
     /// keeper was started with. `foreign` are descriptors of others that may be held at once, `http` those of the
     /// admin API over TCP, where it is served.
-    pub(crate) fn raise(foreign: u64, http: u64) -> Self {
+    pub fn raise(foreign: u64, http: u64) -> Self {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
         let limit = getrlimit(Resource::Nofile);
         // Without the right to raise it, there is what there is; that it is used up is told then.
@@ -30,7 +30,7 @@ impl OpenFiles {
     }
 
     /// Takes no more clients than leave descriptors for workers and operators.
-    pub(crate) fn leave_room(&self, config: &mut Config) {
+    pub fn leave_room(&self, config: &mut Config) {
         let Self { limit, foreign, http } = *self;
         let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
         let http = if config.supervisor.http.is_some() { http } else { 0 };

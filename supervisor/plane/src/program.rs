@@ -8,15 +8,15 @@ use bulkhead_policy::{Limits, OwnNumbers, RateLimit, TenantLimits};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::bounds;
-use crate::config::{self, BulkheadConfig, Resource};
 use crate::confinement::{Grounds, Sandbox};
-use crate::keeper::{Rlimit, SpawnOrder};
+use bulkhead_config::{self as config, BulkheadConfig, Resource};
+use bulkhead_keeper::{Rlimit, SpawnOrder};
 
 /// The descriptor under which a worker finds its link.
 const LINK_DESCRIPTOR: i32 = 3;
 
 /// A resolved program, ready to be started any number of times.
-pub(crate) struct Program {
+pub struct Program {
     path: String,
     arguments: Vec<String>,
     environment: Vec<String>,
@@ -31,7 +31,7 @@ pub(crate) struct Program {
 
 impl Program {
     /// Resolves what `bulkhead` runs. `host` is the program behind `exec` and `library`.
-    pub(crate) fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, grounds: &Grounds) -> Self {
+    pub fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, grounds: &Grounds) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let named = match &bulkhead.program {
             config::Program::Command { path, .. }
@@ -74,12 +74,12 @@ impl Program {
     }
 
     /// Whether each job is a program of its own.
-    pub(crate) fn runs_programs(&self) -> bool {
+    pub fn runs_programs(&self) -> bool {
         self.runs_programs
     }
 
     /// The order that starts it once, with the user id that it has if each worker has its own.
-    pub(crate) fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
+    pub fn order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
         SpawnOrder {
             worker,
             program: &self.path,
@@ -92,19 +92,19 @@ impl Program {
     }
 
     /// Logs what an operator should know of its sandbox. Not for the data plane.
-    pub(crate) fn tell_remarks(&self, bulkhead: &str) {
+    pub fn tell_remarks(&self, bulkhead: &str) {
         for remark in self.sandbox.remarks() {
             tracing::warn!(bulkhead, "{remark}");
         }
     }
 
     /// How its workers are confined.
-    pub(crate) fn sandbox(&self) -> &Sandbox {
+    pub fn sandbox(&self) -> &Sandbox {
         &self.sandbox
     }
 
     /// What it is, for messages.
-    pub(crate) fn describe(&self) -> &str {
+    pub fn describe(&self) -> &str {
         &self.subject
     }
 }
@@ -147,7 +147,7 @@ const HOST: &str = "bulkhead-worker";
 pub struct NoHost(String);
 
 /// Finds the host: beside this program, or else in `PATH`.
-pub(crate) fn find_host() -> Option<PathBuf> {
+pub fn find_host() -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(HOST)));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let in_path = std::env::split_paths(&path).map(|folder| folder.join(HOST));
@@ -155,7 +155,7 @@ pub(crate) fn find_host() -> Option<PathBuf> {
 }
 
 /// The host, where it is found; it must be if a bulkhead needs it.
-pub(crate) fn require_host(config: &config::Config) -> Result<Option<PathBuf>, NoHost> {
+pub fn require_host(config: &config::Config) -> Result<Option<PathBuf>, NoHost> {
     let host = find_host();
     match config.bulkheads.iter().find(|bulkhead| needs_host(bulkhead)) {
         Some(needy) if host.is_none() => Err(NoHost(needy.name.clone())),
@@ -164,12 +164,12 @@ pub(crate) fn require_host(config: &config::Config) -> Result<Option<PathBuf>, N
 }
 
 /// Whether a bulkhead needs the host.
-pub(crate) fn needs_host(bulkhead: &BulkheadConfig) -> bool {
+pub fn needs_host(bulkhead: &BulkheadConfig) -> bool {
     matches!(bulkhead.program, config::Program::Library { .. } | config::Program::Exec { .. })
 }
 
 /// The numbers that policy decides by; where tenants are kept apart, for one of them.
-pub(crate) fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
+pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
     Limits {
         processes: bulkhead.processes,
         max_in_flight: bulkhead.max_in_flight,
@@ -209,22 +209,22 @@ fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
 
 /// One tenant's own numbers, whatever they apply to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct TenantNumbers {
-    pub(crate) processes: Option<u32>,
-    pub(crate) max_in_flight: Option<u32>,
-    pub(crate) max_queue: Option<u32>,
-    pub(crate) rate_limit: Option<RateLimit>,
+pub struct TenantNumbers {
+    pub processes: Option<u32>,
+    pub max_in_flight: Option<u32>,
+    pub max_queue: Option<u32>,
+    pub rate_limit: Option<RateLimit>,
 }
 
 impl TenantNumbers {
     /// As a share of common workers.
-    pub(crate) fn of_share(&self) -> OwnNumbers {
+    pub fn of_share(&self) -> OwnNumbers {
         let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
         OwnNumbers { max_in_flight, max_queue, rate_limit }
     }
 
     /// These numbers where they say something, and the others where they do not.
-    pub(crate) fn or(self, others: Self) -> Self {
+    pub fn or(self, others: Self) -> Self {
         Self {
             processes: self.processes.or(others.processes),
             max_in_flight: self.max_in_flight.or(others.max_in_flight),
@@ -235,7 +235,7 @@ impl TenantNumbers {
 }
 
 /// The tenants of a bulkhead that have numbers of their own.
-pub(crate) fn tenant_numbers(bulkhead: &BulkheadConfig) -> BTreeMap<String, TenantNumbers> {
+pub fn tenant_numbers(bulkhead: &BulkheadConfig) -> BTreeMap<String, TenantNumbers> {
     let numbers = |tenant: &config::TenantConfig| TenantNumbers {
         processes: tenant.processes,
         max_in_flight: tenant.max_in_flight,

@@ -12,44 +12,44 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::access::Access;
-use crate::config::{self, BulkheadConfig, Config, SupervisorConfig};
 use crate::confinement::Grounds;
 use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program, TenantNumbers};
+use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig};
 
 /// One bulkhead of a file, as the data plane works with it.
-pub(crate) struct Settled {
-    pub(crate) name: Arc<str>,
-    pub(crate) program: Arc<Program>,
-    pub(crate) limits: Limits,
+pub struct Settled {
+    pub name: Arc<str>,
+    pub program: Arc<Program>,
+    pub limits: Limits,
     /// Tenants with numbers of their own.
-    pub(crate) own: BTreeMap<String, TenantNumbers>,
-    pub(crate) max_payload: u64,
-    pub(crate) max_result: u64,
-    pub(crate) fallback: Arc<[Arc<str>]>,
+    pub own: BTreeMap<String, TenantNumbers>,
+    pub max_payload: u64,
+    pub max_result: u64,
+    pub fallback: Arc<[Arc<str>]>,
     /// How many tenants may have workers, if they are kept apart.
-    pub(crate) max_active: Option<usize>,
+    pub max_active: Option<usize>,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
-    pub(crate) memory_limit: Option<u64>,
+    pub memory_limit: Option<u64>,
 }
 
 /// Other values for a bulkhead that goes on.
-pub(crate) struct Reconfigured {
-    pub(crate) settled: Settled,
+pub struct Reconfigured {
+    pub settled: Settled,
     /// What the file said before: what was changed live since is told from it.
-    pub(crate) limits_before: Limits,
-    pub(crate) own_before: BTreeMap<String, TenantNumbers>,
-    pub(crate) replaces_workers: bool,
+    pub limits_before: Limits,
+    pub own_before: BTreeMap<String, TenantNumbers>,
+    pub replaces_workers: bool,
 }
 
 /// What the data plane is to put in force.
 pub struct Reload {
-    pub(crate) removed: Vec<String>,
-    pub(crate) changed: Vec<Reconfigured>,
-    pub(crate) added: Vec<Settled>,
+    pub removed: Vec<String>,
+    pub changed: Vec<Reconfigured>,
+    pub added: Vec<Settled>,
     /// If it is another.
-    pub(crate) access: Option<Access>,
-    pub(crate) limits: DataPlaneLimits,
+    pub access: Option<Access>,
+    pub limits: DataPlaneLimits,
 }
 
 impl fmt::Debug for Reload {
@@ -60,17 +60,17 @@ impl fmt::Debug for Reload {
 
 /// What holds from start to stop, and bulkheads are settled with.
 #[derive(Clone, Copy)]
-pub(crate) struct Surroundings<'s> {
+pub struct Surroundings<'s> {
     /// The program behind `exec` and `library`.
-    pub(crate) host: Option<&'s Path>,
-    pub(crate) grounds: &'s Grounds,
+    pub host: Option<&'s Path>,
+    pub grounds: &'s Grounds,
     /// The tenants that metrics name.
-    pub(crate) labels: &'s Arc<[String]>,
+    pub labels: &'s Arc<[String]>,
 }
 
 impl Settled {
     /// Looks up what is needed.
-    pub(crate) fn new(bulkhead: &BulkheadConfig, around: Surroundings<'_>) -> Self {
+    pub fn new(bulkhead: &BulkheadConfig, around: Surroundings<'_>) -> Self {
         Self {
             name: bulkhead.name.as_str().into(),
             program: Arc::new(Program::new(bulkhead, around.host, around.grounds)),
@@ -93,7 +93,7 @@ fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
 
 impl Reload {
     /// Logs what the confinement of new workers goes without.
-    pub(crate) fn tell_remarks(&self) {
+    pub fn tell_remarks(&self) {
         let replaced = self.changed.iter().filter(|changed| changed.replaces_workers);
         for settled in replaced.map(|changed| &changed.settled).chain(&self.added) {
             settled.program.tell_remarks(&settled.name);
@@ -102,7 +102,7 @@ impl Reload {
 }
 
 /// What is different in `after`.
-pub(crate) fn changes(before: &Config, after: &Config) -> Changes {
+pub fn changes(before: &Config, after: &Config) -> Changes {
     let find = |config: &Config, name: &str| config.bulkheads.iter().any(|b| b.name == name);
     let gone = before.bulkheads.iter().filter(|b| !find(after, &b.name));
     let gone = gone.map(|bulkhead| whole(&bulkhead.name, ChangeKind::Removed));
@@ -151,7 +151,7 @@ fn named<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str> {
 }
 
 /// Everything it takes to go from `before` to `after`. Looks at the disk.
-pub(crate) fn prepare(
+pub fn prepare(
     changes: &Changes,
     before: &Config,
     after: &Config,
@@ -183,7 +183,7 @@ pub(crate) fn prepare(
 }
 
 /// What is in force after a reload: `after`, but for keys that hold from start to stop.
-pub(crate) fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
+pub fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
     let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, .. } = after.supervisor;
     after.supervisor =
         SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, ..before.clone() };

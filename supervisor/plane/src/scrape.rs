@@ -12,20 +12,20 @@ use crate::tally::Tally;
 #[derive(Debug)]
 pub struct Scrape {
     /// Clients that are connected.
-    pub(crate) clients: u64,
+    pub clients: u64,
     /// The tenants that have a label, sorted.
-    pub(crate) labels: Arc<[String]>,
+    pub labels: Arc<[String]>,
     /// The bulkheads that take jobs or have some left.
-    pub(crate) bulkheads: Vec<BulkheadNumbers>,
+    pub bulkheads: Vec<BulkheadNumbers>,
 }
 
 /// What became of attempts to put another configuration in force.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ReloadCounts {
-    pub(crate) succeeded: u64,
-    pub(crate) rejected: u64,
+pub struct ReloadCounts {
+    pub succeeded: u64,
+    pub rejected: u64,
     /// Whether the last one succeeded; the file that the supervisor was started with has.
-    pub(crate) was_successful: bool,
+    pub was_successful: bool,
 }
 
 impl Default for ReloadCounts {
@@ -36,23 +36,23 @@ impl Default for ReloadCounts {
 
 /// The numbers of one bulkhead.
 #[derive(Debug)]
-pub(crate) struct BulkheadNumbers {
-    pub(crate) name: Arc<str>,
-    pub(crate) tally: Tally,
-    pub(crate) active: u64,
-    pub(crate) limit: u64,
-    pub(crate) queued: u64,
-    pub(crate) queue_capacity: u64,
+pub struct BulkheadNumbers {
+    pub name: Arc<str>,
+    pub tally: Tally,
+    pub active: u64,
+    pub limit: u64,
+    pub queued: u64,
+    pub queue_capacity: u64,
     /// The breaker that matters most.
-    pub(crate) breaker: BreakerState,
+    pub breaker: BreakerState,
     /// The state of its workers.
-    pub(crate) state: BulkheadState,
+    pub state: BulkheadState,
     /// How well it serves.
-    pub(crate) service: Service,
+    pub service: Service,
     /// Its workers; the slots of tenants that are apart are numbered through.
-    pub(crate) workers: Vec<StaffView>,
+    pub workers: Vec<StaffView>,
     /// Slots that are shown, whether they have a worker or not.
-    pub(crate) slots: u32,
+    pub slots: u32,
     /// How many bytes a worker may hold before it is replaced or ended.
-    pub(crate) memory_limit: Option<u64>,
+    pub memory_limit: Option<u64>,
 }

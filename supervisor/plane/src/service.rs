@@ -61,7 +61,7 @@ const fn is_callers(reason: RejectReason) -> bool {
 
 /// How the jobs of the last minute ended.
 #[derive(Debug, Default)]
-pub(crate) struct Window {
+pub struct Window {
     /// Allocated with the first job: most bulkheads of many are idle.
     parts: Vec<Part>,
     /// The code of the last failure, in the handler's words.
@@ -83,7 +83,7 @@ fn number_of(now: Time) -> u64 {
 }
 
 impl Window {
-    pub(crate) fn count(&mut self, now: Time, verdict: &Verdict) {
+    pub fn count(&mut self, now: Time, verdict: &Verdict) {
         let Some(place) = place(verdict) else { return };
         if self.parts.is_empty() {
             self.parts = vec![EMPTY; PARTS];
@@ -102,12 +102,12 @@ impl Window {
         }
     }
 
-    pub(crate) fn service(&self, now: Time) -> Service {
+    pub fn service(&self, now: Time) -> Service {
         Sum::of(self, now).service()
     }
 
     /// The service with the cause, in words, unless it is `ok`.
-    pub(crate) fn told(&self, now: Time) -> (Service, Option<String>) {
+    pub fn told(&self, now: Time) -> (Service, Option<String>) {
         let sum = Sum::of(self, now);
         let service = sum.service();
         (service, (service != Service::Ok).then(|| sum.cause(&self.code)))

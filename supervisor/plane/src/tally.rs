@@ -8,8 +8,7 @@ use bulkhead_policy::{BreakerState, RestartCause, Transition};
 use bulkhead_shared::{CrashReason, Priority, RejectReason, Verdict};
 
 /// The outcomes of the contract, by [`outcome`].
-pub(crate) const OUTCOMES: [&str; 6] =
-    ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
+pub const OUTCOMES: [&str; 6] = ["ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancelled"];
 
 const PRIORITIES: usize = Priority::ALL.len();
 const REJECT_REASONS: usize = 18;
@@ -22,7 +21,7 @@ const _: () = assert!(RejectReason::ALL.len() + 1 == REJECT_REASONS);
 const _: () = assert!(CrashReason::ALL.len() + 1 == CRASH_REASONS);
 
 /// The place of a verdict's outcome in [`OUTCOMES`].
-pub(crate) const fn outcome(verdict: &Verdict) -> usize {
+pub const fn outcome(verdict: &Verdict) -> usize {
     match verdict {
         Verdict::Ok => 0,
         Verdict::Failed(_) => 1,
@@ -35,59 +34,59 @@ pub(crate) const fn outcome(verdict: &Verdict) -> usize {
 
 /// What is counted of one bulkhead, all its tenants together.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Tally {
+pub struct Tally {
     /// Jobs that asked to be taken, by priority.
-    pub(crate) submitted: [u64; PRIORITIES],
+    pub submitted: [u64; PRIORITIES],
     /// How they ended.
-    pub(crate) jobs: [[u64; OUTCOMES.len()]; PRIORITIES],
+    pub jobs: [[u64; OUTCOMES.len()]; PRIORITIES],
     /// Why they were not taken, by the code of the reason.
-    pub(crate) rejected: [[u64; REJECT_REASONS]; PRIORITIES],
+    pub rejected: [[u64; REJECT_REASONS]; PRIORITIES],
     /// How their workers ended, by the code of the reason.
-    pub(crate) crashed: [u64; CRASH_REASONS],
+    pub crashed: [u64; CRASH_REASONS],
     /// By a tenant's label; the last is for all that have none.
-    pub(crate) tenants: Vec<TenantTally>,
+    pub tenants: Vec<TenantTally>,
     /// How jobs ended that another bulkhead had instead. One that is no fallback any more keeps its counts.
-    pub(crate) fallback: Vec<FallbackTally>,
+    pub fallback: Vec<FallbackTally>,
     /// Jobs that were sent here, that a fallback has now, and whose outcome will count here.
-    pub(crate) elsewhere: u64,
+    pub elsewhere: u64,
     /// Jobs of other bulkheads that are here as their fallback, and count there.
-    pub(crate) guests: u64,
+    pub guests: u64,
     /// Jobs given to another worker since their own had died.
-    pub(crate) retries: u64,
+    pub retries: u64,
     /// Replies for jobs that were answered already, or that the worker never had.
-    pub(crate) late_replies: u64,
+    pub late_replies: u64,
     /// Workers that followed another, by why.
-    pub(crate) restarts: [u64; CAUSES],
+    pub restarts: [u64; CAUSES],
     /// By state before and after.
-    pub(crate) breaker: [[u64; BREAKER_STATES]; BREAKER_STATES],
-    pub(crate) queue_wait: Histogram,
-    pub(crate) execution: Histogram,
-    pub(crate) duration: Histogram,
+    pub breaker: [[u64; BREAKER_STATES]; BREAKER_STATES],
+    pub queue_wait: Histogram,
+    pub execution: Histogram,
+    pub duration: Histogram,
 }
 
 /// What is counted of the jobs that one fallback had.
 #[derive(Clone, Debug)]
-pub(crate) struct FallbackTally {
-    pub(crate) target: Arc<str>,
-    pub(crate) jobs: [u64; OUTCOMES.len()],
+pub struct FallbackTally {
+    pub target: Arc<str>,
+    pub jobs: [u64; OUTCOMES.len()],
 }
 
 /// What is counted of the tenants under one label.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct TenantTally {
-    pub(crate) jobs: [u64; OUTCOMES.len()],
+pub struct TenantTally {
+    pub jobs: [u64; OUTCOMES.len()],
     /// Jobs that left a full queue for a newer one.
-    pub(crate) evicted: u64,
+    pub evicted: u64,
 }
 
 impl Tally {
     /// Nothing yet, of so many labelled tenants.
-    pub(crate) fn new(labels: usize) -> Self {
+    pub fn new(labels: usize) -> Self {
         Self { tenants: vec![TenantTally::default(); labels + 1], ..Self::default() }
     }
 
     /// Makes room for these fallbacks, if there is none.
-    pub(crate) fn name_fallbacks(&mut self, targets: &[Arc<str>]) {
+    pub fn name_fallbacks(&mut self, targets: &[Arc<str>]) {
         for target in targets {
             if self.fallback.iter().all(|known| known.target != *target) {
                 self.fallback.push(FallbackTally { target: target.clone(), jobs: [0; OUTCOMES.len()] });
@@ -96,18 +95,18 @@ impl Tally {
     }
 
     /// Counts how a job ended at a fallback.
-    pub(crate) fn fallback(&mut self, target: &str, verdict: &Verdict) {
+    pub fn fallback(&mut self, target: &str, verdict: &Verdict) {
         if let Some(tally) = self.fallback.iter_mut().find(|tally| &*tally.target == target) {
             tally.jobs[outcome(verdict)] += 1;
         }
     }
 
-    pub(crate) fn submit(&mut self, priority: Priority) {
+    pub fn submit(&mut self, priority: Priority) {
         self.submitted[priority as usize] += 1;
     }
 
     /// Counts how a job ended that was submitted before.
-    pub(crate) fn end(&mut self, priority: Priority, label: u32, verdict: &Verdict) {
+    pub fn end(&mut self, priority: Priority, label: u32, verdict: &Verdict) {
         let (priority, outcome) = (priority as usize, outcome(verdict));
         self.jobs[priority][outcome] += 1;
         if let Some(tenant) = self.tenants.get_mut(label as usize) {
@@ -121,7 +120,7 @@ impl Tally {
     }
 
     /// Counts how long a job was here that was taken, whatever became of it.
-    pub(crate) fn time(&mut self, queued: Duration, ran: Option<Duration>) {
+    pub fn time(&mut self, queued: Duration, ran: Option<Duration>) {
         self.queue_wait.record(queued);
         if let Some(ran) = ran {
             self.execution.record(ran);
@@ -129,14 +128,14 @@ impl Tally {
         self.duration.record(queued + ran.unwrap_or_default());
     }
 
-    pub(crate) fn breaker(&mut self, transition: &Transition) {
+    pub fn breaker(&mut self, transition: &Transition) {
         self.breaker[transition.from as usize][transition.to as usize] += 1;
     }
 }
 
 /// The upper bounds of the histograms, which belong to their buckets: in nanoseconds, and in seconds as they
 /// are written. Values that are larger have a bucket without a bound.
-pub(crate) const BOUNDS: [(u64, &str); 21] = [
+pub const BOUNDS: [(u64, &str); 21] = [
     (10_000, "1e-05"),
     (25_000, "2.5e-05"),
     (50_000, "5e-05"),
@@ -163,10 +162,10 @@ pub(crate) const BOUNDS: [(u64, &str); 21] = [
 /// How many values lie in which bucket. Those of `latency` are for percentiles of the last minutes; these have
 /// the bounds that are told, exactly, and never forget.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Histogram {
+pub struct Histogram {
     /// One bucket for each of [`BOUNDS`], not cumulative, and one for what is larger.
-    pub(crate) buckets: [u64; BOUNDS.len() + 1],
-    pub(crate) sum_ns: u128,
+    pub buckets: [u64; BOUNDS.len() + 1],
+    pub sum_ns: u128,
 }
 
 impl Histogram {

@@ -16,7 +16,7 @@ const HANGS: i32 = 70;
 
 /// What all threads of a supervisor share.
 #[derive(Clone, Default)]
-pub(crate) struct Fate(Arc<Shared>);
+pub struct Fate(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -32,33 +32,33 @@ struct Shared {
 
 impl Fate {
     /// Who is to be woken when a thread is lost.
-    pub(crate) fn wake_by(&self, waker: Arc<mio::Waker>) {
+    pub fn wake_by(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
     }
 
     /// All that is needed has been started: from here on a loss is told at once. Before that, it is what comes of a
     /// start that fails.
-    pub(crate) fn begin(&self) {
+    pub fn begin(&self) {
         self.0.is_running.store(true, Ordering::SeqCst);
     }
 
     /// The supervisor ends, and so do its threads.
-    pub(crate) fn expect_end(&self) {
+    pub fn expect_end(&self) {
         self.0.is_ending.store(true, Ordering::SeqCst);
     }
 
     /// The thread that has ended and should not have.
-    pub(crate) fn lost(&self) -> Option<&'static str> {
+    pub fn lost(&self) -> Option<&'static str> {
         self.0.lost.get().copied()
     }
 
     /// Notices when its owner is dropped too early, as it is by the end of a thread or task.
-    pub(crate) fn needs(&self, name: &'static str) -> Needed {
+    pub fn needs(&self, name: &'static str) -> Needed {
         Needed { name, fate: self.clone() }
     }
 
     /// Starts a thread that the supervisor needs.
-    pub(crate) fn spawn(
+    pub fn spawn(
         &self,
         name: &'static str,
         run: impl FnOnce() + Send + 'static,
@@ -72,11 +72,7 @@ impl Fate {
     }
 
     /// Makes a task one that the supervisor needs.
-    pub(crate) fn task<F: Future>(
-        &self,
-        name: &'static str,
-        task: F,
-    ) -> impl Future<Output = F::Output> + use<F> {
+    pub fn task<F: Future>(&self, name: &'static str, task: F) -> impl Future<Output = F::Output> + use<F> {
         let needed = self.needs(name);
         async move {
             let done = task.await;
@@ -100,7 +96,7 @@ impl Fate {
     }
 
     /// Ends the process if the supervisor does not come to its end in order.
-    pub(crate) fn end_in_time(&self) {
+    pub fn end_in_time(&self) {
         let hangs = || {
             std::thread::sleep(END_WITHIN);
             std::process::exit(HANGS);
@@ -111,7 +107,7 @@ impl Fate {
 }
 
 /// Held by a thread or task for as long as it lives.
-pub(crate) struct Needed {
+pub struct Needed {
     name: &'static str,
     fate: Fate,
 }
@@ -123,7 +119,7 @@ impl Drop for Needed {
 }
 
 /// For tests, in debug builds alone: panics once the file exists that `BULKHEAD_PANIC_<NAME>` names.
-pub(crate) async fn panic_on_request(name: &'static str) {
+pub async fn panic_on_request(name: &'static str) {
     let file = if cfg!(debug_assertions) { std::env::var_os(format!("BULKHEAD_PANIC_{name}")) } else { None };
     let Some(file) = file else { return std::future::pending().await };
     while !std::path::Path::new(&file).exists() {

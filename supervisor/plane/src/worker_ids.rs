@@ -16,10 +16,10 @@ use nix::fcntl::{FcntlArg, fcntl};
 use rustix::io::Errno;
 use rustix::process::{Uid, getpriority_user};
 
-use crate::config::UidRange;
-use crate::config::defaults::WORKER_UIDS;
-use crate::keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
-use crate::succession::try_while_taken;
+use crate::lock::try_while_taken;
+use bulkhead_config::UidRange;
+use bulkhead_config::defaults::WORKER_UIDS;
+use bulkhead_keeper::{SUBORDINATE_IDS, SubordinateIds, TREE_END};
 
 /// What all supervisors of a host lock their ids in that may have any.
 const LOCKS: &str = "/run/bulkhead-uids.lock";
@@ -46,7 +46,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// The ids of one supervisor's workers.
 #[derive(Debug)]
-pub(crate) struct Ids {
+pub struct Ids {
     range: UidRange,
     /// Each is in all of these.
     maps: Vec<Vec<Span>>,
@@ -57,7 +57,7 @@ pub(crate) struct Ids {
 
 /// What ids are taken for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Claim {
+pub enum Claim {
     /// To run a supervisor.
     Lasting,
     /// For a look: what a bulkhead keeps may be in use by the supervisor that runs it.
@@ -88,7 +88,7 @@ struct Named {
 
 impl Ids {
     /// Those of `worker_uids`, or else of the range that is meant for it. Fails if none can be used here.
-    pub(crate) fn new(worker_uids: Option<UidRange>, claim: Claim) -> Result<Self, String> {
+    pub fn new(worker_uids: Option<UidRange>, claim: Claim) -> Result<Self, String> {
         let read = |path: &str| std::fs::read_to_string(path).map(|text| spans(&text));
         let maps = MAPS.iter().filter_map(|path| read(path).ok()).collect();
         let range = worker_uids.unwrap_or(WORKER_UIDS);
@@ -116,7 +116,7 @@ impl Ids {
     }
 
     /// One that no other worker has.
-    pub(crate) fn take(&self) -> io::Result<u32> {
+    pub fn take(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.looked_at < self.count() {
             let id = self.range.first + state.looked_at as u32;
@@ -135,13 +135,13 @@ impl Ids {
     }
 
     /// Takes one back, of a worker of which nothing is left.
-    pub(crate) fn give_back(&self, id: u32) {
+    pub fn give_back(&self, id: u32) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).free.push_back(id);
     }
 
     /// The one that a bulkhead keeps, since its workers leave files behind: that of the owner of what they may
     /// write, or else one that follows from the names of the configuration and the bulkhead.
-    pub(crate) fn keep(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
+    pub fn keep(&self, config: &Path, bulkhead: &str, write: &[PathBuf]) -> io::Result<u32> {
         // Neither a file system nor another supervisor is waited for with the lock held: the data plane takes it.
         let owner = write.iter().find_map(|path| {
             let owner = std::fs::metadata(path).ok()?.uid();
@@ -295,7 +295,7 @@ impl Named {
 
 /// Those that `/etc/subuid` gives our user, if workers can be started with them; else why not. `misses` says why a part
 /// of what this machine can do cannot be had.
-pub(crate) fn find_subordinate(
+pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
     worker_uids: Option<UidRange>,
     claim: Claim,

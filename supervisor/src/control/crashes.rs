@@ -242,7 +242,7 @@ impl super::Control {
 mod tests {
     use super::*;
     use crate::crash::cause_of;
-    use crate::crash::tests::report;
+    use crate::crash::sample_report as report;
     use bulkhead_policy::{Death, KillReason};
     use bulkhead_shared::CrashReason;
 

@@ -16,7 +16,7 @@ use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use crate::crash::REPORTS_WAITING_MAX;
-use crate::succession::{self, NoLock};
+use crate::lock::{self, NoLock};
 use crate::threads::Fate;
 
 /// Messages that wait: all those reports, and a question from each connection of the admin socket.
@@ -268,7 +268,7 @@ impl Folder {
 
     /// Two supervisors would remove each other's reports.
     fn lock(path: &Path) -> Result<File, String> {
-        succession::lock(&path.join(LOCK)).map_err(|why| match why {
+        lock::lock(&path.join(LOCK)).map_err(|why| match why {
             NoLock::Held => {
                 "another supervisor keeps its reports there; stop it, or configure another `crash_dir`".into()
             }
@@ -440,7 +440,7 @@ impl Crashes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::crash::tests::report;
+    use crate::crash::sample_report as report;
     use std::os::unix::fs::PermissionsExt;
 
     fn boxed(number: u32) -> Box<CrashReport> {
