@@ -72,7 +72,7 @@ fn without_fractions(text: &str) -> Option<String> {
 const DURATION_UNITS: &str = "nanos|nsec|ns|usec|us|µs|millis|msec|ms|seconds|second|secs|sec|s|minutes|minute|\
      mins|min|m|hours|hour|hrs|hr|h|days|day|d|weeks|week|wks|wk|w|months|month|years|year|yrs|yr|y";
 
-/// A regular expression for what [`parse_duration`] reads, whatever the numbers.
+/// A regular expression for what `parse_duration` reads, whatever the numbers.
 pub(super) fn duration_pattern() -> String {
     format!(r"\s*(?:[0-9][0-9\s]*(?:\.\s*[0-9][0-9\s]*)?(?:{DURATION_UNITS})\s*)+")
 }
@@ -111,7 +111,7 @@ pub(super) fn parse_size(text: &str) -> Result<u64, UnitError> {
     u64::try_from(bytes).map_err(|_| UnitError::TooLarge)
 }
 
-/// A regular expression for what [`parse_size`] reads, whatever the numbers.
+/// A regular expression for what `parse_size` reads, whatever the numbers.
 pub(super) fn size_pattern() -> String {
     let either_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
     let spelt = |(name, _): &(&str, u64)| name.chars().map(either_case).collect::<String>();
@@ -136,7 +136,7 @@ fn ambiguous_size_unit(unit: &str) -> Option<&'static str> {
     }
 }
 
-/// Writes a duration so that [`parse_duration`] reads the same one: `"1m 30s"`.
+/// Writes a duration so that `parse_duration` reads the same one: `"1m 30s"`.
 pub fn format_duration(duration: Duration) -> String {
     const STEPS: [(u128, &str); 7] = [
         (86_400_000_000_000, "d"),
@@ -158,7 +158,7 @@ pub fn format_duration(duration: Duration) -> String {
     if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
-/// Writes a size so that [`parse_size`] reads the same one, in the largest binary unit that is exact.
+/// Writes a size so that `parse_size` reads the same one, in the largest binary unit that is exact.
 pub fn format_size(bytes: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|(scale, _)| bytes >= *scale && bytes.is_multiple_of(*scale)) {

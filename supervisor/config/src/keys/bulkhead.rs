@@ -153,7 +153,7 @@ pub struct BulkheadConfig {
     /// When a worker that works is replaced all the same.
     #[serde(serialize_with = "as_table")]
     pub recycle: Recycle,
-    /// Resource limits, hard = soft, in the order of [`Resource::ALL`]; `core` is always there, as 0.
+    /// Resource limits, hard = soft, in the order of [`Resource::ALL`](crate::Resource::ALL); `core` is always there, as 0.
     pub rlimits: Vec<Rlimit>,
     /// How far the workers are confined.
     pub sandbox: confinement::SandboxConfig,

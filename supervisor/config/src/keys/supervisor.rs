@@ -79,9 +79,9 @@ pub struct SupervisorConfig {
     pub crash_dir: Option<PathBuf>,
     /// Crash reports that are kept, at least 1.
     pub crash_keep: usize,
-    /// Tenants that have a label of their own in the metrics; see [`Config::labelled_tenants`].
+    /// Tenants that have a label of their own in the metrics; see [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
-    /// The ids that workers with [`SandboxUser::Auto`] get; `None`: those of [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS), if
+    /// The ids that workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto) get; `None`: those of [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS), if
     /// the supervisor may start workers as other users.
     pub worker_uids: Option<UidRange>,
 }
