@@ -21,11 +21,13 @@ pub struct Pair<T> {
 
 impl<T: Default> Pair<T> {
     /// Whether the present window is another one by now.
+    #[inline]
     pub fn is_over(&self, now: Time) -> bool {
         number_of(now) != self.number
     }
 
     /// Forgets what is too old.
+    #[inline]
     pub fn roll(&mut self, now: Time) {
         let number = number_of(now);
         if number == self.number {
@@ -44,6 +46,7 @@ impl<T: Default> Pair<T> {
 
 impl<T> Pair<T> {
     /// The present window and the one before it.
+    #[inline]
     pub fn both(&self) -> [&T; 2] {
         [&self.current, &self.previous]
     }
@@ -194,6 +197,7 @@ impl Demand {
     }
 
     /// Whether [`Self::settle`] has something to do.
+    #[inline]
     pub fn is_due(&self, now: Time, limits: &Limits) -> bool {
         self.windows.is_over(now) || self.numbers != numbers_of(limits)
     }
@@ -219,6 +223,7 @@ impl Demand {
     }
 
     /// Counts the time that a compartment stood so.
+    #[inline]
     pub fn stood(&mut self, level: Level, now: Time) {
         let ns = u64::try_from(now.since(level.since).as_nanos()).unwrap_or(u64::MAX);
         let demand = u64::from(level.in_flight) + u64::from(level.queued);
@@ -238,6 +243,7 @@ impl Demand {
     }
 
     /// Counts a job that a worker had.
+    #[inline]
     pub fn served(&mut self, ran: Duration, waited: Duration) {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         self.windows.current.run_us.record(micros(ran), 1);
@@ -245,6 +251,7 @@ impl Demand {
     }
 
     /// Counts a job that missed its deadline while it ran.
+    #[inline]
     pub fn was_late(&mut self, deadline: Duration, own: Duration) {
         let bound = &mut self.windows.current.bound;
         bound.late += 1;

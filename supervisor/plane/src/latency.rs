@@ -20,6 +20,7 @@ pub struct Latency {
 
 impl Latency {
     /// Counts a job that a worker had.
+    #[inline]
     pub fn record(&mut self, now: Time, run: Duration, queue: Duration) {
         self.run.record(now, run);
         self.queue.record(now, queue);
@@ -103,6 +104,7 @@ impl Histogram {
 }
 
 /// The bucket of a value.
+#[inline]
 pub fn bucket_of(nanos: u64) -> usize {
     let octave = (u64::BITS - 1).saturating_sub((nanos | 1).leading_zeros());
     if octave < PER_OCTAVE_BITS {

@@ -80,11 +80,13 @@ pub fn ways() -> (Speaker, Listener) {
 
 impl Speaker {
     /// Tells of an event or a crash. Returns whether there was room.
+    #[inline]
     pub fn notice(&self, notice: Notice) -> bool {
         self.notices.try_send(notice).is_ok()
     }
 
     /// Tells of a milestone, once.
+    #[inline]
     pub fn milestone(&self, milestone: Milestone) {
         let told = self.milestones.try_send(milestone);
         debug_assert!(!matches!(told, Err(TrySendError::Full(_))), "{milestone:?} was told before");

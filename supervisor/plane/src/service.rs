@@ -83,6 +83,7 @@ fn number_of(now: Time) -> u64 {
 }
 
 impl Window {
+    #[inline]
     pub fn count(&mut self, now: Time, verdict: &Verdict) {
         let Some(place) = place(verdict) else { return };
         if self.parts.is_empty() {
@@ -102,6 +103,7 @@ impl Window {
         }
     }
 
+    #[inline]
     pub fn service(&self, now: Time) -> Service {
         Sum::of(self, now).service()
     }

@@ -101,11 +101,13 @@ impl Tally {
         }
     }
 
+    #[inline]
     pub fn submit(&mut self, priority: Priority) {
         self.submitted[priority as usize] += 1;
     }
 
     /// Counts how a job ended that was submitted before.
+    #[inline]
     pub fn end(&mut self, priority: Priority, label: u32, verdict: &Verdict) {
         let (priority, outcome) = (priority as usize, outcome(verdict));
         self.jobs[priority][outcome] += 1;
@@ -120,6 +122,7 @@ impl Tally {
     }
 
     /// Counts how long a job was here that was taken, whatever became of it.
+    #[inline]
     pub fn time(&mut self, queued: Duration, ran: Option<Duration>) {
         self.queue_wait.record(queued);
         if let Some(ran) = ran {

@@ -1,0 +1,165 @@
+//! The serializer's bytes against a second encoder: the rules of `docs/protocol.md`, written out by hand. So another
+//! serializer can take its place, and a program in another language be written from that page.
+
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Progress, Refused, Submit};
+use bulkhead_shared::codec;
+use bulkhead_shared::worker_protocol::{
+    Empty, Extend, Failed, Job, Limits, ProgramCrashed, Status, WorkerWelcome,
+};
+
+/// A value as the page describes its type.
+trait ByHand {
+    fn put(&self, out: &mut Vec<u8>);
+}
+
+macro_rules! numbers {
+    ($($type:ty)*) => {$(
+        impl ByHand for $type {
+            fn put(&self, out: &mut Vec<u8>) {
+                out.extend_from_slice(&self.to_le_bytes());
+            }
+        }
+    )*};
+}
+
+numbers! { u8 u16 u32 u64 i32 f32 }
+
+impl ByHand for &str {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.len() as u64).put(out);
+        out.extend_from_slice(self.as_bytes());
+    }
+}
+
+/// The extensions behind a structure.
+fn put_extensions(extensions: &[(u16, &[u8])], out: &mut Vec<u8>) {
+    (extensions.len() as u64).put(out);
+    for (tag, bytes) in extensions {
+        tag.put(out);
+        (bytes.len() as u64).put(out);
+        out.extend_from_slice(bytes);
+    }
+}
+
+/// Reads a message of the same type.
+fn decode_like<'a, M: codec::Message<'a>>(
+    _: &M,
+    bytes: &'a [u8],
+    known: &[u16],
+) -> (M, codec::Extensions<'a>) {
+    codec::decode(bytes, known).unwrap()
+}
+
+/// Encodes a structure of these fields in both ways, and reads it back.
+macro_rules! same {
+    ($extensions:expr, $message:ident { $($field:ident: $value:expr),* $(,)? }) => {{
+        let message = $message { $($field: $value),* };
+        let (mut coded, mut by_hand) = (Vec::new(), Vec::new());
+        codec::encode(&message, $extensions, &mut coded).unwrap();
+        $(message.$field.put(&mut by_hand);)*
+        put_extensions($extensions, &mut by_hand);
+        assert_eq!(coded, by_hand, "{message:?}");
+        let tags: Vec<u16> = $extensions.iter().map(|(tag, _)| *tag).collect();
+        let (back, extensions) = decode_like(&message, &by_hand, &tags);
+        assert_eq!(back, message);
+        for (tag, bytes) in $extensions {
+            assert_eq!(extensions.get(*tag), Some(*bytes));
+        }
+    }};
+}
+
+#[test]
+fn a_second_encoder_writes_the_same_bytes() {
+    let long = "ä".repeat(150);
+    let extensions: [&[(u16, &[u8])]; 3] = [
+        &[],
+        &[(codec::tag::JOB, &[7; 8])],
+        &[(codec::tag::TRACEPARENT, b"00-1"), (codec::tag::SEAL, &[0; 300])],
+    ];
+    for (text, numbers) in [("", 0u64), ("é\0x", 0x0123_4567_89ab_cdef), (&long, u64::MAX)] {
+        let (byte, short, word, signed) = (numbers as u8, numbers as u16, numbers as u32, numbers as i32);
+        for extensions in extensions {
+            same!(
+                extensions,
+                Hello {
+                    version_min: short,
+                    version_max: short,
+                    role: byte,
+                    frame_bytes_max: word,
+                    capabilities: numbers,
+                    name: text,
+                    version: text,
+                }
+            );
+            same!(
+                extensions,
+                ClientWelcome {
+                    version: short,
+                    frame_bytes_max: word,
+                    capabilities: numbers,
+                    server_version: text,
+                }
+            );
+            same!(
+                extensions,
+                WorkerWelcome {
+                    version: short,
+                    frame_bytes_max: word,
+                    capabilities: numbers,
+                    slot: word,
+                    generation: word,
+                    max_in_flight: word,
+                    heartbeat_ms: word,
+                    result_bytes_max: numbers,
+                    bulkhead: text,
+                }
+            );
+            same!(extensions, Refused { reason: byte, message: text });
+            same!(
+                extensions,
+                Submit {
+                    bulkhead: text,
+                    operation: text,
+                    tenant: text,
+                    deadline_us: numbers,
+                    priority: byte,
+                    idempotent: byte,
+                    cost: word,
+                }
+            );
+            same!(extensions, Progress { fraction: f32::from(short), text: text });
+            same!(
+                extensions,
+                OutcomeMessage {
+                    outcome: byte,
+                    reason: byte,
+                    executed: byte,
+                    retryable: byte,
+                    fault: byte,
+                    attempts: word,
+                    queued_us: numbers,
+                    ran_us: numbers,
+                    deadline_us: numbers,
+                    worker_pid: word,
+                    has_retry_after: byte,
+                    retry_after_us: numbers,
+                    has_status: byte,
+                    status: signed,
+                    bulkhead: text,
+                    code: text,
+                    message: text,
+                }
+            );
+            same!(extensions, Job { operation: text, tenant: text, remaining_us: numbers });
+            same!(extensions, Limits { max_in_flight: word });
+            same!(extensions, Failed { code: text, message: text, retryable: byte, fault: byte });
+            same!(extensions, Status { text: text });
+            same!(extensions, Extend { more_ms: word });
+            same!(extensions, ProgramCrashed { signal: signed, message: text });
+            let (mut coded, mut by_hand) = (Vec::new(), Vec::new());
+            codec::encode(&Empty, extensions, &mut coded).unwrap();
+            put_extensions(extensions, &mut by_hand);
+            assert_eq!(coded, by_hand);
+        }
+    }
+}
