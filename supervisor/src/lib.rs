@@ -4,21 +4,18 @@
 //! logs, signals) runs beside it and reads snapshots; the keeper, a process of its own, starts and ends
 //! the workers.
 
+pub use bulkhead_control::{control, observe, sockets};
 pub(crate) use bulkhead_plane::{
     access, confinement, latency, limits, lock, open_files, program, service, tally, threads, worker_ids,
 };
 pub use bulkhead_plane::{command, counters, crash, demand, entry, notices, reload, scrape, span};
 
-mod advice;
 pub mod args;
 pub mod check;
 pub use bulkhead_config as config;
-pub mod control;
 mod descriptors;
 pub mod doctor;
 mod inherited;
 pub use bulkhead_keeper as keeper;
-pub mod observe;
 pub mod shard;
-pub mod sockets;
 pub mod supervisor;

@@ -267,7 +267,7 @@ fn in_circles(edges: &BTreeMap<&Module, BTreeSet<Module>>) -> Vec<String> {
 }
 
 /// Crates in which there still are circles, and how many modules are in them: these numbers only ever sink.
-const KNOWN: [(&str, usize); 1] = [("supervisor", 12)];
+const KNOWN: [(&str, usize); 1] = [("control", 12)];
 
 #[test]
 fn no_files_import_each_other_in_a_circle() {

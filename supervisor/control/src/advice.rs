@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use crate::config::{format_duration, format_size};
+use bulkhead_config::{format_duration, format_size};
 
 pub(crate) use bulkhead_api::Seen;
 pub(crate) use seen::{Work, seen};

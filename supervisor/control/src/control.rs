@@ -22,11 +22,11 @@ mod tcp;
 mod temporary;
 mod watch;
 
-pub(crate) use jobs::JOBS_MAX;
+pub use jobs::JOBS_MAX;
 use local::CONNECTIONS_MAX;
 
 /// Connections that whoever reaches the address of `http` can hold.
-pub(crate) const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
+pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
 
 use std::io;
 use std::net::TcpListener;
@@ -44,17 +44,17 @@ use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError};
-use crate::config::Config;
-use crate::config::Token;
-use crate::counters::SharedCounters;
-use crate::notices::{Heard, Listener, Milestone, WorkerOutput};
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
 use crate::observe::output::Output;
 use crate::observe::process::{self, Residents};
 use crate::sockets::Sockets;
-use crate::threads::{Fate, panic_on_request};
+use bulkhead_config::Config;
+use bulkhead_config::Token;
+use bulkhead_plane::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError};
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::notices::{Heard, Listener, Milestone, WorkerOutput};
+use bulkhead_plane::threads::{Fate, panic_on_request};
 
 use connections::{Arrivals, Ways};
 pub use reload::InForce;
@@ -100,9 +100,9 @@ pub struct Options {
     /// What is in force at the start.
     pub config: Arc<Config>,
     /// The bound TCP socket, if there is to be one, and who may use it.
-    pub(crate) http: Option<(TcpListener, Token)>,
+    pub http: Option<(TcpListener, Token)>,
     /// Threads that must not end.
-    pub(crate) fate: Fate,
+    pub fate: Fate,
 }
 
 /// What the parts of the control plane share.

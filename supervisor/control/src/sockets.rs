@@ -12,8 +12,8 @@ use std::sync::Mutex;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
-use crate::lock::{self, NoLock};
 use bulkhead_linux::rights::refuse_descriptors;
+use bulkhead_plane::lock::{self, NoLock};
 
 /// Connections that may wait to be accepted; the kernel cuts this to its own maximum.
 const BACKLOG_MAX: i32 = 4096;

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use super::seen::{lost, may_shrink, missing, turned_away, turned_away_by, waited_in_vain};
 use super::{Kept, Machine, Proposal, Seen, Setting, Setup};
-use crate::config::defaults::{
+use bulkhead_config::defaults::{
     CGROUP_MEMORY_MIN, DURATION_MAX, IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING,
     PROCESSES_CEILING, QUEUE_CEILING,
 };
-use crate::config::{format_duration, format_size};
+use bulkhead_config::{format_duration, format_size};
 
 /// The share of time without a free permit above which the concurrency that was seen is that of the limit.
 const AT_LIMIT_MAX: f64 = 0.01;

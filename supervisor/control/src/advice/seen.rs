@@ -7,8 +7,8 @@ use bulkhead_api::{Late, Marks, Seen, Text};
 use bulkhead_shared::RejectReason;
 
 use super::{ENOUGH_JOBS, ENOUGH_TIME, SHRINK_AFTER};
-use crate::config::format_duration;
-use crate::demand::{Observation, Weights};
+use bulkhead_config::format_duration;
+use bulkhead_plane::demand::{Observation, Weights};
 
 /// Reasons of rejections that more permits or more places in the queue would have spared.
 const TURNED_AWAY: [RejectReason; 4] =
@@ -26,11 +26,11 @@ pub(crate) struct Work {
 /// From what the data plane has counted and what its workers used.
 pub(crate) fn seen(observation: &Observation, work: Work) -> Seen {
     let [current, previous] = observation.windows.both();
-    let whole = |of: fn(&crate::demand::Window) -> &Weights| of(current).clone().and(of(previous));
+    let whole = |of: fn(&bulkhead_plane::demand::Window) -> &Weights| of(current).clone().and(of(previous));
     let (run, wait) = (whole(|w| &w.run_us), whole(|w| &w.wait_us));
     let in_flight = whole(|w| &w.bound.in_flight);
     let busy_ns = in_flight.total();
-    let sum = |of: fn(&crate::demand::Bound) -> u64| of(&current.bound) + of(&previous.bound);
+    let sum = |of: fn(&bulkhead_plane::demand::Bound) -> u64| of(&current.bound) + of(&previous.bound);
     let in_flight_ms = (current.in_flight_ns + previous.in_flight_ns) as f64 / 1e6;
     let (now, base) = (&observation.counters, &observation.base);
     let late = now.deadline_exceeded.saturating_sub(base.deadline_exceeded);

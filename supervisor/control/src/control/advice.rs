@@ -13,10 +13,10 @@ use tokio::sync::oneshot;
 use super::http::{Shared, not_found, stuck};
 use super::{ANSWER_WITHIN, Control};
 use crate::advice::{Machine, Setup, Work, advise, seen};
-use crate::command::Command;
-use crate::config::{BulkheadConfig, Program, Resource};
-use crate::demand::{InForce, Observation, Pair};
 use crate::observe::process;
+use bulkhead_config::{BulkheadConfig, Program, Resource};
+use bulkhead_plane::command::Command;
+use bulkhead_plane::demand::{InForce, Observation, Pair};
 
 /// How often workers are looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);

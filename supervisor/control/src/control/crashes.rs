@@ -17,8 +17,8 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::ANSWER_WITHIN;
 use super::http::{JSON, Shared, not_found, problem, stuck};
-use crate::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
 use crate::observe::crashes::ReadError;
+use bulkhead_plane::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
 
 #[derive(Deserialize)]
 pub(super) struct ListQuery {
@@ -241,8 +241,8 @@ impl super::Control {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::crash::cause_of;
-    use crate::crash::sample_report as report;
+    use bulkhead_plane::crash::cause_of;
+    use bulkhead_plane::crash::sample_report as report;
     use bulkhead_policy::{Death, KillReason};
     use bulkhead_shared::CrashReason;
 

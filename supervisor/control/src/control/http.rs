@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 
 use super::connections::{ANSWERED_WITHIN, Entry};
 use super::{Control, browser, jobs, routes};
-use crate::command::{Command, SteerError, Verb, problem_of_change, problem_of_tenant_change};
+use bulkhead_plane::command::{Command, SteerError, Verb, problem_of_change, problem_of_tenant_change};
 
 /// Bytes of a request's body, but for payloads.
 const BODY_BYTES_MAX: usize = 64 * 1024;

@@ -31,11 +31,11 @@ use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
 use super::connections::Entry;
 use super::http::{Shared, problem, problem_with};
-use crate::command::Command;
-use crate::counters::SharedCounters;
+use bulkhead_plane::command::Command;
+use bulkhead_plane::counters::SharedCounters;
 
 /// Jobs over HTTP under way at once; the next ones are told `overloaded`.
-pub(crate) const JOBS_MAX: usize = 128;
+pub const JOBS_MAX: usize = 128;
 
 /// How long a payload may take to come. The data plane allows a frame as long, from when it begins.
 const UPLOADED_WITHIN: Duration = Duration::from_secs(30);

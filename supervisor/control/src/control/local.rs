@@ -8,9 +8,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::Control;
 use super::connections::{Arrival, Entry, LAST_WITHIN, Ways};
-use crate::command::{Command, Commander};
-use crate::entry::{self, Refusal};
 use bulkhead_linux::peer::Outsiders;
+use bulkhead_plane::command::{Command, Commander};
+use bulkhead_plane::entry::{self, Refusal};
 
 /// Connections at once that are told why they are not served; the next ones are told nothing. As many reports
 /// of such wait for the data plane.

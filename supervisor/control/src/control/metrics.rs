@@ -7,9 +7,9 @@ use tokio::sync::oneshot;
 
 use super::http::{Shared, stuck};
 use super::{ANSWER_WITHIN, Control};
-use crate::command::Command;
 use crate::observe::metrics::{self, Format};
-use crate::scrape::Scrape;
+use bulkhead_plane::command::Command;
+use bulkhead_plane::scrape::Scrape;
 
 pub(super) async fn show(State(control): State<Shared>, headers: HeaderMap) -> Response {
     let Some(scrape) = control.scrape().await else { return stuck() };

@@ -9,7 +9,7 @@ use tokio::net::{TcpStream, UnixStream};
 
 use super::connections::{Arrivals, serve};
 use super::http::Shared;
-use crate::threads::{Fate, panic_on_request};
+use bulkhead_plane::threads::{Fate, panic_on_request};
 
 use super::{CLOSE_WITHIN, http, tcp, watch};
 

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::http::{PROBLEM, Shared, problem};
 use super::routes::{Answer, Content, OPEN, PROBLEMS, Parameter, ROUTES, Route, Schema};
-use crate::config::Config;
+use bulkhead_config::Config;
 
 /// What stands in the place of a secret.
 const REDACTED: &str = "[redacted]";
@@ -213,7 +213,7 @@ mod tests {
     fn a_configuration_is_told_without_the_values_of_variables() {
         let text = "[supervisor]\nsocket = \"/run/x/jobs.sock\"\n[bulkhead.b]\nexec = [\"cat\"]\n\
                     env = { KEY = \"sesame\" }\n";
-        let config = crate::config::parse(text, "/etc/workers.toml".as_ref()).unwrap();
+        let config = bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap();
         let told = redacted(&config).unwrap();
         assert!(!told.to_string().contains("sesame"));
         assert_eq!(told["bulkheads"][0]["env"]["KEY"], REDACTED);

@@ -11,8 +11,8 @@ use tokio::sync::{Mutex, oneshot};
 use tokio::time::Instant;
 
 use super::ANSWER_WITHIN;
-use crate::command::{Command, Commander};
-use crate::counters::SharedCounters;
+use bulkhead_plane::command::{Command, Commander};
+use bulkhead_plane::counters::SharedCounters;
 
 /// For how long what was seen is good enough.
 const FRESH: Duration = Duration::from_millis(100);

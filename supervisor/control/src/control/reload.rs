@@ -17,14 +17,14 @@ use tokio::sync::{Notify, Semaphore, oneshot};
 
 use super::http::{Shared, problem, problem_with, stuck, switch};
 use super::{Control, notify_systemd};
-use crate::command::{Command, Event, SteerError};
-use crate::config::{self, Config, ConfigErrors, Profile};
-use crate::confinement::Grounds;
-use crate::limits::DataPlaneLimits;
-use crate::open_files::OpenFiles;
-use crate::program;
-use crate::reload::{self, Reload, Surroundings, after_reload};
-use crate::scrape::ReloadCounts;
+use bulkhead_config::{self as config, Config, ConfigErrors, Profile};
+use bulkhead_plane::command::{Command, Event, SteerError};
+use bulkhead_plane::confinement::Grounds;
+use bulkhead_plane::limits::DataPlaneLimits;
+use bulkhead_plane::open_files::OpenFiles;
+use bulkhead_plane::program;
+use bulkhead_plane::reload::{self, Reload, Surroundings, after_reload};
+use bulkhead_plane::scrape::ReloadCounts;
 
 /// How long reading the file, and looking at the programs and folders it names, may take: less than
 /// the time in which a request is answered.
@@ -39,13 +39,13 @@ pub struct InForce {
     /// The file as it was read last, but for keys that hold from start to stop.
     pub config: Config,
     /// What there is to confine workers by.
-    pub(crate) grounds: Arc<Grounds>,
+    pub grounds: Arc<Grounds>,
     /// The limit of open files in force.
-    pub(crate) open_files: OpenFiles,
+    pub open_files: OpenFiles,
     /// The supervisor's own user.
-    pub(crate) own: u32,
+    pub own: u32,
     /// The tenants that metrics name, from start to stop.
-    pub(crate) labels: Arc<[String]>,
+    pub labels: Arc<[String]>,
 }
 
 /// The file in force, and how often it became another one.

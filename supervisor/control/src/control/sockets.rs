@@ -9,8 +9,8 @@ use tokio::net::UnixListener;
 use tokio::sync::watch;
 
 use super::Control;
-use crate::command::{Command, Event};
 use crate::sockets::{Bound, Sockets};
+use bulkhead_plane::command::{Command, Event};
 
 /// How often the files are looked at.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

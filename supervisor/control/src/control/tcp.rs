@@ -23,7 +23,7 @@ use super::lobby::Lobby;
 use super::local::CONNECTIONS_MAX;
 use super::routes::OPEN;
 use super::{Control, http, jobs};
-use crate::config::Token;
+use bulkhead_config::Token;
 
 /// Whether the headers have the token, once.
 fn opens(token: &Token, headers: &HeaderMap) -> bool {

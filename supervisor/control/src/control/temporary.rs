@@ -13,8 +13,8 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::Control;
-use crate::command::Command;
-use crate::keeper;
+use bulkhead_keeper as keeper;
+use bulkhead_plane::command::Command;
 
 /// Between two looks, unless they take long.
 const INTERVAL: Duration = Duration::from_secs(1);

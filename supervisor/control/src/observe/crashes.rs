@@ -15,9 +15,9 @@ use bulkhead_api::{CrashId, CrashReport, Stage, Summary};
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use crate::crash::REPORTS_WAITING_MAX;
-use crate::lock::{self, NoLock};
-use crate::threads::Fate;
+use bulkhead_plane::crash::REPORTS_WAITING_MAX;
+use bulkhead_plane::lock::{self, NoLock};
+use bulkhead_plane::threads::Fate;
 
 /// Messages that wait: all those reports, and a question from each connection of the admin socket.
 const MESSAGES_MAX: usize = REPORTS_WAITING_MAX + 256;
@@ -384,7 +384,7 @@ pub struct Crashes(mpsc::Sender<Message>);
 pub struct CrashThread(blocking::Receiver<()>);
 
 /// Starts to keep reports.
-pub(crate) fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)> {
+pub fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)> {
     let (sender, mut messages) = mpsc::channel(MESSAGES_MAX);
     let (alive, ended) = blocking::channel::<()>();
     let run = move || {
@@ -440,7 +440,7 @@ impl Crashes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::crash::sample_report as report;
+    use bulkhead_plane::crash::sample_report as report;
     use std::os::unix::fs::PermissionsExt;
 
     fn boxed(number: u32) -> Box<CrashReport> {

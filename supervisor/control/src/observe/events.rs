@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::{Notify, watch};
 
 use super::logging;
-use crate::command::Event;
+use bulkhead_plane::command::Event;
 
 /// Events that are kept.
 pub const EVENTS_MAX: usize = 4096;

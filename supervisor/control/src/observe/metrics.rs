@@ -10,9 +10,9 @@ use bulkhead_policy::{BreakerState, BulkheadState, RestartCause, WORKER_STATES};
 use bulkhead_shared::{CrashReason, Priority, RejectReason};
 
 use super::process::Residents;
-use crate::config::OTHER_TENANTS;
-use crate::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
-use crate::tally::{BOUNDS, Histogram, OUTCOMES};
+use bulkhead_config::OTHER_TENANTS;
+use bulkhead_plane::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
+use bulkhead_plane::tally::{BOUNDS, Histogram, OUTCOMES};
 
 use families::Family;
 pub(crate) use text::Format;
@@ -230,7 +230,7 @@ mod tests {
     use super::families::{ALL, Kind};
     use super::*;
 
-    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations.md");
+    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
 
     #[test]
     fn every_family_is_told_once_and_in_order() {

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use crate::counters::SharedCounters;
-use crate::span::{JobSpan, SpanSender};
-use crate::threads::Fate;
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::span::{JobSpan, SpanSender};
+use bulkhead_plane::threads::Fate;
 use export::Export;
 use otlp::Collector;
 
@@ -42,7 +42,7 @@ impl SpanThread {
 
 /// Starts the thread, if anybody takes spans: the log, by its level for `bulkhead::job`, or a collector, by the
 /// environment.
-pub(crate) fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
+pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
     let collector = Collector::find(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
         tracing::warn!("spans of jobs are not sent anywhere: {error}");

@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::otlp::{Collector, SendError};
-use crate::span::JobSpan;
+use bulkhead_plane::span::JobSpan;
 
 /// Spans of one message.
 const BATCH_SPANS: usize = 512;

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
 use super::millis;
-use crate::span::JobSpan;
+use bulkhead_plane::span::JobSpan;
 
 /// The whole address, as it is.
 const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
