@@ -145,6 +145,11 @@ impl Keeper {
         Ok(())
     }
 
+    /// What was handed over: the keeper that follows this one needs it as well.
+    pub fn given(&self) -> Option<Arc<SubordinateIds>> {
+        self.ids.clone()
+    }
+
     /// The keeper's process.
     pub fn pid(&self) -> u32 {
         self.process.id()

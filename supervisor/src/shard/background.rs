@@ -13,7 +13,7 @@ use mio::Waker;
 
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
-use crate::keeper::{Keeper, sweep_after_keeper};
+use crate::keeper::{Keeper, SubordinateIds, sweep_after_keeper};
 use crate::threads::Fate;
 
 /// Looks at workers that may wait. On a machine where more do, workers are silent since they do not run.
@@ -25,8 +25,8 @@ const PROGRAM: &str = "/proc/self/exe";
 enum Task {
     /// Ends what a keeper that is lost has left behind.
     SweepKeeper { lost: Box<Keeper> },
-    /// Starts another, after a pause.
-    StartKeeper { pause: Duration },
+    /// Starts another, after a pause, and hands it what the lost one had.
+    StartKeeper { pause: Duration, ids: Option<Arc<SubordinateIds>> },
     /// How long the threads of a worker have waited so far.
     Watch(Arc<Watch>),
     /// Whether they have waited most of the time since.
@@ -82,8 +82,9 @@ impl Background {
 
     /// Ends what is left of a keeper, and starts another: [`Done::KeeperSwept`] and [`Done::Keeper`] follow.
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
+        let ids = lost.given();
         self.send(Task::SweepKeeper { lost });
-        self.send(Task::StartKeeper { pause });
+        self.send(Task::StartKeeper { pause, ids });
     }
 
     /// Begins to watch a worker. Returns whether it is watched.
@@ -117,12 +118,18 @@ impl Background {
     }
 }
 
+fn start_keeper(ids: Option<Arc<SubordinateIds>>) -> io::Result<Keeper> {
+    let mut keeper = Keeper::start(Path::new(PROGRAM))?;
+    ids.map_or(Ok(()), |ids| keeper.give(ids))?;
+    Ok(keeper)
+}
+
 fn perform(task: Task) -> Done {
     match task {
         Task::SweepKeeper { lost } => Done::KeeperSwept(sweep_after_keeper(*lost)),
-        Task::StartKeeper { pause } => {
+        Task::StartKeeper { pause, ids } => {
             std::thread::sleep(pause);
-            Done::Keeper(Keeper::start(Path::new(PROGRAM)).map(Box::new))
+            Done::Keeper(start_keeper(ids).map(Box::new))
         }
         Task::Watch(watch) => {
             watch.begin();
