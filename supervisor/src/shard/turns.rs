@@ -145,10 +145,12 @@ impl DataPlane {
             let most = if self.sessions.turns.is_alone() { ALONE_BYTES } else { QUANTUM_BYTES };
             let before = session.inbox.frames_begun();
             let bytes = self.session_readable(index, most);
+            // Also of one that is gone now: a crowd that leaves is bounded like one that speaks.
+            cost += bytes + FRAME_COST;
             let Some(session) = self.sessions.get_mut(index) else { continue };
             session.standing.bytes = session.standing.bytes.saturating_add(bytes);
             let frames = session.inbox.frames_begun().saturating_sub(before) as usize;
-            cost += bytes + FRAME_COST * (1 + frames);
+            cost += FRAME_COST * frames;
         }
     }
 }
