@@ -1,16 +1,23 @@
-//! The resources of setrlimit(2): a row for each, with what kind of value it takes. Setting them is the keeper's.
+//! The resources of setrlimit(2) as keys of the file: what kind of value each takes, and what it is for. Setting them
+//! is the keeper's.
 
+use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};
 
 /// One limit of setrlimit(2), hard = soft.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rlimit {
     /// What is limited.
+    #[serde(serialize_with = "serialize_name")]
     pub resource: Resource,
     /// In the resource's own unit (bytes, seconds for `cpu`, microseconds for `rttime`, else a count);
     /// `None` is unlimited.
     #[serde(serialize_with = "serialize_limit")]
     pub limit: Option<u64>,
+}
+
+fn serialize_name<S: Serializer>(resource: &Resource, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(resource.name())
 }
 
 fn serialize_limit<S: Serializer>(limit: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -34,84 +41,40 @@ pub(super) enum Measure {
     Zero,
 }
 
-/// One row for each resource; `bulkhead-linux` has what the kernel calls it.
-macro_rules! resources {
-    ($($(#[doc = $sentence:literal])+ $resource:ident = $name:literal, $measure:ident;)+) => {
-        /// A resource of setrlimit(2).
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub enum Resource {
-            $($(#[doc = $sentence])+ $resource,)+
+/// What a limit of this resource counts, and one sentence for the reference.
+pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
+    use Measure::{Bytes, Count, Microseconds, Seconds, Zero};
+    match resource {
+        Resource::As => (
+            Bytes,
+            "Address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start under a tight one.",
+        ),
+        Resource::Cpu => {
+            (Seconds, "Processor time, summed over the worker's life; for `exec`, of each program.")
         }
-
-        impl Resource {
-            /// Every resource, in the order of [`BulkheadConfig::rlimits`](crate::BulkheadConfig::rlimits).
-            pub const ALL: [Resource; 16] = [$(Self::$resource),+];
-
-            /// Its name in the file: that of setrlimit(2) in lower case, without `RLIMIT_`.
-            ///
-            /// ```
-            /// use bulkhead_config::Resource;
-            /// assert_eq!(Resource::Nofile.name(), "nofile");
-            /// ```
-            pub const fn name(self) -> &'static str {
-                match self {
-                    $(Self::$resource => $name,)+
-                }
-            }
-
-            pub(super) const fn measure(self) -> Measure {
-                match self {
-                    $(Self::$resource => Measure::$measure,)+
-                }
-            }
-
-            /// One sentence for the reference.
-            pub(super) const fn about(self) -> &'static str {
-                match self {
-                    $(Self::$resource => concat!($($sentence),+).trim_ascii_start(),)+
-                }
-            }
-        }
-    };
-}
-
-resources! {
-    /// Address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start under a tight one.
-    As = "as", Bytes;
-    /// Processor time, summed over the worker's life; for `exec`, of each program.
-    Cpu = "cpu", Seconds;
-    /// Open descriptors.
-    Nofile = "nofile", Count;
-    /// Processes and threads of the worker's user, those outside this bulkhead included; does not bind root.
-    Nproc = "nproc", Count;
-    /// Size of any file the worker writes.
-    Fsize = "fsize", Bytes;
-    /// Core dumps: always 0, which is never a dump. The kernel is told 1 byte, with which a program in `kernel.core_pattern` gets none either.
-    Core = "core", Zero;
-    /// Data segment and heap.
-    Data = "data", Bytes;
-    /// Stack of the main thread.
-    Stack = "stack", Bytes;
-    /// Locked memory.
-    Memlock = "memlock", Bytes;
-    /// Resident memory; Linux accepts and ignores it, `recycle.rss` does not.
-    Rss = "rss", Bytes;
-    /// File locks; Linux accepts and ignores it.
-    Locks = "locks", Count;
-    /// Signals that may be pending for the worker's user.
-    Sigpending = "sigpending", Count;
-    /// POSIX message queues of the worker's user.
-    Msgqueue = "msgqueue", Bytes;
-    /// Ceiling of the nice value, written as 20 − nice.
-    Nice = "nice", Count;
-    /// Ceiling of the real-time priority.
-    Rtprio = "rtprio", Count;
-    /// Processor time under a real-time policy without a blocking call; a number is microseconds.
-    Rttime = "rttime", Microseconds;
-}
-
-impl Serialize for Resource {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.name())
+        Resource::Nofile => (Count, "Open descriptors."),
+        Resource::Nproc => (
+            Count,
+            "Processes and threads of the worker's user, those outside this bulkhead included; does not bind root.",
+        ),
+        Resource::Fsize => (Bytes, "Size of any file the worker writes."),
+        Resource::Core => (
+            Zero,
+            "Core dumps: always 0, which is never a dump. The kernel is told 1 byte, with which a program in \
+             `kernel.core_pattern` gets none either.",
+        ),
+        Resource::Data => (Bytes, "Data segment and heap."),
+        Resource::Stack => (Bytes, "Stack of the main thread."),
+        Resource::Memlock => (Bytes, "Locked memory."),
+        Resource::Rss => (Bytes, "Resident memory; Linux accepts and ignores it, `recycle.rss` does not."),
+        Resource::Locks => (Count, "File locks; Linux accepts and ignores it."),
+        Resource::Sigpending => (Count, "Signals that may be pending for the worker's user."),
+        Resource::Msgqueue => (Bytes, "POSIX message queues of the worker's user."),
+        Resource::Nice => (Count, "Ceiling of the nice value, written as 20 − nice."),
+        Resource::Rtprio => (Count, "Ceiling of the real-time priority."),
+        Resource::Rttime => (
+            Microseconds,
+            "Processor time under a real-time policy without a blocking call; a number is microseconds.",
+        ),
     }
 }

@@ -4,14 +4,14 @@
 //! Nothing that a worker leaves in its folder is trusted: it is removed without following a link, without
 //! recursion, however deep it is, and on a thread of its own, however much it is.
 
-use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 
-use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, RenameFlags};
+use bulkhead_linux::folder::{self, FOLDER};
+use rustix::fs::{FlockOperation, Mode};
 use rustix::io::Errno;
 
 use super::confinement::Identity;
@@ -27,12 +27,6 @@ const TRIES_MAX: u32 = 100;
 
 /// Folders that may wait for their removal.
 const DOOMED_MAX: usize = 16 * 1024;
-
-/// Names of a folder's entries that are held at a time.
-const NAMES_MAX: usize = 16 * 1024;
-
-/// What a folder must not be followed by mistake for.
-const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 /// The folder of all folders, made when the first one is wanted.
 #[derive(Default)]
@@ -166,96 +160,11 @@ fn sweep(parent: &Path) {
 
 /// Removes a folder and what is in it, as far as it can be.
 fn remove(path: &Path) {
-    if let Ok(folder) = open_folder(rustix::fs::CWD, path) {
-        let _ = empty(&folder); // What is left is seen by whoever looks, and tried again by the next keeper.
+    if let Ok(folder) = folder::open(rustix::fs::CWD, path) {
+        // What is left is seen by an operator who looks, and tried again by the next keeper.
+        let _ = folder::empty(&folder, usize::MAX);
     }
     let _ = std::fs::remove_dir(path);
-}
-
-/// Opens a folder, whatever its mode was.
-fn open_folder(parent: BorrowedFd<'_>, path: impl rustix::path::Arg + Copy) -> rustix::io::Result<OwnedFd> {
-    rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty()).or_else(|_| {
-        unlock(parent, path)?;
-        rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty())
-    })
-}
-
-/// Gives its owner all rights to a folder. By its descriptor: nothing that took its name meanwhile is meant.
-fn unlock(parent: BorrowedFd<'_>, path: impl rustix::path::Arg) -> rustix::io::Result<()> {
-    let bare = rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?;
-    let link = format!("/proc/self/fd/{}", bare.as_raw_fd());
-    rustix::fs::chmodat(rustix::fs::CWD, link, Mode::RWXU, AtFlags::empty())
-}
-
-/// Empties a folder, beside others who may do the same: the keeper does at its end what its thread has not done yet.
-/// What is in a folder in it is brought up first, so that there are two levels at any
-/// time: a tree that is a million deep takes no more descriptors than a flat one, and no stack.
-fn empty(top: &OwnedFd) -> rustix::io::Result<()> {
-    let mut number = 0_u64;
-    loop {
-        let mut is_empty = true;
-        for name in names(top)? {
-            is_empty = false;
-            if remove_file(top.as_fd(), &name.0, name.1)? {
-                continue;
-            }
-            let folder = match open_folder(top.as_fd(), name.0.as_c_str()) {
-                Err(Errno::NOENT) => continue,
-                opened => opened?,
-            };
-            let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
-            for (inner, kind) in names(&folder)? {
-                if !remove_file(folder.as_fd(), &inner, kind)? {
-                    number += 1;
-                    let free = format!(".bulkhead-{number}");
-                    let flags = RenameFlags::NOREPLACE;
-                    let bring_up =
-                        || rustix::fs::renameat_with(&folder, inner.as_c_str(), top, free.as_str(), flags);
-                    // To move a folder takes the right to write to it, since that is where its parent is noted.
-                    let brought = bring_up().or_else(|errno| match errno {
-                        Errno::ACCESS => unlock(folder.as_fd(), inner.as_c_str()).and_then(|()| bring_up()),
-                        _ => Err(errno),
-                    });
-                    match brought {
-                        // The next round tries the next number.
-                        Err(Errno::EXIST | Errno::NOENT) => {}
-                        result => result?,
-                    }
-                }
-            }
-            match rustix::fs::unlinkat(top, name.0.as_c_str(), AtFlags::REMOVEDIR) {
-                Err(Errno::NOTEMPTY | Errno::NOENT) => {}
-                result => result?,
-            }
-        }
-        if is_empty {
-            return Ok(());
-        }
-    }
-}
-
-type Name = (std::ffi::CString, FileType);
-
-/// The names of a folder's first entries; those behind them come when these are gone.
-fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<Name>> {
-    let entries = Dir::read_from(folder)?
-        .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
-    let named = entries
-        .take(NAMES_MAX)
-        .map(|entry| entry.map(|entry| (entry.file_name().to_owned(), entry.file_type())));
-    named.collect()
-}
-
-/// Removes what is not a folder; whether it was none.
-fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> rustix::io::Result<bool> {
-    if kind == FileType::Directory {
-        return Ok(false);
-    }
-    match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
-        Err(Errno::ISDIR) => Ok(false),
-        Err(Errno::NOENT) => Ok(true),
-        result => result.map(|()| true),
-    }
 }
 
 #[cfg(test)]
@@ -346,8 +255,11 @@ mod tests {
         }
         let folder = rustix::fs::open(&top, FOLDER, Mode::empty()).unwrap();
         std::thread::scope(|scope| {
-            let removers: Vec<_> = (0..3).map(|_| scope.spawn(|| empty(&folder))).collect();
-            removers.into_iter().for_each(|remover| remover.join().unwrap().unwrap());
+            let removers: Vec<_> =
+                (0..3).map(|_| scope.spawn(|| folder::empty(&folder, usize::MAX))).collect();
+            for remover in removers {
+                assert!(remover.join().unwrap().unwrap());
+            }
         });
         std::fs::remove_dir(&top).unwrap();
     }

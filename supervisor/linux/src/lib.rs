@@ -5,11 +5,15 @@
 //! - [`process_tree`]: processes that descend from this one, and their end.
 //! - [`peer`]: the process at the other end of a socket.
 //! - [`rights`]: sockets to which no descriptors can be passed.
+//! - [`folder`]: emptying a folder whose content is not trusted.
+//! - [`landlock`]: the system calls of Landlock.
 //! - [`wait`]: the raw waits for children.
 //! - [`errno`]: the errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
 
 pub mod errno;
+pub mod folder;
+pub mod landlock;
 pub mod peer;
 pub mod process_tree;
 pub mod rights;

@@ -1,60 +1,78 @@
 //! The resources of setrlimit(2): their names, numbers, and what `/proc/PID/limits` calls them.
 
-/// One resource.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resource {
-    /// Its name: that of setrlimit(2) in lower case, without `RLIMIT_`.
-    pub name: &'static str,
-    /// For getrlimit(2) and setrlimit(2).
-    pub kind: rustix::process::Resource,
-    /// The kernel's number.
-    pub number: u32,
-    /// What `/proc/PID/limits` calls it.
-    pub label: &'static str,
-}
+use rustix::process;
 
+/// A row for each resource, whose variant is called as rustix calls it: its name, and the kernel's label.
 macro_rules! resources {
-    ($($name:literal $kind:ident $label:literal;)+) => {
-        /// All of them.
-        pub const RESOURCES: [Resource; 16] = [$(Resource {
-            name: $name,
-            kind: rustix::process::Resource::$kind,
-            number: rustix::process::Resource::$kind as u32,
-            label: $label,
-        }),+];
+    ($($resource:ident $name:literal $label:literal;)+) => {
+        /// A resource of setrlimit(2).
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Resource {
+            $(#[doc = $label] $resource,)+
+        }
+
+        impl Resource {
+            /// Every resource.
+            pub const ALL: [Self; 16] = [$(Self::$resource),+];
+
+            /// Its name: that of setrlimit(2) in lower case, without `RLIMIT_`.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$resource => $name,)+
+                }
+            }
+
+            /// What `/proc/PID/limits` calls it.
+            pub const fn label(self) -> &'static str {
+                match self {
+                    $(Self::$resource => $label,)+
+                }
+            }
+
+            /// For getrlimit(2) and setrlimit(2).
+            pub const fn kernel(self) -> process::Resource {
+                match self {
+                    $(Self::$resource => process::Resource::$resource,)+
+                }
+            }
+        }
     };
 }
 
 resources! {
-    "as" As "Max address space";
-    "core" Core "Max core file size";
-    "cpu" Cpu "Max cpu time";
-    "data" Data "Max data size";
-    "fsize" Fsize "Max file size";
-    "locks" Locks "Max file locks";
-    "memlock" Memlock "Max locked memory";
-    "msgqueue" Msgqueue "Max msgqueue size";
-    "nice" Nice "Max nice priority";
-    "nofile" Nofile "Max open files";
-    "nproc" Nproc "Max processes";
-    "rss" Rss "Max resident set";
-    "rtprio" Rtprio "Max realtime priority";
-    "rttime" Rttime "Max realtime timeout";
-    "sigpending" Sigpending "Max pending signals";
-    "stack" Stack "Max stack size";
+    As "as" "Max address space";
+    Cpu "cpu" "Max cpu time";
+    Nofile "nofile" "Max open files";
+    Nproc "nproc" "Max processes";
+    Fsize "fsize" "Max file size";
+    Core "core" "Max core file size";
+    Data "data" "Max data size";
+    Stack "stack" "Max stack size";
+    Memlock "memlock" "Max locked memory";
+    Rss "rss" "Max resident set";
+    Locks "locks" "Max file locks";
+    Sigpending "sigpending" "Max pending signals";
+    Msgqueue "msgqueue" "Max msgqueue size";
+    Nice "nice" "Max nice priority";
+    Rtprio "rtprio" "Max realtime priority";
+    Rttime "rttime" "Max realtime timeout";
 }
 
-/// The number of open files.
-pub const OPEN_FILES: u32 = rustix::process::Resource::Nofile as u32;
+impl Resource {
+    /// The kernel's number.
+    pub const fn number(self) -> u32 {
+        self.kernel() as u32
+    }
 
-/// The resource of this name.
-pub fn named(name: &str) -> Option<Resource> {
-    RESOURCES.into_iter().find(|resource| resource.name == name)
-}
+    /// The resource of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|resource| resource.name() == name)
+    }
 
-/// The resource with this number.
-pub fn numbered(number: u32) -> Option<Resource> {
-    RESOURCES.into_iter().find(|resource| resource.number == number)
+    /// The resource with this number.
+    pub fn numbered(number: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|resource| resource.number() == number)
+    }
 }
 
 #[cfg(test)]
@@ -64,11 +82,11 @@ mod tests {
     #[test]
     fn each_resource_is_found_and_the_kernel_calls_it_so() {
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
-        for resource in RESOURCES {
-            assert_eq!(named(resource.name), Some(resource));
-            assert_eq!(numbered(resource.number), Some(resource));
-            assert!(limits.lines().any(|line| line.starts_with(resource.label)), "{resource:?}: {limits}");
+        for resource in Resource::ALL {
+            assert_eq!(Resource::named(resource.name()), Some(resource));
+            assert_eq!(Resource::numbered(resource.number()), Some(resource));
+            assert!(limits.lines().any(|line| line.starts_with(resource.label())), "{resource:?}: {limits}");
         }
-        assert_eq!((named("nofile").map(|it| it.number), named("files")), (Some(OPEN_FILES), None));
+        assert_eq!(Resource::named("files"), None);
     }
 }

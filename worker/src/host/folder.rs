@@ -8,12 +8,13 @@ use std::collections::hash_map::RandomState;
 use std::ffi::{CStr, CString};
 use std::hash::{BuildHasher, Hasher};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, RenameFlags};
+use bulkhead_linux::folder::{self, FOLDER};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::rules::{Rules, Temporary};
@@ -23,11 +24,6 @@ const AT_ONCE_MAX: usize = 256;
 
 /// Folders that may wait for their removal.
 const DOOMED_MAX: usize = 1024;
-
-/// Names of a folder's entries that are held at a time.
-const NAMES_MAX: usize = 16 * 1024;
-
-const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 /// The folders of all programs.
 pub(super) struct Folders {
@@ -93,9 +89,7 @@ fn open_up(temporary: &Temporary) {
     let is_open = rustix::fs::fstat(&temporary.folder)
         .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
     if !is_open {
-        // By descriptor, which is one that opens nothing.
-        let link = format!("/proc/self/fd/{}", temporary.folder.as_raw_fd());
-        let _ = rustix::fs::chmodat(rustix::fs::CWD, link, Mode::RWXU, AtFlags::empty());
+        let _ = folder::give_to_owner(&temporary.folder);
     }
 }
 
@@ -106,97 +100,11 @@ fn remove(temporary: &Temporary, name: &CStr, entries_max: usize) -> bool {
     if rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) != Err(Errno::NOTEMPTY) {
         return true;
     }
-    let Ok(folder) = open_folder(parent, name) else { return true };
+    let Ok(folder) = folder::open(parent, name) else { return true };
     // What cannot be removed goes with the worker's own folder.
-    if empty(&folder, entries_max) == Ok(false) {
+    if folder::empty(&folder, entries_max) == Ok(false) {
         return false;
     }
     let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
     true
-}
-
-/// Opens a folder whose mode may forbid that.
-fn open_folder(parent: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<OwnedFd> {
-    let open = || rustix::fs::openat(parent, name, FOLDER | OFlags::RDONLY, Mode::empty());
-    let folder = open().or_else(|_| {
-        // Nothing that could put a link in its place lives any more.
-        rustix::fs::openat(parent, name, FOLDER | OFlags::PATH, Mode::empty())?;
-        rustix::fs::chmodat(parent, name, Mode::RWXU, AtFlags::empty())?;
-        open()
-    })?;
-    let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
-    Ok(folder)
-}
-
-/// Empties a folder; `false` if it has more entries than are to be removed. What is in a folder in it is
-/// brought up first, so that a tree that is a million deep takes no more descriptors than a flat one.
-fn empty(top: &OwnedFd, entries_max: usize) -> rustix::io::Result<bool> {
-    let (mut number, mut seen) = (0_u64, 0);
-    loop {
-        let mut is_empty = true;
-        for (name, kind) in names(top)? {
-            is_empty = false;
-            seen += 1;
-            if seen > entries_max {
-                return Ok(false);
-            }
-            if remove_file(top.as_fd(), &name, kind)? {
-                continue;
-            }
-            let folder = open_folder(top.as_fd(), &name)?;
-            for (inner, kind) in names(&folder)? {
-                seen += 1;
-                if seen > entries_max {
-                    return Ok(false);
-                }
-                if !remove_file(folder.as_fd(), &inner, kind)? {
-                    number += 1;
-                    bring_up(&folder, &inner, top, number)?;
-                }
-            }
-            match rustix::fs::unlinkat(top, name.as_c_str(), AtFlags::REMOVEDIR) {
-                Err(Errno::NOTEMPTY) => {}
-                result => result?,
-            }
-        }
-        if is_empty {
-            return Ok(true);
-        }
-    }
-}
-
-/// Moves a folder to the top, under a name with this number; if that is taken, the next round tries the next.
-fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd, number: u64) -> rustix::io::Result<()> {
-    let free = format!(".bulkhead-{number}");
-    let bring = || rustix::fs::renameat_with(folder, inner, top, free.as_str(), RenameFlags::NOREPLACE);
-    let brought = bring().or_else(|errno| match errno {
-        // What may not be written to cannot get another parent.
-        Errno::ACCESS => open_folder(folder.as_fd(), inner).and_then(|_| bring()),
-        errno => Err(errno),
-    });
-    match brought {
-        Err(Errno::EXIST) => Ok(()),
-        result => result,
-    }
-}
-
-/// The names of a folder's first entries; those behind them come when these are gone.
-fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<(CString, FileType)>> {
-    let entries = Dir::read_from(folder)?
-        .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
-    let named = entries
-        .take(NAMES_MAX)
-        .map(|entry| entry.map(|entry| (entry.file_name().to_owned(), entry.file_type())));
-    named.collect()
-}
-
-/// Removes what is not a folder; whether it was none.
-fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> rustix::io::Result<bool> {
-    if kind == FileType::Directory {
-        return Ok(false);
-    }
-    match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
-        Err(Errno::ISDIR) => Ok(false),
-        result => result.map(|()| true),
-    }
 }

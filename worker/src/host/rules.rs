@@ -7,14 +7,13 @@
 //!
 //! What the worker has is told by the keeper (see [`bulkhead_shared::program_rules`]). It is opened once, at
 //! the start, so that a program costs a system call for each path and no walk along it.
-#![expect(unsafe_code, reason = "the calls of Landlock have no safe form here")]
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
-use bulkhead_linux::errno;
+use bulkhead_linux::landlock::{self, Withheld};
 use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRules};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -30,6 +29,9 @@ const READ_FILE: u64 = 1 << 2;
 const READ_DIR: u64 = 1 << 3;
 const TRUNCATE: u64 = 1 << 14;
 const IOCTL_DEV: u64 = 1 << 15;
+
+/// Of Landlock: with it the kernel logs what is tried and refused.
+const NO_VERSION: u32 = 0;
 
 /// Folders above one another.
 const DEPTH_MAX: usize = 256;
@@ -108,18 +110,20 @@ impl Rules {
         if self.handled == 0 {
             return Ok(None);
         }
-        let ruleset = Ruleset(create_ruleset(self.handled, self.scoped)?);
+        // What the worker's own rules withhold of the network, they withhold from its programs.
+        let withheld = Withheld { files: self.handled, network: 0, scopes: self.scoped };
+        let ruleset = landlock::create_ruleset(withheld)?;
         for (place, access) in &self.given {
-            match ruleset.add(place.as_fd(), *access) {
+            match landlock::give(ruleset.as_fd(), place.as_fd(), *access) {
                 // What was a folder is a file by now.
-                Err(Errno::INVAL) => ruleset.add(place.as_fd(), access & OF_FILES)?,
+                Err(Errno::INVAL) => landlock::give(ruleset.as_fd(), place.as_fd(), access & OF_FILES)?,
                 result => result?,
             }
         }
         if let (Some(folder), Some(temporary)) = (folder, &self.temporary) {
-            ruleset.add(folder, temporary.access)?;
+            landlock::give(ruleset.as_fd(), folder, temporary.access)?;
         }
-        Ok(Some(ruleset))
+        Ok(Some(Ruleset(ruleset)))
     }
 }
 
@@ -153,36 +157,10 @@ fn name(stat: Stat) -> (u64, u64) {
 pub(super) struct Ruleset(OwnedFd);
 
 impl Ruleset {
-    fn add(&self, place: BorrowedFd<'_>, access: u64) -> Result<(), Errno> {
-        /// `struct landlock_path_beneath_attr`.
-        #[repr(C, packed)]
-        struct PathBeneathAttr {
-            allowed_access: u64,
-            parent_fd: i32,
-        }
-        const RULE_PATH_BENEATH: libc::c_int = 1;
-        let rule = PathBeneathAttr { allowed_access: access, parent_fd: place.as_raw_fd() };
-        // SAFETY: the pointer is to a local of the form that the kernel reads for this kind of rule.
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_landlock_add_rule,
-                self.0.as_raw_fd(),
-                RULE_PATH_BENEATH,
-                &raw const rule,
-                NO_FLAGS,
-            )
-        };
-        if result == 0 { Ok(()) } else { Err(errno::last()) }
-    }
-
     /// Puts this process under them, for ever, and all that it starts; `worker` is the worker's temporary
     /// folder, which no program can list from then on. For a forked child: system calls and nothing else.
     pub(super) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        // SAFETY: takes two numbers, and touches no memory of ours.
-        let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, self.0.as_raw_fd(), NO_FLAGS) };
-        if result != 0 {
-            return Err(errno::last().into());
-        }
+        landlock::restrict_self(self.0.as_fd(), NO_VERSION)?;
         let Some(folder) = worker else { return Ok(()) };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         match rustix::fs::openat(folder, c".", flags, Mode::empty()) {
@@ -198,28 +176,4 @@ impl Temporary {
     pub(super) fn proof(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
     }
-}
-
-const NO_FLAGS: libc::c_uint = 0;
-
-fn create_ruleset(handled: u64, scoped: u64) -> Result<OwnedFd, Errno> {
-    /// `struct landlock_ruleset_attr`. Older kernels know less of it, and take what they do not know as long
-    /// as it is zero.
-    #[repr(C)]
-    struct RulesetAttr {
-        handled_access_fs: u64,
-        handled_access_net: u64,
-        scoped: u64,
-    }
-    // What the worker's own rules withhold of the network, they withhold from its programs.
-    let attr = RulesetAttr { handled_access_fs: handled, handled_access_net: 0, scoped };
-    // SAFETY: the pointer is to a local of the size that is told.
-    let descriptor = unsafe {
-        libc::syscall(libc::SYS_landlock_create_ruleset, &raw const attr, size_of::<RulesetAttr>(), NO_FLAGS)
-    };
-    if descriptor < 0 {
-        return Err(errno::last());
-    }
-    // SAFETY: the kernel has just made it for us.
-    Ok(unsafe { OwnedFd::from_raw_fd(descriptor as i32) })
 }

@@ -7,15 +7,15 @@
 //!
 //! What rules hold on to are the files themselves, not their names. So what is replaced under its name
 //! while a worker runs is closed to it until it is started anew.
-#![expect(unsafe_code, reason = "two system calls that no library offers in the form needed here")]
 
 mod proof;
 
 use std::ffi::CStr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bulkhead_linux::errno;
+use bulkhead_linux::landlock::{give, kernel_abi, restrict_self};
 use bulkhead_shared::program_rules;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, RulesetAttr,
@@ -147,22 +147,8 @@ impl Ruleset {
     }
 
     fn add_raw(&self, path: &CStr, access: BitFlags<AccessFs>) -> Result<(), Errno> {
-        /// `struct landlock_path_beneath_attr`.
-        #[repr(C, packed)]
-        struct PathBeneathAttr {
-            allowed_access: u64,
-            parent_fd: i32,
-        }
-        const RULE_PATH_BENEATH: libc::c_int = 1;
-        const NO_FLAGS: libc::c_uint = 0;
         let folder = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        let rule = PathBeneathAttr { allowed_access: access.bits(), parent_fd: folder.as_raw_fd() };
-        // SAFETY: the pointer is to a local of the form that the kernel reads for this kind of rule.
-        let result = unsafe {
-            let ruleset = self.descriptor.as_raw_fd();
-            libc::syscall(libc::SYS_landlock_add_rule, ruleset, RULE_PATH_BENEATH, &raw const rule, NO_FLAGS)
-        };
-        if result == 0 { Ok(()) } else { Err(errno::last()) }
+        give(self.descriptor.as_fd(), folder.as_fd(), access.bits())
     }
 
     /// Puts the calling thread under the rules, for ever, and all that it starts; and tries one thing that they
@@ -177,26 +163,6 @@ impl Ruleset {
         }
         Ok(())
     }
-}
-
-/// Puts the calling thread under the rules of this descriptor.
-pub(crate) fn restrict_self(ruleset: BorrowedFd<'_>, abi: u32) -> Result<(), Errno> {
-    /// What the caller tries itself is not to be written to the audit log.
-    const LOG_SAME_EXEC_OFF: libc::c_uint = 1;
-    const LOG_SINCE: u32 = 7;
-    let flags = if abi >= LOG_SINCE { LOG_SAME_EXEC_OFF } else { 0 };
-    // SAFETY: takes two numbers, and touches no memory of ours.
-    let result = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), flags) };
-    if result == 0 { Ok(()) } else { Err(errno::last()) }
-}
-
-/// The kernel's version of Landlock. `NOSYS`: built without; `OPNOTSUPP`: switched off.
-pub(crate) fn kernel_abi() -> Result<u32, Errno> {
-    const VERSION: libc::c_uint = 1;
-    let nothing = std::ptr::null::<libc::c_void>();
-    // SAFETY: with this flag the call takes no memory, and makes no descriptor.
-    let result = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, nothing, 0_usize, VERSION) };
-    if result > 0 { Ok(result as u32) } else { Err(errno::last()) }
 }
 
 /// A ruleset that refuses everything.

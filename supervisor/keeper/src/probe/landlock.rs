@@ -1,8 +1,8 @@
 //! Tries Landlock, part by part: a child puts itself under a rule of that kind, and tries what it forbids.
 
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::AsFd;
 
-use bulkhead_linux::errno::check;
+use bulkhead_linux::landlock::{Withheld, create_ruleset, kernel_abi, restrict_self};
 use landlock::{AccessFs, AccessNet, Scope};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -10,16 +10,6 @@ use rustix::net::{AddressFamily, Ipv4Addr, SocketAddrV4, SocketType};
 
 use super::child::{self, Refused};
 use super::{Ability, explain};
-use crate::confine::landlock::{kernel_abi, restrict_self};
-
-/// `struct landlock_ruleset_attr`: what is withheld.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Withheld {
-    files: u64,
-    network: u64,
-    scopes: u64,
-}
 
 /// One part of Landlock.
 struct Part {
@@ -97,7 +87,7 @@ pub(super) fn probe() -> Vec<Ability> {
 
 impl Part {
     fn tried(&self, abi: u32) -> Result<(), Refused> {
-        let ruleset = create(self.withheld)?;
+        let ruleset = create_ruleset(self.withheld)?;
         child::tried(|| {
             child::bound();
             rustix::thread::set_no_new_privs(true)?;
@@ -106,17 +96,6 @@ impl Part {
             if could && (self.forbidden)() != Err(self.refusal) { Err(Refused::Untrue) } else { Ok(()) }
         })
     }
-}
-
-fn create(withheld: Withheld) -> Result<OwnedFd, Errno> {
-    const NO_FLAGS: libc::c_uint = 0;
-    let size = size_of::<Withheld>();
-    // SAFETY: the pointer is to a local of the size that is told.
-    let result =
-        unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, &raw const withheld, size, NO_FLAGS) };
-    check(result)?;
-    // SAFETY: the call has made this descriptor, for us alone.
-    Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
 }
 
 fn list_the_root() -> Result<(), Errno> {

@@ -1,5 +1,6 @@
 //! What the default rules leave to ordinary programs, and what they close. Threads are put under rules of
 //! their own where one is enough: the kernel does it by thread.
+#![expect(unsafe_code, reason = "a child, and a filter of system calls, have no safe form here")]
 
 use std::fs;
 use std::io;

@@ -1,0 +1,115 @@
+//! Emptying a folder whose content is not trusted: without following a link, without recursion, however deep it is
+//! and whatever the modes of what is in it are.
+
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags};
+use rustix::io::{Errno, Result};
+use rustix::path::Arg;
+
+/// How a folder is opened: never through a link that has its name.
+pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// Names of a folder's entries that are held at a time.
+const NAMES_MAX: usize = 16 * 1024;
+
+/// Opens a folder to list and to empty it, whatever its mode was.
+pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy) -> Result<OwnedFd> {
+    let open = || rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty());
+    let folder = open().or_else(|_| {
+        unlock(parent, path)?;
+        open()
+    })?;
+    let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
+    Ok(folder)
+}
+
+fn unlock(parent: BorrowedFd<'_>, path: impl Arg) -> Result<()> {
+    // By its descriptor: nothing that took its name meanwhile is meant.
+    give_to_owner(&rustix::fs::openat(parent, path, FOLDER | OFlags::PATH, Mode::empty())?)
+}
+
+/// Gives its owner all rights to a folder, also by a descriptor that opens nothing.
+pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
+    let link = format!("/proc/self/fd/{}", folder.as_raw_fd());
+    rustix::fs::chmodat(CWD, link, Mode::RWXU, AtFlags::empty())
+}
+
+/// Empties a folder, beside other processes and threads that may do the same; `false` if it has more entries than
+/// are to be removed. What is in a folder in it is brought up first, so that there are two levels at any time: a tree
+/// that is a million deep takes no more descriptors than a flat one, and no stack.
+pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
+    let (mut number, mut seen) = (0_u64, 0_usize);
+    loop {
+        let mut is_empty = true;
+        for (name, kind) in names(top)? {
+            is_empty = false;
+            seen += 1;
+            if seen > entries_max {
+                return Ok(false);
+            }
+            if remove_file(top.as_fd(), &name, kind)? {
+                continue;
+            }
+            let folder = match open(top.as_fd(), name.as_c_str()) {
+                Err(Errno::NOENT) => continue,
+                opened => opened?,
+            };
+            for (inner, kind) in names(&folder)? {
+                seen += 1;
+                if seen > entries_max {
+                    return Ok(false);
+                }
+                if !remove_file(folder.as_fd(), &inner, kind)? {
+                    number += 1;
+                    bring_up(&folder, &inner, top, number)?;
+                }
+            }
+            match rustix::fs::unlinkat(top, name.as_c_str(), AtFlags::REMOVEDIR) {
+                Err(Errno::NOTEMPTY | Errno::NOENT) => {}
+                result => result?,
+            }
+        }
+        if is_empty {
+            return Ok(true);
+        }
+    }
+}
+
+/// Moves a folder to the top, under a name with this number; if that is taken, the next round tries the next.
+fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd, number: u64) -> Result<()> {
+    let free = format!(".bulkhead-{number}");
+    let bring = || rustix::fs::renameat_with(folder, inner, top, free.as_str(), RenameFlags::NOREPLACE);
+    let brought = bring().or_else(|errno| match errno {
+        // To move a folder takes the right to write to it, since that is where its parent is noted.
+        Errno::ACCESS => unlock(folder.as_fd(), inner).and_then(|()| bring()),
+        errno => Err(errno),
+    });
+    match brought {
+        Err(Errno::EXIST | Errno::NOENT) => Ok(()),
+        result => result,
+    }
+}
+
+/// The names of a folder's first entries; those behind them come when these are gone.
+fn names(folder: &OwnedFd) -> Result<Vec<(CString, FileType)>> {
+    let entries = Dir::read_from(folder)?
+        .filter(|entry| !entry.as_ref().is_ok_and(|entry| [c".", c".."].contains(&entry.file_name())));
+    let named = entries
+        .take(NAMES_MAX)
+        .map(|entry| entry.map(|entry| (entry.file_name().to_owned(), entry.file_type())));
+    named.collect()
+}
+
+/// Removes what is not a folder; whether it was none.
+fn remove_file(parent: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<bool> {
+    if kind == FileType::Directory {
+        return Ok(false);
+    }
+    match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
+        Err(Errno::ISDIR) => Ok(false),
+        Err(Errno::NOENT) => Ok(true),
+        result => result.map(|()| true),
+    }
+}
