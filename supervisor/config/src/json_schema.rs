@@ -1,11 +1,12 @@
 //! The keys as a JSON schema, for editors: what `schema` says of each, in the words of another. It knows the
 //! shape of a file, not what spans several keys, nor what is on the disk; it never refuses what the reader takes.
 
+use bulkhead_linux::rlimits::Resource;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, TENANT_BYTES_MAX};
 use serde_json::{Map, Value, json};
 
 use super::key::{self, Key, Kind, Preset};
-use super::rlimits::{Measure, Resource, UNLIMITED};
+use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::{defaults, file, schema, units};
 
 /// The table that bulkheads share, which has a name of its own only here.
@@ -151,7 +152,7 @@ fn number_or_text(min: u64, max: u64, pattern: &str, others: &[&str]) -> Value {
 
 fn limit(resource: Resource) -> Value {
     let duration = units::duration_pattern();
-    match resource.measure() {
+    match meaning(resource).0 {
         Measure::Bytes => size(0, defaults::NUMBER_MAX, &[UNLIMITED]),
         Measure::Count => number_or_text(0, defaults::NUMBER_MAX, UNLIMITED, &[]),
         Measure::Seconds => number_or_text(1, defaults::DURATION_MAX.as_secs(), &duration, &[UNLIMITED]),

@@ -4,9 +4,10 @@
 use std::fmt;
 use std::time::Duration;
 
+use bulkhead_linux::rlimits::Resource;
 use serde::{Serialize, Serializer};
 
-use super::rlimits::{Measure, Resource};
+use super::rlimits::{Measure, meaning};
 use super::{defaults, units};
 
 /// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
@@ -286,7 +287,7 @@ impl fmt::Display for Kind {
             Self::Paths { max } => write!(f, "array of paths, at most {max}"),
             Self::Ids => f.write_str("range of ids as a string"),
             Self::Environment => f.write_str("table of strings"),
-            Self::Limit(resource) => f.write_str(match resource.measure() {
+            Self::Limit(resource) => f.write_str(match meaning(resource).0 {
                 Measure::Bytes => "size or `\"unlimited\"`",
                 Measure::Count => "number or `\"unlimited\"`",
                 Measure::Seconds => "duration, number of seconds, or `\"unlimited\"`",

@@ -36,6 +36,7 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+pub use bulkhead_linux::rlimits::Resource;
 pub use bulkhead_policy::{
     BreakerLimits as BreakerConfig, Health, Overflow, PoisonLimits as PoisonConfig,
     Pressure as PressureConfig, RateLimit as RateLimitConfig, RatePer, Recycle, Restart, RestartPolicy,
@@ -53,7 +54,7 @@ pub use keys::bulkhead::{BulkheadConfig, Program};
 pub use keys::confinement::{CgroupConfig, Layer, Profile, SandboxConfig, SandboxUser};
 pub use keys::supervisor::{HttpConfig, SupervisorConfig};
 pub use keys::tenants::{IsolationConfig, TenantConfig, TenantsConfig};
-pub use rlimits::{Resource, Rlimit};
+pub use rlimits::Rlimit;
 pub use schema::{later, reference, replaces_workers, waits_for_start};
 pub use summary::WorkerIds;
 pub use token::Token;

@@ -41,40 +41,49 @@ pub(super) enum Measure {
     Zero,
 }
 
-/// What a limit of this resource counts, and one sentence for the reference.
-pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
-    use Measure::{Bytes, Count, Microseconds, Seconds, Zero};
-    match resource {
-        Resource::As => (
-            Bytes,
-            "Address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start under a tight one.",
-        ),
-        Resource::Cpu => {
-            (Seconds, "Processor time, summed over the worker's life; for `exec`, of each program.")
+/// A row for each resource: the sentence of the reference, and what its limit counts.
+macro_rules! meanings {
+    ($($(#[doc = $sentence:literal])+ $resource:ident = $measure:ident;)+) => {
+        /// What a limit of this resource counts, and one sentence for the reference.
+        pub(super) const fn meaning(resource: Resource) -> (Measure, &'static str) {
+            match resource {
+                $(Resource::$resource => (Measure::$measure, concat!($($sentence),+).trim_ascii_start()),)+
+            }
         }
-        Resource::Nofile => (Count, "Open descriptors."),
-        Resource::Nproc => (
-            Count,
-            "Processes and threads of the worker's user, those outside this bulkhead included; does not bind root.",
-        ),
-        Resource::Fsize => (Bytes, "Size of any file the worker writes."),
-        Resource::Core => (
-            Zero,
-            "Core dumps: always 0, which is never a dump. The kernel is told 1 byte, with which a program in \
-             `kernel.core_pattern` gets none either.",
-        ),
-        Resource::Data => (Bytes, "Data segment and heap."),
-        Resource::Stack => (Bytes, "Stack of the main thread."),
-        Resource::Memlock => (Bytes, "Locked memory."),
-        Resource::Rss => (Bytes, "Resident memory; Linux accepts and ignores it, `recycle.rss` does not."),
-        Resource::Locks => (Count, "File locks; Linux accepts and ignores it."),
-        Resource::Sigpending => (Count, "Signals that may be pending for the worker's user."),
-        Resource::Msgqueue => (Bytes, "POSIX message queues of the worker's user."),
-        Resource::Nice => (Count, "Ceiling of the nice value, written as 20 − nice."),
-        Resource::Rtprio => (Count, "Ceiling of the real-time priority."),
-        Resource::Rttime => (
-            Microseconds,
-            "Processor time under a real-time policy without a blocking call; a number is microseconds.",
-        ),
-    }
+    };
+}
+
+meanings! {
+    /// Address space. Runtimes that reserve much of it (Go, V8, sanitizers) do not start under a tight one.
+    As = Bytes;
+    /// Processor time, summed over the worker's life; for `exec`, of each program.
+    Cpu = Seconds;
+    /// Open descriptors.
+    Nofile = Count;
+    /// Processes and threads of the worker's user, those outside this bulkhead included; does not bind root.
+    Nproc = Count;
+    /// Size of any file the worker writes.
+    Fsize = Bytes;
+    /// Core dumps: always 0, which is never a dump. The kernel is told 1 byte, with which a program in `kernel.core_pattern` gets none either.
+    Core = Zero;
+    /// Data segment and heap.
+    Data = Bytes;
+    /// Stack of the main thread.
+    Stack = Bytes;
+    /// Locked memory.
+    Memlock = Bytes;
+    /// Resident memory; Linux accepts and ignores it, `recycle.rss` does not.
+    Rss = Bytes;
+    /// File locks; Linux accepts and ignores it.
+    Locks = Count;
+    /// Signals that may be pending for the worker's user.
+    Sigpending = Count;
+    /// POSIX message queues of the worker's user.
+    Msgqueue = Bytes;
+    /// Ceiling of the nice value, written as 20 − nice.
+    Nice = Count;
+    /// Ceiling of the real-time priority.
+    Rtprio = Count;
+    /// Processor time under a real-time policy without a blocking call; a number is microseconds.
+    Rttime = Microseconds;
 }

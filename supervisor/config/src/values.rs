@@ -4,13 +4,14 @@
 use std::ops::Deref;
 use std::time::Duration;
 
+use bulkhead_linux::rlimits::Resource;
 use toml::de::{DeFloat, DeInteger, DeValue};
 
 use super::defaults;
 use super::diagnostics::{nearest, shown};
 use super::ids::UidRange;
 use super::key::{Key, Kind};
-use super::rlimits::{Measure, Resource, UNLIMITED};
+use super::rlimits::{Measure, UNLIMITED, meaning};
 use super::units::{self, UnitError};
 
 /// Why a value cannot be taken.
@@ -493,7 +494,7 @@ pub(super) fn not_a_table_of(key: &Named, index: usize, value: &DeValue<'_>) -> 
 
 /// A limit in its resource's unit; `None` is unlimited.
 pub(super) fn limit(key: &Named, resource: Resource, value: &DeValue<'_>) -> Read<Option<u64>> {
-    let measure = resource.measure();
+    let measure = meaning(resource).0;
     if measure == Measure::Zero {
         return zero_limit(value);
     }

@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 
 use bulkhead_linux::process_tree::read_small;
-use bulkhead_linux::rlimits;
+use bulkhead_linux::rlimits::Resource;
 
 use super::Rlimit;
 use super::confinement::{Namespaces, Observed};
@@ -118,7 +118,7 @@ fn limit_of(text: &str, resource: u32) -> Option<(u64, u64)> {
 }
 
 fn limit_name(resource: u32) -> &'static str {
-    rlimits::numbered(resource).map_or("unknown", |resource| resource.label)
+    Resource::numbered(resource).map_or("unknown", Resource::label)
 }
 
 /// Whether a process is in the control group of this folder.
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn limits_are_found_by_their_numbers() {
         let [cpu, nofile, nice, address_space] =
-            ["cpu", "nofile", "nice", "as"].map(|name| rlimits::named(name).unwrap().number);
+            ["cpu", "nofile", "nice", "as"].map(|name| Resource::named(name).unwrap().number());
         let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
             Max cpu time              60                   61                   seconds   \n\
             Max open files            1024                 unlimited            files     \n\

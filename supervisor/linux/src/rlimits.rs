@@ -75,6 +75,9 @@ impl Resource {
     }
 }
 
+/// The number of open files.
+pub const OPEN_FILES: u32 = Resource::Nofile.number();
+
 #[cfg(test)]
 mod tests {
     use super::*;

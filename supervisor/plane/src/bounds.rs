@@ -15,15 +15,15 @@ pub fn rlimits(bulkhead: &BulkheadConfig, sandbox: &Sandbox) -> Vec<Rlimit> {
         return rlimits;
     }
     let is_free = |resource| bulkhead.rlimits.iter().all(|rlimit| rlimit.resource != resource);
-    let mut add = |resource, limit: u64, own: rustix::process::Resource| {
+    let mut add = |resource: Resource, limit: u64| {
         if is_free(resource) {
-            let most = getrlimit(own).maximum.unwrap_or(u64::MAX);
+            let most = getrlimit(resource.kernel()).maximum.unwrap_or(u64::MAX);
             rlimits.push(Rlimit { resource, limit: Some(limit.min(most)) });
         }
     };
-    add(Resource::Fsize, RLIMIT_FSIZE_BYTES, rustix::process::Resource::Fsize);
+    add(Resource::Fsize, RLIMIT_FSIZE_BYTES);
     if sandbox.counts_its_processes() {
-        add(Resource::Nproc, RLIMIT_NPROC, rustix::process::Resource::Nproc);
+        add(Resource::Nproc, RLIMIT_NPROC);
     }
     rlimits
 }

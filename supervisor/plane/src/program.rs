@@ -52,7 +52,7 @@ impl Program {
             }
             config::Program::Exec { argv, path } => {
                 // Limits of an `exec` bulkhead are each program's own, so the host sets them.
-                rlimits.retain(|limit| limit.resource == number(Resource::Core));
+                rlimits.retain(|limit| limit.resource == Resource::Core.number());
                 let mut arguments = vec!["bulkhead-worker".to_owned(), "exec".to_owned()];
                 for rlimit in bounds.iter().filter(|rlimit| rlimit.resource != Resource::Core) {
                     let value = rlimit.limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
@@ -123,16 +123,10 @@ fn kernel_limits(rlimits: &[config::Rlimit]) -> Vec<Rlimit> {
                 Resource::Core => NO_DUMP,
                 _ => rlimit.limit.unwrap_or(u64::MAX),
             };
-            let resource = number(rlimit.resource);
             let hard = if rlimit.resource == Resource::Cpu { soft.saturating_add(1) } else { soft };
-            Rlimit { resource, soft, hard }
+            Rlimit { resource: rlimit.resource.number(), soft, hard }
         })
         .collect()
-}
-
-/// The kernel's number of a resource. One without a number is refused when a worker is started.
-fn number(resource: Resource) -> u32 {
-    bulkhead_linux::rlimits::named(resource.name()).map_or(u32::MAX, |known| known.number)
 }
 
 /// The name of the host's program, which is installed beside the supervisor's own.

@@ -58,7 +58,7 @@ impl Plan {
 
 fn parse_rlimit(text: &str) -> Option<(Resource, Rlimit)> {
     let (name, value) = text.split_once('=')?;
-    let resource = rlimits::named(name)?.kind;
+    let resource = rlimits::Resource::named(name)?.kernel();
     let current = if value == "unlimited" { None } else { Some(value.parse::<u64>().ok()?) };
     // The second in between makes the kernel name the cause, SIGXCPU, before it kills.
     let maximum = current.map(|n| if name == "cpu" { n.saturating_add(1) } else { n });

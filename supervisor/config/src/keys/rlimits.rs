@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use bulkhead_linux::rlimits::Resource;
+
 use crate::key::{Key, Kind, OnReload, Preset, RLIMITS};
 use crate::reader::{Field, TableReader};
-use crate::rlimits::{Measure, Resource, Rlimit, UNLIMITED};
+use crate::rlimits::{Measure, Rlimit, UNLIMITED, meaning};
 use crate::table::{Part, Write, Written, braced};
 use crate::values;
 
@@ -14,6 +16,7 @@ pub(super) fn keys() -> Vec<Key> {
 }
 
 fn key(resource: Resource) -> Key {
+    let (measure, about) = meaning(resource);
     Key {
         table: RLIMITS,
         name: resource.name(),
@@ -26,14 +29,14 @@ fn key(resource: Resource) -> Key {
             ),
             _ => Preset::Described("the supervisor's own"),
         },
-        example: match resource.measure() {
+        example: match measure {
             Measure::Bytes => "\"1GiB\"",
             Measure::Count => "64",
             Measure::Seconds => "\"60s\"",
             Measure::Microseconds => "\"200ms\"",
             Measure::Zero => "0",
         },
-        about: resource.about(),
+        about,
         on_reload: OnReload::ReplacesWorkers,
     }
 }
@@ -85,7 +88,7 @@ impl Write for Vec<Rlimit> {
 }
 
 fn toml(rlimit: &Rlimit) -> String {
-    let scalar = match (rlimit.limit, rlimit.resource.measure()) {
+    let scalar = match (rlimit.limit, meaning(rlimit.resource).0) {
         (None, _) => Preset::Word(UNLIMITED),
         (Some(bytes), Measure::Bytes) => Preset::Size(bytes),
         (Some(seconds), Measure::Seconds) => Preset::Duration(Duration::from_secs(seconds)),

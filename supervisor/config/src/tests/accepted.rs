@@ -253,11 +253,3 @@ fn lines_may_end_as_on_windows() {
     folder.accept(&bulkhead("processes = 2").replace('\n', "\r\n"));
     folder.refuse_one(&bulkhead("processes = 0").replace('\n', "\r\n"), (3, 13), "`processes`", "");
 }
-
-#[test]
-fn every_resource_is_one_of_the_kernel() {
-    for resource in Resource::ALL {
-        assert!(bulkhead_linux::rlimits::named(resource.name()).is_some(), "{}", resource.name());
-    }
-    assert_eq!(Resource::ALL.len(), bulkhead_linux::rlimits::RESOURCES.len());
-}

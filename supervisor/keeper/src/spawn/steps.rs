@@ -6,7 +6,7 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
 use bulkhead_linux::errno::check;
-use bulkhead_linux::rlimits::{self, OPEN_FILES};
+use bulkhead_linux::rlimits::{OPEN_FILES, Resource};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Gid, Pid, Signal, Uid};
@@ -130,7 +130,7 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
 }
 
 fn rlimit_name(resource: u32) -> &'static str {
-    rlimits::numbered(resource).map_or("unknown", |resource| resource.name)
+    Resource::numbered(resource).map_or("unknown", Resource::name)
 }
 
 /// The fork has made the namespace; waits until the keeper has said which users there are in it.
