@@ -26,47 +26,26 @@ pub(crate) struct RawFile {
     pub(crate) names: Vec<String>,
 }
 
-/// `[supervisor]`.
-pub(crate) struct RawSupervisor {
-    /// Its heading; the start of the file if it has none.
-    pub(crate) heading: Range<usize>,
-    keys: SupervisorKeys,
-}
-
-/// An entry of `[[access]]`.
-pub(crate) struct RawAccess {
-    /// The place of the entry.
-    pub(crate) heading: Range<usize>,
-    keys: AccessKeys,
-}
-
-/// `[bulkhead.NAME]`.
-pub(crate) struct RawBulkhead {
+/// The keys of a table.
+pub(crate) struct Raw<K> {
+    /// Of a bulkhead; other tables have none.
     pub(crate) name: String,
+    /// The place of the table; the start of the file if there is no `[supervisor]`.
     pub(crate) heading: Range<usize>,
-    keys: BulkheadKeys,
+    keys: K,
 }
 
-impl Deref for RawSupervisor {
-    type Target = SupervisorKeys;
+/// `[supervisor]`.
+pub(crate) type RawSupervisor = Raw<SupervisorKeys>;
+/// An entry of `[[access]]`.
+pub(crate) type RawAccess = Raw<AccessKeys>;
+/// `[bulkhead.NAME]`.
+pub(crate) type RawBulkhead = Raw<BulkheadKeys>;
 
-    fn deref(&self) -> &SupervisorKeys {
-        &self.keys
-    }
-}
+impl<K> Deref for Raw<K> {
+    type Target = K;
 
-impl Deref for RawAccess {
-    type Target = AccessKeys;
-
-    fn deref(&self) -> &AccessKeys {
-        &self.keys
-    }
-}
-
-impl Deref for RawBulkhead {
-    type Target = BulkheadKeys;
-
-    fn deref(&self) -> &BulkheadKeys {
+    fn deref(&self) -> &K {
         &self.keys
     }
 }
@@ -87,11 +66,12 @@ pub(crate) fn read(root: &DeTable<'_>, problems: &mut Problems) -> RawFile {
     let mut top = TableReader::open(schema::keys(), key::TOP, String::new(), Origin::Own, root, problems);
     let heading = root.get_key_value("supervisor").map_or(0..0, |(key, _)| key.span());
     let empty = DeTable::new();
-    let supervisor =
-        RawSupervisor { heading, keys: SupervisorKeys::read_inside(Some(&mut top), "supervisor") };
+    let keys = SupervisorKeys::read_inside(Some(&mut top), "supervisor");
+    let supervisor = Raw { name: String::new(), heading, keys };
     let mut access = Vec::new();
     top.each_table("access", key::ACCESS, |heading, entry| {
-        access.push(RawAccess { heading, keys: AccessKeys::read(Field::Absent, Some(entry)) });
+        let keys = AccessKeys::read(Field::Absent, Some(entry));
+        access.push(Raw { name: String::new(), heading, keys });
     });
     let shared = top.bare_table("defaults").unwrap_or(&empty);
     let named = top.bare_table("bulkhead");
@@ -136,7 +116,7 @@ fn read_bulkheads(named: &DeTable<'_>, shared: &BulkheadKeys, problems: &mut Pro
         };
         let reader = TableReader::open(schema::keys(), key::BULKHEAD, title, Origin::Own, table, problems);
         let keys = BulkheadKeys::read(Field::Absent, Some(reader)).over(shared);
-        bulkheads.push(RawBulkhead { name: name.get_ref().to_string(), heading: name.span(), keys });
+        bulkheads.push(Raw { name: name.get_ref().to_string(), heading: name.span(), keys });
     }
     bulkheads
 }

@@ -54,6 +54,11 @@ impl<T> Field<T> {
         if let Self::Given(given) = self { Some(given) } else { None }
     }
 
+    /// The name of this key and the place of its value, if the file has it.
+    pub(super) fn written(&self, name: &'static str) -> Option<Written> {
+        (!self.is_absent()).then(|| (name, self.given().map(|given| given.span.clone())))
+    }
+
     pub(super) fn is_absent(&self) -> bool {
         matches!(self, Self::Absent)
     }
@@ -62,6 +67,9 @@ impl<T> Field<T> {
         matches!(self, Self::Refused)
     }
 }
+
+/// A key that the file has, and where its value stands unless that was refused.
+pub(super) type Written = (&'static str, Option<Range<usize>>);
 
 /// Strings of an array, each with its place: a program and its arguments, or names.
 pub(super) type Arguments = Vec<Given<String>>;

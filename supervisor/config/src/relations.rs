@@ -12,11 +12,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::diagnostics::{Problems, shown, shown_key};
+use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::file::{RawBulkhead, RawFile, RawSupervisor};
 use super::keys::life::RestartKeys;
 use super::keys::tenants::RawTenant;
-use super::reader::{Arguments, Field, Given};
+use super::reader::{Arguments, Field, Given, Written};
 use super::resolved::{Resolved, blame};
 use super::table::ByRows as _;
 use super::token::Token;
@@ -25,6 +25,9 @@ use super::{
     BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, Start, SupervisorConfig, defaults,
     programs, units,
 };
+
+/// Names that a message lists.
+const LISTED_MAX: usize = 10;
 
 /// Everything that a bulkhead is judged against.
 pub(super) struct Checker<'c> {
@@ -131,26 +134,20 @@ impl Checker<'_> {
 
     /// Both keys or neither: without a token everybody who reaches the address would be an operator.
     fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
-        let address = raw.http.given().and_then(|given| match given.value.parse() {
-            Ok(address) => Some(address),
-            Err(_) => {
-                self.problems.report(
-                    given.span.clone(),
+        let address = raw.http.given().and_then(|given| {
+            let address = given.value.parse().map_err(|_| {
+                Complaint::new(
                     format!("`http` must be an address and a port, not `{}`", shown(&given.value)),
                     "write `http = \"127.0.0.1:9464\"`; an IPv6 address stands in brackets, as in \"[::1]:9464\"",
-                );
-                None
-            }
+                )
+            });
+            self.found(&given.span, address)
         });
         let token_file = raw.http_token_file.given().and_then(|given| {
             let path = programs::resolve(self.folder, &given.value);
-            match Token::read(&path) {
-                Ok(_) => Some(path),
-                Err((message, help)) => {
-                    self.problems.report(given.span.clone(), format!("`http_token_file`: {message}"), help);
-                    None
-                }
-            }
+            let token = Token::read(&path)
+                .map_err(|(message, help)| Complaint::new(format!("`http_token_file`: {message}"), help));
+            self.found(&given.span, token).map(|_| path)
         });
         match (&raw.http, &raw.http_token_file) {
             (Field::Given(http), Field::Absent) => self.problems.report(
@@ -169,13 +166,7 @@ impl Checker<'_> {
     }
 
     fn socket(&mut self, label: &str, span: &Range<usize>, path: PathBuf) -> Option<PathBuf> {
-        match programs::socket(label, &path) {
-            Ok(()) => Some(path),
-            Err(complaint) => {
-                self.complain(span.clone(), complaint);
-                None
-            }
-        }
+        self.found(span, programs::socket(label, &path)).map(|()| path)
     }
 
     fn bulkhead(&mut self, raw: &RawBulkhead, payload: &Resolved<u64>, file: &RawFile) -> BulkheadConfig {
@@ -226,24 +217,21 @@ impl Checker<'_> {
 
     /// Exactly one of `command`, `library` and `exec`, and what it names is there.
     fn program(&mut self, raw: &RawBulkhead) -> Program {
-        let written: Vec<&str> = [
-            ("command", raw.command.is_absent()),
-            ("library", raw.library.is_absent()),
-            ("exec", raw.exec.is_absent()),
-        ]
-        .into_iter()
-        .filter(|(_, absent)| !absent)
-        .map(|(name, _)| name)
-        .collect();
-        match written.as_slice() {
-            [] => self.problems.report(
-                raw.heading.clone(),
-                format!("bulkhead `{}` does not say what to run", raw.name),
+        let name = &raw.name;
+        self.check_one_of(
+            &raw.heading,
+            [raw.command.written("command"), raw.library.written("library"), raw.exec.written("exec")],
+            Complaint::new(
+                format!("bulkhead `{name}` does not say what to run"),
                 "add one of `command = [\"./worker\"]`, `library = \"./libworker.so\"` and `exec = [\"program\"]`",
             ),
-            [_] => {}
-            several => self.report_several_programs(raw, several),
-        }
+            |several| {
+                Complaint::new(
+                    format!("bulkhead `{name}` has {several}, but it can run only one thing"),
+                    "keep one of them; what else is to run gets a [bulkhead.NAME] of its own",
+                )
+            },
+        );
         if let Some(entry) = raw.entry.given()
             && raw.library.is_absent()
         {
@@ -265,19 +253,43 @@ impl Checker<'_> {
         }
     }
 
-    fn report_several_programs(&mut self, raw: &RawBulkhead, written: &[&str]) {
-        let names = written.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(" and ");
-        let spans = [
-            raw.command.given().map(|given| given.span.clone()),
-            raw.library.given().map(|given| given.span.clone()),
-            raw.exec.given().map(|given| given.span.clone()),
-        ];
-        let last = spans.into_iter().flatten().max_by_key(|span| span.start).unwrap_or(raw.heading.clone());
-        self.problems.report(
-            last,
-            format!("bulkhead `{}` has {names}, but it can run only one thing", raw.name),
-            "keep one of them; what else is to run gets a [bulkhead.NAME] of its own",
-        );
+    /// Reports unless exactly one of these keys is there: at the heading if none is, else at the last of them.
+    fn check_one_of<const N: usize>(
+        &mut self,
+        heading: &Range<usize>,
+        keys: [Option<Written>; N],
+        none: Complaint,
+        several: impl FnOnce(&str) -> Complaint,
+    ) {
+        let written: Vec<Written> = keys.into_iter().flatten().collect();
+        match written.as_slice() {
+            [] => self.complain(heading.clone(), none),
+            [_] => {}
+            written => {
+                let names =
+                    written.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(" and ");
+                let places = written.iter().filter_map(|(_, place)| place.as_ref());
+                let last = places.max_by_key(|place| place.start).unwrap_or(heading);
+                self.complain(last.clone(), several(&names));
+            }
+        }
+    }
+
+    /// What was found, or `None` once what is wrong with it is reported.
+    fn found<T>(&mut self, place: &Range<usize>, found: Result<T, Complaint>) -> Option<T> {
+        found.map_err(|complaint| self.complain(place.clone(), complaint)).ok()
+    }
+
+    /// What to write in place of a name that no bulkhead has; `which` says which ones `names` are.
+    fn instead(name: &str, names: &[&str], which: &str) -> String {
+        match nearest(name, names.iter().copied()) {
+            Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
+            None if !names.is_empty() && names.len() <= LISTED_MAX => {
+                let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
+                format!("the {which} are {names}")
+            }
+            None => "name a bulkhead of this file".to_owned(),
+        }
     }
 
     fn arguments(&mut self, key: &str, arguments: &Arguments) -> (Vec<String>, PathBuf) {
@@ -285,38 +297,27 @@ impl Checker<'_> {
         let Some(name) = arguments.first() else { return (argv, PathBuf::new()) };
         let label = format!("{key}[0]");
         let search_path = self.process_env.search_path.as_deref();
-        match programs::program(&label, &name.value, self.folder, search_path) {
-            Ok(path) => (argv, path),
-            Err(complaint) => {
-                self.complain(name.span.clone(), complaint);
-                (argv, PathBuf::new())
-            }
-        }
+        let path = programs::program(&label, &name.value, self.folder, search_path);
+        (argv, self.found(&name.span, path).unwrap_or_default())
     }
 
     fn library(&mut self, given: &Given<String>) -> PathBuf {
         let path = programs::resolve(self.folder, &given.value);
-        if let Err(complaint) = programs::library("library", &path, self.folder) {
-            self.complain(given.span.clone(), complaint);
-        }
+        self.found(&given.span, programs::library("library", &path, self.folder));
         path
     }
 
     fn cwd(&mut self, cwd: &Field<String>) -> PathBuf {
         let Some(given) = cwd.given() else { return self.folder.to_owned() };
         let path = programs::resolve(self.folder, &given.value);
-        if let Err(complaint) = programs::working_folder("cwd", &path, self.folder) {
-            self.complain(given.span.clone(), complaint);
-        }
+        self.found(&given.span, programs::working_folder("cwd", &path, self.folder));
         path
     }
 
     fn crash_dir(&mut self, crash_dir: &Field<String>) -> Option<PathBuf> {
         let given = crash_dir.given()?;
         let path = programs::resolve(self.folder, &given.value);
-        if let Err(complaint) = programs::folder_to_be("crash_dir", &path) {
-            self.complain(given.span.clone(), complaint);
-        }
+        self.found(&given.span, programs::folder_to_be("crash_dir", &path));
         Some(path)
     }
 

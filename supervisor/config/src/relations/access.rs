@@ -1,10 +1,8 @@
 //! `[[access]]`: each entry is for one user or group that there is, names what there is, and allows
 //! something.
 
-use std::ops::Range;
-
 use super::Checker;
-use crate::diagnostics::{nearest, shown};
+use crate::diagnostics::shown;
 use crate::file::RawAccess;
 use crate::keys::tenants::check_name as check_tenant_name;
 use crate::reader::{Arguments, Field, Given};
@@ -12,9 +10,6 @@ use crate::table::WithDefault;
 use crate::values::Complaint;
 use crate::{AccessConfig, Who};
 use crate::{defaults, identities};
-
-/// Names that a message lists.
-const LISTED_MAX: usize = 10;
 
 /// The bits that let other users than the supervisor's own connect.
 const OTHERS_MAY: u32 = 0o022;
@@ -42,7 +37,25 @@ impl Checker<'_> {
 
     /// Exactly one of `uid`, `gid`, `user` and `group`.
     fn who(&mut self, raw: &RawAccess) -> Who {
-        self.check_one_of_four(raw);
+        self.check_one_of(
+            &raw.heading,
+            [
+                raw.uid.written("uid"),
+                raw.gid.written("gid"),
+                raw.user.written("user"),
+                raw.group.written("group"),
+            ],
+            Complaint::new(
+                "an entry of `access` does not say whom it is for",
+                "add one of `uid = 1001`, `gid = 1001`, `user = \"www-data\"` and `group = \"www-data\"`",
+            ),
+            |several| {
+                Complaint::new(
+                    format!("an entry of `access` has {several}, but it is for one user or group"),
+                    "keep one of them; what else is meant gets an [[access]] of its own",
+                )
+            },
+        );
         let uid = raw.uid.given().map(|uid| uid.value);
         let gid = raw.gid.given().map(|gid| gid.value);
         let user = raw.user.given().map(|name| self.identity("access.user", name, identities::user));
@@ -53,36 +66,6 @@ impl Checker<'_> {
         }
     }
 
-    fn check_one_of_four(&mut self, raw: &RawAccess) {
-        let written: Vec<&str> = [
-            ("uid", raw.uid.is_absent()),
-            ("gid", raw.gid.is_absent()),
-            ("user", raw.user.is_absent()),
-            ("group", raw.group.is_absent()),
-        ]
-        .into_iter()
-        .filter(|(_, absent)| !absent)
-        .map(|(name, _)| name)
-        .collect();
-        match written.as_slice() {
-            [] => self.problems.report(
-                raw.heading.clone(),
-                "an entry of `access` does not say whom it is for",
-                "add one of `uid = 1001`, `gid = 1001`, `user = \"www-data\"` and `group = \"www-data\"`",
-            ),
-            [_] => {}
-            several => {
-                let several =
-                    several.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(" and ");
-                self.problems.report(
-                    raw.last_of_four().unwrap_or(raw.heading.clone()),
-                    format!("an entry of `access` has {several}, but it is for one user or group"),
-                    "keep one of them; what else is meant gets an [[access]] of its own",
-                );
-            }
-        }
-    }
-
     /// The id of a name, which is reported if there is none.
     fn identity(
         &mut self,
@@ -90,20 +73,19 @@ impl Checker<'_> {
         name: &Given<String>,
         look_up: impl FnOnce(&str, &str) -> Result<u32, Complaint>,
     ) -> u32 {
-        look_up(label, &name.value).unwrap_or_else(|complaint| {
-            self.complain(name.span.clone(), complaint);
-            0
-        })
+        self.found(&name.span, look_up(label, &name.value)).unwrap_or_default()
     }
 
     fn access_bulkheads(&mut self, field: &Field<Arguments>, names: &[String]) -> Option<Vec<String>> {
         let given = field.given()?;
         self.check_something("bulkheads", "all", given);
         self.check_once("access.bulkheads", &given.value);
-        for name in given.value.iter().filter(|name| !names.contains(&name.value)) {
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        for name in given.value.iter().filter(|name| !names.contains(&name.value.as_str())) {
             let message =
                 format!("`access.bulkheads` names `{}`, and there is no such bulkhead", shown(&name.value));
-            self.problems.report(name.span.clone(), message, instead(&name.value, names));
+            let help = Self::instead(&name.value, &names, "bulkheads");
+            self.problems.report(name.span.clone(), message, help);
         }
         Some(strings(given))
     }
@@ -120,9 +102,7 @@ impl Checker<'_> {
                 )),
                 false => check_tenant_name(&name.value),
             };
-            if let Err(complaint) = judged {
-                self.complain(name.span.clone(), complaint);
-            }
+            self.found(&name.span, judged);
         }
         Some(strings(given))
     }
@@ -139,29 +119,6 @@ impl Checker<'_> {
     }
 }
 
-impl RawAccess {
-    fn last_of_four(&self) -> Option<Range<usize>> {
-        let spans = [
-            self.uid.given().map(|given| given.span.clone()),
-            self.gid.given().map(|given| given.span.clone()),
-            self.user.given().map(|given| given.span.clone()),
-            self.group.given().map(|given| given.span.clone()),
-        ];
-        spans.into_iter().flatten().max_by_key(|span| span.start)
-    }
-}
-
 fn strings(given: &Given<Arguments>) -> Vec<String> {
     given.value.iter().map(|name| name.value.clone()).collect()
-}
-
-fn instead(name: &str, names: &[String]) -> String {
-    match nearest(name, names.iter().map(String::as_str)) {
-        Some(nearest) => format!("did you mean `{}`?", shown(nearest)),
-        None if !names.is_empty() && names.len() <= LISTED_MAX => {
-            let names = names.iter().map(|name| shown(name)).collect::<Vec<_>>().join(", ");
-            format!("the bulkheads are {names}")
-        }
-        None => "name a bulkhead of this file".to_owned(),
-    }
 }

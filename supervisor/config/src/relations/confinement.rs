@@ -85,9 +85,7 @@ impl Checker<'_> {
         let mut paths = Vec::new();
         for text in &given.value {
             let path = programs::resolve(self.folder, &text.value);
-            if let Err(complaint) = programs::present(label, &path, self.folder) {
-                self.complain(text.span.clone(), complaint);
-            }
+            self.found(&text.span, programs::present(label, &path, self.folder));
             paths.push(path);
         }
         paths

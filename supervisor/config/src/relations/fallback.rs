@@ -1,13 +1,10 @@
 //! `fallback`: every name in it is another bulkhead of the file, once.
 
 use super::Checker;
-use crate::diagnostics::{nearest, shown};
+use crate::diagnostics::shown;
 use crate::file::RawBulkhead;
 use crate::reader::{Given, Origin};
 use crate::values::Complaint;
-
-/// Names that a message lists.
-const LISTED_MAX: usize = 10;
 
 impl Checker<'_> {
     /// `names` are those of all bulkheads in the file.
@@ -53,13 +50,8 @@ fn judge(name: &Given<String>, own: &str, names: &[String], before: &[String]) -
 
 fn instead(name: &str, own: &str, names: &[String]) -> String {
     let others: Vec<&str> = names.iter().map(String::as_str).filter(|other| *other != own).collect();
-    match (nearest(name, others.iter().copied()), others.as_slice()) {
-        (Some(nearest), _) => format!("did you mean `{}`?", shown(nearest)),
-        (None, []) => "there is no other: add a section [bulkhead.NAME] for it, or remove it".to_owned(),
-        (None, others) if others.len() <= LISTED_MAX => {
-            let others = others.iter().map(|other| shown(other)).collect::<Vec<_>>().join(", ");
-            format!("the other bulkheads are {others}")
-        }
-        (None, _) => "name a bulkhead of this file".to_owned(),
+    match others.as_slice() {
+        [] => "there is no other: add a section [bulkhead.NAME] for it, or remove it".to_owned(),
+        others => Checker::instead(name, others, "other bulkheads"),
     }
 }
