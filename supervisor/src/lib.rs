@@ -13,9 +13,11 @@ pub use bulkhead_plane::{command, counters, crash, demand, entry, notices, reloa
 pub mod args;
 pub mod check;
 pub use bulkhead_config as config;
+#[path = "../dataplane/src/descriptors.rs"]
 mod descriptors;
 pub mod doctor;
 mod inherited;
 pub use bulkhead_keeper as keeper;
+#[path = "../dataplane/src/lib.rs"]
 pub mod shard;
 pub mod supervisor;
