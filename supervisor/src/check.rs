@@ -9,6 +9,10 @@ use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
+use bulkhead_keeper::{self as keeper, Keeper, Observed, Report};
+use bulkhead_plane::confinement::{Grounds, Whom};
+use bulkhead_plane::program::{self, Program};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
@@ -17,10 +21,6 @@ use bulkhead_shared::worker_protocol::{Extend, Status, WorkerWelcome};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use crate::config::{BulkheadConfig, Config, WorkerIds};
-use crate::confinement::{Grounds, Whom};
-use crate::keeper::{self, Keeper, Observed, Report};
-use crate::program::{self, Program};
 use crate::supervisor::RunError;
 
 /// How long the keeper may take with one order.
@@ -197,7 +197,7 @@ fn spawned(keeper: &mut Keeper, worker: u64) -> Result<Observed, String> {
     let spawned = wait(keeper, ORDER_PATIENCE, |report| match report {
         Report::Spawned { worker: one, observed, .. } if one == worker => Some(Ok(observed)),
         Report::SpawnFailed { worker: one, step, error } if one == worker => {
-            Some(Err(format!("{step}: {error}{}", crate::shard::advice(&step, &error))))
+            Some(Err(format!("{step}: {error}{}", bulkhead_dataplane::advice(&step, &error))))
         }
         _ => None,
     })?;

@@ -2,11 +2,10 @@
 
 use std::io::{self, Write};
 
+use bulkhead_config::defaults::WORKER_UIDS;
+use bulkhead_keeper::{Ability, probe};
+use bulkhead_plane::worker_ids::{Claim, Ids, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
-
-use crate::config::defaults::WORKER_UIDS;
-use crate::keeper::{Ability, probe};
-use crate::worker_ids::{Claim, Ids, find_subordinate};
 
 /// Tries all layers and writes what was found: a table, or one JSON array.
 pub fn run(json: bool, out: &mut impl Write) -> io::Result<()> {

@@ -6,9 +6,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use bulkhead_config::Config;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-use crate::config::Config;
 
 /// Address space that a supervisor takes beside what it buffers: its threads, its tables, its program.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;

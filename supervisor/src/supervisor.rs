@@ -6,33 +6,33 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
-use crate::config::{Config, HttpConfig, Token};
-use crate::confinement::Grounds;
-use crate::control::{self, Options};
-use crate::counters::SharedCounters;
-use crate::descriptors;
-use crate::keeper::{self, Keeper};
-use crate::lock::try_while_taken;
-use crate::observe::{crashes, spans};
-use crate::open_files::OpenFiles;
-use crate::program;
-use crate::shard::{DataPlane, Parts};
-use crate::sockets::{Bound, Sockets};
-use crate::threads::Fate;
+use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
+use bulkhead_config::{Config, HttpConfig, Token};
+use bulkhead_control::control::{self, Options};
+use bulkhead_control::observe::{crashes, spans};
+use bulkhead_control::sockets::{Bound, Sockets};
+use bulkhead_dataplane::descriptors;
+use bulkhead_dataplane::{DataPlane, Parts};
+use bulkhead_keeper::{self as keeper, Keeper};
+use bulkhead_plane::confinement::Grounds;
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::lock::try_while_taken;
+use bulkhead_plane::open_files::OpenFiles;
+use bulkhead_plane::program;
+use bulkhead_plane::threads::Fate;
 
 /// Why a supervisor could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     /// A socket could not be had.
     #[error("failed to {0}")]
-    Bind(#[from] crate::sockets::BindError),
+    Bind(#[from] bulkhead_control::sockets::BindError),
     /// The admin API could not be served over TCP.
     #[error("failed to serve the admin API on http = \"{0}\": {1}")]
     Http(std::net::SocketAddr, String),
     /// Crash reports could not be kept where they are to be.
     #[error("failed to {0}")]
-    Crashes(#[from] crate::observe::crashes::OpenError),
+    Crashes(#[from] bulkhead_control::observe::crashes::OpenError),
     /// The host for C libraries and plain programs is missing.
     #[error(transparent)]
     NoHost(#[from] program::NoHost),
@@ -75,7 +75,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         warn_of_closed_folder(&config.supervisor.socket);
     }
 
-    let (notices, received) = crate::notices::ways();
+    let (notices, received) = bulkhead_plane::notices::ways();
     let pulse = Arc::new(SharedCounters::default());
     let fate = Fate::default();
     let (span_sender, span_thread) =
@@ -98,7 +98,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         fate: fate.clone(),
     };
     let pulse_of_run = pulse.clone();
-    let (shard, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
+    let (data_plane, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
     let options = Options {
@@ -115,7 +115,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         fate: fate.clone(),
     };
     let control = control::start(options).map_err(system("start the control plane"))?;
-    let ran = run_data_plane(|| shard.run(), &fate, &pulse_of_run);
+    let ran = run_data_plane(|| data_plane.run(), &fate, &pulse_of_run);
     control.join();
     span_thread.into_iter().for_each(spans::SpanThread::settle);
     ran.map_err(system("run the event loop"))

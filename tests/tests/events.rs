@@ -50,7 +50,7 @@ fn a_storm_of_events_is_told_in_part_and_counted_in_full() {
     assert_eq!((changed.len(), &changed[0]["bulkhead"]), (1, &"quiet".into()), "{changed:?}");
 }
 
-/// More events than may wait for the control plane (`supervisor/src/notices.rs`).
+/// More events than may wait for the control plane (`supervisor/plane/src/notices.rs`).
 const STORM: usize = 17_000;
 const AT_ONCE: usize = 250;
 

@@ -136,7 +136,7 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
         let _ = std::fs::remove_file(first);
     }
     let listener = bind_closed(first).map_err(|error| error.to_string())?;
-    // Connections inherit it. Older kernels do not know it: see `descriptors`.
+    // Connections inherit it. Older kernels do not know it: see `descriptors` of the data plane.
     if let Err(error) = refuse_descriptors(&listener)
         && error != Errno::NOPROTOOPT
     {

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
+use bulkhead_keeper::{Keeper, SubordinateIds, sweep_after_keeper};
+use bulkhead_plane::threads::Fate;
 use bulkhead_policy::WorkerId;
 use mio::Waker;
 
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
-use crate::keeper::{Keeper, SubordinateIds, sweep_after_keeper};
-use crate::threads::Fate;
 
 /// Looks at workers that may wait. On a machine where more do, workers are silent since they do not run.
 const LOOKS_WAITING_MAX: usize = 1024;

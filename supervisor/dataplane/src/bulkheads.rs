@@ -5,6 +5,12 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_plane::demand::{Demand, Level};
+use bulkhead_plane::latency::Latency;
+use bulkhead_plane::program::{Program, TenantNumbers};
+use bulkhead_plane::reload::Settled;
+use bulkhead_plane::service::Window;
+use bulkhead_plane::tally::Tally;
 use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
 use foldhash::quality::RandomState;
 
@@ -12,12 +18,6 @@ use super::JobData;
 use super::crashes::Allowance;
 use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab};
 use super::start_failures::StartFailures;
-use crate::demand::{Demand, Level};
-use crate::latency::Latency;
-use crate::program::{Program, TenantNumbers};
-use crate::reload::Settled;
-use crate::service::Window;
-use crate::tally::Tally;
 
 /// All bulkheads: by their places and by name.
 pub(super) struct Bulkheads {

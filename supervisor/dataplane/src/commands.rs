@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
 
 use bulkhead_api::ShortState;
+use bulkhead_plane::command::Command;
 use bulkhead_policy::{Activity, BulkheadState};
 
 use super::DataPlane;
@@ -15,7 +16,6 @@ use super::replay::Replay;
 use super::slab::BulkheadIndex;
 use super::snapshots::SnapshotInPieces;
 use super::view::States;
-use crate::command::Command;
 
 /// What one turn of the loop obeys, by `Command::weight`.
 const WEIGHT_PER_TURN: usize = 16;

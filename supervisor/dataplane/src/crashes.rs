@@ -7,6 +7,9 @@ use bulkhead_api::{
     Cause, CrashId, CrashJob, CrashReport, JOBS_MAX, PAYLOAD_BYTES_MAX, PAYLOADS_BYTES_MAX, Severity, Stage,
     Victim, What,
 };
+use bulkhead_keeper::Usage;
+use bulkhead_plane::command::Notice;
+use bulkhead_plane::crash::{self, REPORTS_WAITING_MAX, cause_of};
 use bulkhead_policy::{Death, HeldJob, PostMortem, Time, WorkerId};
 use bulkhead_shared::JobId;
 use serde_json::Value;
@@ -15,9 +18,6 @@ use tokio::sync::OwnedSemaphorePermit;
 use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
-use crate::command::Notice;
-use crate::crash::{self, REPORTS_WAITING_MAX, cause_of};
-use crate::keeper::Usage;
 
 /// Crashes of one bulkhead that are reported one after the other, at most; after that one a second.
 const BURST: u32 = 10;

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use bulkhead_plane::demand::{Level, Observation, numbers_of};
 use bulkhead_policy::Counters;
 
 use super::DataPlane;
 use super::bulkheads::Layout;
 use super::slab::{BulkheadIndex, CompartmentIndex};
-use crate::demand::{Level, Observation, numbers_of};
 
 impl DataPlane {
     /// Counts how a compartment stood until now.

@@ -38,7 +38,7 @@ pub(crate) const CAME_WITH_DESCRIPTORS: Errno = Errno::PERM;
 pub(crate) const NOT_TAKEN: &str = "it sent descriptors, which are not taken here";
 
 /// The slots for descriptors that are kept free for those of others.
-pub(crate) fn reserve() -> u64 {
+pub fn reserve() -> u64 {
     if kernel_refuses() { 0 } else { HELD_MAX as u64 }
 }
 

@@ -1,9 +1,9 @@
 //! The last turn: what has come in by now, and was not heard of yet, is told that it is not begun any more.
 
+use bulkhead_plane::command::Command;
 use bulkhead_shared::RejectReason;
 
 use super::DataPlane;
-use crate::command::Command;
 
 impl DataPlane {
     /// Every bulkhead has stopped, so that whatever is a job by now is rejected.

@@ -4,12 +4,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 
+use bulkhead_plane::access::Access;
 use mio::unix::SourceFd;
 use mio::{Interest, Poll};
 
 use super::refusals::Refusals;
 use super::{DataPlane, LISTENER};
-use crate::access::Access;
 use crate::descriptors::Intake;
 
 pub(super) struct Entrance {

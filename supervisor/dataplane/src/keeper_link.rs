@@ -6,11 +6,11 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
+use bulkhead_keeper::{Keeper, Report, SpawnOrder};
 use bulkhead_policy::{Time, WorkerId};
 
 use super::background::Background;
 use super::slab::CompartmentIndex;
-use crate::keeper::{Keeper, Report, SpawnOrder};
 
 /// How long the keeper may take to answer: it turns in milliseconds, unless the machine hardly does.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(10);

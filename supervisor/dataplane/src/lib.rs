@@ -14,6 +14,7 @@ mod commands;
 mod compartments;
 mod crashes;
 mod demand;
+pub mod descriptors;
 mod ending;
 mod entrance;
 mod fallback;
@@ -56,24 +57,23 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bulkhead_config::Config;
+use bulkhead_keeper::Keeper;
+use bulkhead_plane::access::Access;
+use bulkhead_plane::command::Commander;
+use bulkhead_plane::confinement::Grounds;
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::limits::DataPlaneLimits;
+use bulkhead_plane::notices::Speaker;
+use bulkhead_plane::reload::{Settled, Surroundings};
+use bulkhead_plane::span::SpanSender;
+use bulkhead_plane::threads::Fate;
 use bulkhead_policy::{Action, Event, Time};
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::limits::INLINE_PAYLOAD_BYTES_MAX;
 use bulkhead_shared::{JobId, Priority, RejectReason};
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
-
-use crate::access::Access;
-use crate::command::Commander;
-use crate::config::Config;
-use crate::confinement::Grounds;
-use crate::counters::SharedCounters;
-use crate::keeper::Keeper;
-use crate::limits::DataPlaneLimits;
-use crate::notices::Speaker;
-use crate::reload::{Settled, Surroundings};
-use crate::span::SpanSender;
-use crate::threads::Fate;
 
 use background::Background;
 use buffers::Buffers;
@@ -86,7 +86,7 @@ use keeper_link::KeeperLink;
 use link_table::Links;
 use memory::{Charge, Memory};
 use reporter::Reporter;
-pub(crate) use reports::advice;
+pub use reports::advice;
 use session_table::Sessions;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::Trace;
@@ -278,7 +278,7 @@ pub struct Parts {
     /// The configuration.
     pub config: Config,
     /// What there is to confine workers by.
-    pub(crate) grounds: Arc<Grounds>,
+    pub grounds: Arc<Grounds>,
     /// The bound jobs socket.
     pub listener: UnixListener,
     /// The running keeper.
@@ -294,7 +294,7 @@ pub struct Parts {
     /// The tenants that metrics name, sorted.
     pub labels: Arc<[String]>,
     /// Threads that must not end.
-    pub(crate) fate: Fate,
+    pub fate: Fate,
 }
 
 impl DataPlane {
@@ -303,7 +303,7 @@ impl DataPlane {
         let Parts { config, grounds, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
-        let (sender, commands) = std::sync::mpsc::sync_channel(crate::command::COMMANDS_MAX);
+        let (sender, commands) = std::sync::mpsc::sync_channel(bulkhead_plane::command::COMMANDS_MAX);
         fate.wake_by(waker.clone());
         let commander = Commander::new(sender, waker.clone());
         let interest = Interest::READABLE | Interest::WRITABLE;

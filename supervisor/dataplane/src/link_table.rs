@@ -5,12 +5,12 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use bulkhead_plane::worker_ids::Ids;
 use bulkhead_policy::{Time, WorkerId};
 
 use super::links::Link;
 use super::reports::Sweeping;
 use super::slab::{CompartmentIndex, LinkIndex, Slab};
-use crate::worker_ids::Ids;
 
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,

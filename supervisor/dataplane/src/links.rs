@@ -7,6 +7,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_keeper::{Observed, Usage};
+use bulkhead_plane::confinement::Whom;
+use bulkhead_plane::program::Program;
 use bulkhead_policy::{Death, Event, Time, WorkerId};
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
@@ -23,9 +26,6 @@ use super::slab::{CompartmentIndex, LinkIndex};
 use super::starvation::Watch;
 use super::unread::Reading;
 use super::{DataPlane, Endpoint, INTEREST, Incoming};
-use crate::confinement::Whom;
-use crate::keeper::{Observed, Usage};
-use crate::program::Program;
 
 /// A worker that has closed its link has so long to exit before it counts as broken.
 const EXIT_AFTER_CLOSE: Duration = Duration::from_secs(1);

@@ -1,5 +1,7 @@
 //! Copies the numbers behind the metrics: of all bulkheads at one moment, so that they add up.
 
+use bulkhead_plane::scrape::{BulkheadNumbers, Scrape};
+use bulkhead_plane::tally::Tally;
 use bulkhead_policy::{Activity, Answer, Note, RestartCause, StaffView};
 use bulkhead_shared::{RejectReason, Verdict};
 
@@ -7,8 +9,6 @@ use super::bulkheads::BulkheadEntry;
 use super::bulkheads::{Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
-use crate::scrape::{BulkheadNumbers, Scrape};
-use crate::tally::Tally;
 
 /// Workers of one bulkhead that are shown. More than one machine runs.
 const WORKERS_SHOWN_MAX: usize = 4096;

@@ -4,13 +4,13 @@
 use std::time::Duration;
 
 use bulkhead_api::{CrashId, Severity, Text, What};
+use bulkhead_plane::command::Event;
+use bulkhead_plane::notices::Milestone;
 use bulkhead_policy::{Answer, BreakerState, Death, KillReason, Note, Transition};
 use bulkhead_shared::{JobId, Verdict};
 
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, JobData};
-use crate::command::Event;
-use crate::notices::Milestone;
 
 impl DataPlane {
     pub(super) fn note(&mut self, compartment: CompartmentIndex, note: Note) {

@@ -1,9 +1,10 @@
 //! The reading ends of workers' output, on their way to the control plane. What finds no room there stays with its
 //! worker and is offered again: a worker that cannot write would die of it.
 
+use bulkhead_plane::notices::WorkerOutput;
+
 use super::DataPlane;
 use super::slab::LinkIndex;
-use crate::notices::WorkerOutput;
 
 impl DataPlane {
     /// Hands a worker's output over, if that was not done yet.

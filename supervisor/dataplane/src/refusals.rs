@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use bulkhead_api::{Severity, What};
+use bulkhead_plane::entry::{Door, Refusal};
 use bulkhead_policy::Time;
 use bulkhead_shared::RejectReason;
 
 use super::DataPlane;
 use super::slab::BulkheadIndex;
-use crate::entry::{Door, Refusal};
 
 /// What happens to the same again is told no more often than this.
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
@@ -143,7 +143,7 @@ impl DataPlane {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shard::slab::SlabIndex;
+    use crate::slab::SlabIndex;
     use bulkhead_linux::peer::Peer;
 
     fn refusal(uid: u32, line: &[u32]) -> Refusal {

@@ -7,17 +7,17 @@
 use std::collections::BTreeMap;
 
 use bulkhead_api::{Severity, What};
+use bulkhead_plane::command::SteerError;
+use bulkhead_plane::demand::Demand;
+use bulkhead_plane::limits::DataPlaneLimits;
+use bulkhead_plane::program::TenantNumbers;
+use bulkhead_plane::reload::{Reconfigured, Reload, Settled};
 use bulkhead_policy::{Event, Limits};
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::steer::check_fit;
 use super::{DataPlane, Incoming};
-use crate::command::SteerError;
-use crate::demand::Demand;
-use crate::limits::DataPlaneLimits;
-use crate::program::TenantNumbers;
-use crate::reload::{Reconfigured, Reload, Settled};
 
 impl DataPlane {
     pub(super) fn reload(&mut self, reload: Reload) -> Result<(), SteerError> {

@@ -4,6 +4,8 @@
 use std::time::Duration;
 
 use bulkhead_api::Cause;
+use bulkhead_plane::command::{REPLAYS_MAX, ReplayError, ReplayOrder, Replayed};
+use bulkhead_plane::crash::cause_of;
 use bulkhead_policy::{
     Answer, Event, Limits, Note, Pressure, Recycle, RestartPolicy, Submission, TenantLimits,
 };
@@ -13,8 +15,6 @@ use tokio::sync::oneshot;
 use super::bulkheads::Compartment;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Held, Incoming, JobData};
-use crate::command::{REPLAYS_MAX, ReplayError, ReplayOrder, Replayed};
-use crate::crash::cause_of;
 
 /// How long a worker may take to end when its job is done.
 const ENDS_WITHIN: Duration = Duration::from_secs(2);

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bulkhead_api::CrashId;
+use bulkhead_plane::command::{Event, Notice};
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_plane::crash::REPORTS_WAITING_MAX;
+use bulkhead_plane::notices::Speaker;
+use bulkhead_plane::span::SpanSender;
 use bulkhead_shared::JobId;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::spans::Spans;
-use crate::command::{Event, Notice};
-use crate::counters::SharedCounters;
-use crate::crash::REPORTS_WAITING_MAX;
-use crate::notices::Speaker;
-use crate::span::SpanSender;
 
 pub(super) struct Reporter {
     pub(super) notices: Speaker,

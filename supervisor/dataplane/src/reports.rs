@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 
 use bulkhead_api::{Severity, What};
+use bulkhead_keeper::{self as keeper, Exit, Keeper, Observed, Report, Usage};
 use bulkhead_policy::{Death, Event, WorkerId};
 use mio::Interest;
 use mio::unix::SourceFd;
@@ -17,7 +18,6 @@ use super::keeper_link::Wanted;
 use super::links::{End, Link, Running};
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
-use crate::keeper::{self, Exit, Keeper, Observed, Report, Usage};
 
 /// Violations of a worker's programs that are remembered until that one says how they ended.
 const VIOLATIONS_MAX: usize = 64;
@@ -326,7 +326,7 @@ fn has_out_of_band(socket: &UnixStream) -> bool {
 }
 
 /// What to do about a start that failed, where that can be known.
-pub(crate) fn advice(step: &str, error: &io::Error) -> &'static str {
+pub fn advice(step: &str, error: &io::Error) -> &'static str {
     let is_step = |name: &str| step == name;
     if error.kind() != io::ErrorKind::PermissionDenied {
         return "";

@@ -7,6 +7,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bulkhead_plane::access::Grant;
+use bulkhead_plane::entry::{self, Door, Refusal};
 use bulkhead_policy::{Event, Time};
 use bulkhead_shared::client_protocol::Refused;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
@@ -21,8 +23,6 @@ use super::shares::{Holder, Kind, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
 use super::turns::Standing;
 use super::{DataPlane, Endpoint, INTEREST, Incoming, JobData, memory};
-use crate::access::Grant;
-use crate::entry::{self, Door, Refusal};
 use bulkhead_linux::peer::Peer;
 
 /// Connections that one turn of the loop takes. Clients that are in come first: to find out who comes is work.

@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
+use bulkhead_plane::span::JobSpan;
+use bulkhead_plane::span::SpanSender;
 use bulkhead_policy::Time;
 use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::limits::{BULKHEAD_NAME_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, cut};
@@ -15,8 +17,6 @@ use bulkhead_shared::{Outcome, Priority, Verdict};
 
 use super::slab::CompartmentIndex;
 use super::{DataPlane, JobData};
-use crate::span::JobSpan;
-use crate::span::SpanSender;
 
 /// A job's place in a trace.
 pub(super) struct Trace {

@@ -51,7 +51,7 @@ mod tests {
     use bulkhead_policy::Death;
 
     use super::*;
-    use crate::crash::cause_of;
+    use bulkhead_plane::crash::cause_of;
 
     #[test]
     fn equal_causes_are_counted_and_many_are_forgotten_in_turn() {

@@ -5,6 +5,12 @@ use std::collections::BTreeMap;
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, Rate, Severity, Snapshot, TenantChange, TenantRate, What,
 };
+use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use bulkhead_plane::command::{Command, SteerError, Verb};
+use bulkhead_plane::confinement::Sandbox;
+use bulkhead_plane::entry::Door;
+use bulkhead_plane::notices::Milestone;
+use bulkhead_plane::program::TenantNumbers;
 use bulkhead_policy::{BreakerState, Change as Numbers, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
@@ -12,12 +18,6 @@ use bulkhead_shared::{Priority, RejectReason, Verdict};
 use super::bulkheads::{Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming};
-use crate::command::{Command, SteerError, Verb};
-use crate::config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
-use crate::confinement::Sandbox;
-use crate::entry::Door;
-use crate::notices::Milestone;
-use crate::program::TenantNumbers;
 
 /// Tenants of one bulkhead that can have numbers of their own.
 const OWN_MAX: usize = 16_384;

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use bulkhead_plane::access::{self, Grant};
+use bulkhead_plane::entry::{Door, Refusal};
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
 use bulkhead_shared::codec::{self, Extensions, tag};
@@ -15,8 +17,6 @@ use super::fallback::FallbackState;
 use super::sessions::{Breach, Session, Stage};
 use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
-use crate::access::{self, Grant};
-use crate::entry::{Door, Refusal};
 
 /// Jobs that one client can have under way.
 const REQUESTS_MAX: usize = 1 << 20;

@@ -5,13 +5,13 @@
 
 use std::sync::Arc;
 
+use bulkhead_plane::latency::Latency;
 use bulkhead_policy::{Activity, BreakerState, Event, Submission};
 use bulkhead_shared::JobId;
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Standing};
 use super::slab::{BulkheadIndex, CompartmentIndex};
 use super::{DataPlane, Incoming, JobData};
-use crate::latency::Latency;
 
 /// Tenants of one bulkhead that are remembered. More than can ever have workers at once.
 const REMEMBERED_MAX: usize = 4096;

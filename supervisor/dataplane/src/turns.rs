@@ -158,7 +158,7 @@ impl DataPlane {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shard::slab::SlabIndex;
+    use crate::slab::SlabIndex;
 
     /// Connections with users, each of which always has more.
     struct Crowd {

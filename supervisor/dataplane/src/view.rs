@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use bulkhead_api::{Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
+use bulkhead_plane::command::SteerError;
 use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId};
 use bulkhead_shared::RejectReason;
 
@@ -11,7 +12,6 @@ use super::bulkheads::{Compartment, Isolated, Layout};
 use super::link_table::Links;
 use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
-use crate::command::SteerError;
 
 /// Tenants that a snapshot shows.
 const TENANTS_SHOWN: usize = 10;

@@ -258,7 +258,7 @@ mod tests {
         table
     }
 
-    /// `UPDATE_DOCS=1 cargo test -p bulkhead-supervisor --lib metrics` writes the table.
+    /// `UPDATE_DOCS=1 cargo test -p bulkhead-control --lib metrics` writes the table.
     #[test]
     fn the_documentation_names_every_metric() {
         let docs = fs::read_to_string(DOCS).unwrap();
