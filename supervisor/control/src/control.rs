@@ -313,6 +313,46 @@ impl Control {
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(config);
     }
 
+    /// Runs a task until the control plane ends.
+    async fn until_end(&self, task: impl Future<Output = ()>) {
+        let mut end = self.end.subscribe();
+        tokio::select! {
+            () = task => {}
+            _ = end.wait_for(|is_over| *is_over) => {}
+        }
+    }
+
+    /// Does something in these intervals until the control plane ends; what has begun is finished.
+    async fn every<T: Future<Output = ()>>(
+        self: Arc<Self>,
+        interval: Duration,
+        task: impl Fn(Arc<Self>) -> T,
+    ) {
+        let mut end = self.end.subscribe();
+        let mut interval = tokio::time::interval(interval);
+        loop {
+            tokio::select! {
+                _ = interval.tick() => {}
+                _ = end.wait_for(|is_over| *is_over) => return,
+            }
+            task(self.clone()).await;
+        }
+    }
+
+    async fn look_at_memory(&self) {
+        for name in &self.reloads.watched() {
+            for snapshot in self.snapshots(Some(name)).await.unwrap_or_default() {
+                for worker in snapshot.workers {
+                    let (Some(pid), Some(rss_bytes)) = (worker.pid, worker.rss_bytes) else { continue };
+                    let generation = worker.generation;
+                    // Lost if the data plane is busy; the next look comes soon.
+                    let bulkhead = name.clone();
+                    let _ = self.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
+                }
+            }
+        }
+    }
+
     fn announce_start(&self) {
         self.is_started.store(true, Ordering::SeqCst);
         tracing::info!(bulkheads = self.reloads.count(), "ready");
@@ -344,10 +384,8 @@ impl Control {
     /// Asks the data plane for the state of one bulkhead or all, with what `/proc` knows of the workers.
     /// `None` if it does not answer in time.
     async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
-        let (reply, answer) = oneshot::channel();
         let bulkhead = bulkhead.map(str::to_owned);
-        self.commander.send(Command::Snapshot { bulkhead, reply }).ok()?;
-        let mut snapshots = tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()?;
+        let mut snapshots = ask(&self.commander, |reply| Command::Snapshot { bulkhead, reply }).await?;
         snapshots.iter_mut().for_each(add_usage);
         Some(snapshots)
     }
@@ -358,13 +396,19 @@ impl Control {
         bulkhead: &str,
         tenant: String,
     ) -> Option<Result<Box<Snapshot>, SteerError>> {
-        let (reply, answer) = oneshot::channel();
         let bulkhead = bulkhead.to_owned();
-        self.commander.send(Command::TenantSnapshot { bulkhead, tenant, reply }).ok()?;
-        let mut snapshot = tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()?;
+        let command = |reply| Command::TenantSnapshot { bulkhead, tenant, reply };
+        let mut snapshot = ask(&self.commander, command).await?;
         snapshot.iter_mut().for_each(|snapshot| add_usage(snapshot));
         Some(snapshot)
     }
+}
+
+/// Asks the data plane. `None` if it does not answer in time.
+async fn ask<T>(commander: &Commander, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+    let (reply, answer) = oneshot::channel();
+    commander.send(command(reply)).ok()?;
+    tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
 }
 
 /// The end of a text, without splitting a character.
@@ -395,34 +439,9 @@ fn notify_systemd(states: &[NotifyState<'_>]) {
 
 /// Tells of storms of events that are over.
 async fn tell_suppressed(control: Arc<Control>) {
-    let mut end = control.end.subscribe();
-    let mut interval = tokio::time::interval(SUPPRESSED_INTERVAL);
-    loop {
-        tokio::select! {
-            _ = interval.tick() => control.events.tell_suppressed(),
-            _ = end.wait_for(|is_over| *is_over) => return,
-        }
-    }
+    control.every(SUPPRESSED_INTERVAL, |control| async move { control.events.tell_suppressed() }).await;
 }
 
 async fn watch_memory(control: Arc<Control>) {
-    let mut end = control.end.subscribe();
-    let mut interval = tokio::time::interval(MEMORY_INTERVAL);
-    loop {
-        tokio::select! {
-            _ = interval.tick() => {}
-            _ = end.wait_for(|is_over| *is_over) => return,
-        }
-        for name in &control.reloads.watched() {
-            for snapshot in control.snapshots(Some(name)).await.unwrap_or_default() {
-                for worker in snapshot.workers {
-                    let (Some(pid), Some(rss_bytes)) = (worker.pid, worker.rss_bytes) else { continue };
-                    let generation = worker.generation;
-                    // Lost if the data plane is busy; the next look comes soon.
-                    let bulkhead = name.clone();
-                    let _ = control.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
-                }
-            }
-        }
-    }
+    control.every(MEMORY_INTERVAL, |control| async move { control.look_at_memory().await }).await;
 }

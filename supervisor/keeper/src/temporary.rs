@@ -160,7 +160,7 @@ fn sweep(parent: &Path) {
 
 /// Removes a folder and what is in it, as far as it can be.
 fn remove(path: &Path) {
-    if let Ok(folder) = folder::open(rustix::fs::CWD, path) {
+    if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
         // What is left is seen by an operator who looks, and tried again by the next keeper.
         let _ = folder::empty(&folder, usize::MAX);
     }

@@ -14,14 +14,16 @@ pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlag
 /// Names of a folder's entries that are held at a time.
 const NAMES_MAX: usize = 16 * 1024;
 
-/// Opens a folder to list and to empty it, whatever its mode was.
-pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy) -> Result<OwnedFd> {
+/// Opens a folder to list it, whatever its mode was. Without these rights its owner is given all.
+pub fn open(parent: BorrowedFd<'_>, path: impl Arg + Copy, rights: Mode) -> Result<OwnedFd> {
     let open = || rustix::fs::openat(parent, path, FOLDER | OFlags::RDONLY, Mode::empty());
     let folder = open().or_else(|_| {
         unlock(parent, path)?;
         open()
     })?;
-    let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
+    if !Mode::from_raw_mode(rustix::fs::fstat(&folder)?.st_mode).contains(rights) {
+        let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
+    }
     Ok(folder)
 }
 
@@ -52,7 +54,7 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
             if remove_file(top.as_fd(), &name, kind)? {
                 continue;
             }
-            let folder = match open(top.as_fd(), name.as_c_str()) {
+            let folder = match open(top.as_fd(), name.as_c_str(), Mode::RWXU) {
                 Err(Errno::NOENT) => continue,
                 opened => opened?,
             };

@@ -100,7 +100,7 @@ fn remove(temporary: &Temporary, name: &CStr, entries_max: usize) -> bool {
     if rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) != Err(Errno::NOTEMPTY) {
         return true;
     }
-    let Ok(folder) = folder::open(parent, name) else { return true };
+    let Ok(folder) = folder::open(parent, name, Mode::RWXU) else { return true };
     // What cannot be removed goes with the worker's own folder.
     if folder::empty(&folder, entries_max) == Ok(false) {
         return false;

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use bulkhead_policy::Time;
-use tokio::sync::oneshot;
 
 use super::http::{Shared, not_found, stuck};
-use super::{ANSWER_WITHIN, Control};
+use super::{Control, ask};
 use crate::advice::{Machine, Setup, Work, advise, seen};
 use crate::observe::process;
 use bulkhead_config::{BulkheadConfig, Program, Resource};
@@ -87,17 +86,12 @@ impl Works {
 
 /// Looks at the workers until the end.
 pub(super) async fn watch(control: Arc<Control>) {
-    let mut end = control.end.subscribe();
-    let mut interval = tokio::time::interval(LOOK_INTERVAL);
-    loop {
-        tokio::select! {
-            _ = interval.tick() => {}
-            _ = end.wait_for(|is_over| *is_over) => return,
-        }
+    let look = |control: Arc<Control>| async move {
         if let Some(processes) = control.worker_processes().await {
             control.works().look(&processes);
         }
-    }
+    };
+    control.every(LOOK_INTERVAL, look).await;
 }
 
 pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>) -> Response {
@@ -149,20 +143,13 @@ impl Control {
         self.works.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the data plane. `None` if it does not answer in time.
-    async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
-        let (reply, answer) = oneshot::channel();
-        self.commander.send(command(reply)).ok()?;
-        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
-    }
-
     async fn observation(&self, name: &str) -> Option<Option<Box<Observation>>> {
         let bulkhead = name.to_owned();
-        self.ask(|reply| Command::Observe { bulkhead, reply }).await
+        ask(&self.commander, |reply| Command::Observe { bulkhead, reply }).await
     }
 
     async fn worker_processes(&self) -> Option<Vec<(Arc<str>, u32)>> {
-        self.ask(|reply| Command::WorkerProcesses { reply }).await
+        ask(&self.commander, |reply| Command::WorkerProcesses { reply }).await
     }
 
     /// Forgets what workers of other bulkheads used.

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use super::ANSWER_WITHIN;
+use super::ask;
 use super::http::{JSON, Shared, not_found, problem, stuck};
 use crate::observe::crashes::ReadError;
 use bulkhead_plane::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
@@ -137,18 +137,17 @@ async fn begin(control: &Shared, report: &CrashReport, place: usize) -> Result<B
         tenant: job.tenant.clone(),
         payload: job.payload.clone().unwrap_or_default(),
     };
-    let ((accepted, answer), (done, begun)) = (oneshot::channel(), oneshot::channel());
-    control.commander.send(Command::Replay { order, accepted, done }).map_err(|_| stuck())?;
-    match tokio::time::timeout(ANSWER_WITHIN, answer).await {
-        Ok(Ok(Ok(()))) => Ok(begun),
-        Ok(Ok(Err(error))) => {
+    let (done, begun) = oneshot::channel();
+    match ask(&control.commander, |accepted| Command::Replay { order, accepted, done }).await {
+        Some(Ok(())) => Ok(begun),
+        Some(Err(error)) => {
             let status = match error {
                 ReplayError::NotConfigured | ReplayError::Stopping => StatusCode::CONFLICT,
                 ReplayError::Busy => StatusCode::TOO_MANY_REQUESTS,
             };
             Err(problem(status, &error.to_string()))
         }
-        Ok(Err(_)) | Err(_) => Err(stuck()),
+        None => Err(stuck()),
     }
 }
 

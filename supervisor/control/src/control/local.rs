@@ -31,7 +31,6 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         places_for_refused: Arc::new(Semaphore::new(REFUSED_MAX)),
         places_for_reports: Arc::new(Semaphore::new(REFUSED_MAX)),
     };
-    let mut end = control.end.subscribe();
     let mut open = async || {
         loop {
             tokio::select! {
@@ -40,10 +39,7 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
             }
         }
     };
-    tokio::select! {
-        () = open() => {}
-        _ = end.wait_for(|is_over| *is_over) => {}
-    }
+    control.until_end(open()).await;
     // Those who have come already are told that it is over, and not reset.
     let _ = tokio::time::timeout(LAST_WITHIN, open()).await;
     door.close(&ways);

@@ -3,29 +3,20 @@
 use axum::extract::State;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
-use tokio::sync::oneshot;
 
+use super::ask;
 use super::http::{Shared, stuck};
-use super::{ANSWER_WITHIN, Control};
 use crate::observe::metrics::{self, Format};
 use bulkhead_plane::command::Command;
 use bulkhead_plane::scrape::Scrape;
 
 pub(super) async fn show(State(control): State<Shared>, headers: HeaderMap) -> Response {
-    let Some(scrape) = control.scrape().await else { return stuck() };
+    let scrape: Option<Scrape> = ask(&control.commander, |reply| Command::Scrape { reply }).await;
+    let Some(scrape) = scrape else { return stuck() };
     let accepted: Vec<&str> =
         headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
     let format = Format::asked(&accepted.join(","));
     let page = metrics::render(&scrape, control.reloads.counts(), &control.residents, format);
     let headers = [(header::CONTENT_TYPE, format.content_type()), (header::VARY, "Accept")];
     (headers, page).into_response()
-}
-
-impl Control {
-    /// All numbers of the data plane. `None` if it does not answer in time.
-    async fn scrape(&self) -> Option<Scrape> {
-        let (reply, answer) = oneshot::channel();
-        self.commander.send(Command::Scrape { reply }).ok()?;
-        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
-    }
 }

@@ -32,12 +32,8 @@ pub(super) fn start(control: Shared, doors: Doors, fate: &Fate) -> io::Result<Jo
         runtime.block_on(async {
             tokio::spawn(tasks.task("watch", watch::look(control.clone())));
             tokio::spawn(tasks.task("followers", tell_of_events(control.clone())));
-            let mut end = control.end.subscribe();
             let served = tokio::spawn(tasks.task("onlookers' API", serve_all(control.clone(), doors)));
-            tokio::select! {
-                _ = end.wait_for(|is_over| *is_over) => {}
-                () = panic_on_request("ONLOOKERS") => {}
-            }
+            control.until_end(panic_on_request("ONLOOKERS")).await;
             let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
         });
     };
@@ -56,9 +52,5 @@ async fn serve_all(control: Shared, doors: Doors) {
 
 /// Tells those who follow events of new ones.
 async fn tell_of_events(control: Shared) {
-    let mut end = control.end.subscribe();
-    tokio::select! {
-        () = control.events.tell_readers() => {}
-        _ = end.wait_for(|is_over| *is_over) => {}
-    }
+    control.until_end(control.events.tell_readers()).await;
 }

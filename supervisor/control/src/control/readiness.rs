@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bulkhead_api::ShortState;
-use tokio::sync::{Mutex, oneshot};
+use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use super::ANSWER_WITHIN;
+use super::ask;
 use bulkhead_plane::command::{Command, Commander};
 use bulkhead_plane::counters::SharedCounters;
 
@@ -49,9 +49,7 @@ impl Readiness {
 }
 
 async fn look(commander: &Commander) -> Option<States> {
-    let (reply, answer) = oneshot::channel();
-    commander.send(Command::States { reply }).ok()?;
-    Some(tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()?.into())
+    ask(commander, |reply| Command::States { reply }).await.map(States::from)
 }
 
 #[cfg(test)]

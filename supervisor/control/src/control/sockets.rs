@@ -57,14 +57,7 @@ impl Watched {
 
 /// Tells of sockets whose files were removed, until the end.
 pub(super) async fn watch(control: Arc<Control>) {
-    let mut end = control.end.subscribe();
-    let mut interval = tokio::time::interval(LOOK_EVERY);
-    loop {
-        tokio::select! {
-            _ = interval.tick() => control.look_at_sockets(),
-            _ = end.wait_for(|is_over| *is_over) => return,
-        }
-    }
+    control.every(LOOK_EVERY, |control| async move { control.look_at_sockets() }).await;
 }
 
 impl Control {

@@ -69,16 +69,12 @@ pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(T
 /// Lets in until the control plane ends: anybody, since requests say who they are.
 pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
     let mut lobby = Lobby::new(ways, CONNECTIONS_MAX);
-    let mut end = control.end.subscribe();
     let mut door = async || {
         loop {
             lobby.enter(accept(&listener).await);
         }
     };
-    tokio::select! {
-        () = door() => {}
-        _ = end.wait_for(|is_over| *is_over) => {}
-    }
+    control.until_end(door()).await;
     // Those who have come already are told that it is over, and not reset.
     let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
     // The loop above may have rested with some of them waiting.

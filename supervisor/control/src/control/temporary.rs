@@ -2,14 +2,14 @@
 //! plane of those that have more than they may. Nothing in such a folder is trusted: no link is followed, and a
 //! look costs a bounded number of entries, descriptors and, in the long run, a tenth of one processor.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
+use bulkhead_linux::folder;
+use rustix::fs::{AtFlags, Dir, FileType, Mode};
 use rustix::io::Errno;
 
 use super::Control;
@@ -33,7 +33,8 @@ const DEPTH_MAX: usize = 128;
 
 const BLOCK_BYTES: u64 = 512;
 
-const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+/// One that may be listed and not gone through has names, and does not tell what they take.
+const LOOKED_INTO: Mode = Mode::RUSR.union(Mode::XUSR);
 
 /// Looks until the end.
 pub(super) async fn watch(control: Arc<Control>) {
@@ -66,8 +67,8 @@ fn look(control: &Control, least: u64, most: u64) {
 }
 
 /// Bytes that a folder takes; it is not looked at further when that is more than `most`.
-fn bytes_in(folder: &Path, most: u64) -> u64 {
-    let top = match open_folder(rustix::fs::CWD, folder) {
+fn bytes_in(path: &Path, most: u64) -> u64 {
+    let top = match folder::open(rustix::fs::CWD, path, LOOKED_INTO) {
         Ok(top) => top,
         // Locked again meanwhile: no honest worker does that.
         Err(Errno::ACCESS) => return u64::MAX,
@@ -76,7 +77,7 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
     let Ok(entries) = Dir::read_from(&top) else { return 0 };
     let (mut bytes, mut seen) = (0_u64, 0);
     let mut open = vec![(top, entries)];
-    while let Some((folder, entries)) = open.last_mut() {
+    while let Some((here, entries)) = open.last_mut() {
         let Some(Ok(entry)) = entries.next() else {
             open.pop();
             continue;
@@ -86,7 +87,7 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
             continue;
         }
         seen += 1;
-        let stat = match rustix::fs::statat(&*folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+        let stat = match rustix::fs::statat(&*here, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => stat,
             Err(Errno::ACCESS) => return u64::MAX,
             Err(_) => continue,
@@ -99,7 +100,7 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
             return bytes;
         }
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory
-            && let Ok(inner) = open_folder(folder.as_fd(), name)
+            && let Ok(inner) = folder::open(here.as_fd(), name, LOOKED_INTO)
             && let Ok(entries) = Dir::read_from(&inner)
         {
             if open.len() >= DEPTH_MAX {
@@ -111,25 +112,10 @@ fn bytes_in(folder: &Path, most: u64) -> u64 {
     bytes
 }
 
-/// Opens a folder that its owner may have locked.
-fn open_folder(parent: BorrowedFd<'_>, name: impl rustix::path::Arg + Copy) -> Result<OwnedFd, Errno> {
-    let open = || rustix::fs::openat(parent, name, FOLDER | OFlags::RDONLY, Mode::empty());
-    let folder = open().or_else(|_| {
-        // By descriptor, since the name may be a link by now.
-        let bare = rustix::fs::openat(parent, name, FOLDER | OFlags::PATH, Mode::empty())?;
-        let path = format!("/proc/self/fd/{}", bare.as_fd().as_raw_fd());
-        let _ = std::fs::set_permissions(&path, PermissionsExt::from_mode(0o700));
-        rustix::fs::open(&path, OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::RDONLY, Mode::empty())
-    })?;
-    // One that may be listed and not gone through has names, and does not tell what they take.
-    if !Mode::from_raw_mode(rustix::fs::fstat(&folder)?.st_mode).contains(Mode::RUSR | Mode::XUSR) {
-        let _ = rustix::fs::fchmod(&folder, Mode::RWXU);
-    }
-    Ok(folder)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]

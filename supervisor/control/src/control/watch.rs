@@ -55,7 +55,6 @@ impl Watch {
 
 /// Looks for all watchers, until the control plane ends.
 pub(super) async fn look(control: Shared) {
-    let mut end = control.end.subscribe();
     let looking = async {
         loop {
             control.watch.wait_for_somebody().await;
@@ -71,10 +70,7 @@ pub(super) async fn look(control: Shared) {
             tokio::time::sleep(INTERVAL).await;
         }
     };
-    tokio::select! {
-        () = looking => {}
-        _ = end.wait_for(|is_over| *is_over) => {}
-    }
+    control.until_end(looking).await;
 }
 
 #[derive(Deserialize)]

@@ -424,15 +424,17 @@ impl Crashes {
 
     /// All of them, the oldest first; `None` if the thread is too busy.
     pub async fn list(&self) -> Option<Vec<Summary>> {
-        let (reply, answer) = oneshot::channel();
-        self.0.try_send(Message::List(reply)).ok()?;
-        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
+        self.ask(Message::List).await
     }
 
     /// One of them; `None` if the thread is too busy.
     pub async fn get(&self, id: CrashId) -> Option<Result<Box<CrashReport>, ReadError>> {
+        self.ask(|reply| Message::Get(id, reply)).await
+    }
+
+    async fn ask<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Option<T> {
         let (reply, answer) = oneshot::channel();
-        self.0.try_send(Message::Get(id, reply)).ok()?;
+        self.0.try_send(message(reply)).ok()?;
         tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
     }
 }
