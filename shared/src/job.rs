@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+use crate::Vocabulary as _;
+use crate::vocabulary::codes;
+
 /// Names one job inside one bulkhead of one supervisor; it appears in outcomes, events, logs, crash reports and on the
 /// worker's link, and is written in one way only: that of its [`Display`](fmt::Display).
 ///
@@ -35,45 +38,17 @@ impl fmt::Display for JobId {
     }
 }
 
-/// How much it matters that a job runs now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-#[repr(u8)]
-pub enum Priority {
-    /// Shed first.
-    BestEffort = 0,
-    /// What a client gets that says nothing.
-    #[default]
-    Normal = 1,
-    /// Shed last.
-    Critical = 2,
-}
-
-impl Priority {
-    /// Every priority, lowest first.
-    pub const ALL: [Priority; 3] = [Self::BestEffort, Self::Normal, Self::Critical];
-
-    /// The name used on the command line, in HTTP headers, metrics and events.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::BestEffort => "best-effort",
-            Self::Normal => "normal",
-            Self::Critical => "critical",
-        }
-    }
-
-    /// The number used on the wire.
-    pub const fn code(self) -> u8 {
-        self as u8
-    }
-
-    /// The priority with this number on the wire, if there is one.
-    pub const fn from_code(code: u8) -> Option<Self> {
-        match code {
-            0 => Some(Self::BestEffort),
-            1 => Some(Self::Normal),
-            2 => Some(Self::Critical),
-            _ => None,
-        }
+codes! {
+    /// How much it matters that a job runs now; the lowest first.
+    #[derive(Default)]
+    Priority {
+        /// Shed first.
+        BestEffort = 0 "best-effort",
+        /// What a client gets that says nothing.
+        #[default]
+        Normal = 1 "normal",
+        /// Shed last.
+        Critical = 2 "critical",
     }
 }
 
@@ -81,15 +56,7 @@ impl std::str::FromStr for Priority {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL
-            .into_iter()
-            .find(|p| p.name() == text)
+        Self::of(text)
             .ok_or_else(|| format!("'{text}' is no priority: write critical, normal or best-effort"))
-    }
-}
-
-impl fmt::Display for Priority {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }

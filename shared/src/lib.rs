@@ -17,7 +17,9 @@ pub mod limits;
 pub mod outcome;
 pub mod program_rules;
 pub mod trace;
+mod vocabulary;
 pub mod worker_protocol;
 
 pub use job::{JobId, Priority};
 pub use outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
+pub use vocabulary::Vocabulary;

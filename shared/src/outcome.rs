@@ -5,54 +5,29 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::JobId;
+use crate::vocabulary::codes;
 
-/// Whether the handler began to work on the job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Executed {
-    /// Certainly not: it is safe to send the job again.
-    No = 0,
-    /// It did.
-    Yes = 1,
-    /// The worker died with the job in its hands; how far it came cannot be told.
-    Unknown = 2,
-}
-
-impl Executed {
-    /// Every value.
-    pub const ALL: [Self; 3] = [Self::No, Self::Yes, Self::Unknown];
-
-    /// `no`, `yes` or `unknown`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::No => "no",
-            Self::Yes => "yes",
-            Self::Unknown => "unknown",
-        }
+codes! {
+    /// Whether the handler began to work on the job.
+    Executed {
+        /// Certainly not: it is safe to send the job again.
+        No = 0 "no",
+        /// It did.
+        Yes = 1 "yes",
+        /// The worker died with the job in its hands; how far it came cannot be told.
+        Unknown = 2 "unknown",
     }
 }
 
-/// The party that a handler blames for its failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-#[repr(u8)]
-pub enum Fault {
-    /// The job itself was wrong; it says nothing about the health of the bulkhead.
-    Caller = 1,
-    /// The code or service behind the bulkhead failed.
-    #[default]
-    Dependency = 2,
-}
-
-impl Fault {
-    /// Every value.
-    pub const ALL: [Self; 2] = [Self::Caller, Self::Dependency];
-
-    /// `caller` or `dependency`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Caller => "caller",
-            Self::Dependency => "dependency",
-        }
+codes! {
+    /// The party that a handler blames for its failure.
+    #[derive(Default)]
+    Fault {
+        /// The job itself was wrong; it says nothing about the health of the bulkhead.
+        Caller = 1 "caller",
+        /// The code or service behind the bulkhead failed.
+        #[default]
+        Dependency = 2 "dependency",
     }
 }
 
@@ -71,37 +46,6 @@ pub struct HandlerFailure {
 
 /// The code of a [`HandlerFailure`] whose result was larger than the bulkhead's `max_result`.
 pub const RESULT_TOO_LARGE: &str = "result_too_large";
-
-macro_rules! codes {
-    ($(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident = $code:literal $text:literal,)* }) => {
-        $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[repr(u8)]
-        pub enum $name { $($(#[$doc])* $variant = $code,)* }
-
-        impl $name {
-            /// Every reason, in the order of the contract.
-            pub const ALL: &'static [$name] = &[$($name::$variant,)*];
-
-            /// The word used in every interface.
-            pub const fn name(self) -> &'static str {
-                match self { $($name::$variant => $text,)* }
-            }
-
-            /// The number used on the wire; it never changes its meaning.
-            pub const fn code(self) -> u8 { self as u8 }
-
-            /// The reason with this number on the wire, if this version knows it.
-            pub const fn from_code(code: u8) -> Option<Self> {
-                match code { $($code => Some($name::$variant),)* _ => None }
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result { f.write_str(self.name()) }
-        }
-    };
-}
 
 codes! {
     /// Why a job was not taken. None of these ran.
@@ -371,10 +315,10 @@ mod tests {
 
     #[test]
     fn codes_and_names_are_unique_and_survive_the_round_trip() {
-        for &reason in RejectReason::ALL {
+        for reason in RejectReason::ALL {
             assert_eq!(RejectReason::from_code(reason.code()), Some(reason));
         }
-        for &reason in CrashReason::ALL {
+        for reason in CrashReason::ALL {
             assert_eq!(CrashReason::from_code(reason.code()), Some(reason));
         }
         let mut names: Vec<_> = RejectReason::ALL.iter().map(|r| r.name()).collect();

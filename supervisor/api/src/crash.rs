@@ -8,10 +8,10 @@ use std::time::{Duration, SystemTime};
 use bulkhead_shared::limits::{
     INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX, is_bulkhead_name,
 };
+use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::word::vocabulary;
 use crate::{Text, Word};
 
 /// Bytes of one job's payload that a report holds. Up to this size the data plane has a copy at hand while a

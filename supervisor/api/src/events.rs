@@ -1,10 +1,10 @@
 //! Events: each kind stands here once, with its fields in the order in which the log has them.
 
+use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::word::vocabulary;
 use crate::{BreakerState, BulkheadState, Changes, CrashId, Rate, ReplayVerdict, Service, Text, Word};
 
 vocabulary! {

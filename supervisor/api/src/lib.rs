@@ -17,6 +17,7 @@ mod word;
 pub use advice::{Advice, Kept, Late, Marks, Proposal, Seen, Setting};
 pub use answers::{Done, LogLine, Readiness, ShortState};
 pub use bulkhead_policy::{BreakerState, BulkheadState};
+pub use bulkhead_shared::Vocabulary;
 pub use change::{BreakerMode, Change, ChangedPer, ChangedRate, TenantChange, TenantRate};
 pub use crash::{
     Cause, CauseKind, CrashId, CrashJob, CrashReport, Crashes, JOBS_MAX, NoCrashId, PAYLOAD_BYTES_MAX,
@@ -26,7 +27,7 @@ pub use events::{Event, Severity, What};
 pub use outcome::{JobOutcome, Problem};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
 pub use snapshot::{Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker};
-pub use word::{Service, Vocabulary, Word};
+pub use word::{Service, Word};
 
 /// A text that the supervisor mostly has at hand, and that a reader owns.
 pub type Text = std::borrow::Cow<'static, str>;

@@ -1,10 +1,10 @@
 //! What another version of the file changes, told in the file's own keys.
 
+use bulkhead_shared::vocabulary;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::Word;
-use crate::word::vocabulary;
 
 /// The answer of `POST /v1/reload`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]

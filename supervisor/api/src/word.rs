@@ -2,20 +2,10 @@
 
 use std::fmt;
 
-use bulkhead_policy::{BreakerState, BulkheadState};
-use bulkhead_shared::{Executed, Fault};
+use bulkhead_shared::{Vocabulary, vocabulary};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::Text;
-
-/// All that a field can say, each in one word.
-pub trait Vocabulary: Copy + PartialEq + 'static {
-    /// Every value.
-    const ALL: &'static [Self];
-
-    /// The word for it in every interface.
-    fn name(self) -> &'static str;
-}
 
 /// A word of a vocabulary, or one that only a newer supervisor knows.
 #[derive(Clone, PartialEq, Eq)]
@@ -76,8 +66,7 @@ impl<V: Vocabulary> Serialize for Word<V> {
 impl<'de, V: Vocabulary> Deserialize<'de> for Word<V> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?;
-        let known = V::ALL.iter().find(|value| value.name() == word);
-        Ok(known.map_or_else(|| Self::Other(word.into()), |value| Self::Known(*value)))
+        Ok(V::of(&word).map_or_else(|| Self::Other(word.into()), Self::Known))
     }
 }
 
@@ -91,56 +80,9 @@ impl<V: Vocabulary> schemars::JsonSchema for Word<V> {
     }
 
     fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        let words: Vec<&str> = V::ALL.iter().map(|value| value.name()).collect();
-        schemars::json_schema!({"type": "string", "enum": words})
+        schemars::json_schema!({"type": "string", "enum": V::WORDS})
     }
 }
-
-macro_rules! named_elsewhere {
-    ($($type:ty),*) => {$(
-        impl Vocabulary for $type {
-            const ALL: &'static [Self] = &<$type>::ALL;
-
-            fn name(self) -> &'static str {
-                <$type>::name(self)
-            }
-        }
-    )*};
-}
-
-named_elsewhere!(BreakerState, BulkheadState, Executed, Fault);
-
-/// A vocabulary of this crate: each value with its word.
-macro_rules! vocabulary {
-    ($(#[$about:meta])* $name:ident { $($(#[$of_value:meta])* $value:ident = $word:literal,)* }) => {
-        $(#[$about])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-        pub enum $name {
-            $($(#[$of_value])* $value,)*
-        }
-
-        impl $name {
-            /// Every value.
-            pub const ALL: [Self; [$($word),*].len()] = [$(Self::$value),*];
-
-            /// The word for it in every interface.
-            pub const fn name(self) -> &'static str {
-                match self {
-                    $(Self::$value => $word,)*
-                }
-            }
-        }
-
-        impl $crate::Vocabulary for $name {
-            const ALL: &'static [Self] = &<$name>::ALL;
-
-            fn name(self) -> &'static str {
-                <$name>::name(self)
-            }
-        }
-    };
-}
-pub(crate) use vocabulary;
 
 vocabulary! {
     /// How well a bulkhead serves, by how the jobs of the last minute ended.

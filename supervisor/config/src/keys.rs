@@ -43,7 +43,7 @@ mod kinds {
 
     use crate::defaults;
     use crate::key::Kind;
-    use crate::table::Words;
+    use bulkhead_shared::Vocabulary;
 
     /// Any duration, also none.
     pub(super) const ANY: Duration = Duration::ZERO;
@@ -64,7 +64,7 @@ mod kinds {
         Kind::Count { min, max }
     }
 
-    pub(super) const fn one_of<T: Words>() -> Kind {
+    pub(super) const fn one_of<T: Vocabulary>() -> Kind {
         Kind::Word { now: T::WORDS, later: &[] }
     }
 }

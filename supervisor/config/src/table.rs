@@ -6,6 +6,7 @@ mod types;
 
 use std::ops::Deref;
 
+use bulkhead_shared::Vocabulary;
 pub(crate) use rows::{checked, entry, first, on_reload, preset, section, slot, slot_of, table};
 use serde::Serializer;
 use serde::ser::SerializeMap as _;
@@ -13,9 +14,7 @@ use serde::ser::SerializeMap as _;
 use crate::key::{Key, Kind, Preset};
 use crate::reader::{Field, TableReader};
 use crate::resolved::Resolved;
-pub(crate) use types::{StartMode, words};
-
-pub(crate) use crate::values::Words;
+pub(crate) use types::StartMode;
 
 /// A type that a key's value can have: how it is read.
 pub(crate) trait Value: Clone {
@@ -215,6 +214,6 @@ pub(crate) fn as_table_option<T: Section, S: Serializer>(
 }
 
 /// Serialises a word of policy's own types.
-pub(crate) fn as_word<T: Words, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(value.word())
+pub(crate) fn as_word<T: Vocabulary, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(value.name())
 }

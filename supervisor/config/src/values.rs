@@ -5,6 +5,7 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use bulkhead_linux::rlimits::Resource;
+use bulkhead_shared::Vocabulary;
 use toml::de::{DeFloat, DeInteger, DeValue};
 
 use super::defaults;
@@ -25,18 +26,6 @@ impl Complaint {
     pub(super) fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self { message: message.into(), help: help.into() }
     }
-}
-
-/// One of a few words.
-pub(crate) trait Words: Copy + 'static {
-    /// All of them.
-    const WORDS: &'static [&'static str];
-
-    /// The word in the file.
-    fn word(self) -> &'static str;
-
-    /// What a word of [`Words::WORDS`] stands for.
-    fn of(word: &str) -> Option<Self>;
 }
 
 type Read<T> = Result<T, Complaint>;
@@ -398,7 +387,7 @@ pub(super) fn no_nul(label: &str, text: &str) -> Read<()> {
     Ok(())
 }
 
-pub(super) fn word<T: Words>(key: &Named, value: &DeValue<'_>) -> Read<T> {
+pub(super) fn word<T: Vocabulary>(key: &Named, value: &DeValue<'_>) -> Read<T> {
     let Kind::Word { now, later } = key.kind else { return Err(unreadable(key)) };
     let DeValue::String(text) = value else { return Err(wrong_type(key, "a string", value)) };
     if let Some(word) = T::of(text) {

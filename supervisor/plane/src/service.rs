@@ -266,7 +266,7 @@ mod tests {
             assert!(told.starts_with(&format!("rejected/{reason}: 10 of 10")), "{told}");
         }
         for reason in CrashReason::ALL {
-            let told = cause(&[(crashed(*reason), 10)]);
+            let told = cause(&[(crashed(reason), 10)]);
             assert!(told.starts_with(&format!("crashed/{reason}: 10 of 10")), "{told}");
         }
     }

@@ -5,6 +5,8 @@
 use std::ops::Add;
 use std::time::Duration;
 
+use bulkhead_shared::vocabulary;
+
 use crate::time::Time;
 
 /// The window moves in steps of this part of it, so what it covers is between 9 and 10 tenths of its span.
@@ -51,31 +53,17 @@ impl BreakerLimits {
     }
 }
 
-/// The four states by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BreakerState {
-    /// Calls pass and are judged.
-    Closed,
-    /// No call passes for a time.
-    Open,
-    /// A few calls pass to find out.
-    HalfOpen,
-    /// No call passes until an operator says so.
-    ForcedOpen,
-}
-
-impl BreakerState {
-    /// Every state, by its number.
-    pub const ALL: [Self; 4] = [Self::Closed, Self::Open, Self::HalfOpen, Self::ForcedOpen];
-
-    /// `closed`, `open`, `half_open` or `forced_open`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Closed => "closed",
-            Self::Open => "open",
-            Self::HalfOpen => "half_open",
-            Self::ForcedOpen => "forced_open",
-        }
+vocabulary! {
+    /// The four states by name.
+    BreakerState {
+        /// Calls pass and are judged.
+        Closed = "closed",
+        /// No call passes for a time.
+        Open = "open",
+        /// A few calls pass to find out.
+        HalfOpen = "half_open",
+        /// No call passes until an operator says so.
+        ForcedOpen = "forced_open",
     }
 }
 

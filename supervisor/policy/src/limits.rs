@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_shared::vocabulary;
+
 use crate::breaker::BreakerLimits;
 use crate::budget::RetryLimits;
 use crate::poison::PoisonLimits;
@@ -45,13 +47,14 @@ pub struct Pressure {
     pub reject: f64,
 }
 
-/// What a full queue does with the next job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Overflow {
-    /// Turns it away, unless a job of a lower class waits, which then leaves.
-    Reject,
-    /// The same, but the oldest job of the tenant that holds most of the queue leaves.
-    EvictOldest,
+vocabulary! {
+    /// What a full queue does with the next job.
+    Overflow {
+        /// Turns it away, unless a job of a lower class waits, which then leaves.
+        Reject = "reject",
+        /// The same, but the oldest job of the tenant that holds most of the queue leaves.
+        EvictOldest = "evict-oldest",
+    }
 }
 
 /// A tenant's share of common workers.
@@ -90,15 +93,16 @@ pub struct Restart {
     pub within: Duration,
 }
 
-/// Which deaths are followed by a replacement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RestartPolicy {
-    /// All.
-    Always,
-    /// All but an exit with status 0 while idle.
-    OnFailure,
-    /// None.
-    Never,
+vocabulary! {
+    /// Which deaths are followed by a replacement.
+    RestartPolicy {
+        /// All.
+        Always = "always",
+        /// All but an exit with status 0 while idle.
+        OnFailure = "on-failure",
+        /// None.
+        Never = "never",
+    }
 }
 
 /// How long a worker may take to begin.

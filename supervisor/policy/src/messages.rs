@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict};
+use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict, vocabulary};
 
 use crate::breaker::Transition;
 use crate::limits::{Limits, OwnNumbers};
@@ -414,110 +414,54 @@ impl KillReason {
     }
 }
 
-/// Why a worker that works is replaced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RecycleReason {
-    /// `recycle.jobs`.
-    Jobs,
-    /// `recycle.rss`.
-    Memory,
-    /// `recycle.age`.
-    Age,
-    /// By hand.
-    Restart,
-    /// It cannot be told how many jobs it may be given now.
-    Resize,
-    /// It runs what is not to be run any more.
-    Reload,
-}
-
-impl RecycleReason {
-    /// `jobs`, `rss`, `age`, `restart`, `resize` or `reload`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Jobs => "jobs",
-            Self::Memory => "rss",
-            Self::Age => "age",
-            Self::Restart => "restart",
-            Self::Resize => "resize",
-            Self::Reload => "reload",
-        }
+vocabulary! {
+    /// Why a worker that works is replaced.
+    RecycleReason {
+        /// `recycle.jobs`.
+        Jobs = "jobs",
+        /// `recycle.rss`.
+        Memory = "rss",
+        /// `recycle.age`.
+        Age = "age",
+        /// By hand.
+        Restart = "restart",
+        /// It cannot be told how many jobs it may be given now.
+        Resize = "resize",
+        /// It runs what is not to be run any more.
+        Reload = "reload",
     }
 }
 
-/// Why a slot gets another worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-#[expect(missing_docs, reason = "the names say it")]
-pub enum RestartCause {
-    // How the one before ended by itself.
-    Exit,
-    Signal,
-    Oom,
-    Violation,
-    // Why it was killed.
-    Protocol,
-    Hung,
-    Deadline,
-    NotReady,
-    Stopped,
-    KeeperDied,
-    /// It could not be started at all.
-    NotStarted,
-    // Why it was replaced.
-    Jobs,
-    Memory,
-    Age,
-    Restart,
-    Resize,
-    Reload,
+vocabulary! {
+    /// Why a slot gets another worker, as metrics have it.
+    #[repr(u8)]
+    #[expect(missing_docs, reason = "the names say it")]
+    RestartCause {
+        // How the one before ended by itself.
+        Exit = "exit",
+        Signal = "signal",
+        Oom = "oom",
+        Violation = "violation",
+        // Why it was killed.
+        Protocol = "protocol",
+        Hung = "hung",
+        Deadline = "deadline",
+        NotReady = "not_ready",
+        Stopped = "stopped",
+        KeeperDied = "keeper_died",
+        /// It could not be started at all.
+        NotStarted = "not_started",
+        // Why it was replaced.
+        Jobs = RecycleReason::Jobs.name(),
+        Memory = RecycleReason::Memory.name(),
+        Age = RecycleReason::Age.name(),
+        Restart = RecycleReason::Restart.name(),
+        Resize = RecycleReason::Resize.name(),
+        Reload = RecycleReason::Reload.name(),
+    }
 }
 
 impl RestartCause {
-    /// Every cause, by its number.
-    pub const ALL: [Self; 17] = [
-        Self::Exit,
-        Self::Signal,
-        Self::Oom,
-        Self::Violation,
-        Self::Protocol,
-        Self::Hung,
-        Self::Deadline,
-        Self::NotReady,
-        Self::Stopped,
-        Self::KeeperDied,
-        Self::NotStarted,
-        Self::Jobs,
-        Self::Memory,
-        Self::Age,
-        Self::Restart,
-        Self::Resize,
-        Self::Reload,
-    ];
-
-    /// The word used in metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Exit => "exit",
-            Self::Signal => "signal",
-            Self::Oom => "oom",
-            Self::Violation => "violation",
-            Self::Protocol => "protocol",
-            Self::Hung => "hung",
-            Self::Deadline => "deadline",
-            Self::NotReady => "not_ready",
-            Self::Stopped => "stopped",
-            Self::KeeperDied => "keeper_died",
-            Self::NotStarted => "not_started",
-            Self::Jobs => RecycleReason::Jobs.name(),
-            Self::Memory => RecycleReason::Memory.name(),
-            Self::Age => RecycleReason::Age.name(),
-            Self::Restart => RecycleReason::Restart.name(),
-            Self::Resize => RecycleReason::Resize.name(),
-            Self::Reload => RecycleReason::Reload.name(),
-        }
-    }
-
     /// Of a worker that is gone.
     pub(crate) const fn of_end(death: Death, killed: Option<&KillReason>) -> Self {
         match (killed, death) {

@@ -4,6 +4,8 @@
 
 use std::time::Duration;
 
+use bulkhead_shared::vocabulary;
+
 use crate::time::Time;
 
 /// How much may pass.
@@ -17,13 +19,14 @@ pub struct RateLimit {
     pub per: RatePer,
 }
 
-/// Which jobs share a rate limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RatePer {
-    /// All jobs of the bulkhead.
-    Bulkhead,
-    /// The jobs of each tenant have their own.
-    Tenant,
+vocabulary! {
+    /// Which jobs share a rate limit.
+    RatePer {
+        /// All jobs of the bulkhead.
+        Bulkhead = "bulkhead",
+        /// The jobs of each tenant have their own.
+        Tenant = "tenant",
+    }
 }
 
 /// Why a job does not pass.

@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
+use bulkhead_shared::{Vocabulary as _, vocabulary};
 use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
 use crate::key::{CGROUP, Kind, SANDBOX, SYSCALLS};
 use crate::reader::Arguments;
-use crate::table::{Words as _, section, table, words};
+use crate::table::{section, table};
 
 table! {
     /// `sandbox`: how far the workers are confined.
@@ -78,27 +79,17 @@ impl SandboxConfig {
     }
 }
 
-/// How far workers are confined.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Profile {
-    /// A session, descriptors and limits of their own.
-    None,
-    /// What ordinary programs bear, and what needs neither root nor user namespaces.
-    Default,
-    /// Every layer, and only the system calls that computing needs.
-    Strict,
-}
-
-words!(Profile { None = "none", Default = "default", Strict = "strict", });
-
-impl Profile {
-    /// Every profile, the loosest first.
-    pub const ALL: [Profile; 3] = [Self::None, Self::Default, Self::Strict];
-
-    /// The word in the file.
-    pub fn name(self) -> &'static str {
-        self.word()
+vocabulary! {
+    /// How far workers are confined, the loosest first.
+    #[derive(Serialize)]
+    #[serde(rename_all = "lowercase")]
+    Profile {
+        /// A session, descriptors and limits of their own.
+        None = "none",
+        /// What ordinary programs bear, and what needs neither root nor user namespaces.
+        Default = "default",
+        /// Every layer, and only the system calls that computing needs.
+        Strict = "strict",
     }
 }
 
@@ -131,55 +122,33 @@ impl SandboxUser {
     }
 }
 
-/// One layer of confinement.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Layer {
-    /// What the workers can do with files.
-    Landlock,
-    /// No signals to processes outside, where neither a user nor process ids of their own keep them from it.
-    LandlockScopes,
-    /// Which system calls they can make.
-    Seccomp,
-    /// User ids of their own inside.
-    UserNamespace,
-    /// Process ids of their own; the whole tree ends with its first process.
-    PidNamespace,
-    /// A root folder of their own.
-    MountNamespace,
-    /// Network interfaces of their own: none.
-    NetworkNamespace,
-    /// Another user than the supervisor's.
-    Identity,
-    /// A control group with limits.
-    Cgroup,
-    /// No privileges from the programs that they run.
-    NoNewPrivs,
-    /// What keeps the programs apart that run at once in one worker of `exec`.
-    ProgramScopes,
-}
-
-words!(Layer { Landlock = "landlock", LandlockScopes = "landlock_scopes", Seccomp = "seccomp", UserNamespace = "user_namespace", PidNamespace = "pid_namespace", MountNamespace = "mount_namespace", NetworkNamespace = "network_namespace", Identity = "identity", Cgroup = "cgroup", NoNewPrivs = "no_new_privs", ProgramScopes = "program_scopes", });
-
-impl Layer {
-    /// Every layer.
-    pub const ALL: [Layer; 11] = [
-        Self::Landlock,
-        Self::LandlockScopes,
-        Self::Seccomp,
-        Self::UserNamespace,
-        Self::PidNamespace,
-        Self::MountNamespace,
-        Self::NetworkNamespace,
-        Self::Identity,
-        Self::Cgroup,
-        Self::NoNewPrivs,
-        Self::ProgramScopes,
-    ];
-
-    /// The word in the file.
-    pub fn name(self) -> &'static str {
-        self.word()
+vocabulary! {
+    /// One layer of confinement.
+    #[derive(Serialize)]
+    #[serde(rename_all = "snake_case")]
+    Layer {
+        /// What the workers can do with files.
+        Landlock = "landlock",
+        /// No signals to processes outside, where neither a user nor process ids of their own keep them from it.
+        LandlockScopes = "landlock_scopes",
+        /// Which system calls they can make.
+        Seccomp = "seccomp",
+        /// User ids of their own inside.
+        UserNamespace = "user_namespace",
+        /// Process ids of their own; the whole tree ends with its first process.
+        PidNamespace = "pid_namespace",
+        /// A root folder of their own.
+        MountNamespace = "mount_namespace",
+        /// Network interfaces of their own: none.
+        NetworkNamespace = "network_namespace",
+        /// Another user than the supervisor's.
+        Identity = "identity",
+        /// A control group with limits.
+        Cgroup = "cgroup",
+        /// No privileges from the programs that they run.
+        NoNewPrivs = "no_new_privs",
+        /// What keeps the programs apart that run at once in one worker of `exec`.
+        ProgramScopes = "program_scopes",
     }
 }
 

@@ -6,7 +6,7 @@ use crate::keys::admission::{BreakerKeys, PressureKeys, PriorityKeys, RateLimitK
 use crate::reader::{Field, Origin};
 use crate::resolved::{Resolved, blame};
 use crate::schema;
-use crate::table::{ByRows as _, WithDefault, Words as _};
+use crate::table::{ByRows as _, WithDefault};
 use crate::units;
 use crate::{BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
@@ -27,10 +27,10 @@ impl Checker<'_> {
                 place,
                 format!(
                     "`overflow` ({}) needs a queue (`max_queue` is {})",
-                    overflow.told(format_args!("\"{}\"", overflow.value.word())),
+                    overflow.told(format_args!("\"{}\"", overflow.value.name())),
                     queue.told(0)
                 ),
-                format!("write `max_queue = 1` or more, or `overflow = \"{}\"`", Overflow::Reject.word()),
+                format!("write `max_queue = 1` or more, or `overflow = \"{}\"`", Overflow::Reject.name()),
             );
         }
         overflow.value

@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 
 use super::Checker;
+use bulkhead_shared::Vocabulary as _;
+
 use crate::diagnostics::shown;
 use crate::keys::confinement::SandboxKeys;
 use crate::reader::{Arguments, Field, Origin};
 use crate::resolved::Resolved;
 use crate::system_calls::{NEEDED, is_system_call};
-use crate::table::Words as _;
 use crate::{Layer, Profile, SandboxConfig, SandboxUser};
 use crate::{identities, programs};
 

@@ -12,7 +12,7 @@ use crate::key;
 use crate::keys::tenants::{RawTenant, TenantsKeys};
 use crate::reader::{Field, Origin};
 use crate::resolved::blame;
-use crate::table::{WithDefault, Words as _};
+use crate::table::WithDefault;
 use crate::{BulkheadConfig, IsolationConfig, RateLimitConfig, RatePer, TenantConfig, TenantsConfig};
 
 impl Checker<'_> {
@@ -131,7 +131,7 @@ impl Checker<'_> {
                 place,
                 format!(
                     "`tenant.{label}.rate_limit` needs `rate_limit.per = \"tenant\"` (it is {})",
-                    per.told(format_args!("\"{}\"", per.value.word()))
+                    per.told(format_args!("\"{}\"", per.value.name()))
                 ),
                 "add `per = \"tenant\"` to the bulkhead's `rate_limit`, or remove this one",
             );

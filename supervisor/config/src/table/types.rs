@@ -4,59 +4,40 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use bulkhead_policy::{Overflow, RatePer, RestartPolicy};
+use bulkhead_shared::vocabulary;
 
 use super::{Scalar, Value};
 use crate::ids::UidRange;
 use crate::key::{Kind, Preset};
 use crate::reader::{Arguments, Environment, Field, TableReader};
-use crate::values;
+use crate::{Layer, Profile, values};
 
-/// Which word stands for which variant.
+vocabulary! {
+    /// The one word that `start.mode` can be as yet.
+    StartMode {
+        /// Each process is started anew.
+        Spawn = "spawn",
+    }
+}
+
+/// Values that are words.
 macro_rules! words {
-    ($type:ident { $($variant:ident = $word:literal,)+ }) => {
-        impl $crate::values::Words for $type {
-            const WORDS: &'static [&'static str] = &[$($word),+];
-
-            fn word(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $word,)+
-                }
-            }
-
-            fn of(word: &str) -> Option<Self> {
-                match word {
-                    $($word => Some(Self::$variant),)+
-                    _ => None,
-                }
+    ($($type:ty),+) => {$(
+        impl Value for $type {
+            fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
+                table.take(name, values::word)
             }
         }
 
-        impl $crate::table::Value for $type {
-            fn take(table: &mut $crate::reader::TableReader<'_, '_>, name: &str) -> $crate::reader::Field<Self> {
-                table.take(name, $crate::values::word)
+        impl Scalar for $type {
+            fn preset(&self, _: Kind) -> Preset {
+                Preset::Word(self.name())
             }
         }
-
-        impl $crate::table::Scalar for $type {
-            fn preset(&self, _: $crate::key::Kind) -> $crate::key::Preset {
-                $crate::key::Preset::Word($crate::values::Words::word(*self))
-            }
-        }
-    };
-}
-pub(crate) use words;
-
-words!(RestartPolicy { Always = "always", OnFailure = "on-failure", Never = "never", });
-words!(Overflow { Reject = "reject", EvictOldest = "evict-oldest", });
-words!(RatePer { Bulkhead = "bulkhead", Tenant = "tenant", });
-
-/// The one word that `start.mode` can be as yet.
-#[derive(Clone, Copy)]
-pub(crate) enum StartMode {
-    Spawn,
+    )+};
 }
 
-words!(StartMode { Spawn = "spawn", });
+words!(RestartPolicy, Overflow, RatePer, StartMode, Profile, Layer);
 
 /// A type whose values are read by one function, and written in one way.
 macro_rules! scalars {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
+use bulkhead_shared::{JobId, Priority, RejectReason, Verdict, vocabulary};
 
 use super::{Activity, Bulkhead, Mode};
 use crate::breaker::BreakerState;
@@ -86,34 +86,19 @@ impl Counters {
     }
 }
 
-/// The state of a bulkhead in one word.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BulkheadState {
-    /// No worker is ready, and none has failed yet.
-    Starting,
-    /// Every slot has a worker that is ready.
-    Ready,
-    /// Some slot has none.
-    Degraded,
-    /// No slot has a worker or will have one soon.
-    Failed,
-    /// It takes no jobs.
-    Draining,
-}
-
-impl BulkheadState {
-    /// All of them.
-    pub const ALL: [Self; 5] = [Self::Starting, Self::Ready, Self::Degraded, Self::Failed, Self::Draining];
-
-    /// The word used in every interface.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Degraded => "degraded",
-            Self::Failed => "failed",
-            Self::Draining => "draining",
-        }
+vocabulary! {
+    /// The state of a bulkhead in one word.
+    BulkheadState {
+        /// No worker is ready, and none has failed yet.
+        Starting = "starting",
+        /// Every slot has a worker that is ready.
+        Ready = "ready",
+        /// Some slot has none.
+        Degraded = "degraded",
+        /// No slot has a worker or will have one soon.
+        Failed = "failed",
+        /// It takes no jobs.
+        Draining = "draining",
     }
 }
 
