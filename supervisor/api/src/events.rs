@@ -49,14 +49,15 @@ impl Event {
 
 /// The fields in the first braces are always there; those in the second only where they have a value.
 macro_rules! events {
-    ($($(#[$about:meta])* $variant:ident = $kind:literal
+    ($($(#[serde($flag:ident)])? $(#[doc = $sentence:literal])+ $variant:ident = $kind:literal
         { $($field:ident: $type:ty),* } $({ $($more:ident: $more_type:ty),* })?;)*) => {
         /// What has happened.
         #[derive(Clone, Debug, PartialEq, Deserialize)]
         #[serde(tag = "kind")]
         #[expect(missing_docs, reason = "the fields are named as in the documentation and say what they hold")]
         pub enum What {
-            $($(#[$about])*
+            $($(#[doc = $sentence])+
+            $(#[serde($flag)])?
             #[serde(rename = $kind)]
             $variant {
                 $(#[serde(default)] $field: $type,)*
@@ -70,6 +71,14 @@ macro_rules! events {
         impl What {
             /// Every kind, in one word each.
             pub const KINDS: &[&str] = &[$($kind),*];
+
+            /// Every kind with its fields and its sentence, for the documentation.
+            #[cfg(test)]
+            const ROWS: &[(&str, &[&str], &str)] = &[$((
+                $kind,
+                &[$(stringify!($field),)* $($(stringify!($more)),*)?],
+                concat!($($sentence),+),
+            )),*];
 
             /// Its kind.
             pub const fn kind(&self) -> &'static str {
@@ -100,7 +109,7 @@ events! {
     WorkerStarted = "worker_started" { pid: u32, slot: u32, generation: u32 };
     /// A worker takes jobs.
     WorkerReady = "worker_ready" { pid: u32, generation: u32, after_ms: f64 };
-    /// There is no process for a slot.
+    /// The program of a worker could not be run.
     WorkerNotStarted = "worker_not_started" { slot: u32, message: String };
     /// A worker has ended.
     WorkerExited = "worker_exited" {
@@ -109,11 +118,11 @@ events! {
     };
     /// A worker is killed since it was not heard.
     WorkerHung = "worker_hung" { pid: u32, reason: String };
-    /// A worker is killed for another reason.
+    /// A worker is killed for a deadline, a broken protocol, or since it does not end by itself.
     WorkerKilled = "worker_killed" { pid: u32, reason: String };
-    /// A worker is replaced since it has served long enough.
+    /// A worker is replaced, by `recycle`, a restart, a resize or a reload.
     WorkerRecycled = "worker_recycled" { pid: u32, reason: Text };
-    /// There is no other worker in the place of one that serves on.
+    /// A worker that was to be replaced serves on, since the next one does not start.
     ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
     /// The next worker of a slot is started later.
     RestartBackoff = "restart_backoff" { slot: u32, delay_ms: f64 };
@@ -135,16 +144,16 @@ events! {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, reason: Option<Text>, message: Option<String>, attempts: u32
     };
-    /// Jobs are rejected at once.
+    /// The breaker is open: jobs are rejected at once.
     BreakerOpened = "breaker_opened" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// A few jobs are let in to find out.
+    /// The breaker lets a few jobs in to find out.
     BreakerHalfOpen = "breaker_half_open" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// Jobs are let in again.
+    /// The breaker is closed: jobs are let in again.
     BreakerClosed = "breaker_closed" { from: Word<BreakerState>, to: Word<BreakerState> }
         { calls: u32, failure_rate: f64, slow_rate: f64 };
-    /// Much of the queue is taken.
+    /// The queue is as full as `pressure.warn` says.
     QueuePressure = "queue_pressure" { queued: usize, queue_capacity: usize, percent: usize };
     /// A tenant is over its rate limit.
     TenantThrottled = "tenant_throttled" { tenant: String, retry_after_ms: f64 };
@@ -162,12 +171,12 @@ events! {
     AccessRefused = "access_refused" {
         socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
     };
-    /// Other numbers are in force.
+    /// An operator has put other numbers in force.
     LimitsChanged = "limits_changed" {}
         { max_in_flight: u32, processes: u32, max_queue: u32, rate_limit: Option<Rate>, tenant: String };
     /// Another version of the file is in force.
     ConfigReloaded = "config_reloaded" { file: String, changes: Changes };
-    /// The file is not put in force.
+    /// The file has errors, and is not put in force.
     ConfigRejected = "config_rejected" { file: String }
         { line: Option<usize>, message: Option<String>, errors: Vec<Value>, errors_in_all: usize };
     /// A bulkhead that the file does not have any more has ended its last job.
@@ -178,15 +187,15 @@ events! {
     Resumed = "resumed" {};
     /// The supervisor has ended.
     Stopped = "stopped" {};
-    /// Crashes were only counted.
+    /// Crashes were only counted, since too many came.
     CrashesNotReported = "crashes_not_reported" { crashes: u64, reported_per_second: u32 };
     /// The job of a crash report was run again.
     CrashReplayed = "crash_replayed" { report: Option<CrashId>, verdict: Word<ReplayVerdict> };
     /// The file of a socket was removed.
     SocketRemoved = "socket_removed" { socket: String, path: String, message: String };
-    /// It is there again.
+    /// The file of a socket is there again.
     SocketRenewed = "socket_renewed" { socket: String, path: String };
-    /// It cannot be had again.
+    /// The file of a socket cannot be made again.
     SocketNotRenewed = "socket_not_renewed" { socket: String, path: String, message: String };
     /// The supervisor itself did not run for a while.
     HeldUp = "held_up" { late_ms: u64 } { suspended_ms: u64 };
@@ -200,8 +209,8 @@ events! {
         in_flight: u64, limit: u64, queued: u64, done: u64, failed: u64, crashed: u64, deadline_exceeded: u64,
         cancelled: u64, rejected: u64, restarts: u64
     };
-    /// The same of the whole supervisor.
     #[serde(skip_deserializing)]
+    /// The state of the whole supervisor, on SIGUSR1.
     SummaryOfAll = "summary" { clients: usize, buffered_bytes: usize, undelivered_bytes: usize, keeper_pid: Option<u32> };
 }
 
@@ -229,7 +238,34 @@ impl What {
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
+
     use super::*;
+
+    const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
+
+    fn table() -> String {
+        let mut table = String::from("| kind | fields | |\n| --- | --- | --- |\n");
+        for (kind, fields, sentence) in What::ROWS {
+            let fields: Vec<String> = fields.iter().map(|field| format!("`{field}`")).collect();
+            writeln!(table, "| `{kind}` | {} | {} |", fields.join(" "), sentence.trim()).unwrap();
+        }
+        table
+    }
+
+    /// `UPDATE_DOCS=1 cargo test -p bulkhead-api --lib events` writes the table.
+    #[test]
+    fn the_documentation_names_every_kind() {
+        let docs = std::fs::read_to_string(DOCS).unwrap();
+        let (head, rest) = docs.split_once("<!-- events -->\n").expect("the table has its place");
+        let (_, tail) = rest.split_once("<!-- end -->").expect("the table has an end");
+        let current = format!("{head}<!-- events -->\n{}<!-- end -->{tail}", table());
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(DOCS, current).unwrap();
+            return;
+        }
+        assert!(docs == current, "docs/operations.md is not what is told; run this test with UPDATE_DOCS=1");
+    }
 
     #[test]
     fn an_event_of_a_newer_supervisor_is_read() {
