@@ -2,7 +2,10 @@
 //! workers. It talks to the data plane by commands and hears from it by notices; it owns no job.
 
 mod advice;
+mod answers;
 mod browser;
+mod bulkheads;
+mod config;
 mod connections;
 mod crashes;
 mod dashboard;
@@ -13,6 +16,7 @@ mod local;
 mod metrics;
 mod onlookers;
 mod openapi;
+mod paths;
 mod readiness;
 mod reload;
 mod routes;
@@ -42,7 +46,7 @@ use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook_tokio::Signals;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::Semaphore;
 
 use crate::observe::crashes::{CrashThread, Crashes};
 use crate::observe::events::Events;
@@ -65,9 +69,6 @@ const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How often storms of events are looked at, whether they are over.
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How long the data plane may take for a snapshot before it counts as stuck.
-const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 /// How long open streams, and answers that are under way, get to end.
 const CLOSE_WITHIN: Duration = Duration::from_secs(3);
@@ -104,6 +105,8 @@ pub struct Options {
     /// Threads that must not end.
     pub fate: Fate,
 }
+
+type Shared = Arc<Control>;
 
 /// What the parts of the control plane share.
 pub(crate) struct Control {
@@ -385,7 +388,7 @@ impl Control {
     /// `None` if it does not answer in time.
     async fn snapshots(&self, bulkhead: Option<&str>) -> Option<Vec<Snapshot>> {
         let bulkhead = bulkhead.map(str::to_owned);
-        let mut snapshots = ask(&self.commander, |reply| Command::Snapshot { bulkhead, reply }).await?;
+        let mut snapshots = self.commander.ask(|reply| Command::Snapshot { bulkhead, reply }).await?;
         snapshots.iter_mut().for_each(add_usage);
         Some(snapshots)
     }
@@ -397,18 +400,11 @@ impl Control {
         tenant: String,
     ) -> Option<Result<Box<Snapshot>, SteerError>> {
         let bulkhead = bulkhead.to_owned();
-        let command = |reply| Command::TenantSnapshot { bulkhead, tenant, reply };
-        let mut snapshot = ask(&self.commander, command).await?;
+        let ask = self.commander.ask(|reply| Command::TenantSnapshot { bulkhead, tenant, reply });
+        let mut snapshot = ask.await?;
         snapshot.iter_mut().for_each(|snapshot| add_usage(snapshot));
         Some(snapshot)
     }
-}
-
-/// Asks the data plane. `None` if it does not answer in time.
-async fn ask<T>(commander: &Commander, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
-    let (reply, answer) = oneshot::channel();
-    commander.send(command(reply)).ok()?;
-    tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
 }
 
 /// The end of a text, without splitting a character.

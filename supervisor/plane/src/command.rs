@@ -23,6 +23,9 @@ use bulkhead_config::defaults::{
 /// Commands that wait for the data plane at most.
 pub const COMMANDS_MAX: usize = 1024;
 
+/// How long the data plane may take for an answer before it counts as stuck.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+
 /// What the control plane may ask of the data plane.
 #[derive(Debug)]
 pub enum Command {
@@ -320,6 +323,14 @@ impl Commander {
             TrySendError::Full(_) | TrySendError::Disconnected(_) => Busy,
         })?;
         self.waker.wake().map_err(|_| Busy)
+    }
+
+    /// Sends the command that has the answer come to this sender. `None` if the data plane has too much to do, or does
+    /// not answer in time.
+    pub async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
+        self.send(command(reply)).ok()?;
+        tokio::time::timeout(ANSWER_WITHIN, answer).await.ok()?.ok()
     }
 }
 

@@ -9,13 +9,13 @@ use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use bulkhead_policy::Time;
 
-use super::http::{Shared, not_found, stuck};
-use super::{Control, ask};
+use super::answers::{not_found, stuck};
+use super::{Control, Shared};
 use crate::advice::{Machine, Setup, Work, advise, seen};
 use crate::observe::process;
 use bulkhead_config::{BulkheadConfig, Program, Resource};
 use bulkhead_plane::command::Command;
-use bulkhead_plane::demand::{InForce, Observation, Pair};
+use bulkhead_plane::demand::{InForce, Pair};
 
 /// How often workers are looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
@@ -85,9 +85,9 @@ impl Works {
 }
 
 /// Looks at the workers until the end.
-pub(super) async fn watch(control: Arc<Control>) {
-    let look = |control: Arc<Control>| async move {
-        if let Some(processes) = control.worker_processes().await {
+pub(super) async fn watch(control: Shared) {
+    let look = |control: Shared| async move {
+        if let Some(processes) = control.commander.ask(|reply| Command::WorkerProcesses { reply }).await {
             control.works().look(&processes);
         }
     };
@@ -95,11 +95,15 @@ pub(super) async fn watch(control: Arc<Control>) {
 }
 
 pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>) -> Response {
-    let Some(answer) = control.observation(&name).await else { return stuck() };
+    let bulkhead = name.clone();
+    let observe = |reply| Command::Observe { bulkhead, reply };
+    let Some(answer) = control.commander.ask(observe).await else { return stuck() };
     let config = control.config();
     let bulkhead = config.bulkheads.iter().find(|bulkhead| bulkhead.name == name);
     let (Some(observation), Some(bulkhead)) = (answer, bulkhead) else { return not_found(&name) };
-    let Some(processes) = control.worker_processes().await else { return stuck() };
+    let Some(processes) = control.commander.ask(|reply| Command::WorkerProcesses { reply }).await else {
+        return stuck();
+    };
     let own = processes.iter().filter(|(owner, _)| **owner == *name).take(LOOKED_AT_MAX);
     let mut work = {
         let mut works = control.works();
@@ -141,15 +145,6 @@ fn machine() -> Machine {
 impl Control {
     fn works(&self) -> std::sync::MutexGuard<'_, Works> {
         self.works.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    async fn observation(&self, name: &str) -> Option<Option<Box<Observation>>> {
-        let bulkhead = name.to_owned();
-        ask(&self.commander, |reply| Command::Observe { bulkhead, reply }).await
-    }
-
-    async fn worker_processes(&self) -> Option<Vec<(Arc<str>, u32)>> {
-        ask(&self.commander, |reply| Command::WorkerProcesses { reply }).await
     }
 
     /// Forgets what workers of other bulkheads used.

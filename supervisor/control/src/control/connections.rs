@@ -19,7 +19,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio::time::{Instant, Sleep};
 
-use super::routes;
+use super::paths;
 
 /// How long a request may take to come and to be answered, before its connection is closed.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
@@ -194,7 +194,7 @@ impl<S: Socket> Ways<S> {
     /// Sends somebody on whose request begins so.
     pub(super) fn send_on(&self, arrival: Arrival<S>, head: &[u8]) {
         let Arrival { socket, entry, came, place } = arrival;
-        let way = if routes::is_for_onlookers(head) { &self.onlookers } else { &self.own };
+        let way = if paths::is_for_onlookers(head) { &self.onlookers } else { &self.own };
         // A socket that cannot change, or has nobody to serve it any more, is closed.
         if let Ok(socket) = socket.leave() {
             let _ = way.send(Arrival { socket, entry, came, place });

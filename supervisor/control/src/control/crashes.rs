@@ -15,8 +15,8 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use super::ask;
-use super::http::{JSON, Shared, not_found, problem, stuck};
+use super::Shared;
+use super::answers::{JSON, not_found, problem, stuck};
 use crate::observe::crashes::ReadError;
 use bulkhead_plane::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
 
@@ -138,7 +138,7 @@ async fn begin(control: &Shared, report: &CrashReport, place: usize) -> Result<B
         payload: job.payload.clone().unwrap_or_default(),
     };
     let (done, begun) = oneshot::channel();
-    match ask(&control.commander, |accepted| Command::Replay { order, accepted, done }).await {
+    match control.commander.ask(|accepted| Command::Replay { order, accepted, done }).await {
         Some(Ok(())) => Ok(begun),
         Some(Err(error)) => {
             let status = match error {

@@ -29,8 +29,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
+use super::Shared;
+use super::answers::{problem, problem_with};
 use super::connections::Entry;
-use super::http::{Shared, problem, problem_with};
 use bulkhead_plane::command::Command;
 use bulkhead_plane::counters::SharedCounters;
 

@@ -10,7 +10,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout_at};
 
 use super::connections::{ANSWERED_WITHIN, Arrival, Entry, HEAD_BYTES, Socket, Ways};
-use super::routes;
+use super::paths;
 
 /// Connections that wait.
 pub(crate) const WAITING_MAX: usize = 128;
@@ -72,7 +72,7 @@ impl<S: Socket> Lobby<S> {
             let mut head = [0; HEAD_BYTES];
             let Some(count) = ways.asks(&socket, &mut head, came).await else { return };
             let [places, places_for_health] = places;
-            let is_health = routes::asks_for_health(&head[..count]);
+            let is_health = paths::asks_for_health(&head[..count]);
             let places = if is_health { places_for_health } else { places };
             let Ok(Ok(place)) = timeout_at(came + ANSWERED_WITHIN, places.acquire_owned()).await else {
                 return;

@@ -4,15 +4,13 @@ use axum::extract::State;
 use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 
-use super::ask;
-use super::http::{Shared, stuck};
+use super::Shared;
+use super::answers::stuck;
 use crate::observe::metrics::{self, Format};
 use bulkhead_plane::command::Command;
-use bulkhead_plane::scrape::Scrape;
 
 pub(super) async fn show(State(control): State<Shared>, headers: HeaderMap) -> Response {
-    let scrape: Option<Scrape> = ask(&control.commander, |reply| Command::Scrape { reply }).await;
-    let Some(scrape) = scrape else { return stuck() };
+    let Some(scrape) = control.commander.ask(|reply| Command::Scrape { reply }).await else { return stuck() };
     let accepted: Vec<&str> =
         headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
     let format = Format::asked(&accepted.join(","));

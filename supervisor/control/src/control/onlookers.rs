@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 
 use tokio::net::{TcpStream, UnixStream};
 
+use super::Shared;
 use super::connections::{Arrivals, serve};
-use super::http::Shared;
 use bulkhead_plane::threads::{Fate, panic_on_request};
 
 use super::{CLOSE_WITHIN, http, tcp, watch};

@@ -1,49 +1,65 @@
-//! What describes the supervisor to programs: `GET /openapi.json`, made from the table of routes, and
-//! `GET /v1/config`, without secrets.
+//! `GET /openapi.json`: how a route is described, and the document that describes them all to programs.
 
-use axum::extract::State;
-use axum::response::{IntoResponse, Response};
+use axum::routing::MethodRouter;
 use bulkhead_api::{Problem, Readiness};
 use schemars::SchemaGenerator;
 use schemars::generate::SchemaSettings;
 use schemars::transform::RecursiveTransform;
 use serde_json::{Map, Value, json};
 
-use super::http::{PROBLEM, Shared, problem};
-use super::routes::{Answer, Content, OPEN, PROBLEMS, Parameter, ROUTES, Route, Schema};
-use bulkhead_config::Config;
+use super::Shared;
+use super::answers::PROBLEM;
+use super::paths::OPEN;
 
-/// What stands in the place of a secret.
-const REDACTED: &str = "[redacted]";
-
-pub(super) async fn show() -> Response {
-    axum::Json(document()).into_response()
+/// One method on one path.
+pub(super) struct Route {
+    /// In small letters.
+    pub(super) method: &'static str,
+    pub(super) path: &'static str,
+    /// Its name in the document.
+    pub(super) id: &'static str,
+    pub(super) about: &'static str,
+    pub(super) handler: fn() -> MethodRouter<Shared>,
+    /// What may stand behind the `?`.
+    pub(super) query: &'static [Parameter],
+    /// Headers that say something here.
+    pub(super) headers: &'static [Parameter],
+    pub(super) body: Option<Content>,
+    /// What is answered if all is well.
+    pub(super) answer: Answer,
+    /// Other answers than those of every route, all of them problem documents.
+    pub(super) problems: &'static [u16],
 }
 
-pub(super) async fn config(State(control): State<Shared>) -> Response {
-    match redacted(&control.config()) {
-        Ok(config) => axum::Json(config).into_response(),
-        Err(error) => problem(axum::http::StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
-    }
+pub(super) type Content = (&'static str, Schema);
+pub(super) type Answer = (u16, &'static [Content]);
+
+/// What a value looks like.
+#[derive(Clone, Copy)]
+pub(super) enum Schema {
+    Text,
+    Bytes,
+    Count,
+    Positive,
+    Boolean,
+    OneOf(&'static [&'static str]),
+    Object,
+    /// That of a document's type.
+    Of(fn(&mut SchemaGenerator) -> schemars::Schema),
 }
 
-/// The configuration without the values of workers' variables. The token itself is not part of it.
-fn redacted(config: &Config) -> serde_json::Result<Value> {
-    let mut value = serde_json::to_value(config)?;
-    for (bulkhead, told) in
-        config.bulkheads.iter().zip(value["bulkheads"].as_array_mut().into_iter().flatten())
-    {
-        let env: Map<String, Value> =
-            bulkhead.env.iter().map(|(name, _)| (name.clone(), json!(REDACTED))).collect();
-        told["env"] = Value::Object(env);
-    }
-    Ok(value)
-}
+/// What a request may say beside its path and its body.
+pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-fn document() -> Value {
+/// Answers that every route may have: a request that makes no sense, somebody who may not, one that did not
+/// come in time, and a data plane that does not answer.
+const PROBLEMS: &[u16] = &[400, 403, 408, 503];
+
+/// The document of these routes.
+pub(super) fn document(routes: &[Route]) -> Value {
     let mut schemas = Schemas::default();
     let mut paths = Map::new();
-    for route in ROUTES {
+    for route in routes {
         let path = paths.entry(route.path).or_insert_with(|| json!({}));
         path[route.method] = schemas.operation(route);
     }
@@ -188,35 +204,5 @@ impl Schema {
             Self::OneOf(words) => json!({"type": "string", "enum": words}),
             Self::Object | Self::Of(_) => json!({"type": "object"}),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_document_refers_to_nothing_that_it_lacks() {
-        let document = document();
-        let text = document.to_string();
-        for (at, _) in text.match_indices("#/components/schemas/") {
-            let name = text[at + "#/components/schemas/".len()..].split('"').next().unwrap_or_default();
-            assert!(document["components"]["schemas"][name].is_object(), "{name}");
-        }
-        let mut ids: Vec<&str> = ROUTES.iter().map(|route| route.id).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        assert_eq!(ids.len(), ROUTES.len());
-    }
-
-    #[test]
-    fn a_configuration_is_told_without_the_values_of_variables() {
-        let text = "[supervisor]\nsocket = \"/run/x/jobs.sock\"\n[bulkhead.b]\nexec = [\"cat\"]\n\
-                    env = { KEY = \"sesame\" }\n";
-        let config = bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap();
-        let told = redacted(&config).unwrap();
-        assert!(!told.to_string().contains("sesame"));
-        assert_eq!(told["bulkheads"][0]["env"]["KEY"], REDACTED);
-        assert_eq!(told["supervisor"]["socket"], "/run/x/jobs.sock");
     }
 }

@@ -1,4 +1,4 @@
-//! What `/readyz` tells, which anybody may ask as often as they like: the state of each bulkhead as it was a moment
+//! `/healthz`, and `/readyz`, which anybody may ask as often as they like: the state of each bulkhead as it was a moment
 //! ago. However many ask, the data plane is asked ten times a second at most, and once more for each thing that an
 //! operator had it do.
 
@@ -6,13 +6,20 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use axum::extract::{Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
 use bulkhead_api::ShortState;
+use bulkhead_plane::command::{Command, Commander};
+use bulkhead_plane::counters::SharedCounters;
+use bulkhead_policy::BulkheadState;
+use serde::Deserialize;
+use serde_json::json;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-use super::ask;
-use bulkhead_plane::command::{Command, Commander};
-use bulkhead_plane::counters::SharedCounters;
+use super::Shared;
+use super::answers::{not_found, stuck};
 
 /// For how long what was seen is good enough.
 const FRESH: Duration = Duration::from_millis(100);
@@ -49,14 +56,47 @@ impl Readiness {
 }
 
 async fn look(commander: &Commander) -> Option<States> {
-    ask(commander, |reply| Command::States { reply }).await.map(States::from)
+    Some(commander.ask(|reply| Command::States { reply }).await?.into())
+}
+
+pub(super) async fn healthz(State(control): State<Shared>) -> Response {
+    match control.snapshots(Some("")).await {
+        Some(_) => "ok\n".into_response(),
+        None => stuck(),
+    }
+}
+
+#[derive(Deserialize)]
+pub(super) struct ReadyQuery {
+    bulkhead: Option<String>,
+}
+
+pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<ReadyQuery>) -> Response {
+    let name = query.bulkhead.as_deref();
+    let Some(states) = control.readiness.states(&control.commander, &control.pulse).await else {
+        return stuck();
+    };
+    let mut states = states.to_vec();
+    states.retain(|it| name.is_none_or(|name| name == it.name));
+    let is_serving =
+        |one: &ShortState| one.state == BulkheadState::Ready || one.state == BulkheadState::Degraded;
+    let (is_ready, status) = match name {
+        Some(name) => match states.first() {
+            None => return not_found(name),
+            Some(one) => (is_serving(one), one.state.clone()),
+        },
+        None if control.is_stopping.load(Ordering::SeqCst) => (false, BulkheadState::Draining.into()),
+        None if control.is_started.load(Ordering::SeqCst) => (true, BulkheadState::Ready.into()),
+        None => (false, BulkheadState::Starting.into()),
+    };
+    states.retain(|it| it.state != BulkheadState::Ready);
+    let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status }))).into_response()
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::sync_channel;
-
-    use bulkhead_policy::BulkheadState;
 
     use super::*;
 

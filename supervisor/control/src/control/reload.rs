@@ -15,7 +15,8 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{Notify, Semaphore, oneshot};
 
-use super::http::{Shared, problem, problem_with, stuck, switch};
+use super::Shared;
+use super::answers::{problem, problem_with, stuck, switch};
 use super::{Control, notify_systemd};
 use bulkhead_config::{self as config, Config, ConfigErrors, Profile};
 use bulkhead_plane::command::{Command, Event, SteerError};

@@ -1,86 +1,22 @@
 //! The table of what can be asked over HTTP. The router and `GET /openapi.json` are both made from it, so that
 //! neither has what the other lacks.
 
-use axum::Router;
-use axum::routing::{self, MethodRouter};
+use std::future::{Ready, ready};
+
+use axum::response::{IntoResponse, Response};
+use axum::{Router, routing};
 use bulkhead_api::{
     Advice, Bulkheads, Change, CrashReport, Crashes, Done, Readiness, Reloaded, Replay, Snapshot,
     TenantChange,
 };
 use schemars::{JsonSchema, SchemaGenerator};
 
-use super::http::{self, JSON, Shared};
-use super::{advice, crashes, dashboard, jobs, metrics, openapi, reload, streams, watch};
-
-/// One method on one path.
-pub(super) struct Route {
-    /// In small letters.
-    pub(super) method: &'static str,
-    pub(super) path: &'static str,
-    /// Its name in the document.
-    pub(super) id: &'static str,
-    pub(super) about: &'static str,
-    handler: fn() -> MethodRouter<Shared>,
-    /// What may stand behind the `?`.
-    pub(super) query: &'static [Parameter],
-    /// Headers that say something here.
-    pub(super) headers: &'static [Parameter],
-    pub(super) body: Option<Content>,
-    /// What is answered if all is well.
-    pub(super) answer: Answer,
-    /// Other answers than those of every route, all of them problem documents.
-    pub(super) problems: &'static [u16],
-}
-
-pub(super) type Content = (&'static str, Schema);
-pub(super) type Answer = (u16, &'static [Content]);
-
-/// What a value looks like.
-#[derive(Clone, Copy)]
-pub(super) enum Schema {
-    Text,
-    Bytes,
-    Count,
-    Positive,
-    Boolean,
-    OneOf(&'static [&'static str]),
-    Object,
-    /// That of a document's type.
-    Of(fn(&mut SchemaGenerator) -> schemars::Schema),
-}
-
-/// What a request may say beside its path and its body.
-pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
-
-/// Answers that every route may have: a request that makes no sense, somebody who may not, one that did not
-/// come in time, and a data plane that does not answer.
-pub(super) const PROBLEMS: &[u16] = &[400, 403, 408, 503];
-
-/// What needs no token over TCP.
-pub(super) const OPEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
-
-/// What is asked again and again by those who only look on, or answered without end.
-const FOR_ONLOOKERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
-
-/// Whether a request that begins so is from somebody who only looks on.
-pub(super) fn is_for_onlookers(head: &[u8]) -> bool {
-    let Some(target) = head.strip_prefix(b"GET ") else { return false };
-    let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
-    let path = &target[..end];
-    let is_of_bulkhead = path.starts_with(b"/v1/bulkheads/");
-    FOR_ONLOOKERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
-}
-
-/// What is asked by those who decide whether the supervisor is well.
-const FOR_HEALTH: &[&str] = &["/healthz", "/readyz"];
-
-/// Whether this is a whole request for that: one that is not all there could hold a place for long.
-pub(super) fn asks_for_health(head: &[u8]) -> bool {
-    let Some(target) = head.strip_prefix(b"GET ").or(head.strip_prefix(b"HEAD ")) else { return false };
-    let end = target.iter().position(|byte| b" ?\r\n".contains(byte)).unwrap_or(target.len());
-    let is_whole = head.windows(4).any(|bytes| bytes == b"\r\n\r\n");
-    is_whole && FOR_HEALTH.iter().any(|path| path.as_bytes() == &target[..end])
-}
+use super::Shared;
+use super::answers::JSON;
+use super::openapi::{Content, Parameter, Route, Schema, document};
+use super::{
+    advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
+};
 
 const LINES: &str = "application/x-ndjson";
 const EVENTS: &str = "text/event-stream";
@@ -118,26 +54,26 @@ const SINCE: Parameter = Parameter("since", Schema::Count, "Only what came after
 const LIMIT: Parameter = Parameter("limit", Schema::Count, "At most so many, the newest.");
 const FOLLOW: Parameter = Parameter("follow", Schema::Boolean, "Whether what comes is wanted too.");
 
-pub(super) const ROUTES: &[Route] = &[
-    route!(get "/healthz" "healthz" http::healthz, "Whether the data plane turns.",
+const ROUTES: &[Route] = &[
+    route!(get "/healthz" "healthz" readiness::healthz, "Whether the data plane turns.",
         (200, &[("text/plain; charset=utf-8", Schema::Text)])),
-    route!(get "/readyz" "readyz" http::readyz, "Whether jobs can be sent. 503 has the same document.",
+    route!(get "/readyz" "readyz" readiness::readyz, "Whether jobs can be sent. 503 has the same document.",
         (200, &[json::<Readiness>()]),
         query: &[Parameter("bulkhead", Schema::Text, "Asks for one.")], problems: &[404]),
-    route!(get "/openapi.json" "openapi" openapi::show, "This document.", (200, &[OBJECT])),
+    route!(get "/openapi.json" "openapi" show_document, "This document.", (200, &[OBJECT])),
     route!(get "/metrics" "metrics" metrics::show, "All metrics, in the format that `Accept` prefers.",
         (200, &[("application/openmetrics-text; version=1.0.0; charset=utf-8", Schema::Text),
             ("text/plain; version=0.0.4; charset=utf-8", Schema::Text)])),
-    route!(get "/v1/config" "config" openapi::config, "The configuration in force, without its secrets.",
+    route!(get "/v1/config" "config" config::show, "The configuration in force, without its secrets.",
         (200, &[OBJECT])),
-    route!(get "/v1/bulkheads" "listBulkheads" http::bulkheads, "The state of every bulkhead.",
+    route!(get "/v1/bulkheads" "listBulkheads" bulkheads::bulkheads, "The state of every bulkhead.",
         (200, &[json::<Bulkheads>()])),
-    route!(get "/v1/bulkheads/{name}" "showBulkhead" http::bulkhead, "The state of a bulkhead.",
+    route!(get "/v1/bulkheads/{name}" "showBulkhead" bulkheads::bulkhead, "The state of a bulkhead.",
         (200, &[json::<Snapshot>()]), query: &[TENANT], problems: &[404, 409]),
-    route!(patch "/v1/bulkheads/{name}" "changeBulkhead" http::change,
+    route!(patch "/v1/bulkheads/{name}" "changeBulkhead" bulkheads::change,
         "Puts other numbers in force, at once and without dropping a job.", (200, &[json::<Snapshot>()]),
         body: Some(json::<Change>()), problems: &[404, 409, 413, 415]),
-    route!(patch "/v1/bulkheads/{name}/tenants/{tenant}" "changeTenant" http::change_tenant,
+    route!(patch "/v1/bulkheads/{name}/tenants/{tenant}" "changeTenant" bulkheads::change_tenant,
         "Puts other numbers in force for one tenant.", (200, &[json::<TenantChange>()]),
         body: Some(json::<TenantChange>()), problems: &[404, 409, 413, 415]),
     route!(post "/v1/bulkheads/{name}/jobs" "submitJob" jobs::submit,
@@ -149,13 +85,13 @@ pub(super) const ROUTES: &[Route] = &[
         (200, &[(LINES, Schema::Text)]), query: &[FOLLOW, LIMIT], problems: &[404]),
     route!(get "/v1/bulkheads/{name}/advice" "showAdvice" advice::show,
         "What its limits should be, from what was seen, with the reasons.", (200, &[json::<Advice>()]), problems: &[404]),
-    route!(post "/v1/bulkheads/{name}/restart" "restart" http::restart, "Replaces its workers, one by one.",
+    route!(post "/v1/bulkheads/{name}/restart" "restart" bulkheads::restart, "Replaces its workers, one by one.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
-    route!(post "/v1/bulkheads/{name}/drain" "drain" http::drain, "It takes no more jobs.",
+    route!(post "/v1/bulkheads/{name}/drain" "drain" bulkheads::drain, "It takes no more jobs.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
-    route!(post "/v1/bulkheads/{name}/resume" "resume" http::resume, "It takes jobs again.",
+    route!(post "/v1/bulkheads/{name}/resume" "resume" bulkheads::resume, "It takes jobs again.",
         (200, &[json::<Done>()]), problems: &[404, 409]),
-    route!(post "/v1/bulkheads/{name}/reset" "reset" http::reset,
+    route!(post "/v1/bulkheads/{name}/reset" "reset" bulkheads::reset,
         "Clears its breaker, restart history and quarantine.", (200, &[json::<Done>()]), problems: &[404, 409]),
     route!(post "/v1/reload" "reload" reload::over_http,
         "Reads the configuration again and puts it in force, or says what would change.", (200, &[json::<Reloaded>()]),
@@ -192,63 +128,37 @@ const JOB_HEADERS: &[Parameter] = &[
     Parameter("traceparent", Schema::Text, "A trace context of the W3C; the worker is given it."),
 ];
 
+/// Not `async`: its type would be made from the table that it stands in.
+fn show_document() -> Ready<Response> {
+    ready(axum::Json(document(ROUTES)).into_response())
+}
+
 pub(super) fn router() -> Router<Shared> {
     ROUTES.iter().fold(Router::new(), |router, route| router.route(route.path, (route.handler)()))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::paths::{FOR_HEALTH, FOR_ONLOOKERS, OPEN};
     use super::*;
 
     #[test]
-    fn who_looks_on_is_known_by_the_first_line() {
-        for line in [
-            "GET /metrics HTTP/1.1\r\n",
-            "GET /v1/events?since=5 HTTP/1.1",
-            "GET /v1/bulkheads/a/logs?follow HTTP/1.1",
-            "GET / HTTP/1.1",
-        ] {
-            assert!(is_for_onlookers(line.as_bytes()), "{line}");
-        }
-        for line in [
-            "",
-            "GET",
-            "GET ",
-            "GET /metrics",
-            "GET /metric HTTP/1.1",
-            "HEAD /metrics HTTP/1.1",
-            "POST /v1/events HTTP/1.1",
-            "GET /healthz HTTP/1.1",
-            "GET /healthz?x=/metrics HTTP/1.1",
-            "GET /v1/bulkheads HTTP/1.1",
-            "GET /v1/bulkheads/logs-of HTTP/1.1",
-            "POST /v1/bulkheads/a/jobs HTTP/1.1",
-        ] {
-            assert!(!is_for_onlookers(line.as_bytes()), "{line}");
-        }
-        // Whatever is there, and nothing else.
+    fn paths_that_are_treated_apart_are_there() {
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
-        assert!(FOR_ONLOOKERS.iter().all(|path| paths.contains(path)));
+        assert!([OPEN, FOR_HEALTH, FOR_ONLOOKERS].concat().iter().all(|path| paths.contains(path)));
     }
 
     #[test]
-    fn whole_requests_for_health_are_known() {
-        for head in
-            ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
-        {
-            assert!(asks_for_health(head.as_bytes()), "{head}");
+    fn the_document_refers_to_nothing_that_it_lacks() {
+        let document = document(ROUTES);
+        let text = document.to_string();
+        for (at, _) in text.match_indices("#/components/schemas/") {
+            let name = text[at + "#/components/schemas/".len()..].split('"').next().unwrap_or_default();
+            assert!(document["components"]["schemas"][name].is_object(), "{name}");
         }
-        for head in [
-            "",
-            "GET ",
-            "GET /healthz HTTP/1.1\r\nHost: x\r\n",
-            "POST /healthz HTTP/1.1\r\n\r\n",
-            "GET /healthzs HTTP/1.1\r\n\r\n",
-            "GET /v1/config?/healthz HTTP/1.1\r\n\r\n",
-        ] {
-            assert!(!asks_for_health(head.as_bytes()), "{head}");
-        }
-        let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
-        assert!(FOR_HEALTH.iter().all(|path| paths.contains(path) && OPEN.contains(path)));
+        let mut ids: Vec<&str> = ROUTES.iter().map(|route| route.id).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), ROUTES.len());
     }
 }

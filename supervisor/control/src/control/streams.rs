@@ -12,7 +12,8 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, broadcast};
 
-use super::http::{Shared, not_found, problem, switch};
+use super::Shared;
+use super::answers::{not_found, problem, switch};
 use crate::observe::events::{Piece, Reader};
 
 /// Streams at once, which last as long as their readers like. They are fewer than connections.

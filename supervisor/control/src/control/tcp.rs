@@ -16,12 +16,14 @@ use base64::engine::general_purpose::STANDARD;
 use bulkhead_shared::RejectReason;
 use tokio::net::{TcpListener, TcpStream};
 
+use super::Shared;
+use super::answers::{JSON, problem};
 use super::browser::{self, is_change};
 use super::connections::{LAST_WITHIN, Ways};
-use super::http::{JSON, Shared, complete, problem};
+use super::http::complete;
 use super::lobby::Lobby;
 use super::local::CONNECTIONS_MAX;
-use super::routes::OPEN;
+use super::paths::OPEN;
 use super::{Control, http, jobs};
 use bulkhead_config::Token;
 

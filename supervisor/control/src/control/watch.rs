@@ -13,7 +13,7 @@ use serde_json::json;
 use tokio::sync::{Notify, watch};
 
 use super::Control;
-use super::http::Shared;
+use super::Shared;
 use super::streams::{LIMIT, frame, last_event_id, pieces, server_sent, too_many_streams, written};
 use crate::observe::events::rfc3339;
 

@@ -1,0 +1,47 @@
+//! What handlers have in common: problem documents, and how a switch in a query is read.
+
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use bulkhead_api::Problem;
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value, json};
+
+pub(super) const PROBLEM: &str = "application/problem+json";
+pub(super) const JSON: &str = "application/json";
+
+/// A status that is only ours and a few proxies'.
+const CLIENT_CLOSED_REQUEST: u16 = 499;
+
+/// A problem document (RFC 9457).
+pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
+    problem_with(status, detail, Map::new())
+}
+
+/// The same with fields of its own.
+pub(super) fn problem_with(status: StatusCode, detail: &str, fields: Map<String, Value>) -> Response {
+    let title = match status.as_u16() {
+        CLIENT_CLOSED_REQUEST => "Client Closed Request",
+        _ => status.canonical_reason().unwrap_or("error"),
+    };
+    let (detail, status_code) = (detail.to_owned(), status.as_u16());
+    let body =
+        Problem { detail, status: status_code, title: title.into(), kind: "about:blank".into(), fields };
+    (status, [(header::CONTENT_TYPE, PROBLEM)], json!(body).to_string()).into_response()
+}
+
+pub(super) fn stuck() -> Response {
+    problem(StatusCode::SERVICE_UNAVAILABLE, "the data plane does not answer")
+}
+
+pub(super) fn not_found(name: &str) -> Response {
+    problem(StatusCode::NOT_FOUND, &format!("there is no bulkhead '{}'", name.escape_debug()))
+}
+
+/// `?follow`, `?follow=true` and `?follow=1` are the same.
+pub(super) fn switch<'de, D: Deserializer<'de>>(value: D) -> Result<Option<bool>, D::Error> {
+    match String::deserialize(value)?.as_str() {
+        "" | "1" | "true" => Ok(Some(true)),
+        "0" | "false" => Ok(Some(false)),
+        _ => Err(serde::de::Error::custom("must be true or false")),
+    }
+}

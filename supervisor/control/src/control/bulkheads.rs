@@ -1,0 +1,118 @@
+//! What is asked of bulkheads, and what an operator has them do.
+
+use axum::body::Bytes;
+use axum::extract::{Path, Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use bulkhead_api::{Bulkheads, Done};
+use bulkhead_plane::command::{Command, SteerError, Verb, problem_of_change, problem_of_tenant_change};
+use serde::Deserialize;
+use serde_json::json;
+
+use super::answers::{not_found, problem, stuck};
+use super::{Control, Shared};
+
+pub(super) async fn bulkheads(State(control): State<Shared>) -> Response {
+    match control.snapshots(None).await {
+        Some(bulkheads) => axum::Json(json!(Bulkheads { bulkheads })).into_response(),
+        None => stuck(),
+    }
+}
+
+#[derive(Deserialize)]
+pub(super) struct TenantQuery {
+    tenant: Option<String>,
+}
+
+pub(super) async fn bulkhead(
+    State(control): State<Shared>,
+    Path(name): Path<String>,
+    Query(query): Query<TenantQuery>,
+) -> Response {
+    if let Some(tenant) = query.tenant {
+        return done(&name, control.tenant_snapshot(&name, tenant).await);
+    }
+    match control.snapshots(Some(&name)).await {
+        Some(snapshots) => match snapshots.first() {
+            Some(snapshot) => axum::Json(snapshot).into_response(),
+            None => not_found(&name),
+        },
+        None => stuck(),
+    }
+}
+
+pub(super) async fn change(State(control): State<Shared>, Path(name): Path<String>, body: Bytes) -> Response {
+    let change = match read_body(&body, problem_of_change) {
+        Ok(change) => change,
+        Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
+    };
+    let bulkhead = name.clone();
+    let changed = control.commander.ask(|reply| Command::Change { bulkhead, change, reply }).await;
+    done(&name, changed)
+}
+
+pub(super) async fn change_tenant(
+    State(control): State<Shared>,
+    Path((name, tenant)): Path<(String, String)>,
+    body: Bytes,
+) -> Response {
+    let change = match read_body(&body, problem_of_tenant_change) {
+        Ok(change) => change,
+        Err(sentence) => return problem(StatusCode::BAD_REQUEST, &sentence),
+    };
+    let bulkhead = name.clone();
+    let command = |reply| Command::ChangeTenant { bulkhead, tenant, change, reply };
+    done(&name, control.commander.ask(command).await)
+}
+
+/// Tells what came of a command.
+fn done<T: serde::Serialize>(name: &str, answer: Option<Result<T, SteerError>>) -> Response {
+    match answer {
+        Some(Ok(state)) => axum::Json(state).into_response(),
+        Some(Err(SteerError::NotFound)) => not_found(name),
+        Some(Err(error @ SteerError::Stopping)) => problem(StatusCode::CONFLICT, &error.to_string()),
+        Some(Err(error @ SteerError::NoTenant)) => problem(StatusCode::NOT_FOUND, &error.to_string()),
+        Some(Err(SteerError::Unfit(sentence))) => problem(StatusCode::BAD_REQUEST, &sentence),
+        None => stuck(),
+    }
+}
+
+/// Reads what to change; in one sentence, what is wrong with it.
+fn read_body<T: serde::de::DeserializeOwned>(
+    body: &[u8],
+    judge: impl Fn(&T) -> Option<String>,
+) -> Result<T, String> {
+    let value: serde_json::Value =
+        serde_json::from_slice(body).map_err(|error| format!("the body is not JSON: {error}"))?;
+    if !value.is_object() {
+        return Err("the body is no JSON object: write {…} with the fields that are to change".into());
+    }
+    let change: T = serde_path_to_error::deserialize(value).map_err(|error| error.to_string())?;
+    match judge(&change) {
+        Some(problem) => Err(problem),
+        None => Ok(change),
+    }
+}
+
+pub(super) async fn restart(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Restart, "restart").await
+}
+
+pub(super) async fn drain(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Drain, "drain").await
+}
+
+pub(super) async fn resume(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Resume, "resume").await
+}
+
+pub(super) async fn reset(State(control): State<Shared>, Path(name): Path<String>) -> Response {
+    steer(&control, name, Verb::Reset, "reset").await
+}
+
+async fn steer(control: &Control, name: String, verb: Verb, verb_name: &'static str) -> Response {
+    let bulkhead = name.clone();
+    let steered = control.commander.ask(|reply| Command::Steer { bulkhead, verb, reply }).await;
+    let document = |()| Done { bulkhead: name.clone(), done: verb_name.into() };
+    done(&name, steered.map(|steered| steered.map(document)))
+}

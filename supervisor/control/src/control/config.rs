@@ -1,0 +1,49 @@
+//! `GET /v1/config`: the configuration in force, without secrets.
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use bulkhead_config::Config;
+use serde_json::{Map, Value, json};
+
+use super::Shared;
+use super::answers::problem;
+
+/// What stands in the place of a secret.
+const REDACTED: &str = "[redacted]";
+
+pub(super) async fn show(State(control): State<Shared>) -> Response {
+    match redacted(&control.config()) {
+        Ok(config) => axum::Json(config).into_response(),
+        Err(error) => problem(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+    }
+}
+
+/// The configuration without the values of workers' variables. The token itself is not part of it.
+fn redacted(config: &Config) -> serde_json::Result<Value> {
+    let mut value = serde_json::to_value(config)?;
+    for (bulkhead, told) in
+        config.bulkheads.iter().zip(value["bulkheads"].as_array_mut().into_iter().flatten())
+    {
+        let env: Map<String, Value> =
+            bulkhead.env.iter().map(|(name, _)| (name.clone(), json!(REDACTED))).collect();
+        told["env"] = Value::Object(env);
+    }
+    Ok(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_is_told_without_the_values_of_variables() {
+        let text = "[supervisor]\nsocket = \"/run/x/jobs.sock\"\n[bulkhead.b]\nexec = [\"cat\"]\n\
+                    env = { KEY = \"sesame\" }\n";
+        let config = bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap();
+        let told = redacted(&config).unwrap();
+        assert!(!told.to_string().contains("sesame"));
+        assert_eq!(told["bulkheads"][0]["env"]["KEY"], REDACTED);
+        assert_eq!(told["supervisor"]["socket"], "/run/x/jobs.sock");
+    }
+}

@@ -1,0 +1,79 @@
+//! Paths that are treated apart before anything else looks at a request. The table of routes has all of them.
+
+/// What needs no token over TCP.
+pub(super) const OPEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
+
+/// What is asked again and again by those who only look on, or answered without end.
+pub(super) const FOR_ONLOOKERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
+
+/// Whether a request that begins so is from somebody who only looks on.
+pub(super) fn is_for_onlookers(head: &[u8]) -> bool {
+    let Some(target) = head.strip_prefix(b"GET ") else { return false };
+    let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
+    let path = &target[..end];
+    let is_of_bulkhead = path.starts_with(b"/v1/bulkheads/");
+    FOR_ONLOOKERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
+}
+
+/// What is asked by those who decide whether the supervisor is well.
+pub(super) const FOR_HEALTH: &[&str] = &["/healthz", "/readyz"];
+
+/// Whether this is a whole request for that: one that is not all there could hold a place for long.
+pub(super) fn asks_for_health(head: &[u8]) -> bool {
+    let Some(target) = head.strip_prefix(b"GET ").or(head.strip_prefix(b"HEAD ")) else { return false };
+    let end = target.iter().position(|byte| b" ?\r\n".contains(byte)).unwrap_or(target.len());
+    let is_whole = head.windows(4).any(|bytes| bytes == b"\r\n\r\n");
+    is_whole && FOR_HEALTH.iter().any(|path| path.as_bytes() == &target[..end])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_looks_on_is_known_by_the_first_line() {
+        for line in [
+            "GET /metrics HTTP/1.1\r\n",
+            "GET /v1/events?since=5 HTTP/1.1",
+            "GET /v1/bulkheads/a/logs?follow HTTP/1.1",
+            "GET / HTTP/1.1",
+        ] {
+            assert!(is_for_onlookers(line.as_bytes()), "{line}");
+        }
+        for line in [
+            "",
+            "GET",
+            "GET ",
+            "GET /metrics",
+            "GET /metric HTTP/1.1",
+            "HEAD /metrics HTTP/1.1",
+            "POST /v1/events HTTP/1.1",
+            "GET /healthz HTTP/1.1",
+            "GET /healthz?x=/metrics HTTP/1.1",
+            "GET /v1/bulkheads HTTP/1.1",
+            "GET /v1/bulkheads/logs-of HTTP/1.1",
+            "POST /v1/bulkheads/a/jobs HTTP/1.1",
+        ] {
+            assert!(!is_for_onlookers(line.as_bytes()), "{line}");
+        }
+    }
+
+    #[test]
+    fn whole_requests_for_health_are_known() {
+        for head in
+            ["GET /healthz HTTP/1.1\r\n\r\n", "HEAD /readyz?bulkhead=b HTTP/1.1\r\nHost: x\r\n\r\nrest"]
+        {
+            assert!(asks_for_health(head.as_bytes()), "{head}");
+        }
+        for head in [
+            "",
+            "GET ",
+            "GET /healthz HTTP/1.1\r\nHost: x\r\n",
+            "POST /healthz HTTP/1.1\r\n\r\n",
+            "GET /healthzs HTTP/1.1\r\n\r\n",
+            "GET /v1/config?/healthz HTTP/1.1\r\n\r\n",
+        ] {
+            assert!(!asks_for_health(head.as_bytes()), "{head}");
+        }
+    }
+}
