@@ -5,7 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+<<<<<<< HEAD
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use bulkhead_config::{Config, HttpConfig, Token};
 use bulkhead_control::control::{self, Options};
@@ -20,6 +22,23 @@ use bulkhead_plane::lock::try_while_taken;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
+=======
+use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
+use crate::config::{Config, HttpConfig, Token};
+use crate::confinement::Grounds;
+use crate::control::{self, Options};
+use crate::counters::SharedCounters;
+use crate::descriptors;
+use crate::keeper::{self, Keeper};
+use crate::lock::try_while_taken;
+use crate::observe::{crashes, spans};
+use crate::open_files::OpenFiles;
+use crate::program;
+use crate::shard::{DataPlane, Parts};
+use crate::sockets::{Bound, Sockets};
+use crate::threads::Fate;
+use bulkhead_linux::schedule::shorten_slice;
+>>>>>>> c54e721 (data plane: a share of time for connections that come and go and for frames that are refused, and short slices, since a crowd kept a processor busy that workers and clients wait for)
 
 /// Why a supervisor could not run.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +60,10 @@ pub enum RunError {
     System(&'static str, #[source] std::io::Error),
 }
 
+/// The slice of the supervisor, the keeper and all workers: the shortest that Linux grants, where the ordinary one has
+/// milliseconds, so that who waits for the processor of a busy one of them waits no longer than that.
+const SLICE: Duration = Duration::from_micros(100);
+
 /// Runs a supervisor until it is told to stop by a signal. The process is this supervisor's alone: it
 /// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
@@ -56,6 +79,8 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
         "tell workers from clients by /proc; mount that of this PID namespace, without hidepid \
          (ProtectProc=default in a unit of systemd)",
     ))?;
+    // Where Linux does not, jobs are served all the same.
+    let _ = shorten_slice(SLICE);
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
     if let Some(ids) = grounds.subordinate() {
         keeper.give(ids).map_err(system("start the keeper"))?;

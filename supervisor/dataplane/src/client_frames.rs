@@ -155,7 +155,13 @@ impl DataPlane {
                 let message = format!("a frame of kind {unknown} must be understood, and is not");
                 Err(Some(Breach(RejectReason::Invalid, message)))
             }
-            (Stage::Open | Stage::Closing, _) => Ok(()),
+            (Stage::Open, _) => {
+                if let Some(session) = self.sessions.get_mut(index) {
+                    session.standing.refuse();
+                }
+                Ok(())
+            }
+            (Stage::Closing, _) => Ok(()),
         }
     }
 

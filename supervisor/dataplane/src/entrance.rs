@@ -5,9 +5,11 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
 
 use bulkhead_plane::access::Access;
+use bulkhead_policy::Time;
 use mio::unix::SourceFd;
 use mio::{Interest, Poll};
 
+use super::allowance::Allowance;
 use super::refusals::Refusals;
 use super::{DataPlane, LISTENER};
 use crate::descriptors::Intake;
@@ -19,13 +21,32 @@ pub(super) struct Entrance {
     pub(super) refusals: Refusals,
     /// Whether connections may wait to be accepted.
     pub(super) accept_pending: bool,
+    /// The time that goes into it.
+    pub(super) allowance: Allowance,
 }
+
+/// For those who come in: one part in so many of a processor's time.
+const ACCEPT_PART: i64 = 8;
 
 impl Entrance {
     pub(super) fn new(poll: &Poll, listener: UnixListener, access: Access) -> io::Result<Self> {
         register(poll, &listener)?;
         let (intake, refusals) = (Intake::new()?, Refusals::default());
-        Ok(Self { listener, intake, access, refusals, accept_pending: false })
+        Ok(Self {
+            listener,
+            intake,
+            access,
+            refusals,
+            accept_pending: false,
+            allowance: Allowance::one_in(ACCEPT_PART),
+        })
+    }
+}
+
+impl Entrance {
+    /// When connections are to be accepted, if any wait.
+    pub(super) fn accept_at(&self) -> Option<Time> {
+        self.accept_pending.then(|| self.allowance.resume_at())
     }
 }
 

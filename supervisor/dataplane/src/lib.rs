@@ -6,6 +6,7 @@
 //! a thread beside it (`background.rs`). Of `/proc` it reads `stat` alone, some 7 µs each: for the ancestors of a process
 //! that connects for the first time, and for a worker that has closed its link a second ago and not been reported dead.
 
+mod allowance;
 mod background;
 mod buffers;
 mod bulkheads;
@@ -320,7 +321,7 @@ impl DataPlane {
             background: Background::start(&fate, waker)?,
             bulkheads: Bulkheads::new(labels),
             compartments: Compartments::new(seed()),
-            sessions: Sessions::default(),
+            sessions: Sessions::new(),
             links: Links::new(grounds.ids()),
             memory: Memory::new(own),
             buffers: Buffers::default(),
@@ -480,17 +481,16 @@ impl DataPlane {
     }
 
     fn next_due(&self) -> Option<Time> {
-        [self.compartments.next_timer(), self.housekeeping_at, self.links.resume_at]
+        let (accept_at, patient_at) = (self.entrance.accept_at(), self.sessions.patient_at());
+        [self.compartments.next_timer(), self.housekeeping_at, self.links.resume_at, accept_at, patient_at]
             .into_iter()
             .flatten()
             .min()
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
-        let has_more = !self.links.again.is_empty()
-            || !self.sessions.turns.is_empty()
-            || self.entrance.accept_pending
-            || self.orders.is_waiting();
+        let has_more =
+            !self.links.again.is_empty() || !self.sessions.turns.is_empty() || self.orders.is_waiting();
         // Failed spawns that came up when those before them were told.
         if has_more || !self.links.failed_spawns.is_empty() {
             return Some(Duration::ZERO);

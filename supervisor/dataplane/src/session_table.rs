@@ -3,14 +3,15 @@
 use std::collections::HashMap;
 use std::ops::{Deref, DerefMut};
 
+use bulkhead_policy::Time;
 use bulkhead_shared::JobId;
 
+use super::allowance::Allowance;
 use super::sessions::Session;
 use super::shares::Holder;
 use super::slab::{CompartmentIndex, SessionId, SessionIndex, Slab};
 use super::turns::Turns;
 
-#[derive(Default)]
 pub(super) struct Sessions {
     pub(super) slab: Slab<SessionIndex, Session>,
     /// How many there have been.
@@ -19,6 +20,9 @@ pub(super) struct Sessions {
     pub(super) clients: usize,
     /// Clients that have something to be read.
     pub(super) turns: Turns,
+    /// Those of them that can wait for the others, and the time that goes into them.
+    pub(super) patient: Turns,
+    pub(super) patience: Allowance,
     /// Bytes of results that clients have not read.
     pub(super) undelivered: usize,
 }
@@ -39,7 +43,32 @@ impl DerefMut for Sessions {
     }
 }
 
+/// For those that can wait: one part in so many of a processor's time.
+const PATIENT_PART: i64 = 16;
+
 impl Sessions {
+    pub(super) fn new() -> Self {
+        Self {
+            slab: Slab::default(),
+            epochs: 0,
+            clients: 0,
+            turns: Turns::default(),
+            patient: Turns::default(),
+            patience: Allowance::one_in(PATIENT_PART),
+            undelivered: 0,
+        }
+    }
+
+    /// Whether those that can wait are to be read now.
+    pub(super) fn may_read_patient(&mut self, now: Time) -> bool {
+        !self.patient.is_empty() && self.patience.may_work(now)
+    }
+
+    /// When those that can wait are to be read.
+    pub(super) fn patient_at(&self) -> Option<Time> {
+        (!self.patient.is_empty()).then(|| self.patience.resume_at())
+    }
+
     /// The session that had this place then, if it is still there.
     #[inline]
     pub(super) fn of(&self, id: SessionId) -> Option<&Session> {
@@ -54,7 +83,8 @@ impl Sessions {
     /// The connection of a client may have something to be read.
     pub(super) fn want_read(&mut self, index: SessionIndex) {
         if let Some(session) = self.slab.get_mut(index) {
-            self.turns.wait(session.uid, index, &mut session.standing);
+            let turns = if session.standing.can_wait() { &mut self.patient } else { &mut self.turns };
+            turns.wait(session.uid, index, &mut session.standing);
         }
     }
 

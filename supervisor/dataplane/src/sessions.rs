@@ -106,15 +106,18 @@ impl Session {
 impl DataPlane {
     // Coming and going.
 
-    /// Lets in some of those who wait; if there may be more, `accept_pending` stays set.
+    /// Lets in some of those who wait, as far as there is time for them; if there may be more, `accept_pending` stays
+    /// set.
     pub(super) fn accept(&mut self) {
         self.entrance.accept_pending = true;
         let began = Instant::now();
-        for taken in 0..ACCEPTS_PER_TURN {
-            if taken > 0 && began.elapsed() > ACCEPT_TIME {
-                return;
+        for _ in 0..ACCEPTS_PER_TURN {
+            if began.elapsed() > ACCEPT_TIME || !self.entrance.allowance.may_work(self.now) {
+                break;
             }
-            match self.entrance.listener.accept() {
+            let began = Instant::now();
+            let accepted = self.entrance.listener.accept();
+            match accepted {
                 Ok((socket, _)) => self.welcome_socket(socket),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
@@ -125,9 +128,10 @@ impl DataPlane {
                         self.note_trouble("a client could not be accepted", &error.to_string());
                         self.want_housekeeping();
                     }
-                    return;
+                    break;
                 }
             }
+            self.entrance.allowance.spend(began);
         }
     }
 

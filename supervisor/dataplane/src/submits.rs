@@ -106,6 +106,7 @@ impl DataPlane {
         if let Some(job) = job {
             self.sessions.remember_request(id, header.number, compartment, job);
             if let Some(session) = self.sessions.get_mut(index) {
+                session.standing.take_job();
                 session.frame_for = Some(bulkhead);
             }
         }
@@ -193,7 +194,11 @@ impl DataPlane {
             let tenant = if is_forbidden { "" } else { submit.tenant };
             self.count_refused(bulkhead, (priority, self.label_of(tenant)), reason);
         }
-        let peer = self.sessions.get(index).and_then(|session| session.peer);
+        let session = self.sessions.get_mut(index);
+        let peer = session.and_then(|session| {
+            session.standing.refuse();
+            session.peer
+        });
         if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
             self.note_refusal(Door::Jobs, Refusal::forbidden(peer, message.to_owned()));
         }
@@ -215,6 +220,8 @@ impl DataPlane {
         let request = self.sessions.get(index).and_then(|s| s.requests.get(&number).copied());
         if let Some((compartment, job)) = request {
             self.apply(compartment, Event::Cancel { job }, Incoming::None);
+        } else if let Some(session) = self.sessions.get_mut(index) {
+            session.standing.refuse();
         }
     }
 }

@@ -26,6 +26,11 @@ const TURN_TIME: Duration = Duration::from_micros(100);
 /// What a frame costs beside its bytes.
 const FRAME_COST: usize = 256;
 
+/// What frames that were refused as they came count for before a connection is read as one that can wait, and what
+/// a job that was taken makes up for: it can wait if more than four in five are refused.
+const REFUSED_MAX: u32 = 256;
+const TAKEN_COUNTS: u32 = 4;
+
 /// Those that share a turn: a user's connections.
 type Uid = u32;
 
@@ -38,6 +43,8 @@ pub(super) struct Standing {
     bytes: usize,
     /// Nothing more comes than what waits in the socket, and that can wait for the connections that stay.
     pub(super) is_read_closed: bool,
+    /// See [`REFUSED_MAX`].
+    refused: u32,
 }
 
 /// The connections of one user that have something to be read.
@@ -47,7 +54,7 @@ struct User {
     /// not wait for those that always have more.
     fresh: VecDeque<SessionIndex>,
     backlog: VecDeque<SessionIndex>,
-    /// BulkheadEntry by numbers that are never used again.
+    /// By numbers that are never used again.
     round: u64,
     /// How many of the backlog are still to be read in this round.
     left: usize,
@@ -68,10 +75,6 @@ impl Turns {
         self.waiting == 0
     }
 
-    fn is_alone(&self) -> bool {
-        self.waiting == 0
-    }
-
     /// A connection has, or may have, something to be read.
     pub(super) fn wait(&mut self, uid: Uid, index: SessionIndex, standing: &mut Standing) {
         if std::mem::replace(&mut standing.is_waiting, true) {
@@ -85,7 +88,7 @@ impl Turns {
             User { round: *rounds, ..User::default() }
         });
         standing.enter(user.round);
-        let is_fresh = standing.bytes < QUANTUM_BYTES && !standing.is_read_closed;
+        let is_fresh = standing.bytes < QUANTUM_BYTES;
         if is_fresh { user.fresh.push_back(index) } else { user.backlog.push_back(index) }
     }
 
@@ -113,6 +116,23 @@ impl Turns {
 }
 
 impl Standing {
+    /// A frame was refused before there was a job.
+    pub(super) fn refuse(&mut self) {
+        self.refused = (self.refused + 1).min(2 * REFUSED_MAX);
+    }
+
+    /// A job was taken.
+    #[inline]
+    pub(super) fn take_job(&mut self) {
+        self.refused = self.refused.saturating_sub(TAKEN_COUNTS);
+    }
+
+    /// Whether what comes may wait for the others: nothing more does than what is in the socket, or hardly any of it
+    /// is worth anything.
+    pub(super) fn can_wait(&self) -> bool {
+        self.is_read_closed || self.refused >= REFUSED_MAX
+    }
+
     /// It is its turn, in this round.
     fn begin(&mut self, round: u64) {
         self.is_waiting = false;
@@ -129,29 +149,41 @@ impl Standing {
 impl DataPlane {
     /// Reads from those that wait, as much as one turn may.
     pub(super) fn read_clients(&mut self) {
-        if self.sessions.turns.is_empty() {
-            return;
+        if !self.sessions.turns.is_empty() {
+            let (began, mut cost) = (Instant::now(), 0);
+            while cost < TURN_COST_MAX
+                && (cost == 0 || began.elapsed() < TURN_TIME)
+                && let Some(next) = self.sessions.turns.next()
+            {
+                let most = if self.sessions.turns.is_empty() { ALONE_BYTES } else { QUANTUM_BYTES };
+                cost += self.read_client(next, most);
+            }
         }
-        let mut cost = 0;
-        let began = Instant::now();
-        while cost < TURN_COST_MAX
-            && (cost == 0 || began.elapsed() < TURN_TIME)
-            && let Some((index, round)) = self.sessions.turns.next()
-        {
-            // A place that was given to another meanwhile has not waited.
-            let session = self.sessions.slab.get_mut(index);
-            let Some(session) = session.filter(|session| session.standing.is_waiting) else { continue };
-            session.standing.begin(round);
-            let most = if self.sessions.turns.is_alone() { ALONE_BYTES } else { QUANTUM_BYTES };
-            let before = session.inbox.frames_begun();
-            let bytes = self.session_readable(index, most);
-            // Also of one that is gone now: a crowd that leaves is bounded like one that speaks.
-            cost += bytes + FRAME_COST;
-            let Some(session) = self.sessions.get_mut(index) else { continue };
-            session.standing.bytes = session.standing.bytes.saturating_add(bytes);
-            let frames = session.inbox.frames_begun().saturating_sub(before) as usize;
-            cost += FRAME_COST * frames;
+        if self.sessions.may_read_patient(self.now) {
+            let began = Instant::now();
+            while began.elapsed() < TURN_TIME
+                && let Some(next) = self.sessions.patient.next()
+            {
+                self.read_client(next, QUANTUM_BYTES);
+            }
+            self.sessions.patience.spend(began);
         }
+    }
+
+    /// Reads once. Returns what that cost, also of one that is gone now: a crowd that leaves is bounded like one that
+    /// speaks.
+    fn read_client(&mut self, (index, round): (SessionIndex, u64), most: usize) -> usize {
+        // A place that was given to another meanwhile has not waited.
+        let session = self.sessions.slab.get_mut(index);
+        let Some(session) = session.filter(|session| session.standing.is_waiting) else { return 0 };
+        session.standing.begin(round);
+        let before = session.inbox.frames_begun();
+        let bytes = self.session_readable(index, most);
+        let cost = bytes + FRAME_COST;
+        let Some(session) = self.sessions.get_mut(index) else { return cost };
+        session.standing.bytes = session.standing.bytes.saturating_add(bytes);
+        let frames = session.inbox.frames_begun().saturating_sub(before) as usize;
+        cost + FRAME_COST * frames
     }
 }
 
@@ -227,18 +259,25 @@ mod tests {
     }
 
     #[test]
-    fn those_that_leave_wait_for_one_that_stays() {
-        let mut crowd =
-            Crowd { turns: Turns::default(), standings: vec![Standing::default(); 601], uids: vec![1; 601] };
-        for index in 0..600 {
-            crowd.standings[index].is_read_closed = true;
-            crowd.wait(index);
-        }
-        for _ in 0..300 {
-            crowd.wait(600);
-            assert_eq!(crowd.read(10, |_| false), 600);
-            assert_ne!(crowd.read(0, |_| false), 600);
-        }
+    fn one_can_wait_that_leaves_or_whose_frames_are_refused() {
+        let mut leaves = Standing::default();
+        assert!(!leaves.can_wait());
+        leaves.is_read_closed = true;
+        assert!(leaves.can_wait());
+        let after = |refused: u32| {
+            let mut standing = Standing::default();
+            for _ in 0..1000 {
+                (0..refused).for_each(|_| standing.refuse());
+                standing.take_job();
+            }
+            standing.can_wait()
+        };
+        assert_eq!([0, 4, 5].map(after), [false, false, true]);
+        // It is soon taken for what it is again.
+        let mut standing = Standing::default();
+        (0..1_000_000).for_each(|_| standing.refuse());
+        (0..65).for_each(|_| standing.take_job());
+        assert!(!standing.can_wait());
     }
 
     #[test]

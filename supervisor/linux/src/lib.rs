@@ -7,6 +7,7 @@
 //! - [`rights`]: sockets to which no descriptors can be passed.
 //! - [`folder`]: emptying a folder whose content is not trusted.
 //! - [`landlock`]: the system calls of Landlock.
+//! - [`schedule`]: how long a thread runs before others have their turn.
 //! - [`wait`]: the raw waits for children.
 //! - [`errno`]: the errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
@@ -18,6 +19,7 @@ pub mod peer;
 pub mod process_tree;
 pub mod rights;
 pub mod rlimits;
+pub mod schedule;
 pub mod signals;
 pub mod syscalls;
 pub mod wait;

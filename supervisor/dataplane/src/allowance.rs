@@ -1,0 +1,89 @@
+//! Work that a crowd can make at no cost to itself, and that can wait: to let connections in, to let go of those that
+//! were closed, and to answer frames that are refused. It has a share of a processor's time and rests when that is
+//! used up. A data plane that always has such work would never sleep, and on a machine whose processors are all busy,
+//! workers and clients would wait for it as for any busy loop.
+
+use std::time::{Duration, Instant};
+
+use bulkhead_policy::Time;
+
+/// What may be saved up, so that a few dozen connections at once are let in without a rest.
+const SAVED_MAX_NS: i64 = 2_000_000;
+
+/// What one piece of work counts for at most. One that took longer was interrupted, as a rule.
+const PIECE_MAX: Duration = Duration::from_millis(1);
+
+/// One kind of such work.
+pub(super) struct Allowance {
+    /// One part in so many of the time that passes.
+    part: i64,
+    /// Nanoseconds that are left. Less than none are made up for by a rest.
+    left: i64,
+    filled_at: Time,
+}
+
+impl Allowance {
+    /// One part in so many of a processor's time.
+    pub(super) const fn one_in(part: i64) -> Self {
+        Self { part, left: SAVED_MAX_NS, filled_at: Time::ZERO }
+    }
+
+    /// Whether the work may go on.
+    pub(super) fn may_work(&mut self, now: Time) -> bool {
+        let passed = i64::try_from(now.since(self.filled_at).as_nanos()).unwrap_or(i64::MAX);
+        self.left = (self.left.saturating_add(passed / self.part)).min(SAVED_MAX_NS);
+        self.filled_at = now;
+        self.left > 0
+    }
+
+    /// The work since then is done.
+    pub(super) fn spend(&mut self, began: Instant) {
+        self.spend_time(began.elapsed());
+    }
+
+    fn spend_time(&mut self, took: Duration) {
+        self.left -= took.min(PIECE_MAX).as_nanos() as i64;
+    }
+
+    /// When the work may go on.
+    pub(super) fn resume_at(&self) -> Time {
+        let owed = (1 - self.left).max(0) * self.part;
+        self.filled_at + Duration::from_nanos(owed.unsigned_abs())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_has_its_share_of_the_time_and_no_more() {
+        let mut allowance = Allowance::one_in(4);
+        let (mut now, mut worked) = (Time::ZERO + Duration::from_secs(60), Duration::ZERO);
+        let end = now + Duration::from_secs(10);
+        let piece = Duration::from_micros(90);
+        while now < end {
+            if allowance.may_work(now) {
+                allowance.spend_time(piece);
+                worked += piece;
+                now = now + piece;
+            } else {
+                let resume_at = allowance.resume_at();
+                assert!(resume_at > now);
+                now = resume_at;
+            }
+        }
+        let share = worked.as_secs_f64() / 10.0;
+        assert!((0.24..0.26).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn a_pause_of_the_machine_is_not_made_up_for() {
+        let mut allowance = Allowance::one_in(4);
+        let now = Time::ZERO + Duration::from_secs(1);
+        assert!(allowance.may_work(now));
+        allowance.spend_time(Duration::from_secs(3600));
+        allowance.spend_time(Duration::from_secs(3600));
+        assert!(allowance.may_work(now + Duration::from_millis(1)));
+    }
+}

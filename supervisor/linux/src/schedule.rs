@@ -1,0 +1,50 @@
+//! How long a thread runs before others have their turn.
+
+use std::time::Duration;
+
+use crate::errno;
+
+/// Asks for a shorter slice for this thread, of the ordinary policy: at its end those who wait for this processor have
+/// their turn, and who has a shorter slice waits less for those with a longer one. Its share of the processor stays
+/// as it is. Errors are those of `sched_setattr(2)`; Linux before 6.12 accepts it without effect.
+#[expect(unsafe_code, reason = "sched_setattr has no safe form")]
+pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
+    let size = size_of::<libc::sched_attr>();
+    // SAFETY: numbers, for which zero is a value.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most so many bytes to what outlives the call.
+    let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+    errno::check(told)?;
+    attributes.size = size as u32;
+    attributes.sched_runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
+    // SAFETY: the kernel reads so many bytes of what outlives the call.
+    errno::check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) })
+}
+
+#[cfg(test)]
+#[expect(unsafe_code, reason = "sched_getattr has no safe form")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slice_is_what_was_asked_for_and_is_inherited() {
+        let tell = || {
+            let size = size_of::<libc::sched_attr>();
+            // SAFETY: as above.
+            let mut told: libc::sched_attr = unsafe { std::mem::zeroed() };
+            // SAFETY: as above.
+            unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut told, size, 0) };
+            (told.sched_policy, told.sched_nice, told.sched_runtime)
+        };
+        std::thread::spawn(move || {
+            let (policy, nice, before) = tell();
+            shorten_slice(Duration::from_micros(100)).unwrap();
+            // Linux before 6.12 has no slice to tell of.
+            let expected = (policy, nice, if before == 0 { 0 } else { 100_000 });
+            assert_eq!(tell(), expected);
+            assert_eq!(std::thread::spawn(tell).join().unwrap(), expected);
+        })
+        .join()
+        .unwrap();
+    }
+}
