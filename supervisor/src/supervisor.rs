@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-<<<<<<< HEAD
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use bulkhead_config::{Config, HttpConfig, Token};
 use bulkhead_control::control::{self, Options};
@@ -16,29 +15,13 @@ use bulkhead_control::sockets::{Bound, Sockets};
 use bulkhead_dataplane::descriptors;
 use bulkhead_dataplane::{DataPlane, Parts};
 use bulkhead_keeper::{self as keeper, Keeper};
+use bulkhead_linux::schedule::shorten_slice;
 use bulkhead_plane::confinement::Grounds;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::lock::try_while_taken;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
-=======
-use crate::config::defaults::{ADMIN_MODE, FOLDER_MODE};
-use crate::config::{Config, HttpConfig, Token};
-use crate::confinement::Grounds;
-use crate::control::{self, Options};
-use crate::counters::SharedCounters;
-use crate::descriptors;
-use crate::keeper::{self, Keeper};
-use crate::lock::try_while_taken;
-use crate::observe::{crashes, spans};
-use crate::open_files::OpenFiles;
-use crate::program;
-use crate::shard::{DataPlane, Parts};
-use crate::sockets::{Bound, Sockets};
-use crate::threads::Fate;
-use bulkhead_linux::schedule::shorten_slice;
->>>>>>> c54e721 (data plane: a share of time for connections that come and go and for frames that are refused, and short slices, since a crowd kept a processor busy that workers and clients wait for)
 
 /// Why a supervisor could not run.
 #[derive(Debug, thiserror::Error)]

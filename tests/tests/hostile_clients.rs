@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
@@ -786,6 +786,56 @@ fn a_job_does_not_wait_for_all_that_others_have_sent() {
     assert_eq!(outcome(&honest).1.verdict, Verdict::Ok);
     let most = FLOODS as u64 * (40 << 10);
     assert!(answered < most, "{answered} bytes of answers for others came first; fair are {most}");
+}
+
+/// A crowd whose frames are all refused, and one that comes and goes, have a share of a processor's time: a data plane
+/// that is always busy would be waited for by workers and clients like any busy loop.
+#[test]
+fn what_is_refused_and_who_comes_and_goes_does_not_keep_the_supervisor_busy() {
+    let supervisor = Supervisor::start("[bulkhead.honest]\ncommand = [\"MISBEHAVE\"]\n");
+    let path = supervisor.socket();
+    let nowhere = Submit { bulkhead: "nowhere", ..PLAIN };
+    let flood: Vec<u8> = (0..64).flat_map(|n| frame(kind::SUBMIT, n, &nowhere, b"")).collect();
+    let sockets: Vec<UnixStream> = (0..4).map(|_| open(&path)).collect();
+    sockets.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
+    // What was not taken of a burst.
+    let mut rests = vec![0; sockets.len()];
+    let (mut answers, mut is_open) = (vec![0; 1 << 16], true);
+    let mut floods = || {
+        for (mut socket, at) in sockets.iter().zip(&mut rests) {
+            while socket.read(&mut answers).is_ok_and(|count| count == answers.len()) {}
+            *at = (*at + socket.write(&flood[*at..]).unwrap_or(0)) % flood.len();
+        }
+    };
+    let mut comes_and_goes = || drop(dial(&path));
+    let attacks: [&mut dyn FnMut(); 2] = [&mut floods, &mut comes_and_goes];
+    for attack in attacks {
+        let (began, before) = (Instant::now(), processor_time(&supervisor));
+        while processor_time(&supervisor) < before + Duration::from_millis(100) {
+            (0..50).for_each(|_| attack());
+            is_open &= began.elapsed() < Duration::from_secs(300);
+            assert!(is_open, "it has hardly been heard");
+        }
+        let (took, used) = (began.elapsed(), processor_time(&supervisor) - before);
+        assert!(used < took / 2, "{used:?} of {took:?}");
+    }
+    // One that sends a job again is served.
+    let socket = &sockets[0];
+    socket.set_nonblocking(false).unwrap();
+    push(socket, &flood[rests[0]..]);
+    push(
+        socket,
+        &frame(kind::SUBMIT, 1000, &Submit { bulkhead: "honest", operation: "echo", ..PLAIN }, b"x"),
+    );
+    let served = std::iter::repeat_with(|| outcome(socket)).find(|(number, ..)| *number == 1000).unwrap();
+    assert_eq!(served.1.verdict, Verdict::Ok);
+}
+
+/// What the supervisor's first thread, which is the data plane, has used of the processors.
+fn processor_time(supervisor: &Supervisor) -> Duration {
+    let pid = supervisor.pid();
+    let told = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/schedstat")).unwrap();
+    Duration::from_nanos(told.split(' ').next().unwrap().parse().unwrap())
 }
 
 #[test]
