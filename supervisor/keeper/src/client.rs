@@ -1,7 +1,7 @@
 //! The supervisor's end of the keeper: orders in, reports out, without blocking.
 //!
 //! It owns the keeper process: its start, its end and its wait. It does not know which workers there
-//! are; whoever orders them does.
+//! are; the data plane does.
 
 use std::collections::HashSet;
 use std::io;
@@ -34,7 +34,7 @@ const END_PATIENCE: Duration = Duration::from_secs(65);
 /// How long whatever a killed keeper left behind may take to die.
 const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
 
-/// What the service manager tells the supervisor by its environment is not meant for anybody else.
+/// What the service manager tells the supervisor by its environment is not meant for other processes.
 const WITHHELD: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
@@ -249,7 +249,7 @@ impl Keeper {
         })
     }
 
-    /// This process has as many descriptors as it may: a worker that nobody can watch must not run.
+    /// This process has as many descriptors as it may: a worker that cannot be watched must not run.
     fn disown(&mut self, worker: u64) -> io::Result<Report> {
         self.disowned.insert(worker);
         self.kill(worker)?;
@@ -313,7 +313,7 @@ fn wait_for(process: &Child, patience: Duration) -> io::Result<bool> {
     Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit)))? > 0)
 }
 
-/// Makes this process the one to whom the descendants of a killed keeper come, for
+/// Makes this process the one that inherits the descendants of a killed keeper, for
 /// [`sweep_after_keeper`]. For the supervisor's own program, when it starts.
 pub fn become_subreaper() -> io::Result<()> {
     // The kernel takes any number but zero for yes.

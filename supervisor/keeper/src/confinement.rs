@@ -1,6 +1,6 @@
 //! How far a worker is to be confined, as it is ordered, and how far it is, as the kernel says.
 //!
-//! Whoever orders decides what is wanted, and what may be missing; the keeper does what is ordered, all
+//! The supervisor decides what is wanted, and what may be missing; the keeper does what is ordered, all
 //! of it, or starts nothing.
 
 use bincode::{BorrowDecode, Encode};
@@ -35,18 +35,18 @@ pub struct Terms {
     pub landlock: bool,
     /// Which system calls it can make.
     pub seccomp: Seccomp,
-    /// Whether a forbidden call is told by name; if not, the kernel ends whoever makes it.
+    /// Whether a forbidden call is told by name; if not, the kernel ends the process that makes it.
     pub seccomp_names: bool,
     /// Which namespaces are its own.
     pub namespaces: Namespaces,
-    /// Whom it runs as; `None`: as the keeper.
+    /// The user it runs as; `None`: the keeper's.
     pub identity: Option<Identity>,
     /// Whether that one is of the keeper's user namespace of subordinate ids, which it enters. Other namespaces are
     /// made in there, and no further one of users.
     pub subordinate: bool,
     /// Whether it may use the network.
     pub network: bool,
-    /// Where it can write what nobody keeps.
+    /// Where it can write temporary files.
     pub temporary: Temporary,
     /// Whether it is told its own rules, so that it can put each program that it runs under rules apart from
     /// those of the others.
@@ -81,7 +81,7 @@ pub enum Seccomp {
 /// Namespaces that are a worker's own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct Namespaces {
-    /// Users: what makes the others possible for somebody who is not root.
+    /// Users: what makes the others possible without root.
     pub user: bool,
     /// Processes, and with them System V objects and host names.
     pub pid: bool,
@@ -109,7 +109,7 @@ pub struct Identity {
     pub gid: u32,
 }
 
-/// Where a worker can write what nobody keeps.
+/// Where a worker can write temporary files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, BorrowDecode)]
 pub enum Temporary {
     /// Nowhere, or wherever its user can.
@@ -142,7 +142,7 @@ pub struct Observed {
     pub groups: u32,
     /// Which namespaces are not the keeper's.
     pub namespaces: Namespaces,
-    /// The version of the Landlock rules that it was put under; the kernel tells nobody.
+    /// The version of the Landlock rules that it was put under; the kernel does not tell it.
     pub landlock: Option<u32>,
     /// Whether it is in the control group that was made for it.
     pub cgroup: bool,

@@ -2,7 +2,7 @@
 //!
 //! It is the supervisor's own program, started again under a hidden argument, with one `SOCK_SEQPACKET`
 //! socket to take orders from and report to. It knows nothing of jobs, bulkheads or restarts, and
-//! decides nothing: whoever started it does. When that one is gone, in whatever way, the end of file on
+//! decides nothing: the supervisor does. When that is gone, in whatever way, the end of file on
 //! the socket tells, and the keeper kills whatever descends from it before it ends.
 //!
 //! - [`client`](Keeper): the supervisor's end.
@@ -11,7 +11,7 @@
 //! - `confine`, [`confinement`](Confinement): what a worker is barred by, and how that is ordered.
 //! - `observe`: what the kernel says of it.
 //! - `subordinate`: ids of workers where the supervisor has no privileges.
-//! - `temporary`: its folder for what nobody keeps.
+//! - `temporary`: its folder for temporary files.
 //! - `probe`: what of all that this machine can do.
 //! - `wait`: which thread of the keeper has which children, and how they ended.
 //! - `socket`: whole messages with descriptors, never blocking.
@@ -19,9 +19,9 @@
 //! # Two threads, for a reason
 //! The kernel hands orphans to the first thread of a child subreaper, while a process is the child of
 //! the very thread that forked it. So the second thread forks the workers, and the first one, asking
-//! with `__WNOTHREAD`, sees exactly what somebody left behind: `ECHILD` means that nothing is left,
+//! with `__WNOTHREAD`, sees exactly what a worker left behind: `ECHILD` means that nothing is left,
 //! without a look at every process of the machine. The first thread waits for each fork to return, so
-//! that the two never run at the same time and a process is known before anybody can wait for it.
+//! that the two never run at the same time and a process is known before the first thread can wait for it.
 //!
 //! Each worker is a child subreaper as well: its orphans stay below it while it lives and come to the
 //! keeper when it is dead. What the keeper adopts thus belongs to the dead, and goes.

@@ -9,8 +9,8 @@ use super::confinement::Identity;
 
 /// Writes the maps of a child that waits for it.
 ///
-/// Who may not become somebody else must forbid the child to give up groups before it may map its own,
-/// since a group can also be what somebody is kept out by. Others leave that to the child, which gives up
+/// A keeper without the right to become another user must forbid the child to give up groups before it may map its
+/// own, since a group can also be what keeps its members out. Others leave that to the child, which gives up
 /// all of them, and then every right to have some.
 pub(super) fn write(pid: u32, identity: Option<Identity>) -> io::Result<()> {
     let own =

@@ -220,7 +220,7 @@ fn own_capabilities() -> [Ability; 3] {
     ]
 }
 
-/// To start a worker as somebody else takes one right, to give it its folder, to look at it and to end it
+/// To start a worker as another user takes one right, to give it its folder, to look at it and to end it
 /// others.
 fn other_users(own: Result<CapabilitySet, Errno>) -> Result<Option<String>, String> {
     let needed = [

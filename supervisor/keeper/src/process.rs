@@ -65,7 +65,7 @@ const DEATHS: Token = Token(1);
 pub fn run_as_keeper() -> ! {
     let result = prepare().and_then(Process::start).and_then(Process::run);
     if let Err(error) = &result {
-        // Standard error is the supervisor's own; if that is closed, there is nobody left to tell.
+        // Standard error is the supervisor's own; if that is closed, the error cannot be reported.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
     }
     std::process::exit(i32::from(result.is_err()))
@@ -299,7 +299,7 @@ impl Process {
                 Ok(true)
             }
             Some((Order::Kill { worker }, _)) => {
-                // Whoever is in the table has not been waited for.
+                // A child in the table has not been waited for.
                 let child = self.children.iter().find(|(_, child)| child.worker == worker);
                 if let Some((&pid, _)) = child {
                     // Given back when nothing is left of it.

@@ -224,13 +224,13 @@ impl Prepared {
 pub(super) struct Standing {
     /// The nice value, which workers get.
     pub(super) nice: i32,
-    /// Whom the kernel ends first when memory runs out.
+    /// Which process the kernel ends first when memory runs out.
     pub(super) oom: Oom,
     /// How many files it may have open, and how far it may raise that.
     pub(super) open_files: (u64, u64),
 }
 
-/// Who goes when memory runs out.
+/// Which process goes when memory runs out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Oom {
     /// Whether the supervisor is to be spared, which workers must not inherit.
@@ -254,7 +254,7 @@ impl Forker {
         std::thread::Builder::new().name("forker".into()).spawn(move || {
             for job in todo {
                 let result = fork(&job, standing);
-                drop(job); // Closes our copies of the child's descriptors before anybody hears of it.
+                drop(job); // Closes our copies of the child's descriptors before the keeper reports it.
                 if done.send(result).is_err() {
                     return;
                 }
@@ -359,7 +359,7 @@ struct Plan<'p> {
     arguments: Vec<*const c_char>,
     environment: Vec<*const c_char>,
     keeper: Pid,
-    /// Whom the keeper runs as.
+    /// The user the keeper runs as.
     own: Identity,
     standing: Standing,
 }

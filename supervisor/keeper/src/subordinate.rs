@@ -58,7 +58,7 @@ impl SubordinateIds {
         if std::env::var(super::probe::WITHOUT).is_ok_and(|layers| layers.contains("subordinate_ids")) {
             return Err(format!("{} names them", super::probe::WITHOUT));
         }
-        // Who lists the descriptors of another user's process takes what no namespace gives.
+        // To list the descriptors of another user's process takes a right that no namespace gives.
         if std::fs::metadata("/proc/self/fd").map_or(0, |found| found.len()) == 0 {
             return Err("the kernel does not count other users' descriptors: run 6.2 or later".to_owned());
         }
@@ -82,7 +82,7 @@ impl SubordinateIds {
     }
 }
 
-/// What a file gives a user, who stands there by name or number.
+/// What a file gives a user, by name or number.
 fn spans(text: &str, name: Option<&str>, uid: u32) -> Vec<Span> {
     let span = |line: &str| {
         let mut fields = line.trim().split(':');

@@ -22,7 +22,7 @@ const PREFIX: &str = "bulkhead-";
 /// Others may go through the folder of all folders, but not look into it.
 const BASE_MODE: u32 = 0o711;
 
-/// Tries to find a name that nobody has.
+/// Tries to find a name that is free.
 const TRIES_MAX: u32 = 100;
 
 /// Folders that may wait for their removal.
@@ -123,7 +123,7 @@ fn create(parent: &Path) -> io::Result<(PathBuf, OwnedFd)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Locks the folder of that name. `NOENT` or `WOULDBLOCK`: somebody was faster, and it is gone, goes, or
+/// Locks the folder of that name. `NOENT` or `WOULDBLOCK`: another keeper was faster, and it is gone, goes, or
 /// another one has the name by now.
 fn lock(path: &Path) -> rustix::io::Result<OwnedFd> {
     let lock = rustix::fs::open(path, FOLDER, Mode::empty())?;
@@ -151,7 +151,7 @@ fn sweep(parent: &Path) {
         if !is_named || !is_ours() {
             continue;
         }
-        // Held while it is removed; only who holds the lock of a folder takes its name away.
+        // Held while it is removed; only the holder of a folder's lock takes its name away.
         if let Ok(_lock) = lock(&entry.path()) {
             remove(&entry.path());
         }

@@ -101,7 +101,7 @@ pub(super) fn kill_child(pid: u32) {
 /// but must not have been waited for.
 ///
 /// The kernel does this in one go, during which nothing in the group can fork. So most fork bombs are
-/// over before anybody has to look for processes while they have the processors.
+/// over before the keeper has to look for processes while they have the processors.
 pub(super) fn kill_group(pid: u32) {
     if let Some(group) = Pid::from_raw(pid as i32) {
         // It fails if the worker does not lead its group yet: then the group is the worker alone.

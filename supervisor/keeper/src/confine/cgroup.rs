@@ -2,13 +2,13 @@
 //!
 //! The leaves lie in the cgroup that the keeper itself is in, if that was delegated to it; anything above
 //! is never touched, and no process is moved that is not the supervisor's own. A leaf is emptied and
-//! removed by whoever asked for it, never by itself: nothing here waits, and what cannot be done yet is
+//! removed by its caller, never by itself: nothing here waits, and what cannot be done yet is
 //! to be tried again.
 //!
 //! - `folder`: a cgroup as files, read and written within bounds.
 //! - `leaf`: what can be done with a worker's own.
 //! - `limits`: which files say what.
-//! - `owner`: whose a leaf is, by its name.
+//! - `owner`: the owner of a leaf, by its name.
 //! - `clone`: starting a process in one.
 //! - `texts`: what the kernel says, taken apart.
 
@@ -38,7 +38,7 @@ pub(crate) use limits::Limits;
 /// right away with `DelegateSubgroup=`.
 const MAIN: &str = "bulkhead-main";
 
-/// Looks at a cgroup that is being emptied: who forks meanwhile is found the next time.
+/// Looks at a cgroup that is being emptied: what is forked meanwhile is found the next time.
 const VACATE_ROUNDS_MAX: usize = 16;
 
 /// Leaves of keepers that are gone, taken on at a time.
@@ -217,7 +217,7 @@ impl Root {
     }
 
     /// Moves the supervisor, the keeper and what descends from it out of this cgroup, into a part of it.
-    /// Nobody else is moved: somebody else's process there is an error.
+    /// No other process is moved: one that is there is an error.
     fn vacate(&self) -> Result<(), Failure> {
         // The root of all cgroups, the only one without a type, may have both.
         if !self.folder.has("cgroup.type")? {

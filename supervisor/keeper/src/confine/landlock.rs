@@ -39,7 +39,7 @@ pub(crate) struct Rules<'a> {
     /// The working directory; read and executed. It may be missing: to go there will say so.
     pub(crate) directory: Option<&'a Path>,
     /// Files and folders to read. And to execute: an interpreter or a virtual environment is given in
-    /// this way, and who can read a program can have the dynamic loader run it anyway.
+    /// this way, and a process that can read a program can have the dynamic loader run it anyway.
     pub(crate) read: &'a [&'a Path],
     /// Files and folders to do everything with but to make device nodes.
     pub(crate) write: &'a [&'a Path],
@@ -82,7 +82,7 @@ pub(crate) enum Unrestricted {
 }
 
 impl Ruleset {
-    /// Makes the rules. Paths of the system that are missing are left out, those that somebody named are
+    /// Makes the rules. Paths of the system that are missing are left out, those of the configuration are
     /// not.
     pub(crate) fn prepare(rules: &Rules<'_>) -> Result<Self, Failure> {
         let abi = kernel_abi().map_err(|errno| failure("use Landlock", errno))?;
@@ -188,7 +188,7 @@ struct Grant {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Condition {
-    /// Somebody asked for it, so that it has to be there.
+    /// The configuration names it, so that it has to be there.
     Always,
     IfPresent,
     IfOthersMayRead,

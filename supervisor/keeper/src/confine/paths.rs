@@ -19,14 +19,14 @@ pub(crate) const SYSTEM: [&str; 9] = [
     "/lib32",
     "/lib64",
     "/libx32",
-    // Where NixOS and Guix have theirs; readable by everybody, by design.
+    // Where NixOS and Guix have theirs; readable by every user, by design.
     "/nix/store",
     "/gnu/store",
 ];
 
 /// What ordinary programs look up in `/etc`. A list, since rules can only add: with all of `/etc` given,
 /// nothing in it could be held back. Only what others may read is given, so that a certificate store
-/// that somebody locked stays locked, even if the supervisor is root.
+/// that an operator locked stays locked, even if the supervisor is root.
 pub(crate) const ETC: [&str; 52] = [
     // Programs and libraries
     "alternatives",
@@ -95,7 +95,7 @@ pub(crate) const ETC_FAMILIES: [&str; 7] =
 /// program looks that way for a terminal.
 pub(crate) const DEVICES: [&str; 3] = ["/dev/null", "/dev/zero", "/dev/full"];
 
-/// Read only: to write to them, or to send them requests, is to tamper with everybody's randomness.
+/// Read only: to write to them, or to send them requests, is to tamper with the randomness of all processes.
 pub(crate) const RANDOM: [&str; 2] = ["/dev/random", "/dev/urandom"];
 
 /// All of it, since rules cannot name "my own folder in here" for a process that does not exist yet, nor
@@ -128,7 +128,7 @@ pub(crate) fn etc() -> Vec<PathBuf> {
     ETC.iter().map(|name| etc.join(name)).chain(families).collect()
 }
 
-/// Folders that belong to everybody, or hold all that somebody has: who starts a program that lies in one of
+/// Folders that all users share, or that hold all of one user's files: an operator who starts a program in one of
 /// them, or works there, does not mean all of it.
 const SHARED: [&str; 16] = [
     "/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run", "/srv",
@@ -185,7 +185,7 @@ fn is_shared(real: &Path) -> bool {
     SHARED.iter().any(|shared| real == Path::new(shared)) || real.parent() == Some(Path::new(HOMES))
 }
 
-/// Whether a path that somebody named can be given as it is. Not if it leads through a folder of `write`,
+/// Whether a path of the configuration can be given as it is. Not if it leads through a folder of `write`,
 /// where the worker can make it lead anywhere; then `Ok(false)` says that it stays in there, and is given
 /// with it.
 pub(crate) fn leads_as_named(path: &Path, write: &[&Path]) -> Result<bool, Errno> {
@@ -215,7 +215,7 @@ fn resolve(path: &Path, writable: &[PathBuf]) -> Option<PathBuf> {
         }
         let next = real.join(&part);
         let Ok(to) = std::fs::read_link(&next) else {
-            real = next; // No link, or not there: whoever opens it will say so.
+            real = next; // No link, or not there: to open it will say so.
             continue;
         };
         links += 1;

@@ -146,7 +146,7 @@ impl Verdict {
 }
 
 /// What becomes of each call. One that is newer than our table does not exist: programs cope with that,
-/// as they have to on older kernels, and what it can do, nobody here has looked at.
+/// as they have to on older kernels, and what it can do has not been reviewed here.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     calls: BTreeMap<u32, Rule>,
@@ -241,7 +241,7 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// For whoever installs it elsewhere: the instructions as they are in memory.
+    /// For a worker that installs it itself: the instructions as they are in memory.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let instruction = |&sock_filter { code, jt, jf, k }: &sock_filter| {
             let [low, high] = code.to_ne_bytes();
@@ -254,7 +254,7 @@ impl Filter {
     /// Puts it in force for the calling thread, what that starts and what it executes, for ever. Made
     /// for a forked child: one raw call, nothing allocated. `no_new_privs` must be set.
     ///
-    /// Returns the listener, close-on-exec, if fatal calls are to be told; there is nobody to answer
+    /// Returns the listener, close-on-exec, if fatal calls are to be told; there is no process to answer
     /// unless it gets to the keeper, and a second one for the same process is refused with EBUSY.
     pub(crate) fn install(&self) -> Result<Option<RawFd>, Errno> {
         let flags: &[libc::c_ulong] = match self.ending {
@@ -288,7 +288,7 @@ impl Filter {
     }
 }
 
-/// How much of this the kernel, and whoever confines us, lets us have.
+/// How much of this the kernel, and what confines the supervisor, allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Support {
     /// Nothing.

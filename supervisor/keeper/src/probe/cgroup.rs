@@ -82,7 +82,7 @@ impl Leaf {
 
 impl Drop for Leaf {
     fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0); // Empty: whoever was in there has been waited for.
+        let _ = fs::remove_dir(&self.0); // Empty: its processes have been waited for.
     }
 }
 

@@ -92,7 +92,7 @@ fn hear(socket: &OwnedFd, step: usize, pid: libc::pid_t) -> Option<Result<(), St
         errno => Err(explain(Errno::from_raw_os_error(errno))),
     };
     if step == 0 {
-        // Some systems let everybody make such a namespace, and nobody use it.
+        // Some systems let any user make such a namespace, and none use it.
         let mapped = result.and_then(|()| map(pid));
         let _ = send(socket, &[0], SendFlags::NOSIGNAL); // If it is gone, the next step will tell.
         return Some(mapped);

@@ -44,8 +44,8 @@ pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
     Ok((socket, standing))
 }
 
-/// When memory runs out, the kernel is to take the workers first, then this process, and the supervisor last: who
-/// is asked to go first has the higher score, which everybody may raise.
+/// When memory runs out, the kernel is to take the workers first, then this process, and the supervisor last: the
+/// process that is to go first has the higher score, which every process may raise.
 fn stand_before_supervisor() -> Oom {
     const FILE: &str = "/proc/self/oom_score_adj";
     let supervisor = std::fs::read_to_string(FILE).ok().and_then(|score| score.trim().parse().ok());
@@ -65,7 +65,7 @@ fn take_all_descriptors() -> (u64, u64) {
 }
 
 /// Nothing but end of file ends the keeper: signals meant for the supervisor's group, or sent by
-/// somebody who saw the process in a list, must not take the workers away. SIGCHLD is read from a
+/// a user who saw the process in a list, must not take the workers away. SIGCHLD is read from a
 /// descriptor, and must not be ignored by inheritance, which would let children vanish unseen.
 #[expect(unsafe_code, reason = "setting what a signal does")]
 fn set_signals() -> io::Result<()> {

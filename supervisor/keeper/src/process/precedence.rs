@@ -1,7 +1,7 @@
-//! The keeper's turn at the processor: before everybody else's while it ends what resists, like others' otherwise.
+//! The keeper's turn at the processor: before all others while it ends what resists, like others' otherwise.
 //!
-//! Whoever has to end a fork bomb must not wait for its turn behind a thousand processes. Whoever starts one
-//! worker after the other for a bulkhead that crashes must not be in the way of all others. Where privileges are
+//! A keeper that ends a fork bomb must not wait for its turn behind a thousand processes. A keeper that starts one
+//! worker after the other for a bulkhead that crashes must not be in the way of other processes. Where privileges are
 //! missing, the keeper takes its turn like others all the time.
 
 use std::fs;

@@ -49,7 +49,7 @@ impl Process {
                     stage: Stage::Starting(ends),
                     terms,
                     rlimits: order.rlimits.clone(),
-                    // Who is not confined asks nobody.
+                    // A worker without confinement does not ask.
                     is_confined: terms == Terms::default(),
                     process: pid,
                     listener: None,

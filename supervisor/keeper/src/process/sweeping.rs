@@ -178,7 +178,7 @@ impl Process {
         self.clear(child.folder, child.leaf);
     }
 
-    /// Ends what the dead left behind, a piece of it, and reports those of whom nothing is left.
+    /// Ends what the dead left behind, a piece of it, and reports workers of which nothing is left.
     pub(super) fn sweep(&mut self, now: Instant) {
         // Whatever the dead left behind would be a child of this thread.
         let is_waited_for = !self.sweep.leaving.is_empty() && !self.sweep.looks_always;
@@ -229,7 +229,7 @@ impl Process {
         }
         if self.sweep.leaving.is_empty() {
             self.sweep.next = None;
-            // Until a look finds nothing: who kills, finds the victims' children the next time.
+            // Until a look finds nothing: children of killed processes are found the next time.
             let found_something = found != Some(0) || !self.groups.retry();
             self.sweep.audit = found_something.then(|| now + AUDIT_PAUSE);
             if found_something { self.precedence.take() } else { self.precedence.give_back() }
@@ -245,7 +245,7 @@ impl Process {
         }
     }
 
-    /// Reports those of whom nothing is left.
+    /// Reports workers of which nothing is left.
     fn report_swept(&mut self, is_swept: impl Fn(&Sweep, &Leaving) -> bool) {
         let all = std::mem::take(&mut self.sweep.leaving);
         let (swept, left) = all.into_iter().partition(|leaving| is_swept(&self.sweep, leaving));

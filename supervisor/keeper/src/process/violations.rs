@@ -1,4 +1,4 @@
-//! Forbidden system calls: who made one is named, and killed.
+//! Forbidden system calls: the process that made one is named, and killed.
 
 use std::os::fd::AsRawFd;
 
@@ -43,7 +43,7 @@ impl Process {
         if seccomp::is_waiting(listener, notification.id).is_err() {
             return;
         }
-        // Who cannot be found is taken for the worker itself: then all of it goes.
+        // A process that cannot be found is taken for the worker itself: then all of it goes.
         let (process, inner, pidfd) = match found {
             Ok((process, inner, pidfd)) => (process, inner, Some(pidfd)),
             Err(_) => (worker_process, worker_process, None),

@@ -258,7 +258,7 @@ fn keeps_from_unix_sockets(terms: &Terms) -> bool {
     version >= PATHS_SINCE || version >= SCOPES_SINCE && terms.namespaces.mount
 }
 
-/// Whether Landlock has a say in who cuts a file that may be read.
+/// Whether Landlock decides whether a file that may be read may be truncated.
 fn can_keep_from_truncating() -> bool {
     const TRUNCATE_SINCE: u32 = 3;
     bulkhead_linux::landlock::kernel_abi().is_ok_and(|version| version >= TRUNCATE_SINCE)

@@ -2,7 +2,7 @@
 //!
 //! It waits for whatever ends in there. When the worker has ended it tells how, and ends itself, with
 //! which the kernel ends everything else in the namespace. It is a copy of the keeper without rights,
-//! whom no signal from in there reaches, and makes nothing but system calls.
+//! which no signal from in there reaches, and makes nothing but system calls.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -26,14 +26,14 @@ pub(super) fn keep(worker: u32, status: &OwnedFd) -> ! {
     );
     // What it is called in lists of processes. It cannot fail with a name this short.
     let _ = rustix::thread::set_name(c"bulkhead-init");
-    // SAFETY: sets a flag of this process: nobody in there is to look into it.
+    // SAFETY: sets a flag of this process: no process in there is to look into it.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
     close_all_but(status);
     loop {
         match bulkhead_linux::wait::wait4(-1, 0) {
             Ok((pid, status_word, rusage)) if pid == worker => {
                 let bytes = encode(status_word, &wait::usage(&rusage));
-                let _ = rustix::io::write(status, &bytes); // Nobody reads it: then nobody asks.
+                let _ = rustix::io::write(status, &bytes); // The keeper is gone: then the end is of no interest.
                 exit(0)
             }
             Ok(_) | Err(Errno::INTR) => {}

@@ -28,7 +28,7 @@ const KEPT: [&str; 11] = [
     "version",
 ];
 
-/// What hides the others: nobody may open it. They are gone from the root folder when all is hidden.
+/// What hides the others: no process may open it. They are gone from the root folder when all is hidden.
 const NO_FILE: &CStr = c"/no-file";
 const NO_FOLDER: &CStr = c"/no-folder";
 

@@ -1,4 +1,4 @@
-//! What the host of `exec` is told of its own rules, in a file in memory that nobody can change any more.
+//! What the host of `exec` is told of its own rules, in a sealed file in memory.
 
 use std::fs::File;
 use std::io::{self, Seek, Write};

@@ -127,7 +127,7 @@ pub(super) fn want_map(socket: BorrowedFd<'_>) -> Result<(), Errno> {
 
 /// Tells that the child is confined, hands the listener over, and waits for the word to go on.
 pub(super) fn ready(socket: BorrowedFd<'_>, listener: Option<RawFd>) -> Result<(), Errno> {
-    // SAFETY: the kernel has just made it for this process, and nobody else knows of it. Close-on-exec
+    // SAFETY: the kernel has just made it for this process, and nothing else uses it. Close-on-exec
     // ends it: it is not to be closed here, where a filter may have made `close` fatal.
     let listener = listener.map(|listener| unsafe { BorrowedFd::borrow_raw(listener) });
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

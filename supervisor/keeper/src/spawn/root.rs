@@ -52,7 +52,7 @@ pub(super) struct View<'a> {
     /// Whether it has process numbers of its own, and so a `/proc` that shows no others.
     pub(super) has_own_processes: bool,
     pub(super) temporary: Temporary,
-    /// Whose the private `/tmp` is, if not the keeper's own user's.
+    /// The owner of the private `/tmp`, if that is not the keeper's own user.
     pub(super) identity: Option<Identity>,
     /// What that user cannot reach in the system's root.
     pub(super) closed: &'a Closed,
@@ -110,7 +110,7 @@ const COMMON_STEPS: [&str; 6] =
     ["make mounts private", "change the root", "mount /proc", "mount /tmp", "make /dev", "close the root"];
 
 impl Root {
-    /// Settles what is to be where. Errors: a path that somebody named is missing.
+    /// Settles what is to be where. Errors: a path of the configuration is missing.
     pub(super) fn prepare<'v>(view: &View<'v>) -> Result<Self, &'v Path> {
         let mut places = Places::default();
         for path in paths::SYSTEM {
@@ -229,7 +229,7 @@ impl Make {
             }
             Self::Link { to, at } => ignore_existing(rustix::fs::symlink(to, at)),
             Self::Bind { from, at, access } => bind(from, at, *access),
-            // Whom the folders above keep out needs nothing hidden; and nobody gets in later, for the rules
+            // Where the folders above keep the worker out nothing need be hidden; and it never gets in later, for the rules
             // of Landlock are there as well.
             Self::Hide { at, .. }
                 if rustix::fs::access(at, rustix::fs::Access::EXISTS) == Err(Errno::ACCESS) =>
@@ -318,7 +318,7 @@ impl Places {
         }
     }
 
-    /// Shows a file of the system that everybody may read, where it is named.
+    /// Shows a file of the system that every user may read, where it is named.
     fn file_for_all(&mut self, path: &Path) {
         use std::os::unix::fs::PermissionsExt;
         let for_all = |found: &std::fs::Metadata| found.permissions().mode() & 0o004 != 0;
@@ -468,7 +468,7 @@ fn bind(from: &CStr, at: &CStr, access: Access) -> Result<(), Errno> {
     restrict(at, access)
 }
 
-/// Takes from what is mounted somewhere, and below, what nobody needs of it.
+/// Takes from what is mounted somewhere, and below, what no worker needs of it.
 pub(super) fn restrict(at: &CStr, access: Access) -> Result<(), Errno> {
     let restrictions = match access {
         Access::Read => libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,

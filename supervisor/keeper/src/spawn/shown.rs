@@ -216,7 +216,7 @@ fn folders_lead_to(folder: &Path, opened: &BTreeSet<PathBuf>) -> bool {
     std::fs::canonicalize(folder).is_ok_and(|real| opened.contains(&real))
 }
 
-/// What is in a folder and nobody withholds, and where it really is.
+/// What is in a folder and is not withheld, and where it really is.
 fn entries(folder: &Path, secrets: &BTreeSet<PathBuf>) -> Vec<(PathBuf, PathBuf)> {
     let found = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let entries = found.filter_map(|entry| {
@@ -256,7 +256,7 @@ impl Bind {
         const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
         let here = folder.map_or(libc::AT_FDCWD, |folder| folder.as_raw_fd());
         let flags = OPEN_TREE_CLONE | libc::O_CLOEXEC as libc::c_uint | libc::AT_RECURSIVE as libc::c_uint;
-        // SAFETY: the text ends with NUL; what is returned belongs to nobody else.
+        // SAFETY: the text ends with NUL; what is returned is owned here alone.
         let copy = unsafe {
             match libc::syscall(libc::SYS_open_tree, here, self.from.as_ptr(), flags) {
                 -1 => return Err(errno::last()),

@@ -1,6 +1,6 @@
 //! The steps of a child: two tables, and what is in them.
 //!
-//! The first table is for the first process of new namespaces, the second for whoever becomes the
+//! The first table is for the first process of new namespaces, the second for the process that becomes the
 //! worker's program. Each step is system calls on what was prepared, and can only succeed or be named.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -20,7 +20,7 @@ use crate::Rlimit;
 use crate::confine::landlock::Unrestricted;
 use crate::confinement::Identity;
 
-/// What a worker creates is its user's own business: readable and writable by nobody else.
+/// What a worker creates is its user's own business: readable and writable by no other user.
 const UMASK: Mode = Mode::RWXG.union(Mode::RWXO);
 
 /// The last number of a signal.
@@ -65,7 +65,7 @@ pub(super) const OUTER: [(&str, Step); 13] = [
     ("parent-death signal after the identity", parent_death_signal),
 ];
 
-/// Of whoever becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
+/// Of the process that becomes the worker's program. The wrappers of `rustix` used here are bare system calls.
 ///
 /// Limits come before the identity and the capabilities, since to raise one takes a capability; and what
 /// a limit or a filter could hinder is done before it is set. That of open files also bounds what a process
@@ -165,7 +165,7 @@ fn inner_identity(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.user {
         return Ok(());
     }
-    // Refused where the keeper is nobody special: then it has no groups to give up that matter to others.
+    // Refused where the keeper has no privileges: then it has no groups to give up that matter to others.
     let _ = rustix::thread::set_thread_groups(&[]);
     become_one(plan.terms().identity.unwrap_or(plan.own))
 }
@@ -221,7 +221,7 @@ fn own_proc(plan: &Plan<'_>) -> Result<(), Stop> {
 }
 
 /// With a root folder of its own, its control group is the top of what it sees of them: where it lies on this machine
-/// is nobody's business in there.
+/// is of no concern in there.
 fn own_cgroup(plan: &Plan<'_>) -> Result<(), Stop> {
     if !plan.terms().namespaces.mount {
         return Ok(());
@@ -260,7 +260,7 @@ fn bounding_set(plan: &Plan<'_>) -> Result<(), Stop> {
         return Ok(());
     }
     for capability in 0..=CAPABILITY_MAX {
-        // SAFETY: changes a set of this process. Who may not do that has nothing to lose by executing,
+        // SAFETY: changes a set of this process. A process without that right has nothing to lose by executing,
         // once it has given up new privileges.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
@@ -289,7 +289,7 @@ fn landlock(plan: &Plan<'_>) -> Result<(), Stop> {
         Unrestricted::Refused(errno) => errno.into(),
         Unrestricted::Untrue => Stop { errno: Errno::PERM, detail: LANDLOCK_UNTRUE },
     })?;
-    // SAFETY: nobody uses it any more in this process, which drops nothing.
+    // SAFETY: it is not used any more in this process, which drops nothing.
     unsafe { libc::close(ruleset.descriptor().as_raw_fd()) };
     Ok(())
 }
@@ -358,7 +358,7 @@ fn umask(_: &Plan<'_>) -> Result<(), Stop> {
 
 /// That of before the keeper was started. In a session of its own, the child is out of the keeper's autogroup.
 fn priority(plan: &Plan<'_>) -> Result<(), Stop> {
-    // The supervisor's unit may be served before everybody else, and a worker must not. Where it is not, there
+    // The supervisor's unit may be served before all others, and a worker must not. Where it is not, there
     // is nothing to give up.
     let ordinary = libc::sched_param { sched_priority: 0 };
     // SAFETY: the pointer is to a local; the call is about this thread.
@@ -382,7 +382,7 @@ fn stdio(plan: &Plan<'_>) -> Result<(), Stop> {
 /// Makes a number mean this descriptor, whatever it meant before.
 pub(crate) fn put_at(descriptor: &OwnedFd, number: RawFd) -> rustix::io::Result<()> {
     // SAFETY: what had the number is standard input, output or error, or in the child the keeper's
-    // socket: nothing that anybody here owns and goes on using.
+    // socket: nothing that this process owns and goes on using.
     check(unsafe { libc::dup2(descriptor.as_raw_fd(), number) })
 }
 

@@ -17,14 +17,14 @@ const FILE_BYTES_MAX: usize = 64 * 1024;
 const PROC_BYTES_MAX: usize = 4 * 1024 * 1024;
 
 /// Cgroups in cgroups: how deep is still followed down, and how many steps, down and up, are taken at a
-/// time. Who made more must have been free to make any number of them.
+/// time. A process that made more must have been free to make any number of them.
 const DEPTH_MAX: usize = 1024;
 const STEPS_MAX: usize = 4 * DEPTH_MAX;
 
 /// What the file system of cgroup v2 says it is.
 const CGROUP2_MAGIC: u64 = 0x6367_7270;
 
-/// Whoever made the cgroup and root may look into it.
+/// Its owner and root may look into it.
 const MODE: Mode = Mode::from_raw_mode(0o755);
 
 /// An open folder of a cgroup.
@@ -173,14 +173,14 @@ impl Folder {
             return Ok(true);
         }
         match self.read_events() {
-            // Who runs in there does so for a while yet.
+            // A process in there runs for a while yet.
             Ok(events) if events.is_populated => return Ok(false),
             Err(error) if !is_gone(error.errno) => return Err(error),
             Ok(_) | Err(_) => {}
         }
         match remove_children(&self.descriptor) {
             Ok(true) => remove(),
-            // Or somebody else removes them at the same time.
+            // Or another keeper removes them at the same time.
             Ok(false) | Err(Errno::NOENT | Errno::NODEV) => Ok(false),
             Err(errno) => Err(failed(errno)),
         }
@@ -192,7 +192,7 @@ impl Folder {
     }
 }
 
-/// Reads a file of `/proc`; what is not UTF-8 in there is somebody else's.
+/// Reads a file of `/proc`; what is not UTF-8 in there belongs to other processes.
 pub(super) fn read_proc(path: &str) -> Result<String, Failure> {
     let read = || read_all(&open_file(rustix::fs::CWD, path)?, PROC_BYTES_MAX);
     let bytes = read().map_err(|errno| failure(format!("read {path}"), errno))?;
@@ -220,7 +220,7 @@ fn read_all(file: &OwnedFd, most: usize) -> Result<Vec<u8>, Errno> {
     }
 }
 
-/// What a cgroup says that somebody has removed.
+/// The errors of a cgroup that has been removed.
 fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NOENT | Errno::NODEV)
 }

@@ -61,7 +61,7 @@ impl Leaf {
         }
     }
 
-    /// Removes it, and what somebody has made in there; `false`: not all is empty yet, so try again. Once
+    /// Removes it, and what was made in there; `false`: not all is empty yet, so try again. Once
     /// it is gone, to remove it does nothing.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         self.folder.remove()

@@ -1,4 +1,4 @@
-//! Whose a leaf is: its name says it, so that a later keeper can tell the leaves of one that died.
+//! The owner of a leaf: its name says it, so that a later keeper can tell the leaves of one that died.
 
 use bulkhead_linux::process_tree;
 use rustix::io::Errno;
@@ -33,7 +33,7 @@ impl Owner {
         format!("{PREFIX}-{namespace}-{pid}-{started}-{worker}")
     }
 
-    /// Who made the leaf with this name; `None` if it is no such name.
+    /// The keeper that made the leaf with this name; `None` if it is no such name.
     pub(super) fn of_leaf(name: &str) -> Option<Self> {
         let mut parts = name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-');
         let namespace = parts.next()?.parse().ok()?;

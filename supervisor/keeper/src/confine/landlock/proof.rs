@@ -21,7 +21,7 @@ pub(crate) enum Forbidden {
     Nothing,
 }
 
-/// A node that is not there, of a device that everybody may use anyway.
+/// A node that is not there, of a device that every process may use anyway.
 const NAME: &str = "bulkhead-probe";
 const NULL_DEVICE: (u32, u32) = (1, 3);
 

@@ -5,7 +5,7 @@ use rustix::io::Errno;
 use super::assembler::Condition::{HasAny, Is};
 use super::{Check, Rule, Rules, Verdict};
 
-/// The bits of a mode that give a program its file's user or group. Who runs it outside of the sandbox gets
+/// The bits of a mode that give a program its file's user or group. A user who runs it outside of the sandbox gets
 /// the worker's rights, and those of root where that is the worker's user.
 const SET_ID: u32 = libc::S_ISUID | libc::S_ISGID;
 

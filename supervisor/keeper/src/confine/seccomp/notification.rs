@@ -1,6 +1,6 @@
 //! The keeper's end of a listener: which call it was, and the answer to it.
 //!
-//! It never waits by itself: whoever calls has polled the listener. It decides nothing.
+//! It never waits by itself: the caller has polled the listener. It decides nothing.
 #![expect(unsafe_code, reason = "the listener's ioctls have no safe form")]
 
 use std::ffi::c_void;
@@ -34,7 +34,7 @@ pub(crate) enum News {
     Call,
     /// Nothing now.
     None,
-    /// Nothing ever again, for nobody is under the filter any more.
+    /// Nothing ever again, for no process is under the filter any more.
     Over,
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn news(listener: &OwnedFd) -> rustix::io::Result<News> {
 }
 
 /// Takes a notification from a listener that has one, by [`news`]: without, kernels before 6.11 wait for
-/// ever, also when nobody is left to make a call. `None`: the call has been interrupted, or its process
+/// ever, also when no process is left to make a call. `None`: the call has been interrupted, or its process
 /// killed, since.
 pub(crate) fn receive(listener: &OwnedFd) -> io::Result<Option<Notification>> {
     let sizes = sizes()?;

@@ -36,7 +36,7 @@ const REFUSED: &[&str] = &[
     "lookup_dcookie nfsservctl uselib",
 ];
 
-/// What they make belongs to everybody of the same user, counts as nobody's memory, and stays when all who used
+/// What they make belongs to all processes of the same user, counts as no process's memory, and stays when all that use
 /// it have ended. Kernels can be built without them, so that programs ask first.
 const OUTLASTING: &str = "mq_getsetattr mq_notify mq_open mq_timedreceive mq_timedsend mq_unlink msgctl msgget msgrcv \
      msgsnd semctl semget semop semtimedop shmat shmctl shmdt shmget";
@@ -144,7 +144,7 @@ fn trace() -> Rule {
 }
 
 /// Of the process, or the thread, that asks. A limit of another one can end it, and a priority starve it, and
-/// whoever shares a user with the supervisor may set them: neither Landlock nor missing capabilities stand
+/// any process of the supervisor's user may set them: neither Landlock nor missing capabilities stand
 /// in the way. (To which processors another one is bound cannot be told from here: threads of one process
 /// bind each other.)
 fn of_itself(argument: u8) -> Rule {
@@ -218,7 +218,7 @@ fn routes_only() -> Rule {
 }
 
 /// Addresses of the internet, for questions after routes, and of the size that fits all; Unix sockets have longer
-/// ones, and of any size. A name without a path belongs to the first who takes it, on the whole machine, and neither
+/// ones, and of any size. A name without a path is the first process's that takes it, on the whole machine, and neither
 /// a folder nor Landlock keeps a worker from taking another's; each end of a pair can have one as well.
 fn named_by_number() -> Rule {
     const INTERNET: [u32; 2] =
@@ -353,7 +353,7 @@ const COMPUTING: &[&str] = &[
 /// Only of use to sockets that were made with the network; without it, an end of a pair could still take a name.
 const CONNECTING: &str = "accept accept4 bind connect listen";
 
-/// Honest programs try these, and go on without: on top of what nobody may.
+/// Honest programs try these, and go on without: on top of what no worker may.
 const REFUSED_TO_COMPUTING: &str = "capset chown fchown fchownat file_setattr fremovexattr fsetxattr ioprio_set lchown lremovexattr \
      lsetxattr mknod mknodat removexattr removexattrat sched_setattr sched_setparam \
      sched_setscheduler setfsgid setfsuid setgid setgroups setregid setresgid setresuid setreuid \
