@@ -25,8 +25,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// The tenants that metrics name, sorted: the first `tenant_labels` that the file names. Nobody else gets a
-    /// label, so that strangers cannot fill the table.
+    /// The tenants that metrics name, sorted: the first `tenant_labels` that the file names. Other tenants get no
+    /// label, so that clients cannot fill the table.
     pub fn labelled_tenants(&self) -> Vec<String> {
         let of_bulkheads = self.bulkheads.iter().flat_map(|bulkhead| bulkhead.tenant.keys());
         let of_access = self.access.iter().filter_map(|entry| entry.tenants.as_ref()).flatten();

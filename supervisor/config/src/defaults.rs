@@ -18,7 +18,7 @@ pub const RUNTIME_DIR_OF_ROOT: &str = "/run";
 
 /// Mode of the admin socket.
 pub const ADMIN_MODE: u32 = 0o600;
-/// Mode of the jobs socket where the file has entries of `[[access]]`: who may is decided by them.
+/// Mode of the jobs socket where the file has entries of `[[access]]`: they decide which clients may connect.
 pub const SOCKET_MODE_WITH_ACCESS: u32 = 0o666;
 /// Mode of the jobs socket's folder, if it is missing.
 pub const FOLDER_MODE: u32 = 0o700;

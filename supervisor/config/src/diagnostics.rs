@@ -197,7 +197,7 @@ impl Cursor<'_> {
     }
 }
 
-/// Somebody's text, safe to repeat in one line of a message.
+/// A text of the file, safe to repeat in one line of a message.
 pub(super) fn shown(text: &str) -> String {
     let mut shown: String =
         text.chars().take(QUOTED_CHARS_MAX).collect::<String>().escape_debug().to_string();

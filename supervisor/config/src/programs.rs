@@ -53,7 +53,7 @@ fn runs(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|found| found.is_file()) && may(path, Access::EXEC_OK).is_ok()
 }
 
-/// Asks for the effective user, which is who will do it.
+/// Asks for the effective user, which is the one that will do it.
 fn may(path: &Path, access: Access) -> rustix::io::Result<()> {
     accessat(CWD, path, access, AtFlags::EACCESS)
 }

@@ -1,5 +1,4 @@
-//! Reads one table of the file key by key. Whoever opens a table is told at once about keys that do not
-//! belong there; each value is taken as its kind, or reported. Nothing is ever silently ignored.
+//! Reads one table of the file key by key. Keys that do not belong there are reported when the table is opened; each value is taken as its kind, or reported. Nothing is ever silently ignored.
 
 mod strings;
 

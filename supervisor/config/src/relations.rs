@@ -132,7 +132,7 @@ impl Checker<'_> {
         (socket.unwrap_or_default(), admin.unwrap_or_default())
     }
 
-    /// Both keys or neither: without a token everybody who reaches the address would be an operator.
+    /// Both keys or neither: without a token every process that reaches the address would be an operator.
     fn http(&mut self, raw: &RawSupervisor) -> Option<HttpConfig> {
         let address = raw.http.given().and_then(|given| {
             let address = given.value.parse().map_err(|_| {

@@ -181,7 +181,7 @@ impl Lines {
     /// Only `strict` holds `tmp` to its size at every moment: a comment says so under `default`.
     fn sandbox_remarks(&mut self, sandbox: &SandboxConfig) {
         if sandbox.wants_own_ids() {
-            self.comment(whom(sandbox, self.ids));
+            self.comment(worker_user(sandbox, self.ids));
         }
         if sandbox.profile == Profile::Default && sandbox.tmp_bytes > 0 {
             self.comment(match self.ids {
@@ -301,8 +301,8 @@ impl Write for SandboxConfig {
     }
 }
 
-/// What `auto` comes to for the user who runs this.
-fn whom(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
+/// What `auto` means for the supervisor's user.
+fn worker_user(sandbox: &SandboxConfig, ids: WorkerIds) -> &'static str {
     match (ids != WorkerIds::None, sandbox.write.is_empty()) {
         (true, true) => "sandbox.user: auto, an id of each worker's own",
         (true, false) => {

@@ -1,4 +1,4 @@
-//! `[[access]]`: who may do what on the jobs socket.
+//! `[[access]]`: what users and groups may do on the jobs socket.
 
 use serde::Serialize;
 
@@ -26,10 +26,10 @@ table! {
     tenants: Arguments as Kind::Names { max: ACCESS_TENANTS_MAX }, without "any, or none", such as "[\"acme\"]";
 }
 
-/// `[[access]]`: what one user or group may do. Whoever fits no entry may do nothing.
+/// `[[access]]`: what one user or group may do. A client that fits no entry may do nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AccessConfig {
-    /// Whom it is for, by the credentials of the peer.
+    /// The user or group it is for, by the credentials of the peer.
     pub who: Who,
     /// Bulkheads that they may use, at least one, each in the file; `None`: all.
     pub bulkheads: Option<Vec<String>>,

@@ -62,7 +62,7 @@ pub struct SandboxConfig {
     pub write: Vec<PathBuf>,
     /// Bytes of a private `/tmp`; 0 for none.
     pub tmp_bytes: u64,
-    /// Whom the workers run as; `None`: nothing is said of it, see [`SandboxConfig::wants_own_ids`].
+    /// The user of the workers; `None`: nothing is said of it, see [`SandboxConfig::wants_own_ids`].
     pub user: Option<SandboxUser>,
     /// System calls on top of the profile, none of them in `deny`.
     pub allow: Vec<String>,
@@ -93,7 +93,7 @@ vocabulary! {
     }
 }
 
-/// Whom workers run as.
+/// The user that workers run as.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxUser {

@@ -14,11 +14,11 @@ use crate::{defaults, identities};
 /// The bits that let other users than the supervisor's own connect.
 const OTHERS_MAY: u32 = 0o022;
 
-/// The mode of the jobs socket and of its folder. Where entries say who may, the file system need not.
+/// The mode of the jobs socket and of its folder. Where entries decide which users may connect, the file system need not.
 pub(super) fn modes(socket_mode: &WithDefault<u32>, has_access: bool) -> (u32, u32) {
     let preset = if has_access { defaults::SOCKET_MODE_WITH_ACCESS } else { socket_mode.default };
     let socket_mode = socket_mode.value_or(preset);
-    // A folder of its own user's would keep out whom the entries and the mode let in.
+    // A folder of its own user's would keep out users that the entries and the mode let in.
     let open = has_access && socket_mode & OTHERS_MAY != 0;
     (socket_mode, if open { defaults::FOLDER_MODE_WITH_ACCESS } else { defaults::FOLDER_MODE })
 }

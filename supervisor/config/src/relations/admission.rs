@@ -49,7 +49,7 @@ impl Checker<'_> {
             );
         }
         let reject = raw.reject.resolved();
-        // Whoever asks for an early rejection has not asked for a late warning.
+        // A file that asks for an early rejection has not asked for a late warning.
         let warn = raw.warn.field.resolved(raw.warn.default.min(reject.value));
         self.ordered(("pressure.warn", &warn), ("pressure.reject", &reject), units::share_literal);
         PressureConfig { warn: warn.value, reject: reject.value }
