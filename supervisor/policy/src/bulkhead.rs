@@ -525,7 +525,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when nobody
+    /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when no client
     /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline: so
     /// a client can end its own work early, but never its neighbours'. Until then it takes no new jobs. While it
     /// sends a result that is too large, `grace` counts [from the last bytes](Self::sends_on).

@@ -295,7 +295,7 @@ pub enum Action<T> {
     },
     /// Ask a worker to stop work on a job.
     Cancel {
-        /// Whom.
+        /// The worker.
         worker: WorkerId,
         /// Which job.
         job: JobId,
@@ -312,19 +312,19 @@ pub enum Action<T> {
     },
     /// Tell a worker how many jobs it may be given at once from now on.
     Limit {
-        /// Whom.
+        /// The worker.
         worker: WorkerId,
         /// How many.
         max_in_flight: u32,
     },
     /// Ask a worker to finish what it has and exit.
     Drain {
-        /// Whom.
+        /// The worker.
         worker: WorkerId,
     },
     /// Kill a worker and all that descends from it. It is over when it is reported as exited.
     Kill {
-        /// Whom.
+        /// The worker.
         worker: WorkerId,
         /// Why.
         reason: KillReason,

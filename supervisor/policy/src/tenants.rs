@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_has_jobs_keeps_its_number_and_the_longest_idle_is_forgotten() {
+    fn a_tenant_with_jobs_keeps_its_number_and_the_longest_idle_is_forgotten() {
         let mut tenants = Tenants::with_idle_max(&TenantLimits::default(), 2);
         let busy = tenants.find_or_enter("busy");
         tenants.begin(busy);

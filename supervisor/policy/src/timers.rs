@@ -51,8 +51,8 @@ impl Timers {
         self.settle(place);
     }
 
-    /// Sees to it that the timer of `number` is due at `at` at the latest. One that is due earlier stays: whoever
-    /// moves it again and again looks anew when it is due.
+    /// Sees to it that the timer of `number` is due at `at` at the latest. One that is due earlier stays: a caller
+    /// that moves it again and again looks anew when it is due.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
         let place = self.position.get(number as usize).copied().filter(|&place| place != ABSENT);
         if place.is_none_or(|place| self.heap[place as usize].0 > at) {

@@ -28,7 +28,7 @@ pub(crate) struct Worker {
     pub(crate) has_dispatch_thread: bool,
     /// How often it was told to be heard.
     pub(crate) heartbeat: Duration,
-    pub(crate) vintage: Vintage,
+    pub(crate) revision: Revision,
     /// Whether it can be told another `max_in_flight`.
     pub(crate) can_resize: bool,
     /// How many jobs at once it was told to expect; nothing yet without a limit.
@@ -79,7 +79,7 @@ pub(crate) enum Role {
 
 /// What a worker runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Vintage {
+pub(crate) enum Revision {
     /// What is to be run now.
     New,
     /// What was to be run before. If a replacement did not start, the next one is tried at `again_at`.
@@ -160,7 +160,7 @@ impl Worker {
             forgiven: 0,
             has_dispatch_thread: false,
             heartbeat: limits.health.heartbeat,
-            vintage: Vintage::New,
+            revision: Revision::New,
             can_resize: false,
             promised: u32::MAX,
             apart: Apart::No,
@@ -209,8 +209,8 @@ impl Worker {
 
     /// When it is to be replaced, after an attempt that failed.
     pub(crate) fn replaced_again_at(&self) -> Option<Time> {
-        match (self.vintage, self.role) {
-            (Vintage::Old { again_at }, Role::Current) => again_at,
+        match (self.revision, self.role) {
+            (Revision::Old { again_at }, Role::Current) => again_at,
             _ => None,
         }
     }

@@ -199,7 +199,7 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// The same without a word to anybody. Returns how long to wait, if it is over the limit.
+    /// The same without an event. Returns how long to wait, if it is over the limit.
     pub(super) fn take_rate(&mut self, now: Time, tenant: TenantId, cost: u32) -> Option<Duration> {
         let (limit, whose) = self.rate_of(tenant)?;
         match self.tenants.get(whose).bucket.take(now, &limit, cost.max(1)) {
@@ -304,7 +304,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// The lowest priority that gets a permit now, if one is free. Reserved permits are for critical jobs
-    /// only; what they do not reserve, everybody may have. The last permit is never reserved.
+    /// only; what they do not reserve, all classes may have. The last permit is never reserved.
     pub(super) fn lowest_admitted(&self) -> Priority {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;

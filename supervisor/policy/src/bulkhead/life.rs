@@ -10,7 +10,7 @@ use crate::limits::RestartPolicy;
 use crate::messages::{Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId};
 use crate::restart::{Next, PROVEN_AFTER, Spacing};
 use crate::time::Time;
-use crate::workers::{End, Phase, Role, Silence, SlotState, Vintage, Worker};
+use crate::workers::{End, Phase, Revision, Role, Silence, SlotState, Worker};
 
 const SIGKILL: i32 = 9;
 
@@ -295,7 +295,7 @@ impl<T> Bulkhead<T> {
         }
         let is_due = self.workers[place as usize].as_ref().is_some_and(|worker| match reason {
             // Its slot may have another one since its turn was noted.
-            RecycleReason::Reload => worker.phase == Phase::Ready && worker.vintage != Vintage::New,
+            RecycleReason::Reload => worker.phase == Phase::Ready && worker.revision != Revision::New,
             _ => worker.phase == Phase::Ready && now >= worker.succession_after,
         });
         match standby {
@@ -343,7 +343,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn replace(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         for place in 0..self.workers.len() as u32 {
             let Some(worker) = self.workers[place as usize].as_mut() else { continue };
-            worker.vintage = Vintage::Old { again_at: None };
+            worker.revision = Revision::Old { again_at: None };
             worker.succession_after = now;
             let is_starting = matches!(worker.phase, Phase::Handshaking { .. } | Phase::Initializing { .. });
             if is_starting && worker.role != Role::Retired {
@@ -368,7 +368,7 @@ impl<T> Bulkhead<T> {
         if worker.replaced_again_at().is_none_or(|at| at > now) {
             return;
         }
-        worker.vintage = Vintage::Old { again_at: None };
+        worker.revision = Revision::Old { again_at: None };
         worker.succession_after = now;
         let slot = worker.slot;
         if !self.rolling.iter().any(|(rolling, _)| *rolling == slot) {
@@ -651,7 +651,7 @@ impl<T> Bulkhead<T> {
         self.rolling.clear();
         for place in 0..self.workers.len() as u32 {
             let Some(worker) = self.workers[place as usize].as_mut() else { continue };
-            if let Vintage::Old { again_at } = &mut worker.vintage {
+            if let Revision::Old { again_at } = &mut worker.revision {
                 *again_at = Some(now + pause);
                 self.arm(place);
             }

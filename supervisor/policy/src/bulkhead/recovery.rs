@@ -1,5 +1,5 @@
 //! What becomes of jobs whose worker, or program, died under them: quarantine for a payload that kills again
-//! and again, another try for what may run twice, and the truth for everybody else.
+//! and again, another try for what may run twice, and the truth for all others.
 //!
 //! A job that may have brought a worker down is a suspect: it is tried again only in a worker that has nothing
 //! else, so that an innocent one is not killed twice by the same neighbour and the guilty one is found.

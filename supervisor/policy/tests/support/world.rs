@@ -289,7 +289,7 @@ impl World {
                 Event::Spawned { worker, pid: self.next_pid }
             }
             Sign::SpawnFailed => {
-                self.bury(worker);
+                self.retire(worker);
                 Event::SpawnFailed { worker, message: "no such program".into() }
             }
             Sign::Exited(death) => {
@@ -298,7 +298,7 @@ impl World {
                     self.plan_sign(now, worker, Sign::Exited(death));
                     return Some(Event::Unread { worker, job });
                 }
-                self.bury(worker);
+                self.retire(worker);
                 match self.random.percent(5) {
                     true => Event::Lost { worker },
                     false => {
@@ -347,7 +347,7 @@ impl World {
         self.plan(now + after, Happening::Swept(worker));
     }
 
-    fn bury(&mut self, worker: WorkerId) {
+    fn retire(&mut self, worker: WorkerId) {
         self.processes.remove(&worker);
         self.gone.push(worker);
         if self.gone.len() > 20 {
