@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket: its credentials as of its `connect(2)`, and whether it is one of the
+//! The process at the other end of a socket: its credentials as of its `connect(2)`, and whether it is one of the
 //! processes that descend from here.
 //!
 //! It tells, and decides nothing. Nothing in it waits; a look at a process's descent reads some small files
@@ -44,23 +44,23 @@ pub enum Descent {
     Outside,
     /// From this process: itself, its ancestors, and this process at the end.
     Ours(Vec<u32>),
-    /// It has ended, so that nobody can tell.
+    /// It has ended, so that it cannot be told.
     Ended,
 }
 
 impl Peer {
-    /// Whoever connected this socket. Errors are those of `getsockopt(2)`.
+    /// The process that connected this socket. Errors are those of `getsockopt(2)`.
     pub fn of(socket: &impl AsFd) -> io::Result<Self> {
         let found = getsockopt(socket, PeerCredentials)?;
         let pid = u32::try_from(found.pid()).ok().filter(|&pid| pid != 0);
         Ok(Self { uid: found.uid(), gid: found.gid(), pid })
     }
 
-    /// Where the process comes from that connected this socket. It must be alive to tell: whoever ends
-    /// before could have been anybody, and handed the connection on.
+    /// Where the process comes from that connected this socket. It must be alive to tell: one that ends
+    /// before could have been any process, and handed the connection on.
     ///
     /// Every child of a process that ends goes to the nearest subreaper above it, and the keeper and this
-    /// process are some: nobody who descends from here can leave its line, by no number of forks and
+    /// process are some: no process that descends from here can leave its line, by no number of forks and
     /// sessions. Nor can it hide in a PID namespace of its own, for those can be seen from here.
     ///
     /// Errors: a line of ancestors that cannot be told; this process has as many descriptors as it may.
@@ -68,7 +68,7 @@ impl Peer {
         self.descent_beside(socket, &Outsiders::default())
     }
 
-    /// The same, without a look at the ancestors of those who are known.
+    /// The same, without a look at the ancestors of processes that are known.
     pub fn descent_beside(&self, socket: &impl AsFd, outsiders: &Outsiders) -> io::Result<Descent> {
         let Some(pid) = self.pid else { return Ok(Descent::Outside) };
         let own = std::process::id();
@@ -94,8 +94,8 @@ impl Peer {
     }
 }
 
-/// Processes that were found to come from elsewhere, by number and start. That can never change: whoever loses its
-/// parent goes to somebody else above it. So those who come again and again, as scrapers do, are looked up once.
+/// Processes that were found to come from elsewhere, by number and start. That can never change: a process that loses its
+/// parent goes to another one above it. So processes that connect again and again, as scrapers do, are looked up once.
 #[derive(Debug, Default)]
 pub struct Outsiders(Mutex<VecDeque<(u32, u64)>>);
 
@@ -121,7 +121,7 @@ fn pin(socket: &impl AsFd, pid: u32) -> io::Result<Option<OwnedFd>> {
     match getsockopt(socket, PeerPidfd) {
         Ok(pidfd) => Ok(Some(pidfd)),
         Err(EINVAL | ENODATA | ESRCH) => Ok(None),
-        // Before Linux 6.5. The number may have been given to somebody else since; there is no better one.
+        // Before Linux 6.5. The number may have been given to another process since; there is no better one.
         Err(ENOPROTOOPT) => {
             let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
             match pidfd_open(pid, PidfdFlags::empty()) {
@@ -164,14 +164,14 @@ pub fn groups(socket: &impl AsFd) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Whether [`Peer::descent`] can work here: `/proc` is that of this PID namespace, and hides nobody.
+/// Whether [`Peer::descent`] can work here: `/proc` is that of this PID namespace, and hides no process.
 pub fn check_sight() -> io::Result<()> {
     let own = std::process::id();
     let seen = std::fs::read_link("/proc/self")?;
     if seen.to_str() != Some(&own.to_string()) {
         return Err(io::Error::other("it is that of another PID namespace"));
     }
-    // Nobody has the number 0, so that this goes all the way.
+    // No process has the number 0, so that this goes all the way.
     lineage(own, 0).map(drop)
 }
 

@@ -37,7 +37,7 @@ macro_rules! on_x86_64 {
     };
 }
 
-/// `SYS_read` is what the C library calls it, and `read` what everybody else does.
+/// `SYS_read` is what the C library calls it, and `read` what all others do.
 const fn bare(constant: &'static str) -> &'static str {
     constant.split_at("SYS_".len()).1
 }
