@@ -10,7 +10,7 @@
 //! so that the dispatch thread reads the link only while all handlers are busy, which is when
 //! cancellations have to be seen. It sends the heartbeats, too.
 //!
-//! **Quick handlers**, of a few microseconds, are done before anybody has woken up, and many threads would
+//! **Quick handlers**, of a few microseconds, are done before another thread has woken up, and many threads would
 //! only get in each other's way. So one thread alone waits for the link, runs what it has read one after
 //! the other, and has the answers leave together; the others are parked until the backlog is worth them.
 //! Should one job take long after all, the *watchdog*, a timer of the dispatch thread, sees that nothing
@@ -488,13 +488,13 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut state = lock(&self.state);
         state.idle -= 1;
         state.on_link -= usize::from(is_on_link);
-        let is_called = state.is_searching;
-        if is_called {
+        let is_searching = state.is_searching;
+        if is_searching {
             let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             state.is_searching = false;
             self.looked.notify_all();
         }
-        is_called
+        is_searching
     }
 
     /// Runs a job in the surroundings that the thread keeps.
@@ -729,7 +729,7 @@ fn wait_one(epoll: &impl AsFd, patience: Option<Duration>) -> Option<u64> {
     }
 }
 
-/// The supervisor is gone, or mad: nothing that this process does is of use to anybody.
+/// The supervisor is gone, or mad: nothing that this process does is of use any more.
 fn end_at_once() -> ! {
     // Not `exit`, which would run whatever a C library has left to be run, and might not return.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

@@ -20,7 +20,7 @@ pub(crate) struct Progress(Mutex<Said>);
 #[derive(Default)]
 struct Said {
     told_at: Option<Instant>,
-    untold: Option<(f32, String)>,
+    unreported: Option<(f32, String)>,
 }
 
 impl Progress {
@@ -29,17 +29,17 @@ impl Progress {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         if said.told_at.is_some_and(|at| now - at < INTERVAL) {
-            said.untold = Some((fraction, text.to_owned()));
+            said.unreported = Some((fraction, text.to_owned()));
             return;
         }
-        (said.told_at, said.untold) = (Some(now), None);
+        (said.told_at, said.unreported) = (Some(now), None);
         writer.send(kind::PROGRESSED, number, &Progressed { fraction, text });
     }
 
     /// Puts what was kept before whatever is written next. Returns whether there was something.
     pub(crate) fn settle(&self, writer: &Writer, number: u64) -> bool {
         let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((fraction, text)) = said.untold.take() else { return false };
+        let Some((fraction, text)) = said.unreported.take() else { return false };
         said.told_at = Some(Instant::now());
         writer.push(kind::PROGRESSED, number, &Progressed { fraction, text: &text }, Payload::NONE);
         true

@@ -1,7 +1,7 @@
 //! A temporary folder for each program, and its end: nothing that one program wrote is there for the next.
 //!
 //! What a program leaves is removed when nothing of the program lives any more, without following a link and
-//! without recursion, however deep it is. What takes long is taken out of everybody's reach at once, since no
+//! without recursion, however deep it is. What takes long is taken out of all programs' reach at once, since no
 //! program is given another one's folder, and removed on a thread of its own.
 
 use std::collections::hash_map::RandomState;
