@@ -350,7 +350,7 @@ async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
     }
 }
 
-/// Serves connection after connection, as long as anybody wants something of it.
+/// Serves connection after connection, as long as a caller wants something of it.
 struct Driver {
     path: PathBuf,
     requests: Arc<Requests>,
