@@ -350,14 +350,14 @@ pub(crate) async fn logs(args: &Args, name: &str, follow: bool) -> Result<u8, Fa
     .await
 }
 
-/// Hands each line of a body on as it comes, until it ends or somebody presses ^C.
+/// Hands each line of a body on as it comes, until it ends or the user presses ^C.
 async fn lines(
     response: Response<Incoming>,
     mut take: impl FnMut(&str) -> Result<(), Failure>,
 ) -> Result<u8, Failure> {
     let mut body = response.into_body();
     let mut partial = Vec::new();
-    // One for all turns: between two, nobody would hear of it.
+    // One for all turns: between two, it would be missed.
     let mut interrupt = pin!(tokio::signal::ctrl_c());
     loop {
         let frame = tokio::select! {

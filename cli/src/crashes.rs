@@ -1,5 +1,5 @@
 //! Crash reports: a table of them, one of them with all that is known, and its jobs run again. What a report
-//! tells was said by whoever crashed: nothing of it reaches a terminal unescaped.
+//! tells was said by the process that crashed: nothing of it reaches a terminal unescaped.
 
 use std::path::Path;
 use std::time::Duration;

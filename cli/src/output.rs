@@ -26,7 +26,7 @@ pub(crate) mod exit {
 #[derive(Debug)]
 pub(crate) struct Failure {
     code: u8,
-    /// `None` if nobody reads what the command prints, which is no reason to complain.
+    /// `None` if the reader of the command's output is gone, which is no reason to complain.
     message: Option<String>,
     /// Set if the supervisor would not take the job.
     reason: Option<RejectReason>,
@@ -81,7 +81,7 @@ impl Failure {
         })
     }
 
-    /// Nobody reads any more: what would have been printed next does not matter, but what it said does.
+    /// The reader is gone: what would have been printed next does not matter, but what it said does.
     pub(crate) fn or_code(self, code: u8) -> Self {
         Self { code: if self.message.is_none() { code } else { self.code }, ..self }
     }
@@ -101,7 +101,7 @@ impl From<ConnectError> for Failure {
     }
 }
 
-/// Bytes to standard output. If whoever read them has gone, the command ends, quietly; if they cannot be
+/// Bytes to standard output. If their reader has gone, the command ends, quietly; if they cannot be
 /// written, it fails: a result that is lost is no success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
@@ -134,7 +134,7 @@ fn steers(c: char) -> bool {
     (c.is_control() && c != '\n' && c != '\t') || is_separator || is_direction
 }
 
-/// Whether there is somebody to watch a progress bar.
+/// Whether a person can watch a progress bar.
 pub(crate) fn is_watched() -> bool {
     io::stderr().is_terminal()
 }

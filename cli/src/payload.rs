@@ -15,7 +15,7 @@ use crate::output::{self, Failure, exit};
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
 /// The payload that `submit` was given: that of a file, or what standard input has unless it is a terminal, on which
-/// nobody types a payload.
+/// a person does not type a payload.
 pub(crate) fn of_submit(submit: &Submit) -> Result<Vec<u8>, Failure> {
     match &submit.request.payload_file {
         Some(file) => read(file),
@@ -44,7 +44,7 @@ pub(crate) fn read(file: &Path) -> Result<Vec<u8>, Failure> {
     Ok(bytes)
 }
 
-/// A pipe that nobody closes would otherwise look like a supervisor that hangs.
+/// A pipe that is never closed would otherwise look like a supervisor that hangs.
 fn telling_what_is_waited_for<T>(name: &str, is_input: bool, read: impl FnOnce() -> T) -> T {
     let (done, waiting) = channel::<()>();
     let hint = if is_input { "; -n sends an empty payload instead" } else { "" };

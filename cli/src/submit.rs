@@ -41,7 +41,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
     };
     let Some(result) = result else {
         run.interrupted.send_replace(true);
-        // Whoever asks twice does not want to wait.
+        // A second ^C asks not to wait.
         tokio::select! {
             _ = tokio::time::timeout(CANCELLED_WITHIN, lanes) => {}
             _ = tokio::signal::ctrl_c() => {}

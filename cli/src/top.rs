@@ -56,7 +56,7 @@ async fn look(watcher: &mut Watcher<'_>) -> Looked {
     })
 }
 
-/// Looks again and again, but for while nobody wants to see more, until nobody is there to see.
+/// Looks again and again, except while paused, until the screen is gone.
 async fn watch(
     mut watcher: Watcher<'_>,
     interval: Duration,
@@ -84,7 +84,7 @@ async fn live(watcher: Watcher<'_>, mut app: App, interval: Duration) -> Result<
     let mut signals = Signals::new().map_err(fail)?;
     let mut screen = Screen::enter().map_err(fail)?;
     let mut keys = terminal::keys().map_err(fail)?;
-    // What was seen waits for the screen, so that a screen that nobody draws does not go on asking.
+    // What was seen waits for the screen, so that a screen that is not drawn does not go on asking.
     let (seen, mut looks) = mpsc::channel(1);
     let (pause, is_paused) = watch::channel(false);
     let mut watching = pin!(watch(watcher, interval, seen, is_paused));

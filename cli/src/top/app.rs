@@ -118,7 +118,7 @@ pub(super) struct App {
     pub(super) sort: Sort,
     pub(super) filter: String,
     pub(super) events: Events,
-    /// The first row that is shown. Who draws sees to it that the selected one is.
+    /// The first row that is shown. To draw sees to it that the selected one is.
     pub(super) top: usize,
     /// Rows that one page down goes, as drawn last.
     pub(super) page_rows: usize,
@@ -332,7 +332,7 @@ impl App {
 
     fn go(&mut self, by: isize) {
         if let Page::One { scroll, .. } = &mut self.page {
-            // Who draws knows where the end is.
+            // The end is known when it is drawn.
             *scroll = scroll.saturating_add_signed(by);
             return;
         }

@@ -60,7 +60,7 @@ pub(super) struct Bulkhead {
     /// Of the run.
     pub(super) p50: String,
     pub(super) p99: String,
-    /// Further facts in lines, for who looks closer.
+    /// Further facts in lines, for a closer look.
     pub(super) facts: Vec<String>,
     pub(super) tenants: Vec<Tenant>,
     pub(super) workers: Vec<Worker>,
@@ -248,7 +248,7 @@ impl<'a> Watcher<'a> {
     }
 }
 
-/// Whose events they are.
+/// The bulkhead of the events.
 enum Ring {
     /// Of the supervisor of before: these are new.
     Same(Vec<Value>),

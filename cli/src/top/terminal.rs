@@ -45,7 +45,7 @@ impl Screen {
         Ok(Self { terminal })
     }
 
-    /// Draws, unless the terminal belongs to somebody else at present.
+    /// Draws, unless the terminal belongs to another process at present.
     pub(super) fn show(&mut self, app: &mut App, now: Instant) -> io::Result<()> {
         if !IS_OURS.load(Ordering::SeqCst) {
             return Ok(());
@@ -83,7 +83,7 @@ fn take() -> io::Result<()> {
 
 fn give_back() {
     if IS_OURS.swap(false, Ordering::SeqCst) {
-        // The terminal may be gone, and then nobody misses it.
+        // The terminal may be gone, and then it is not missed.
         let _ = execute!(stdout(), LeaveAlternateScreen, Show);
         let _ = disable_raw_mode();
     }
@@ -163,7 +163,7 @@ fn ended_by(signal: Number) -> Heard {
     Heard::End(u8::try_from(128 + signal.as_raw()).unwrap_or(u8::MAX))
 }
 
-/// Whether somebody could have this process go on: a shell that knows of jobs. Where there is none, the first
+/// Whether a parent could have this process go on: a shell that knows of jobs. Where there is none, the first
 /// process of the session is ours.
 pub(super) fn may_stop() -> bool {
     getsid(None).is_ok_and(|session| session != getpid())
@@ -177,8 +177,8 @@ pub(super) fn ask_for_stop() {
     }
 }
 
-/// Stops this process until somebody has it go on.
+/// Stops this process until it is continued.
 pub(super) fn stop() {
-    // Nobody is forbidden to stop itself.
+    // No process is forbidden to stop itself.
     let _ = kill_process(getpid(), Number::STOP);
 }
