@@ -40,7 +40,7 @@ pub struct HandlerFailure {
     pub message: String,
     /// Whether the same job may succeed later.
     pub retryable: bool,
-    /// Who is to blame.
+    /// The party to blame.
     pub fault: Fault,
 }
 
@@ -56,7 +56,7 @@ codes! {
         TooLarge = 2 "too_large",
         /// There is no such bulkhead.
         NotFound = 3 "not_found",
-        /// It cannot be told who asks.
+        /// The client cannot be identified.
         Unauthenticated = 4 "unauthenticated",
         /// This client may not.
         Forbidden = 5 "forbidden",

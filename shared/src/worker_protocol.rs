@@ -25,7 +25,7 @@ pub mod capability {
     pub const RESIZE: u64 = 2;
 }
 
-/// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): who the worker is and what is expected.
+/// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): the worker's identity and what is expected of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct WorkerWelcome<'a> {
     /// The version that both will speak.
