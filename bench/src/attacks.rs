@@ -53,7 +53,7 @@ const HARMED: Duration = Duration::from_secs(60);
 /// A user without rights of its own.
 const STRANGER: u32 = 65_534;
 
-/// Who attacks.
+/// The attacker.
 #[derive(Clone, Copy)]
 enum Attacker {
     /// So many processes of a hostile client.
@@ -64,7 +64,7 @@ enum Attacker {
     Jobs(&'static str, usize),
 }
 
-/// Whose time is taken.
+/// The victim whose time is taken.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Victim {
     /// Jobs of a sibling.

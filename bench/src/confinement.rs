@@ -100,7 +100,7 @@ fn config(own: &Path, profiles: &[&str]) -> Result<String> {
     let own = own.to_str().ok_or("this program has an odd path")?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    // Who may not change identities has `strict` refused, and that is told.
+    // A user who may not change identities has `strict` refused, and that is told.
     if is_root && profiles.contains(&"strict") {
         text += "worker_uids = \"200000-200999\"\n";
     }

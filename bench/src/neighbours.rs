@@ -131,7 +131,7 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
     load::run_counting(64, total, call).await
 }
 
-/// The same at full load all the time, and beside somebody who starts programs that die at once, as often as the
+/// The same at full load all the time, and beside a process that starts programs that die at once, as often as the
 /// supervisor starts workers: what that alone costs on this machine, no supervisor can do without.
 async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());

@@ -364,7 +364,7 @@ impl Names {
         Self { text, at: 0 }
     }
 
-    /// The next name; the first comes again after the last. Without names it is nobody's.
+    /// The next name; the first comes again after the last. Without names it has no tenant.
     fn next(&mut self) -> &str {
         if self.at == self.text.len() {
             self.at = 0;

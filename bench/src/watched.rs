@@ -1,4 +1,4 @@
-//! What it costs to be watched: the same load with nobody looking, and with metrics scraped ten times a second
+//! What it costs to be watched: the same load with no watcher, and with metrics scraped ten times a second
 //! while fifty streams of events are followed.
 
 use std::cell::Cell;
@@ -21,7 +21,7 @@ pub(crate) const GROUP: &str = "watched";
 
 /// How much of everything.
 pub(crate) struct Plan {
-    /// Pairs of rounds, one with nobody looking and one with all of them.
+    /// Pairs of rounds, one with no watcher and one with all of them.
     pub(crate) pairs: usize,
     /// Jobs in each round, one at a time and [`LANES`] at a time.
     pub(crate) one_by_one: usize,
@@ -34,7 +34,7 @@ const STREAMS: usize = 50;
 /// How often metrics are scraped.
 const SCRAPE_EVERY: Duration = Duration::from_millis(100);
 
-/// How often something happens that is worth an event or two, whether anybody looks or not.
+/// How often something happens that is worth an event or two, whether it is watched or not.
 const CRASH_EVERY: Duration = Duration::from_millis(100);
 
 /// Bytes of what a crash is told with.
@@ -97,7 +97,7 @@ pub(crate) fn stand_in(socket: &Path, page: usize) -> Result<()> {
         let mut connection = connection?;
         let count = connection.read(&mut buffer)?;
         if buffer[..count].starts_with(b"GET /metrics ") {
-            // Whoever does not wait for it has gone.
+            // A receiver that does not wait for it has gone.
             let _ = connection.write_all(page.as_bytes());
         } else if connection.write_all(HEAD.as_bytes()).is_ok() {
             followers.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
@@ -138,7 +138,7 @@ pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
     processes::wait_for(&elsewhere)?;
     load(&chain, real::ONE, 1, plan.one_by_one / 4).await?;
     load(&chain, &real::wide(LANES), LANES, plan.many / 4).await?;
-    // Nobody looks; at something else; at the supervisor.
+    // No watcher; watchers of something else; watchers of the supervisor.
     let arms = [None, Some(elsewhere), Some(chain.admin())];
     let mut costs = Vec::new();
     for turn in 0..plan.pairs {

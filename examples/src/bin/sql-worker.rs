@@ -1,6 +1,6 @@
 //! A real SQL engine behind a bulkhead: SQLite runs whatever a tenant wrote. Each tenant has a database
 //! of its own, in memory. Nothing here watches the query: a runaway one ends at its deadline, with the
-//! process. The operation `polite` does watch, and gives up when nobody waits any more: the process
+//! process. The operation `polite` does watch, and gives up when no client waits any more: the process
 //! lives on. A query that eats memory ends at SQLite's own limit.
 
 use std::collections::HashMap;
@@ -37,7 +37,7 @@ fn prepare() -> rusqlite::Result<Databases> {
     Ok(Databases::default())
 }
 
-/// Runs the query until nobody waits for its rows any more.
+/// Runs the query until no client waits for its rows any more.
 fn polite(job: &Job, ctx: &Ctx<Databases>) -> Result<String, HandlerError> {
     let cancelled = ctx.cancellation()?.try_clone_to_owned()?;
     answer(job, ctx, |database| {
@@ -99,7 +99,7 @@ fn value(value: ValueRef<'_>) -> Value {
     }
 }
 
-/// Who is to blame: what SQLite does not like about a query is its author's fault, and only trouble with
+/// The party to blame: what SQLite does not like about a query is its author's fault, and only trouble with
 /// SQLite itself speaks against the bulkhead.
 fn blame(error: rusqlite::Error) -> HandlerError {
     use ErrorCode as C;

@@ -334,7 +334,7 @@ impl CrashReport {
     }
 
     /// Whether it is within the bounds that a report made here keeps: one that was read from a file may have
-    /// been made by anybody.
+    /// been made by any process.
     pub fn is_sound(&self) -> bool {
         let is_short = |text: &str, most: usize| text.len() <= most && !text.contains('\0');
         let is_sound = |job: &CrashJob| {
