@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
 use bulkhead_keeper::{self as keeper, Keeper, Observed, Report};
-use bulkhead_plane::confinement::{Grounds, Whom};
+use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
 use bulkhead_plane::program::{self, Program};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
 use bulkhead_shared::codec::{self, tag};
@@ -40,8 +40,8 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
     if rustix::process::geteuid().is_root() {
         return WorkerIds::Host;
     }
-    let grounds = Grounds::find_for_trial(config);
-    match (grounds.ids(), grounds.subordinate()) {
+    let support = SandboxSupport::find_for_trial(config);
+    match (support.ids(), support.subordinate()) {
         (None, _) => WorkerIds::None,
         (Some(_), None) => WorkerIds::Host,
         (Some(_), Some(_)) => WorkerIds::Subordinate,
@@ -55,17 +55,17 @@ pub fn worker_ids(config: &Config) -> WorkerIds {
 pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, RunError> {
     let system = |what: &'static str| move |error: io::Error| RunError::System(what, error);
     let host = program::require_host(config)?;
-    let grounds = Grounds::find_for_trial(config);
+    let support = SandboxSupport::find_for_trial(config);
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    if let Some(ids) = grounds.subordinate() {
+    if let Some(ids) = support.subordinate() {
         keeper.give(ids).map_err(system("start the keeper"))?;
     }
     let mut failures = Vec::new();
     for (number, bulkhead) in config.bulkheads.iter().enumerate() {
-        let program = Program::new(bulkhead, host.as_deref(), &grounds);
+        let program = Program::new(bulkhead, host.as_deref(), &support);
         let name = &bulkhead.name;
-        match start(&mut keeper, &program, bulkhead, number as u64 + 1, &grounds) {
+        match start(&mut keeper, &program, bulkhead, number as u64 + 1, &support) {
             Ok(observed) => {
                 let line = format!("# bulkhead '{name}' starts: {}", describe(&program, &observed));
                 writeln!(out, "{line}").map_err(system("write to standard output"))?;
@@ -103,14 +103,14 @@ fn start(
     program: &Program,
     bulkhead: &BulkheadConfig,
     worker: u64,
-    grounds: &Grounds,
+    support: &SandboxSupport,
 ) -> Result<Observed, String> {
     if let Some(obstacle) = program.sandbox().obstacle() {
         return Err(obstacle.to_owned());
     }
-    let ids = grounds.ids();
-    let id = match (program.sandbox().whom(), &ids) {
-        (Whom::Each, Some(ids)) => Some(ids.take().map_err(text)?),
+    let ids = support.ids();
+    let id = match (program.sandbox().identity(), &ids) {
+        (WorkerIdentity::Each, Some(ids)) => Some(ids.take().map_err(text)?),
         _ => None,
     };
     let (link, theirs) = UnixStream::pair().map_err(text)?;

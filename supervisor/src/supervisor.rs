@@ -16,7 +16,7 @@ use bulkhead_dataplane::descriptors;
 use bulkhead_dataplane::{DataPlane, Parts};
 use bulkhead_keeper::{self as keeper, Keeper};
 use bulkhead_linux::schedule::shorten_slice;
-use bulkhead_plane::confinement::Grounds;
+use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::lock::try_while_taken;
 use bulkhead_plane::open_files::OpenFiles;
@@ -55,7 +55,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     let host = program::require_host(&config)?;
-    let grounds = Arc::new(Grounds::find(&config));
+    let support = Arc::new(SandboxSupport::find(&config));
     // First of all: the keeper copies whatever this process has become.
     keeper::become_subreaper().map_err(system("become a child subreaper"))?;
     bulkhead_linux::peer::check_sight().map_err(system(
@@ -65,7 +65,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     // Where Linux does not, jobs are served all the same.
     let _ = shorten_slice(SLICE);
     let mut keeper = Keeper::start(Path::new("/proc/self/exe")).map_err(system("start the keeper"))?;
-    if let Some(ids) = grounds.subordinate() {
+    if let Some(ids) = support.subordinate() {
         keeper.give(ids).map_err(system("start the keeper"))?;
     }
     // Workers keep what there was.
@@ -92,10 +92,10 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let config_in_force = Arc::new(config.clone());
     let labels: Arc<[String]> = config.labelled_tenants().into();
     let in_force =
-        control::InForce { config: file, grounds: grounds.clone(), open_files, own, labels: labels.clone() };
+        control::InForce { config: file, support: support.clone(), open_files, own, labels: labels.clone() };
     let parts = Parts {
         config,
-        grounds,
+        support,
         listener: jobs.take_listener().map_err(system("take the jobs socket"))?,
         keeper,
         notices,

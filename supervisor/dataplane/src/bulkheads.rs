@@ -8,7 +8,7 @@ use std::time::Duration;
 use bulkhead_plane::demand::{Demand, Level};
 use bulkhead_plane::latency::Latency;
 use bulkhead_plane::program::{Program, TenantNumbers};
-use bulkhead_plane::reload::Settled;
+use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
 use bulkhead_plane::tally::Tally;
 use bulkhead_policy::{Activity, Bulkhead, Counters, Digest, Limits, Time};
@@ -213,15 +213,15 @@ impl Compartment {
 
 impl BulkheadEntry {
     /// A bulkhead with the compartment that all its tenants share, or none.
-    pub(super) fn new(settled: Settled, shared: Option<CompartmentIndex>) -> Self {
+    pub(super) fn new(spec: BulkheadSpec, shared: Option<CompartmentIndex>) -> Self {
         let layout = match shared {
             Some(compartment) => Layout::Shared(compartment),
-            None => Layout::isolated(&settled),
+            None => Layout::isolated(&spec),
         };
         let mut bulkhead = Self {
-            name: settled.name.clone(),
+            name: spec.name.clone(),
             presence: Presence::Here,
-            program: settled.program.clone(),
+            program: spec.program.clone(),
             max_payload: 0,
             max_result: 0,
             heartbeat: Duration::ZERO,
@@ -231,7 +231,7 @@ impl BulkheadEntry {
             knows_poison: false,
             latency: Latency::default(),
             service: Window::default(),
-            tally: Tally::new(settled.limits.tenants.labelled.len()),
+            tally: Tally::new(spec.limits.tenants.labelled.len()),
             memory_limit: None,
             demand: Demand::default(),
             crash_allowance: Allowance::default(),
@@ -239,24 +239,24 @@ impl BulkheadEntry {
             own: BTreeMap::new(),
             layout,
         };
-        bulkhead.put(&settled, settled.limits.clone(), settled.own.clone());
+        bulkhead.put(&spec, spec.limits.clone(), spec.own.clone());
         bulkhead
     }
 
     /// Puts all in force that is not up to its compartments, nor for workers that are started.
-    pub(super) fn put(&mut self, settled: &Settled, limits: Limits, own: BTreeMap<String, TenantNumbers>) {
-        self.max_payload = settled.max_payload;
-        self.max_result = settled.max_result;
+    pub(super) fn put(&mut self, spec: &BulkheadSpec, limits: Limits, own: BTreeMap<String, TenantNumbers>) {
+        self.max_payload = spec.max_payload;
+        self.max_result = spec.max_result;
         self.heartbeat = limits.health.heartbeat;
         self.retries = limits.retry.is_some();
         self.knows_poison = limits.poison.is_some();
-        self.memory_limit = settled.memory_limit;
-        self.tally.name_fallbacks(&settled.fallback);
-        if self.fallback != settled.fallback {
-            self.fallback = settled.fallback.clone();
+        self.memory_limit = spec.memory_limit;
+        self.tally.name_fallbacks(&spec.fallback);
+        if self.fallback != spec.fallback {
+            self.fallback = spec.fallback.clone();
             self.fallback_told.clear();
         }
-        if let (Layout::Isolated(isolated), Some(max_active)) = (&mut self.layout, settled.max_active) {
+        if let (Layout::Isolated(isolated), Some(max_active)) = (&mut self.layout, spec.max_active) {
             isolated.max_active = max_active;
             isolated.limits = limits;
             isolated.own.clone_from(&own);
@@ -303,12 +303,12 @@ impl BulkheadEntry {
 }
 
 impl Layout {
-    fn isolated(settled: &Settled) -> Self {
+    fn isolated(spec: &BulkheadSpec) -> Self {
         Self::Isolated(Box::new(Isolated {
-            limits: settled.limits.clone(),
-            own: settled.own.clone(),
+            limits: spec.limits.clone(),
+            own: spec.own.clone(),
             by_tenant: HashMap::default(),
-            max_active: settled.max_active.unwrap_or_default(),
+            max_active: spec.max_active.unwrap_or_default(),
             idle: BTreeSet::new(),
             resting: BTreeSet::new(),
             awake: BTreeSet::new(),

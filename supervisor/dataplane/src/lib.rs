@@ -62,11 +62,11 @@ use bulkhead_config::Config;
 use bulkhead_keeper::Keeper;
 use bulkhead_plane::access::Access;
 use bulkhead_plane::command::Commander;
-use bulkhead_plane::confinement::Grounds;
+use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::limits::DataPlaneLimits;
 use bulkhead_plane::notices::Speaker;
-use bulkhead_plane::reload::{Settled, Surroundings};
+use bulkhead_plane::reload::{BulkheadSpec, SpecInputs};
 use bulkhead_plane::span::SpanSender;
 use bulkhead_plane::threads::Fate;
 use bulkhead_policy::{Action, Event, Time};
@@ -279,7 +279,7 @@ pub struct Parts {
     /// The configuration.
     pub config: Config,
     /// What there is to confine workers by.
-    pub grounds: Arc<Grounds>,
+    pub support: Arc<SandboxSupport>,
     /// The bound jobs socket.
     pub listener: UnixListener,
     /// The running keeper.
@@ -301,7 +301,7 @@ pub struct Parts {
 impl DataPlane {
     /// A data plane that has not started anything yet, and the handle for commands to it.
     pub fn new(parts: Parts) -> io::Result<(Self, Commander)> {
-        let Parts { config, grounds, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
+        let Parts { config, support, listener, keeper, notices, spans, pulse, host, labels, fate } = parts;
         let poll = Poll::new()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let (sender, commands) = std::sync::mpsc::sync_channel(bulkhead_plane::command::COMMANDS_MAX);
@@ -322,7 +322,7 @@ impl DataPlane {
             bulkheads: Bulkheads::new(labels),
             compartments: Compartments::new(seed()),
             sessions: Sessions::new(),
-            links: Links::new(grounds.ids()),
+            links: Links::new(support.ids()),
             memory: Memory::new(own),
             buffers: Buffers::default(),
             dirty: Vec::new(),
@@ -334,11 +334,11 @@ impl DataPlane {
             fate,
         };
         for bulkhead in &config.bulkheads {
-            let around =
-                Surroundings { host: host.as_deref(), grounds: &grounds, labels: &plane.bulkheads.labels };
-            let settled = Settled::new(bulkhead, around);
-            settled.program.tell_remarks(&bulkhead.name);
-            plane.open(settled);
+            let inputs =
+                SpecInputs { host: host.as_deref(), support: &support, labels: &plane.bulkheads.labels };
+            let spec = BulkheadSpec::new(bulkhead, inputs);
+            spec.program.log_warnings(&bulkhead.name);
+            plane.open(spec);
         }
         Ok((plane, commander))
     }

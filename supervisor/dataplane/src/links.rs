@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_keeper::{Observed, Usage};
-use bulkhead_plane::confinement::Whom;
+use bulkhead_plane::confinement::WorkerIdentity;
 use bulkhead_plane::program::Program;
 use bulkhead_policy::{Death, Event, Time, WorkerId};
 use bulkhead_shared::codec::tag;
@@ -180,9 +180,9 @@ impl DataPlane {
         if let Some(obstacle) = sandbox.obstacle() {
             return Err(io::Error::other(obstacle));
         }
-        let id = match sandbox.whom() {
-            Whom::Each => self.links.take_id()?,
-            Whom::Own | Whom::One(_) => None,
+        let id = match sandbox.identity() {
+            WorkerIdentity::Each => self.links.take_id()?,
+            WorkerIdentity::Own | WorkerIdentity::One(_) => None,
         };
         let tried = self.order_worker(compartment, worker, slot, spawn, id);
         if tried.is_err() {

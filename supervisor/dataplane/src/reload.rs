@@ -11,7 +11,7 @@ use bulkhead_plane::command::SteerError;
 use bulkhead_plane::demand::Demand;
 use bulkhead_plane::limits::DataPlaneLimits;
 use bulkhead_plane::program::TenantNumbers;
-use bulkhead_plane::reload::{Reconfigured, Reload, Settled};
+use bulkhead_plane::reload::{BulkheadSpec, Reconfigured, Reload};
 use bulkhead_policy::{Event, Limits};
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
@@ -29,8 +29,8 @@ impl DataPlane {
         self.limits = DataPlaneLimits { result_bytes_max, ..limits };
         removed.iter().for_each(|name| self.retire(name));
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
-        for settled in added {
-            let bulkhead = self.open(settled);
+        for spec in added {
+            let bulkhead = self.open(spec);
             if let Layout::Shared(compartment) = self.bulkheads[bulkhead].layout {
                 self.apply(compartment, Event::Start, Incoming::None);
             }
@@ -45,16 +45,16 @@ impl DataPlane {
     // Coming.
 
     /// Gives a bulkhead its place. Its workers are still to be started.
-    pub(super) fn open(&mut self, settled: Settled) -> BulkheadIndex {
-        let limits = settled.max_active.is_none().then(|| settled.limits.clone());
-        let name = settled.name.clone();
+    pub(super) fn open(&mut self, spec: BulkheadSpec) -> BulkheadIndex {
+        let limits = spec.max_active.is_none().then(|| spec.limits.clone());
+        let name = spec.name.clone();
         let bulkhead = self.bulkheads.next();
         let shared = limits.map(|limits| {
             let seed = self.compartments.next_seed(self.now);
             self.compartments.insert(Compartment::new(bulkhead, None, limits, seed, self.now))
         });
-        let demand = Demand::new(self.now, &settled.limits);
-        self.bulkheads.insert(BulkheadEntry { demand, ..BulkheadEntry::new(settled, shared) });
+        let demand = Demand::new(self.now, &spec.limits);
+        self.bulkheads.insert(BulkheadEntry { demand, ..BulkheadEntry::new(spec, shared) });
         self.bulkheads.by_name.insert(name, bulkhead);
         bulkhead
     }
@@ -62,20 +62,20 @@ impl DataPlane {
     // Other values.
 
     fn reconfigure(&mut self, reconfigured: Reconfigured) {
-        let Reconfigured { settled, limits_before, own_before, replaces_workers } = reconfigured;
-        let Some(&bulkhead) = self.bulkheads.by_name.get(&settled.name) else { return };
-        let (limits, own) = self.with_live(bulkhead, &settled, &limits_before, &own_before);
+        let Reconfigured { spec, limits_before, own_before, replaces_workers } = reconfigured;
+        let Some(&bulkhead) = self.bulkheads.by_name.get(&spec.name) else { return };
+        let (limits, own) = self.with_live(bulkhead, &spec, &limits_before, &own_before);
         if replaces_workers {
-            self.bulkheads[bulkhead].program = settled.program.clone();
+            self.bulkheads[bulkhead].program = spec.program.clone();
             for compartment in self.compartments_of(bulkhead) {
                 self.apply(compartment, Event::Replace, Incoming::None);
             }
         }
         let mut shared = limits.clone();
-        if settled.max_active.is_none() {
+        if spec.max_active.is_none() {
             shared.tenants.own = own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
         }
-        self.bulkheads[bulkhead].put(&settled, limits, own);
+        self.bulkheads[bulkhead].put(&spec, limits, own);
         for compartment in self.compartments_of(bulkhead) {
             let limits = self.limits_for(bulkhead, compartment).unwrap_or_else(|| shared.clone());
             self.apply(compartment, Event::Reconfigure(Box::new(limits)), Incoming::None);
@@ -88,16 +88,16 @@ impl DataPlane {
     fn with_live(
         &self,
         bulkhead: BulkheadIndex,
-        settled: &Settled,
+        spec: &BulkheadSpec,
         limits_before: &Limits,
         own_before: &BTreeMap<String, TenantNumbers>,
     ) -> (Limits, BTreeMap<String, TenantNumbers>) {
         let entry = &self.bulkheads[bulkhead];
-        let own = own_with_live(own_before, &settled.own, entry.own_numbers());
-        let limits = limits_with_live(limits_before, &settled.limits, self.limits_of(bulkhead));
-        match check_fit(&limits, &own, settled.max_active) {
+        let own = own_with_live(own_before, &spec.own, entry.own_numbers());
+        let limits = limits_with_live(limits_before, &spec.limits, self.limits_of(bulkhead));
+        match check_fit(&limits, &own, spec.max_active) {
             Ok(()) => (limits, own),
-            Err(_) => (settled.limits.clone(), settled.own.clone()),
+            Err(_) => (spec.limits.clone(), spec.own.clone()),
         }
     }
 

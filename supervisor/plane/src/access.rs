@@ -1,4 +1,4 @@
-//! `[[access]]`: what each client may do. Who it is was found out once, when it connected; a job then costs a
+//! `[[access]]`: what each client may do. Its identity was found out once, when it connected; a job then costs a
 //! look at the entries that fit its client.
 
 use std::collections::HashSet;
@@ -12,13 +12,13 @@ use crate::entry::{self, Refusal};
 use bulkhead_config::{AccessConfig, Config, Who};
 use bulkhead_linux::peer::{self, Outsiders, Peer};
 
-/// Who may do what.
+/// What each client may do.
 pub struct Access {
     /// The supervisor's own user.
     own: u32,
-    /// Those who may, root and the own user not excepted; without any, these two may do everything.
+    /// The entries, which bind root and the own user as well; without any, these two may do everything.
     entries: Vec<Arc<Entry>>,
-    /// Processes that connected before: what a crowd of connections costs is mostly to find out who they are.
+    /// Processes that connected before: what a crowd of connections costs is mostly to find out their identity.
     outsiders: Outsiders,
 }
 
@@ -107,8 +107,8 @@ fn fitting(entries: &[Arc<Entry>], peer: Peer, socket: &impl AsFd) -> io::Result
     Ok(entries.iter().filter(fits).cloned().collect())
 }
 
-/// Why a client whom these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
-/// Whether there is one of the name at all, is told only to those who may use all.
+/// Why a client that these entries fit may not send a job of this tenant to this bulkhead; `None` if it may.
+/// Whether there is one of the name at all, is told only to clients that may use all.
 pub fn refusal(entries: &[Arc<Entry>], (name, is_there): (&str, bool), tenant: &str) -> Option<String> {
     let mut reaching = entries.iter().filter(|entry| entry.reaches(name, is_there)).peekable();
     let name = cut(name, BULKHEAD_NAME_BYTES_MAX).escape_debug();

@@ -1,5 +1,5 @@
 //! What confined workers are held to unless `rlimits` and `cgroup` say otherwise: numbers that honest programs do
-//! not notice, and that keep one worker from using up what is everybody's.
+//! not notice, and that keep one worker from using up what all share.
 
 use rustix::process::getrlimit;
 

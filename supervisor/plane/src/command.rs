@@ -47,7 +47,7 @@ pub enum Command {
     TenantSnapshot {
         /// Which bulkhead.
         bulkhead: String,
-        /// Whose part.
+        /// The tenant.
         tenant: String,
         /// What it is like.
         reply: oneshot::Sender<Result<Box<Snapshot>, SteerError>>,
@@ -95,12 +95,12 @@ pub enum Command {
     },
     /// The processes of all workers.
     WorkerProcesses {
-        /// Whose they are, and their numbers.
+        /// Their bulkheads, and their numbers.
         reply: oneshot::Sender<Vec<(Arc<str>, u32)>>,
     },
     /// How much memory a worker holds, as read from `/proc`.
     Memory {
-        /// Whose worker.
+        /// The worker's bulkhead.
         bulkhead: String,
         /// The worker's process.
         pid: u32,
@@ -134,9 +134,9 @@ pub enum Command {
         /// The user that it is for.
         uid: u32,
     },
-    /// Somebody was turned away at the admin socket.
+    /// A client was turned away at the admin socket.
     Refused {
-        /// Who, and why.
+        /// The client, and why.
         refusal: Refusal,
         /// Of the few that may wait.
         _place: OwnedSemaphorePermit,
@@ -153,7 +153,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Whether the one who asked does not wait for the answer any more, and nothing else is to come of it.
+    /// Whether its sender does not wait for the answer any more, and nothing else is to come of it.
     pub fn is_abandoned(&self) -> bool {
         match self {
             Self::Snapshot { reply, .. } => reply.is_closed(),
@@ -246,11 +246,11 @@ pub enum SteerError {
 /// A job of a crash report.
 #[derive(Debug)]
 pub struct ReplayOrder {
-    /// Whose worker died of it.
+    /// The bulkhead whose worker died of it.
     pub bulkhead: String,
     /// What the handler is to do.
     pub operation: String,
-    /// On whose behalf.
+    /// The tenant of the job.
     pub tenant: String,
     /// The payload.
     pub payload: Vec<u8>,
@@ -340,7 +340,7 @@ impl Commander {
 pub enum Notice {
     /// Something happened that an operator may want to know.
     Event(Box<Event>),
-    /// Somebody crashed. What it said last is still to be added.
+    /// A worker or a program crashed. What it wrote last is still to be added.
     Crash {
         /// What is known of it.
         report: Box<CrashReport>,

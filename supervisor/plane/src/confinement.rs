@@ -16,7 +16,7 @@ use bulkhead_keeper::{
 };
 
 /// What this machine can do, and what the supervisor keeps to itself.
-pub struct Grounds {
+pub struct SandboxSupport {
     abilities: BTreeMap<&'static str, Ability>,
     withheld: Vec<String>,
     config: PathBuf,
@@ -47,7 +47,7 @@ impl IdSource {
     }
 }
 
-impl Grounds {
+impl SandboxSupport {
     /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
     /// process has threads.
     pub fn find(config: &bulkhead_config::Config) -> Self {
@@ -66,20 +66,20 @@ impl Grounds {
         let ids = IdSource::Shared(String::new());
         let names_ids = config.supervisor.worker_uids.is_some();
         let config_path = config.path.clone();
-        let mut grounds =
+        let mut support =
             Self { abilities, withheld, config: config_path, ids, subordinate: None, names_ids };
         let worker_uids = config.supervisor.worker_uids;
-        grounds.ids = IdSource::of(match grounds.lack(Layer::Identity) {
+        support.ids = IdSource::of(match support.lack(Layer::Identity) {
             None => Ids::new(worker_uids, claim),
             Some(why) if rustix::process::geteuid().is_root() => Err(why),
-            Some(_) => worker_ids::find_subordinate(|part| grounds.misses(part), worker_uids, claim).map(
+            Some(_) => worker_ids::find_subordinate(|part| support.misses(part), worker_uids, claim).map(
                 |(found, ids)| {
-                    grounds.subordinate = Some(Arc::new(found));
+                    support.subordinate = Some(Arc::new(found));
                     ids
                 },
             ),
         });
-        grounds
+        support
     }
 
     /// What the keeper needs to start workers with ids from `/etc/subuid`.
@@ -147,9 +147,9 @@ fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Whom a bulkhead's workers run as.
+/// The user that a bulkhead's workers run as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whom {
+pub enum WorkerIdentity {
     /// The supervisor's own user.
     Own,
     /// One user for all.
@@ -162,7 +162,7 @@ pub enum Whom {
 pub struct Sandbox {
     profile: Profile,
     terms: Terms,
-    whom: Whom,
+    identity: WorkerIdentity,
     programs: Vec<String>,
     read: Vec<String>,
     write: Vec<String>,
@@ -185,29 +185,29 @@ pub struct Sandbox {
 
 impl Sandbox {
     /// Settles what is ordered; `programs` are what a worker executes, or loads.
-    pub fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, grounds: &Grounds) -> Self {
+    pub fn settle(bulkhead: &BulkheadConfig, programs: Vec<PathBuf>, support: &SandboxSupport) -> Self {
         let sandbox = &bulkhead.sandbox;
         let texts = |paths: &[PathBuf]| paths.iter().map(|path| text(path)).collect();
         let mut settling = Settling {
-            grounds,
+            support,
             allowed: &sandbox.best_effort,
             missing: Vec::new(),
             lacking: Vec::new(),
             refused: None,
         };
-        let whom = settling.whom(bulkhead);
+        let identity = settling.identity(bulkhead);
         let one_at_once = settling.program_scopes(bulkhead);
-        let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead, whom) };
-        settling.want_no_signals(&terms, whom);
+        let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead, identity) };
+        settling.want_no_signals(&terms, identity);
         let obstacle = settling.refused.take().or_else(|| settling.obstacle(sandbox.profile));
         let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
         if terms.landlock {
-            let absent = LANDLOCK_PARTS.iter().filter(|(part, _)| !grounds.has(part)).map(|(_, name)| *name);
-            let untold: Vec<_> = absent.filter(|name| !missing.contains(name)).collect();
-            missing.extend(untold);
+            let absent = LANDLOCK_PARTS.iter().filter(|(part, _)| !support.has(part)).map(|(_, name)| *name);
+            let unnamed: Vec<_> = absent.filter(|name| !missing.contains(name)).collect();
+            missing.extend(unnamed);
         }
-        let remarks = remarks(bulkhead, &missing, whom, grounds);
-        if bulkhead.sandbox.profile != Profile::None && !counts_its_processes(whom, &terms) {
+        let remarks = remarks(bulkhead, &missing, identity, support);
+        if bulkhead.sandbox.profile != Profile::None && !counts_its_processes(identity, &terms) {
             missing.push(PROCESS_COUNT);
         }
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
@@ -216,17 +216,17 @@ impl Sandbox {
         Self {
             profile: sandbox.profile,
             terms,
-            whom,
+            identity,
             programs: texts(&programs),
             read: sandbox
                 .read
                 .iter()
                 .map(|path| text(path))
-                .chain(named_files(bulkhead, &grounds.withheld))
+                .chain(named_files(bulkhead, &support.withheld))
                 .chain(named_folders(&bulkhead.env))
                 .collect(),
             write: texts(&sandbox.write),
-            withheld: grounds.withheld.clone(),
+            withheld: support.withheld.clone(),
             allow: sandbox.allow.clone(),
             deny: sandbox.deny.clone(),
             missing,
@@ -258,8 +258,8 @@ impl Sandbox {
         self.profile != Profile::None && !self.missing.contains(&PROCESS_COUNT)
     }
 
-    pub fn whom(&self) -> Whom {
-        self.whom
+    pub fn identity(&self) -> WorkerIdentity {
+        self.identity
     }
 
     pub fn seal(&self) -> Option<&[u8]> {
@@ -281,10 +281,10 @@ impl Sandbox {
         if self.profile == Profile::None {
             return Confinement { terms: self.terms, ..Confinement::default() };
         }
-        let identity = match self.whom {
-            Whom::Own => None,
-            Whom::One(identity) => Some(identity),
-            Whom::Each => id.map(|id| Identity { uid: id, gid: id }),
+        let identity = match self.identity {
+            WorkerIdentity::Own => None,
+            WorkerIdentity::One(identity) => Some(identity),
+            WorkerIdentity::Each => id.map(|id| Identity { uid: id, gid: id }),
         };
         Confinement {
             terms: Terms { identity, ..self.terms },
@@ -312,7 +312,7 @@ impl Sandbox {
             uid: observed.uid,
             gid: observed.gid,
             cgroup: observed.cgroup,
-            identity: if self.whom == Whom::Own { "shared" } else { "own" }.into(),
+            identity: if self.identity == WorkerIdentity::Own { "shared" } else { "own" }.into(),
             missing: self.missing.iter().map(|layer| (*layer).into()).collect(),
         }
     }
@@ -322,15 +322,15 @@ impl Sandbox {
 const PROCESS_COUNT: &str = "nproc";
 
 /// Whether RLIMIT_NPROC, which counts per user, or a control group bounds one worker alone. In a user namespace
-/// of its own a user is counted by itself, except for root, whom that limit does not bind.
-fn counts_its_processes(whom: Whom, terms: &Terms) -> bool {
-    let is_root = match whom {
-        Whom::Own => rustix::process::geteuid().is_root(),
-        Whom::One(identity) => identity.uid == 0,
-        Whom::Each => false,
+/// of its own a user is counted by itself, except for root, which that limit does not bind.
+fn counts_its_processes(identity: WorkerIdentity, terms: &Terms) -> bool {
+    let is_root = match identity {
+        WorkerIdentity::Own => rustix::process::geteuid().is_root(),
+        WorkerIdentity::One(identity) => identity.uid == 0,
+        WorkerIdentity::Each => false,
     };
     let has_group = terms.cgroup.is_some_and(|cgroup| cgroup.pids.is_some());
-    has_group || whom == Whom::Each || terms.namespaces.user && !is_root
+    has_group || identity == WorkerIdentity::Each || terms.namespaces.user && !is_root
 }
 
 /// Parts of Landlock that came later than the rest, and what they are called where they are missing.
@@ -338,7 +338,12 @@ const LANDLOCK_PARTS: [(&str, &str); 2] =
     [("landlock scopes", "landlock_scopes"), ("landlock truncate", "landlock_truncate")];
 
 /// What is as configured and may yet surprise.
-fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Grounds) -> Vec<String> {
+fn remarks(
+    bulkhead: &BulkheadConfig,
+    missing: &[&str],
+    identity: WorkerIdentity,
+    support: &SandboxSupport,
+) -> Vec<String> {
     let mut remarks = Vec::new();
     if bulkhead.sandbox.profile == Profile::None {
         return remarks;
@@ -346,23 +351,23 @@ fn remarks(bulkhead: &BulkheadConfig, missing: &[&str], whom: Whom, grounds: &Gr
     if !missing.is_empty() {
         remarks.push(format!("its sandbox is without {}", missing.join(", ")));
     }
-    if whom == Whom::Own && rustix::process::geteuid().is_root() {
+    if identity == WorkerIdentity::Own && rustix::process::geteuid().is_root() {
         remarks.push(
             "its workers are root, without capabilities, and can change what root owns where the sandbox lets \
              them: without `user` in `sandbox` they have ids of their own"
                 .to_owned(),
         );
     }
-    // Rules can only add: what somebody gives is given with all that is in it.
+    // Rules can only add: what the configuration gives is given with all that is in it.
     let given = || bulkhead.sandbox.read.iter().chain(&bulkhead.sandbox.write);
     let is_open = |secret: &&String| given().any(|path| Path::new(secret).starts_with(path));
-    if let Some(secret) = grounds.withheld.iter().find(is_open) {
+    if let Some(secret) = support.withheld.iter().find(is_open) {
         remarks.push(format!("its `read` and `write` reach the supervisor's own files: {secret}"));
     }
     remarks
 }
 
-/// Files that the command line names: whoever writes `["python3", "main.py"]` means it to be read. Folders are
+/// Files that the command line names: an operator who writes `["python3", "main.py"]` means it to be read. Folders are
 /// not among them: they may be anything; nor are the supervisor's own files.
 fn named_files(bulkhead: &BulkheadConfig, withheld: &[String]) -> Vec<String> {
     let (Program::Command { argv, .. } | Program::Exec { argv, .. }) = &bulkhead.program else {
@@ -404,7 +409,7 @@ fn runs_several_at_once(bulkhead: &BulkheadConfig) -> bool {
 
 /// One bulkhead's layers, while it is found out which there are.
 struct Settling<'g> {
-    grounds: &'g Grounds,
+    support: &'g SandboxSupport,
     allowed: &'g [Layer],
     missing: Vec<Layer>,
     /// Layers that there must be, and are not.
@@ -416,7 +421,7 @@ struct Settling<'g> {
 impl Settling<'_> {
     /// Whether a layer that the profile has can be had.
     fn want(&mut self, layer: Layer) -> bool {
-        match self.grounds.lack(layer) {
+        match self.support.lack(layer) {
             None => true,
             Some(why) => {
                 self.lack(layer, why);
@@ -439,68 +444,68 @@ impl Settling<'_> {
 
     /// "No signals to other processes" is promised, not a layer: rules that scope keep it, an id of each worker's
     /// own, or process numbers of its own. Where the rules may be missing as a whole, so may this.
-    fn want_no_signals(&mut self, terms: &Terms, whom: Whom) {
-        if terms.landlock && whom != Whom::Each && !terms.namespaces.pid {
+    fn want_no_signals(&mut self, terms: &Terms, identity: WorkerIdentity) {
+        if terms.landlock && identity != WorkerIdentity::Each && !terms.namespaces.pid {
             self.want(Layer::LandlockScopes);
         }
     }
 
-    fn whom(&mut self, bulkhead: &BulkheadConfig) -> Whom {
+    fn identity(&mut self, bulkhead: &BulkheadConfig) -> WorkerIdentity {
         let sandbox = &bulkhead.sandbox;
         match &sandbox.user {
-            _ if sandbox.profile == Profile::None => Whom::Own,
-            Some(SandboxUser::Shared) => Whom::Own,
+            _ if sandbox.profile == Profile::None => WorkerIdentity::Own,
+            Some(SandboxUser::Shared) => WorkerIdentity::Own,
             Some(SandboxUser::Named(name)) => self.named(name),
             Some(SandboxUser::Auto) | None => self.auto(bulkhead),
         }
     }
 
-    fn auto(&mut self, bulkhead: &BulkheadConfig) -> Whom {
+    fn auto(&mut self, bulkhead: &BulkheadConfig) -> WorkerIdentity {
         let BulkheadConfig { name, sandbox, .. } = bulkhead;
-        match &self.grounds.ids {
-            IdSource::Host(_) if sandbox.write.is_empty() => Whom::Each,
-            IdSource::Host(ids) => match ids.keep(&self.grounds.config, name, &sandbox.write) {
-                Ok(id) => Whom::One(Identity { uid: id, gid: id }),
+        match &self.support.ids {
+            IdSource::Host(_) if sandbox.write.is_empty() => WorkerIdentity::Each,
+            IdSource::Host(ids) => match ids.keep(&self.support.config, name, &sandbox.write) {
+                Ok(id) => WorkerIdentity::One(Identity { uid: id, gid: id }),
                 Err(error) => {
                     self.refused = Some(error.to_string());
-                    Whom::Own
+                    WorkerIdentity::Own
                 }
             },
             IdSource::Shared(why) => {
                 // Said where it is asked for, and where the profile promises everything.
                 let is_strict = sandbox.profile == Profile::Strict;
-                if is_strict && self.grounds.names_ids {
+                if is_strict && self.support.names_ids {
                     self.lack(Layer::Identity, why.clone());
                 } else if is_strict || sandbox.user.is_some() {
                     self.missing.push(Layer::Identity);
                 }
-                Whom::Own
+                WorkerIdentity::Own
             }
             IdSource::Refused(why) => {
                 self.refused = Some(format!(
                     "root starts no worker as root unless it is told to, and it cannot start one as another user: \
                      {why}; give it what is missing, or write `user = \"root\"` in `sandbox`"
                 ));
-                Whom::Own
+                WorkerIdentity::Own
             }
         }
     }
 
-    fn named(&mut self, name: &str) -> Whom {
+    fn named(&mut self, name: &str) -> WorkerIdentity {
         let found = nix::unistd::User::from_name(name).ok().flatten();
         let Some(user) = found else {
             self.lack(Layer::Identity, format!("there is no user {name} any more"));
-            return Whom::Own;
+            return WorkerIdentity::Own;
         };
         let identity = Identity { uid: user.uid.as_raw(), gid: user.gid.as_raw() };
         let own = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         if own == (identity.uid, identity.gid) {
-            return Whom::Own;
+            return WorkerIdentity::Own;
         }
-        if self.want(Layer::Identity) { Whom::One(identity) } else { Whom::Own }
+        if self.want(Layer::Identity) { WorkerIdentity::One(identity) } else { WorkerIdentity::Own }
     }
 
-    fn terms(&mut self, bulkhead: &BulkheadConfig, whom: Whom) -> Terms {
+    fn terms(&mut self, bulkhead: &BulkheadConfig, identity: WorkerIdentity) -> Terms {
         let sandbox = &bulkhead.sandbox;
         let profile = sandbox.profile;
         if profile == Profile::None {
@@ -510,8 +515,8 @@ impl Settling<'_> {
             Profile::Strict => self.namespaces(sandbox.network),
             Profile::Default | Profile::None => self.processes(),
         };
-        // Who is another user without our privileges is one in the namespace that has these ids.
-        let subordinate = whom != Whom::Own && self.grounds.subordinate.is_some();
+        // A worker of another user without our privileges is one in the namespace that has these ids.
+        let subordinate = identity != WorkerIdentity::Own && self.support.subordinate.is_some();
         let namespaces = Namespaces { user: namespaces.user && !subordinate, ..namespaces };
         let no_new_privs = self.want(Layer::NoNewPrivs);
         let seccomp = match (self.want(Layer::Seccomp), profile) {
@@ -531,7 +536,7 @@ impl Settling<'_> {
             no_capabilities: true,
             landlock: self.want(Layer::Landlock),
             seccomp,
-            seccomp_names: self.grounds.has("seccomp notify"),
+            seccomp_names: self.support.has("seccomp notify"),
             namespaces,
             identity: None,
             subordinate,
@@ -549,7 +554,7 @@ impl Settling<'_> {
         if !is_confined || !matches!(bulkhead.program, Program::Exec { .. }) {
             return None;
         }
-        let why = self.grounds.lack(Layer::ProgramScopes)?;
+        let why = self.support.lack(Layer::ProgramScopes)?;
         let is_allowed = self.allowed.contains(&Layer::ProgramScopes);
         if is_allowed || runs_several_at_once(bulkhead) {
             let advice = "programs that run at once in one worker would reach each other; `max_in_flight = 1` with \
@@ -578,13 +583,13 @@ impl Settling<'_> {
     fn default_processes(&self, bulkhead: &BulkheadConfig) -> Option<u64> {
         let is_confined = bulkhead.sandbox.profile != Profile::None;
         let is_free = bulkhead.cgroup.as_ref().is_some_and(|limits| limits.pids.is_none());
-        (is_confined && is_free && self.grounds.has("cgroup pids")).then_some(RLIMIT_NPROC)
+        (is_confined && is_free && self.support.has("cgroup pids")).then_some(RLIMIT_NPROC)
     }
 
     /// A limit of a control group, if its controller can be had.
     fn controlled(&mut self, controller: &str, limit: Option<u64>) -> Option<u64> {
         let limit = limit?;
-        match self.grounds.misses(controller) {
+        match self.support.misses(controller) {
             None => Some(limit),
             Some(why) => {
                 self.lack(Layer::Cgroup, why);
@@ -595,9 +600,9 @@ impl Settling<'_> {
 
     fn namespaces(&mut self, network: bool) -> Namespaces {
         // Root makes the others without.
-        let is_root = self.grounds.has("CAP_SYS_ADMIN");
+        let is_root = self.support.has("CAP_SYS_ADMIN");
         let user = if is_root {
-            self.grounds.lack(Layer::UserNamespace).is_none()
+            self.support.lack(Layer::UserNamespace).is_none()
         } else {
             self.want(Layer::UserNamespace)
         };
@@ -613,8 +618,8 @@ impl Settling<'_> {
     /// Process numbers of their own, under `default`: then the kernel ends all that a worker has started, whoever
     /// else has been killed. Where they cannot be had, that is told, and the keeper ends it.
     fn processes(&mut self) -> Namespaces {
-        if self.grounds.has(keeper::TREE_END) {
-            let user = !self.grounds.has("CAP_SYS_ADMIN");
+        if self.support.has(keeper::TREE_END) {
+            let user = !self.support.has("CAP_SYS_ADMIN");
             return Namespaces { user, pid: true, proc: true, ..Namespaces::default() };
         }
         self.missing.push(Layer::PidNamespace);

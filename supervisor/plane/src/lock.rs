@@ -1,5 +1,5 @@
 //! What a supervisor that was killed a moment ago still has: locks and addresses are let go of when the last of its
-//! threads is gone, which on a full machine is later than it can be seen to be dead. Whoever starts the next one then
+//! threads is gone, which on a full machine is later than it can be seen to be dead. A service manager that starts the next one then
 //! is not to be told that another one is running.
 
 use std::fs::{File, OpenOptions};
@@ -34,7 +34,7 @@ pub fn lock(path: &Path) -> Result<File, NoLock> {
     lock_within(LET_GO_WITHIN, path)
 }
 
-/// Tries until it works, or fails for another reason than that somebody has it, or for half a second.
+/// Tries until it works, or fails for another reason than that another process has it, or for half a second.
 pub fn try_while_taken<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,

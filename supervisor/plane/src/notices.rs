@@ -23,7 +23,7 @@ const MILESTONES_MAX: usize = 2;
 /// A worker was started; these are the reading ends of its standard output and error.
 #[derive(Debug)]
 pub struct WorkerOutput {
-    /// Whose worker.
+    /// The worker's bulkhead.
     pub bulkhead: Arc<str>,
     /// Its process.
     pub pid: u32,
@@ -96,7 +96,7 @@ impl Speaker {
     pub fn output(&self, output: WorkerOutput) -> Result<(), WorkerOutput> {
         match self.outputs.try_send(output) {
             Err(TrySendError::Full(output)) => Err(output),
-            // Without a control plane nobody reads anything.
+            // Without a control plane nothing is read.
             Err(TrySendError::Closed(_)) | Ok(()) => Ok(()),
         }
     }

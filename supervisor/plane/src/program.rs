@@ -8,7 +8,7 @@ use bulkhead_policy::{Limits, OwnNumbers, RateLimit, TenantLimits};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::bounds;
-use crate::confinement::{Grounds, Sandbox};
+use crate::confinement::{Sandbox, SandboxSupport};
 use bulkhead_config::{self as config, BulkheadConfig, Resource};
 use bulkhead_keeper::{Rlimit, SpawnOrder};
 
@@ -31,7 +31,7 @@ pub struct Program {
 
 impl Program {
     /// Resolves what `bulkhead` runs. `host` is the program behind `exec` and `library`.
-    pub fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, grounds: &Grounds) -> Self {
+    pub fn new(bulkhead: &BulkheadConfig, host: Option<&Path>, support: &SandboxSupport) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let named = match &bulkhead.program {
             config::Program::Command { path, .. }
@@ -40,7 +40,7 @@ impl Program {
         };
         let programs =
             host.filter(|_| needs_host(bulkhead)).map(Path::to_path_buf).into_iter().chain([named]);
-        let sandbox = Sandbox::settle(bulkhead, programs.collect(), grounds);
+        let sandbox = Sandbox::settle(bulkhead, programs.collect(), support);
         let host = host.map_or_else(|| HOST.to_owned(), text);
         let bounds = bounds::rlimits(bulkhead, &sandbox);
         let mut rlimits = kernel_limits(&bounds);
@@ -92,7 +92,7 @@ impl Program {
     }
 
     /// Logs what an operator should know of its sandbox. Not for the data plane.
-    pub fn tell_remarks(&self, bulkhead: &str) {
+    pub fn log_warnings(&self, bulkhead: &str) {
         for remark in self.sandbox.remarks() {
             tracing::warn!(bulkhead, "{remark}");
         }

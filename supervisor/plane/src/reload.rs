@@ -12,13 +12,13 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::access::Access;
-use crate::confinement::Grounds;
+use crate::confinement::SandboxSupport;
 use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program, TenantNumbers};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig};
 
 /// One bulkhead of a file, as the data plane works with it.
-pub struct Settled {
+pub struct BulkheadSpec {
     pub name: Arc<str>,
     pub program: Arc<Program>,
     pub limits: Limits,
@@ -35,7 +35,7 @@ pub struct Settled {
 
 /// Other values for a bulkhead that goes on.
 pub struct Reconfigured {
-    pub settled: Settled,
+    pub spec: BulkheadSpec,
     /// What the file said before: what was changed live since is told from it.
     pub limits_before: Limits,
     pub own_before: BTreeMap<String, TenantNumbers>,
@@ -46,7 +46,7 @@ pub struct Reconfigured {
 pub struct Reload {
     pub removed: Vec<String>,
     pub changed: Vec<Reconfigured>,
-    pub added: Vec<Settled>,
+    pub added: Vec<BulkheadSpec>,
     /// If it is another.
     pub access: Option<Access>,
     pub limits: DataPlaneLimits,
@@ -58,23 +58,23 @@ impl fmt::Debug for Reload {
     }
 }
 
-/// What holds from start to stop, and bulkheads are settled with.
+/// What a specification is made with, and holds from start to stop.
 #[derive(Clone, Copy)]
-pub struct Surroundings<'s> {
+pub struct SpecInputs<'s> {
     /// The program behind `exec` and `library`.
     pub host: Option<&'s Path>,
-    pub grounds: &'s Grounds,
+    pub support: &'s SandboxSupport,
     /// The tenants that metrics name.
     pub labels: &'s Arc<[String]>,
 }
 
-impl Settled {
+impl BulkheadSpec {
     /// Looks up what is needed.
-    pub fn new(bulkhead: &BulkheadConfig, around: Surroundings<'_>) -> Self {
+    pub fn new(bulkhead: &BulkheadConfig, inputs: SpecInputs<'_>) -> Self {
         Self {
             name: bulkhead.name.as_str().into(),
-            program: Arc::new(Program::new(bulkhead, around.host, around.grounds)),
-            limits: program::limits(bulkhead, around.labels),
+            program: Arc::new(Program::new(bulkhead, inputs.host, inputs.support)),
+            limits: program::limits(bulkhead, inputs.labels),
             own: program::tenant_numbers(bulkhead),
             max_payload: bulkhead.max_payload,
             max_result: bulkhead.max_result,
@@ -93,10 +93,10 @@ fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
 
 impl Reload {
     /// Logs what the confinement of new workers goes without.
-    pub fn tell_remarks(&self) {
+    pub fn log_warnings(&self) {
         let replaced = self.changed.iter().filter(|changed| changed.replaces_workers);
-        for settled in replaced.map(|changed| &changed.settled).chain(&self.added) {
-            settled.program.tell_remarks(&settled.name);
+        for spec in replaced.map(|changed| &changed.spec).chain(&self.added) {
+            spec.program.log_warnings(&spec.name);
         }
     }
 }
@@ -156,9 +156,9 @@ pub fn prepare(
     before: &Config,
     after: &Config,
     limits: DataPlaneLimits,
-    (around, own): (Surroundings<'_>, u32),
+    (inputs, own): (SpecInputs<'_>, u32),
 ) -> Reload {
-    let settle = |bulkhead: &BulkheadConfig| Settled::new(bulkhead, around);
+    let settle = |bulkhead: &BulkheadConfig| BulkheadSpec::new(bulkhead, inputs);
     let new = named(changes, &[ChangeKind::Added, ChangeKind::Rebuilt]);
     let added = after.bulkheads.iter().filter(|b| new.contains(b.name.as_str())).map(settle).collect();
     let changed = after.bulkheads.iter().filter_map(|bulkhead| {
@@ -166,8 +166,8 @@ pub fn prepare(
         let change = changes.bulkheads.iter().find(is_changed)?;
         let old = before.bulkheads.iter().find(|b| b.name == bulkhead.name)?;
         Some(Reconfigured {
-            settled: settle(bulkhead),
-            limits_before: program::limits(old, around.labels),
+            spec: settle(bulkhead),
+            limits_before: program::limits(old, inputs.labels),
             own_before: program::tenant_numbers(old),
             replaces_workers: change.replaces_workers,
         })

@@ -1,4 +1,4 @@
-//! A job's span, from the data plane to whoever writes it down: plain values, of bounded size, unrendered.
+//! A job's span, from the data plane to the thread that writes it down: plain values, of bounded size, unrendered.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -53,7 +53,7 @@ pub struct SpanEnd {
     pub executed: Executed,
     /// Its number there; `None` if it was not taken.
     pub job: Option<JobId>,
-    /// Who served it, or was asked to: a fallback, perhaps.
+    /// The bulkhead that served it, or was asked to: a fallback, perhaps.
     pub served_by: Box<str>,
     /// How often a worker was given it.
     pub attempts: u32,

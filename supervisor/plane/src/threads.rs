@@ -31,7 +31,7 @@ struct Shared {
 }
 
 impl Fate {
-    /// Who is to be woken when a thread is lost.
+    /// The waker that is called when a thread is lost.
     pub fn wake_by(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
     }
@@ -65,7 +65,7 @@ impl Fate {
     ) -> io::Result<JoinHandle<()>> {
         let needed = self.needs(name);
         std::thread::Builder::new().name(name.into()).spawn(move || {
-            // What it was has been said by the panic's own message. Whoever joins finds an end like any other.
+            // What it was has been said by the panic's own message. To join it finds an end like any other.
             let _ = catch_unwind(AssertUnwindSafe(run));
             drop(needed);
         })

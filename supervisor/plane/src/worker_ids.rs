@@ -1,4 +1,4 @@
-//! The user ids that workers get: nobody else's on this host.
+//! The user ids that workers get: no other process of this host has them.
 //!
 //! An id is passed over while a file of the system or a process has it, or another supervisor. A supervisor locks the
 //! byte of a common file that has the id's number, for as long as it lives: so that no two have the same.
@@ -230,7 +230,7 @@ impl Ids {
         u64::from(id - self.range.first) < state.looked_at
     }
 
-    /// Whether an id is nobody's, and now ours.
+    /// Whether an id was free, and now is ours.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
         Ok(self.is_fit(state, id) && self.lock(state, id)? && !is_used(id))
     }
@@ -418,7 +418,7 @@ mod tests {
         assert_eq!((one.take().unwrap(), other.take().unwrap()), (1_900_000_002, 1_900_000_003));
         assert!(one.take().is_err() && other.take().is_err());
         drop(other);
-        // What has been looked at is left to those who had it.
+        // What has been looked at is left to its owners.
         assert!(one.take().is_err());
         assert_eq!(ids(1_900_000_000, 1_900_000_003, folder.path()).take().unwrap(), 1_900_000_001);
     }

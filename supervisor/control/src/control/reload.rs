@@ -20,11 +20,11 @@ use super::answers::{problem, problem_with, stuck, switch};
 use super::{Control, notify_systemd};
 use bulkhead_config::{self as config, Config, ConfigErrors, Profile};
 use bulkhead_plane::command::{Command, Event, SteerError};
-use bulkhead_plane::confinement::Grounds;
+use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::limits::DataPlaneLimits;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
-use bulkhead_plane::reload::{self, Reload, Surroundings, after_reload};
+use bulkhead_plane::reload::{self, Reload, SpecInputs, after_reload};
 use bulkhead_plane::scrape::ReloadCounts;
 
 /// How long reading the file, and looking at the programs and folders it names, may take: less than
@@ -40,7 +40,7 @@ pub struct InForce {
     /// The file as it was read last, but for keys that hold from start to stop.
     pub config: Config,
     /// What there is to confine workers by.
-    pub grounds: Arc<Grounds>,
+    pub support: Arc<SandboxSupport>,
     /// The limit of open files in force.
     pub open_files: OpenFiles,
     /// The supervisor's own user.
@@ -232,7 +232,7 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
 async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rejection> {
     let Prepared { after, changes, reload } = prepare(&control.reloads, in_force).await?;
     if !changes.is_empty() {
-        reload.tell_remarks();
+        reload.log_warnings();
         let (reply, answer) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commander.send(command).map_err(|_| Rejection::Stuck)?;
@@ -283,9 +283,9 @@ fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
     let mut bounded = after.clone();
     in_force.open_files.leave_room(&mut bounded);
     let limits = DataPlaneLimits::new(&bounded.supervisor);
-    let InForce { grounds, labels, own, .. } = in_force;
-    let around = Surroundings { host: host.as_deref(), grounds, labels };
-    let reload = reload::prepare(&changes, before, &after, limits, (around, *own));
+    let InForce { support, labels, own, .. } = in_force;
+    let inputs = SpecInputs { host: host.as_deref(), support, labels };
+    let reload = reload::prepare(&changes, before, &after, limits, (inputs, *own));
     Ok(Prepared { after, changes, reload })
 }
 
