@@ -14,9 +14,9 @@ mod jobs;
 mod lobby;
 mod local;
 mod metrics;
-mod onlookers;
 mod openapi;
 mod paths;
+mod readers;
 mod readiness;
 mod reload;
 mod routes;
@@ -29,7 +29,7 @@ mod watch;
 pub use jobs::JOBS_MAX;
 use local::CONNECTIONS_MAX;
 
-/// Connections that whoever reaches the address of `http` can hold.
+/// Connections that clients of the address of `http` can hold.
 pub const TCP_CONNECTIONS_MAX: usize = CONNECTIONS_MAX + lobby::WAITING_MAX + lobby::HEALTH_MAX;
 
 use std::io;
@@ -73,7 +73,7 @@ const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 /// How long open streams, and answers that are under way, get to end.
 const CLOSE_WITHIN: Duration = Duration::from_secs(3);
 
-/// Turns of the runtime in which the last words of a worker that has ended are read. Somebody else may
+/// Turns of the runtime in which the last words of a worker that has ended are read. Another process may
 /// hold the pipe open, so that its end does not come.
 const LAST_WORDS_TURNS: u32 = 64;
 
@@ -100,7 +100,7 @@ pub struct Options {
     pub own: u32,
     /// What is in force at the start.
     pub config: Arc<Config>,
-    /// The bound TCP socket, if there is to be one, and who may use it.
+    /// The bound TCP socket, if there is to be one, and its token.
     pub http: Option<(TcpListener, Token)>,
     /// Threads that must not end.
     pub fate: Fate,
@@ -127,12 +127,12 @@ pub(crate) struct Control {
     is_stopping: AtomicBool,
     /// The places for streams.
     streams: Arc<Semaphore>,
-    /// What those see who look on.
+    /// What watchers see.
     watch: watch::Watch,
     /// The places for jobs over HTTP.
     jobs: Arc<Semaphore>,
     pulse: Arc<SharedCounters>,
-    /// What is in force. Whoever reloads it puts the next one here.
+    /// What is in force. A reload puts the next one here.
     config: RwLock<Arc<Config>>,
     /// True once everything is to end.
     end: tokio::sync::watch::Sender<bool>,
@@ -183,8 +183,8 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         let tcp = http.map(|(socket, token)| tcp::open(socket, token)).transpose()?;
         ((listener, own), tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
     };
-    let (serving, doors) = serving(local, tcp, &control.end);
-    let onlookers = onlookers::start(control.clone(), doors, &fate)?;
+    let (serving, entrances) = serving(local, tcp, &control.end);
+    let readers = readers::start(control.clone(), entrances, &fate)?;
     let tasks = fate.clone();
     let run = move || {
         runtime.block_on(async {
@@ -204,8 +204,8 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
             let _ = tokio::time::timeout(CLOSE_WITHIN, served).await;
         });
         // It ends by itself. A panic there was reported by its own message.
-        let _ = onlookers.join();
-        // With all who could ask for a report; so its thread ends.
+        let _ = readers.join();
+        // With everything that could ask for a report; so its thread ends.
         drop(runtime);
         drop(control);
         crash_thread.settle();
@@ -228,17 +228,17 @@ fn serving(
     local: Local,
     tcp: Option<Tcp>,
     end: &tokio::sync::watch::Sender<bool>,
-) -> (Serving, onlookers::Doors) {
-    let (ways, own, local_onlookers) = connections::ways(end.subscribe());
+) -> (Serving, readers::Entrances) {
+    let (ways, own, local_readers) = connections::ways(end.subscribe());
     let local = (local, ways, own);
-    let (tcp, tcp_onlookers) = tcp
+    let (tcp, tcp_readers) = tcp
         .map(|tcp| {
-            let (ways, own, onlookers) = connections::ways(end.subscribe());
+            let (ways, own, readers) = connections::ways(end.subscribe());
             let gate = tcp.1.clone();
-            ((tcp, ways, own), (onlookers, gate))
+            ((tcp, ways, own), (readers, gate))
         })
         .unzip();
-    (Serving { local, tcp }, onlookers::Doors { local: local_onlookers, tcp: tcp_onlookers })
+    (Serving { local, tcp }, readers::Entrances { local: local_readers, tcp: tcp_readers })
 }
 
 /// Lets in and serves until the control plane ends.

@@ -30,7 +30,7 @@ pub struct Bound {
     lock: File,
 }
 
-/// Both sockets, for those who look after them while others listen.
+/// Both sockets, to be looked after while others listen.
 #[derive(Debug)]
 pub struct Sockets {
     /// Where clients connect.
@@ -92,7 +92,7 @@ impl Bound {
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // Gone already is as good. If somebody has removed it, another supervisor's may be there.
+        // Gone already is as good. If it was removed, another supervisor's may be there.
         if identity(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
@@ -125,7 +125,7 @@ fn listen_at(path: &Path, mode: u32) -> Result<(UnixListener, (u64, u64)), Strin
 }
 
 /// Binds a socket and lets it appear at `path` only once it listens and has its mode: between `bind(2)` and
-/// `listen(2)` whoever finds a socket is refused.
+/// `listen(2)` a client that finds a socket is refused.
 fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
     let aside = with_suffix(path, ".new");
     // Where that is too long for an address, the moment cannot be helped.
@@ -150,7 +150,7 @@ fn appear(path: &Path, mode: u32) -> Result<UnixListener, String> {
     Ok(listener)
 }
 
-/// Binds a socket that nobody may connect to yet: on Linux its file gets the mode that the socket had before.
+/// Binds a socket that no client may connect to yet: on Linux its file gets the mode that the socket had before.
 fn bind_closed(path: &Path) -> io::Result<UnixListener> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -175,7 +175,7 @@ fn lock_path(socket: &Path) -> PathBuf {
     with_suffix(socket, ".lock")
 }
 
-/// Whoever holds the lock beside the socket owns the path. It is never removed: a lock on a removed file
+/// The holder of the lock beside the socket owns the path. It is never removed: a lock on a removed file
 /// and one on its successor would both be held.
 fn lock(path: &Path) -> Result<File, String> {
     let name = lock_path(path);
@@ -259,7 +259,7 @@ mod tests {
         let _admin = Bound::bind(&admin, 0o600, 0o700).unwrap();
         assert_eq!(mode(&folder.path().join("a/b")), 0o755);
         assert_eq!([mode(&jobs), mode(&admin)], [0o666, 0o600]);
-        // Whoever could open a lock file could hold the lock.
+        // A process that could open a lock file could hold the lock.
         for socket in [&jobs, &admin] {
             assert_eq!(mode(&with_suffix(socket, ".lock")), 0o600);
         }

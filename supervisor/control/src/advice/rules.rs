@@ -300,7 +300,7 @@ fn patience_in_words(seen: &Seen, setup: &Setup) -> String {
     }
 }
 
-/// Whoever waits until the deadline hears too late that there was nothing to wait for.
+/// A client that waits until the deadline hears too late that there was nothing to wait for.
 fn judge_queue_timeout(seen: &Seen, setup: &Setup, verdicts: &mut Verdicts) {
     let queued = seen.deadline_exceeded.queued;
     let run = Duration::from_secs_f64(seen.run_ms.p99 / 1e3);

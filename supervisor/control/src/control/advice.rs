@@ -57,7 +57,7 @@ impl Works {
 
     fn look_at(&mut self, bulkhead: &Arc<str>, pid: u32) {
         let Some((rss_bytes, cpu_ms)) = process::work(pid) else { return };
-        // What it used before anybody looked was as a rule its start.
+        // What it used before the first look was as a rule its start.
         let before = self.cpu_ms.insert(pid, cpu_ms).unwrap_or(cpu_ms);
         let now = self.now();
         let pair = self.by_bulkhead.entry(bulkhead.clone()).or_default();

@@ -13,7 +13,7 @@ pub(super) fn is_change(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// The answer to whatever a page of another site asks, but for a link that somebody follows.
+/// The answer to whatever a page of another site asks, but for a link that the user follows.
 pub(super) fn refuse(request: &Request) -> Option<Response> {
     let (headers, is_change) = (request.headers(), is_change(request.method()));
     let forbid = |why: &str| jobs::turned_away(request, RejectReason::Forbidden, why);
@@ -38,14 +38,14 @@ fn has_other_origin(headers: &HeaderMap) -> bool {
     })
 }
 
-/// `same-site` is another port of this host, or another host of this domain: somebody else's.
+/// `same-site` is another port of this host, or another host of this domain, which is not ours.
 fn is_sent_by_another_site(headers: &HeaderMap) -> bool {
     headers.get_all("sec-fetch-site").iter().any(|site| {
         ["cross-site", "same-site"].iter().any(|other| site.as_bytes().eq_ignore_ascii_case(other.as_bytes()))
     })
 }
 
-/// Whether somebody goes to a page of ours, which that of the other site does not get to see.
+/// Whether the user goes to a page of ours, which that of the other site does not get to see.
 fn is_visit(headers: &HeaderMap) -> bool {
     let is = |name, value| headers.get(name).is_some_and(|said| said == value);
     is("sec-fetch-mode", "navigate") && is("sec-fetch-dest", "document")

@@ -24,7 +24,7 @@ use super::paths;
 /// How long a request may take to come and to be answered, before its connection is closed.
 pub(super) const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 
-/// How long whoever asked may read nothing of the answer.
+/// How long a client may read nothing of its answer.
 const READ_WITHIN: Duration = Duration::from_secs(30);
 
 /// How long a connection that is answered waits for its other side to close.
@@ -33,13 +33,13 @@ const LINGER: Duration = Duration::from_secs(1);
 /// Bytes that it throws away meanwhile, at most.
 const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// When the control plane ends: how long those who have come by then may take to be let in and to be heard.
+/// When the control plane ends: how long connections that have come by then may take to be let in and to be heard.
 pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
 
 /// How long a request may take to be seen that has come by then.
 const LAST_LOOK: Duration = Duration::from_millis(100);
 
-/// How long those may take to be answered.
+/// How long these may take to be answered.
 const ANSWERED_LAST_WITHIN: Duration = Duration::from_secs(2);
 
 /// Bytes of a request that tell what it asks for.
@@ -52,7 +52,7 @@ pub(super) struct Entry {
     pub(super) refusal: Option<Arc<str>>,
     /// The user whose request it is; over TCP, where that cannot be told, the supervisor's own.
     pub(super) uid: u32,
-    /// Whether the request takes as long as it takes: whoever serves it sees to its end.
+    /// Whether the request takes as long as it takes: its handler sees to its end.
     is_patient: Arc<AtomicBool>,
 }
 
@@ -125,7 +125,7 @@ impl Socket for TcpStream {
     }
 }
 
-/// Somebody who was let in, or is to be told why not.
+/// A connection that was let in, or is to be told why not.
 pub(super) struct Arrival<S> {
     socket: S,
     entry: Entry,
@@ -142,22 +142,23 @@ impl<S> Arrival<S> {
 /// Where arrivals are served.
 type Way<S> = mpsc::UnboundedSender<Arrival<<S as Socket>::Alone>>;
 
-/// The ways of a door: to the control plane's own thread, and to that of onlookers. No more come than have places.
+/// The ways of a listener: to the control plane's own thread, and to that of low-priority readers. No more come than
+/// have places.
 pub(super) struct Ways<S: Socket> {
     own: Way<S>,
-    onlookers: Way<S>,
-    /// True once those who say nothing are not waited for any more.
+    readers: Way<S>,
+    /// True once clients that say nothing are not waited for any more.
     end: watch::Receiver<bool>,
 }
 
 impl<S: Socket> Clone for Ways<S> {
     fn clone(&self) -> Self {
-        Self { own: self.own.clone(), onlookers: self.onlookers.clone(), end: self.end.clone() }
+        Self { own: self.own.clone(), readers: self.readers.clone(), end: self.end.clone() }
     }
 }
 
 impl<S: Socket> Ways<S> {
-    /// Sends somebody on as soon as it is known what they want. Nobody waits for those who do not say.
+    /// Sends a connection on as soon as it is known what it asks for. No other one waits meanwhile.
     pub(super) fn send(&self, arrival: Arrival<S>) {
         let mut ways = self.clone();
         tokio::spawn(async move {
@@ -191,21 +192,21 @@ impl<S: Socket> Ways<S> {
         if is_over { last.await.ok()?.ok() } else { None }
     }
 
-    /// Sends somebody on whose request begins so.
+    /// Sends a connection on whose request begins so.
     pub(super) fn send_on(&self, arrival: Arrival<S>, head: &[u8]) {
         let Arrival { socket, entry, came, place } = arrival;
-        let way = if paths::is_for_onlookers(head) { &self.onlookers } else { &self.own };
-        // A socket that cannot change, or has nobody to serve it any more, is closed.
+        let way = if paths::is_for_readers(head) { &self.readers } else { &self.own };
+        // A socket that cannot change, or is not served any more, is closed.
         if let Ok(socket) = socket.leave() {
             let _ = way.send(Arrival { socket, entry, came, place });
         }
     }
 }
 
-/// Those who came, as a listener.
+/// The connections that came, as a listener.
 pub(super) struct Arrivals<S: Socket> {
     queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>,
-    /// True once the door is closed, and all who came are inside.
+    /// True once the listener is closed, and all that came are inside.
     is_empty: watch::Sender<bool>,
     /// How many are inside.
     inside: Arc<watch::Sender<usize>>,
@@ -217,10 +218,10 @@ impl<S: Socket> Arrivals<S> {
     }
 }
 
-/// The ways of a door, and those who come to the control plane's own thread and to that of onlookers.
+/// The ways of a listener, and what comes to the control plane's own thread and to that of low-priority readers.
 pub(super) fn ways<S: Socket>(end: watch::Receiver<bool>) -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
-    let ((own, to_own), (onlookers, to_onlookers)) = (mpsc::unbounded_channel(), mpsc::unbounded_channel());
-    (Ways { own, onlookers, end }, Arrivals::new(to_own), Arrivals::new(to_onlookers))
+    let ((own, to_own), (readers, to_readers)) = (mpsc::unbounded_channel(), mpsc::unbounded_channel());
+    (Ways { own, readers, end }, Arrivals::new(to_own), Arrivals::new(to_readers))
 }
 
 impl<S: Socket> axum::serve::Listener for Arrivals<S> {
@@ -230,7 +231,7 @@ impl<S: Socket> axum::serve::Listener for Arrivals<S> {
     async fn accept(&mut self) -> (Placed<S>, Entry) {
         loop {
             let Some(Arrival { socket, entry, came, place }) = self.queue.recv().await else {
-                // The door is closed. Those who are inside are served.
+                // The listener is closed. Connections that are inside are served.
                 self.is_empty.send_replace(true);
                 return std::future::pending().await;
             };
@@ -253,7 +254,7 @@ impl<S: Socket> Connected<IncomingStream<'_, Arrivals<S>>> for Entry {
     }
 }
 
-/// Serves those who come until the control plane ends, and then those who had come by that time.
+/// Serves connections that come until the control plane ends, and then those that had come by that time.
 pub(super) async fn serve<S: Socket>(arrivals: Arrivals<S>, router: Router) {
     let mut is_empty = arrivals.is_empty.subscribe();
     let mut inside = arrivals.inside.subscribe();
@@ -286,14 +287,14 @@ impl Drop for Inside {
     }
 }
 
-/// Whose turn it is on a connection.
+/// What a connection waits for.
 #[derive(PartialEq)]
 enum Turn {
     /// The request is not all there, or not answered yet.
     Asking,
     /// The answer goes out as it comes.
     Answering,
-    /// There is something to send, and nobody reads.
+    /// There is something to send, and the client does not read.
     Stalled,
     /// All is sent. What still comes is thrown away for a moment: a connection that is closed with bytes
     /// unread is reset, and the answer may be lost with it.

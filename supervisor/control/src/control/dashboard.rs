@@ -1,4 +1,4 @@
-//! The dashboard on `GET /`: one page with all that it needs in it. It asks this API and nobody else, and may do no
+//! The dashboard on `GET /`: one page with all that it needs in it. It asks this API alone, and may do no
 //! more than that: everything it is given to show is hostile.
 
 use std::sync::LazyLock;

@@ -1,4 +1,4 @@
-//! What is the same for all of HTTP: who is let in, for how long, and what every answer says.
+//! What is the same for all of HTTP: which requests are let in, for how long, and what every answer says.
 
 use std::pin::pin;
 
@@ -34,7 +34,7 @@ async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: 
     if let Some(why) = entry.refusal {
         return jobs::turned_away(&request, RejectReason::Forbidden, &why);
     }
-    // Also on the Unix socket: somebody may have made it a port for their browser.
+    // Also on the Unix socket: an operator may have made it a port for a browser.
     if let Some(refusal) = browser::refuse(&request) {
         return refusal;
     }
@@ -42,13 +42,13 @@ async fn let_in(ConnectInfo(entry): ConnectInfo<Entry>, request: Request, next: 
     match tokio::time::timeout(ANSWERED_WITHIN, &mut answer).await {
         Ok(answer) => answer,
         Err(_) if entry.is_patient() => answer.await,
-        // Who waits for `100 Continue` has had it, so that nothing else looks at the time any more.
+        // A client that waits for `100 Continue` has had it, so that nothing else looks at the time any more.
         Err(_) => problem(StatusCode::REQUEST_TIMEOUT, "the request did not come whole in time"),
     }
 }
 
 /// What the router's own parts refuse, such as a query that makes no sense, is told like everything else;
-/// and whoever is put off hears until when.
+/// and a client that is put off hears until when.
 pub(super) async fn complete(request: Request, next: Next) -> Response {
     let version = request.version();
     let mut response = next.run(request).await;
@@ -60,7 +60,7 @@ pub(super) async fn complete(request: Request, next: Next) -> Response {
         response = problem(status, &String::from_utf8_lossy(&said));
     }
     let headers = response.headers_mut();
-    // A place is not to be held by whoever may ask again some day.
+    // A place is not to be held by a client that may ask again some day.
     headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
     // Workers' output and results are theirs: no browser is to make a page or a script of them.
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
@@ -69,7 +69,7 @@ pub(super) async fn complete(request: Request, next: Next) -> Response {
         response.headers_mut().entry(header::RETRY_AFTER).or_insert(HeaderValue::from_static("1"));
     }
     if version == Version::HTTP_10 {
-        // Otherwise a `keep-alive` is added to our `close` for those who ask for one.
+        // Otherwise a `keep-alive` is added to our `close` for clients that ask for one.
         *response.version_mut() = version;
     }
     response

@@ -1,6 +1,6 @@
 //! Jobs over HTTP: each is a client of the data plane for itself, on a socketpair, in the jobs protocol. So
 //! there is one way to admission, what goes missing here is cancelled there, and payloads and results that
-//! somebody sends or reads slowly wait where their bytes are counted.
+//! a client sends or reads slowly wait where their bytes are counted.
 
 use std::io;
 use std::pin::pin;
@@ -41,7 +41,7 @@ pub const JOBS_MAX: usize = 128;
 /// How long a payload may take to come. The data plane allows a frame as long, from when it begins.
 const UPLOADED_WITHIN: Duration = Duration::from_secs(30);
 
-/// Bytes that go at once from a result to whoever asked.
+/// Bytes that go at once from a result to the client.
 const CHUNK_BYTES: usize = 64 * 1024;
 
 /// Bytes of one piece of a payload whose length is not known before its end.
@@ -140,7 +140,7 @@ impl<'h> Asked<'h> {
                 .map_err(|_| format!("the value of the header {name} is not UTF-8"))?;
             asked.take(name.as_str(), value).map_err(|why| format!("the header {name}: {why}"))?;
         }
-        // By its specification one that makes no sense is as good as none; so are two.
+        // W3C: an invalid traceparent is ignored; so are two.
         let mut given = headers.get_all(TRACEPARENT).iter();
         if let (Some(value), None) = (given.next(), given.next()) {
             asked.traceparent = value.to_str().ok().and_then(Traceparent::parse);
@@ -380,7 +380,7 @@ async fn run(
     asked: &Asked<'_>,
     mut upload: Upload,
 ) -> Result<Response, Cut> {
-    // First of all, so that no payload comes in for whom there is no place.
+    // First of all, so that no payload comes in without a place.
     let Ok(place) = control.jobs.clone().try_acquire_owned() else {
         let sentence = format!("{JOBS_MAX} jobs over HTTP are under way, which is as many as may be");
         return Err(Cut::Overloaded(sentence));
@@ -555,7 +555,7 @@ fn result(outcome: &Outcome, bytes: u64, reader: OwnedReadHalf, writer: OwnedWri
 
 /// A problem document with the fields of the outcome.
 fn outcome_problem(outcome: &Outcome, traceparent: Option<Traceparent>) -> Response {
-    // 499 is nobody's but ours and a few proxies'.
+    // 499 is used here and by a few proxies alone.
     let status =
         StatusCode::from_u16(outcome.verdict.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut fields = fields(outcome);
@@ -571,7 +571,7 @@ fn outcome_problem(outcome: &Outcome, traceparent: Option<Traceparent>) -> Respo
     response
 }
 
-/// Nobody who asks so is let in: the end of a job, if it is one that they bring.
+/// Such a request is not let in: the end of a job, if it brings one.
 pub(super) fn turned_away(request: &Request, reason: RejectReason, message: &str) -> Response {
     let path = request.uri().path();
     let bulkhead = path.strip_prefix("/v1/bulkheads/").and_then(|rest| rest.strip_suffix("/jobs"));
@@ -585,17 +585,17 @@ pub(super) fn turned_away(request: &Request, reason: RejectReason, message: &str
 /// What is refused before the data plane has heard of it.
 fn refused(name: &str, reason: RejectReason, message: String) -> Response {
     let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));
-    untold(name, Verdict::Rejected { reason, message }, retry_after)
+    no_outcome(name, Verdict::Rejected { reason, message }, retry_after)
 }
 
 /// The data plane has ended, or has let go of a result that it had no room for.
 fn ended(name: &str) -> Response {
     let message = "the supervisor is stopping, or short of memory; whether the job ran is unknown".into();
-    untold(name, Verdict::Crashed { reason: CrashReason::Stopped, status: None, message }, None)
+    no_outcome(name, Verdict::Crashed { reason: CrashReason::Stopped, status: None, message }, None)
 }
 
 /// An outcome that the data plane did not tell.
-fn untold(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
+fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
     let outcome = Outcome {
         job: None,
         bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),

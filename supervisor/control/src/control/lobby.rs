@@ -1,5 +1,5 @@
-//! Connections over TCP that have not said yet what they want, or wait for a place. Anybody may open as many as they
-//! like, so that the one that has waited for longest goes when there are too many; and those who ask whether the
+//! Connections over TCP that have not said yet what they want, or wait for a place. Any process may open
+//! many, so that the one that has waited for longest goes when there are too many; and requests that ask whether the
 //! supervisor is well have places of their own.
 
 use std::collections::VecDeque;
@@ -18,7 +18,7 @@ pub(crate) const WAITING_MAX: usize = 128;
 /// Connections at once that ask for health.
 pub(crate) const HEALTH_MAX: usize = 16;
 
-/// Those who wait, by number, the one who has for longest first.
+/// Connections that wait, by number, the one that has for longest first.
 #[derive(Default)]
 struct Waiting(Mutex<VecDeque<(u64, AbortHandle)>>);
 
@@ -61,7 +61,7 @@ impl<S: Socket> Lobby<S> {
         }
     }
 
-    /// Somebody comes, and perhaps somebody else goes.
+    /// A connection comes, and perhaps another one goes.
     pub(super) fn enter(&mut self, socket: S) {
         self.entered += 1;
         let wait = Wait { number: self.entered, waiting: self.waiting.clone() };

@@ -1,4 +1,4 @@
-//! The admin socket: who connects to it, and whether they may.
+//! The admin socket: which users connect to it, and whether they may.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,12 +40,12 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         }
     };
     control.until_end(open()).await;
-    // Those who have come already are told that it is over, and not reset.
+    // Clients that have come already are told that it is over, and not reset.
     let _ = tokio::time::timeout(LAST_WITHIN, open()).await;
     door.close(&ways);
 }
 
-/// A listener that takes only so many, and finds out whom it may serve.
+/// A listener that takes only so many, and finds out which clients it may serve.
 struct Guarded {
     listener: UnixListener,
     /// The user who may, beside root.
@@ -58,7 +58,7 @@ struct Guarded {
 }
 
 impl Guarded {
-    /// Who connected, if they may.
+    /// The user that connected, if it may.
     fn check(&self, socket: &UnixStream) -> Result<u32, Refusal> {
         let peer = entry::peer_of(socket)?;
         let (uid, own) = (peer.uid, self.own);
@@ -81,7 +81,7 @@ impl Guarded {
         Some((entry, place.ok()?))
     }
 
-    /// Lets nobody else connect, and sends on those who have: the loop above may have rested with some of them waiting.
+    /// Closes the listener, and sends on what has come: the loop above may have rested with some of them waiting.
     fn close(&self, ways: &Ways<UnixStream>) {
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

@@ -117,7 +117,7 @@ impl Schemas {
             "summary": route.about,
             "parameters": parameters,
             "responses": self.responses(route, is_open),
-            // Over the Unix socket nobody needs it.
+            // Over the Unix socket it is not needed.
             "security": if is_open { json!([]) } else { json!([{"token": []}, {}]) },
         });
         if let Some(body) = route.body {

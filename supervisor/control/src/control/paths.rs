@@ -3,19 +3,19 @@
 /// What needs no token over TCP.
 pub(super) const OPEN: &[&str] = &["/healthz", "/readyz", "/metrics"];
 
-/// What is asked again and again by those who only look on, or answered without end.
-pub(super) const FOR_ONLOOKERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
+/// What low-priority readers ask again and again, or is answered without end.
+pub(super) const FOR_READERS: &[&str] = &["/", "/openapi.json", "/metrics", "/v1/events", "/v1/watch"];
 
-/// Whether a request that begins so is from somebody who only looks on.
-pub(super) fn is_for_onlookers(head: &[u8]) -> bool {
+/// Whether a request that begins so is a low-priority reader's.
+pub(super) fn is_for_readers(head: &[u8]) -> bool {
     let Some(target) = head.strip_prefix(b"GET ") else { return false };
     let Some(end) = target.iter().position(|byte| b" ?\r\n".contains(byte)) else { return false };
     let path = &target[..end];
     let is_of_bulkhead = path.starts_with(b"/v1/bulkheads/");
-    FOR_ONLOOKERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
+    FOR_READERS.iter().any(|looks| looks.as_bytes() == path) || is_of_bulkhead && path.ends_with(b"/logs")
 }
 
-/// What is asked by those who decide whether the supervisor is well.
+/// What health checks ask for.
 pub(super) const FOR_HEALTH: &[&str] = &["/healthz", "/readyz"];
 
 /// Whether this is a whole request for that: one that is not all there could hold a place for long.
@@ -38,7 +38,7 @@ mod tests {
             "GET /v1/bulkheads/a/logs?follow HTTP/1.1",
             "GET / HTTP/1.1",
         ] {
-            assert!(is_for_onlookers(line.as_bytes()), "{line}");
+            assert!(is_for_readers(line.as_bytes()), "{line}");
         }
         for line in [
             "",
@@ -54,7 +54,7 @@ mod tests {
             "GET /v1/bulkheads/logs-of HTTP/1.1",
             "POST /v1/bulkheads/a/jobs HTTP/1.1",
         ] {
-            assert!(!is_for_onlookers(line.as_bytes()), "{line}");
+            assert!(!is_for_readers(line.as_bytes()), "{line}");
         }
     }
 

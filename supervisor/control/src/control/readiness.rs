@@ -1,4 +1,4 @@
-//! `/healthz`, and `/readyz`, which anybody may ask as often as they like: the state of each bulkhead as it was a moment
+//! `/healthz`, and `/readyz`, which any client may ask at any rate: the state of each bulkhead as it was a moment
 //! ago. However many ask, the data plane is asked ten times a second at most, and once more for each thing that an
 //! operator had it do.
 
@@ -26,7 +26,7 @@ const FRESH: Duration = Duration::from_millis(100);
 
 type States = Arc<[ShortState]>;
 
-/// What was seen last. Those who ask while somebody looks wait for what that one sees.
+/// What was seen last. Requests that come during a look wait for what it sees.
 #[derive(Default)]
 pub(super) struct Readiness {
     seen: Mutex<Option<Seen>>,

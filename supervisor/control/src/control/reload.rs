@@ -31,7 +31,7 @@ use bulkhead_plane::scrape::ReloadCounts;
 /// the time in which a request is answered.
 const READ_WITHIN: Duration = Duration::from_secs(7);
 
-/// Problems of a file that one event lists; the answer to whoever asked has them all.
+/// Problems of a file that one event lists; the answer to the request has them all.
 const PROBLEMS_TOLD_MAX: usize = 10;
 
 /// What is in force, and what another version of it is settled with.
@@ -54,7 +54,7 @@ pub(super) struct Reloads {
     in_force: tokio::sync::Mutex<InForce>,
     /// The place of the thread that reads.
     reader: Arc<Semaphore>,
-    /// Somebody has sent SIGHUP: as often as they like, until it is looked at.
+    /// SIGHUP was sent: once or more, until it is looked at.
     wanted: Notify,
     names: Mutex<Names>,
     counts: Mutex<ReloadCounts>,
@@ -64,7 +64,7 @@ pub(super) struct Reloads {
 #[derive(Default)]
 struct Names {
     bulkheads: Vec<String>,
-    /// Of those whose workers' memory is watched.
+    /// The bulkheads whose workers' memory is watched.
     recycle_rss: Vec<String>,
     /// The least and the most that a temporary folder on disk may hold.
     temporary_bytes: Option<(u64, u64)>,
@@ -182,7 +182,7 @@ pub(super) struct ReloadQuery {
 
 pub(super) async fn over_http(State(control): State<Shared>, Query(query): Query<ReloadQuery>) -> Response {
     let dry_run = query.dry_run == Some(true);
-    // Once begun it is ended, be whoever asked there or not.
+    // Once begun it is ended, whether the client is there or not.
     let task = tokio::spawn(async move { reload(&control, dry_run).await });
     match task.await {
         Ok(Ok(changes)) => axum::Json(Reloaded { dry_run, changes }).into_response(),
@@ -209,7 +209,7 @@ impl IntoResponse for Rejection {
     }
 }
 
-/// Reads the file, and puts it in force unless it is a dry run: then nothing changes, and nobody is told.
+/// Reads the file, and puts it in force unless it is a dry run: then nothing changes, and no event is told.
 async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> {
     // One after the other.
     let mut in_force = control.reloads.in_force.lock().await;
@@ -250,7 +250,7 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
 }
 
 /// Disks can be slow, and a network's can hang for good: so this has a thread of its own, which is waited for within
-/// bounds and by nobody at the end. While it hangs there is no other one.
+/// bounds and not at all at the end. While it hangs there is no other one.
 async fn prepare(reloads: &Reloads, in_force: &InForce) -> Result<Prepared, Rejection> {
     let Ok(place) = reloads.reader.clone().try_acquire_owned() else { return Err(Rejection::Hangs) };
     let in_force = in_force.clone();

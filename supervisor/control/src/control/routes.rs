@@ -139,13 +139,13 @@ pub(super) fn router() -> Router<Shared> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::paths::{FOR_HEALTH, FOR_ONLOOKERS, OPEN};
+    use super::super::paths::{FOR_HEALTH, FOR_READERS, OPEN};
     use super::*;
 
     #[test]
     fn paths_that_are_treated_apart_are_there() {
         let paths: Vec<_> = ROUTES.iter().map(|route| route.path).collect();
-        assert!([OPEN, FOR_HEALTH, FOR_ONLOOKERS].concat().iter().all(|path| paths.contains(path)));
+        assert!([OPEN, FOR_HEALTH, FOR_READERS].concat().iter().all(|path| paths.contains(path)));
     }
 
     #[test]

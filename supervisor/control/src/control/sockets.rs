@@ -1,4 +1,4 @@
-//! The files of our sockets: looked at, since nobody comes where one was removed, and made again by a reload.
+//! The files of our sockets: looked at, since no client comes where one was removed, and made again by a reload.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -98,7 +98,7 @@ pub(super) struct StreamQuery {
     follow: Option<bool>,
 }
 
-/// Events are server-sent events, unless whoever asks takes only something else.
+/// Events are server-sent events, unless the client takes only something else.
 fn takes_stream(accept: &str) -> bool {
     ["text/event-stream", "text/*", "*/*"].iter().any(|kind| accept.contains(kind))
 }

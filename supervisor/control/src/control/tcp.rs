@@ -1,5 +1,5 @@
-//! The admin API over TCP, for whoever has the token. The network, and web pages that are open in the browser
-//! of somebody who has it, are not trusted.
+//! The admin API over TCP, for clients with the token. The network, and web pages that are open in the browser
+//! of a user who has it, are not trusted.
 
 use std::io;
 use std::net::IpAddr;
@@ -51,7 +51,7 @@ fn given(value: &HeaderValue) -> Option<Vec<u8>> {
 /// How to say it. A browser asks its user for what the second one wants.
 const CHALLENGES: [&str; 2] = ["Bearer realm=\"bulkhead\"", "Basic realm=\"bulkhead\", charset=\"UTF-8\""];
 
-/// Who may come in.
+/// What a request needs to be let in.
 #[derive(Clone)]
 pub(super) struct Gate {
     token: Token,
@@ -59,7 +59,7 @@ pub(super) struct Gate {
     own: Option<IpAddr>,
 }
 
-/// The socket, to be listened to within this runtime, and who may come in.
+/// The socket, to be listened to within this runtime, and its gate.
 pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(TcpListener, Gate)> {
     socket.set_nonblocking(true)?;
     let address = socket.local_addr()?;
@@ -68,7 +68,7 @@ pub(super) fn open(socket: std::net::TcpListener, token: Token) -> io::Result<(T
     Ok((TcpListener::from_std(socket)?, Gate { token, own }))
 }
 
-/// Lets in until the control plane ends: anybody, since requests say who they are.
+/// Lets every connection in until the control plane ends, since requests carry the token.
 pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<TcpStream>) {
     let mut lobby = Lobby::new(ways, CONNECTIONS_MAX);
     let mut door = async || {
@@ -77,7 +77,7 @@ pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<
         }
     };
     control.until_end(door()).await;
-    // Those who have come already are told that it is over, and not reset.
+    // Clients that have come already are told that it is over, and not reset.
     let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
     // The loop above may have rested with some of them waiting.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
@@ -101,7 +101,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// What is served over TCP, to whoever passes.
+/// What is served over TCP, to requests that pass the gate.
 pub(super) fn router(control: Shared, gate: Gate) -> Router {
     http::router(control).layer(from_fn_with_state(gate, pass)).layer(from_fn(complete))
 }
@@ -139,7 +139,7 @@ impl Gate {
         None
     }
 
-    /// A name of somebody else's that leads to this machine is how web pages get to what listens only here.
+    /// A foreign name that leads to this machine is how web pages get to what listens only here.
     fn is_for_us(&self, headers: &HeaderMap) -> bool {
         let Some(own) = self.own else { return true };
         let mut values = headers.get_all(header::HOST).iter();

@@ -1,5 +1,5 @@
-//! `GET /v1/watch`: one stream for whoever looks on, such as the dashboard, with the state of all bulkheads once a
-//! second and every event. However many watch, the data plane is asked once; while nobody does, it is not asked.
+//! `GET /v1/watch`: one stream for watchers, such as the dashboard, with the state of all bulkheads once a
+//! second and every event. However many watch, the data plane is asked once; while there is none, it is not asked.
 
 use std::time::{Duration, SystemTime};
 
@@ -22,9 +22,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 
 /// What all watchers share.
 pub(super) struct Watch {
-    /// The state of the bulkheads as an event, written once for all. Nothing while nobody has watched.
+    /// The state of the bulkheads as an event, written once for all. Nothing while there was no watcher.
     seen: watch::Sender<Option<Bytes>>,
-    /// Somebody has begun to watch.
+    /// A watcher has come.
     joined: Notify,
     /// By which watchers tell this run of the supervisor from others, whose events have the same numbers.
     started: SystemTime,
@@ -45,7 +45,7 @@ impl Watch {
         receiver
     }
 
-    async fn wait_for_somebody(&self) {
+    async fn wait_for_watcher(&self) {
         while self.seen.receiver_count() == 0 {
             self.seen.send_replace(None);
             self.joined.notified().await;
@@ -57,7 +57,7 @@ impl Watch {
 pub(super) async fn look(control: Shared) {
     let looking = async {
         loop {
-            control.watch.wait_for_somebody().await;
+            control.watch.wait_for_watcher().await;
             let seen = match control.snapshots(None).await {
                 Some(bulkheads) => {
                     let told = json!({"at": rfc3339(SystemTime::now()), "bulkheads": bulkheads});
@@ -98,7 +98,7 @@ pub(super) async fn show(
     server_sent(stream::once(std::future::ready(hello(&control))).chain(coming))
 }
 
-/// Who is watched.
+/// The supervisor that is watched.
 fn hello(control: &Control) -> Bytes {
     let hello = json!({
         "version": env!("CARGO_PKG_VERSION"),

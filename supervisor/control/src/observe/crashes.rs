@@ -1,7 +1,7 @@
 //! Crash reports, kept: in a folder, or in memory where there is none. A thread of its own does the reading and
-//! writing, so that a slow disk delays neither jobs nor operators; whoever wants something of it asks by message.
+//! writing, so that a slow disk delays neither jobs nor operators; all others ask it by message.
 //!
-//! Files are written by nobody else, and yet not trusted when they are read.
+//! No other process writes these files, and yet they are not trusted when they are read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -31,7 +31,7 @@ const MEMORY_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Names in the folder that are looked at when it is opened.
 const NAMES_MAX: usize = 100_000;
 
-/// How long an answer may take, before whoever asks is told to try again.
+/// How long an answer may take, before the client is told to try again.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 /// How long the end waits for reports to be written.
@@ -210,7 +210,7 @@ impl Store {
             (None, None) => Err(ReadError::NotFound),
             (None, Some(folder)) => folder.read(id).map(Box::new).map_err(|error| {
                 if error.kind() == io::ErrorKind::NotFound {
-                    // Somebody has removed it by hand.
+                    // It was removed by hand.
                     self.entries.remove(&id);
                     self.starts.remove(&id);
                     return ReadError::NotFound;
@@ -379,7 +379,7 @@ enum Message {
 #[derive(Clone, Debug)]
 pub struct Crashes(mpsc::Sender<Message>);
 
-/// The thread that keeps the reports. It ends when nobody can ask it any more.
+/// The thread that keeps the reports. It ends when it cannot be asked any more.
 #[derive(Debug)]
 pub struct CrashThread(blocking::Receiver<()>);
 
@@ -396,7 +396,7 @@ pub fn start(mut store: Store, fate: &Fate) -> io::Result<(Crashes, CrashThread)
                     store.add(report);
                     drop(place);
                 }
-                // Whoever asked may have gone.
+                // The client may have gone.
                 Message::List(reply) => drop(reply.send(store.list())),
                 Message::Get(id, reply) => drop(reply.send(store.get(id))),
             }

@@ -1,4 +1,4 @@
-//! The ring of events: numbered, rendered once, kept for those who ask. Whoever follows reads from it too, at a pace
+//! The ring of events: numbered, rendered once, kept for later readers. Followers read from it too, at a pace
 //! of their own. A storm of one kind in one bulkhead is told in part, with the number of the rest, and pushes out
 //! nothing but its own.
 
@@ -25,9 +25,9 @@ const FREQUENT_BURST: u64 = 512;
 const FREQUENT_PER_SECOND: u64 = 10;
 
 /// How many were left out is told by the next event of the kind; if none comes for so long, by one of its own.
-const UNTOLD_SECONDS_MAX: u64 = 2;
+const UNREPORTED_SECONDS_MAX: u64 = 2;
 
-/// How long those who follow are left asleep, so that what happens together is told together.
+/// How long followers are left asleep, so that what happens together is told together.
 const GATHER: Duration = Duration::from_millis(50);
 
 /// Events that a reader takes at a time.
@@ -38,7 +38,7 @@ const PIECE_MAX: usize = 64;
 pub struct Rendered {
     /// Its number; the first is 1.
     seq: u64,
-    /// Whose it is, if anybody's.
+    /// The bulkhead concerned, if one is.
     bulkhead: Option<Arc<str>>,
     /// A server-sent event with the number as id.
     frame: Bytes,
@@ -73,18 +73,18 @@ impl Rendered {
 pub struct Events {
     ring: Mutex<Ring>,
     /// There are events of which readers have not been told.
-    untold: Notify,
+    unreported: Notify,
     /// The number of the newest event that readers know of.
     told: watch::Sender<u64>,
 }
 
-/// Somebody who follows, and how far they are.
+/// A follower, and how far it is.
 #[derive(Debug)]
 pub struct Reader {
     bulkhead: Option<String>,
-    /// The number of the last event that they were given, or that is not for them.
+    /// The number of the last event that it was given, or that is not for it.
     seen: u64,
-    /// The last one when they came. What is gone of those before it, they have not missed.
+    /// The last one when it came. What is gone of those before it, it has not missed.
     joined: u64,
     told: watch::Receiver<u64>,
 }
@@ -130,7 +130,7 @@ impl Default for Flow {
 
 impl Default for Events {
     fn default() -> Self {
-        Self { ring: Mutex::default(), untold: Notify::new(), told: watch::channel(0).0 }
+        Self { ring: Mutex::default(), unreported: Notify::new(), told: watch::channel(0).0 }
     }
 }
 
@@ -148,7 +148,7 @@ impl Events {
         }
         ring.keep(&event);
         drop(ring);
-        self.untold.notify_one();
+        self.unreported.notify_one();
         if is_logged {
             log(&event);
         }
@@ -156,7 +156,7 @@ impl Events {
 
     /// Tells of storms that are over how many of their events were left out last.
     pub fn tell_suppressed(&self) {
-        let due = self.lock().take_untold(second_of(SystemTime::now()));
+        let due = self.lock().take_unreported(second_of(SystemTime::now()));
         for ((kind, bulkhead), suppressed) in due {
             let what = What::EventsSuppressed { of: kind.into(), suppressed };
             self.add(Event::new(Severity::Info, bulkhead, what));
@@ -179,7 +179,7 @@ impl Events {
         kept
     }
 
-    /// Somebody who reads the same and then what comes, with neither a gap nor a repetition between the two.
+    /// A reader of the same and then of what comes, with neither a gap nor a repetition between the two.
     pub fn reader(&self, since: u64, bulkhead: Option<String>, limit: usize) -> Reader {
         self.tell();
         let ring = self.lock();
@@ -193,7 +193,7 @@ impl Events {
     /// Tells readers of what there is, again and again, but not of each event by itself.
     pub async fn tell_readers(&self) {
         loop {
-            self.untold.notified().await;
+            self.unreported.notified().await;
             tokio::time::sleep(GATHER).await;
             self.tell();
         }
@@ -300,10 +300,10 @@ impl Ring {
         }
     }
 
-    /// Those who have left something out and nothing has come since.
-    fn take_untold(&mut self, second: u64) -> Vec<(Key, u64)> {
+    /// Kinds of which events were left out and none has come since.
+    fn take_unreported(&mut self, second: u64) -> Vec<(Key, u64)> {
         let is_due =
-            |flow: &Flow| flow.suppressed > 0 && second.saturating_sub(flow.second) >= UNTOLD_SECONDS_MAX;
+            |flow: &Flow| flow.suppressed > 0 && second.saturating_sub(flow.second) >= UNREPORTED_SECONDS_MAX;
         let due = self.flows.iter_mut().filter(|(_, flow)| is_due(flow));
         due.map(|(key, flow)| (key.clone(), std::mem::take(&mut flow.suppressed))).collect()
     }

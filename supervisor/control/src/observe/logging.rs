@@ -1,5 +1,5 @@
 //! Log lines, to standard error. Writing happens on a thread of its own behind a bounded channel: a
-//! standard error that nobody reads costs log lines, never time.
+//! standard error that is not read costs log lines, never time.
 
 use std::io::{self, IsTerminal, Write};
 use std::str::FromStr;
@@ -59,7 +59,7 @@ pub fn init(format: LogFormat, selection: Selection<'_>) -> Result<(), String> {
     std::thread::Builder::new()
         .name("log".into())
         .spawn(move || {
-            // Whoever goes on without a log fails unseen. The keeper ends the workers.
+            // A supervisor without a log fails unseen. The keeper ends the workers.
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_lines(&received))).is_err() {
                 std::process::exit(1);
             }
@@ -104,7 +104,7 @@ fn send(lines: &SyncSender<Vec<u8>>, line: Vec<u8>) {
     }
 }
 
-/// Waits until the lines logged so far are written, or until it is plain that nobody reads them.
+/// Waits until the lines logged so far are written, or until it is plain that they are not read.
 pub fn settle() {
     let began = Instant::now();
     while WAITING.load(Ordering::Acquire) > 0 && began.elapsed() < SETTLE_WITHIN {
@@ -112,7 +112,7 @@ pub fn settle() {
     }
 }
 
-/// A word alone is a level: as a filter, a misspelt one would name a target that nobody logs to.
+/// A word alone is a level: as a filter, a misspelt one would name a target that does not exist.
 fn filter(level: &str) -> Result<EnvFilter, String> {
     let fail =
         |error| format!("'{level}' is no log level: write error, warn, info, debug or trace ({error})");
@@ -130,7 +130,7 @@ fn write_lines(received: &Receiver<Vec<u8>>) {
         if dropped > 0 {
             let _ = writeln!(out, "{dropped} log lines were dropped: standard error is not read fast enough");
         }
-        // A closed standard error leaves nobody to tell.
+        // With a closed standard error it cannot be told.
         let _ = out.write_all(&line);
         WAITING.fetch_sub(1, Ordering::Release);
     }

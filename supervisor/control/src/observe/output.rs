@@ -253,7 +253,7 @@ impl Lines {
             let Some(oldest) = self.kept.pop_front() else { break };
             self.bytes -= oldest.len();
         }
-        // Nobody may be following.
+        // There may be no follower.
         let _ = self.live.send(line);
     }
 }

@@ -40,7 +40,7 @@ impl SpanThread {
     }
 }
 
-/// Starts the thread, if anybody takes spans: the log, by its level for `bulkhead::job`, or a collector, by the
+/// Starts the thread, if spans are taken: the log, by its level for `bulkhead::job`, or a collector, by the
 /// environment.
 pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(SpanSender, SpanThread)>> {
     let is_logged = tracing::enabled!(target: "bulkhead::job", tracing::Level::DEBUG);
@@ -57,7 +57,7 @@ pub fn start(pulse: Arc<SharedCounters>, fate: &Fate) -> io::Result<Option<(Span
     let run = move || {
         runtime.block_on(take_spans(spans, is_logged, collector, &pulse));
         drop(alive);
-        // Somebody may still look for the collector's address, which nothing can interrupt.
+        // A thread may still look for the collector's address, which nothing can interrupt.
         runtime.shutdown_background();
     };
     fate.spawn("spans", run)?;

@@ -21,7 +21,7 @@ impl Format {
         }
     }
 
-    /// What a scraper's `Accept` asks for: the one of greater weight, of equals the first. Whoever asks for
+    /// What a scraper's `Accept` asks for: the one of greater weight, of equals the first. A scraper that asks for
     /// neither gets OpenMetrics.
     pub(crate) fn asked(accept: &str) -> Self {
         let mut best = None;

@@ -137,7 +137,7 @@ impl Export {
 
     /// Sends what is left, as far as there is time.
     pub(super) async fn finish(&mut self) {
-        // Whoever has not taken them for some time will not now: nobody waits for that.
+        // A collector that has not taken them for some time will not now: that is not waited for.
         let is_hopeful = self.pause == PAUSE_MIN;
         if is_hopeful {
             let _ = tokio::time::timeout(FINISH_WITHIN, self.send_all()).await;

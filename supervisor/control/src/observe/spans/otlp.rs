@@ -20,7 +20,7 @@ const TRACES_ENDPOINT: &str = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT";
 /// The address of a collector, to which the path for spans is added.
 const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
-/// As whose the spans are shown.
+/// The service that the spans are shown of.
 const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
 
 const SERVICE_NAME_DEFAULT: &str = "bulkhead";
@@ -37,7 +37,7 @@ const STATUS_ERROR: u32 = 2;
 /// The span's own flags: sampled; and its parent is, as is known, in another process.
 const FLAGS: u32 = 0x01 | 0x100 | 0x200;
 
-/// Who takes spans.
+/// The collector of spans.
 #[derive(Debug)]
 pub(super) struct Collector {
     endpoint: Uri,
@@ -60,7 +60,7 @@ impl SendError {
         Self { why: why.to_string(), is_worth_another: true }
     }
 
-    /// Whoever was to send it is gone.
+    /// The thread that was to send it is gone.
     pub(super) fn ended() -> Self {
         Self::again("it was broken off")
     }
