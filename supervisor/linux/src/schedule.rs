@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use crate::errno;
 
-/// Asks for a shorter slice for this thread, of the ordinary policy: at its end those who wait for this processor have
-/// their turn, and who has a shorter slice waits less for those with a longer one. Its share of the processor stays
-/// as it is. Errors are those of `sched_setattr(2)`; Linux before 6.12 accepts it without effect.
+/// Asks for a shorter slice for this thread and those that it starts: at its end, threads that wait for this processor
+/// have their turn, and a thread with a shorter slice waits less for those with a longer one. The share of the
+/// processor stays as it is. A thread whose scheduling policy is not the ordinary one is left alone. Errors are those of
+/// `sched_setattr(2)`; Linux before 6.12 accepts the slice without effect.
 #[expect(unsafe_code, reason = "sched_setattr has no safe form")]
 pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
     let size = size_of::<libc::sched_attr>();
@@ -15,6 +16,9 @@ pub fn shorten_slice(slice: Duration) -> rustix::io::Result<()> {
     // SAFETY: the kernel writes at most so many bytes to what outlives the call.
     let told = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
     errno::check(told)?;
+    if ![libc::SCHED_OTHER, libc::SCHED_BATCH].contains(&(attributes.sched_policy as i32)) {
+        return Ok(());
+    }
     attributes.size = size as u32;
     attributes.sched_runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
     // SAFETY: the kernel reads so many bytes of what outlives the call.
