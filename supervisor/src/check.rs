@@ -124,7 +124,7 @@ fn start(
         Err(why) => return Err(format!("failed to start {}: {why}", program.describe())),
     };
     let ready = shake_hands(link, program, bulkhead);
-    // Who closes its link is about to end, and is to say how; else it is killed.
+    // A worker that closes its link is about to end, and is to say how; else it is killed.
     let patience = if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
     let exit = match ended(keeper, worker, patience)? {
         Some(exit) => exit,

@@ -19,7 +19,7 @@ const FILE_BYTES: u64 = 64 << 20;
 /// there is another one.
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
-    // Caught, it does not end the process, and is not inherited: who writes is told by the error.
+    // Caught, it does not end the process, and is not inherited: a write is told of it by its error.
     signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
     Ok(())
 }

@@ -32,7 +32,7 @@ fn main() -> ExitCode {
 fn printed(written: io::Result<()>) -> ExitCode {
     match written.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            // A closed standard error leaves nobody to tell.
+            // With a closed standard error it cannot be told.
             let _ = writeln!(io::stderr(), "error: failed to write to standard output: {error}");
             ExitCode::from(UNWRITTEN)
         }
@@ -57,7 +57,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
     let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {
-            // A closed standard error leaves nobody to tell.
+            // With a closed standard error it cannot be told.
             let _ = writeln!(io::stderr(), "{}", errors.render(io::stderr().is_terminal()));
             return ExitCode::from(USAGE);
         }

@@ -163,7 +163,7 @@ fn open_http(http: &HttpConfig) -> Result<(std::net::TcpListener, Token), RunErr
     Ok((socket, token))
 }
 
-/// A folder that was there before keeps its mode, and may keep out whom the entries of `[[access]]` let in.
+/// A folder that was there before keeps its mode, and may keep out users that the entries of `[[access]]` let in.
 fn warn_of_closed_folder(socket: &Path) {
     const OTHERS_SEARCH: u32 = 0o011;
     let Some(folder) = socket.parent() else { return };
@@ -178,7 +178,7 @@ fn warn_of_closed_folder(socket: &Path) {
     }
 }
 
-/// Descriptors that whoever reaches the address of `http` can take up: connections, and jobs that need a
+/// Descriptors that clients of the address of `http` can take up: connections, and jobs that need a
 /// connection to the data plane, which has two ends.
 const DESCRIPTORS_HTTP: u64 = control::TCP_CONNECTIONS_MAX as u64 + 2 * control::JOBS_MAX as u64;
 

@@ -99,7 +99,7 @@ pub(super) enum Presence {
     Leaving,
 }
 
-/// Who shares the workers of a bulkhead.
+/// What shares the workers of a bulkhead.
 pub(super) enum Layout {
     /// All tenants, in this compartment.
     Shared(CompartmentIndex),

@@ -53,7 +53,7 @@ impl Allowance {
     }
 
     /// How many crashes were not reported, if that is to be told now.
-    fn untold(&mut self, now: Time) -> Option<u64> {
+    fn take_unreported(&mut self, now: Time) -> Option<u64> {
         let is_due = self.told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
         if self.skipped == 0 || !is_due {
             return None;
@@ -63,7 +63,7 @@ impl Allowance {
     }
 }
 
-/// Who died, and how.
+/// Which worker died, and how.
 struct Finding {
     victim: Victim,
     cause: Cause,
@@ -216,8 +216,9 @@ impl DataPlane {
         for bulkhead in self.bulkheads.indices() {
             let Some(entry) = self.bulkheads.get_mut(bulkhead) else { continue };
             let allowances = [&mut entry.crash_allowance, &mut entry.start_failures.allowance];
-            let untold = allowances.map(|allowance| (allowance.untold(now), allowance.skipped > 0));
-            for (skipped, is_waiting) in untold {
+            let unreported =
+                allowances.map(|allowance| (allowance.take_unreported(now), allowance.skipped > 0));
+            for (skipped, is_waiting) in unreported {
                 if let Some(skipped) = skipped {
                     let what = What::CrashesNotReported { crashes: skipped, reported_per_second: 1 };
                     self.bulkhead_event(Severity::Warning, bulkhead, what);
@@ -278,11 +279,11 @@ mod tests {
             let is_reported = allowance.take(now);
             reported += u32::from(is_reported);
             allowance.skipped += u64::from(!is_reported);
-            told += allowance.untold(now).unwrap_or(0);
+            told += allowance.take_unreported(now).unwrap_or(0);
         }
         assert_eq!(reported, BURST + 59);
         let later = Time::ZERO + Duration::from_secs(90);
-        assert_eq!(told + allowance.untold(later).unwrap_or(0), 6000 - u64::from(reported));
+        assert_eq!(told + allowance.take_unreported(later).unwrap_or(0), 6000 - u64::from(reported));
         assert!((0..20).filter(|_| allowance.take(later)).count() == BURST as usize, "a pause fills it up");
     }
 }

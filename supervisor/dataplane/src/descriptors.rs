@@ -1,4 +1,4 @@
-//! Descriptors that clients and workers send along with their bytes. Nobody asked for them, and to close one can
+//! Descriptors that clients and workers send along with their bytes. No protocol has them, and to close one can
 //! take as long as its sender likes, so that the data plane never does.
 //!
 //! Linux 6.16 refuses them to the sender. On an older kernel the data plane takes them, with room for as many as
@@ -82,7 +82,7 @@ impl Intake {
         }
     }
 
-    /// Closes a socket that somebody else could write to.
+    /// Closes a socket that another process could write to.
     pub(crate) fn close(&self, socket: UnixStream) {
         if let Self::Closing(closers) = self {
             closers.close(socket);
@@ -172,7 +172,7 @@ impl Closers {
 
 fn close_all(coming: &Mutex<Receiver<Unwanted>>, backlog: &Backlog) {
     loop {
-        // Whoever waits has the lock, and gives it back before it closes anything.
+        // A thread that waits has the lock, and gives it back before it closes anything.
         let next = coming.lock().unwrap_or_else(PoisonError::into_inner).recv();
         match next {
             Ok(Unwanted::Descriptors(descriptors)) => {

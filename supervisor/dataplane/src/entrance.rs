@@ -1,4 +1,4 @@
-//! Where clients come in: the jobs socket's listener, which can become another one, and who may pass.
+//! Where clients come in: the jobs socket's listener, which can become another one, and which clients may pass.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -286,7 +286,7 @@ pub struct Parts {
     pub keeper: Keeper,
     /// Where notices go.
     pub notices: Speaker,
-    /// Where the spans of sampled jobs go, if anybody takes them.
+    /// Where the spans of sampled jobs go, if they are taken.
     pub spans: Option<SpanSender>,
     /// Counts for the control plane.
     pub pulse: Arc<SharedCounters>,
@@ -404,7 +404,7 @@ impl DataPlane {
         Ok(())
     }
 
-    /// Clients, who wants to be one, and whether the control plane has something to say.
+    /// Clients, connections that want to be one, and whether the control plane has something to say.
     fn hear_others(&mut self, events: &Events) -> io::Result<()> {
         for event in events {
             match (event.token(), Endpoint::of(event.token())) {

@@ -29,7 +29,7 @@ const TENANT_BYTES: usize = 512;
 /// Entries of a list of waiting jobs that may be about jobs that wait no more.
 const STALE_MAX: usize = 64;
 
-/// What is held for a job, and for whom.
+/// What is held for a job, and its holder.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Charge {
     holder: Holder,
@@ -132,7 +132,7 @@ impl JobData {
 }
 
 impl DataPlane {
-    /// Who a job is held for: its client, for the bulkhead that has it.
+    /// The holder of a job: its client, for the bulkhead that has it.
     fn holder_of(&mut self, session: SessionId, bulkhead: BulkheadIndex) -> Holder {
         match self.sessions.holder(session) {
             Some(connection) => self.memory.shares.leaf(connection, bulkhead),

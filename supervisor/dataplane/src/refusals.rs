@@ -1,11 +1,11 @@
-//! Telling operators who is turned away, at either socket and with single jobs: each once at first, and then
+//! Telling operators which clients are turned away, at either socket and with single jobs: each once at first, and then
 //! now and then how often. However many come, what is told of them is bounded.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use bulkhead_api::{Severity, What};
-use bulkhead_plane::entry::{Door, Refusal};
+use bulkhead_plane::entry::{Refusal, SocketKind};
 use bulkhead_policy::Time;
 use bulkhead_shared::RejectReason;
 
@@ -18,69 +18,75 @@ const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Users and bulkheads that are told of each by itself; all others are told of together.
 const TOLD_MAX: usize = 64;
 
-/// Whose refusals are told of together.
+/// What refusals are told of together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Whose {
+enum Subject {
     /// A user's. Its processes come and go as it likes.
     User(u32),
     /// Those of the workers of a bulkhead; `None` if it cannot be told of which.
     Worker(Option<BulkheadIndex>),
-    /// Those of users beyond [`TOLD_MAX`], and of whom nothing is known.
+    /// Users beyond [`TOLD_MAX`], and clients of which nothing is known.
     Others,
 }
 
 /// What was told, and what was not yet.
 pub(super) struct Told {
     at: Time,
-    untold: u64,
-    last: (Door, Refusal),
+    unreported: u64,
+    last: (SocketKind, Refusal),
 }
 
-/// Who was turned away lately.
+/// Clients that were turned away lately.
 #[derive(Default)]
-pub(super) struct Refusals(HashMap<Whose, Told>);
+pub(super) struct Refusals(HashMap<Subject, Told>);
 
 impl Refusals {
-    /// Whose it is counted as.
-    fn whose(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>) -> Whose {
-        let whose = match refusal.peer {
-            _ if !refusal.line.is_empty() => Whose::Worker(worker(&refusal.line)),
-            Some(peer) => Whose::User(peer.uid),
-            None => Whose::Others,
+    /// What it is counted as.
+    fn subject(&self, refusal: &Refusal, worker: impl FnOnce(&[u32]) -> Option<BulkheadIndex>) -> Subject {
+        let subject = match refusal.peer {
+            _ if !refusal.line.is_empty() => Subject::Worker(worker(&refusal.line)),
+            Some(peer) => Subject::User(peer.uid),
+            None => Subject::Others,
         };
         // There are no more bulkheads than the file has; users can be as many as there are numbers.
-        let is_known = self.0.contains_key(&whose) || matches!(whose, Whose::Worker(_));
-        if is_known || self.0.len() < TOLD_MAX { whose } else { Whose::Others }
+        let is_known = self.0.contains_key(&subject) || matches!(subject, Subject::Worker(_));
+        if is_known || self.0.len() < TOLD_MAX { subject } else { Subject::Others }
     }
 
     /// Takes one in. Returns it if it is to be told now.
-    fn add(&mut self, now: Time, whose: Whose, door: Door, refusal: Refusal) -> Option<(Door, Refusal)> {
-        if let Some(told) = self.0.get_mut(&whose) {
-            told.untold += 1;
-            told.last = (door, refusal);
+    fn add(
+        &mut self,
+        now: Time,
+        subject: Subject,
+        socket: SocketKind,
+        refusal: Refusal,
+    ) -> Option<(SocketKind, Refusal)> {
+        if let Some(told) = self.0.get_mut(&subject) {
+            told.unreported += 1;
+            told.last = (socket, refusal);
             return None;
         }
-        self.0.insert(whose, Told { at: now, untold: 0, last: (door, refusal.clone()) });
-        Some((door, refusal))
+        self.0.insert(subject, Told { at: now, unreported: 0, last: (socket, refusal.clone()) });
+        Some((socket, refusal))
     }
 
     /// A bulkhead's place is another's from here on.
     pub(super) fn forget(&mut self, bulkhead: BulkheadIndex) {
-        self.0.remove(&Whose::Worker(Some(bulkhead)));
+        self.0.remove(&Subject::Worker(Some(bulkhead)));
     }
 
-    /// What has become due, and how many each stands for. Who was quiet is forgotten.
-    fn due(&mut self, now: Time) -> Vec<(Whose, u64, Door, Refusal)> {
+    /// What has become due, and how many each stands for. A subject that was quiet is forgotten.
+    fn due(&mut self, now: Time) -> Vec<(Subject, u64, SocketKind, Refusal)> {
         let mut due = Vec::new();
-        self.0.retain(|&whose, told| {
+        self.0.retain(|&subject, told| {
             if now < told.at + TELL_AGAIN_AFTER {
                 return true;
             }
-            if told.untold == 0 {
+            if told.unreported == 0 {
                 return false;
             }
-            let (door, refusal) = told.last.clone();
-            due.push((whose, std::mem::take(&mut told.untold), door, refusal));
+            let (socket, refusal) = told.last.clone();
+            due.push((subject, std::mem::take(&mut told.unreported), socket, refusal));
             told.at = now;
             true
         });
@@ -90,18 +96,18 @@ impl Refusals {
 
 impl DataPlane {
     /// A connection was turned away.
-    pub(super) fn note_refusal(&mut self, door: Door, refusal: Refusal) {
+    pub(super) fn note_refusal(&mut self, socket: SocketKind, refusal: Refusal) {
         let worker = |line: &[u32]| self.bulkhead_of_line(line);
-        let whose = self.entrance.refusals.whose(&refusal, worker);
-        if let Some((door, refusal)) = self.entrance.refusals.add(self.now, whose, door, refusal) {
-            self.tell_refusal(whose, 1, door, &refusal);
+        let subject = self.entrance.refusals.subject(&refusal, worker);
+        if let Some((socket, refusal)) = self.entrance.refusals.add(self.now, subject, socket, refusal) {
+            self.tell_refusal(subject, 1, socket, &refusal);
         }
         self.want_housekeeping();
     }
 
     pub(super) fn look_after_refusals(&mut self) {
-        for (whose, count, door, refusal) in self.entrance.refusals.due(self.now) {
-            self.tell_refusal(whose, count, door, &refusal);
+        for (subject, count, socket, refusal) in self.entrance.refusals.due(self.now) {
+            self.tell_refusal(subject, count, socket, &refusal);
         }
         if !self.entrance.refusals.0.is_empty() {
             self.want_housekeeping();
@@ -115,21 +121,21 @@ impl DataPlane {
         Some(self.compartments[link.compartment].bulkhead)
     }
 
-    fn tell_refusal(&mut self, whose: Whose, count: u64, door: Door, refusal: &Refusal) {
-        let (socket, reason) = (door.name().into(), refusal.reason.name().into());
+    fn tell_refusal(&mut self, subject: Subject, count: u64, socket: SocketKind, refusal: &Refusal) {
+        let (socket, reason) = (socket.name().into(), refusal.reason.name().into());
         let (uid, gid) = (refusal.peer.map(|peer| peer.uid), refusal.peer.map(|peer| peer.gid));
         let pid = refusal.peer.and_then(|peer| peer.pid);
         let (message, refused) = (refusal.message.to_string(), count);
-        match whose {
+        match subject {
             // No honest worker does that.
-            Whose::Worker(bulkhead) => {
+            Subject::Worker(bulkhead) => {
                 let what = What::WorkerRefused { socket, uid, gid, pid, reason, message, refused };
                 match bulkhead {
                     Some(bulkhead) => self.bulkhead_event(Severity::Critical, bulkhead, what),
                     None => self.event(Severity::Critical, None, what),
                 }
             }
-            Whose::User(_) | Whose::Others => {
+            Subject::User(_) | Subject::Others => {
                 let is_forbidden = refusal.reason == RejectReason::Forbidden;
                 // Others have gone before they could be looked at, as probes do.
                 let severity = if is_forbidden { Severity::Warning } else { Severity::Info };
@@ -157,10 +163,10 @@ mod tests {
         let mut told = 0;
         for n in 0..100_000u32 {
             let refusal = refusal(n % 1000, &[]);
-            let whose = refusals.whose(&refusal, |_| None);
-            told += usize::from(refusals.add(Time::ZERO, whose, Door::Jobs, refusal).is_some());
+            let subject = refusals.subject(&refusal, |_| None);
+            told += usize::from(refusals.add(Time::ZERO, subject, SocketKind::Jobs, refusal).is_some());
         }
-        // All those who have no place of their own have one together.
+        // All subjects without a place of their own have one together.
         assert_eq!((told, refusals.0.len()), (TOLD_MAX + 1, TOLD_MAX + 1));
         assert!(refusals.due(Time::ZERO).is_empty());
         let later = Time::ZERO + TELL_AGAIN_AFTER;
@@ -173,13 +179,13 @@ mod tests {
         // Workers are not lost in a crowd.
         for uid in 0..100 {
             let refusal = refusal(uid, &[]);
-            let whose = refusals.whose(&refusal, |_| None);
-            refusals.add(later, whose, Door::Jobs, refusal);
+            let subject = refusals.subject(&refusal, |_| None);
+            refusals.add(later, subject, SocketKind::Jobs, refusal);
         }
         let (worker, place) = (refusal(7, &[3, 2, 1]), BulkheadIndex::from_number(5));
         assert_eq!(
-            refusals.whose(&worker, |line| (line == [3, 2, 1]).then_some(place)),
-            Whose::Worker(Some(BulkheadIndex::from_number(5)))
+            refusals.subject(&worker, |line| (line == [3, 2, 1]).then_some(place)),
+            Subject::Worker(Some(BulkheadIndex::from_number(5)))
         );
         assert_eq!(worker.reason, RejectReason::Forbidden);
     }

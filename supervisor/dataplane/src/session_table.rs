@@ -101,7 +101,7 @@ impl Sessions {
         }
     }
 
-    /// Who what this session sends is held for.
+    /// The holder of what this session sends.
     pub(super) fn holder(&self, id: SessionId) -> Option<Holder> {
         Some(self.of(id)?.holder)
     }

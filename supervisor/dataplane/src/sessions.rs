@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_plane::access::Grant;
-use bulkhead_plane::entry::{self, Door, Refusal};
+use bulkhead_plane::entry::{self, Refusal, SocketKind};
 use bulkhead_policy::{Event, Time};
 use bulkhead_shared::client_protocol::Refused;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
@@ -25,7 +25,7 @@ use super::turns::Standing;
 use super::{DataPlane, Endpoint, INTEREST, Incoming, JobData, memory};
 use bulkhead_linux::peer::Peer;
 
-/// Connections that one turn of the loop takes. Clients that are in come first: to find out who comes is work.
+/// Connections that one turn of the loop takes. Clients that are in come first: to find out their identity is work.
 const ACCEPTS_PER_TURN: usize = 4;
 
 /// The time after which it takes no further one.
@@ -57,7 +57,7 @@ pub(super) struct Session {
     pub(super) outbox: Outbox,
     /// By request number: the job, and whose it is.
     pub(super) requests: HashMap<u64, (CompartmentIndex, JobId), RandomState>,
-    /// Who what it sends is held for.
+    /// The holder of what it sends.
     pub(super) holder: Holder,
     /// As last added to the totals of the plane.
     pub(super) counted_held: Counted,
@@ -152,10 +152,10 @@ impl DataPlane {
         self.want_housekeeping();
         if let Some(refusal) = refusal {
             self.refuse_session(index, refusal.reason, &refusal.message);
-            // At once: a crowd that is turned away must not take the descriptors of those who are in.
+            // At once: a crowd that is turned away must not take the descriptors of clients that are in.
             self.flush_session(index);
             if refusal.reason != RejectReason::Overloaded {
-                self.note_refusal(Door::Jobs, refusal);
+                self.note_refusal(SocketKind::Jobs, refusal);
             }
         }
     }
@@ -207,7 +207,7 @@ impl DataPlane {
         index
     }
 
-    /// Who connected, and what they may do; or why they may not come in. The cheap looks come first.
+    /// The client that connected, and what it may do; or why it may not come in. The cheap looks come first.
     fn admit(&mut self, socket: &UnixStream) -> Result<(Peer, Grant), Refusal> {
         let peer = entry::peer_of(socket)?;
         let grant = self.entrance.access.grant(peer, socket);

@@ -1,4 +1,4 @@
-//! Who holds how much of the memory for what waits, and who has to give some of it back when another needs room.
+//! How much of the memory for what waits each holder has, and which has to give some of it back when another needs room.
 //!
 //! Holders are a tree: users, their connections, the bulkheads that these have jobs in. One alone may hold
 //! everything. When there is no room left, a holder below an equal share of what its parent has gets room
@@ -16,7 +16,7 @@ pub(super) struct Holder(u32);
 
 const ROOT: Holder = Holder(0);
 
-/// Who holds, at the top.
+/// A holder, at the top.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
     /// Clients of this user.
@@ -36,7 +36,7 @@ pub(super) enum Kind {
     Fixed,
 }
 
-/// Who is to give.
+/// The holder that is to give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Giver {
     /// Its half-received frame; it is a connection, or what one holds in a bulkhead.
@@ -189,7 +189,7 @@ impl Shares {
         most / self.nodes[0].active.max(1)
     }
 
-    /// Who gives when more than `most` is held, to make room for what a connection holds for a bulkhead; `None` if it
+    /// The giver when more than `most` is held, to make room for what a connection holds for a bulkhead; `None` if it
     /// is not, or only by what cannot be given, or by holders that are within their share.
     pub(super) fn giver(
         &mut self,

@@ -18,7 +18,7 @@ const PARTS_PER_TURN: usize = 256;
 /// A snapshot that is being made.
 pub(super) struct SnapshotInPieces {
     reply: oneshot::Sender<Vec<Snapshot>>,
-    /// Bulkheads that are still to be looked at: their places, and who is there.
+    /// Bulkheads that are still to be looked at: their places, and the names of those there.
     wanted: VecDeque<(BulkheadIndex, Arc<str>)>,
     begun: Option<Begun>,
     done: Vec<Snapshot>,

@@ -1,5 +1,5 @@
 //! The spans of jobs, as far as the data plane makes them: each sampled job gets one that continues its caller's
-//! trace, if anybody takes spans. Its worker is told of it, and its end is handed on as it is, unrendered.
+//! trace, if spans are taken. Its worker is told of it, and its end is handed on as it is, unrendered.
 
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU64;

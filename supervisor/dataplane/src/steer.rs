@@ -8,7 +8,7 @@ use bulkhead_api::{
 use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use bulkhead_plane::command::{Command, SteerError, Verb};
 use bulkhead_plane::confinement::Sandbox;
-use bulkhead_plane::entry::Door;
+use bulkhead_plane::entry::SocketKind;
 use bulkhead_plane::notices::Milestone;
 use bulkhead_plane::program::TenantNumbers;
 use bulkhead_policy::{BreakerState, Change as Numbers, Event, Limits, RateLimit, RatePer};
@@ -65,7 +65,7 @@ impl DataPlane {
                 let _ = accepted.send(self.replay(order, done));
             }
             Command::Client { socket, place, uid } => self.welcome_own(socket, place, uid),
-            Command::Refused { refusal, .. } => self.note_refusal(Door::Admin, refusal),
+            Command::Refused { refusal, .. } => self.note_refusal(SocketKind::Admin, refusal),
             Command::Reload { reload, reply } => {
                 let done = self.reload(*reload);
                 self.reporter.states_have_changed();

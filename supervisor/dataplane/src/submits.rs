@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bulkhead_plane::access::{self, Grant};
-use bulkhead_plane::entry::{Door, Refusal};
+use bulkhead_plane::entry::{Refusal, SocketKind};
 use bulkhead_policy::{Event, Submission};
 use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
 use bulkhead_shared::codec::{self, Extensions, tag};
@@ -189,7 +189,7 @@ impl DataPlane {
             && let Some(&bulkhead) = self.bulkheads.by_name.get(name)
         {
             let priority = Priority::from_code(submit.priority).unwrap_or_default();
-            // Who may not speak for a tenant does not count as it.
+            // A client that may not speak for a tenant does not count as it.
             let is_forbidden = reason == RejectReason::Forbidden;
             let tenant = if is_forbidden { "" } else { submit.tenant };
             self.count_refused(bulkhead, (priority, self.label_of(tenant)), reason);
@@ -200,7 +200,7 @@ impl DataPlane {
             session.peer
         });
         if let (RejectReason::Forbidden, Some(peer)) = (reason, peer) {
-            self.note_refusal(Door::Jobs, Refusal::forbidden(peer, message.to_owned()));
+            self.note_refusal(SocketKind::Jobs, Refusal::forbidden(peer, message.to_owned()));
         }
         let verdict = Verdict::Rejected { reason, message: message.to_owned() };
         let retry_after = reason.is_retryable().then_some(Duration::from_secs(1));

@@ -1,4 +1,4 @@
-//! Tenants that are kept apart: which of them have workers, and who has to give them up for another.
+//! Tenants that are kept apart: which of them have workers, and which has to give them up for another.
 //!
 //! A tenant's compartment is remembered with its rate limit, breaker and restart history when its workers are
 //! gone, so that a tenant cannot shed its past by a pause. Those that have rested for longest are forgotten.
@@ -129,7 +129,7 @@ impl DataPlane {
         self.reporter.is_quiet = false;
     }
 
-    // Who has workers.
+    // Tenants with workers.
 
     /// Whether a tenant without workers can have some: there is room for one more, or another is idle, or more
     /// are on their way out than are waited for.
@@ -211,7 +211,7 @@ impl DataPlane {
         }
     }
 
-    /// Gives places that have become free to those who wait for one, and has the idle make room for the rest.
+    /// Gives places that have become free to tenants that wait for one, and has the idle make room for the rest.
     pub(super) fn settle_tenants(&mut self) {
         while let Some(bulkhead) = self.bulkheads.unsettled.pop() {
             // It may have been removed meanwhile.

@@ -60,7 +60,7 @@ struct User {
     left: usize,
 }
 
-/// Who waits to be read.
+/// Sessions that wait to be read.
 #[derive(Default)]
 pub(super) struct Turns {
     users: HashMap<Uid, User, RandomState>,

@@ -1,4 +1,4 @@
-//! Who comes in at either socket, beyond what the one or the other asks: a process that can be told, and none
+//! The process that comes in at either socket, beyond what the one or the other asks: a process that can be told, and none
 //! that descends from here.
 
 use std::os::fd::AsFd;
@@ -10,14 +10,14 @@ use bulkhead_linux::peer::{Descent, Outsiders, Peer};
 
 /// One of the supervisor's sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Door {
-    /// Where jobs come in.
+pub enum SocketKind {
+    /// For jobs.
     Jobs,
-    /// Where operators come in.
+    /// For operators.
     Admin,
 }
 
-impl Door {
+impl SocketKind {
     /// As events have it.
     pub fn name(self) -> &'static str {
         match self {
@@ -27,26 +27,26 @@ impl Door {
     }
 }
 
-/// Why somebody is turned away.
+/// Why a client is turned away.
 #[derive(Clone, Debug)]
 pub struct Refusal {
-    /// What they are told: this and the message.
+    /// What it is told: this and the message.
     pub reason: RejectReason,
-    /// What they are told, in a sentence.
+    /// What it is told, in a sentence.
     pub message: String,
-    /// Who they are; `None` if that cannot be told.
+    /// The client; `None` if it cannot be identified.
     pub peer: Option<Peer>,
     /// Of a process that descends from this one: its line of ancestors up to here, itself the first.
     pub line: Vec<u32>,
 }
 
 impl Refusal {
-    /// Of somebody who is known, and may not.
+    /// Of a client that is known, and may not.
     pub fn forbidden(peer: Peer, message: String) -> Self {
         Self { reason: RejectReason::Forbidden, message, peer: Some(peer), line: Vec::new() }
     }
 
-    /// Of somebody of whom too little can be told.
+    /// Of a client of which too little can be told.
     pub fn unknown(peer: Option<Peer>, error: &std::io::Error) -> Self {
         // Without a descriptor to look with, it is for want of room.
         let is_full =
@@ -61,7 +61,7 @@ impl Refusal {
     }
 }
 
-/// Whoever connected this socket.
+/// The process that connected this socket.
 pub fn peer_of(socket: &impl AsFd) -> Result<Peer, Refusal> {
     Peer::of(socket).map_err(|error| Refusal::unknown(None, &error))
 }
