@@ -39,7 +39,7 @@ pub(crate) async fn run(args: &Args, bench: &Bench) -> Result<u8, Failure> {
     print(args, bench, &seen.tally, seconds)?;
     Ok(match seen.last_bad {
         _ if is_cut_short => exit::CANCELLED,
-        Some(code) if seen.tally.latencies.is_empty() => code,
+        Some(code) if seen.tally.latencies.total() == 0 => code,
         _ => exit::OK,
     })
 }
@@ -70,12 +70,13 @@ async fn lane(template: Job, until: Instant, seen: Arc<Mutex<Seen>>) {
 }
 
 fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) -> Result<(), Failure> {
-    let quantile = |share| tally.latencies.quantile(share).map(|latency| latency.as_secs_f64() * 1e3);
     let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0)];
     let rate = tally.jobs() as f64 / seconds;
     if args.json {
-        let latency: serde_json::Map<_, _> =
-            shares.iter().map(|(name, share)| ((*name).to_owned(), json!(quantile(*share)))).collect();
+        let latency: serde_json::Map<_, _> = shares
+            .iter()
+            .map(|(name, share)| ((*name).to_owned(), json!(tally.quantile_ms(*share))))
+            .collect();
         let object = json!({
             "bulkhead": bench.request.name, "concurrency": bench.concurrency, "seconds": seconds,
             "jobs": tally.jobs(), "jobs_per_second": rate, "outcomes": tally.outcomes, "latency_ms": latency,
@@ -91,7 +92,7 @@ fn print(args: &Args, bench: &Bench, tally: &Tally, seconds: f64) -> Result<(), 
         output::line(&format!("{count:>10}  {}", output::harmless(name)))?;
     }
     for (name, share) in shares {
-        if let Some(latency) = quantile(share) {
+        if let Some(latency) = tally.quantile_ms(share) {
             output::line(&format!("{name:>10}  {latency:.3} ms"))?;
         }
     }

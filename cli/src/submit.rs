@@ -205,9 +205,7 @@ fn summarise(tally: &Tally, took: Duration) {
     let quantiles = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)];
     let text: Vec<String> = quantiles
         .iter()
-        .filter_map(|(name, share)| {
-            Some(format!("{name} {:.3} ms", tally.latencies.quantile(*share)?.as_secs_f64() * 1e3))
-        })
+        .filter_map(|(name, share)| Some(format!("{name} {:.3} ms", tally.quantile_ms(*share)?)))
         .collect();
     if !text.is_empty() {
         output::note(&format!("latency of ok: {}", text.join(", ")));

@@ -9,6 +9,7 @@ mod answers;
 mod change;
 mod crash;
 mod events;
+mod histogram;
 mod outcome;
 mod reload;
 mod snapshot;
@@ -24,6 +25,7 @@ pub use crash::{
     PAYLOADS_BYTES_MAX, Replay, ReplayVerdict, ReplayedJob, Stage, Summary, Usage, Victim,
 };
 pub use events::{Event, Severity, What};
+pub use histogram::Histogram;
 pub use outcome::{JobOutcome, Problem};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
 pub use snapshot::{Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker};

@@ -4,114 +4,10 @@
 
 use std::time::Duration;
 
+use bulkhead_api::Histogram;
 use bulkhead_policy::{Bulkhead, Counters, Limits, Time};
 
-use crate::latency::{bucket_of, upper_bound};
-
-/// What was seen is forgotten when it is between one and two of these old.
-pub const WINDOW: Duration = Duration::from_secs(3600);
-
-/// Something in the present window of time and in the one before it. The windows of all begin together.
-#[derive(Clone, Debug, Default)]
-pub struct Pair<T> {
-    pub current: T,
-    pub previous: T,
-    number: u64,
-}
-
-impl<T: Default> Pair<T> {
-    /// Whether the present window is another one by now.
-    #[inline]
-    pub fn is_over(&self, now: Time) -> bool {
-        number_of(now) != self.number
-    }
-
-    /// Forgets what is too old.
-    #[inline]
-    pub fn roll(&mut self, now: Time) {
-        let number = number_of(now);
-        if number == self.number {
-            return;
-        }
-        let full = std::mem::take(&mut self.current);
-        self.previous = if number == self.number + 1 { full } else { T::default() };
-        self.number = number;
-    }
-
-    /// Since when there may be something in it.
-    fn began(&self) -> Time {
-        Time::ZERO + WINDOW * u32::try_from(self.number.saturating_sub(1)).unwrap_or(u32::MAX)
-    }
-}
-
-impl<T> Pair<T> {
-    /// The present window and the one before it.
-    #[inline]
-    pub fn both(&self) -> [&T; 2] {
-        [&self.current, &self.previous]
-    }
-}
-
-fn number_of(now: Time) -> u64 {
-    now.since(Time::ZERO).as_secs() / WINDOW.as_secs()
-}
-
-/// How much weight lies at which value, in the buckets of latencies: off by at most a sixteenth. It has as many
-/// buckets as the largest value needs.
-#[derive(Clone, Debug, Default)]
-pub struct Weights {
-    buckets: Vec<u64>,
-    total: u64,
-    max: u64,
-}
-
-impl Weights {
-    fn record(&mut self, value: u64, weight: u64) {
-        let bucket = bucket_of(value);
-        if self.buckets.len() <= bucket {
-            self.buckets.resize(bucket + 1, 0);
-        }
-        self.buckets[bucket] = self.buckets[bucket].saturating_add(weight);
-        self.total = self.total.saturating_add(weight);
-        self.max = self.max.max(value);
-    }
-
-    /// Both together.
-    pub fn and(mut self, other: &Self) -> Self {
-        if self.buckets.len() < other.buckets.len() {
-            self.buckets.resize(other.buckets.len(), 0);
-        }
-        for (own, others) in self.buckets.iter_mut().zip(&other.buckets) {
-            *own = own.saturating_add(*others);
-        }
-        self.total = self.total.saturating_add(other.total);
-        self.max = self.max.max(other.max);
-        self
-    }
-
-    /// The weight of all.
-    pub fn total(&self) -> u64 {
-        self.total
-    }
-
-    /// The largest value; 0 if there is none.
-    pub fn max(&self) -> u64 {
-        self.max
-    }
-
-    /// The value that this share of the weight lies at or below; 0 if there is none.
-    pub fn quantile(&self, share: f64) -> u64 {
-        let rank = ((self.total as f64 * share).ceil() as u64).max(1);
-        let mut seen = 0_u64;
-        for (bucket, weight) in self.buckets.iter().enumerate() {
-            seen = seen.saturating_add(*weight);
-            if seen >= rank {
-                return upper_bound(bucket).min(self.max);
-            }
-        }
-        self.max
-    }
-}
+use crate::windows::Pair;
 
 /// How a compartment stands since some moment.
 #[derive(Clone, Copy, Debug, Default)]
@@ -148,12 +44,12 @@ fn permits_of(limits: &Limits) -> u64 {
 #[derive(Clone, Debug, Default)]
 pub struct Window {
     /// By jobs in flight and waiting together, in nanoseconds.
-    pub demand: Weights,
+    pub demand: Histogram,
     /// By jobs waiting, in nanoseconds.
-    pub queued: Weights,
+    pub queued: Histogram,
     /// By microseconds that a job ran, and that it waited before.
-    pub run_us: Weights,
-    pub wait_us: Weights,
+    pub run_us: Histogram,
+    pub wait_us: Histogram,
     /// How long jobs were in flight, all of them together, in nanoseconds.
     pub in_flight_ns: u128,
     /// What the limits in force had to do with.
@@ -164,7 +60,7 @@ pub struct Window {
 #[derive(Clone, Debug, Default)]
 pub struct Bound {
     /// By jobs in flight, in nanoseconds. Its total is the time with jobs.
-    pub in_flight: Weights,
+    pub in_flight: Histogram,
     /// How long no permit was free, and how long workers were missing.
     pub full_ns: u64,
     pub short_ns: u64,
@@ -326,23 +222,9 @@ mod tests {
         Counters { submitted, ..Counters::default() }
     }
 
-    fn concurrency(observation: &Observation) -> Weights {
+    fn concurrency(observation: &Observation) -> Histogram {
         let [current, previous] = observation.windows.both();
         current.bound.in_flight.clone().and(&previous.bound.in_flight)
-    }
-
-    #[test]
-    fn quantiles_are_those_of_time() {
-        let mut weights = Weights::default();
-        assert_eq!((weights.quantile(0.99), weights.max(), weights.total()), (0, 0, 0));
-        weights.record(3, 985);
-        weights.record(7, 10);
-        weights.record(1_000_000, 5);
-        assert_eq!((weights.quantile(0.5), weights.quantile(0.985)), (3, 3));
-        assert_eq!((weights.quantile(0.99), weights.quantile(1.0)), (7, 1_000_000));
-        let mut other = Weights::default();
-        other.record(3, u64::MAX);
-        assert_eq!(weights.and(&other).total(), u64::MAX, "sums stay where they are at their end");
     }
 
     #[test]

@@ -28,4 +28,5 @@ pub mod service;
 pub mod span;
 pub mod tally;
 pub mod threads;
+pub mod windows;
 pub mod worker_ids;

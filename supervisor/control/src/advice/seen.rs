@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_api::{Late, Marks, Seen, Text};
+use bulkhead_api::{Histogram, Late, Marks, Seen, Text};
 use bulkhead_shared::RejectReason;
 
 use super::{ENOUGH_JOBS, ENOUGH_TIME, SHRINK_AFTER};
 use bulkhead_config::format_duration;
-use bulkhead_plane::demand::{Observation, Weights};
+use bulkhead_plane::demand::Observation;
 
 /// Reasons of rejections that more permits or more places in the queue would have spared.
 const TURNED_AWAY: [RejectReason; 4] =
@@ -26,7 +26,7 @@ pub(crate) struct Work {
 /// From what the data plane has counted and what its workers used.
 pub(crate) fn seen(observation: &Observation, work: Work) -> Seen {
     let [current, previous] = observation.windows.both();
-    let whole = |of: fn(&bulkhead_plane::demand::Window) -> &Weights| of(current).clone().and(of(previous));
+    let whole = |of: fn(&bulkhead_plane::demand::Window) -> &Histogram| of(current).clone().and(of(previous));
     let (run, wait) = (whole(|w| &w.run_us), whole(|w| &w.wait_us));
     let in_flight = whole(|w| &w.bound.in_flight);
     let busy_ns = in_flight.total();
@@ -103,11 +103,11 @@ pub(super) fn lost(seen: &Seen) -> impl Iterator<Item = (&'static str, u64)> {
     turned_away_by(seen).chain(waited_in_vain_by(seen))
 }
 
-fn counts(weights: &Weights) -> Marks<u64> {
+fn counts(weights: &Histogram) -> Marks<u64> {
     Marks { p50: weights.quantile(0.5), p99: weights.quantile(0.99), max: weights.max() }
 }
 
-fn millis(micros: &Weights) -> Marks<f64> {
+fn millis(micros: &Histogram) -> Marks<f64> {
     let Marks { p50, p99, max } = counts(micros);
     Marks { p50: p50 as f64 / 1e3, p99: p99 as f64 / 1e3, max: max as f64 / 1e3 }
 }

@@ -15,7 +15,8 @@ use crate::advice::{Machine, Setup, Work, advise, seen};
 use crate::observe::process;
 use bulkhead_config::{BulkheadConfig, Program, Resource};
 use bulkhead_plane::command::Command;
-use bulkhead_plane::demand::{InForce, Pair};
+use bulkhead_plane::demand::InForce;
+use bulkhead_plane::windows::Pair;
 
 /// How often workers are looked at.
 const LOOK_INTERVAL: Duration = Duration::from_secs(5);
