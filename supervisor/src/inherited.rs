@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bulkhead_config::Config;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 /// Address space that a supervisor takes beside what it buffers: its threads, its tables, its program.
 const ADDRESS_SPACE_BYTES: u64 = 1 << 30;
@@ -20,7 +20,7 @@ const FILE_BYTES: u64 = 64 << 20;
 pub(crate) fn reset_signals() -> io::Result<()> {
     nix::sys::signal::SigSet::empty().thread_set_mask()?;
     // Caught, it does not end the process, and is not inherited: a write is told of it by its error.
-    signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    signal_hook::flag::register(Signal::XFSZ.as_raw(), Arc::new(AtomicBool::new(false)))?;
     Ok(())
 }
 

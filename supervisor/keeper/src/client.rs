@@ -257,21 +257,6 @@ impl Keeper {
         Ok(Report::SpawnFailed { worker, step: "pidfd".to_owned(), error })
     }
 
-    /// Puts a new keeper in the place of this one, which is lost, after [`sweep_after_keeper`]: what is
-    /// said there holds here. Descriptor and process are others then.
-    pub fn replace(&mut self, program: &Path) -> io::Result<()> {
-        self.sweep()?;
-        let ids = self.ids.take();
-        *self = Self::start(program)?;
-        ids.map_or(Ok(()), |ids| self.give(ids))
-    }
-
-    fn sweep(&mut self) -> io::Result<()> {
-        self.process.kill()?;
-        self.process.wait()?;
-        wait::end_all(SWEEP_PATIENCE)
-    }
-
     /// Has the keeper end, with all workers and whatever descends from them, and waits for it: some
     /// milliseconds as a rule, up to a minute if processes cannot be killed.
     pub fn end(self) -> io::Result<()> {
@@ -326,5 +311,7 @@ pub fn become_subreaper() -> io::Result<()> {
 /// Only for a program that called [`become_subreaper`] and has no children of its own: they would be
 /// killed and waited for. Blocks, for some milliseconds as a rule.
 pub fn sweep_after_keeper(mut old: Keeper) -> io::Result<()> {
-    old.sweep()
+    old.process.kill()?;
+    old.process.wait()?;
+    wait::end_all(SWEEP_PATIENCE)
 }

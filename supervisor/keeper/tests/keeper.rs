@@ -407,9 +407,9 @@ fn killed() {
     assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     let workers = || pids.iter().step_by(2);
     wait_until("the workers are dead", PATIENCE, || !workers().any(|&pid| is_there(pid)));
-    fixture.keeper.replace(Path::new("/proc/self/exe")).unwrap();
+    keeper::sweep_after_keeper(fixture.keeper).unwrap();
     assert!(!pids.iter().any(|&pid| is_there(pid)));
-    assert!(matches!(fixture.next(), Report::Started { .. }));
+    let mut fixture = Fixture::start();
     let (worker, _) = fixture.run("exit 4");
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
     keeper::sweep_after_keeper(fixture.keeper).unwrap();

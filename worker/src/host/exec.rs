@@ -7,7 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, ExitCode, ExitStatus};
 use std::sync::Arc;
 
-use bulkhead_linux::rlimits;
+use bulkhead_linux::{rlimits, signals};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{ioctl_fionbio, ioctl_fionread};
@@ -320,8 +320,7 @@ impl Run {
             End::Exited => {}
         }
         if let Some(signal) = status.signal() {
-            let name = nix::sys::signal::Signal::try_from(signal)
-                .map_or_else(|_| format!("signal {signal}"), |signal| signal.as_str().to_owned());
+            let name = signals::known(signal).map_or_else(|| format!("signal {signal}"), str::to_owned);
             let mut message = format!("the program was killed by {name}");
             if !tail.is_empty() {
                 message.push_str(": ");

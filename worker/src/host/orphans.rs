@@ -9,9 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::process_tree::kill_descendants;
-use nix::errno::Errno;
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::Pid;
+use bulkhead_linux::wait::wait4;
+use rustix::io::Errno;
 
 /// A process that survives SIGKILL for so long sits in the kernel; nothing is gained by more patience.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -54,16 +53,16 @@ impl Orphans {
     fn sweep_here(&self) {
         let until = Instant::now() + PATIENCE;
         loop {
-            match waitpid(Pid::from_raw(-1), Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WNOTHREAD)) {
-                Ok(WaitStatus::StillAlive) if Instant::now() < until => {
+            match wait4(-1, libc::WNOHANG | libc::__WNOTHREAD) {
+                Ok((0, ..)) if Instant::now() < until => {
                     let programs = self.programs();
                     // An error means that /proc cannot be read; the next round asks again.
                     let _ = kill_descendants(&programs);
                     drop(programs);
                     std::thread::sleep(Duration::from_micros(500));
                 }
-                Ok(WaitStatus::StillAlive) => return,
-                Ok(_) | Err(Errno::EINTR) => {}
+                Ok((0, ..)) => return,
+                Ok(_) | Err(Errno::INTR) => {}
                 Err(_) => return,
             }
         }
