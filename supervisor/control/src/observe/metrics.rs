@@ -14,9 +14,17 @@ use bulkhead_config::OTHER_TENANTS;
 use bulkhead_plane::scrape::{BulkheadNumbers, ReloadCounts, Scrape};
 use bulkhead_plane::tally::{BOUNDS, Histogram, OUTCOMES};
 
-use families::Family;
+use families::Numbers;
+use itself::Own;
 pub(crate) use text::Format;
 use text::Page;
+
+/// What is told of one moment.
+struct Moment<'m> {
+    scrape: &'m Scrape,
+    reloads: ReloadCounts,
+    residents: &'m Residents,
+}
 
 /// Everything, as one page.
 pub(crate) fn render(
@@ -26,62 +34,56 @@ pub(crate) fn render(
     format: Format,
 ) -> String {
     let mut page = Page::new(format);
-    write(&mut page, scrape, reloads, residents);
+    write(&mut page, &Moment { scrape, reloads, residents });
     page.finish()
 }
 
-fn write(page: &mut Page, scrape: &Scrape, reloads: ReloadCounts, residents: &Residents) {
-    write_jobs(page, &scrape.bulkheads);
-    write_tenants(page, scrape);
-    write_events(page, &scrape.bulkheads);
-    page.family(&families::RELOADS);
-    page.sample(&["success"], reloads.succeeded);
-    page.sample(&["failure"], reloads.rejected);
-    write_gauges(page, &scrape.bulkheads);
-    write_workers(page, &scrape.bulkheads, residents);
-    page.family(&families::CLIENTS);
-    page.sample(&[], scrape.clients);
-    page.family(&families::BUILD_INFO);
-    page.sample(&[env!("CARGO_PKG_VERSION")], 1);
-    page.family(&families::LAST_RELOAD);
-    page.sample(&[], u8::from(reloads.was_successful));
-    write_histogram(page, &families::QUEUE_WAIT, &scrape.bulkheads, |of| &of.tally.queue_wait);
-    write_histogram(page, &families::EXECUTION, &scrape.bulkheads, |of| &of.tally.execution);
-    write_histogram(page, &families::DURATION, &scrape.bulkheads, |of| &of.tally.duration);
-    itself::write(page);
+fn write(page: &mut Page, now: &Moment<'_>) {
+    let own = Own::read();
+    for family in families::ALL {
+        match family.numbers {
+            Numbers::Process(number) => {
+                if let Some(number) = own.as_ref().and_then(number) {
+                    page.family(family);
+                    page.sample(&[], number);
+                }
+                continue;
+            }
+            _ => page.family(family),
+        }
+        for bulkhead in &now.scrape.bulkheads {
+            match family.numbers {
+                Numbers::Each(number) => page.sample(&[&bulkhead.name], number(bulkhead)),
+                Numbers::Of(write) => write(page, bulkhead),
+                Numbers::All(_) | Numbers::Process(_) => break,
+            }
+        }
+        if let Numbers::All(write) = family.numbers {
+            write(page, now);
+        }
+    }
 }
 
-type Bulkheads<'s> = &'s [BulkheadNumbers];
+fn write_submitted(page: &mut Page, of: &BulkheadNumbers) {
+    for priority in Priority::ALL {
+        page.sample(&[&of.name, priority.name()], of.tally.submitted[priority as usize]);
+    }
+}
 
-/// Submitted, and what became of them.
-fn write_jobs(page: &mut Page, bulkheads: Bulkheads<'_>) {
-    page.family(&families::SUBMITTED);
-    for (bulkhead, priority) in by_priority(bulkheads) {
-        page.sample(&[&bulkhead.name, priority.name()], bulkhead.tally.submitted[priority as usize]);
+fn write_jobs(page: &mut Page, of: &BulkheadNumbers) {
+    for priority in Priority::ALL {
+        let counts = OUTCOMES.into_iter().zip(of.tally.jobs[priority as usize]);
+        page.samples(&[&of.name, priority.name()], counts);
     }
-    page.family(&families::JOBS);
-    for (bulkhead, priority) in by_priority(bulkheads) {
-        let counts = OUTCOMES.into_iter().zip(bulkhead.tally.jobs[priority as usize]);
-        page.samples(&[&bulkhead.name, priority.name()], counts);
-    }
-    page.family(&families::REJECTED);
-    for (bulkhead, priority) in by_priority(bulkheads) {
-        let rejected = &bulkhead.tally.rejected[priority as usize];
-        let reasons = RejectReason::ALL.iter().filter(|reason| can_be_counted(**reason));
+}
+
+fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
+    for priority in Priority::ALL {
+        let rejected = &of.tally.rejected[priority as usize];
+        let reasons = RejectReason::ALL.into_iter().filter(|reason| can_be_counted(*reason));
         let counts = reasons.map(|reason| (reason.name(), rejected[usize::from(reason.code())]));
-        page.samples(&[&bulkhead.name, priority.name()], counts);
+        page.samples(&[&of.name, priority.name()], counts);
     }
-    page.family(&families::CRASHED);
-    for bulkhead in bulkheads {
-        let crashed = &bulkhead.tally.crashed;
-        let counts =
-            CrashReason::ALL.iter().map(|reason| (reason.name(), crashed[usize::from(reason.code())]));
-        page.samples(&[&bulkhead.name], counts);
-    }
-}
-
-fn by_priority(bulkheads: Bulkheads<'_>) -> impl Iterator<Item = (&BulkheadNumbers, Priority)> {
-    bulkheads.iter().flat_map(|bulkhead| Priority::ALL.map(|priority| (bulkhead, priority)))
 }
 
 /// A job for a bulkhead that there is not, or of a client that was not let in, belongs to no bulkhead.
@@ -89,88 +91,84 @@ const fn can_be_counted(reason: RejectReason) -> bool {
     !matches!(reason, RejectReason::NotFound | RejectReason::Unauthenticated)
 }
 
-fn write_tenants(page: &mut Page, scrape: &Scrape) {
-    let labels = || scrape.labels.iter().map(String::as_str).chain([OTHER_TENANTS]);
-    page.family(&families::TENANT_JOBS);
-    for bulkhead in &scrape.bulkheads {
-        for (label, tenant) in labels().zip(&bulkhead.tally.tenants) {
-            page.samples(&[&bulkhead.name, label], OUTCOMES.into_iter().zip(tenant.jobs));
+fn write_crashed(page: &mut Page, of: &BulkheadNumbers) {
+    let counts = CrashReason::ALL.map(|reason| (reason.name(), of.tally.crashed[usize::from(reason.code())]));
+    page.samples(&[&of.name], counts);
+}
+
+fn tenant_labels<'m>(now: &Moment<'m>) -> impl Iterator<Item = &'m str> {
+    now.scrape.labels.iter().map(String::as_str).chain([OTHER_TENANTS])
+}
+
+fn write_tenant_jobs(page: &mut Page, now: &Moment<'_>) {
+    for of in &now.scrape.bulkheads {
+        for (label, tenant) in tenant_labels(now).zip(&of.tally.tenants) {
+            page.samples(&[&of.name, label], OUTCOMES.into_iter().zip(tenant.jobs));
         }
-    }
-    page.family(&families::EVICTED);
-    for bulkhead in &scrape.bulkheads {
-        let evicted = bulkhead.tally.tenants.iter().map(|tenant| tenant.evicted);
-        page.samples(&[&bulkhead.name], labels().zip(evicted));
     }
 }
 
-/// What happened on the way.
-fn write_events(page: &mut Page, bulkheads: Bulkheads<'_>) {
-    page.family(&families::FALLBACK);
-    for bulkhead in bulkheads {
-        for tally in &bulkhead.tally.fallback {
-            page.samples(&[&bulkhead.name, &tally.target], OUTCOMES.into_iter().zip(tally.jobs));
-        }
-    }
-    each(page, &families::RETRIES, bulkheads, |of| of.tally.retries);
-    page.family(&families::RESTARTS);
-    for bulkhead in bulkheads {
-        let restarts = &bulkhead.tally.restarts;
-        let counts = RestartCause::ALL.map(|cause| (cause.name(), restarts[cause as usize]));
-        page.samples(&[&bulkhead.name], counts);
-    }
-    page.family(&families::TRANSITIONS);
-    for bulkhead in bulkheads {
-        for from in BreakerState::ALL {
-            let others = BreakerState::ALL.into_iter().filter(|to| *to != from);
-            let counts = others.map(|to| (to.name(), bulkhead.tally.breaker[from as usize][to as usize]));
-            page.samples(&[&bulkhead.name, from.name()], counts);
-        }
-    }
-    each(page, &families::LATE_REPLIES, bulkheads, |of| of.tally.late_replies);
-}
-
-fn write_gauges(page: &mut Page, bulkheads: Bulkheads<'_>) {
-    each(page, &families::ACTIVE, bulkheads, |of| of.active);
-    each(page, &families::LIMIT, bulkheads, |of| of.limit);
-    each(page, &families::QUEUE_LENGTH, bulkheads, |of| of.queued);
-    each(page, &families::QUEUE_CAPACITY, bulkheads, |of| of.queue_capacity);
-    each(page, &families::ELSEWHERE, bulkheads, |of| of.tally.elsewhere);
-    each(page, &families::GUESTS, bulkheads, |of| of.tally.guests);
-    page.family(&families::BREAKER);
-    for bulkhead in bulkheads {
-        let states = BreakerState::ALL.map(|state| (state.name(), u64::from(state == bulkhead.breaker)));
-        page.samples(&[&bulkhead.name], states);
-    }
-    page.family(&families::STATE);
-    for bulkhead in bulkheads {
-        let states = BulkheadState::ALL.map(|state| (state.name(), u64::from(state == bulkhead.state)));
-        page.samples(&[&bulkhead.name], states);
-    }
-    page.family(&families::SERVICE);
-    for bulkhead in bulkheads {
-        let states = Service::ALL.map(|state| (state.name(), u64::from(state == bulkhead.service)));
-        page.samples(&[&bulkhead.name], states);
+fn write_evicted(page: &mut Page, now: &Moment<'_>) {
+    for of in &now.scrape.bulkheads {
+        let evicted = of.tally.tenants.iter().map(|tenant| tenant.evicted);
+        page.samples(&[&of.name], tenant_labels(now).zip(evicted));
     }
 }
 
-fn write_workers(page: &mut Page, bulkheads: Bulkheads<'_>, residents: &Residents) {
-    page.family(&families::WORKERS);
-    for bulkhead in bulkheads {
-        let count = |state| bulkhead.workers.iter().filter(|worker| worker.state == state).count() as u64;
-        page.samples(&[&bulkhead.name], WORKER_STATES.map(|state| (state, count(state))));
+fn write_fallback(page: &mut Page, of: &BulkheadNumbers) {
+    for tally in &of.tally.fallback {
+        page.samples(&[&of.name, &tally.target], OUTCOMES.into_iter().zip(tally.jobs));
     }
-    page.family(&families::WORKER_RSS);
-    for bulkhead in bulkheads {
-        for (slot, rss_bytes) in memory_by_slot(bulkhead, residents).into_iter().enumerate() {
-            page.sample(&[&bulkhead.name, &slot.to_string()], rss_bytes);
+}
+
+fn write_restarts(page: &mut Page, of: &BulkheadNumbers) {
+    page.samples(
+        &[&of.name],
+        RestartCause::ALL.map(|cause| (cause.name(), of.tally.restarts[cause as usize])),
+    );
+}
+
+fn write_transitions(page: &mut Page, of: &BulkheadNumbers) {
+    for from in BreakerState::ALL {
+        let others = BreakerState::ALL.into_iter().filter(|to| *to != from);
+        let counts = others.map(|to| (to.name(), of.tally.breaker[from as usize][to as usize]));
+        page.samples(&[&of.name, from.name()], counts);
+    }
+}
+
+fn write_reloads(page: &mut Page, now: &Moment<'_>) {
+    page.sample(&["success"], now.reloads.succeeded);
+    page.sample(&["failure"], now.reloads.rejected);
+}
+
+fn write_breaker(page: &mut Page, of: &BulkheadNumbers) {
+    page.samples(&[&of.name], BreakerState::ALL.map(|state| (state.name(), u64::from(state == of.breaker))));
+}
+
+fn write_state(page: &mut Page, of: &BulkheadNumbers) {
+    page.samples(&[&of.name], BulkheadState::ALL.map(|state| (state.name(), u64::from(state == of.state))));
+}
+
+fn write_service(page: &mut Page, of: &BulkheadNumbers) {
+    page.samples(&[&of.name], Service::ALL.map(|state| (state.name(), u64::from(state == of.service))));
+}
+
+fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
+    let count = |state| of.workers.iter().filter(|worker| worker.state == state).count() as u64;
+    page.samples(&[&of.name], WORKER_STATES.map(|state| (state, count(state))));
+}
+
+fn write_memory(page: &mut Page, now: &Moment<'_>) {
+    for of in &now.scrape.bulkheads {
+        for (slot, rss_bytes) in memory_by_slot(of, now.residents).into_iter().enumerate() {
+            page.sample(&[&of.name, &slot.to_string()], rss_bytes);
         }
     }
-    page.family(&families::MEMORY_LIMIT);
-    for bulkhead in bulkheads {
-        if let Some(limit) = bulkhead.memory_limit {
-            page.sample(&[&bulkhead.name], limit);
-        }
+}
+
+fn write_memory_limit(page: &mut Page, of: &BulkheadNumbers) {
+    if let Some(limit) = of.memory_limit {
+        page.sample(&[&of.name], limit);
     }
 }
 
@@ -187,39 +185,17 @@ fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64>
     memory
 }
 
-fn write_histogram(
-    page: &mut Page,
-    family: &'static Family,
-    bulkheads: Bulkheads<'_>,
-    histogram: impl Fn(&BulkheadNumbers) -> &Histogram,
-) {
-    page.family(family);
-    for bulkhead in bulkheads {
-        let Histogram { buckets, sum_ns } = histogram(bulkhead);
-        let labels: &[&str] = &[&bulkhead.name];
-        let mut count = 0;
-        let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
-        let up_to = |(bound, own): (&'static str, &u64)| {
-            count += own;
-            (bound, count)
-        };
-        page.buckets(labels, bounds.zip(buckets).map(up_to));
-        page.line("_count", labels, count);
-        page.line("_sum", labels, *sum_ns as f64 / 1e9);
-    }
-}
-
-/// A family with one sample for each bulkhead.
-fn each(
-    page: &mut Page,
-    family: &'static Family,
-    bulkheads: Bulkheads<'_>,
-    number: impl Fn(&BulkheadNumbers) -> u64,
-) {
-    page.family(family);
-    for bulkhead in bulkheads {
-        page.sample(&[&bulkhead.name], number(bulkhead));
-    }
+fn write_histogram(page: &mut Page, of: &BulkheadNumbers, Histogram { buckets, sum_ns }: &Histogram) {
+    let labels: &[&str] = &[&of.name];
+    let mut count = 0;
+    let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
+    let up_to = |(bound, own): (&'static str, &u64)| {
+        count += own;
+        (bound, count)
+    };
+    page.buckets(labels, bounds.zip(buckets).map(up_to));
+    page.line("_count", labels, count);
+    page.line("_sum", labels, *sum_ns as f64 / 1e9);
 }
 
 #[cfg(test)]
@@ -227,7 +203,7 @@ mod tests {
     use std::fmt::Write as _;
     use std::fs;
 
-    use super::families::{ALL, Kind};
+    use super::families::{ALL, Family, Kind};
     use super::*;
 
     const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
@@ -236,10 +212,14 @@ mod tests {
     fn every_family_is_told_once_and_in_order() {
         let scrape = Scrape { clients: 0, labels: Vec::new().into(), bulkheads: Vec::new() };
         let mut page = Page::new(Format::OpenMetrics);
-        write(&mut page, &scrape, ReloadCounts::default(), &Residents::default());
+        let residents = Residents::default();
+        write(
+            &mut page,
+            &Moment { scrape: &scrape, reloads: ReloadCounts::default(), residents: &residents },
+        );
         let names: Vec<&str> = ALL.iter().map(|family| family.name).collect();
         assert_eq!(page.families, names);
-        let of_kind = |family: &&&Family| family.kind == Kind::Counter;
+        let of_kind = |family: &&Family| family.kind == Kind::Counter;
         assert!(ALL.iter().filter(of_kind).all(|family| !family.name.ends_with("_total")));
         assert!(
             ALL.iter()

@@ -1,5 +1,11 @@
-//! Every metric: its name, kind, labels, and what it says. The renderer and the documentation take them from
-//! here.
+//! Every metric: its name, kind, labels, what it says, and where its numbers come from. The renderer and the
+//! documentation take them from here.
+
+use bulkhead_plane::scrape::BulkheadNumbers;
+
+use super::itself::Own;
+use super::text::Page;
+use super::{Moment, write_histogram};
 
 /// How the samples of a family are to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,92 +34,109 @@ pub(super) struct Family {
     pub(super) kind: Kind,
     pub(super) labels: &'static [&'static str],
     pub(super) help: &'static str,
+    pub(super) numbers: Numbers,
 }
 
-macro_rules! families {
-    ($($constant:ident = $kind:ident $name:literal [$($label:literal),*] $help:literal;)*) => {
-        $(pub(super) const $constant: Family =
-            Family { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help };)*
+/// Where the samples of a family come from.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Numbers {
+    /// Each bulkhead has one.
+    Each(fn(&BulkheadNumbers) -> u64),
+    /// Each bulkhead has some.
+    Of(fn(&mut Page, &BulkheadNumbers)),
+    /// The supervisor has some.
+    All(fn(&mut Page, &Moment<'_>)),
+    /// Its process has one, as `/proc` says, or that is not to be learnt.
+    Process(fn(&Own) -> Option<f64>),
+}
 
+/// A row for each: kind, name, labels, where its numbers come from, and what it says.
+macro_rules! families {
+    ($($kind:ident $name:literal [$($label:literal),*] $numbers:ident $from:expr, $help:literal;)*) => {
         /// All of them, in the order in which they are told.
-        #[cfg(test)]
-        pub(super) const ALL: &[&Family] = &[$(&$constant,)*];
+        pub(super) static ALL: &[Family] = &[$(Family {
+            name: $name,
+            kind: Kind::$kind,
+            labels: &[$($label),*],
+            help: $help,
+            numbers: Numbers::$numbers($from),
+        },)*];
     };
 }
 
 families! {
-    SUBMITTED = Counter "bulkhead_submitted" ["bulkhead", "priority"]
+    Counter "bulkhead_submitted" ["bulkhead", "priority"] Of super::write_submitted,
         "Jobs that asked to be taken, whatever became of them.";
-    JOBS = Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"]
+    Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"] Of super::write_jobs,
         "Jobs by how they ended, where their clients sent them.";
-    REJECTED = Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"]
+    Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"] Of super::write_rejected,
         "Jobs that were not taken, or had to leave the queue, by why.";
-    CRASHED = Counter "bulkhead_crashed" ["bulkhead", "reason"]
+    Counter "bulkhead_crashed" ["bulkhead", "reason"] Of super::write_crashed,
         "Jobs whose worker or program died, by how.";
-    TENANT_JOBS = Counter "bulkhead_tenant_jobs" ["bulkhead", "tenant", "outcome"]
+    Counter "bulkhead_tenant_jobs" ["bulkhead", "tenant", "outcome"] All super::write_tenant_jobs,
         "The same jobs by tenant; all that have no label of their own are _other.";
-    EVICTED = Counter "bulkhead_evicted" ["bulkhead", "tenant"]
+    Counter "bulkhead_evicted" ["bulkhead", "tenant"] All super::write_evicted,
         "Jobs that left a full queue for a newer one, where they waited.";
-    FALLBACK = Counter "bulkhead_fallback" ["bulkhead", "target", "outcome"]
+    Counter "bulkhead_fallback" ["bulkhead", "target", "outcome"] Of super::write_fallback,
         "Jobs that were passed on to another bulkhead, by how they ended there.";
-    RETRIES = Counter "bulkhead_retries" ["bulkhead"]
+    Counter "bulkhead_retries" ["bulkhead"] Each |of| of.tally.retries,
         "Jobs given to another worker since their own had died.";
-    RESTARTS = Counter "bulkhead_worker_restarts" ["bulkhead", "cause"]
+    Counter "bulkhead_worker_restarts" ["bulkhead", "cause"] Of super::write_restarts,
         "Workers that followed another, by what became of the one before.";
-    TRANSITIONS = Counter "bulkhead_breaker_transitions" ["bulkhead", "from", "to"]
+    Counter "bulkhead_breaker_transitions" ["bulkhead", "from", "to"] Of super::write_transitions,
         "Changes of the breaker's state.";
-    LATE_REPLIES = Counter "bulkhead_late_replies" ["bulkhead"]
+    Counter "bulkhead_late_replies" ["bulkhead"] Each |of| of.tally.late_replies,
         "Replies of workers for jobs that were answered already, or that they never had.";
-    RELOADS = Counter "bulkhead_config_reloads" ["result"]
+    Counter "bulkhead_config_reloads" ["result"] All super::write_reloads,
         "Attempts to put another configuration in force.";
-    ACTIVE = Gauge "bulkhead_active_calls" ["bulkhead"]
+    Gauge "bulkhead_active_calls" ["bulkhead"] Each |of| of.active,
         "Jobs that a worker has and a client waits for.";
-    LIMIT = Gauge "bulkhead_limit" ["bulkhead"]
+    Gauge "bulkhead_limit" ["bulkhead"] Each |of| of.limit,
         "Jobs that may run at once now: max_in_flight for each worker that is ready.";
-    QUEUE_LENGTH = Gauge "bulkhead_queue_length" ["bulkhead"]
+    Gauge "bulkhead_queue_length" ["bulkhead"] Each |of| of.queued,
         "Jobs that wait.";
-    QUEUE_CAPACITY = Gauge "bulkhead_queue_capacity" ["bulkhead"]
+    Gauge "bulkhead_queue_capacity" ["bulkhead"] Each |of| of.queue_capacity,
         "Jobs that may wait; where tenants are apart, of those that have workers.";
-    ELSEWHERE = Gauge "bulkhead_jobs_elsewhere" ["bulkhead"]
+    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Each |of| of.tally.elsewhere,
         "Jobs that a fallback has now, and whose outcome will count here.";
-    GUESTS = Gauge "bulkhead_jobs_guests" ["bulkhead"]
+    Gauge "bulkhead_jobs_guests" ["bulkhead"] Each |of| of.tally.guests,
         "Jobs of other bulkheads that are active or queued here as their fallback, and count there.";
-    BREAKER = Gauge "bulkhead_breaker_state" ["bulkhead", "state"]
+    Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Of super::write_breaker,
         "1 for the state of the breaker, 0 for all others; of several breakers the one that matters most.";
-    STATE = Gauge "bulkhead_state" ["bulkhead", "state"]
+    Gauge "bulkhead_state" ["bulkhead", "state"] Of super::write_state,
         "1 for the state of its workers (starting, ready, degraded, failed, draining), 0 for the others.";
-    SERVICE = Gauge "bulkhead_service" ["bulkhead", "state"]
+    Gauge "bulkhead_service" ["bulkhead", "state"] Of super::write_service,
         "1 for how well it serves (ok, degraded, failing: by how the jobs of the last minute ended), 0 for the others.";
-    WORKERS = Gauge "bulkhead_workers" ["bulkhead", "state"]
+    Gauge "bulkhead_workers" ["bulkhead", "state"] Of super::write_workers,
         "Worker processes by what they are doing.";
-    WORKER_RSS = Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"]
+    Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] All super::write_memory,
         "Resident memory of the worker in a slot; 0 if there is none.";
-    MEMORY_LIMIT = Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"]
+    Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Of super::write_memory_limit,
         "What a worker may hold: the less of cgroup.memory and recycle.rss. Absent without either.";
-    CLIENTS = Gauge "bulkhead_clients" []
+    Gauge "bulkhead_clients" [] All |page, now| page.sample(&[], now.scrape.clients),
         "Connections to the jobs socket.";
-    BUILD_INFO = Gauge "bulkhead_build_info" ["version"]
+    Gauge "bulkhead_build_info" ["version"] All |page, _| page.sample(&[env!("CARGO_PKG_VERSION")], 1),
         "1; the version is in the label.";
-    LAST_RELOAD = Gauge "bulkhead_config_last_reload_successful" []
+    Gauge "bulkhead_config_last_reload_successful" [] All |page, now| page.sample(&[], u8::from(now.reloads.was_successful)),
         "1 if the configuration that was read last is in force.";
-    QUEUE_WAIT = Histogram "bulkhead_queue_wait_seconds" ["bulkhead"]
+    Histogram "bulkhead_queue_wait_seconds" ["bulkhead"] Of |page, of| write_histogram(page, of, &of.tally.queue_wait),
         "How long jobs that were taken waited, also those that never ran.";
-    EXECUTION = Histogram "bulkhead_execution_seconds" ["bulkhead"]
+    Histogram "bulkhead_execution_seconds" ["bulkhead"] Of |page, of| write_histogram(page, of, &of.tally.execution),
         "How long workers had jobs, all attempts together, until they were answered.";
-    DURATION = Histogram "bulkhead_job_duration_seconds" ["bulkhead"]
+    Histogram "bulkhead_job_duration_seconds" ["bulkhead"] Of |page, of| write_histogram(page, of, &of.tally.duration),
         "How long jobs that were taken were here, from their arrival to their answer.";
-    CPU = Counter "process_cpu_seconds" []
+    Counter "process_cpu_seconds" [] Process |own| Some(own.cpu_seconds),
         "Processor time of the supervisor itself, in seconds.";
-    OPEN_FDS = Gauge "process_open_fds" []
+    Gauge "process_open_fds" [] Process |_| Own::open_fds(),
         "Open descriptors of the supervisor.";
-    MAX_FDS = Gauge "process_max_fds" []
+    Gauge "process_max_fds" [] Process |_| Own::max_fds(),
         "Descriptors that it may have.";
-    VIRTUAL = Gauge "process_virtual_memory_bytes" []
+    Gauge "process_virtual_memory_bytes" [] Process |own| Some(own.virtual_bytes),
         "Its virtual memory.";
-    RESIDENT = Gauge "process_resident_memory_bytes" []
+    Gauge "process_resident_memory_bytes" [] Process |own| Some(own.resident_bytes),
         "Its resident memory.";
-    THREADS = Gauge "process_threads" []
+    Gauge "process_threads" [] Process |own| Some(own.threads),
         "Its threads.";
-    START_TIME = Gauge "process_start_time_seconds" []
+    Gauge "process_start_time_seconds" [] Process Own::start_time,
         "When it was started, in seconds since 1970.";
 }

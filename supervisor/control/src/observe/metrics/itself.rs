@@ -4,64 +4,51 @@ use std::fs;
 use std::sync::OnceLock;
 
 use bulkhead_linux::process_tree::read_small;
+use rustix::process::{Resource, getrlimit};
 
-use super::families::{self, Family};
-use super::text::Page;
-
-/// Writes what there is; without `/proc` nothing.
-pub(super) fn write(page: &mut Page) {
-    let Some(own) = read_stat() else { return };
-    let number = |page: &mut Page, family: &'static Family, value: Option<u64>| {
-        if let Some(value) = value {
-            page.family(family);
-            page.sample(&[], value);
-        }
-    };
-    page.family(&families::CPU);
-    page.sample(&[], own.cpu_seconds);
-    number(page, &families::OPEN_FDS, open_fds());
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    number(page, &families::MAX_FDS, limit);
-    number(page, &families::VIRTUAL, Some(own.virtual_bytes));
-    number(page, &families::RESIDENT, Some(own.resident_bytes));
-    number(page, &families::THREADS, Some(own.threads));
-    if let Some(booted) = booted_at() {
-        page.family(&families::START_TIME);
-        page.sample(&[], booted as f64 + own.started_after);
-    }
-}
-
-/// Since Linux 6.2 it is the size of the folder; before, that is 0.
-fn open_fds() -> Option<u64> {
-    let folder = "/proc/self/fd";
-    match fs::metadata(folder).ok()?.len() {
-        0 => Some(fs::read_dir(folder).ok()?.count() as u64),
-        count => Some(count),
-    }
-}
-
-struct Own {
-    cpu_seconds: f64,
-    virtual_bytes: u64,
-    resident_bytes: u64,
-    threads: u64,
+/// What `/proc` says of it, in the units of the metrics.
+pub(super) struct Own {
+    pub(super) cpu_seconds: f64,
+    pub(super) virtual_bytes: f64,
+    pub(super) resident_bytes: f64,
+    pub(super) threads: f64,
     /// Seconds from boot to start.
     started_after: f64,
 }
 
-fn read_stat() -> Option<Own> {
-    let stat = read_small("/proc/self/stat").ok()?;
-    let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
-    // As proc_pid_stat(5) numbers them, from the third on.
-    let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
-    let ticks = rustix::param::clock_ticks_per_second().max(1) as f64;
-    Some(Own {
-        cpu_seconds: (field(14)? + field(15)?) as f64 / ticks,
-        threads: field(20)?,
-        started_after: field(22)? as f64 / ticks,
-        virtual_bytes: field(23)?,
-        resident_bytes: field(24)? * rustix::param::page_size() as u64,
-    })
+impl Own {
+    /// `None` without `/proc`.
+    pub(super) fn read() -> Option<Self> {
+        let stat = read_small("/proc/self/stat").ok()?;
+        let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
+        // As proc_pid_stat(5) numbers them, from the third on.
+        let field = |number: usize| Some(fields.get(number - 3)?.parse::<u64>().ok()? as f64);
+        let ticks = rustix::param::clock_ticks_per_second().max(1) as f64;
+        Some(Self {
+            cpu_seconds: (field(14)? + field(15)?) / ticks,
+            threads: field(20)?,
+            started_after: field(22)? / ticks,
+            virtual_bytes: field(23)?,
+            resident_bytes: field(24)? * rustix::param::page_size() as f64,
+        })
+    }
+
+    /// Since Linux 6.2 it is the size of the folder; before, that is 0.
+    pub(super) fn open_fds() -> Option<f64> {
+        let folder = "/proc/self/fd";
+        match fs::metadata(folder).ok()?.len() {
+            0 => Some(fs::read_dir(folder).ok()?.count() as f64),
+            count => Some(count as f64),
+        }
+    }
+
+    pub(super) fn max_fds() -> Option<f64> {
+        getrlimit(Resource::Nofile).current.map(|limit| limit as f64)
+    }
+
+    pub(super) fn start_time(&self) -> Option<f64> {
+        Some(booted_at()? as f64 + self.started_after)
+    }
 }
 
 /// Seconds since 1970. To learn them the kernel counts all interrupts of all processors, so they are asked for once.

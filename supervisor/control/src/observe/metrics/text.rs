@@ -198,6 +198,7 @@ fn push_escaped(text: &mut String, value: &str) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::families::Numbers;
     use super::*;
 
     #[test]
@@ -231,7 +232,13 @@ mod tests {
 
     #[test]
     fn hostile_values_stay_values() {
-        const FAMILY: Family = Family { name: "x", kind: Kind::Counter, labels: &["a", "b"], help: "Help." };
+        static FAMILY: Family = Family {
+            name: "x",
+            kind: Kind::Counter,
+            labels: &["a", "b"],
+            help: "Help.",
+            numbers: Numbers::Each(|_| 0),
+        };
         for format in [Format::OpenMetrics, Format::Classic] {
             let mut page = Page::new(format);
             page.family(&FAMILY);
