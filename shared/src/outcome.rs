@@ -101,6 +101,16 @@ impl RejectReason {
         )
     }
 
+    /// Whether it is the caller's own doing, and says nothing of how well the bulkhead serves.
+    pub const fn is_callers(self) -> bool {
+        match self {
+            Self::Invalid | Self::TooLarge | Self::NotFound | Self::Unauthenticated | Self::Forbidden => true,
+            Self::RateLimited | Self::TenantQuota | Self::Quarantined => true,
+            Self::Backpressure | Self::QueueFull | Self::QueueTimeout | Self::Shed | Self::Evicted => false,
+            Self::CircuitOpen | Self::Draining | Self::Unavailable | Self::Overloaded => false,
+        }
+    }
+
     /// The HTTP status of the contract's table.
     pub const fn http_status(self) -> u16 {
         match self {

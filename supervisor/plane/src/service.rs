@@ -40,22 +40,12 @@ fn place(verdict: &Verdict) -> Option<usize> {
         Verdict::Ok => Some(OK),
         Verdict::Failed(failure) => (failure.fault == Fault::Dependency).then_some(FAILED),
         Verdict::Rejected { reason, .. } => {
-            (!is_callers(*reason)).then_some(REJECTED + usize::from(reason.code()) - 1)
+            (!reason.is_callers()).then_some(REJECTED + usize::from(reason.code()) - 1)
         }
         Verdict::DeadlineQueued => Some(LATE_QUEUED),
         Verdict::DeadlineRunning => Some(LATE_RUNNING),
         Verdict::Crashed { reason, .. } => Some(CRASHED + usize::from(reason.code()) - 1),
         Verdict::Cancelled { .. } => None,
-    }
-}
-
-const fn is_callers(reason: RejectReason) -> bool {
-    use RejectReason as R;
-    match reason {
-        R::Invalid | R::TooLarge | R::NotFound | R::Unauthenticated | R::Forbidden => true,
-        R::RateLimited | R::TenantQuota | R::Quarantined => true,
-        R::Backpressure | R::QueueFull | R::QueueTimeout | R::Shed | R::Evicted => false,
-        R::CircuitOpen | R::Draining | R::Unavailable | R::Overloaded => false,
     }
 }
 
@@ -261,7 +251,7 @@ mod tests {
             "crashed/signal: 6 of 11 jobs in the last minute; 11 did not end ok"
         );
         assert!(cause(&[(failed(Fault::Dependency), 10)]).starts_with("failed/db_down: 10 of 10"));
-        for reason in RejectReason::ALL.iter().filter(|reason| !is_callers(**reason)) {
+        for reason in RejectReason::ALL.iter().filter(|reason| !reason.is_callers()) {
             let told = cause(&[(Verdict::rejected(*reason), 10)]);
             assert!(told.starts_with(&format!("rejected/{reason}: 10 of 10")), "{told}");
         }
