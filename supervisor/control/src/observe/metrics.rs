@@ -44,12 +44,12 @@ fn write(page: &mut Page, now: &Moment<'_>) {
         match family.numbers {
             Numbers::Process(number) => {
                 if let Some(number) = own.as_ref().and_then(number) {
-                    page.family(family);
+                    page.family(&family.head);
                     page.sample(&[], number);
                 }
                 continue;
             }
-            _ => page.family(family),
+            _ => page.family(&family.head),
         }
         for bulkhead in &now.scrape.bulkheads {
             match family.numbers {
@@ -203,7 +203,8 @@ mod tests {
     use std::fmt::Write as _;
     use std::fs;
 
-    use super::families::{ALL, Family, Kind};
+    use super::families::{ALL, Family};
+    use super::text::Kind;
     use super::*;
 
     const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operations.md");
@@ -217,22 +218,22 @@ mod tests {
             &mut page,
             &Moment { scrape: &scrape, reloads: ReloadCounts::default(), residents: &residents },
         );
-        let names: Vec<&str> = ALL.iter().map(|family| family.name).collect();
+        let names: Vec<&str> = ALL.iter().map(|family| family.head.name).collect();
         assert_eq!(page.families, names);
-        let of_kind = |family: &&Family| family.kind == Kind::Counter;
-        assert!(ALL.iter().filter(of_kind).all(|family| !family.name.ends_with("_total")));
+        let of_kind = |family: &&Family| family.head.kind == Kind::Counter;
+        assert!(ALL.iter().filter(of_kind).all(|family| !family.head.name.ends_with("_total")));
         assert!(
-            ALL.iter()
-                .all(|family| family.help.ends_with('.') && !family.help.contains(['\\', '"', '\n', '|']))
+            ALL.iter().all(|family| family.head.help.ends_with('.')
+                && !family.head.help.contains(['\\', '"', '\n', '|']))
         );
     }
 
     fn table() -> String {
         let mut table = String::from("| name | labels | |\n| --- | --- | --- |\n");
         for family in ALL {
-            let suffix = if family.kind == Kind::Counter { "_total" } else { "" };
-            let labels: Vec<String> = family.labels.iter().map(|label| format!("`{label}`")).collect();
-            let (name, kind, help) = (family.name, family.kind.name(), family.help);
+            let suffix = if family.head.kind == Kind::Counter { "_total" } else { "" };
+            let labels: Vec<String> = family.head.labels.iter().map(|label| format!("`{label}`")).collect();
+            let (name, kind, help) = (family.head.name, family.head.kind.name(), family.head.help);
             writeln!(table, "| `{name}{suffix}` | {} | {kind}: {help} |", labels.join(", ")).unwrap();
         }
         table

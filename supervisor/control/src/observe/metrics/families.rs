@@ -4,36 +4,13 @@
 use bulkhead_plane::scrape::BulkheadNumbers;
 
 use super::itself::Own;
-use super::text::Page;
+use super::text::{Head, Kind, Page};
 use super::{Moment, write_histogram};
-
-/// How the samples of a family are to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// Only ever grows; its samples end in `_total`.
-    Counter,
-    Gauge,
-    Histogram,
-}
-
-impl Kind {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Counter => "counter",
-            Self::Gauge => "gauge",
-            Self::Histogram => "histogram",
-        }
-    }
-}
 
 /// One metric with all its label values.
 #[derive(Debug)]
 pub(super) struct Family {
-    /// Without `_total`.
-    pub(super) name: &'static str,
-    pub(super) kind: Kind,
-    pub(super) labels: &'static [&'static str],
-    pub(super) help: &'static str,
+    pub(super) head: Head,
     pub(super) numbers: Numbers,
 }
 
@@ -55,10 +32,7 @@ macro_rules! families {
     ($($kind:ident $name:literal [$($label:literal),*] $numbers:ident $from:expr, $help:literal;)*) => {
         /// All of them, in the order in which they are told.
         pub(super) static ALL: &[Family] = &[$(Family {
-            name: $name,
-            kind: Kind::$kind,
-            labels: &[$($label),*],
-            help: $help,
+            head: Head { name: $name, kind: Kind::$kind, labels: &[$($label),*], help: $help },
             numbers: Numbers::$numbers($from),
         },)*];
     };

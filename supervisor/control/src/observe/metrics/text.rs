@@ -2,8 +2,6 @@
 
 use std::fmt::{Display, Write as _};
 
-use super::families::{Family, Kind};
-
 /// How metrics are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -55,6 +53,35 @@ impl Format {
     }
 }
 
+/// How the samples of a family are to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Only ever grows; its samples end in `_total`.
+    Counter,
+    Gauge,
+    Histogram,
+}
+
+impl Kind {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+/// What is told of a family before its samples, and of each of them.
+#[derive(Debug)]
+pub(super) struct Head {
+    /// Without `_total`.
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) labels: &'static [&'static str],
+    pub(super) help: &'static str,
+}
+
 /// Room for a page of a few bulkheads; one that is larger grows.
 const PAGE_BYTES: usize = 256 * 1024;
 
@@ -62,7 +89,7 @@ const PAGE_BYTES: usize = 256 * 1024;
 pub(super) struct Page {
     format: Format,
     text: String,
-    family: Option<&'static Family>,
+    family: Option<&'static Head>,
     /// What a group of lines begins with; kept for its memory.
     common: String,
     #[cfg(test)]
@@ -82,14 +109,14 @@ impl Page {
     }
 
     /// Begins a family: the samples that follow are its own.
-    pub(super) fn family(&mut self, family: &'static Family) {
+    pub(super) fn family(&mut self, family: &'static Head) {
         #[cfg(test)]
         self.families.push(family.name);
         let suffix = match (self.format, family.kind) {
             (Format::Classic, Kind::Counter) => "_total",
             _ => "",
         };
-        let Family { name, kind, help, .. } = family;
+        let Head { name, kind, help, .. } = family;
         self.write(format_args!("# HELP {name}{suffix} {help}\n"));
         self.write(format_args!("# TYPE {name}{suffix} {}\n", kind.name()));
         self.family = Some(family);
@@ -102,7 +129,7 @@ impl Page {
 
     /// Samples of a counter or a gauge that differ in the value of the last label.
     pub(super) fn samples<'v>(&mut self, values: &[&str], lasts: impl IntoIterator<Item = (&'v str, u64)>) {
-        let Some(Family { labels: [.., label], .. }) = self.family else { return };
+        let Some(Head { labels: [.., label], .. }) = self.family else { return };
         self.lines(self.suffix(), values, label, lasts);
     }
 
@@ -114,7 +141,7 @@ impl Page {
     /// What the names of samples have behind that of the present family.
     fn suffix(&self) -> &'static str {
         match self.family {
-            Some(Family { kind: Kind::Counter, .. }) => "_total",
+            Some(Head { kind: Kind::Counter, .. }) => "_total",
             _ => "",
         }
     }
@@ -166,7 +193,7 @@ impl Page {
 }
 
 /// The name of a sample and its first labels, which are not closed.
-fn begin(text: &mut String, family: &Family, suffix: &str, values: &[&str]) {
+fn begin(text: &mut String, family: &Head, suffix: &str, values: &[&str]) {
     text.push_str(family.name);
     text.push_str(suffix);
     let mut before = '{';
@@ -198,7 +225,6 @@ fn push_escaped(text: &mut String, value: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::families::Numbers;
     use super::*;
 
     #[test]
@@ -232,13 +258,7 @@ mod tests {
 
     #[test]
     fn hostile_values_stay_values() {
-        static FAMILY: Family = Family {
-            name: "x",
-            kind: Kind::Counter,
-            labels: &["a", "b"],
-            help: "Help.",
-            numbers: Numbers::Each(|_| 0),
-        };
+        static FAMILY: Head = Head { name: "x", kind: Kind::Counter, labels: &["a", "b"], help: "Help." };
         for format in [Format::OpenMetrics, Format::Classic] {
             let mut page = Page::new(format);
             page.family(&FAMILY);
