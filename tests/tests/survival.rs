@@ -183,7 +183,7 @@ fn keepers_that_die_do_not_fail_bulkheads_that_are_idle() {
         supervisor.wait_number("b", "limit", 1);
         kill_pid(supervisor.keeper(), Signal::SIGKILL);
         // Until then the supervisor may not know of it, and its numbers be those of before.
-        supervisor.wait_events("supervisor_trouble", killed);
+        supervisor.wait_events("worker_exited", killed);
     }
     supervisor.wait_number("b", "limit", 1);
     assert_eq!(supervisor.snapshot("b")["state"], "ready");
