@@ -213,7 +213,12 @@ fn every_name_is_there_from_the_first_scrape_on() {
     }
     let target = [("bulkhead", "plain"), ("target", "apart")];
     assert_eq!(page.samples("bulkhead_fallback_total", &target).count(), 6);
-    let alone = ["bulkhead_clients", "bulkhead_config_last_reload_successful", "bulkhead_build_info"];
+    let alone = [
+        "bulkhead_clients",
+        "bulkhead_buffered_bytes",
+        "bulkhead_config_last_reload_successful",
+        "bulkhead_build_info",
+    ];
     let process = [
         "process_cpu_seconds_total",
         "process_open_fds",
@@ -383,6 +388,27 @@ fn jobs_that_are_refused_at_the_door_count() {
 }
 
 // What is counted.
+
+#[test]
+fn bytes_that_wait_are_told_while_they_wait() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 4\n");
+    let held = || page(&supervisor).sum("bulkhead_buffered_bytes", &[]);
+    run(async {
+        let client = connect(&supervisor).await;
+        let first = tokio::spawn(client.job("b", "").operation("steps:wait end").send());
+        supervisor.wait_number("b", "in_flight", 1);
+        let before = held();
+        let second = tokio::spawn(client.job("b", vec![0; 1 << 20]).send());
+        supervisor.wait_number("b", "queued", 1);
+        let waiting = held();
+        assert!((1 << 20..1 << 22).contains(&(waiting - before)), "{before}, then {waiting}");
+        supervisor.touch("end");
+        for job in [first, second] {
+            job.await.unwrap().unwrap();
+        }
+    });
+    wait_for("what waited is given back", || (held() < 1 << 20).then_some(()));
+}
 
 #[test]
 fn evictions_restarts_breakers_and_late_replies_are_counted() {

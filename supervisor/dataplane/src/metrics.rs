@@ -17,6 +17,7 @@ impl DataPlane {
     pub(super) fn scrape(&self) -> Scrape {
         Scrape {
             clients: self.sessions.clients as u64,
+            buffered_bytes: self.memory.shares.held() as u64,
             labels: self.bulkheads.labels.clone(),
             bulkheads: self.told().map(|bulkhead| self.numbers(bulkhead)).collect(),
         }

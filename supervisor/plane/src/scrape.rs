@@ -13,6 +13,8 @@ use crate::tally::Tally;
 pub struct Scrape {
     /// Clients that are connected.
     pub clients: u64,
+    /// Bytes that count towards `max_buffered`.
+    pub buffered_bytes: u64,
     /// The tenants that have a label, sorted.
     pub labels: Arc<[String]>,
     /// The bulkheads that take jobs or have some left.
