@@ -156,7 +156,7 @@ fn describe_job(job: &CrashJob) -> String {
     }
     let bytes = job.payload_bytes;
     let Some(payload) = &job.payload else {
-        put("payload", format!("{bytes} bytes, too large to be kept"));
+        put("payload", format!("{bytes} bytes, not kept"));
         return lines;
     };
     match payload.len() {

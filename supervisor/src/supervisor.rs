@@ -73,8 +73,7 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
     let file = config.clone();
     open_files.leave_room(&mut config);
-    let crash_dir = config.supervisor.crash_dir.as_deref();
-    let store = crashes::Store::open(crash_dir, config.supervisor.crash_keep)?;
+    let store = crashes::Store::of(&config.supervisor)?;
     let (socket_mode, folder_mode) = (config.supervisor.socket_mode, config.supervisor.folder_mode);
     let mut jobs = Bound::bind(&config.supervisor.socket, socket_mode, folder_mode)?;
     let mut admin = Bound::bind(&config.supervisor.admin, ADMIN_MODE, FOLDER_MODE)?;

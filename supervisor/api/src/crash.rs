@@ -253,7 +253,7 @@ pub struct CrashJob {
     /// Whether the worker died before it read the job, which then did nothing to it.
     pub is_unread: bool,
     pub payload_bytes: u64,
-    /// In base64. Absent if there was none, or if it was too large to be kept.
+    /// In base64. Absent if there was none, or if it was not kept.
     #[serde(default, with = "base64_text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub payload: Option<Vec<u8>>,

@@ -7,7 +7,8 @@ use axum::extract::{Path, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::{
-    Cause, CrashId, CrashReport, Crashes, Replay, ReplayVerdict, ReplayedJob, Severity, What,
+    Cause, CrashId, CrashReport, Crashes, PAYLOAD_BYTES_MAX, Replay, ReplayVerdict, ReplayedJob, Severity,
+    What,
 };
 use bulkhead_shared::Verdict;
 use futures_util::stream;
@@ -116,6 +117,9 @@ fn choose(report: &CrashReport, job: Option<usize>) -> Result<Vec<usize>, String
             let job = &report.jobs[one];
             let why = match (job.is_answered, job.payload_bytes) {
                 (true, _) => "its client had been answered before the crash".to_owned(),
+                (false, bytes) if bytes <= PAYLOAD_BYTES_MAX as u64 => {
+                    format!("of its {bytes} bytes the report has none")
+                }
                 (false, bytes) => format!("it has {bytes} bytes, more than a report keeps"),
             };
             Err(format!("the payload of job {one} was not kept: {why}"))

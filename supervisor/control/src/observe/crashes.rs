@@ -15,6 +15,7 @@ use bulkhead_api::{CrashId, CrashReport, Stage, Summary};
 use rustix::fs::RenameFlags;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
+use bulkhead_config::SupervisorConfig;
 use bulkhead_plane::crash::REPORTS_WAITING_MAX;
 use bulkhead_plane::lock::{self, NoLock};
 use bulkhead_plane::threads::Fate;
@@ -78,8 +79,13 @@ struct Entry {
 }
 
 impl Store {
+    /// Reports as the file asks for them.
+    pub fn of(config: &SupervisorConfig) -> Result<Self, OpenError> {
+        Self::open(config.crash_dir.as_deref(), config.crash_keep)
+    }
+
     /// Reports in `folder`, or in memory. A missing folder is made, with mode 0700.
-    pub fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
+    fn open(folder: Option<&Path>, keep: usize) -> Result<Self, OpenError> {
         let open = |path: &Path| {
             Folder::open(path).map_err(|problem| OpenError { folder: path.to_owned(), problem })
         };
