@@ -218,6 +218,28 @@ fn a_large_payload_is_not_kept_and_said_so() {
 }
 
 #[test]
+fn payloads_are_not_kept_where_the_file_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = format!("{}crash_payloads = false\n", kept_in(&folder.path().join("crashes"), 9));
+    let supervisor = Supervisor::start_with(&keys, B);
+    assert_eq!(send(&supervisor, "abort", "my-secret"), "crashed/signal");
+    let report = reports(&supervisor, 1).remove(0);
+    let job = &report["jobs"][0];
+    assert_eq!(
+        (&job["payload"], &job["blake3"], &job["payload_bytes"]),
+        (&Value::Null, &Value::Null, &9.into())
+    );
+    let kept = std::fs::read_to_string(folder.path().join("crashes").join(format!("{}.json", id(&report))));
+    let kept = kept.expect("the report is a file");
+    assert!(!kept.contains("my-secret") && !kept.contains("bXktc2VjcmV0"), "{kept}");
+    let shown = stdout(&command(&supervisor, &["crashes", &id(&report)]));
+    assert!(shown.contains("9 bytes, not kept"), "{shown}");
+    let refused = command(&supervisor, &["replay", &id(&report)]);
+    assert_eq!(refused.status.code(), Some(65));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("of its 9 bytes the report has none"));
+}
+
+#[test]
 fn hostile_names_do_not_reach_a_terminal() {
     let supervisor = Supervisor::start(B);
     let client = Client::connect(supervisor.socket()).unwrap();

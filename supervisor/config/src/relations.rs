@@ -86,6 +86,7 @@ impl Checker<'_> {
             max_buffered: buffered.value,
             crash_dir: self.crash_dir(&raw.crash_dir),
             crash_keep: raw.crash_keep.value(),
+            crash_payloads: raw.crash_payloads.value(),
             tenant_labels: raw.tenant_labels.value(),
             worker_uids: raw.worker_uids.value(),
         }

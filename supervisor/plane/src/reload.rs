@@ -350,6 +350,7 @@ mod tests {
     fn what_holds_at_once_is_put_in_force() {
         let all = "drain_timeout = '1s'\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
                    socket_mode = '0660'\nadmin = '/run/x/a.sock'\ncrash_dir = '/run/x/c'\ncrash_keep = 5\n\
+                   crash_payloads = false\n\
                    tenant_labels = 5\nworker_uids = '7-9'";
         let text = format!("[supervisor]\nsocket = '/run/y/jobs.sock'\n{all}\n{PLAIN}");
         let (before, after) = (parse(PLAIN), config::parse(&text, "/etc/workers.toml".as_ref()).unwrap());

@@ -44,6 +44,9 @@ section! {
     crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload Waits;
     /// Crash reports that are kept: the newest, and beside them as many of workers that never started.
     crash_keep: usize as count(1, CRASH_KEEP_CEILING), default 100, reload Waits;
+    /// Whether crash reports hold the payloads of jobs. Without them a report has their sizes, and no job of it can be
+    /// run again.
+    crash_payloads: bool as Kind::Boolean, default true, reload Waits;
     /// How many tenants have a label of their own in the metrics: those that the file names, from its first bulkhead
     /// to its last, by name, and then those of `[[access]]`. All others are `_other`.
     tenant_labels: usize as count(0, TENANT_LABELS_CEILING), default 50, reload Waits;
@@ -79,6 +82,8 @@ pub struct SupervisorConfig {
     pub crash_dir: Option<PathBuf>,
     /// Crash reports that are kept, at least 1.
     pub crash_keep: usize,
+    /// Whether they hold payloads.
+    pub crash_payloads: bool,
     /// Tenants that have a label of their own in the metrics; see [`Config::labelled_tenants`](crate::Config::labelled_tenants).
     pub tenant_labels: usize,
     /// The ids that workers with [`SandboxUser::Auto`](crate::SandboxUser::Auto) get; `None`: those of [`defaults::WORKER_UIDS`](crate::defaults::WORKER_UIDS), if

@@ -26,6 +26,7 @@ fn what_is_left_out_has_the_documented_default() {
             max_buffered: 512 << 20,
             crash_dir: None,
             crash_keep: 100,
+            crash_payloads: true,
             tenant_labels: 50,
             worker_uids: None,
         }

@@ -123,6 +123,7 @@ max_payload = "32MiB"
 max_buffered = "64MiB"
 crash_dir = "crashes"
 crash_keep = 7
+crash_payloads = false
 tenant_labels = 7
 worker_uids = "200000-200999"
 

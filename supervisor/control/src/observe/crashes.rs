@@ -62,6 +62,8 @@ pub enum ReadError {
 pub struct Store {
     folder: Option<Folder>,
     keep: usize,
+    /// Whether payloads are dropped from reports before they are kept.
+    drops_payloads: bool,
     entries: BTreeMap<CrashId, Entry>,
     /// Those of them that are of workers that never started. As many are kept beside the others, so that neither
     /// pushes the others out.
@@ -81,7 +83,8 @@ struct Entry {
 impl Store {
     /// Reports as the file asks for them.
     pub fn of(config: &SupervisorConfig) -> Result<Self, OpenError> {
-        Self::open(config.crash_dir.as_deref(), config.crash_keep)
+        let store = Self::open(config.crash_dir.as_deref(), config.crash_keep)?;
+        Ok(Self { drops_payloads: !config.crash_payloads, ..store })
     }
 
     /// Reports in `folder`, or in memory. A missing folder is made, with mode 0700.
@@ -130,6 +133,7 @@ impl Store {
 
     fn add(&mut self, mut report: Box<CrashReport>) {
         for job in &mut report.jobs {
+            job.payload = job.payload.take().filter(|_| !self.drops_payloads);
             job.blake3 = job.payload.as_ref().map(|payload| blake3::hash(payload).to_hex().to_string());
         }
         if report.stage == Stage::Starting {
