@@ -831,6 +831,28 @@ fn what_is_refused_and_who_comes_and_goes_does_not_keep_the_supervisor_busy() {
     assert_eq!(served.1.verdict, Verdict::Ok);
 }
 
+#[test]
+fn clients_that_wait_to_be_accepted_for_long_are_told_of() {
+    let supervisor = Supervisor::start("[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\n");
+    let is_over = AtomicBool::new(false);
+    let told = std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    drop(UnixStream::connect(supervisor.socket()));
+                }
+            });
+        }
+        // Also where this fails, so that the threads end.
+        let told = std::panic::catch_unwind(|| supervisor.wait_events("clients_delayed", 1).remove(0));
+        is_over.store(true, Ordering::Relaxed);
+        told.unwrap()
+    });
+    assert!(told["for_ms"].as_u64().unwrap() >= 1000 && told["accepted"].as_u64().unwrap() > 0, "{told}");
+    assert_eq!((&told["severity"], &told["bulkhead"]), (&"warning".into(), &serde_json::Value::Null));
+    is_healthy(&supervisor);
+}
+
 /// What the supervisor's first thread, which is the data plane, has used of the processors.
 fn processor_time(supervisor: &Supervisor) -> Duration {
     let pid = supervisor.pid();

@@ -171,6 +171,8 @@ events! {
     AccessRefused = "access_refused" {
         socket: Text, uid: Option<u32>, gid: Option<u32>, pid: Option<u32>, reason: Text, message: String, refused: u64
     };
+    /// Connections have waited to be accepted for a second or more, since more come than there is time for.
+    ClientsDelayed = "clients_delayed" { for_ms: u64, accepted: u64 };
     /// An operator has put other numbers in force.
     LimitsChanged = "limits_changed" {}
         { max_in_flight: u32, processes: u32, max_queue: u32, rate_limit: Option<Rate>, tenant: String };

@@ -3,7 +3,9 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixListener;
+use std::time::Duration;
 
+use bulkhead_api::What;
 use bulkhead_plane::access::Access;
 use bulkhead_policy::Time;
 use mio::unix::SourceFd;
@@ -23,7 +25,16 @@ pub(super) struct Entrance {
     pub(super) accept_pending: bool,
     /// The time that goes into it.
     pub(super) allowance: Allowance,
+    /// Since when the connections that waited have never all been accepted.
+    delayed_since: Option<Time>,
+    /// How many have been accepted since then.
+    accepted: u64,
+    delay_told_at: Option<Time>,
 }
+
+/// A delay that is told of, and how often.
+const DELAY_MIN: Duration = Duration::from_secs(1);
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
 /// For those who come in: one part in so many of a processor's time.
 const ACCEPT_PART: i64 = 8;
@@ -39,6 +50,9 @@ impl Entrance {
             refusals,
             accept_pending: false,
             allowance: Allowance::one_in(ACCEPT_PART),
+            delayed_since: None,
+            accepted: 0,
+            delay_told_at: None,
         })
     }
 }
@@ -47,6 +61,28 @@ impl Entrance {
     /// When connections are to be accepted, if any wait.
     pub(super) fn accept_at(&self) -> Option<Time> {
         self.accept_pending.then(|| self.allowance.resume_at())
+    }
+
+    pub(super) fn count_accepted(&mut self) {
+        self.accepted += 1;
+    }
+
+    /// No connection waits, or none can be had.
+    pub(super) fn all_accepted(&mut self) {
+        self.accept_pending = false;
+        (self.delayed_since, self.accepted) = (None, 0);
+    }
+
+    /// The time for accepting is used up while connections may wait. Returns what is to be told of that.
+    pub(super) fn delay(&mut self, now: Time) -> Option<What> {
+        let delay = now.since(*self.delayed_since.get_or_insert(now));
+        let is_due = self.delay_told_at.is_none_or(|at| now.since(at) >= TELL_AGAIN_AFTER);
+        if delay < DELAY_MIN || !is_due {
+            return None;
+        }
+        self.delay_told_at = Some(now);
+        let for_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
+        Some(What::ClientsDelayed { for_ms, accepted: self.accepted })
     }
 }
 

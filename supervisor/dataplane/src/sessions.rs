@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bulkhead_api::Severity;
 use bulkhead_plane::access::Grant;
 use bulkhead_plane::entry::{self, Refusal, SocketKind};
 use bulkhead_policy::{Event, Time};
@@ -112,16 +113,25 @@ impl DataPlane {
         self.entrance.accept_pending = true;
         let began = Instant::now();
         for _ in 0..ACCEPTS_PER_TURN {
-            if began.elapsed() > ACCEPT_TIME || !self.entrance.allowance.may_work(self.now) {
+            if began.elapsed() > ACCEPT_TIME {
+                break;
+            }
+            if !self.entrance.allowance.may_work(self.now) {
+                if let Some(what) = self.entrance.delay(self.now) {
+                    self.event(Severity::Warning, None, what);
+                }
                 break;
             }
             let began = Instant::now();
             let accepted = self.entrance.listener.accept();
             match accepted {
-                Ok((socket, _)) => self.welcome_socket(socket),
+                Ok((socket, _)) => {
+                    self.entrance.count_accepted();
+                    self.welcome_socket(socket);
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    self.entrance.accept_pending = false;
+                    self.entrance.all_accepted();
                     if error.kind() != io::ErrorKind::WouldBlock {
                         // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
                         // come twice, so ask again.
