@@ -197,7 +197,7 @@ fn spawned(keeper: &mut Keeper, worker: u64) -> Result<Observed, String> {
     let spawned = wait(keeper, ORDER_PATIENCE, |report| match report {
         Report::Spawned { worker: one, observed, .. } if one == worker => Some(Ok(observed)),
         Report::SpawnFailed { worker: one, step, error } if one == worker => {
-            Some(Err(format!("{step}: {error}{}", bulkhead_dataplane::advice(&step, &error))))
+            Some(Err(format!("{step}: {error}{}", keeper::advice(&step, &error))))
         }
         _ => None,
     })?;

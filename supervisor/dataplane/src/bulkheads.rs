@@ -5,9 +5,10 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bulkhead_config::TenantConfig;
 use bulkhead_plane::demand::{Demand, Level};
 use bulkhead_plane::latency::Latency;
-use bulkhead_plane::program::{Program, TenantNumbers};
+use bulkhead_plane::program::Program;
 use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
 use bulkhead_plane::tally::Tally;
@@ -86,7 +87,7 @@ pub(super) struct BulkheadEntry {
     /// Those of workers that were never ready.
     pub(super) start_failures: StartFailures,
     /// What single tenants have of their own, if all share its workers.
-    pub(super) own: BTreeMap<String, TenantNumbers>,
+    pub(super) own: BTreeMap<String, TenantConfig>,
     pub(super) layout: Layout,
 }
 
@@ -111,7 +112,7 @@ pub(super) enum Layout {
 pub(super) struct Isolated {
     /// The numbers of a tenant that has none of its own.
     pub(super) limits: Limits,
-    pub(super) own: BTreeMap<String, TenantNumbers>,
+    pub(super) own: BTreeMap<String, TenantConfig>,
     pub(super) by_tenant: HashMap<Arc<str>, CompartmentIndex, RandomState>,
     pub(super) max_active: usize,
     /// Compartments with workers that have no job, by how long.
@@ -244,7 +245,7 @@ impl BulkheadEntry {
     }
 
     /// Puts all in force that is not up to its compartments, nor for workers that are started.
-    pub(super) fn put(&mut self, spec: &BulkheadSpec, limits: Limits, own: BTreeMap<String, TenantNumbers>) {
+    pub(super) fn put(&mut self, spec: &BulkheadSpec, limits: Limits, own: BTreeMap<String, TenantConfig>) {
         self.max_payload = spec.max_payload;
         self.max_result = spec.max_result;
         self.heartbeat = limits.health.heartbeat;
@@ -265,7 +266,7 @@ impl BulkheadEntry {
     }
 
     /// The numbers that single tenants have of their own now.
-    pub(super) fn own_numbers(&self) -> &BTreeMap<String, TenantNumbers> {
+    pub(super) fn own_numbers(&self) -> &BTreeMap<String, TenantConfig> {
         match &self.layout {
             Layout::Shared(_) => &self.own,
             Layout::Isolated(isolated) => &isolated.own,

@@ -87,7 +87,6 @@ use keeper_link::KeeperLink;
 use link_table::Links;
 use memory::{Charge, Memory};
 use reporter::Reporter;
-pub use reports::advice;
 use session_table::Sessions;
 use slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex, SlabIndex};
 use spans::Trace;

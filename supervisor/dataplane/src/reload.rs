@@ -7,10 +7,10 @@
 use std::collections::BTreeMap;
 
 use bulkhead_api::{Severity, What};
+use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::SteerError;
 use bulkhead_plane::demand::Demand;
 use bulkhead_plane::limits::DataPlaneLimits;
-use bulkhead_plane::program::TenantNumbers;
 use bulkhead_plane::reload::{BulkheadSpec, Reconfigured, Reload};
 use bulkhead_policy::{Event, Limits};
 
@@ -90,8 +90,8 @@ impl DataPlane {
         bulkhead: BulkheadIndex,
         spec: &BulkheadSpec,
         limits_before: &Limits,
-        own_before: &BTreeMap<String, TenantNumbers>,
-    ) -> (Limits, BTreeMap<String, TenantNumbers>) {
+        own_before: &BTreeMap<String, TenantConfig>,
+    ) -> (Limits, BTreeMap<String, TenantConfig>) {
         let entry = &self.bulkheads[bulkhead];
         let own = own_with_live(own_before, &spec.own, entry.own_numbers());
         let limits = limits_with_live(limits_before, &spec.limits, self.limits_of(bulkhead));
@@ -176,17 +176,17 @@ fn limits_with_live(before: &Limits, after: &Limits, live: &Limits) -> Limits {
 }
 
 fn own_with_live(
-    before: &BTreeMap<String, TenantNumbers>,
-    after: &BTreeMap<String, TenantNumbers>,
-    live: &BTreeMap<String, TenantNumbers>,
-) -> BTreeMap<String, TenantNumbers> {
-    let of = |numbers: &BTreeMap<String, TenantNumbers>, tenant: &String| {
+    before: &BTreeMap<String, TenantConfig>,
+    after: &BTreeMap<String, TenantConfig>,
+    live: &BTreeMap<String, TenantConfig>,
+) -> BTreeMap<String, TenantConfig> {
+    let of = |numbers: &BTreeMap<String, TenantConfig>, tenant: &String| {
         numbers.get(tenant).copied().unwrap_or_default()
     };
     let tenants = after.keys().chain(live.keys());
     let merged = tenants.map(|tenant| {
         let (before, after, live) = (of(before, tenant), of(after, tenant), of(live, tenant));
-        let numbers = TenantNumbers {
+        let numbers = TenantConfig {
             processes: kept(&before.processes, &after.processes, &live.processes),
             max_in_flight: kept(&before.max_in_flight, &after.max_in_flight, &live.max_in_flight),
             max_queue: kept(&before.max_queue, &after.max_queue, &live.max_queue),
@@ -194,5 +194,5 @@ fn own_with_live(
         };
         (tenant.clone(), numbers)
     });
-    merged.filter(|(_, numbers)| *numbers != TenantNumbers::default()).collect()
+    merged.filter(|(_, numbers)| *numbers != TenantConfig::default()).collect()
 }

@@ -75,7 +75,7 @@ impl DataPlane {
                 let message = format!(
                     "failed to start {}: {step}: {error}{}",
                     link.program.describe(),
-                    advice(&step, &error)
+                    keeper::advice(&step, &error)
                 );
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
@@ -323,19 +323,4 @@ fn has_out_of_band(socket: &UnixStream) -> bool {
     let mut entries = [PollFd::new(socket, PollFlags::PRI)];
     rustix::event::poll(&mut entries, Some(&Timespec::default())).is_ok_and(|count| count > 0)
         && entries[0].revents().contains(PollFlags::PRI)
-}
-
-/// What to do about a start that failed, where that can be known.
-pub fn advice(step: &str, error: &io::Error) -> &'static str {
-    let is_step = |name: &str| step == name;
-    if error.kind() != io::ErrorKind::PermissionDenied {
-        return "";
-    }
-    if is_step("exec") || is_step("working directory") || step.starts_with("mount namespace: show") {
-        return " (see whether the worker's user can reach it, and every folder above it)";
-    }
-    if step.starts_with("rlimit") {
-        return " (a limit above the supervisor's own takes CAP_SYS_RESOURCE)";
-    }
-    ""
 }

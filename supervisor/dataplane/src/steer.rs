@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, Rate, Severity, Snapshot, TenantChange, TenantRate, What,
 };
+use bulkhead_config::TenantConfig;
 use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
 use bulkhead_plane::command::{Command, SteerError, Verb};
 use bulkhead_plane::confinement::Sandbox;
 use bulkhead_plane::entry::SocketKind;
 use bulkhead_plane::notices::Milestone;
-use bulkhead_plane::program::TenantNumbers;
 use bulkhead_policy::{BreakerState, Change as Numbers, Event, Limits, RateLimit, RatePer};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
@@ -199,12 +199,12 @@ impl DataPlane {
     }
 
     /// What the only tenant of a compartment has of its own.
-    fn own_numbers(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> TenantNumbers {
+    fn own_numbers(&self, bulkhead: BulkheadIndex, compartment: CompartmentIndex) -> TenantConfig {
         match (&self.bulkheads[bulkhead].layout, &self.compartments[compartment].tenant) {
             (Layout::Isolated(isolated), Some(tenant)) => {
                 isolated.own.get(&**tenant).copied().unwrap_or_default()
             }
-            _ => TenantNumbers::default(),
+            _ => TenantConfig::default(),
         }
     }
 
@@ -249,7 +249,7 @@ impl DataPlane {
         let TenantChange { processes, max_in_flight, max_queue, .. } = *change;
         let numbers = Numbers { processes, max_in_flight, max_queue, rate_limit: rate.map(Some) };
         self.check_tenant(bulkhead, tenant, &numbers)?;
-        let own = TenantNumbers { processes, max_in_flight, max_queue, rate_limit: rate };
+        let own = TenantConfig { processes, max_in_flight, max_queue, rate_limit: rate };
         let all = match &mut self.bulkheads[bulkhead].layout {
             Layout::Isolated(isolated) => {
                 let entry = isolated.own.entry(tenant.to_owned()).or_default();
@@ -427,7 +427,7 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
 /// The relations that a file is held to as well.
 pub(super) fn check_fit(
     limits: &Limits,
-    own: &BTreeMap<String, TenantNumbers>,
+    own: &BTreeMap<String, TenantConfig>,
     max_active: Option<usize>,
 ) -> Result<(), SteerError> {
     let unfit = |message: String| Err(SteerError::Unfit(message));

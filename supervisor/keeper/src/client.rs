@@ -38,6 +38,19 @@ const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
 const WITHHELD: [&str; 6] =
     ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
+/// What to do about a start that failed at this step, where that can be known.
+pub fn advice(step: &str, error: &io::Error) -> &'static str {
+    match step {
+        _ if error.kind() != io::ErrorKind::PermissionDenied => "",
+        "exec" | "working directory" => UNREACHABLE,
+        _ if step.starts_with("mount namespace: show") => UNREACHABLE,
+        _ if step.starts_with("rlimit") => " (a limit above the supervisor's own takes CAP_SYS_RESOURCE)",
+        _ => "",
+    }
+}
+
+const UNREACHABLE: &str = " (see whether the worker's user can reach it, and every folder above it)";
+
 /// News from the keeper.
 ///
 /// Each [`Keeper::spawn`] is answered by either `Spawned`, `Exited` and `Swept`, in this order, or by

@@ -45,7 +45,7 @@ use bulkhead_linux::syscalls;
 use bulkhead_shared::codec;
 use std::io;
 
-pub use client::{Keeper, Report, become_subreaper, sweep_after_keeper};
+pub use client::{Keeper, Report, advice, become_subreaper, sweep_after_keeper};
 pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
 pub use probe::{Ability, TREE_END, probe};
 pub use process::run_as_keeper;

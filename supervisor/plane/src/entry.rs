@@ -3,27 +3,18 @@
 
 use std::os::fd::AsFd;
 
-use bulkhead_shared::RejectReason;
+use bulkhead_shared::{RejectReason, vocabulary};
 use rustix::io::Errno;
 
 use bulkhead_linux::peer::{Descent, Outsiders, Peer};
 
-/// One of the supervisor's sockets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SocketKind {
-    /// For jobs.
-    Jobs,
-    /// For operators.
-    Admin,
-}
-
-impl SocketKind {
-    /// As events have it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Jobs => "jobs",
-            Self::Admin => "admin",
-        }
+vocabulary! {
+    /// One of the supervisor's sockets, as events have it.
+    SocketKind {
+        /// For jobs.
+        Jobs = "jobs",
+        /// For operators.
+        Admin = "admin",
     }
 }
 

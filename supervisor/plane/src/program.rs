@@ -1,10 +1,9 @@
 //! What a bulkhead runs, from the configuration's words to an order for the keeper.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bulkhead_policy::{Limits, OwnNumbers, RateLimit, TenantLimits};
+use bulkhead_policy::{Limits, TenantLimits};
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
 use crate::bounds;
@@ -192,49 +191,11 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
 fn tenants(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> TenantLimits {
     let is_shared = bulkhead.isolation().is_none();
     let shares = bulkhead.tenants.as_ref().filter(|_| is_shared);
-    let own = tenant_numbers(bulkhead).into_iter().filter(|_| is_shared);
+    let own = bulkhead.tenant.iter().filter(|_| is_shared);
     TenantLimits {
         max_in_flight: shares.and_then(|tenants| tenants.max_in_flight),
         max_queue: shares.and_then(|tenants| tenants.max_queue),
-        own: own.map(|(name, numbers)| (name, numbers.of_share())).collect(),
+        own: own.map(|(name, numbers)| (name.clone(), numbers.of_share())).collect(),
         labelled: labels.clone(),
     }
-}
-
-/// One tenant's own numbers, whatever they apply to.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct TenantNumbers {
-    pub processes: Option<u32>,
-    pub max_in_flight: Option<u32>,
-    pub max_queue: Option<u32>,
-    pub rate_limit: Option<RateLimit>,
-}
-
-impl TenantNumbers {
-    /// As a share of common workers.
-    pub fn of_share(&self) -> OwnNumbers {
-        let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
-        OwnNumbers { max_in_flight, max_queue, rate_limit }
-    }
-
-    /// These numbers where they say something, and the others where they do not.
-    pub fn or(self, others: Self) -> Self {
-        Self {
-            processes: self.processes.or(others.processes),
-            max_in_flight: self.max_in_flight.or(others.max_in_flight),
-            max_queue: self.max_queue.or(others.max_queue),
-            rate_limit: self.rate_limit.or(others.rate_limit),
-        }
-    }
-}
-
-/// The tenants of a bulkhead that have numbers of their own.
-pub fn tenant_numbers(bulkhead: &BulkheadConfig) -> BTreeMap<String, TenantNumbers> {
-    let numbers = |tenant: &config::TenantConfig| TenantNumbers {
-        processes: tenant.processes,
-        max_in_flight: tenant.max_in_flight,
-        max_queue: tenant.max_queue,
-        rate_limit: tenant.rate_limit,
-    };
-    bulkhead.tenant.iter().map(|(name, tenant)| (name.clone(), numbers(tenant))).collect()
 }

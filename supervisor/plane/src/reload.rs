@@ -14,8 +14,8 @@ use serde_json::{Map, Value};
 use crate::access::Access;
 use crate::confinement::SandboxSupport;
 use crate::limits::DataPlaneLimits;
-use crate::program::{self, Program, TenantNumbers};
-use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig};
+use crate::program::{self, Program};
+use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
 
 /// One bulkhead of a file, as the data plane works with it.
 pub struct BulkheadSpec {
@@ -23,7 +23,7 @@ pub struct BulkheadSpec {
     pub program: Arc<Program>,
     pub limits: Limits,
     /// Tenants with numbers of their own.
-    pub own: BTreeMap<String, TenantNumbers>,
+    pub own: BTreeMap<String, TenantConfig>,
     pub max_payload: u64,
     pub max_result: u64,
     pub fallback: Arc<[Arc<str>]>,
@@ -38,7 +38,7 @@ pub struct Reconfigured {
     pub spec: BulkheadSpec,
     /// What the file said before: what was changed live since is told from it.
     pub limits_before: Limits,
-    pub own_before: BTreeMap<String, TenantNumbers>,
+    pub own_before: BTreeMap<String, TenantConfig>,
     pub replaces_workers: bool,
 }
 
@@ -75,7 +75,7 @@ impl BulkheadSpec {
             name: bulkhead.name.as_str().into(),
             program: Arc::new(Program::new(bulkhead, inputs.host, inputs.support)),
             limits: program::limits(bulkhead, inputs.labels),
-            own: program::tenant_numbers(bulkhead),
+            own: bulkhead.tenant.clone(),
             max_payload: bulkhead.max_payload,
             max_result: bulkhead.max_result,
             fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
@@ -168,7 +168,7 @@ pub fn prepare(
         Some(Reconfigured {
             spec: settle(bulkhead),
             limits_before: program::limits(old, inputs.labels),
-            own_before: program::tenant_numbers(old),
+            own_before: old.tenant.clone(),
             replaces_workers: change.replaces_workers,
         })
     });

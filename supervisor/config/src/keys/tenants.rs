@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::RateLimit;
+use bulkhead_policy::{OwnNumbers, RateLimit};
 use bulkhead_shared::limits::TENANT_BYTES_MAX;
 use serde::Serialize;
 use toml::de::DeValue;
@@ -91,7 +91,7 @@ pub struct IsolationConfig {
 }
 
 /// `[bulkhead.NAME.tenant.TENANT]`: one tenant's own numbers, each in place of what every tenant has.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct TenantConfig {
     /// At least 1. Jobs of this tenant in flight: with isolation per worker, else in the whole bulkhead.
     pub max_in_flight: Option<u32>,
@@ -102,6 +102,24 @@ pub struct TenantConfig {
     /// How fast jobs of this tenant may come; always per tenant.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,
+}
+
+impl TenantConfig {
+    /// As a share of common workers.
+    pub fn of_share(&self) -> OwnNumbers {
+        let Self { max_in_flight, max_queue, rate_limit, .. } = *self;
+        OwnNumbers { max_in_flight, max_queue, rate_limit }
+    }
+
+    /// These numbers where they say something, and the others where they do not.
+    pub fn or(self, others: Self) -> Self {
+        Self {
+            max_in_flight: self.max_in_flight.or(others.max_in_flight),
+            max_queue: self.max_queue.or(others.max_queue),
+            processes: self.processes.or(others.processes),
+            rate_limit: self.rate_limit.or(others.rate_limit),
+        }
+    }
 }
 
 /// One tenant's table.

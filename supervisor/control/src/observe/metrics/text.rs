@@ -2,6 +2,8 @@
 
 use std::fmt::{Display, Write as _};
 
+use bulkhead_shared::vocabulary;
+
 /// How metrics are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -53,22 +55,13 @@ impl Format {
     }
 }
 
-/// How the samples of a family are to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// Only ever grows; its samples end in `_total`.
-    Counter,
-    Gauge,
-    Histogram,
-}
-
-impl Kind {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Counter => "counter",
-            Self::Gauge => "gauge",
-            Self::Histogram => "histogram",
-        }
+vocabulary! {
+    /// How the samples of a family are to be read.
+    Kind {
+        /// Only ever grows; its samples end in `_total`.
+        Counter = "counter",
+        Gauge = "gauge",
+        Histogram = "histogram",
     }
 }
 
