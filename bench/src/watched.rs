@@ -150,7 +150,7 @@ pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
             if let Some(watcher) = &mut watcher
                 && watcher.has_ended()?
             {
-                return Err("whoever watched has gone".into());
+                return Err("the watcher has gone".into());
             }
         }
         let [Some(alone), Some(elsewhere), Some(watched)] = found else {

@@ -81,7 +81,7 @@ pub(crate) enum Command {
     Resize(Resize),
     /// Say what the limits of the bulkheads should be, or those of one of them, from what was seen, and why
     ///
-    /// Looks at the last one to two hours: how many jobs were in flight and waited, who was turned away, how long
+    /// Looks at the last one to two hours: how many jobs were in flight and waited, which were turned away, how long
     /// jobs took, and what workers used. Ends with what to type, and what to paste into the file.
     Advise {
         /// Which bulkhead

@@ -242,7 +242,7 @@ async fn open(path: &Path) -> Result<Arc<Requests>, ConnectError> {
     let socket = connect(path).await.map_err(|source| {
         let hint = match source.kind() {
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
-            io::ErrorKind::ConnectionRefused => "nobody listens there; is the supervisor running?",
+            io::ErrorKind::ConnectionRefused => "nothing listens there; is the supervisor running?",
             io::ErrorKind::PermissionDenied => "you may not; see `socket_mode` in workers.toml",
             io::ErrorKind::WouldBlock => "too many others wait to be accepted; try again later",
             _ => "the socket cannot be opened; see that the path is right",

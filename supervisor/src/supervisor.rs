@@ -44,7 +44,7 @@ pub enum RunError {
 }
 
 /// The slice of the supervisor, the keeper and all workers: the shortest that Linux grants, where the ordinary one has
-/// milliseconds, so that who waits for the processor of a busy one of them waits no longer than that.
+/// milliseconds, so that a process that waits for the processor of a busy one of them waits no longer than that.
 const SLICE: Duration = Duration::from_micros(100);
 
 /// Runs a supervisor until it is told to stop by a signal. The process is this supervisor's alone: it

@@ -24,13 +24,13 @@ use crate::{PATIENCE, Supervisor, programs, wait_for};
 /// Who owns nothing, and whose processes may do nothing in particular.
 pub const NOBODY: u32 = 65534;
 
-/// Ids that nobody on this machine has, for workers of their own user.
+/// Ids that no user of this machine has, for workers of their own user.
 pub const WORKER_UIDS: &str = "worker_uids = \"1879048192-1879048447\"\n";
 
 /// The programs that a test here starts, in a folder that every user can reach.
 const PROGRAMS: [&str; 5] = ["bulkhead-supervisor", "bulkhead-worker", "bulkhead", "hostile", "filtered"];
 
-/// A secret of somebody else; that it is readable proves that there is nothing in the way.
+/// A secret of another user; that it is readable proves that there is nothing in the way.
 const SECRET_MODE: u32 = 0o600;
 
 /// What `strict` takes.
@@ -166,7 +166,7 @@ fn file(path: PathBuf, mode: u32) -> PathBuf {
 }
 
 /// Programs, folders and files: `work` to start in, `read` and `write` to be given, `neighbour` that belongs
-/// to somebody else, `outside` that everybody may write, `tmp` for the supervisor.
+/// to another user, `outside` that all may write, `tmp` for the supervisor.
 fn furnish(place: &Path) -> Value {
     folder(place.to_owned(), 0o755);
     let bin = folder(place.join("bin"), 0o755);
@@ -211,14 +211,14 @@ fn own(place: &Path, user: u32) {
     }
 }
 
-/// As `shm_open` makes it, readable by everybody.
+/// As `shm_open` makes it, readable by all.
 fn shared_memory() -> tempfile::NamedTempFile {
     let shared = tempfile::NamedTempFile::new_in("/dev/shm").expect("shared memory");
     fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o644)).expect("our own file");
     shared
 }
 
-/// Sockets of somebody who is not confined, and their addresses.
+/// Sockets of a process that is not confined, and their addresses.
 fn listeners(place: &Path) -> (Vec<Box<dyn Any + Send + Sync>>, Value) {
     let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");

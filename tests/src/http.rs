@@ -49,7 +49,7 @@ impl Place {
     pub fn connect(&self) -> Socket {
         let socket = match self {
             Self::Unix(path) => Socket::Unix(UnixStream::connect(path).expect("the admin socket is there")),
-            Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("somebody listens")),
+            Self::Tcp(address) => Socket::Tcp(TcpStream::connect(address).expect("a listener")),
         };
         socket.give_up_after(PATIENCE);
         socket
@@ -59,7 +59,7 @@ impl Place {
     pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> Answer {
         let mut socket = self.connect();
         socket.send_head(method, path, headers, Some(body.len()));
-        // Whoever is refused early may be cut off in the middle.
+        // A request that is refused early may be cut off in the middle.
         let _ = socket.write_all(body);
         Answer::read(socket).unwrap_or_else(|| panic!("no answer to {method} {path}"))
     }

@@ -163,7 +163,7 @@ impl Supervisor {
         Self { child, folder }
     }
 
-    /// Puts another configuration in the place of the present one, which nobody sees half written.
+    /// Puts another configuration in the place of the present one, which no reader sees half written.
     pub fn configure(&self, supervisor_keys: &str, bulkheads: &str) {
         write_config(self.folder.path(), supervisor_keys, bulkheads);
     }
@@ -209,7 +209,7 @@ impl Supervisor {
         command
     }
 
-    /// A GET on the admin socket: status and body. `None` while nobody listens.
+    /// A GET on the admin socket: status and body. `None` while nothing listens.
     pub fn try_get(&self, path: &str) -> Option<(u16, String)> {
         self.request("GET", path)
     }

@@ -17,7 +17,7 @@ pub struct User {
     has_ids: bool,
 }
 
-/// Users and ids that nobody on this machine has.
+/// Users and ids that this machine does not have.
 const USERS: u32 = 1_879_000_000;
 const IDS: u32 = 1_879_200_000;
 

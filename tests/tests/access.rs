@@ -1,4 +1,4 @@
-//! Who gets in, and who may do what: `[[access]]` on the jobs socket, and workers that try to reach the
+//! Which clients get in, and what they may do: `[[access]]` on the jobs socket, and workers that try to reach the
 //! supervisor that runs them.
 
 use std::io::Read;
@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::{Group, Uid, User};
 use serde_json::Value;
 
-/// Users and groups that nobody on this machine need know.
+/// Users and groups that this machine need not know.
 const ALICE: u32 = 61_001;
 const BOB: u32 = 61_002;
 const STAFF: u32 = 61_100;
@@ -80,14 +80,14 @@ impl Ran {
     }
 }
 
-/// A program in the supervisor's folder, run by somebody.
+/// A program in the supervisor's folder, run by a user.
 fn by(supervisor: &Supervisor, (uid, gid, groups): (u32, u32, &str), program: &str) -> Command {
     let mut command = Command::new(supervisor.file("caller"));
     command.args(["as", &uid.to_string(), &gid.to_string(), groups]).arg(supervisor.file(program));
     command
 }
 
-/// `bulkhead submit … --json` by somebody.
+/// `bulkhead submit … --json` by a user.
 fn submit(supervisor: &Supervisor, who: (u32, u32, &str), arguments: &[&str]) -> Ran {
     let mut command = by(supervisor, who, "bulkhead");
     command.arg("--socket").arg(supervisor.socket()).args(["submit", "--json"]).args(arguments);
@@ -153,7 +153,7 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let (alice, bob) = ((ALICE, NOBODYS, ""), (BOB, NOBODYS, ""));
     submit(&supervisor, alice, &["front"]).is_ok();
     submit(&supervisor, alice, &["front", "--tenant", "any"]).is_ok();
-    // Whether there is such a bulkhead is nothing for those who may use a few.
+    // Whether there is such a bulkhead is not told to those that may use a few.
     submit(&supervisor, alice, &["back"]).is_forbidden("you may not use a bulkhead 'back'");
     submit(&supervisor, alice, &["missing"]).is_forbidden("you may not use a bulkhead 'missing'");
 
@@ -166,7 +166,7 @@ fn an_entry_may_name_bulkheads_and_tenants() {
     let missing = submit(&supervisor, bob, &["missing", "--tenant", "acme"]);
     assert_eq!(missing.end(), (66, "rejected/not_found".into()));
 
-    // Whoever fits several may do what any of them allows, and not what only two together would.
+    // A client that fits several may do what any of them allows, and not what only two together would.
     let both = (ALICE, STAFF, "");
     submit(&supervisor, both, &["front", "--tenant", "other"]).is_ok();
     submit(&supervisor, both, &["back", "--tenant", "staff"]).is_ok();
@@ -386,7 +386,7 @@ fn a_worker_reaches_neither_socket() {
     // Others are let in as ever.
     let ran = Ran::of(supervisor.command().args(["submit", "b", "--json"]));
     ran.is_ok();
-    // A daemon of the kind that gets away from everybody: its parent is gone, its session is its own.
+    // A daemon of the kind that gets away: its parent is gone, its session is its own.
     let daemon = "sleep 0.1; SUBMIT > out 2>&1; echo code=$? >> out; STATUS >> out 2>&1; \
                   echo code=$? >> out; mv out all";
     std::fs::write(supervisor.file("daemon"), script(&supervisor, daemon)).unwrap();
@@ -414,7 +414,7 @@ fn a_worker_is_told_of_as_one_where_its_user_has_no_entry() {
 #[test]
 fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
     let supervisor = Supervisor::start(SHELL);
-    // With no one to accept, whoever connects has time to die.
+    // With no process to accept, one that connects has time to die.
     let pid = supervisor.pid();
     let script = "touch begun; while [ ! -e stopped ]; do sleep 0.01; done; CALLER leave JOBS > said; \
                   touch left; while [ ! -s said ]; do sleep 0.01; done; cat said";
@@ -431,7 +431,7 @@ fn a_connection_that_a_dead_worker_left_is_worth_nothing() {
 }
 
 #[test]
-fn who_cannot_be_seen_is_no_worker() {
+fn a_client_that_cannot_be_seen_is_no_worker() {
     if !may_be_others() {
         return;
     }
@@ -470,7 +470,7 @@ fn who_cannot_be_seen_is_no_worker() {
 }
 
 #[test]
-fn knocking_workers_harm_nobody() {
+fn knocking_workers_harm_no_client() {
     let supervisor = Supervisor::start(SHELL);
     std::thread::scope(|scope| {
         let knocks = scope.spawn(|| run_in_worker(&supervisor, "CALLER knock JOBS 3000"));

@@ -24,7 +24,7 @@ struct Answer {
     body: BufReader<UnixStream>,
 }
 
-/// Sends a request; `None` if nobody listens.
+/// Sends a request; `None` if nothing listens.
 fn try_ask(folder: &Path, method: &str, path: &str, headers: &[&str]) -> Option<Answer> {
     let mut socket = UnixStream::connect(folder.join("admin.sock")).ok()?;
     socket.set_read_timeout(Some(PATIENCE)).ok()?;
@@ -168,7 +168,7 @@ fn configured(config: &str) -> TempDir {
 }
 
 const SOCKETS: &str = "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n";
-/// Whoever yields has the time for it, however busy the machine.
+/// A thread that yields has the time for it, however busy the machine.
 const ONE: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ngrace = \"20s\"\ndeadline = \"60s\"\n";
 
 fn program(folder: &Path, arguments: &[&str]) -> Command {
@@ -329,7 +329,7 @@ fn every_error_is_a_problem_document() {
     for path in invalid {
         check_problem(get(&supervisor, path), 400, path);
     }
-    // What is no HTTP at all harms nobody.
+    // What is no HTTP at all harms no client.
     for rubbish in [&b"rubbish\r\n\r\n"[..], &[0xff; 4096], b"GET / HTTP/9.9\r\n\r\n", b""] {
         let mut socket = UnixStream::connect(supervisor.folder.path().join("admin.sock")).unwrap();
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -787,7 +787,7 @@ fn a_bad_file_is_refused_with_all_its_errors() {
         for part in ["max_clients", "no-such-program", "not supported yet", "help"] {
             assert!(said.contains(part), "{part}: {said}");
         }
-        assert!(!said.contains('\u{1b}'), "no colours where nobody looks");
+        assert!(!said.contains('\u{1b}'), "no colours where there is no terminal");
     }
     assert!(!folder.path().join("jobs.sock").exists());
 }
@@ -892,7 +892,7 @@ fn the_service_manager_is_told() {
     let ready = told();
     assert!(ready.lines().any(|line| line == "READY=1"), "{ready}");
     assert_eq!(try_ask(folder.path(), "GET", "/readyz", &[]).unwrap().status, 200);
-    // Whether the file is fine or not, whoever waits for the reload hears of its end.
+    // Whether the file is fine or not, a client that waits for the reload hears of its end.
     for file in [format!("{SOCKETS}{ONE}max_queue = 3\n"), "nonsense".to_owned()] {
         std::fs::write(folder.path().join("workers.toml"), file).unwrap();
         kill_pid(supervisor.0.id(), Signal::SIGHUP);
@@ -908,7 +908,7 @@ fn the_service_manager_is_told() {
 }
 
 #[test]
-fn a_stop_answers_everybody_and_leaves_nothing() {
+fn a_stop_answers_all_and_leaves_nothing() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let mut supervisor = Supervisor::start(
             "[bulkhead.b]\nmax_queue = 5\ndeadline = \"60s\"\ncwd = \".\"\n\
@@ -936,7 +936,7 @@ fn a_stop_answers_everybody_and_leaves_nothing() {
     }
 }
 
-/// Whoever opens connections and says nothing, or reads nothing, does not keep operators out for good.
+/// A client that opens connections and says nothing, or reads nothing, does not keep operators out for good.
 #[test]
 fn idle_connections_do_not_lock_the_admin_socket() {
     let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");

@@ -1,4 +1,4 @@
-//! Who gets in, who waits and who is told to come back, with real workers under more work than they can do.
+//! Which jobs get in, which wait and which are told to come back, with real workers under more work than they can do.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -269,7 +269,7 @@ fn a_tenant_over_its_share_waits_and_then_is_told() {
         assert_eq!(outcome(&over), "rejected/tenant_quota");
         assert!(message(&over).contains("acme"), "{}", message(&over));
         assert_eq!(outcome(&client.job("b", "").tenant("other").send().await), "ok");
-        // Without a queue nobody waits.
+        // Without a queue no job waits.
         let alone = hang("none");
         supervisor.wait_number("none", "in_flight", 1);
         assert_eq!(outcome(&client.job("none", "").tenant("acme").send().await), "rejected/tenant_quota");
@@ -311,7 +311,7 @@ fn numbers_change_while_jobs_wait_and_none_is_lost() {
         assert_eq!((status, &snapshot["queue_capacity"]), (200, &5.into()), "{snapshot}");
         waiting.extend((0..2).map(|_| start(client.job("b", ""))));
         supervisor.wait_number("b", "queued", 5);
-        // What waits stays, and nobody comes behind it.
+        // What waits stays, and no job comes behind it.
         assert_eq!(patch(&supervisor, "b", r#"{"max_queue": 1}"#).0, 200);
         assert_eq!(supervisor.number("b", "queued"), 5);
         assert_eq!(outcome(&client.job("b", "").send().await), "rejected/queue_full");

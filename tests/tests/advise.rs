@@ -122,7 +122,7 @@ fn overload(supervisor: &Supervisor) -> Vec<String> {
                     for _ in 0..60 {
                         let result = one();
                         if result.is_err() {
-                            // Nobody asks again at once; a while is all it takes to see the queue full again.
+                            // No client asks again at once; a while is all it takes to see the queue full again.
                             std::thread::park_timeout(Duration::from_millis(2));
                         }
                         ends.push(outcome(&result));

@@ -285,7 +285,7 @@ fn a_full_a_slow_and_a_closed_bulkhead_say_try_again_later() {
     told.push(end(&["hasty"], 75, "rejected", "queue_timeout"));
     let late = end(&["queue", "--deadline", "50ms"], 124, "deadline_exceeded", "queued");
     assert!(late["queued_ms"].as_f64() >= Some(40.0), "{late}");
-    // Who waits hears of the drain as well as who comes later.
+    // A job that waits hears of the drain as well as one that comes later.
     let waiting = spawn(supervisor.command().args(["submit", "queue", "--json", "-n"]));
     supervisor.wait_number("queue", "queued", 1);
     bulkhead(&supervisor, &["drain", "queue"]).expect(0);
@@ -351,7 +351,7 @@ fn a_stop_that_outruns_a_job_and_a_neighbour_that_hangs() {
 }
 
 #[test]
-fn nobody_there_is_69() {
+fn no_supervisor_is_69() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("jobs.sock");
     let admin = folder.path().join("admin.sock");
@@ -386,7 +386,7 @@ fn nobody_there_is_69() {
     };
     check("there is no such socket");
     drop((UnixListener::bind(&socket).unwrap(), UnixListener::bind(&admin).unwrap()));
-    check("nobody listens there");
+    check("nothing listens there");
 }
 
 #[test]
@@ -407,7 +407,7 @@ fn one_client_too_many_is_told_to_come_later() {
 }
 
 #[test]
-fn who_may_not_is_told_77() {
+fn a_user_that_may_not_is_told_77() {
     let supervisor =
         Supervisor::start_with("socket_mode = \"0666\"", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
     let folder = supervisor.folder.path();
@@ -420,7 +420,7 @@ fn who_may_not_is_told_77() {
         bulkhead(&supervisor, &["status"]).expect(77);
         return;
     }
-    // Somebody else must be able to run the program and to reach the folder.
+    // Another user must be able to run the program and to reach the folder.
     std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
     let program = folder.join("bulkhead");
     // Not by this process: others that it starts meanwhile would hold the copy open for writing.
@@ -431,7 +431,7 @@ fn who_may_not_is_told_77() {
         command.arg("--socket").arg(supervisor.socket()).arg("--admin").arg(folder.join("admin.sock"));
         spawn(command.args(arguments).uid(65_534).gid(65_534)).end().expect(77)
     };
-    // The file lets everybody in, the supervisor does not.
+    // The file lets all users in, the supervisor does not.
     let told = stranger(&["submit", "b", "--json"]);
     assert!(told.stderr.contains("65534"), "{}", told.stderr);
     check_end(told, 77, "rejected", "forbidden", "no", false);

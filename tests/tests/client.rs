@@ -50,7 +50,7 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
         assert!(!error.is_retryable(), "{error}");
         assert!(error.to_string().contains("whether the job ran is unknown"), "{error}");
 
-        // Nobody is there: a job with little time does not wait for the whole patience of the client.
+        // No supervisor is there: a job with little time does not wait for the whole patience of the client.
         let began = Instant::now();
         let limit = Duration::from_millis(50);
         let hasty = client.job("b", "x").deadline(limit).send().await.unwrap_err();
@@ -256,8 +256,8 @@ fn the_blocking_twin_does_the_same() {
 }
 
 #[test]
-fn what_to_do_is_said_when_nobody_is_there() {
-    let text = |path: &Path| run(Client::connect(path)).expect_err("nobody is there").to_string();
+fn what_to_do_is_said_when_no_supervisor_is_there() {
+    let text = |path: &Path| run(Client::connect(path)).expect_err("no supervisor is there").to_string();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("jobs.sock");
     let missing = text(&path);
@@ -266,7 +266,7 @@ fn what_to_do_is_said_when_nobody_is_there() {
 
     drop(UnixListener::bind(&path).unwrap());
     let stale = text(&path);
-    assert!(stale.contains("nobody listens there; is the supervisor running?"), "{stale}");
+    assert!(stale.contains("nothing listens there; is the supervisor running?"), "{stale}");
 
     let too_long = text(&folder.path().join("x".repeat(200)));
     assert!(too_long.contains("see that the path is right"), "{too_long}");
@@ -439,7 +439,7 @@ fn against<T>(script: impl FnOnce(&Fake) + Send, work: impl AsyncFnOnce(PathBuf)
 }
 
 #[test]
-fn whoever_does_not_welcome_is_not_believed() {
+fn a_server_that_does_not_welcome_is_not_believed() {
     let no_welcome: &[(&str, Vec<u8>)] = &[
         ("closed before a welcome", Vec::new()),
         ("failed to be served", refused("too many clients; try later")),
@@ -534,7 +534,7 @@ fn what_a_client_does_not_know_does_no_harm() {
             }
             peer.send(&outcome(number, b"yours"));
             peer.send(&outcome(number, b"yours again"));
-            // An outcome of a kind, and a rejection for a reason, that nobody knows yet.
+            // An outcome of a kind, and a rejection for a reason, that are not known yet.
             for (code, reason) in [(99, 0), (2, 200)] {
                 let number = peer.job();
                 peer.send(&frame(kind::OUTCOME, 0, number, &outcome_metadata(code, reason), b""));
@@ -706,7 +706,7 @@ fn a_connection_ends_with_the_last_who_needs_it() {
             told.recv().unwrap();
             peer.send(&outcome(number, b"late"));
             peer.end();
-            // A connection that breaks with nobody left is not made anew.
+            // A connection that breaks with no user left is not made anew.
             let mut peer = fake.welcome();
             peer.job();
             drop(peer);

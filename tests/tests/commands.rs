@@ -1,4 +1,4 @@
-//! Whoever asks the supervisor all the time waits by themselves: jobs go on, and so does a stop.
+//! A client that asks the supervisor all the time makes only itself wait: jobs go on, and so does a stop.
 
 mod tenant_support;
 

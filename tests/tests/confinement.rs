@@ -253,7 +253,7 @@ fn strict_stops_as_much_under_a_supervisor_without_privileges() {
     }
 }
 
-/// What a worker passes along is nobody's; the supervisor does not keep it.
+/// What a worker passes along has no owner; the supervisor does not keep it.
 #[test]
 fn descriptors_that_a_worker_sends_do_not_pile_up() {
     for profile in [NONE, STRICT] {

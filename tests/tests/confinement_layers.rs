@@ -164,7 +164,7 @@ fn a_layer_that_is_missing_is_an_error_or_told() {
         return;
     }
     let of_both = [("landlock", &["landlock"][..]), ("seccomp", &["seccomp"])];
-    // The kernel takes neither rules nor filters from whoever may still gain privileges.
+    // The kernel takes neither rules nor filters from a process that may still gain privileges.
     let of_both = of_both.into_iter().chain([("no_new_privs", &["no_new_privs", "landlock", "seccomp"][..])]);
     for (layer, missing) in of_both {
         assert_error_or_told("default", layer, missing, None);

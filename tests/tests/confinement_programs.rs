@@ -370,7 +370,7 @@ fn a_worker_that_may_not_execute_is_refused_with_the_name_of_the_call() {
     let sandbox = format!("{DEFAULT}, syscalls = {{ deny = [\"execve\"] }}");
     let bulkheads = bulkhead("x", WORKER, &sandbox).replace("max = 1000", "max = 1");
     let mut place = Setup { bulkheads: &bulkheads, ..Setup::default() }.launch();
-    wait_for("somebody says that this cannot be", || {
+    wait_for("it is said that this cannot be", || {
         let supervisor = &mut place.supervisor;
         let is_over = supervisor.child.try_wait().unwrap().is_some();
         let has_failed = is_over
@@ -390,7 +390,7 @@ fn without_a_temporary_folder_there_is_none() {
 
 /// Where they lie in a folder that a worker is given, as its working folder is.
 #[test]
-fn the_supervisors_own_files_are_given_to_nobody() {
+fn the_supervisors_own_files_are_given_to_no_worker() {
     for profile in profiles() {
         let runs = bulkhead("x", WORKER, profile).replace("cwd = \"work\"", "cwd = \".\"");
         let place = start(&runs);

@@ -256,7 +256,7 @@ fn the_keepers_sudden_death_leaves_nothing_of_strict_workers() {
     assert_ne!(place.supervisor.keeper(), keeper);
 }
 
-/// Nobody is left to sweep: what a worker has put out of its session and its group is ended by the kernel.
+/// No process is left to sweep: what a worker has put out of its session and its group is ended by the kernel.
 #[test]
 fn nothing_outlives_a_supervisor_and_a_keeper_that_die_in_the_same_instant() {
     if !has_layers(STRICT_LAYERS) {

@@ -401,7 +401,7 @@ fn a_replay_works_whatever_has_become_of_the_bulkhead() {
     let told = command(&supervisor, &["replay", &id(&report)]);
     assert_eq!(told.status.code(), Some(75), "{told:?}");
     assert!(stdout(&told).contains("not ready within start.ready"), "{}", stdout(&told));
-    // Now one can start, and nobody has told the bulkhead.
+    // Now one can start, and the bulkhead has not been told.
     supervisor.touch("go");
     assert_eq!(replay(&supervisor, &report)["verdict"], "same");
     assert_eq!(supervisor.snapshot("b")["state"], "failed");

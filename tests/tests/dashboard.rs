@@ -63,7 +63,7 @@ impl Site {
         Self { supervisor, place, address }
     }
 
-    /// The address with the token in it: the browser asks nobody.
+    /// The address with the token in it: the browser does not ask for it.
     fn url(&self) -> String {
         format!("http://me:{TOKEN}@{}/", self.address)
     }
@@ -105,7 +105,7 @@ fn open(bulkheads: &str) -> Option<(Site, Browser)> {
     Some((site, browser))
 }
 
-/// Nothing went wrong in the page, and nobody else was asked for anything. While the supervisor is away, requests
+/// Nothing went wrong in the page, and no other server was asked for anything. While the supervisor is away, requests
 /// fail: that is not the page's fault.
 fn check(site: &Site, browser: &Browser) {
     let errors: Vec<Value> = browser

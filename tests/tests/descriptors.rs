@@ -1,4 +1,4 @@
-//! Descriptors that clients and workers send along: they are refused, or closed where nobody waits for it.
+//! Descriptors that clients and workers send along: they are refused, or closed where nothing waits for it.
 //! The socket that is sent takes ten minutes to close, which is longer than any test is patient.
 
 use std::io::{IoSlice, Read, Write};
@@ -91,7 +91,7 @@ fn on_both(bulkheads: &str, test: impl Fn(&Supervisor, bool)) {
 }
 
 #[test]
-fn a_client_that_sends_a_socket_that_lingers_holds_nobody_up() {
+fn a_client_that_sends_a_socket_that_lingers_holds_no_other_up() {
     on_both(BULKHEADS, |supervisor, is_older| {
         let path = supervisor.socket();
         let client = Client::connect(&path).unwrap();
@@ -142,7 +142,7 @@ fn as_many_descriptors_as_the_kernel_passes_do_not_pile_up() {
 }
 
 #[test]
-fn a_worker_that_sends_a_socket_that_lingers_holds_nobody_up() {
+fn a_worker_that_sends_a_socket_that_lingers_holds_no_other_up() {
     let hostile = programs().join("hostile");
     let bulkheads = format!(
         "[bulkhead.hostile]\ncommand = [{hostile:?}]\nsandbox = {{ profile = \"none\" }}\n\

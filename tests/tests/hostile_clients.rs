@@ -223,12 +223,12 @@ fn beside_an_honest_client(supervisor: &Supervisor, attack: impl FnOnce()) -> He
 
 struct Attack {
     path: PathBuf,
-    /// Set when everyone who waits for an answer has it.
+    /// Set when all that wait for an answer have it.
     is_over: AtomicBool,
 }
 
 impl Attack {
-    /// Keeps a connection as it is until everybody else is done.
+    /// Keeps a connection as it is until all others are done.
     fn hold(&self, socket: UnixStream) {
         wait_for("the attack is over", || self.is_over.load(Ordering::Relaxed).then_some(()));
         drop(socket);
@@ -296,7 +296,7 @@ fn never_reads(attack: &Attack) {
             break;
         }
         sent += bytes.len() as u64;
-        assert!(sent < 16 * MIB, "who does not read is listened to for ever");
+        assert!(sent < 16 * MIB, "a client that does not read is read from for ever");
     }
     attack.hold(socket);
 }
@@ -368,10 +368,10 @@ fn half_a_payload(attack: &Attack) {
 }
 
 #[test]
-fn two_hundred_hostile_clients_harm_nobody() {
+fn two_hundred_hostile_clients_harm_no_other() {
     /// How many of each there are.
     const EACH: usize = 13;
-    /// Who gets an answer of some kind, and waits for it.
+    /// Those that get an answer of some kind, and wait for it.
     const ANSWERED: [fn(&Attack); 12] = [
         silent,
         half_a_header,
@@ -386,7 +386,7 @@ fn two_hundred_hostile_clients_harm_nobody() {
         dribbles,
         pretends_to_be_a_worker,
     ];
-    /// Who takes what there is and keeps it.
+    /// Those that take what there is and keep it.
     const HOLDING: [fn(&Attack); 4] = [four_gibibytes, never_reads, never_reads_results, half_a_payload];
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
@@ -610,7 +610,7 @@ fn half_received_payloads_count_for_what_they_hold() {
         push(socket, &announcement(1, 4 << 20));
         push(socket, &[1; 70_000]);
     }
-    // Who connects later is answered later: by then all of that has been read.
+    // A client that connects later is answered later: by then all of that has been read.
     let wait_read = || (0..10).for_each(|_| drop(open(&path)));
     wait_read();
     for socket in &sockets {
@@ -626,7 +626,7 @@ fn half_received_payloads_count_for_what_they_hold() {
 }
 
 #[test]
-fn results_that_nobody_reads_are_bounded() {
+fn unread_results_are_bounded() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"\nmax_buffered = \"64MiB\"",
         "[defaults]\ndeadline = \"60s\"\n\
@@ -690,7 +690,7 @@ fn descriptors_for_workers_and_operators_are_left_when_clients_take_all() {
     wait_for("the descriptors are free again", || {
         (descriptors(supervisor.pid()) <= before.descriptors + 4).then_some(())
     });
-    // Those who left before they were let in may still take a place for a moment.
+    // Clients that left before they were accepted may still take a place for a moment.
     let late = wait_for("there is room again", || Client::connect(supervisor.socket()).ok());
     honest_job(&late, 4);
 }
@@ -1134,13 +1134,13 @@ fn a_worker_cannot_answer_for_another_nor_for_one_before_it() {
         supervisor.wait_number("victim", "in_flight", 1);
         let thief = result(&client, "answer-for-another", "").unwrap();
         assert_eq!(thief.payload(), b"done");
-        assert_eq!(supervisor.number("victim", "in_flight"), 1, "nobody else can answer it");
+        assert_eq!(supervisor.number("victim", "in_flight"), 1, "no other worker can answer it");
         let pids = supervisor.worker_pids("victim");
         let holder = pids.into_iter().find(|&pid| thief.outcome().worker_pid != Some(pid)).unwrap();
         kill_pid(holder, Signal::SIGKILL);
         assert_eq!(ended(&held.join().unwrap()), "crashed/signal");
     });
-    // Now the number is that of nobody's job any more, be it in the same place or in the one that replaces it.
+    // Now the number is that of no job any more, be it in the same place or in the one that replaces it.
     for _ in 0..4 {
         assert_eq!(result(&client, "answer-for-another", "").unwrap().payload(), b"done");
     }
@@ -1243,7 +1243,7 @@ fn a_result_that_is_too_large_keeps_its_permit_until_it_has_come_to_its_end() {
 }
 
 #[test]
-fn half_a_frame_from_a_worker_holds_nobody_up() {
+fn half_a_frame_from_a_worker_holds_no_other_up() {
     let notes = tempfile::tempdir().unwrap();
     let keys = "max_queue = 10\ndeadline = \"500ms\"\ndeadline_max = \"60s\"\ngrace = \"20ms\"\n\
                 health = { heartbeat = \"100ms\", missed = 40 }\n";
@@ -1327,7 +1327,7 @@ fn a_client_cannot_end_its_neighbours_by_cancelling() {
 
 #[test]
 #[ignore = "waits for the limits of 30 s"]
-fn who_holds_back_half_a_frame_or_reads_nothing_is_cut_off_and_who_is_slow_is_not() {
+fn a_client_that_holds_back_half_a_frame_or_reads_nothing_is_cut_off_and_a_slow_one_is_not() {
     let supervisor = Supervisor::start_with(
         "max_payload = \"4MiB\"",
         "[bulkhead.victim]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\ndeadline = \"90s\"\n",
@@ -1371,7 +1371,7 @@ fn who_holds_back_half_a_frame_or_reads_nothing_is_cut_off_and_who_is_slow_is_no
             }
         }
     });
-    wait_for("who reads nothing is cut off", || {
+    wait_for("a client that reads nothing is cut off", || {
         (descriptors(supervisor.pid()) <= before.descriptors).then_some(())
     });
     drop(unread);

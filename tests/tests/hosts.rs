@@ -742,10 +742,10 @@ fn a_library_that_cannot_be_used_says_why() {
     assert_eq!(text(client.job("good", "well").send()), "well");
 }
 
-/// A host says by STATUS why it cannot start ("before a failed start, why"), so that nobody has to look
+/// A host says by STATUS why it cannot start ("before a failed start, why"), so that no operator has to look
 /// for it in the output of a process that is gone.
 #[test]
-fn why_a_library_failed_to_start_is_told_to_whoever_asks_for_the_bulkhead() {
+fn why_a_library_failed_to_start_is_told_to_those_that_ask_for_the_bulkhead() {
     let (_folder, path) = compile(FAILS_AT_INIT, &[]);
     let (supervisor, _client) =
         start(&format!("[bulkhead.x]\nlibrary = {path:?}\nrestart = {{ backoff = \"10ms\", max = 2 }}\n"));

@@ -190,7 +190,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("hung", "echo", &[], b""), 503, "rejected", "draining", "no");
 }
 
-/// A bulkhead whose only permit somebody has until the file `go` is there, and as many who wait.
+/// A bulkhead whose only permit a job has until the file `go` is there, and as many that wait.
 fn crowd(
     place: &Place,
     supervisor: &Supervisor,
@@ -295,7 +295,7 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
             check(&Answer::read(begin(&[], Some(length))).unwrap(), 413, "rejected", "too_large", "no");
         let detail = problem["detail"].as_str().unwrap();
         assert!(detail.contains(&length.to_string()) && detail.contains("1000"), "{detail}");
-        // Who asks before sending is not asked to send.
+        // A client that asks before sending is not asked to send.
         let mut socket = begin(&["Expect: 100-continue"], Some(length));
         let mut text = String::new();
         socket.read_to_string(&mut text).unwrap();
@@ -318,7 +318,7 @@ fn a_payload_that_is_too_large_is_refused_before_it_is_there() {
 }
 
 #[test]
-fn who_goes_away_cancels() {
+fn a_client_that_goes_away_cancels() {
     let supervisor = Supervisor::start(&format!("{ONE}grace = \"10s\"\n"));
     let place = Place::of(&supervisor);
     let begin = |bytes: usize, more: &[u8]| {
@@ -431,7 +431,7 @@ fn drain(mut socket: Socket) -> Vec<u8> {
 }
 
 #[test]
-fn who_dawdles_is_cut_off_and_keeps_nobody_waiting() {
+fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
     let supervisor = Supervisor::start(&format!("{ONE}max_result = \"64MiB\"\n"));
     let place = Place::of(&supervisor);
     let head = |length: Option<usize>, headers: &[&str]| {
@@ -452,7 +452,7 @@ fn who_dawdles_is_cut_off_and_keeps_nobody_waiting() {
     let mut changes = place.connect();
     changes.send_head("PATCH", "/v1/bulkheads/b", &["Expect: 100-continue"], Some(10));
 
-    // Meanwhile everybody else is served.
+    // Meanwhile all others are served.
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
     let waiters: Vec<_> = slow.into_iter().map(|socket| std::thread::spawn(move || drain(socket))).collect();
     let changes = std::thread::spawn(move || drain(changes));
@@ -463,7 +463,7 @@ fn who_dawdles_is_cut_off_and_keeps_nobody_waiting() {
     let text = String::from_utf8_lossy(&changes.join().unwrap()).into_owned();
     assert!(text.is_empty() || text.starts_with("HTTP/1.1 100") && text.contains("HTTP/1.1 408"), "{text}");
     assert!(began.elapsed() >= Duration::from_secs(9));
-    // Who has not read for so long gets no more than what was on its way.
+    // A client that has not read for so long gets no more than what was on its way.
     wait_for("the reader is cut off", || (descriptors(supervisor.pid()) <= before).then_some(()));
     assert!(drain(reader).len() < 50_000_000);
     assert_eq!(place.job("b", "echo", &[], b"x").status, 200);

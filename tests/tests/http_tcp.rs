@@ -1,4 +1,4 @@
-//! The admin API over TCP: who gets in, what web pages of others cannot do, and what the network may send.
+//! The admin API over TCP: which requests get in, what web pages of others cannot do, and what the network may send.
 
 use serde_json::json;
 use std::io::{ErrorKind, Read, Write};
@@ -89,7 +89,7 @@ fn only_the_token_opens_and_health_needs_none() {
     for open in ["/healthz", "/readyz", "/readyz?bulkhead=b"] {
         assert_eq!(place.ask("GET", open, &[], b"").status, 200, "{open}");
     }
-    // There may be nothing there yet, but nobody is asked for a token.
+    // There may be nothing there yet, but no token is asked for.
     assert_ne!(place.ask("GET", "/metrics", &[], b"").status, 401);
     let closed = [
         ("GET", "/v1/bulkheads"),
@@ -209,7 +209,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
         let kind = format!("Content-Type: {kind}");
         assert_eq!(place.ask("PATCH", "/v1/bulkheads/b", &[BEARER, &kind], change).status, 200);
     }
-    // A browser adds the password that it was given here, whoever's form it is that sends a job.
+    // A browser adds the password that it was given here, whatever site's form it is that sends a job.
     for from in [
         "Origin: http://evil.example",
         "Origin: null",
@@ -239,7 +239,7 @@ fn web_pages_of_others_change_nothing_and_see_nothing() {
             .ask("GET", path, &["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", BASIC], b"")
             .problem(403);
     }
-    // Somebody may have made the Unix socket a port for their browser.
+    // A user may have made the Unix socket a port for their browser.
     let unix = Place::of(&supervisor);
     unix.ask("POST", "/v1/bulkheads/b/drain", &["Host: localhost:1", "Origin: http://evil.example"], b"")
         .problem(403);
@@ -357,7 +357,7 @@ fn the_network_may_send_what_it_likes() {
             held.push(socket);
         }
     }
-    // A payload of somebody without a token is not taken, let alone waited for.
+    // A payload that comes without a token is not taken, let alone waited for.
     let mut socket = place.connect();
     socket.send_head("POST", "/v1/bulkheads/b/jobs", &[], Some(1 << 30));
     let piece = vec![0; 1 << 20];

@@ -286,7 +286,7 @@ fn a_supervisor_without_privileges_shares_its_user_and_says_so() {
 
 /// Files never pass to another tenant: who writes them has the same id for ever.
 #[test]
-fn who_writes_files_that_stay_keeps_one_id() {
+fn a_worker_that_writes_files_that_stay_keeps_one_id() {
     for profile in profiles() {
         let mut home = home();
         let place = home.path().join("place");

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 const MIB: usize = 1 << 20;
 
-/// A user that nobody on this machine need know.
+/// A user that this machine need not know.
 const BOB: u32 = 61_002;
 
 /// Two bulkheads whose worker is busy until the file `go` is there; what comes after waits.

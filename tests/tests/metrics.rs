@@ -121,7 +121,7 @@ impl Scraper {
 }
 
 /// The numbers of a quiet supervisor are those of its snapshots. It may not be quiet yet: workers end late jobs that
-/// nobody waits for any more, are started again, or rest.
+/// no client waits for any more, are started again, or rest.
 fn check_against_snapshot(supervisor: &Supervisor, bulkhead: &str) {
     let mut told = Vec::new();
     wait_for("metrics and snapshot agree", || {
@@ -378,7 +378,7 @@ fn jobs_that_are_refused_at_the_door_count() {
     assert_eq!(rejected("closed", "forbidden"), 1);
     let critical = [("bulkhead", "b"), ("priority", "critical"), ("reason", "too_large")];
     assert_eq!(page.sum("bulkhead_rejected_total", &critical), 1);
-    // Nobody speaks for a tenant that may not.
+    // No client speaks for a tenant that it may not.
     let of_acme =
         |outcome| page.sum("bulkhead_tenant_jobs_total", &[("tenant", "acme"), ("outcome", outcome)]);
     assert_eq!((of_acme("rejected"), of_acme("ok")), (3, 1));

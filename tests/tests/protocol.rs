@@ -1100,7 +1100,7 @@ fn what_a_newer_client_says_more_is_skipped() {
     let welcome = client.next();
     assert_eq!((welcome.kind, Fields(&welcome.meta).u16()), (CLIENT_WELCOME, 1), "the common version");
 
-    // A kind that is not known, small and large, with metadata that is nobody's; flags without a meaning.
+    // A kind that is not known, small and large, with metadata of no kind; flags without a meaning.
     client.send(NEWER, 1, Meta(b"\xffanything".to_vec()), b"payload");
     client.send(NEWER, 2, Meta::default(), &vec![3; 300_000]);
     client.bytes(&frame(NEWER + 1, 0xfe, 3, empty(), b""));

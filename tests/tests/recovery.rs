@@ -1,4 +1,4 @@
-//! What becomes of jobs whose workers die under them: who is tried again and how often, who runs alone, and
+//! What becomes of jobs whose workers die under them: which are tried again and how often, which run alone, and
 //! which payloads are kept out. Workers die for real.
 
 use std::process::{Command, Stdio};
@@ -90,7 +90,7 @@ fn an_idempotent_job_whose_worker_dies_once_ends_well() {
     assert_eq!(told[0]["operation"], "steps:die-first 1 ran", "{told:?}");
     assert_eq!(told[0]["tenant"], "acme", "{told:?}");
     assert_eq!(told[0]["attempts"], 1, "{told:?}");
-    // It ended well, so that nobody hears of a crash.
+    // It ended well, so that no client hears of a crash.
     assert_eq!(supervisor.events("job_crashed").len(), 0);
     auditor.finish();
 }
@@ -270,7 +270,7 @@ fn a_job_is_never_tried_after_its_deadline() {
         let result = steps(&client, "die-first 1 ran").deadline(limit).send().await;
         let passed = began.elapsed();
         assert!(passed >= limit && passed < Duration::from_secs(20), "{passed:?}");
-        // It did run, so nobody may say that it did not.
+        // It did run, so none may say that it did not.
         let error = result.unwrap_err();
         let told = error.outcome().unwrap();
         assert_ne!(error.executed(), Executed::No, "{told:?}");
@@ -688,7 +688,7 @@ fn a_payload_that_kills_three_times_is_kept_out_until_a_reset() {
         assert_eq!(outcome(&dose(&client, "").send().await), "ok");
         assert_eq!(outcome(&client.job("b", "poison").operation("echo").send().await), "ok");
         assert_eq!(outcome(&client.job("b", "poison").send().await), "ok");
-        // Whoever asks, and for whomever.
+        // Whichever client asks, and for whichever tenant.
         assert_eq!(outcome(&dose(&client, "poison").tenant("t").send().await), "rejected/quarantined");
     });
     let told = submit(&supervisor, "poison", POISONOUS).output().unwrap();

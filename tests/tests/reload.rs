@@ -1,5 +1,5 @@
 //! Another version of the configuration, put in force while jobs run: what is right takes effect at once and
-//! costs nobody a job; what is wrong changes nothing.
+//! costs no client a job; what is wrong changes nothing.
 
 use std::os::unix::fs::symlink;
 use std::process::Output;
@@ -134,7 +134,7 @@ fn numbers_change_in_place_and_jobs_go_on() {
             "dry_run": false, "bulkheads": [change], "supervisor": [], "access": false, "ignored": []
         });
         assert_eq!(changes, expected);
-        // Those that waited have the new permits, in the worker that there was; nobody is thrown out.
+        // Those that waited have the new permits, in the worker that there was; no job is thrown out.
         wait_ran(&supervisor, 3);
         assert_eq!(supervisor.snapshot("b")["queue_capacity"], 2);
         // The first is within the burst: the queue is at its new end.
@@ -211,7 +211,7 @@ fn environment_and_program_are_replaced_while_jobs_run() {
         reload(&supervisor, &exec("two", "echo not $MODE"));
         wait_replaced(&supervisor, "e", &after);
         assert_eq!(answer(&client, "e", "").await, "not two");
-        assert_eq!(supervisor.worker_pids("b"), others, "nobody else is touched");
+        assert_eq!(supervisor.worker_pids("b"), others, "no other is touched");
     });
     let recycled = supervisor.events("worker_recycled");
     assert!(recycled.len() == 2 && recycled.iter().all(|event| event["reason"] == "reload"), "{recycled:?}");
@@ -428,7 +428,7 @@ fn a_broken_file_changes_nothing_and_is_told_with_its_line() {
     }
     let told = supervisor.wait_events("config_rejected", 1);
     assert_eq!((&told[0]["line"], &told[0]["errors_in_all"]), (&json!(line), &json!(2)), "{told:?}");
-    assert_eq!(told.len(), 1, "a dry run is nobody's business");
+    assert_eq!(told.len(), 1, "a dry run is told to no other");
     for arguments in [&["reload"][..], &["reload", "--dry-run"]] {
         let ran = command(&supervisor, arguments);
         assert_eq!(ran.status.code(), Some(2), "{ran:?}");
@@ -551,7 +551,7 @@ fn clients_that_are_connected_have_the_new_rights() {
         let changes = reload(&supervisor, &(both.clone() + &entry("\"c\"")));
         assert_eq!((&changes["access"], &changes["ignored"]), (&json!(true), &json!(["socket_mode"])));
         assert_eq!((ends("b").await, ends("c").await), ("rejected/forbidden".into(), "ok".into()));
-        // Nobody of this user may do anything; the jobs in hand have their outcomes all the same.
+        // No process of this user may do anything; the jobs in hand have their outcomes all the same.
         reload(&supervisor, &(both.clone() + "[[access]]\nuid = 61001\n"));
         assert_eq!(
             (ends("b").await, ends("c").await),

@@ -92,7 +92,7 @@ fn more_jobs_at_once_begin_at_once_in_the_same_process() {
         let jobs = holders(&client, 6);
         wait_load(&supervisor, 1, 5);
         let snapshot = supervisor.resize("b", r#"{"max_in_flight": 4}"#);
-        // The answer is the bulkhead as it is then: those who could begin have begun.
+        // The answer is the bulkhead as it is then: the jobs that could begin have begun.
         let shown = ["limit", "in_flight", "queued", "available"].map(|field| snapshot[field].clone());
         assert_eq!(shown, [4, 4, 2, 0].map(Value::from), "{snapshot}");
         // Also in the worker, which has as many threads as jobs.
@@ -461,7 +461,7 @@ fn resize_under_load(
         let (mut tasks, mut sent, mut resized) = (Vec::new(), 0, 0);
         let batch = (jobs / 20).max(200);
         while sent < jobs || resized < resizes {
-            // Enough wait at any time that growth has somebody to wake.
+            // Enough wait at any time that growth has a job to wake.
             while load(supervisor).1 < 100 && (sent < jobs || resized < resizes) {
                 tasks.extend((0..batch).map(|i| spawn(job(&client, sent + i))));
                 sent += batch;
@@ -968,7 +968,7 @@ fn a_stopping_supervisor_takes_no_numbers() {
 }
 
 #[test]
-fn a_shorter_queue_drops_nobody_and_a_longer_one_has_room_at_once() {
+fn a_shorter_queue_drops_no_job_and_a_longer_one_has_room_at_once() {
     let supervisor = start("max_queue = 3");
     let auditor = Auditor::of(&supervisor);
     run(async {

@@ -64,7 +64,7 @@ fn a_loop_keeps_its_input() {
     assert_eq!(result(told.wait_with_output().unwrap()), "");
 }
 
-/// On a terminal nobody types a payload: nothing is read, and nothing waited for.
+/// On a terminal no payload is typed: nothing is read, and nothing waited for.
 #[test]
 fn a_terminal_is_no_payload() {
     let supervisor = supervisor();

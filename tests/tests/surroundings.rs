@@ -1,5 +1,5 @@
 //! What a supervisor finds around it and can do nothing about: files that are no files, file systems that hang, limits
-//! and signals that it inherits, sockets that somebody removes, memory that runs out.
+//! and signals that it inherits, sockets that are removed, memory that runs out.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -42,7 +42,7 @@ fn a_fifo_as_configuration_is_refused_by_start_and_reload_and_hangs_neither_nor_
     assert!(supervisor.wait().success());
 }
 
-/// A file system in user space that nobody serves: whatever looks at it waits.
+/// A file system in user space that is not served: whatever looks at it waits.
 struct Hanging {
     path: std::path::PathBuf,
     /// Closed first: then nothing waits any more.

@@ -1,4 +1,4 @@
-//! The supervisor's own end, in every way, and that of its keeper: nothing outlives it, nobody waits in
+//! The supervisor's own end, in every way, and that of its keeper: nothing outlives it, no client waits in
 //! vain, and the next one starts.
 
 use std::process::Stdio;
@@ -221,7 +221,7 @@ fn a_bulkhead_that_is_off_does_not_keep_the_rest_from_being_ready() {
     }
 }
 
-/// Who closes its link by dying is dead, however late the keeper says so.
+/// A worker that closes its link by dying is dead, however late the keeper says so.
 #[test]
 fn a_death_that_is_reported_late_has_its_true_cause() {
     let supervisor = Supervisor::start(&format!("{TREE}\n[bulkhead.clock]\ncommand = [\"MISBEHAVE\"]\n"));

@@ -71,7 +71,7 @@ fn two_tenants_never_share_a_process() {
                 assert_eq!(worker["tenant"], *owner, "{worker}");
             }
         }
-        // Whoever names no tenant is one more tenant.
+        // A job that names no tenant is of one more tenant.
         assert_eq!(part(&supervisor, "")["done"], 20);
         assert_eq!(part(&supervisor, "a%20")["done"], 20);
         assert_balanced(&snapshot);
@@ -221,7 +221,7 @@ fn idle_workers_go_and_the_next_job_has_new_ones() {
             assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 200);
             before = now;
         }
-        // Whoever has a job is not idle, however long it takes.
+        // A tenant that has a job is not idle, however long it takes.
         let long = client.job("b", "1000").operation("sleep").tenant("acme").send().await;
         assert_eq!((outcome(&long).as_str(), long.unwrap().outcome().attempts), ("ok", 1));
         assert!(events(&supervisor, "restart_backoff").is_empty());
@@ -341,7 +341,7 @@ fn a_drain_is_for_every_tenant_and_those_to_come() {
         assert_eq!(supervisor.snapshot("b")["state"], "draining");
         assert_eq!(supervisor.try_get("/readyz?bulkhead=b").unwrap().0, 503);
         assert_eq!(outcome(&running.await.unwrap()), "ok");
-        // Nobody needs a worker now.
+        // No tenant needs a worker now.
         wait_for_rest(&supervisor);
 
         assert_eq!(supervisor.post("/v1/bulkheads/b/resume").0, 200);

@@ -107,7 +107,7 @@ async fn told_in_the_end(supervisor: &Supervisor, tenant: &str) -> String {
 }
 
 #[test]
-fn a_stop_in_a_crowd_of_tenants_leaves_nobody_without_an_answer() {
+fn a_stop_in_a_crowd_of_tenants_leaves_no_job_without_an_answer() {
     for _ in 0..3 {
         let mut supervisor = Supervisor::start(&isolated("max_active = 3, idle = \"5ms\"", "max_queue = 20"));
         let keeper = supervisor.keeper();

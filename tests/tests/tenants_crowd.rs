@@ -1,4 +1,4 @@
-//! More tenants than may have workers at once: who yields to whom, and that nobody is lost on the way.
+//! More tenants than may have workers at once: which yields to which, and that none is lost on the way.
 
 mod tenant_support;
 
@@ -70,7 +70,7 @@ fn the_tenant_that_has_been_idle_for_longest_yields() {
         assert!(!is_alive(b[0]), "b was idle for longest");
         assert_eq!((pids(&supervisor, "a"), pids(&supervisor, "c")), (a.clone(), c.clone()));
         assert!(pids(&supervisor, "b").is_empty());
-        // Whoever has a job does not yield, however long ago it came.
+        // A tenant that has a job does not yield, however long ago it came.
         let busy = hang(&client, "c");
         wait_part(&supervisor, "c", "in_flight", 1);
         ok(&client, "e").await;
@@ -99,7 +99,7 @@ fn a_newcomer_among_busy_tenants_is_told_to_come_back() {
         }
         assert_eq!(children(supervisor.keeper()).len(), 2);
         assert_eq!(part(&supervisor, "c")["rejected"]["unavailable"], 5);
-        // Nobody is told so any more once one of them has nothing to do.
+        // No tenant is told so any more once one of them has nothing to do.
         busy[0].abort();
         wait_part(&supervisor, "a", "in_flight", 0);
         wait_for("there is room", || {
@@ -393,7 +393,7 @@ fn two_thousand_tenants_one_after_the_other_leave_nothing_behind() {
 }
 
 #[test]
-fn a_flood_of_tenants_that_nobody_has_room_for_is_forgotten() {
+fn a_flood_of_tenants_without_room_is_forgotten() {
     let supervisor = Supervisor::start(&isolated("max_active = 1", "max_in_flight = 2"));
     run(async {
         let client = connect(&supervisor).await;
@@ -414,7 +414,7 @@ fn a_flood_of_tenants_that_nobody_has_room_for_is_forgotten() {
         let after = (resident_bytes(pid), descriptors(pid), threads(pid));
         assert!(after.0 < before.0 + (16 << 20), "memory: {} after {}", after.0, before.0);
         assert!(after.1 <= before.1 + 4 && after.2 <= before.2, "{after:?} after {before:?}");
-        // Who has work is not forgotten, and no count is.
+        // A tenant that has work is not forgotten, and no count is.
         assert_eq!(outcome(&client.job("b", "").tenant("busy").send().await), "ok");
         let all = supervisor.snapshot("b");
         assert_eq!(first["submitted"], 5_001, "{}", first["rejected"]);

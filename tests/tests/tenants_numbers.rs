@@ -117,7 +117,7 @@ fn a_rate_that_is_raised_lets_the_next_job_in() {
 }
 
 #[test]
-fn a_share_that_grows_wakes_those_who_wait_and_one_that_shrinks_drops_nobody() {
+fn a_share_that_grows_wakes_jobs_that_wait_and_one_that_shrinks_drops_none() {
     let supervisor = Supervisor::start(&shared(
         "processes = 6\nmax_queue = 100\ntenants = { max_in_flight = 1, max_queue = 50 }",
     ));
@@ -204,7 +204,7 @@ fn live_numbers_of_a_tenant_with_its_own_workers_hold_at_once_and_after_a_rest()
         );
         wait_part(&supervisor, "acme", "in_flight", 4);
         wait_part(&supervisor, "acme", "queued", 2);
-        // What is for all is not for whoever has its own.
+        // What is for all is not for a tenant that has its own.
         let (status, snapshot) =
             patch(&supervisor, "b", r#"{"max_in_flight": 1, "processes": 1, "max_queue": 1}"#);
         assert_eq!(status, 200, "{snapshot}");
@@ -212,7 +212,7 @@ fn live_numbers_of_a_tenant_with_its_own_workers_hold_at_once_and_after_a_rest()
         assert_eq!((&acme["in_flight"], &acme["limit"], &acme["queued"]), (&4.into(), &4.into(), &2.into()));
         assert_eq!(acme["queue_capacity"], 1, "this number is not its own: {acme}");
         assert_eq!(part(&supervisor, "other")["in_flight"], 1);
-        // Fewer, and nobody is dropped.
+        // Fewer, and no job is dropped.
         let fewer = ["b", "--tenant", "acme", "--processes", "1", "--max-in-flight", "1", "--max-queue", "0"];
         assert_eq!(resize(&supervisor, &fewer).status.code(), Some(0));
         let acme = part(&supervisor, "acme");
@@ -328,7 +328,7 @@ fn a_tenants_own_numbers_are_judged_live_as_in_the_file() {
     let file = format!("{}[bulkhead.b.tenant.acme]\nmax_queue = 5\n", isolated("max_active = 64", general));
     let folder = tempfile::tempdir().unwrap();
     let mut refused = Supervisor::launch(folder, "", &file);
-    assert_eq!(refused.wait().code(), Some(2), "a queue that nobody ever serves");
+    assert_eq!(refused.wait().code(), Some(2), "a queue that is never served");
     let supervisor = Supervisor::start(&isolated("max_active = 64", general));
     let (status, told) = patch(&supervisor, "b/tenants/acme", r#"{"max_queue": 5}"#);
     assert_eq!(status, 400, "{told}");

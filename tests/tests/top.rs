@@ -64,9 +64,9 @@ impl Terminal {
         let (mut reader, sink) = (master.try_clone().expect("a descriptor"), seen.clone());
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
-            // It fails when nobody has the other end any more.
+            // It fails when no process has the other end any more.
             while let Ok(count @ 1..) = reader.read(&mut buffer) {
-                let mut seen = sink.lock().expect("nobody panics with it");
+                let mut seen = sink.lock().expect("no thread panics with it");
                 seen.bytes.extend_from_slice(&buffer[..count]);
                 seen.parser.process(&buffer[..count]);
             }
@@ -357,7 +357,7 @@ fn without_a_terminal_it_is_asked_for_once() {
 }
 
 #[test]
-fn nobody_to_watch() {
+fn no_supervisor_to_watch() {
     let supervisor = Supervisor::start(WORKERS);
     let asked = |arguments: &[&str]| {
         let mut command = Command::new(programs().join("bulkhead"));

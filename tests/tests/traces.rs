@@ -75,7 +75,7 @@ fn serve(socket: TcpStream, status: u16, taken: &Mutex<Vec<Value>>) {
     let length = head.split_once("content-length: ").and_then(|(_, rest)| rest.split("\r\n").next());
     let mut body = vec![0; length.expect("a length").parse().unwrap()];
     reader.read_exact(&mut body).unwrap();
-    // Noted before it is answered, so that nobody hears of success too early.
+    // Noted before it is answered, so that no client hears of success too early.
     if status == 200 {
         taken.lock().unwrap().push(serde_json::from_slice(&body).unwrap());
     }
@@ -135,7 +135,7 @@ fn a_sampled_job_has_a_span_between_its_caller_and_its_worker() {
     let header = |text: &str| format!("traceparent: {text}");
     let by_http = place.job("b", "trace", &[&header(SAMPLED), "Bulkhead-Priority: critical"], b"12345");
 
-    // Whoever is not sampled is handed on as it is; what makes no sense, not at all.
+    // A trace that is not sampled is handed on as it is; what makes no sense, not at all.
     let other = client.job("b", "").operation("trace");
     assert_eq!(other.traceparent(UNSAMPLED).send().unwrap().payload(), UNSAMPLED.as_bytes());
     assert_eq!(plain.traceparent("00-nonsense-01").send().unwrap().payload(), b"none");
@@ -300,8 +300,8 @@ fn the_log_has_a_line_for_each_span_where_it_is_asked_for() {
 }
 
 #[test]
-fn nobody_who_takes_spans_is_nobody_who_makes_them() {
-    // A worker's spans would else have a parent that nobody has heard of.
+fn without_a_taker_no_spans_are_made() {
+    // A worker's spans would else have a parent that is not known.
     let supervisor = Supervisor::start(TWO);
     let client = connect(&supervisor);
     assert_eq!(sampled(&client, "b", "trace").send().unwrap().payload(), SAMPLED.as_bytes());
@@ -314,8 +314,8 @@ fn nobody_who_takes_spans_is_nobody_who_makes_them() {
 
 // Collectors that are none.
 
-/// An address that is taken, so that nobody else gets it, and at which nobody listens.
-fn nobody() -> (SocketAddr, OwnedFd) {
+/// An address that is taken, so that no other process gets it, and at which none listens.
+fn unserved() -> (SocketAddr, OwnedFd) {
     let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&socket, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     (getsockname(&socket).unwrap().try_into().unwrap(), socket)
@@ -330,7 +330,7 @@ fn lost(log: &str) -> u64 {
 #[test]
 fn a_collector_that_is_not_there_or_says_nothing_costs_spans_only() {
     let silent = Collector::start(&[0]);
-    let (gone, _kept) = nobody();
+    let (gone, _kept) = unserved();
     let refuses = Collector::start(&[400]);
     for address in [silent.address, gone, refuses.address] {
         let mut supervisor = start(&format!("http://{address}"));

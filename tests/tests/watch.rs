@@ -1,4 +1,4 @@
-//! `GET /v1/watch`: the state of all bulkheads and all events in one stream, for whoever looks on.
+//! `GET /v1/watch`: the state of all bulkheads and all events in one stream, for those that look on.
 
 use std::io::{BufRead, BufReader};
 
@@ -117,7 +117,7 @@ fn many_watch_and_those_who_leave_are_forgotten() {
         watchers.iter_mut().map(|it| it.next_of("bulkheads").data["at"].to_string()).collect();
     let different = bulkhead_tests::tally(moments).len();
     assert!(different <= 50, "{different} moments for 100 watchers");
-    // There is a bound, and whoever leaves gives a place free.
+    // There is a bound, and a reader that leaves gives its place free.
     let rest: Vec<_> = (100..128).map(|_| Watcher::begin(&supervisor, "", &[])).collect();
     Place::of(&supervisor).ask("GET", "/v1/watch", &[], b"").problem(503);
     drop((watchers, rest));

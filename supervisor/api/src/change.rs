@@ -32,11 +32,11 @@ pub struct ChangedRate {
     /// At least 1; `per_second`, rounded up, if absent.
     #[schemars(range(min = 1))]
     pub burst: Option<u32>,
-    /// Who shares it; if absent, who does so far, or else all jobs.
+    /// The jobs that share it; if absent, those that do so far, or else all.
     pub per: Option<ChangedPer>,
 }
 
-/// Who shares a rate limit.
+/// The jobs that share a rate limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ChangedPer {
@@ -46,7 +46,7 @@ pub enum ChangedPer {
     Tenant,
 }
 
-/// Who decides whether a breaker is open.
+/// What decides whether a breaker is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BreakerMode {

@@ -153,7 +153,7 @@ impl Checker<'_> {
         match (&raw.http, &raw.http_token_file) {
             (Field::Given(http), Field::Absent) => self.problems.report(
                 http.span.clone(),
-                "`http` needs `http_token_file`: whoever connects could do everything",
+                "`http` needs `http_token_file`: any process that connects could do everything",
                 "add `http_token_file = \"/etc/bulkhead/token\"`, a file that holds a token of 16 or more characters",
             ),
             (Field::Absent, Field::Given(file)) => self.problems.report(

@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_connects_before_it_has_its_mode() {
+    fn no_client_connects_before_it_has_its_mode() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("closed.sock");
         let _listener = bind_closed(&path).unwrap();

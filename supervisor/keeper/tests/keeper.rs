@@ -37,7 +37,7 @@ const CASES: [(&str, fn()); 16] = [
     ("a_death_in_a_pid_namespace_is_reported_before_all_others_in_there_are_gone", told_in_namespace),
     ("a_kill_is_never_refused", kills_have_room),
     ("a_fork_bomb_is_ended", fork_bomb),
-    ("reports_that_nobody_reads_wait", unread_reports),
+    ("unread_reports_wait", unread_reports),
     ("descriptors_stay_flat", flat),
 ];
 

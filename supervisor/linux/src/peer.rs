@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_connects_is_told_by_descent() {
+    fn a_client_is_told_by_descent() {
         if Command::new("python3").arg("--version").output().is_err() {
             eprintln!("NOT RUN: this test has python3 connect");
             return;

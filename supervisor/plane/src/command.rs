@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_known() {
+    fn abandoned_commands_are_known() {
         let (reply, answer) = oneshot::channel();
         let command = Command::States { reply };
         assert!(!command.is_abandoned());

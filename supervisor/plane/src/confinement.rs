@@ -109,7 +109,7 @@ impl SandboxSupport {
                 let what_to_do = ability.what_to_do.map(|what| format!(" ({what})")).unwrap_or_default();
                 Some(format!("{part}: {why}{what_to_do}"))
             }
-            None => Some(format!("{part}: nobody knows of it")),
+            None => Some(format!("{part}: nothing is known of it")),
         }
     }
 
@@ -615,7 +615,7 @@ impl Settling<'_> {
         }
     }
 
-    /// Process numbers of their own, under `default`: then the kernel ends all that a worker has started, whoever
+    /// Process numbers of their own, under `default`: then the kernel ends all that a worker has started, whatever
     /// else has been killed. Where they cannot be had, that is told, and the keeper ends it.
     fn processes(&mut self) -> Namespaces {
         if self.support.has(keeper::TREE_END) {

@@ -1,4 +1,4 @@
-//! Connects as somebody else: with other credentials, from a process that is gone, or again and again.
+//! Connects as another client: with other credentials, from a process that is gone, or again and again.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;

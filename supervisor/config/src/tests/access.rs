@@ -1,4 +1,4 @@
-//! Who may do what on the jobs socket: entries, and the modes that follow from them.
+//! What clients may do on the jobs socket: entries, and the modes that follow from them.
 
 use super::*;
 

@@ -30,7 +30,7 @@ fn cases(least: u32) -> PropertyConfig {
     PropertyConfig { cases: asked.cases.max(least), failure_persistence: None, ..asked }
 }
 
-/// A folder with what example files name, and a process environment that does not depend on who runs the test.
+/// A folder with what example files name, and a process environment that does not depend on the user of the test.
 struct Folder {
     dir: TempDir,
     process_env: ProcessEnv,

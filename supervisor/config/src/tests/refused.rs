@@ -232,7 +232,7 @@ fn what_runs_cannot_be_a_default() {
 }
 
 #[test]
-fn a_wrong_default_is_told_once_even_if_nobody_uses_it() {
+fn a_wrong_default_is_told_once_even_if_no_bulkhead_uses_it() {
     let folder = Folder::new();
     let text = format!(
         "{}grace = \"1s\"\n[bulkhead.b]\nexec = [\"tool\"]\n[defaults]\ngrace = 1\ncwd = \"none\"\n",

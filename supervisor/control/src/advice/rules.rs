@@ -250,7 +250,7 @@ fn judge_queue(seen: &Seen, setup: &Setup, permits: u64, verdicts: &mut Verdicts
     let in_time = format!("what {permits} at once work off in {}", patience_in_words(seen, setup));
     if is_many(in_vain, seen.jobs) && now > with_headroom(useful) {
         let reason = format!(
-            "{in_vain} of {} jobs waited in vain, and {in_time} are {useful} jobs: who cannot be served in time \
+            "{in_vain} of {} jobs waited in vain, and {in_time} are {useful} jobs: what cannot be served in time \
              had better hear it at once",
             seen.jobs
         );

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_culprit_is_run_or_all_who_could_be_or_whoever_is_named() {
+    fn the_culprit_is_run_or_all_that_could_be_or_the_one_that_is_named() {
         let mut crash = report(1, 1, b"x");
         assert_eq!(choose(&crash, None), Ok(vec![0]));
         assert!(choose(&crash, Some(1)).unwrap_err().contains("no job 1"));

@@ -51,7 +51,7 @@ pub(super) enum Schema {
 /// What a request may say beside its path and its body.
 pub(super) struct Parameter(pub(super) &'static str, pub(super) Schema, pub(super) &'static str);
 
-/// Answers that every route may have: a request that makes no sense, somebody who may not, one that did not
+/// Answers that every route may have: a request that makes no sense, a client that may not, one that did not
 /// come in time, and a data plane that does not answer.
 const PROBLEMS: &[u16] = &[400, 403, 408, 503];
 
@@ -176,7 +176,7 @@ fn meaning(status: u16) -> &'static str {
     match status {
         400 => "The request makes no sense.",
         401 => "The token is missing or wrong.",
-        403 => "Whoever asks may not, or another site asks through a browser.",
+        403 => "The client may not, or another site asks through a browser.",
         404 => "There is no such thing.",
         408 => "The request did not come whole in time.",
         409 => "Not in this state.",

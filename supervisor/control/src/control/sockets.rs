@@ -67,7 +67,7 @@ impl Control {
             let is_gone = !bound.is_there();
             let mut gone = self.sockets.gone.lock().unwrap_or_else(PoisonError::into_inner);
             if is_gone && !std::mem::replace(&mut gone[index], is_gone) {
-                let help = "somebody removed the file, so that nobody can connect: SIGHUP makes it again";
+                let help = "its file was removed, so that no client can connect: SIGHUP makes it again";
                 let (socket, path, message) = (socket.to_owned(), path_of(&bound), help.to_owned());
                 self.tell(Severity::Warning, What::SocketRemoved { socket, path, message });
             }

@@ -129,7 +129,7 @@ pub(crate) fn wait(pid: usize) -> Result<i32, Errno> {
     }
 }
 
-/// Runs this on a thread that ends with it: what it does to itself, it does to nobody else.
+/// Runs this on a thread that ends with it: what it does to itself, it does to no other thread.
 pub(crate) fn thread<T: Send>(task: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| match scope.spawn(task).join() {
         Ok(result) => result,

@@ -53,7 +53,7 @@ fn open(path: &str) -> Tried {
     Ok(format!("opened {path}"))
 }
 
-/// A terminal of its own, so that nobody reads what is typed.
+/// A terminal of its own, so that no process reads what is typed.
 fn type_into_a_terminal() -> Tried {
     let flags = libc::O_NOCTTY;
     let master = OpenOptions::new().read(true).write(true).custom_flags(flags).open("/dev/ptmx");

@@ -128,7 +128,7 @@ fn unnamed_file(folder: &str) -> Tried {
     Ok(format!("made a file in {folder}"))
 }
 
-/// A name that nobody else here uses.
+/// A name that nothing else here uses.
 fn fresh(folder: &Path) -> PathBuf {
     folder.join(format!("hostile-{}", std::process::id()))
 }
@@ -204,7 +204,7 @@ fn chmod_neighbour(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// The mode that everybody's has.
+/// The mode that the shared one has.
 fn chmod_configuration(to: &Targets) -> Tried {
     const MODE: u32 = 0o644;
     let permissions = fs::Permissions::from_mode(MODE);
@@ -217,7 +217,7 @@ fn write_beside_own_program(_: &Targets) -> Tried {
     unnamed_file(parent(program.to_str().unwrap_or_default())?.to_str().unwrap_or_default())
 }
 
-/// Whoever looks for a program there might find another one.
+/// A process that looks for a program there might find another one.
 fn link_beside_own_program(_: &Targets) -> Tried {
     let program = std::env::current_exe().at("find the own program")?;
     let link = fresh(parent(program.to_str().unwrap_or_default())?);
@@ -268,7 +268,7 @@ fn give_a_file_away(_: &Targets) -> Tried {
 }
 
 /// Fills its temporary folder with what is hard to remove, or removes something else: links to elsewhere, a
-/// folder that nobody may enter, many files, and more levels than anybody has descriptors, or paths bytes.
+/// folder that no user may enter, many files, and more levels than anybody has descriptors, or paths bytes.
 fn booby_trap(to: &Targets) -> Tried {
     const FILES: usize = 2000;
     const LEVELS: usize = 1500;

@@ -59,7 +59,7 @@ fn pass_descriptors() -> Tried {
     Ok(format!("passed {}", TIMES * descriptors.len()))
 }
 
-/// By every call that takes flags; on a pair of its own, where it can have one: who reads a link may be held up by it.
+/// By every call that takes flags; on a pair of its own, where it can have one: the reader of a link may be held up by it.
 fn urgent_data() -> Tried {
     let what = "send urgent data";
     let pair = UnixStream::pair();
@@ -82,7 +82,7 @@ fn pass_lingering_socket() -> Tried {
     rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(600))).at("linger")?;
     socket.set_nonblocking(true).at("fill the socket")?;
     while socket.write(&[0; 1 << 16]).is_ok() {}
-    // What nobody reads is not sent.
+    // What is not read is not sent.
     std::mem::forget(listener);
     let frame = frame(kind::STATUS, 0, &Status { text: "hello" })?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

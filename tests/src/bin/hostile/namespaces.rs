@@ -87,13 +87,13 @@ fn enter_a_namespace() -> Tried {
     Ok("entered".into())
 }
 
-/// There is no such kind of file system, which is noticed after who asks was looked at.
+/// There is no such kind of file system, which is noticed after the rights of the caller.
 fn mount() -> Tried {
     let (kind, place) = (c"bulkhead-no-such-kind".as_ptr() as usize, c"/".as_ptr() as usize);
     reached(call(libc::SYS_mount, [kind, place, kind, 0, 0]), &[Errno::ENODEV], "mount something")
 }
 
-/// Nothing is mounted there, which is noticed after who asks was looked at.
+/// Nothing is mounted there, which is noticed after the rights of the caller.
 fn unmount() -> Tried {
     let place = c"/proc/self".as_ptr() as usize;
     reached(call(libc::SYS_umount2, [place, 0]), &[Errno::EINVAL], "unmount something")

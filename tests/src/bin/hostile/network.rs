@@ -66,7 +66,7 @@ fn socket(family: i32, kind: i32, protocol: i32, what: &str) -> Tried {
     Ok(what)
 }
 
-/// One that nobody has; by a socket that listens, and by an end of a pair.
+/// One that no process has; by a socket that listens, and by an end of a pair.
 fn take_an_abstract_name(like: &str) -> Tried {
     let what = "take an abstract name";
     let name = format!("{like}-{}", std::process::id());

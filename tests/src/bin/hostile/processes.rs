@@ -1,4 +1,4 @@
-//! Other processes: the supervisor, the keeper, a sibling of another bulkhead, everybody.
+//! Other processes: the supervisor, the keeper, a sibling of another bulkhead, all.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -139,7 +139,7 @@ fn signal_sibling_by_descriptor(to: &Targets) -> Tried {
     Ok("could be signalled".into())
 }
 
-/// Has the kernel send the signal that tells of input on a descriptor, which ends whoever does not expect it.
+/// Has the kernel send the signal that tells of input on a descriptor, which ends a process that does not expect it.
 /// Whether it did, only the sibling knows.
 fn kill_sibling_by_input(to: &Targets) -> Tried {
     let what = "have a sibling told of input";
@@ -232,7 +232,7 @@ fn pin_supervisor(to: &Targets) -> Tried {
     Ok("changed".into())
 }
 
-/// Somebody else would have to wait for it.
+/// Another process would have to wait for it.
 fn become_child_of_keeper() -> Tried {
     let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as usize;
     let pid = call(libc::SYS_clone, [flags, 0, 0, 0, 0]).at("make a child of the own parent")?;

@@ -31,7 +31,7 @@ const TOUCHED_BYTES: usize = 1 << 20;
 const FAR_BYTES: u64 = 1 << 40;
 const FILLED_BYTES: usize = 8 << 20;
 
-/// How long a process lives that nobody ends.
+/// How long a process lives that is not ended.
 const LIFETIME_S: u64 = 60;
 
 fn open_many_descriptors() -> Tried {

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_keeper_that_nobody_has_waited_for_is_dead() {
+    fn a_keeper_that_is_not_waited_for_is_dead() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let own = Owner::this_process().unwrap();
         let started = process_tree::started(child.id()).unwrap();

@@ -101,7 +101,7 @@ impl Shell {
     /// How it ended: the status as `waitpid` tells it.
     fn wait(self) -> i32 {
         let mut status = 0;
-        // SAFETY: the number is that of a child nobody has waited for, the pointer to a local.
+        // SAFETY: the number is that of a child that has not been waited for, the pointer to a local.
         assert_eq!(unsafe { libc::waitpid(self.0, &mut status, libc::__WALL) }, self.0);
         std::mem::forget(self);
         status
@@ -153,12 +153,12 @@ fn a_process_is_in_its_leaf_from_its_first_moment() {
     assert_eq!(leaf.oom_kills().unwrap(), 0);
     leaf.kill().unwrap();
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
-    wait_until("nobody is left", || leaf.is_empty().unwrap());
+    wait_until("no process is left", || leaf.is_empty().unwrap());
     remove(&leaf);
 }
 
 #[test]
-fn a_kill_ends_whoever_tried_to_get_away() {
+fn a_kill_ends_processes_that_tried_to_get_away() {
     let Some(ground) = Ground::new("kill") else { return };
     let leaf = ground.leaf(1);
     let script = "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000 & sleep 1000' &) & \
@@ -175,7 +175,7 @@ fn a_kill_ends_whoever_tried_to_get_away() {
     let all = processes(leaf.path());
     leaf.kill().unwrap();
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
-    wait_until("nobody is left", || leaf.is_empty().unwrap());
+    wait_until("no process is left", || leaf.is_empty().unwrap());
     for pid in all {
         let is_here = fs::read_to_string(format!("/proc/{pid}/cgroup"))
             .is_ok_and(|text| text.contains(leaf.path().to_str().unwrap()));
@@ -192,7 +192,7 @@ fn a_kill_outruns_those_who_fork_without_end() {
     wait_until("it forks", || processes(leaf.path()).len() > 1);
     leaf.kill().unwrap();
     assert_eq!(shell.wait_for_signal(), libc::SIGKILL);
-    wait_until("nobody is left", || leaf.is_empty().unwrap());
+    wait_until("no process is left", || leaf.is_empty().unwrap());
     remove(&leaf);
 }
 
@@ -247,7 +247,7 @@ fn a_worker_does_not_divide_its_leaf() {
 fn cgroups_that_were_made_in_a_leaf_go_with_it() {
     let Some(ground) = Ground::new("nested") else { return };
     let leaf = ground.leaf(1);
-    // Who has the right to make some can take this limit away first.
+    // A process that may make some can take this limit away first.
     folder(&leaf).write("cgroup.max.descendants", "max").unwrap();
     let deep = leaf.path().join("deep/".repeat(300));
     fs::create_dir_all(&deep).unwrap();
@@ -296,7 +296,7 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
     let names = [other.leaf_name(1), other.leaf_name(2), foreign.leaf_name(1), living.leaf_name(1)];
     let folders = names.each_ref().map(|name| ground.0.make_child(name).unwrap());
     ground.0.make_child("bulkhead-main").unwrap();
-    ground.0.make_child("somebody-else").unwrap();
+    ground.0.make_child("another").unwrap();
     let shells = folders.each_ref().map(|folder| Shell::start(folder, "sleep 1000; :"));
     fs::create_dir(folders[0].path().join("inner")).unwrap();
     assert_eq!(root.sweep(), Ok(Swept::default()), "their keeper lives");
@@ -321,7 +321,7 @@ fn leaves_of_a_dead_keeper_are_swept_and_no_others() {
 }
 
 #[test]
-fn the_supervisors_own_processes_make_room_and_nobody_else_is_moved() {
+fn the_supervisors_own_processes_make_room_and_no_other_is_moved() {
     let Some(ground) = Ground::new("vacate") else { return };
     // Its child descends from this process as well, as the keeper's children do.
     let supervisor = Shell::start(&ground.0, "sleep 1000 & sleep 1000");
@@ -333,7 +333,7 @@ fn the_supervisors_own_processes_make_room_and_nobody_else_is_moved() {
     assert!(processes(&main).contains(&supervisor.pid()));
     root.vacate().unwrap();
 
-    // An orphan: whose, nobody knows. The process that made it is gone, and it has been handed upwards.
+    // An orphan, of which it cannot be told whose. The process that made it is gone, and it has been handed upwards.
     assert_eq!(Shell::start(&ground.0, "(exec setsid sleep 1234 </dev/null >/dev/null 2>&1) & :").wait(), 0);
     wait_until("it is an orphan", || {
         let inside = processes(ground.path());

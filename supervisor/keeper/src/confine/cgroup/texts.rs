@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_say_whether_somebody_is_there() {
+    fn events_say_whether_a_process_is_there() {
         let told = |text: &str| events(text).map(|events| (events.is_populated, events.is_frozen));
         assert_eq!(told("populated 1\nfrozen 0\n"), Some((true, false)));
         assert_eq!(told("populated 0\nfrozen 1\n"), Some((false, true)));

@@ -253,7 +253,7 @@ fn folders_of_programs_are_given_and_the_root_folder_is_not() {
 }
 
 #[test]
-fn what_somebody_named_must_be_there_and_the_rest_need_not() {
+fn what_an_operator_named_must_be_there_and_the_rest_need_not() {
     if !has_abi(1) {
         return;
     }

@@ -245,7 +245,7 @@ impl Confined {
     }
 }
 
-/// `None`: nobody is left. Otherwise what has come within a while.
+/// `None`: no process is left. Otherwise what has come within a while.
 fn next_notification(listener: &OwnedFd) -> Option<Option<Notification>> {
     let mut entries = [PollFd::new(listener, PollFlags::IN)];
     let wait = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -536,7 +536,7 @@ fn a_fatal_call_is_told_with_its_arguments_and_waits() {
     assert_eq!(confined.child.try_wait().unwrap(), None);
     confined.child.kill().unwrap();
     confined.child.wait().unwrap();
-    // Nobody waits any more, and that is no error.
+    // No process waits any more, and that is no error.
     refuse(confined.listener.as_ref().unwrap(), told.id, Errno::PERM).unwrap();
 }
 

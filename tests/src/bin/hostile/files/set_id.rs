@@ -1,6 +1,6 @@
-//! Set-user-id and set-group-id bits: whoever runs such a program outside has the rights of its owner.
+//! Set-user-id and set-group-id bits: a user who runs such a program outside has the rights of its owner.
 //!
-//! The files are empty, nobody may execute them, and they are gone when the attempt is over.
+//! The files are empty, no user may execute them, and they are gone when the attempt is over.
 
 use std::ffi::CString;
 use std::fs;
