@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bulkhead_policy::Time;
 
-/// What may be saved up, so that a few dozen connections at once are let in without a rest.
-const SAVED_MAX_NS: i64 = 2_000_000;
+/// What may be saved up, so that two dozen connections at once are let in without a rest. Other jobs wait for that long.
+const SAVED_MAX_NS: i64 = 250_000;
 
 /// What one piece of work counts for at most. One that took longer was interrupted, as a rule.
 const PIECE_MAX: Duration = Duration::from_millis(1);
@@ -78,12 +78,25 @@ mod tests {
     }
 
     #[test]
+    fn a_crowd_after_a_quiet_hour_does_not_hold_up_a_turn() {
+        let mut allowance = Allowance::one_in(8);
+        let now = Time::ZERO + Duration::from_secs(3600);
+        let piece = Duration::from_micros(10);
+        let mut at_once = 0;
+        while allowance.may_work(now) {
+            allowance.spend_time(piece);
+            at_once += 1;
+        }
+        assert!((20..=30).contains(&at_once), "{at_once}");
+    }
+
+    #[test]
     fn a_pause_of_the_machine_is_not_made_up_for() {
         let mut allowance = Allowance::one_in(4);
         let now = Time::ZERO + Duration::from_secs(1);
         assert!(allowance.may_work(now));
         allowance.spend_time(Duration::from_secs(3600));
         allowance.spend_time(Duration::from_secs(3600));
-        assert!(allowance.may_work(now + Duration::from_millis(1)));
+        assert!(allowance.may_work(now + Duration::from_millis(10)));
     }
 }

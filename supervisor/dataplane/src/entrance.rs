@@ -23,6 +23,8 @@ pub(super) struct Entrance {
     pub(super) refusals: Refusals,
     /// Whether connections may wait to be accepted.
     pub(super) accept_pending: bool,
+    /// While the allowance is used up, connections that come are not announced: each would wake the data plane.
+    is_deaf: bool,
     /// The time that goes into it.
     pub(super) allowance: Allowance,
     /// Since when the connections that waited have never all been accepted.
@@ -49,15 +51,14 @@ impl Entrance {
             access,
             refusals,
             accept_pending: false,
+            is_deaf: false,
             allowance: Allowance::one_in(ACCEPT_PART),
             delayed_since: None,
             accepted: 0,
             delay_told_at: None,
         })
     }
-}
 
-impl Entrance {
     /// When connections are to be accepted, if any wait.
     pub(super) fn accept_at(&self) -> Option<Time> {
         self.accept_pending.then(|| self.allowance.resume_at())
@@ -84,6 +85,26 @@ impl Entrance {
         let for_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
         Some(What::ClientsDelayed { for_ms, accepted: self.accepted })
     }
+
+    /// Whether there is time to accept another; until there is, connections that come are not announced.
+    pub(super) fn may_accept(&mut self, poll: &Poll, now: Time) -> bool {
+        let may = self.allowance.may_work(now);
+        if !may && !self.is_deaf {
+            let listener = self.listener.as_raw_fd();
+            self.is_deaf = poll.registry().deregister(&mut SourceFd(&listener)).is_ok();
+        }
+        may
+    }
+
+    /// No connection waits: the next one is announced, and one that came meanwhile at once. Errors are those of
+    /// `epoll_ctl(2)`.
+    pub(super) fn hear_arrivals(&mut self, poll: &Poll) -> io::Result<()> {
+        if self.is_deaf {
+            register(poll, &self.listener)?;
+            self.is_deaf = false;
+        }
+        Ok(())
+    }
 }
 
 /// Has the loop told of clients that come to this listener.
@@ -100,6 +121,49 @@ impl DataPlane {
         }
         let _ = self.poll.registry().deregister(&mut SourceFd(&self.entrance.listener.as_raw_fd()));
         self.entrance.listener = listener;
-        self.entrance.accept_pending = true;
+        (self.entrance.accept_pending, self.entrance.is_deaf) = (true, false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixStream};
+    use std::time::{Duration, Instant};
+
+    use mio::Events;
+
+    use super::*;
+
+    #[test]
+    fn connections_that_come_while_none_is_accepted_are_announced_when_there_is_time() {
+        let address = SocketAddr::from_abstract_name(format!("entrance-{}", std::process::id())).unwrap();
+        let mut poll = Poll::new().unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n";
+        let config = bulkhead_config::parse(config, std::path::Path::new("/workers.toml")).unwrap();
+        let mut entrance = Entrance::new(&poll, listener, Access::new(&config, 0)).unwrap();
+        let mut events = Events::with_capacity(8);
+        let mut is_announced = |poll: &mut Poll| {
+            poll.poll(&mut events, Some(Duration::ZERO)).unwrap();
+            !events.is_empty()
+        };
+        let now = Time::ZERO + Duration::from_secs(1);
+        let mut crowd = vec![UnixStream::connect_addr(&address).unwrap()];
+        assert!(is_announced(&mut poll));
+        while entrance.may_accept(&poll, now) {
+            entrance.allowance.spend(Instant::now().checked_sub(Duration::from_millis(1)).unwrap());
+        }
+        crowd.push(UnixStream::connect_addr(&address).unwrap());
+        assert!(!is_announced(&mut poll), "there is no time for it");
+        let later = now + Duration::from_secs(1);
+        for _ in 0..2 {
+            assert!(entrance.may_accept(&poll, later));
+            entrance.listener.accept().unwrap();
+        }
+        // It comes between the last look and the next announcement.
+        crowd.push(UnixStream::connect_addr(&address).unwrap());
+        entrance.hear_arrivals(&poll).unwrap();
+        assert!(is_announced(&mut poll));
     }
 }

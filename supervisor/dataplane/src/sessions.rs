@@ -116,7 +116,7 @@ impl DataPlane {
             if began.elapsed() > ACCEPT_TIME {
                 break;
             }
-            if !self.entrance.allowance.may_work(self.now) {
+            if !self.entrance.may_accept(&self.poll, self.now) {
                 if let Some(what) = self.entrance.delay(self.now) {
                     self.event(Severity::Warning, None, what);
                 }
@@ -132,6 +132,8 @@ impl DataPlane {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     self.entrance.all_accepted();
+                    let heard = self.entrance.hear_arrivals(&self.poll);
+                    let error = heard.err().unwrap_or(error);
                     if error.kind() != io::ErrorKind::WouldBlock {
                         // Out of descriptors, as a rule. The connection stays in the backlog; edges do not
                         // come twice, so ask again.
