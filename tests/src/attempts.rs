@@ -101,7 +101,7 @@ pub const ATTEMPTS: &[Group] = &[
         &[
             plain("read-shadow", "read `/etc/shadow`", Succeeds, LANDLOCK, HIDDEN),
             plain("list-root-home", "list `/root`", Succeeds, LANDLOCK, HIDDEN),
-            plain("list-temporary-files", "list everybody's `/tmp`", Succeeds, LANDLOCK, Refused(&["NOTHING"], "its own `/tmp`")),
+            plain("list-temporary-files", "list the `/tmp` of all", Succeeds, LANDLOCK, Refused(&["NOTHING"], "its own `/tmp`")),
             plain("read-neighbour", "read a file of another bulkhead or tenant", Succeeds, LANDLOCK, HIDDEN),
             plain("list-neighbour", "list the folder of another bulkhead", Succeeds, LANDLOCK, HIDDEN),
             plain("read-by-symlink", "read it by a symbolic link of its own", Succeeds, LANDLOCK, HIDDEN),
@@ -115,7 +115,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("chmod-neighbour", "change the mode of another's file", Succeeds, Succeeds, HIDDEN),
             plain("chmod-configuration", "change the mode of the supervisor's configuration", Succeeds, Succeeds, HIDDEN),
             plain("remove-neighbour", "remove another's folder", Succeeds, LANDLOCK, HIDDEN),
-            plain("write-outside", "make a file in a folder that everybody may write", Succeeds, LANDLOCK, HIDDEN),
+            plain("write-outside", "make a file in a folder that all may write", Succeeds, LANDLOCK, HIDDEN),
             plain("write-to-usr", "make a file in `/usr/share`", Succeeds, LANDLOCK, READ_ONLY),
             plain("read-shared-memory", "read what another program shares in `/dev/shm`", Succeeds, LANDLOCK, HIDDEN),
             plain("write-beside-own-program", "make a file beside its own program", Succeeds, LANDLOCK, READ_ONLY),
@@ -135,7 +135,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("set-group-id-of-a-folder", "give a folder a set-group-id bit", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("set-id-from-the-start", "make a file that has such a bit from the start (`open`, `creat`, `mknod`)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
             plain("set-id-past-the-filter", "the same by `openat2`, whose arguments no filter sees", Succeeds, NO_SUCH_CALL, NO_SUCH_CALL),
-            plain("inherited-descriptors", "find a descriptor that nobody meant to give", Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed")),
+            plain("inherited-descriptors", "find a descriptor that was not meant for it", Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed"), Refused(&["NOTHING"], "all is closed")),
         ],
     ),
     (
@@ -212,7 +212,7 @@ pub const ATTEMPTS: &[Group] = &[
             plain("leave-the-session", "leave its session and process group (the keeper finds it all the same)", Succeeds, Succeeds, Succeeds),
             plain("outlive-the-parent", "give up its parent-death signal (the keeper ends it all the same)", Succeeds, Succeeds, Succeeds),
             plain("let-anybody-trace", "ask to be traced by anybody (PR_SET_PTRACER)", Machine, Machine, Refused(&["EINVAL"], FILTER)),
-            plain("become-dumpable", "make itself traceable (by whoever may anyway)", Succeeds, Succeeds, Succeeds),
+            plain("become-dumpable", "make itself traceable (by processes that may anyway)", Succeeds, Succeeds, Succeeds),
         ],
     ),
     (
@@ -293,7 +293,7 @@ pub const ATTEMPTS: &[Group] = &[
         "The link",
         &[
             plain("garbage-on-the-link", "write garbage to its link", Crashes("protocol"), Crashes("protocol"), Crashes("protocol")),
-            plain("urgent-data", "send urgent data (`MSG_OOB`), which holds up who reads a Unix socket", Succeeds, Refused(&["EOPNOTSUPP"], FILTER), Refused(&["EOPNOTSUPP"], FILTER)),
+            plain("urgent-data", "send urgent data (`MSG_OOB`), which holds up the reader of a Unix socket", Succeeds, Refused(&["EOPNOTSUPP"], FILTER), Refused(&["EOPNOTSUPP"], FILTER)),
             plain("pass-descriptors", "pass descriptors to the supervisor", NOT_TAKEN, NOT_TAKEN, NOT_TAKEN),
             plain("pass-lingering-socket", "pass it a socket that takes ten minutes to close", NOT_TAKEN, NO_FAMILY, NO_FAMILY),
         ],

@@ -11,6 +11,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use bulkhead_api::{Text, Worker};
 use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
 use bulkhead_shared::{CrashReason, Verdict};
@@ -272,9 +273,8 @@ impl Place {
     /// Waits until a bulkhead has failed, and returns why.
     pub fn failure(&self, bulkhead: &str) -> String {
         wait_for(&format!("{bulkhead} has failed"), || {
-            let snapshot = self.supervisor.snapshot(bulkhead);
-            (snapshot["state"] == "failed")
-                .then(|| snapshot["detail"].as_str().unwrap_or_default().to_owned())
+            let state = self.supervisor.state(bulkhead);
+            (state.state.as_str() == "failed").then(|| state.detail.unwrap_or_default())
         })
     }
 
@@ -287,9 +287,7 @@ impl Place {
 
     /// How the workers of a bulkhead are confined, by the snapshot.
     pub fn confinement(&self, bulkhead: &str) -> Vec<Confinement> {
-        let snapshot = self.supervisor.snapshot(bulkhead);
-        let workers = snapshot["workers"].as_array().expect("workers").clone();
-        workers.iter().filter(|worker| worker["pid"].is_u64()).map(Confinement::of).collect()
+        self.supervisor.state(bulkhead).workers.iter().filter_map(Confinement::of).collect()
     }
 }
 
@@ -322,29 +320,24 @@ pub struct Confinement {
 const PROCESS_BOUND: &str = "nproc";
 
 impl Confinement {
-    fn of(worker: &Value) -> Self {
-        let part = &worker["confinement"];
-        let texts = |name: &str| -> Vec<String> {
-            let all = part[name].as_array().cloned().unwrap_or_default();
-            all.iter().filter_map(|text| Some(text.as_str()?.to_owned())).collect()
-        };
-        let has_capabilities = match &part["capabilities"] {
-            Value::Array(names) => !names.is_empty(),
-            Value::String(digits) => digits.bytes().any(|digit| digit != b'0' && digit != b'x'),
-            _ => true,
-        };
-        Self {
-            pid: worker["pid"].as_u64().unwrap_or_default() as u32,
-            profile: part["profile"].as_str().unwrap_or_default().to_owned(),
-            no_new_privs: part["no_new_privs"] == true,
-            is_filtered: part["seccomp"] == "filter",
-            uid: part["uid"].as_u64().unwrap_or(u64::MAX),
-            namespaces: texts("namespaces"),
-            landlock: part["landlock"].as_u64(),
-            has_capabilities,
-            missing: texts("missing").into_iter().filter(|missing| missing != PROCESS_BOUND).collect(),
-            has_process_bound: !texts("missing").iter().any(|missing| missing == PROCESS_BOUND),
-        }
+    fn of(worker: &Worker) -> Option<Self> {
+        let part = worker.confinement.clone().unwrap_or_default();
+        let texts = |all: &[Text]| -> Vec<String> { all.iter().map(|text| text.to_string()).collect() };
+        let is_bound = |missing: &String| missing == PROCESS_BOUND;
+        let missing = texts(&part.missing);
+        Some(Self {
+            pid: worker.pid?,
+            profile: part.profile.into_owned(),
+            no_new_privs: part.no_new_privs,
+            is_filtered: part.seccomp == "filter",
+            uid: part.uid.map_or(u64::MAX, u64::from),
+            namespaces: texts(&part.namespaces),
+            landlock: part.landlock.map(u64::from),
+            has_capabilities: part.capabilities.is_empty()
+                || part.capabilities.bytes().any(|digit| digit != b'0' && digit != b'x'),
+            has_process_bound: !missing.iter().any(is_bound),
+            missing: missing.into_iter().filter(|missing| !is_bound(missing)).collect(),
+        })
     }
 }
 

@@ -172,8 +172,8 @@ fn at_rest(supervisor: &Supervisor) -> usize {
     let mut same = 0;
     wait_for("the supervisor is at rest", || {
         let quiet = BULKHEADS.iter().all(|bulkhead| {
-            let snapshot = supervisor.snapshot(bulkhead.name);
-            snapshot["in_flight"] == 0 && snapshot["queued"] == 0 && snapshot["limit"] == bulkhead.bound()
+            let state = supervisor.state(bulkhead.name);
+            (state.in_flight, state.queued, state.limit) == (0, 0, bulkhead.bound() as u64)
         });
         let now = descriptors(supervisor.pid());
         same = if quiet && now == before { same + 1 } else { 0 };

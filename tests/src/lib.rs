@@ -20,6 +20,7 @@ use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use bulkhead_api::{Bulkheads, Snapshot};
 use bulkhead_client::{JobError, Reply};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -279,6 +280,11 @@ impl Supervisor {
         self.get(&format!("/v1/bulkheads/{bulkhead}"))
     }
 
+    /// The snapshot of a bulkhead, as its readers read it.
+    pub fn state(&self, bulkhead: &str) -> Snapshot {
+        serde_json::from_value(self.snapshot(bulkhead)).expect("a snapshot")
+    }
+
     /// A number in the snapshot of a bulkhead.
     pub fn number(&self, bulkhead: &str, field: &str) -> u64 {
         self.snapshot(bulkhead)[field].as_u64().unwrap_or_else(|| panic!("{field} is no number"))
@@ -286,9 +292,7 @@ impl Supervisor {
 
     /// The processes of a bulkhead's workers.
     pub fn worker_pids(&self, bulkhead: &str) -> Vec<u32> {
-        let snapshot = self.snapshot(bulkhead);
-        let workers = snapshot["workers"].as_array().expect("workers");
-        workers.iter().filter_map(|w| w["pid"].as_u64()).map(|pid| pid as u32).collect()
+        self.state(bulkhead).workers.iter().filter_map(|worker| worker.pid).collect()
     }
 
     /// Waits until the number in a bulkhead's snapshot is this.
@@ -350,8 +354,8 @@ impl Auditor {
                 let Some((200, body)) = request(&admin, "GET", "/v1/bulkheads", "") else {
                     return Err(format!("the admin socket did not answer within {:?}", began.elapsed()));
                 };
-                let all: Value = serde_json::from_str(&body).map_err(|error| error.to_string())?;
-                audit(all["bulkheads"].as_array().expect("an array"))?;
+                let all: Bulkheads = serde_json::from_str(&body).map_err(|error| error.to_string())?;
+                audit(&all.bulkheads)?;
                 looks += 1;
                 if is_last {
                     return Ok(looks);
@@ -372,26 +376,21 @@ impl Auditor {
     }
 }
 
-fn audit(bulkheads: &[Value]) -> Result<(), String> {
-    let number = |of: &Value, field: &str| of[field].as_u64().expect("a number");
-    let outcomes = |of: &Value| {
-        let told = ["done", "failed", "crashed", "deadline_exceeded", "cancelled"];
-        let rejected = of["rejected"].as_object().expect("an object").values();
-        told.iter().map(|field| number(of, field)).sum::<u64>()
-            + rejected.filter_map(Value::as_u64).sum::<u64>()
+fn audit(bulkheads: &[Snapshot]) -> Result<(), String> {
+    let outcomes = |of: &Snapshot| {
+        of.done + of.failed + of.crashed + of.deadline_exceeded + of.cancelled + of.rejections()
     };
-    let sum = |what: &dyn Fn(&Value) -> u64| bulkheads.iter().map(what).sum::<u64>();
-    let submitted = sum(&|of| number(of, "submitted"));
-    let open = sum(&|of| number(of, "in_flight") + number(of, "queued"));
+    let sum = |what: &dyn Fn(&Snapshot) -> u64| bulkheads.iter().map(what).sum::<u64>();
+    let submitted = sum(&|of| of.submitted);
+    let open = sum(&|of| of.in_flight + of.queued);
     let ended = sum(&outcomes);
     if submitted != ended + open {
         return Err(format!("{submitted} submitted, {ended} ended, {open} open: {bulkheads:?}"));
     }
     // The one that takes no guests balances by itself, with what its fallbacks have of it.
-    for of in bulkheads.iter().filter(|of| of["name"] == "entry") {
-        let open = number(of, "in_flight") + number(of, "queued") + number(of, "elsewhere");
-        if number(of, "submitted") != outcomes(of) + open {
-            return Err(format!("by itself: {of}"));
+    for of in bulkheads.iter().filter(|of| of.name == "entry") {
+        if of.submitted != outcomes(of) + of.in_flight + of.queued + of.elsewhere {
+            return Err(format!("by itself: {of:?}"));
         }
     }
     Ok(())

@@ -226,8 +226,8 @@ fn what_changes_something_is_confirmed_first() {
     browser.wait("!document.querySelector('#dialog').open");
     assert_eq!(browser.text("#details h2"), "thumbnail", "Esc closes one thing");
     assert_eq!(
-        (limit("thumbnail"), site.supervisor.snapshot("thumbnail")["state"].clone()),
-        (4, json!("ready"))
+        (limit("thumbnail"), site.supervisor.state("thumbnail").state.to_string()),
+        (4, "ready".to_owned())
     );
 
     browser.click("[data-action=resize]");
@@ -252,14 +252,14 @@ fn what_changes_something_is_confirmed_first() {
     browser.click("[data-action=drain]");
     browser.click("#dialog .primary");
     browser.wait("document.querySelector('[data-action=resume]')");
-    assert_eq!(site.supervisor.snapshot("thumbnail")["state"], "draining");
+    assert_eq!(site.supervisor.state("thumbnail").state.as_str(), "draining");
     browser.click("[data-action=resume]");
     browser.click("#dialog .primary");
     browser.wait("document.querySelector('[data-action=drain]')");
     browser.click("[data-action=open]");
     browser.click("#dialog .primary");
     browser.wait("document.querySelector('[data-action=close]')");
-    assert_eq!(site.supervisor.snapshot("thumbnail")["breaker"], "forced_open");
+    assert_eq!(site.supervisor.state("thumbnail").breaker.as_str(), "forced_open");
     browser.click("[data-action=close]");
     browser.click("#dialog .primary");
     browser.wait("document.querySelector('[data-action=open]')");

@@ -1,5 +1,5 @@
-//! Clients and workers that mean harm: what they send is refused, what they hold back is bounded, and nobody
-//! else notices.
+//! Clients and workers that mean harm: what they send is refused, what they hold back is bounded, and no others
+//! notice.
 
 use std::io::{Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -1026,7 +1026,7 @@ impl Worker {
             "answer-for-another" => {
                 let other = self.noted();
                 self.answer(other, b"stolen");
-                let failed = Status { text: "a failure of somebody else's job" };
+                let failed = Status { text: "a failure of another's job" };
                 self.say(&frame(kind::PROGRESSED, other, &Progress { fraction: 0.5, text: "stolen" }, b""));
                 self.say(&frame(kind::STATUS, other, &failed, b""));
                 self.answer(job, b"done");

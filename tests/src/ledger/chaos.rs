@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use bulkhead_api::Snapshot;
 use bulkhead_shared::client_protocol::{Hello, Submit, role};
 use bulkhead_shared::codec;
 use bulkhead_shared::frame::{Header, MAGIC, kind};
@@ -96,9 +97,9 @@ impl Target {
     fn worker(&self, random: &mut Random) -> Option<u32> {
         let bulkhead = BULKHEADS[random.below(BULKHEADS.len())].name;
         let snapshot = self.ask("GET", &format!("/v1/bulkheads/{bulkhead}"))?;
-        let workers = snapshot["workers"].as_array().filter(|workers| !workers.is_empty())?;
-        let pid = workers[random.below(workers.len())]["pid"].as_u64()?;
-        u32::try_from(pid).ok().filter(|pid| *pid > 1)
+        let workers = serde_json::from_value::<Snapshot>(snapshot).ok()?.workers;
+        let worker = (!workers.is_empty()).then(|| &workers[random.below(workers.len())])?;
+        worker.pid.filter(|pid| *pid > 1)
     }
 
     /// Signals, restarts and reloads.

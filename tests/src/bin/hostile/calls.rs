@@ -82,8 +82,8 @@ pub(crate) fn close(descriptor: usize) {
     let _ = call(libc::SYS_close, [descriptor]);
 }
 
-/// Where a call whose arguments cannot work got to: these errors come only after the kernel has looked at
-/// who asks, so that they are as good as success.
+/// Where a call whose arguments cannot work got to: these errors come only after the kernel has looked at the
+/// caller, so that they are as good as success.
 pub(crate) fn reached(result: Result<usize, Errno>, behind: &[Errno], what: &str) -> Tried {
     match result {
         Ok(_) => Ok(format!("{what}: done")),

@@ -263,7 +263,7 @@ fn give_a_file_away(_: &Targets) -> Tried {
     let own = file.metadata().at("stat it")?.uid();
     let other = if own == NOBODY { 0 } else { NOBODY };
     call(libc::SYS_fchown, [file.as_raw_fd() as usize, other as usize, other as usize])
-        .at("give a file to somebody else")?;
+        .at("give a file to another user")?;
     Ok("given away".into())
 }
 
@@ -313,7 +313,7 @@ fn inherited_descriptors(_: &Targets) -> Tried {
         return Err(Refused::because("NOTARGET", "list the own descriptors"));
     }
     match inherited.difference(&due).collect::<Vec<_>>()[..] {
-        [] => Err(Refused::nothing("find a descriptor that nobody meant to give")),
+        [] => Err(Refused::nothing("find a descriptor that was not meant for it")),
         ref extra => Ok(format!("has {extra:?} as well")),
     }
 }

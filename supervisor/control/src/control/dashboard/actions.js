@@ -1,4 +1,4 @@
-// What can be changed from here. Everything is said before it is done, and done only when somebody confirms it.
+// What can be changed from here. Everything is said before it is done, and done only when a user confirms it.
 
 import { ask, bulkheadPath } from './api.js';
 import { byId, h } from './dom.js';
@@ -47,7 +47,7 @@ const ACTIONS = {
   },
   open: {
     title: 'Force the breaker open',
-    ...breaker('forced_open', () => 'Every new job is rejected as circuit open, or goes to a fallback, until somebody sets the breaker to auto or resets it.'),
+    ...breaker('forced_open', () => 'Every new job is rejected as circuit open, or goes to a fallback, until an operator sets the breaker to auto or resets it.'),
   },
   close: { title: 'Breaker to auto', ...breaker('auto', () => 'The breaker closes, and decides by what it sees from now on.') },
 };

@@ -1,4 +1,4 @@
-// Crash reports: a list that follows the events, and each report when somebody opens it.
+// Crash reports: a list that follows the events, and each report when a user opens it.
 
 import { crashList, crashReport } from './api.js';
 import { byId, h, setText } from './dom.js';

@@ -138,7 +138,7 @@ export class Details {
   ask(what, every, load) {
     if (performance.now() - this.askedAt[what] < every) return;
     this.askedAt[what] = performance.now();
-    // Nothing is said while there is nobody to ask: the head of the page says so.
+    // Nothing is said while there is no supervisor to ask: the head of the page says so.
     load().catch(() => {});
   }
 
