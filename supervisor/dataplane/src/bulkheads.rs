@@ -1,7 +1,6 @@
 //! Bulkheads by name, and the compartments they consist of: one that all tenants share, or one for each tenant.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +16,7 @@ use foldhash::quality::RandomState;
 
 use super::JobData;
 use super::crashes::Allowance;
-use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab};
+use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, Slab, owns_slab};
 use super::start_failures::StartFailures;
 
 /// All bulkheads: by their places and by name.
@@ -40,21 +39,7 @@ impl Bulkheads {
     }
 }
 
-impl Deref for Bulkheads {
-    type Target = Slab<BulkheadIndex, BulkheadEntry>;
-
-    #[inline]
-    fn deref(&self) -> &Self::Target {
-        &self.slab
-    }
-}
-
-impl DerefMut for Bulkheads {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.slab
-    }
-}
+owns_slab!(Bulkheads, BulkheadIndex, BulkheadEntry);
 
 /// One bulkhead as its users know it.
 pub(super) struct BulkheadEntry {

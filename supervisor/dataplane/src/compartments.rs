@@ -1,11 +1,9 @@
 //! All compartments: by their places, with their timers.
 
-use std::ops::{Deref, DerefMut};
-
 use bulkhead_policy::{Time, Timers};
 
 use super::bulkheads::Compartment;
-use super::slab::{CompartmentIndex, Slab, SlabIndex};
+use super::slab::{CompartmentIndex, Slab, SlabIndex, owns_slab};
 
 pub(super) struct Compartments {
     slab: Slab<CompartmentIndex, Compartment>,
@@ -18,21 +16,7 @@ pub(super) struct Compartments {
     seeds: u64,
 }
 
-impl Deref for Compartments {
-    type Target = Slab<CompartmentIndex, Compartment>;
-
-    #[inline]
-    fn deref(&self) -> &Self::Target {
-        &self.slab
-    }
-}
-
-impl DerefMut for Compartments {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.slab
-    }
-}
+owns_slab!(Compartments, CompartmentIndex, Compartment);
 
 impl Compartments {
     pub(super) fn new(seed: u64) -> Self {

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use bulkhead_plane::worker_ids::Ids;
@@ -10,7 +9,7 @@ use bulkhead_policy::{Time, WorkerId};
 
 use super::links::Link;
 use super::reports::Sweeping;
-use super::slab::{CompartmentIndex, LinkIndex, Slab};
+use super::slab::{CompartmentIndex, LinkIndex, Slab, owns_slab};
 
 pub(super) struct Links {
     slab: Slab<LinkIndex, Link>,
@@ -32,21 +31,7 @@ pub(super) struct Links {
     pub(super) looked: Vec<(CompartmentIndex, WorkerId, bool)>,
 }
 
-impl Deref for Links {
-    type Target = Slab<LinkIndex, Link>;
-
-    #[inline]
-    fn deref(&self) -> &Self::Target {
-        &self.slab
-    }
-}
-
-impl DerefMut for Links {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.slab
-    }
-}
+owns_slab!(Links, LinkIndex, Link);
 
 impl Links {
     pub(super) fn new(ids: Option<Arc<Ids>>) -> Self {

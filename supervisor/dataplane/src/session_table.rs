@@ -1,7 +1,6 @@
 //! All sessions: by their places, whose turn it is to be read, and what they add up to.
 
 use std::collections::HashMap;
-use std::ops::{Deref, DerefMut};
 
 use bulkhead_policy::Time;
 use bulkhead_shared::JobId;
@@ -9,7 +8,7 @@ use bulkhead_shared::JobId;
 use super::allowance::Allowance;
 use super::sessions::Session;
 use super::shares::Holder;
-use super::slab::{CompartmentIndex, SessionId, SessionIndex, Slab};
+use super::slab::{CompartmentIndex, SessionId, SessionIndex, Slab, owns_slab};
 use super::turns::Turns;
 
 pub(super) struct Sessions {
@@ -27,21 +26,7 @@ pub(super) struct Sessions {
     pub(super) undelivered: usize,
 }
 
-impl Deref for Sessions {
-    type Target = Slab<SessionIndex, Session>;
-
-    #[inline]
-    fn deref(&self) -> &Self::Target {
-        &self.slab
-    }
-}
-
-impl DerefMut for Sessions {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.slab
-    }
-}
+owns_slab!(Sessions, SessionIndex, Session);
 
 /// For those that can wait: one part in so many of a processor's time.
 const PATIENT_PART: i64 = 16;

@@ -33,6 +33,28 @@ macro_rules! indices {
     )*};
 }
 
+/// Has an owner be used as the table that it keeps in `slab`.
+macro_rules! owns_slab {
+    ($owner:ty, $index:ty, $entry:ty) => {
+        impl std::ops::Deref for $owner {
+            type Target = $crate::slab::Slab<$index, $entry>;
+
+            #[inline]
+            fn deref(&self) -> &Self::Target {
+                &self.slab
+            }
+        }
+
+        impl std::ops::DerefMut for $owner {
+            #[inline]
+            fn deref_mut(&mut self) -> &mut Self::Target {
+                &mut self.slab
+            }
+        }
+    };
+}
+pub(super) use owns_slab;
+
 indices! {
     /// The place of a client's session.
     SessionIndex;
