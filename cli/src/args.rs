@@ -211,6 +211,10 @@ pub(crate) struct Request {
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub(crate) deadline: Option<Duration>,
 
+    /// How long each attempt may run, whatever it waited [default: the bulkhead's own]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) run_limit: Option<Duration>,
+
     /// critical, normal or best-effort
     #[arg(long, default_value = "normal")]
     pub(crate) priority: Priority,

@@ -17,6 +17,10 @@ pub(crate) fn job(client: &Client, request: &Request, payload: Vec<u8>) -> Job {
         .tenant(&request.tenant)
         .cost(request.cost)
         .idempotent(request.idempotent);
+    let job = match request.run_limit {
+        Some(limit) => job.run_limit(limit),
+        None => job,
+    };
     match request.deadline {
         Some(limit) => job.deadline(limit),
         None => job,

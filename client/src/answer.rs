@@ -154,6 +154,13 @@ impl fmt::Display for JobError {
             },
             Self::DeadlineExceeded(outcome) => {
                 let limit_ms = outcome.deadline.as_millis();
+                if let Some(limit) = outcome.run_limit.filter(|limit| outcome.ran >= *limit) {
+                    let limit_ms = limit.as_millis();
+                    return write!(
+                        f,
+                        "{outcome}: it ran for {limit_ms} ms, its run limit; allow more, or send less"
+                    );
+                }
                 write!(f, "{outcome}: not within {limit_ms} ms; allow more time, or send less at once")
             }
             Self::Crashed(outcome) if outcome.retryable => write!(f, "{outcome}; it may be sent again"),

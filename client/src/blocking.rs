@@ -99,6 +99,11 @@ impl Job {
         self.map(|job| job.deadline(limit))
     }
 
+    /// How long each attempt may run; see [`crate::Job::run_limit`].
+    pub fn run_limit(self, limit: Duration) -> Self {
+        self.map(|job| job.run_limit(limit))
+    }
+
     /// How much the job matters.
     pub fn priority(self, priority: Priority) -> Self {
         self.map(|job| job.priority(priority))

@@ -256,7 +256,7 @@ async fn open(path: &Path) -> Result<Arc<Requests>, ConnectError> {
         Ok(Err(Unwelcome::Refused { reason, message })) => {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
         }
-        Ok(Ok(frame_bytes_max)) => Ok(Arc::new(Requests::new(socket, frame_bytes_max))),
+        Ok(Ok((bytes_max, capabilities))) => Ok(Arc::new(Requests::new(socket, bytes_max, capabilities))),
     }
 }
 
@@ -286,7 +286,8 @@ impl From<String> for Unwelcome {
     }
 }
 
-async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
+/// Returns the largest frame that the supervisor takes, in bytes, and what it can do.
+async fn shake_hands(socket: &UnixStream) -> Result<(u32, u64), Unwelcome> {
     let text = |error: &dyn std::fmt::Display| Unwelcome::Protocol(error.to_string());
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
@@ -333,7 +334,7 @@ async fn shake_hands(socket: &UnixStream) -> Result<u32, Unwelcome> {
                     )
                     .into());
                 }
-                return Ok(welcome.frame_bytes_max);
+                return Ok((welcome.frame_bytes_max, welcome.capabilities));
             }
             Some((kind::REFUSED, metadata)) => {
                 let (refused, _) =

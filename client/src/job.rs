@@ -52,6 +52,26 @@ impl Job {
         self
     }
 
+    /// How long each attempt may run, from the moment when a worker is given the job, whatever it waited before. The
+    /// lower of this and the bulkhead's own `run_limit` counts, see [`Outcome::run_limit`](crate::Outcome::run_limit); a
+    /// miss is `deadline_exceeded`/`running`. A limit of the client's own never ends a worker that other jobs share.
+    ///
+    /// A supervisor that is too old for this refuses the job as `invalid`.
+    ///
+    /// ```no_run
+    /// # use std::time::Duration;
+    /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+    /// let client = bulkhead_client::Client::connect("jobs.sock").await?;
+    /// let job = client.job("thumbnail", "...").deadline(Duration::from_secs(10));
+    /// let reply = job.run_limit(Duration::from_millis(200)).send().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn run_limit(mut self, limit: Duration) -> Self {
+        self.order.run_limit = Some(limit);
+        self
+    }
+
     /// How much the job matters.
     pub fn priority(mut self, priority: Priority) -> Self {
         self.order.priority = priority;

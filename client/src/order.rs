@@ -19,6 +19,7 @@ pub(crate) struct Order {
     pub(crate) operation: String,
     pub(crate) tenant: String,
     pub(crate) deadline: Option<Duration>,
+    pub(crate) run_limit: Option<Duration>,
     pub(crate) priority: Priority,
     pub(crate) cost: u32,
     pub(crate) is_idempotent: bool,
@@ -33,6 +34,7 @@ impl Order {
             operation: String::new(),
             tenant: String::new(),
             deadline: None,
+            run_limit: None,
             priority: Priority::Normal,
             cost: 1,
             is_idempotent: false,
@@ -84,11 +86,12 @@ impl Order {
             retryable: verdict.is_retryable(self.is_idempotent),
             retry_after: None,
             deadline: self.deadline.unwrap_or_default(),
+            run_limit: self.run_limit,
             verdict,
         }
     }
 
-    pub(crate) fn extensions(&self) -> Option<(u16, &[u8])> {
+    pub(crate) fn trace_extension(&self) -> Option<(u16, &[u8])> {
         self.traceparent.as_ref().map(|text| (tag::TRACEPARENT, text.as_bytes()))
     }
 }

@@ -5,7 +5,9 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bulkhead_shared::client_protocol::{OutcomeMessage, Progress as ProgressMessage, Refused, Submit};
+use bulkhead_shared::client_protocol::{
+    OutcomeMessage, Progress as ProgressMessage, Refused, Submit, capability, read_run_limit, run_limit_bytes,
+};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{Header, kind};
@@ -98,6 +100,8 @@ pub(crate) struct Requests {
     pub(crate) room: Notify,
     idle: Notify,
     frame_bytes_max: u32,
+    /// What the supervisor can do: a sum of [`capability`].
+    capabilities: u64,
 }
 
 impl std::fmt::Debug for Requests {
@@ -107,7 +111,7 @@ impl std::fmt::Debug for Requests {
 }
 
 impl Requests {
-    pub(crate) fn new(socket: UnixStream, frame_bytes_max: u32) -> Self {
+    pub(crate) fn new(socket: UnixStream, frame_bytes_max: u32, capabilities: u64) -> Self {
         Self {
             state: Mutex::default(),
             socket,
@@ -116,6 +120,7 @@ impl Requests {
             room: Notify::new(),
             idle: Notify::new(),
             frame_bytes_max,
+            capabilities,
         }
     }
 
@@ -153,6 +158,11 @@ impl Requests {
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
             let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
             return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
+        }
+        if job.run_limit.is_some() && self.capabilities & capability::RUN_LIMIT == 0 {
+            let message =
+                "the supervisor is older and knows no run limit: send the job without one, or update it";
+            return Err(SubmitError::Refused(job.refused(RejectReason::Invalid, message.into())));
         }
         let mut state = self.lock();
         match state.stage {
@@ -255,6 +265,7 @@ impl Requests {
                 let result = match message.to_outcome() {
                     Some(mut outcome) => {
                         outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
+                        outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
                         JobError::from_outcome(outcome, payload)
                     }
                     None => Err(JobError::unintelligible(&message)),
@@ -397,7 +408,16 @@ impl State {
             idempotent: job.is_idempotent.into(),
             cost: job.cost,
         };
-        self.push(kind::SUBMIT, number, &submit, job.extensions().as_slice(), payload)?;
+        let trace = job.trace_extension();
+        match job.run_limit.map(run_limit_bytes) {
+            None => self.push(kind::SUBMIT, number, &submit, trace.as_slice(), payload)?,
+            Some(limit) => {
+                let limit = (tag::RUN_LIMIT, &limit[..]);
+                let both = [limit, trace.unwrap_or(limit)];
+                let given = &both[..1 + usize::from(trace.is_some())];
+                self.push(kind::SUBMIT, number, &submit, given, payload)?;
+            }
+        }
         let frame_end = self.pushed_bytes;
         if let Some(waiter) = self.slot(number).and_then(|slot| slot.waiter.as_mut()) {
             waiter.frame_end = frame_end;
@@ -480,7 +500,7 @@ mod tests {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
         here.set_nonblocking(true).unwrap();
         there.set_nonblocking(true).unwrap();
-        let mut requests = Requests::new(UnixStream::from_std(here).unwrap(), 1 << 20);
+        let mut requests = Requests::new(UnixStream::from_std(here).unwrap(), 1 << 20, 0);
         requests.owner = std::process::id() + 1;
         requests.close("the child has ended");
         let open = there.read(&mut [0]).unwrap_err();

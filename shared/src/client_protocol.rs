@@ -18,6 +18,32 @@ pub mod role {
     pub const WORKER: u8 = 2;
 }
 
+/// What a supervisor can do beyond the frozen structures; their sum is in
+/// [`ClientWelcome::capabilities`].
+pub mod capability {
+    /// Takes [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) on a submit.
+    pub const RUN_LIMIT: u64 = 1;
+}
+
+/// The value of a [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT); `None` if the bytes are no such.
+///
+/// ```
+/// use std::time::Duration;
+/// # use bulkhead_shared::client_protocol::{read_run_limit, run_limit_bytes};
+/// let bytes = run_limit_bytes(Duration::from_millis(200));
+/// assert_eq!(read_run_limit(&bytes), Some(Duration::from_millis(200)));
+/// assert_eq!(read_run_limit(&[0; 8]), None);
+/// ```
+pub fn read_run_limit(bytes: &[u8]) -> Option<Duration> {
+    let limit = u64::from_le_bytes(bytes.try_into().ok()?);
+    (limit > 0).then(|| Duration::from_micros(limit))
+}
+
+/// What [`read_run_limit`] reads; at least a microsecond.
+pub fn run_limit_bytes(limit: Duration) -> [u8; 8] {
+    micros(limit).max(1).to_le_bytes()
+}
+
 /// [`HELLO`](crate::frame::kind::HELLO): the first frame of a client; its number is
 /// [`MAGIC`](crate::frame::MAGIC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
@@ -46,7 +72,7 @@ pub struct ClientWelcome<'a> {
     pub version: u16,
     /// The largest frame accepted, in bytes behind the header.
     pub frame_bytes_max: u32,
-    /// A sum of capabilities; none is defined yet.
+    /// A sum of [`capability`].
     pub capabilities: u64,
     /// The version of the supervisor.
     pub server_version: &'a str,
@@ -216,7 +242,8 @@ impl<'a> OutcomeMessage<'a> {
         }
     }
 
-    /// The outcome told by this message, without the job's number, which is in an extension; `None` if it uses a code that this version does not know.
+    /// The outcome told by this message, without the job's number and its run limit, which are in extensions; `None`
+    /// if it uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();
@@ -256,6 +283,7 @@ impl<'a> OutcomeMessage<'a> {
             retryable: self.retryable != 0,
             retry_after: (self.has_retry_after != 0).then(|| Duration::from_micros(self.retry_after_us)),
             deadline: Duration::from_micros(self.deadline_us),
+            run_limit: None,
         })
     }
 }
@@ -277,6 +305,7 @@ mod tests {
             worker_pid: Some(4242),
             retry_after: Some(Duration::from_millis(250)),
             deadline: Duration::from_secs(5),
+            run_limit: None,
         }
     }
 

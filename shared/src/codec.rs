@@ -38,6 +38,9 @@ pub mod tag {
     pub const PROCESS: u16 = 3;
     /// The number of a job, as a [`JobId`](crate::JobId): 8 bytes; on the outcome of a job that was taken.
     pub const JOB: u16 = 4;
+    /// The longest run of each attempt, from its dispatch, in microseconds: 8 bytes, not 0. On a submit what is asked
+    /// for; on an outcome the lower of that and the bulkhead's own, if there is one.
+    pub const RUN_LIMIT: u16 = 5;
 }
 
 /// Why metadata could not be read.

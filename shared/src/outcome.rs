@@ -303,6 +303,8 @@ pub struct Outcome {
     pub retry_after: Option<Duration>,
     /// The time limit that applied, after clamping to `deadline_max`.
     pub deadline: Duration,
+    /// The longest run of each attempt, from its dispatch, if there was such a limit.
+    pub run_limit: Option<Duration>,
 }
 
 impl fmt::Display for Outcome {

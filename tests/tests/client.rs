@@ -348,6 +348,7 @@ fn outcome_metadata(outcome: u8, reason: u8) -> Vec<u8> {
         retryable: false,
         retry_after: None,
         deadline: Duration::from_secs(1),
+        run_limit: None,
     };
     metadata(&OutcomeMessage { outcome, reason, ..OutcomeMessage::from_outcome(&told) })
 }

@@ -217,6 +217,16 @@ struct Outcome {
     payload: Vec<u8>,
 }
 
+impl Frame {
+    /// The extensions of an OUTCOME.
+    fn extensions(&self) -> Vec<(u16, Vec<u8>)> {
+        let mut fields = Fields(&self.meta);
+        fields.take(5 + 4 + 3 * 8 + 4 + 1 + 8 + 1 + 4);
+        (0..3).for_each(|_| drop(fields.text()));
+        fields.end()
+    }
+}
+
 impl Outcome {
     fn read(frame: &Frame) -> Self {
         assert_eq!(frame.kind, OUTCOME, "{frame:?}");
@@ -811,6 +821,10 @@ fn the_page_names_every_capability_of_a_worker() {
     ] {
         assert!(page.contains(&format!("{number} {meaning}")), "{number}");
     }
+    assert!(page.contains(&format!(
+        "capabilities ({}: it takes the extension 5",
+        bulkhead_shared::client_protocol::capability::RUN_LIMIT
+    )));
     assert!(page.contains(&format!("(The SDK runs up to {IN_FLIGHT_CEILING} at once")));
 }
 
@@ -898,7 +912,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
     let mut fields = Fields(&welcome.meta);
     assert_eq!(fields.u16(), 1, "version");
     assert!((2 << 20..3 << 20).contains(&fields.u32()), "largest frame: max_payload and a little");
-    assert_eq!(fields.u64(), 0, "capabilities");
+    assert_eq!(fields.u64(), 1, "capabilities: a run limit");
     assert!(!fields.text().is_empty(), "the supervisor's version");
     assert_eq!(fields.end(), []);
 
@@ -1091,6 +1105,30 @@ fn what_a_worker_says_before_a_failed_start_is_shown() {
 }
 
 // Evolving.
+
+#[test]
+fn a_run_limit_is_eight_bytes_and_comes_back_with_the_outcome() {
+    let supervisor = Supervisor::start(SDK);
+    let mut client = Client::connect(&supervisor);
+    let limit = 250_000_u64.to_le_bytes();
+    client.send(SUBMIT, 1, submit("b", "echo").extensions(&[(5, &limit)]), b"x");
+    let told = client.next();
+    assert_eq!(Outcome::read(&told).payload, b"x");
+    assert!(told.extensions().contains(&(5, limit.to_vec())), "{told:?}");
+    client.send(SUBMIT, 2, submit("b", "yield").extensions(&[(5, &limit)]), b"");
+    let outcome = client.outcome();
+    assert_eq!((outcome.kind(), outcome.deadline_us), ((3, 2), 60_000_000), "{outcome:?}");
+    assert!(outcome.ran_us >= 250_000, "{outcome:?}");
+    for wrong in [&[][..], &[1; 7], &[0; 8], &[1; 9]] {
+        client.send(SUBMIT, 3, submit("b", "echo").extensions(&[(5, wrong)]), b"x");
+        let outcome = client.outcome();
+        assert_eq!((outcome.kind(), outcome.executed), ((REJECTED, 1), 0), "{outcome:?}");
+        assert!(outcome.message.contains("run limit"), "{outcome:?}");
+    }
+    client.send(SUBMIT, 4, submit("b", "echo").end(), b"x");
+    let told = client.next();
+    assert!(told.extensions().iter().all(|(tag, _)| *tag != 5), "without one none is told: {told:?}");
+}
 
 #[test]
 fn what_a_newer_client_says_more_is_skipped() {

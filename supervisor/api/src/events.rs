@@ -137,7 +137,7 @@ events! {
     /// A job did not end before its deadline.
     JobTimeout = "job_timeout" {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
-        payload_bytes: u64, timeout_ms: f64, actual_duration_ms: f64
+        payload_bytes: u64, timeout_ms: f64, run_limit_ms: Option<f64>, actual_duration_ms: f64
     };
     /// A job's worker has died.
     JobCrashed = "job_crashed" {

@@ -41,6 +41,9 @@ pub struct JobOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_after_ms: Option<f64>,
     pub retryable: bool,
+    /// The longest run of each attempt, if there was such a limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub run_limit_ms: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -75,6 +78,7 @@ impl JobOutcome {
             result_bytes: None,
             retry_after_ms: outcome.retry_after.map(millis),
             retryable: outcome.retryable,
+            run_limit_ms: outcome.run_limit.map(millis),
             signal: None,
             worker_pid: outcome.worker_pid,
         }

@@ -189,6 +189,7 @@ impl Checker<'_> {
             max_in_flight: raw.max_in_flight.value(),
             max_queue: queue.value,
             queue_timeout: raw.queue_timeout.value(),
+            run_limit: raw.run_limit.value(),
             deadline: deadline.value,
             deadline_max: deadline_max.value,
             grace: raw.grace.value(),

@@ -2,7 +2,7 @@
 //! frames are handled.
 
 use bulkhead_shared::RejectReason;
-use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, role};
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
@@ -193,7 +193,7 @@ impl DataPlane {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
                 .min(u64::from(u32::MAX)) as u32,
-            capabilities: 0,
+            capabilities: capability::RUN_LIMIT,
             server_version: env!("CARGO_PKG_VERSION"),
         };
         if let Some(session) = self.sessions.get_mut(index) {

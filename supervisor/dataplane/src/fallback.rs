@@ -24,6 +24,8 @@ pub(super) struct FallbackState {
     pub(super) next: usize,
     pub(super) received: Time,
     pub(super) limit: Duration,
+    /// What its client asked for.
+    pub(super) run_limit: Option<Duration>,
     pub(super) priority: Priority,
     pub(super) idempotent: bool,
     pub(super) cost: u32,
@@ -169,13 +171,14 @@ impl DataPlane {
     ) {
         let compartment = self.compartment_for(bulkhead, &cargo.tenant);
         self.bulkheads[bulkhead].tally.guests += 1;
-        let FallbackState { priority, idempotent, cost, .. } = *fallback;
+        let FallbackState { priority, idempotent, cost, run_limit, .. } = *fallback;
         let keeps = idempotent && (self.bulkheads[bulkhead].retries || fallback.next < fallback.chain.len());
         cargo.held.is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         cargo.fallback = Some(fallback);
         let (session, request) = (cargo.session, cargo.request);
         let submission = Submission {
             deadline: Some(left),
+            run_limit,
             priority,
             idempotent,
             is_repeatable: cargo.held.is_repeatable,
@@ -235,6 +238,7 @@ impl DataPlane {
             retryable: answer.retryable,
             retry_after: answer.retry_after,
             deadline: answer.deadline,
+            run_limit: answer.run_limit,
         }
     }
 

@@ -106,6 +106,7 @@ impl DataPlane {
                 pid,
                 payload_bytes,
                 timeout_ms,
+                run_limit_ms: answer.run_limit.map(millis),
                 actual_duration_ms,
             };
             (what, None)

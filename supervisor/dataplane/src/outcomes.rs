@@ -1,7 +1,9 @@
 //! What becomes of jobs, on its way to their clients.
 
+use std::time::Duration;
+
 use bulkhead_policy::Answer;
-use bulkhead_shared::client_protocol::{OutcomeMessage, Progress};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, run_limit_bytes};
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::kind;
@@ -18,6 +20,14 @@ const REQUESTS_KEPT: usize = 1024;
 /// The payload of an answer.
 fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
     if *verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
+}
+
+/// What goes with an outcome beside the frozen structure.
+#[derive(Clone, Copy, Default)]
+pub(super) struct About {
+    pub(super) job: Option<JobId>,
+    pub(super) span: Option<Traceparent>,
+    pub(super) run_limit: Option<Duration>,
 }
 
 impl DataPlane {
@@ -46,11 +56,12 @@ impl DataPlane {
                 entry.latency.record(now, ran, queued);
             }
             let own = entry.policy.limits().deadline;
+            let is_long = answer.run_limit.is_some_and(|limit| ran >= limit);
             let bulkhead = &mut self.bulkheads[entry.bulkhead];
             bulkhead.latency.record(now, ran, queued);
             bulkhead.demand.served(ran, queued);
             if answer.verdict == Verdict::DeadlineRunning {
-                bulkhead.demand.was_late(answer.deadline, own);
+                bulkhead.demand.was_late(!is_long && answer.deadline >= own);
             }
         }
         if matches!(answer.verdict, Verdict::DeadlineRunning | Verdict::Crashed { .. }) {
@@ -81,7 +92,7 @@ impl DataPlane {
             }
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
-                let about = (outcome.job, span);
+                let about = About { job: outcome.job, span, run_limit: outcome.run_limit };
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
             self.buffers.keep_record(answer.cargo);
@@ -98,7 +109,8 @@ impl DataPlane {
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let payload = result_for(&answer.verdict, incoming);
-            self.send_outcome(index, request, &message, (answer.job, None), payload);
+            let about = About { job: answer.job, run_limit: answer.run_limit, span: None };
+            self.send_outcome(index, request, &message, about, payload);
         }
         self.buffers.keep_record(answer.cargo);
     }
@@ -108,7 +120,7 @@ impl DataPlane {
         index: SessionIndex,
         request: u64,
         message: &OutcomeMessage<'_>,
-        (job, span): (Option<JobId>, Option<Traceparent>),
+        About { job, span, run_limit }: About,
         payload: Payload<'_>,
     ) {
         let Some(session) = self.sessions.get_mut(index) else { return };
@@ -116,11 +128,19 @@ impl DataPlane {
             return;
         }
         // Every text in an outcome is bounded where it enters, so that the metadata fits.
-        let number = job.unwrap_or(JobId(0)).to_bytes();
-        let number = (tag::JOB, &number[..]);
-        let span = span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes()));
-        let both = [number, span.unwrap_or(number)];
-        let extensions = &both[usize::from(job.is_none())..1 + usize::from(span.is_some())];
+        let number = job.map(JobId::to_bytes);
+        let run_limit = run_limit.map(run_limit_bytes);
+        let given = [
+            number.as_ref().map(|number| (tag::JOB, &number[..])),
+            span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes())),
+            run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..])),
+        ];
+        let (mut extensions, mut count) = ([(0, &[][..]); 3], 0);
+        for extension in given.into_iter().flatten() {
+            extensions[count] = extension;
+            count += 1;
+        }
+        let extensions = &extensions[..count];
         let pushed = session.outbox.push_pooled(
             kind::OUTCOME,
             request,

@@ -131,6 +131,7 @@ impl DataPlane {
             retryable: verdict.is_retryable(false),
             retry_after: None,
             deadline: Duration::ZERO,
+            run_limit: None,
         };
         self.send_span(name.into(), &mut record, &outcome);
         Some(span)

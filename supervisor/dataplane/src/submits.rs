@@ -5,7 +5,7 @@ use std::time::Duration;
 use bulkhead_plane::access::{self, Grant};
 use bulkhead_plane::entry::{Refusal, SocketKind};
 use bulkhead_policy::{Event, Submission};
-use bulkhead_shared::client_protocol::{OutcomeMessage, Submit};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Submit, read_run_limit};
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::Header;
@@ -14,12 +14,20 @@ use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::fallback::FallbackState;
+use super::outcomes::About;
 use super::sessions::{Breach, Session, Stage};
 use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
 
 /// Jobs that one client can have under way.
 const REQUESTS_MAX: usize = 1 << 20;
+
+/// What a client sends beside the frozen structure.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Extras {
+    pub(super) traceparent: Option<Traceparent>,
+    pub(super) run_limit: Option<Duration>,
+}
 
 /// By the specification (W3C), an invalid one is ignored.
 pub(super) fn traceparent(extensions: &Extensions<'_>) -> Option<Traceparent> {
@@ -39,7 +47,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
-        let (bulkhead, submit, traceparent) = match self.check_submit(session, header, metadata) {
+        let (bulkhead, submit, extras) = match self.check_submit(session, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -70,6 +78,7 @@ impl DataPlane {
                 chain: entry.fallback.clone(),
                 next: 0,
                 received: self.now,
+                run_limit: extras.run_limit,
                 limit: deadline.map_or(limits.deadline, |asked| asked.min(limits.deadline_max)),
                 priority,
                 idempotent,
@@ -77,7 +86,7 @@ impl DataPlane {
                 before: None,
             })
         });
-        let trace = self.trace(traceparent);
+        let trace = self.trace(extras.traceparent);
         let submission = Submission {
             cargo: self.buffers.record(JobData {
                 session: id,
@@ -94,6 +103,7 @@ impl DataPlane {
                 fallback,
             }),
             deadline,
+            run_limit: extras.run_limit,
             priority,
             idempotent,
             tenant,
@@ -135,7 +145,7 @@ impl DataPlane {
         session: &Session,
         header: Header,
         metadata: &'m [u8],
-    ) -> Result<(BulkheadIndex, Submit<'m>, Option<Traceparent>), (RejectReason, String)> {
+    ) -> Result<(BulkheadIndex, Submit<'m>, Extras), (RejectReason, String)> {
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
         let found = self.bulkheads.by_name.get(submit.bulkhead).copied();
@@ -161,6 +171,10 @@ impl DataPlane {
         if Priority::from_code(submit.priority).is_none() {
             return invalid(format!("there is no priority {}", submit.priority));
         }
+        let run_limit = extensions.get(tag::RUN_LIMIT).map(read_run_limit);
+        if run_limit == Some(None) {
+            return invalid("the run limit is not 8 bytes that count microseconds from 1 on".into());
+        }
         let size = header.payload_length() as u64;
         let most = self.bulkheads[bulkhead].max_payload;
         if size > most {
@@ -171,7 +185,8 @@ impl DataPlane {
         if !self.may_hold(session.holder, Some(bulkhead), more) {
             return Err(self.memory_full());
         }
-        Ok((bulkhead, submit, traceparent(&extensions)))
+        let extras = Extras { traceparent: traceparent(&extensions), run_limit: run_limit.flatten() };
+        Ok((bulkhead, submit, extras))
     }
 
     /// Answers a submit that policy never hears of.
@@ -213,7 +228,8 @@ impl DataPlane {
             ..OutcomeMessage::of_verdict(&verdict, name)
         };
         let message = message.with_times(Duration::ZERO, Duration::ZERO, Duration::ZERO, retry_after);
-        self.send_outcome(index, header.number, &message, (None, span), Payload::NONE);
+        let about = About { span, ..About::default() };
+        self.send_outcome(index, header.number, &message, about, Payload::NONE);
     }
 
     pub(super) fn cancel_request(&mut self, index: SessionIndex, number: u64) {

@@ -146,12 +146,13 @@ impl Demand {
         self.windows.current.wait_us.record(micros(waited), 1);
     }
 
-    /// Counts a job that missed its deadline while it ran.
+    /// Counts a job that missed its deadline or run limit while it ran, and whether it was the bulkhead's own
+    /// deadline.
     #[inline]
-    pub fn was_late(&mut self, deadline: Duration, own: Duration) {
+    pub fn was_late(&mut self, is_by_own: bool) {
         let bound = &mut self.windows.current.bound;
         bound.late += 1;
-        bound.late_by_own += u64::from(deadline >= own);
+        bound.late_by_own += u64::from(is_by_own);
     }
 
     /// All that was seen. [`Self::settle`] comes before it.
@@ -270,7 +271,7 @@ mod tests {
         let limits = Limits { processes: 4, ..Limits::default() };
         let mut demand = Demand::new(at(0), &limits);
         demand.stood(level(0, 4, 20), at(100));
-        demand.was_late(limits.deadline, limits.deadline);
+        demand.was_late(true);
         let more = Limits { processes: 8, ..limits };
         assert!(demand.is_due(at(100), &more));
         demand.settle(at(100), numbers_of(&more), counters(500));

@@ -168,6 +168,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
         max_in_flight: bulkhead.max_in_flight,
         max_queue: bulkhead.max_queue,
         queue_timeout: bulkhead.queue_timeout,
+        run_limit: bulkhead.run_limit,
         deadline: bulkhead.deadline,
         deadline_max: bulkhead.deadline_max,
         grace: bulkhead.grace,

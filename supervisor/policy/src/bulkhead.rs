@@ -313,11 +313,11 @@ impl<T> Bulkhead<T> {
         if job.is_suspect {
             worker.apart = Apart::Taken;
         }
-        let (deadline_at, tenant) = (job.deadline_at, job.tenant);
+        let (answer_by, tenant) = (job.answer_by(now), job.tenant);
         self.count_in_flight(tenant, true);
-        self.job_timers.set(index, deadline_at);
+        self.job_timers.set(index, answer_by);
         self.refresh(place);
-        let remaining = deadline_at.since(now);
+        let remaining = answer_by.since(now);
         out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining });
         if self.limits.recycle.jobs.is_some() {
             self.mind_jobs_left(now, place, out);
@@ -359,6 +359,7 @@ impl<T> Bulkhead<T> {
             worker_pid,
             retry_after,
             deadline: job.limit(),
+            run_limit: (job.run_limit < Duration::MAX).then_some(job.run_limit),
         };
         out.push(Action::Answer(answer));
     }
@@ -449,10 +450,10 @@ impl<T> Bulkhead<T> {
             Place::Queued | Place::Apart => {
                 self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out);
             }
-            Place::InFlight { .. } if self.jobs.get(index).cargo.is_some() => {
-                let hard_deadline_at = self.jobs.get(index).hard_deadline_at;
+            Place::InFlight { since, .. } if self.jobs.get(index).cargo.is_some() => {
+                let end_by = self.jobs.get(index).end_by(since);
                 self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
-                self.job_timers.set(index, hard_deadline_at);
+                self.job_timers.set(index, end_by);
             }
             Place::InFlight { .. } | Place::Entered => {}
         }
@@ -487,7 +488,7 @@ impl<T> Bulkhead<T> {
 
     fn job_due(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
         let job = self.jobs.get(index);
-        let (deadline_at, hard_deadline_at) = (job.deadline_at, job.hard_deadline_at);
+        let deadline_at = job.deadline_at;
         match job.place {
             Place::Queued | Place::Apart => {
                 let verdict = if deadline_at <= now {
@@ -497,12 +498,13 @@ impl<T> Bulkhead<T> {
                 };
                 self.leave_queue(now, index, verdict, out);
             }
-            Place::InFlight { worker, .. } => {
-                if self.jobs.get(index).cargo.is_some() {
+            Place::InFlight { worker, since, .. } => {
+                let end_by = job.end_by(since);
+                if job.cargo.is_some() {
                     self.abandon(now, index, Verdict::DeadlineRunning, out);
                 }
-                if hard_deadline_at > now {
-                    self.job_timers.set(index, hard_deadline_at);
+                if end_by > now {
+                    self.job_timers.set(index, end_by);
                 } else {
                     self.mark_overdue(now, index, worker);
                     self.review(now, worker);
@@ -526,7 +528,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when no client
-    /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline: so
+    /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline or run limit: so
     /// a client can end its own work early, but never its neighbours'. Until then it takes no new jobs. While it
     /// sends a result that is too large, `grace` counts [from the last bytes](Self::sends_on).
     fn review(&mut self, now: Time, place: u32) {
@@ -579,8 +581,8 @@ impl<T> Bulkhead<T> {
     }
 }
 
-/// Which comes first, of those there are.
-fn earlier(a: Option<Time>, b: Option<Time>) -> Option<Time> {
+/// Which is less, of those there are.
+fn earlier<T: Ord>(a: Option<T>, b: Option<T>) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(a.min(b)),
         (a, b) => a.or(b),

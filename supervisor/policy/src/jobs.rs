@@ -29,6 +29,10 @@ pub(crate) struct Job<T> {
     pub(crate) deadline_at: Time,
     /// When the worker is ended for it, whatever else runs there.
     pub(crate) hard_deadline_at: Time,
+    /// How long a worker may have it; forever without a limit.
+    pub(crate) run_limit: Duration,
+    /// How long until the worker is ended for it, whatever else runs there.
+    pub(crate) hard_run_limit: Duration,
     pub(crate) idempotent: bool,
     pub(crate) is_repeatable: bool,
     pub(crate) is_guest: bool,
@@ -76,12 +80,26 @@ pub(crate) struct Entry<T> {
     pub(crate) limit: Duration,
     /// From its receipt until its worker is ended for it.
     pub(crate) hard_limit: Duration,
+    /// From each dispatch until its client is answered.
+    pub(crate) run_limit: Option<Duration>,
+    /// From each dispatch until its worker is ended for it.
+    pub(crate) hard_run_limit: Option<Duration>,
 }
 
 impl<T> Job<T> {
     /// The time limit that applies.
     pub(crate) fn limit(&self) -> Duration {
         self.deadline_at.since(self.received)
+    }
+
+    /// When the client of one that was given out then is answered at the latest.
+    pub(crate) fn answer_by(&self, since: Time) -> Time {
+        self.deadline_at.min(since + self.run_limit)
+    }
+
+    /// When the worker that was given it then is ended for it.
+    pub(crate) fn end_by(&self, since: Time) -> Time {
+        self.hard_deadline_at.min(since + self.hard_run_limit)
     }
 }
 
@@ -147,6 +165,8 @@ impl<T> Jobs<T> {
             patience_until: entry.queue_timeout.map(|timeout| received + timeout),
             deadline_at: received + limit,
             hard_deadline_at: received + hard_limit,
+            run_limit: entry.run_limit.unwrap_or(Duration::MAX),
+            hard_run_limit: entry.hard_run_limit.unwrap_or(Duration::MAX),
             idempotent: entry.idempotent,
             is_repeatable: entry.is_repeatable,
             is_guest: entry.is_guest,
@@ -248,6 +268,8 @@ mod tests {
             received: Time::ZERO,
             limit: Duration::from_secs(1),
             hard_limit: Duration::from_secs(1),
+            run_limit: None,
+            hard_run_limit: None,
         }
     }
 

@@ -29,6 +29,8 @@ pub struct Submission<T> {
     pub cargo: T,
     /// The time limit asked for; `None` for the bulkhead's own. Clamped to `deadline_max`.
     pub deadline: Option<Duration>,
+    /// The longest run of each attempt, from its dispatch; the bulkhead's own applies beside it.
+    pub run_limit: Option<Duration>,
     /// How much it matters.
     pub priority: Priority,
     /// Whether it may safely run twice.
@@ -51,6 +53,7 @@ impl<T> Submission<T> {
         Self {
             cargo,
             deadline: None,
+            run_limit: None,
             priority: Priority::Normal,
             idempotent: false,
             is_repeatable: true,
@@ -371,6 +374,8 @@ pub struct Answer<T> {
     pub retry_after: Option<Duration>,
     /// The limit that applied.
     pub deadline: Duration,
+    /// The limit of each run, if one applied.
+    pub run_limit: Option<Duration>,
 }
 
 /// Why the supervisor kills a worker.

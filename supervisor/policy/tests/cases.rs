@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bulkhead_policy::{
     BulkheadState, Death, Event, KillReason, Limits, Note, RecycleReason, Reply, RestartCause, RestartPolicy,
-    Time,
+    RetryLimits, Time,
 };
 use bulkhead_shared::{CrashReason, Executed, Fault, HandlerFailure, RejectReason, Verdict};
 use stage::{MS, SECOND, Stage, limits};
@@ -340,6 +340,40 @@ fn a_worker_that_comes_round_within_grace_lives() {
     assert!(stage.was_given_out(next));
     stage.wait(500 * MS);
     assert_eq!((stage.killed.len(), stage.verdicts(job).len()), (0, 1));
+}
+
+/// Semantics 3: the run limit counts from the dispatch, whatever the job waited, and anew for each attempt.
+#[test]
+fn the_run_limit_counts_from_each_dispatch() {
+    let retry = Some(RetryLimits { attempts: 2, budget: 1.0 });
+    let mut stage = Stage::ready(Limits { run_limit: Some(SECOND), retry, ..limits(1, 1, 1) });
+    let (first, waits) = (stage.idempotent_job(), stage.idempotent_job());
+    stage.wait(900 * MS);
+    stage.reply(first);
+    stage.wait(900 * MS);
+    stage.die(stage.holder(waits), Death::Signal(11));
+    stage.bring_up(stage.newest_worker());
+    stage.wait(999 * MS);
+    assert_eq!(stage.verdicts(waits).len(), 0);
+    stage.wait(MS);
+    stage.expect(waits, "deadline_exceeded", Some("running"));
+    assert_eq!(stage.answers.last().map(|answer| answer.run_limit), Some(Some(SECOND)));
+}
+
+/// Semantics 3: past the bulkhead's own run limit the worker goes; past one that a client asked for it goes only if no
+/// other job is in it.
+#[test]
+fn only_the_run_limit_of_the_bulkhead_ends_a_worker_that_others_share() {
+    let mut stage = Stage::ready(Limits { run_limit: Some(10 * SECOND), ..limits(1, 2, 0) });
+    let hasty = stage.job_that_runs_for(SECOND);
+    let patient = stage.job_that_runs_for(60 * SECOND);
+    stage.wait(2 * SECOND);
+    stage.expect(hasty, "deadline_exceeded", Some("running"));
+    stage.wait(8 * SECOND);
+    stage.expect(patient, "deadline_exceeded", Some("running"));
+    assert_eq!(stage.killed.len(), 0, "grace");
+    stage.wait(100 * MS);
+    assert_eq!(stage.killed, [(stage.holder(patient), KillReason::Deadline)]);
 }
 
 // Restarts.

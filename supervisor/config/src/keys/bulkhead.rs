@@ -45,6 +45,9 @@ section! {
     max_queue: u32 as count(0, QUEUE_CEILING), default 0;
     /// The longest wait for a permit.
     queue_timeout: Duration as at_least(SOME), without "until the deadline", such as "\"5s\"";
+    /// The longest run of an attempt, from its dispatch, whatever it waited before; a client may ask for less. Past it the
+    /// worker is ended as at `deadline`, whatever else runs in it.
+    run_limit: Duration as at_least(SOME), without "until the deadline", such as "\"1s\"";
     /// From a job's receipt to its answer, the wait included, unless the client asks for another.
     deadline: Duration as at_least(SOME), default Duration::from_secs(30);
     /// The most a client may ask for; more is cut to it. At least `deadline`.
@@ -102,6 +105,9 @@ pub struct BulkheadConfig {
     /// The longest wait for a permit; `None`: until the deadline.
     #[serde(serialize_with = "crate::units::serialize_duration_option")]
     pub queue_timeout: Option<Duration>,
+    /// The longest run of an attempt, from its dispatch; `None`: until the deadline.
+    #[serde(serialize_with = "crate::units::serialize_duration_option")]
+    pub run_limit: Option<Duration>,
     /// From receipt to answer, unless the client asks for less.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub deadline: Duration,

@@ -40,6 +40,7 @@ fn what_is_left_out_has_the_documented_default() {
         max_in_flight: 1,
         max_queue: 0,
         queue_timeout: None,
+        run_limit: None,
         deadline: ms(30_000),
         deadline_max: ms(30_000),
         grace: ms(100),

@@ -157,6 +157,7 @@ processes = 2
 max_in_flight = 3
 max_queue = 100
 queue_timeout = "2s"
+run_limit = "1s"
 deadline = "5s"
 deadline_max = "1m 30s"
 max_payload = "8MiB"

@@ -14,7 +14,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bulkhead_api::JobOutcome;
-use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit};
+use bulkhead_shared::client_protocol::{OutcomeMessage, Refused, Submit, read_run_limit, run_limit_bytes};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
 use bulkhead_shared::limits::{
@@ -121,6 +121,7 @@ struct Asked<'h> {
     operation: &'h str,
     tenant: &'h str,
     deadline: Option<Duration>,
+    run_limit: Option<Duration>,
     priority: Priority,
     cost: u32,
     is_idempotent: bool,
@@ -154,10 +155,8 @@ impl<'h> Asked<'h> {
             "bulkhead-operation" => self.operation = text(value, OPERATION_BYTES_MAX)?,
             "bulkhead-tenant" => self.tenant = text(value, TENANT_BYTES_MAX)?,
             "bulkhead-priority" => self.priority = cut(value, 32).parse()?,
-            "bulkhead-deadline-ms" => {
-                let ms: u64 = value.parse().ok().filter(|ms| *ms > 0).ok_or_else(number)?;
-                self.deadline = Some(Duration::from_millis(ms.min(DEADLINE_MS_MAX)));
-            }
+            "bulkhead-deadline-ms" => self.deadline = Some(millis(value).ok_or_else(number)?),
+            "bulkhead-run-limit-ms" => self.run_limit = Some(millis(value).ok_or_else(number)?),
             "bulkhead-cost" => self.cost = value.parse().ok().filter(|cost| *cost > 0).ok_or_else(number)?,
             "bulkhead-idempotent" => {
                 self.is_idempotent = match value {
@@ -184,8 +183,13 @@ impl<'h> Asked<'h> {
     }
 }
 
-/// The longest deadline that is handed on; what is above the bulkhead's `deadline_max` is cut to that.
-const DEADLINE_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
+/// The longest deadline or run limit that is handed on; what is above the bulkhead's own is cut to that.
+const LIMIT_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
+
+fn millis(value: &str) -> Option<Duration> {
+    let ms: u64 = value.parse().ok().filter(|ms| *ms > 0)?;
+    Some(Duration::from_millis(ms.min(LIMIT_MS_MAX)))
+}
 
 fn text(value: &str, bytes_max: usize) -> Result<&str, String> {
     if value.len() > bytes_max { Err(format!("it is longer than {bytes_max} bytes")) } else { Ok(value) }
@@ -414,6 +418,7 @@ async fn run(
     let (told, extensions) = codec::decode::<OutcomeMessage<'_>>(&metadata, &[]).map_err(|_| Cut::Ended)?;
     let mut outcome = told.to_outcome().ok_or(Cut::Ended)?;
     outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
+    outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
     // The announcement was not about its true size.
     if let (Announced::Hopeless(_), Verdict::Rejected { reason: RejectReason::TooLarge, message }) =
         (&announced, &mut outcome.verdict)
@@ -451,11 +456,14 @@ fn pair() -> io::Result<(UnixStream, std::os::unix::net::UnixStream)> {
 fn head(name: &str, asked: &Asked<'_>, announced: &Announced) -> Result<Vec<u8>, Cut> {
     let (Announced::Coming(payload) | Announced::Spooled(payload) | Announced::Hopeless(payload)) =
         *announced;
-    let extension = asked.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
+    let run_limit = asked.run_limit.map(run_limit_bytes);
+    let trace = asked.traceparent.as_ref().map(|trace| (tag::TRACEPARENT, trace.as_str().as_bytes()));
+    let limit = run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
+    let extensions: Vec<_> = trace.into_iter().chain(limit).collect();
     let mut bytes = vec![0; HEADER_BYTES];
     // No bulkhead has a name as long as that, and so none that is cut off it.
     let message = asked.message(cut(name, BULKHEAD_NAME_BYTES_MAX + 1));
-    codec::encode(&message, extension.as_slice(), &mut bytes).map_err(|_| Cut::Broken)?;
+    codec::encode(&message, &extensions, &mut bytes).map_err(|_| Cut::Broken)?;
     let metadata = bytes.len() - HEADER_BYTES;
     let length = u32::try_from(metadata as u64 + payload).map_err(|_| Cut::Broken)?;
     let header =
@@ -519,6 +527,7 @@ fn headers(fields: &Map<String, Value>) -> HeaderMap {
         ("bulkhead-queued-ms", "queued_ms"),
         ("bulkhead-ran-ms", "ran_ms"),
         ("bulkhead-deadline-ms", "deadline_ms"),
+        ("bulkhead-run-limit-ms", "run_limit_ms"),
         ("bulkhead-worker-pid", "worker_pid"),
     ];
     let value = |field: &str| match fields.get(field)? {
@@ -606,6 +615,7 @@ fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Re
         retryable: verdict.is_retryable(false),
         retry_after,
         deadline: Duration::ZERO,
+        run_limit: None,
         verdict,
     };
     outcome_problem(&outcome, None)
@@ -652,6 +662,8 @@ mod tests {
             ("bulkhead-deadline-ms", "-1"),
             ("bulkhead-deadline-ms", "1.5"),
             ("bulkhead-deadline-ms", "99999999999999999999"),
+            ("bulkhead-run-limit-ms", "0"),
+            ("bulkhead-run-limit-ms", "1s"),
             ("bulkhead-cost", "0"),
             ("bulkhead-cost", "4294967296"),
             ("bulkhead-priority", "urgent"),

@@ -117,6 +117,7 @@ const ROUTES: &[Route] = &[
 const JOB_HEADERS: &[Parameter] = &[
     Parameter("Bulkhead-Operation", Schema::Text, "What the handler is to do."),
     Parameter("Bulkhead-Deadline-Ms", Schema::Positive, "How long the job may take, in milliseconds."),
+    Parameter("Bulkhead-Run-Limit-Ms", Schema::Positive, "How long each attempt may run, in milliseconds."),
     Parameter(
         "Bulkhead-Priority",
         Schema::OneOf(&["critical", "normal", "best-effort"]),

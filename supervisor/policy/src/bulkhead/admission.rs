@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
-use super::{Activity, Bulkhead, Mode};
+use super::{Activity, Bulkhead, Mode, earlier};
 use crate::breaker::Admission;
 use crate::jobs::{Entry, Place};
 use crate::limits::Overflow;
@@ -79,6 +79,8 @@ impl<T> Bulkhead<T> {
             }
         };
         let (tenant, hard_limit) = (submission.tenant, limit.max(self.limits.deadline));
+        let hard_run_limit = self.limits.run_limit;
+        let run_limit = earlier(submission.run_limit, hard_run_limit);
         let index = self.jobs.insert(Entry {
             cargo: submission.cargo,
             idempotent: submission.idempotent,
@@ -92,6 +94,8 @@ impl<T> Bulkhead<T> {
             queue_timeout: self.limits.queue_timeout,
             limit,
             hard_limit,
+            run_limit,
+            hard_run_limit,
         });
         self.idle_since = None;
         self.tenants.begin(tenant);
@@ -334,6 +338,7 @@ impl<T> Bulkhead<T> {
             Wait::ForEver => None,
             Wait::ByLoad => self.retry_after(now, &verdict, submission.priority),
         };
+        let run_limit = earlier(submission.run_limit, self.limits.run_limit);
         let is_in_vain = matches!(wait, Wait::ForEver) || retry_after.is_some_and(|wait| wait > limit);
         out.push(Action::Answer(Answer {
             job: None,
@@ -346,6 +351,7 @@ impl<T> Bulkhead<T> {
             worker_pid: None,
             retry_after,
             deadline: limit,
+            run_limit,
         }));
     }
 

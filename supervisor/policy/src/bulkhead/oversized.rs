@@ -34,10 +34,12 @@ impl<T> Bulkhead<T> {
         };
         self.answer(now, index, Verdict::Failed(failure), out);
         let entry = self.jobs.get(index);
-        if let Place::InFlight { is_oversized, .. } = &mut entry.place {
+        if let Place::InFlight { is_oversized, since, .. } = &mut entry.place {
             *is_oversized = true;
+            let since = *since;
+            let end_by = entry.end_by(since);
+            self.job_timers.set(index, end_by);
         }
-        self.job_timers.set(index, entry.hard_deadline_at);
         if let Some(worker) = self.worker_mut(worker) {
             worker.wanted -= 1;
         }

@@ -139,6 +139,13 @@ impl Stage {
         self.apply(Event::Submit(submission))
     }
 
+    /// A job whose client asks for such a run limit.
+    pub(crate) fn job_that_runs_for(&mut self, limit: Duration) -> JobId {
+        self.submitted += 1;
+        let submission = Submission { run_limit: Some(limit), ..Submission::new(self.submitted) };
+        self.apply(Event::Submit(submission)).unwrap_or_else(|| panic!("refused: {:?}", self.answers.last()))
+    }
+
     /// A job that is taken.
     pub(crate) fn job(&mut self) -> JobId {
         self.job_with(None)

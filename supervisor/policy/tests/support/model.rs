@@ -9,6 +9,7 @@ mod recycle;
 mod slots;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::time::Duration;
 
 use bulkhead_policy::{
     Action, Activity, BreakerState, Bulkhead, Counters, Digest, KillReason, Limits, TenantId, Time, WorkerId,
@@ -70,6 +71,10 @@ struct Job {
     received: Time,
     deadline_at: Time,
     hard_deadline_at: Time,
+    /// Of each run: until its client is told, and until its worker is ended for it.
+    run_limits: [Option<Duration>; 2],
+    /// When it was given out.
+    since: Time,
     idempotent: bool,
     is_repeatable: bool,
     digest: Option<Digest>,
@@ -100,7 +105,7 @@ struct Worker {
     has_dispatch_thread: bool,
     can_resize: bool,
     /// How often it was told to be heard.
-    heartbeat: std::time::Duration,
+    heartbeat: Duration,
     /// When it should have said hello.
     hello_by: Time,
     /// Whether it runs what was to be run before, and when it is replaced after an attempt that failed.
@@ -213,7 +218,8 @@ struct Submitted {
     idempotent: bool,
     is_repeatable: bool,
     digest: Option<Digest>,
-    limit: std::time::Duration,
+    limit: Duration,
+    run_limits: [Option<Duration>; 2],
     refusal: Option<Verdict>,
 }
 

@@ -163,6 +163,8 @@ impl World {
             .random
             .percent(self.temper.own_deadline)
             .then(|| if self.random.percent(3) { Duration::ZERO } else { self.random.millis(1, most) });
+        let own_run_limit = self.random.percent(self.temper.own_run_limit);
+        let run_limit = own_run_limit.then(|| self.random.millis(1, most));
         let priority = self.random.pick(&[Priority::Critical, Priority::Normal, Priority::BestEffort]);
         let idempotent = self.random.percent(50);
         let cost = self.random.pick(&[1, 1, 1, 2, 7]);
@@ -170,7 +172,8 @@ impl World {
         let digest = self.limits.poison.is_some().then(|| u128::from(self.random.range(0, 8)).into());
         let cargo = Tag(self.next_tag);
         let plain = Submission::new(cargo);
-        Event::Submit(Submission { deadline, priority, idempotent, is_repeatable, digest, cost, ..plain })
+        let times = Submission { deadline, run_limit, ..plain };
+        Event::Submit(Submission { priority, idempotent, is_repeatable, digest, cost, ..times })
     }
 
     /// A job was taken: its client may lose interest.

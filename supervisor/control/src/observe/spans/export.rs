@@ -182,6 +182,7 @@ mod tests {
             retryable: false,
             retry_after: None,
             deadline: Duration::from_secs(1),
+            run_limit: None,
         };
         Box::new(JobSpan {
             given,

@@ -86,7 +86,9 @@ impl Model {
         let job = self.jobs.get_mut(&job_id).expect("a job that waits is known");
         assert!(!job.is_answered, "{job_id:?} is given out after its answer");
         assert!(job.deadline_at > self.now, "{job_id:?} is given out after its deadline");
-        assert_eq!(remaining, job.deadline_at.since(self.now));
+        let run_limit = job.run_limits[0].unwrap_or(Duration::MAX);
+        assert_eq!(remaining, job.deadline_at.since(self.now).min(run_limit));
+        job.since = self.now;
         job.attempts += 1;
         job.worker = Some(id.place);
         self.workers.entry(id.place).and_modify(|worker| worker.jobs.push(job_id));
@@ -248,6 +250,7 @@ impl Model {
         assert_eq!(answer.attempts, job.attempts);
         assert_eq!(answer.queued + answer.ran, self.now.since(job.received));
         assert_eq!(answer.deadline, job.deadline_at.since(job.received));
+        assert_eq!(answer.run_limit, job.run_limits[0]);
         job.is_answered = true;
         self.leave(id, &answer.verdict);
     }

@@ -130,7 +130,9 @@ impl Model {
         self.counters.submitted += 1;
         let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
         let limit = asked.unwrap_or(self.limits.deadline);
-        let Submission { priority, tenant, idempotent, is_repeatable, digest, .. } = *submission;
+        let Submission { priority, tenant, idempotent, is_repeatable, digest, run_limit, .. } = *submission;
+        let own = self.limits.run_limit;
+        let run_limits = [run_limit.map_or(own, |asked| Some(own.map_or(asked, |own| own.min(asked)))), own];
         let refusal = match self.refusal(limit, priority, tenant) {
             early @ Some(Verdict::DeadlineQueued) => early,
             early if self.mode != Mode::Open => early,
@@ -142,8 +144,17 @@ impl Model {
             other => other,
         };
         let tag = submission.cargo.0;
-        let submitted =
-            Submitted { tag, priority, tenant, idempotent, is_repeatable, digest, limit, refusal };
+        let submitted = Submitted {
+            tag,
+            priority,
+            tenant,
+            idempotent,
+            is_repeatable,
+            digest,
+            limit,
+            run_limits,
+            refusal,
+        };
         self.step.submission = Some(submitted);
     }
 
@@ -232,6 +243,8 @@ impl Model {
             received: self.now,
             deadline_at: self.now + submission.limit,
             hard_deadline_at: self.now + submission.limit.max(self.limits.deadline),
+            run_limits: submission.run_limits,
+            since: self.now,
             idempotent: submission.idempotent,
             is_repeatable: submission.is_repeatable,
             digest: submission.digest,
@@ -277,13 +290,15 @@ impl Model {
         let were_in_time =
             self.workers.iter().filter(|(_, w)| is_in_time(w)).map(|(&place, _)| place).collect();
         for (id, job) in &mut self.jobs {
-            job.is_overdue = job.worker.is_some() && job.hard_deadline_at <= now;
+            let has_run_for = |limit: Option<Duration>| limit.is_some_and(|limit| job.since + limit <= now);
+            let [is_late, is_overdue] = job.run_limits.map(has_run_for);
+            job.is_overdue = job.worker.is_some() && (is_overdue || job.hard_deadline_at <= now);
             if job.is_answered {
                 continue;
             }
             let is_waiting = job.worker.is_none();
             let patience_until = job.patience_until.filter(|_| job.before.is_none());
-            let verdict = if job.deadline_at <= now {
+            let verdict = if job.deadline_at <= now || (!is_waiting && is_late) {
                 match (is_waiting, &job.before) {
                     (false, _) => Verdict::DeadlineRunning,
                     (true, Some(crash)) => crash.clone(),

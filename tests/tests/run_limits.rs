@@ -1,0 +1,120 @@
+//! The longest run of an attempt, beside the deadline: from the file, and as a client asks for it in each of the ways to
+//! submit a job.
+
+use std::time::Duration;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_client::{JobError, Reply};
+use bulkhead_tests::Supervisor;
+use bulkhead_tests::http::Place;
+use serde_json::Value;
+
+const LIMITED: &str = "[defaults]\ndeadline = \"60s\"\n\
+    [bulkhead.own]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\nmax_queue = 5\nrun_limit = \"300ms\"\n\
+    grace = \"50ms\"\n\
+    [bulkhead.asked]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 2\ngrace = \"50ms\"\n\
+    [bulkhead.single]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n\
+    [bulkhead.program]\nexec = [\"/bin/sh\", \"-c\", \"echo $BULKHEAD_DEADLINE_MS; exec sleep $BULKHEAD_OPERATION\"]\n";
+
+const LIMIT: Duration = Duration::from_millis(200);
+
+fn late(result: Result<Reply, JobError>) -> bulkhead_client::Outcome {
+    let error = result.expect_err("it runs for longer than it may");
+    let outcome = error.outcome().expect("an outcome").clone();
+    assert_eq!((outcome.verdict.name(), outcome.verdict.reason()), ("deadline_exceeded", Some("running")));
+    outcome
+}
+
+#[test]
+fn a_job_that_runs_too_long_is_told_of_its_run_limit() {
+    let supervisor = Supervisor::start(LIMITED);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let error = client.job("own", "").operation("yield").send().unwrap_err();
+    assert!(error.to_string().contains("it ran for 300 ms, its run limit"), "{error}");
+    let outcome = late(Err(error));
+    assert_eq!(
+        (outcome.run_limit, outcome.deadline),
+        (Some(Duration::from_millis(300)), Duration::from_secs(60))
+    );
+    assert!(outcome.ran >= Duration::from_millis(300), "{outcome:?}");
+    // A client may ask for less, and not for more.
+    let limits = [(LIMIT, LIMIT), (Duration::from_secs(30), Duration::from_millis(300))];
+    for (asked, told) in limits {
+        let outcome = late(client.job("own", "").operation("yield").run_limit(asked).send());
+        assert_eq!(outcome.run_limit, Some(told));
+    }
+    let quick = client.job("own", "x").operation("echo").send().unwrap();
+    assert_eq!(quick.outcome().run_limit, Some(Duration::from_millis(300)));
+    let unlimited = client.job("single", "x").operation("echo").send().unwrap();
+    assert_eq!(unlimited.outcome().run_limit, None);
+    let events = supervisor.wait_events("job_timeout", 3);
+    assert_eq!((&events[0]["run_limit_ms"], &events[0]["timeout_ms"]), (&300.0.into(), &60000.0.into()));
+}
+
+#[test]
+fn the_wait_for_a_permit_does_not_count() {
+    let supervisor = Supervisor::start(LIMITED);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let blocker = client.job("single", "600").operation("sleep").start().unwrap();
+    supervisor.wait_number("single", "in_flight", 1);
+    let waited = client.job("single", "x").operation("echo").run_limit(LIMIT).send().unwrap();
+    assert!(waited.outcome().queued > LIMIT, "{:?}", waited.outcome());
+    assert_eq!(waited.outcome().run_limit, Some(LIMIT));
+    blocker.wait().unwrap();
+}
+
+/// A limit that a client asks for ends its own job; the bulkhead's ends the worker, with whatever is in it.
+#[test]
+fn only_the_own_limit_of_a_bulkhead_ends_a_shared_worker() {
+    let supervisor = Supervisor::start(LIMITED);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let neighbour = client.job("asked", "1500").operation("sleep").start().unwrap();
+    supervisor.wait_number("asked", "in_flight", 1);
+    late(client.job("asked", "").operation("hang").run_limit(LIMIT).send());
+    assert_eq!(neighbour.wait().unwrap().payload(), b"done");
+
+    let neighbour =
+        client.job("own", "100000").operation("sleep").run_limit(Duration::from_secs(50)).start().unwrap();
+    supervisor.wait_number("own", "in_flight", 1);
+    let outcome = late(neighbour.wait());
+    assert_eq!(outcome.run_limit, Some(Duration::from_millis(300)));
+    supervisor.wait_number("own", "restarts", 1);
+}
+
+#[test]
+fn a_program_knows_what_remains_of_its_run() {
+    let supervisor = Supervisor::start(LIMITED);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let reply = client.job("program", "").operation("0").run_limit(Duration::from_secs(5)).send().unwrap();
+    let left: u64 = String::from_utf8_lossy(reply.payload()).trim().parse().unwrap();
+    assert!((1..=5000).contains(&left), "{left} ms");
+    late(client.job("program", "").operation("1000").run_limit(LIMIT).send());
+    supervisor.wait_number("program", "available", 1);
+}
+
+#[test]
+fn it_can_be_asked_for_over_http_and_by_the_command() {
+    let supervisor = Supervisor::start(LIMITED);
+    let place = Place::of(&supervisor);
+    let answer = place.job("asked", "yield", &["Bulkhead-Run-Limit-Ms: 200"], b"");
+    let problem = answer.problem(504);
+    assert_eq!(
+        (&problem["reason"], &problem["run_limit_ms"]),
+        (&"running".into(), &200.0.into()),
+        "{problem}"
+    );
+    assert_eq!(answer.header("bulkhead-run-limit-ms"), "200.0");
+    for wrong in ["0", "-1", "200ms", "99999999999999999999"] {
+        let answer = place.job("asked", "echo", &[&format!("Bulkhead-Run-Limit-Ms: {wrong}")], b"");
+        assert!(answer.problem(400)["detail"].as_str().unwrap().contains("bulkhead-run-limit-ms"), "{wrong}");
+    }
+    let submit = |limit: &str| {
+        let mut command = supervisor.command();
+        command.args(["submit", "asked", "yield", "--json", "-n", "--run-limit", limit]).output().unwrap()
+    };
+    let told = submit("200ms");
+    assert_eq!(told.status.code(), Some(124), "{told:?}");
+    let object: Value = serde_json::from_slice(&told.stdout).unwrap();
+    assert_eq!((&object["reason"], &object["run_limit_ms"]), (&"running".into(), &200.0.into()), "{object}");
+    assert_eq!(submit("200").status.code(), Some(2), "a duration has a unit");
+}
