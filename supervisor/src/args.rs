@@ -37,6 +37,11 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = LogOutput::On, value_name = "WHETHER")]
     pub log_output: LogOutput,
 
+    /// Stop at once when this inherited descriptor comes to its end: a pipe or socket whose other side is closed, or a
+    /// pidfd whose process has ended
+    #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
+    pub while_open: Option<i32>,
+
     /// What to do instead
     #[command(subcommand)]
     pub command: Option<Command>,

@@ -4,6 +4,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
+use bulkhead_linux::lifeline::Lifeline;
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
@@ -54,6 +55,13 @@ fn check_and_start(config: &config::Config) -> ExitCode {
 }
 
 fn run(args: &Args, config: &Path) -> ExitCode {
+    let lifeline = match args.while_open.map(Lifeline::inherit).transpose() {
+        Ok(lifeline) => lifeline,
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "error: --while-open: {error}");
+            return ExitCode::from(USAGE);
+        }
+    };
     let config = match config::load(config) {
         Ok(config) => config,
         Err(errors) => {
@@ -78,7 +86,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         let _ = writeln!(io::stderr(), "error: {error}");
         return ExitCode::from(USAGE);
     }
-    match supervisor::run(config) {
+    match supervisor::run(config, lifeline) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = writeln!(io::stderr(), "error: {error}");

@@ -15,6 +15,7 @@ use bulkhead_control::sockets::{Bound, Sockets};
 use bulkhead_dataplane::descriptors;
 use bulkhead_dataplane::{DataPlane, Parts};
 use bulkhead_keeper::{self as keeper, Keeper};
+use bulkhead_linux::lifeline::{self, Lifeline};
 use bulkhead_linux::schedule::shorten_slice;
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
@@ -47,11 +48,11 @@ pub enum RunError {
 /// milliseconds, so that a process that waits for the processor of a busy one of them waits no longer than that.
 const SLICE: Duration = Duration::from_micros(100);
 
-/// Runs a supervisor until it is told to stop by a signal. The process is this supervisor's alone: it
+/// Runs a supervisor until it is told to stop by a signal, or at once when `lifeline` comes to its end. The process is this supervisor's alone: it
 /// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Call it before any other thread has been started.
-pub fn run(mut config: Config) -> Result<(), RunError> {
+pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     let host = program::require_host(&config)?;
@@ -106,6 +107,16 @@ pub fn run(mut config: Config) -> Result<(), RunError> {
     };
     let pulse_of_run = pulse.clone();
     let (data_plane, commander) = DataPlane::new(parts).map_err(system("prepare the event loop"))?;
+    if let Some(lifeline) = lifeline {
+        let commander = commander.clone();
+        let stop = move || {
+            tracing::warn!("the descriptor of --while-open has come to its end: stopping at once");
+            for _ in 0..2 {
+                let _ = commander.stop();
+            }
+        };
+        lifeline::at_the_end_of(lifeline, stop).map_err(system("start a thread"))?;
+    }
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
     let options = Options {

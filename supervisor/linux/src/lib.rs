@@ -6,6 +6,7 @@
 //! - [`peer`]: the process at the other end of a socket.
 //! - [`rights`]: sockets to which no descriptors can be passed.
 //! - [`folder`]: emptying a folder whose content is not trusted.
+//! - [`lifeline`]: a descriptor that ends with the program behind it.
 //! - [`landlock`]: the system calls of Landlock.
 //! - [`schedule`]: how long a thread runs before others have their turn.
 //! - [`wait`]: the raw waits for children.
@@ -15,6 +16,7 @@
 pub mod errno;
 pub mod folder;
 pub mod landlock;
+pub mod lifeline;
 pub mod peer;
 pub mod process_tree;
 pub mod rights;

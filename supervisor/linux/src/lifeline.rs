@@ -1,0 +1,87 @@
+//! A descriptor that comes to its end with the program that holds its other side, or is.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::FileType;
+use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
+
+/// An inherited pipe, socket or terminal, whose end is that of its other side, or a pidfd, whose end is that of the
+/// process. Programs that are started from here on do not inherit it.
+#[derive(Debug)]
+pub struct Lifeline {
+    descriptor: OwnedFd,
+    is_pidfd: bool,
+}
+
+impl Lifeline {
+    /// Takes over an inherited descriptor. For the first thread, before any other code has opened one.
+    ///
+    /// # Errors
+    ///
+    /// If it is not open, or of a kind that never ends; the message says what to do.
+    #[expect(unsafe_code, reason = "a number from the command line has no other form")]
+    pub fn inherit(number: RawFd) -> io::Result<Self> {
+        if number < 0 {
+            return Err(closed(number));
+        }
+        // SAFETY: it is only looked at, and a number that is not open is told by the call.
+        let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
+        let flags = fcntl_getfd(borrowed).map_err(|_| closed(number))?;
+        let is_pidfd = is_pidfd(number);
+        let stat = rustix::fs::fstat(borrowed)?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if !is_pidfd && !matches!(kind, FileType::Fifo | FileType::Socket | FileType::CharacterDevice) {
+            return Err(io::Error::other(format!(
+                "descriptor {number} never comes to an end: give a pipe, a socket, a terminal or a pidfd"
+            )));
+        }
+        fcntl_setfd(borrowed, flags | FdFlags::CLOEXEC)?;
+        // SAFETY: it is open, was inherited for this, and nothing else in this process knows of it.
+        Ok(Self { descriptor: unsafe { OwnedFd::from_raw_fd(number) }, is_pidfd })
+    }
+
+    /// Waits for its end; what is sent meanwhile is read and thrown away.
+    pub fn wait(&self) {
+        let mut thrown_away = [0; 4096];
+        loop {
+            let mut polled = [PollFd::new(&self.descriptor, PollFlags::IN)];
+            match poll(&mut polled, None) {
+                Err(Errno::INTR | Errno::NOMEM) => continue,
+                Err(_) => return,
+                Ok(_) => {}
+            }
+            let told = polled[0].revents();
+            if self.is_pidfd || !told.contains(PollFlags::IN) {
+                return;
+            }
+            match rustix::io::read(&self.descriptor, &mut thrown_away) {
+                Ok(1..) | Err(Errno::INTR | Errno::AGAIN) => {}
+                Ok(0) | Err(_) => return,
+            }
+        }
+    }
+}
+
+fn closed(number: RawFd) -> io::Error {
+    io::Error::other(format!("descriptor {number} is not open: see that it is inherited (not close-on-exec)"))
+}
+
+fn is_pidfd(number: RawFd) -> bool {
+    let told = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
+    told.is_ok_and(|told| told.lines().any(|line| line.starts_with("Pid:")))
+}
+
+/// Has a thread wait for its end and then do this.
+///
+/// # Errors
+///
+/// Those of starting a thread.
+pub fn at_the_end_of(lifeline: Lifeline, act: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let wait = move || {
+        lifeline.wait();
+        act();
+    };
+    std::thread::Builder::new().name("while-open".into()).spawn(wait).map(drop)
+}

@@ -1,0 +1,77 @@
+//! A supervisor that another program starts for itself: it ends with that program, however that ends.
+
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::process::{Command, Stdio};
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, programs};
+use nix::sys::signal::Signal;
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// A supervisor that is the child of a program ends with it, however that ends.
+#[test]
+fn the_end_of_the_descriptor_of_while_open_ends_all_at_once() {
+    const LONG: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"900s\"\n";
+    let inherited = |fd: BorrowedFd<'_>| {
+        fcntl_setfd(fd, FdFlags::empty()).unwrap();
+        fd.as_raw_fd().to_string()
+    };
+    let ends = |mut supervisor: Supervisor, end: Box<dyn FnOnce()>| {
+        let client = Client::connect(supervisor.socket()).unwrap();
+        let job = client.job("b", "").operation("hang").start().unwrap();
+        supervisor.wait_number("b", "in_flight", 1);
+        let pids = supervisor.worker_pids("b");
+        end();
+        assert_eq!(supervisor.wait().code(), Some(0), "{}", supervisor.log());
+        assert!(supervisor.log().contains("--while-open"), "{}", supervisor.log());
+        assert!(pids.iter().all(|&pid| !is_alive(pid)), "{pids:?}");
+        assert_eq!(job.wait().unwrap_err().outcome().and_then(|o| o.verdict.reason()), Some("stopped"));
+    };
+    // A pipe, through which something comes before its end.
+    let (read, mut write) = std::io::pipe().unwrap();
+    let supervisor = Supervisor::start_as(&["--while-open", &inherited(read.as_fd())], &[], LONG);
+    write.write_all(&[7; 10_000]).unwrap();
+    ends(supervisor, Box::new(|| drop(write)));
+    // A process.
+    let mut program = Command::new("sleep").arg("900").spawn().unwrap();
+    let pid = Pid::from_raw(program.id() as i32).unwrap();
+    let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+    let supervisor = Supervisor::start_as(&["--while-open", &inherited(pidfd.as_fd())], &[], LONG);
+    let id = program.id();
+    ends(supervisor, Box::new(move || kill_pid(id, Signal::SIGKILL)));
+    program.wait().unwrap();
+}
+
+#[test]
+fn a_descriptor_that_never_ends_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("workers.toml");
+    std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
+        .unwrap();
+    let start = |number: &str, stdin: Stdio| {
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        let ran = command
+            .arg("--config")
+            .arg(&config)
+            .args(["--while-open", number])
+            .stdin(stdin)
+            .output()
+            .unwrap();
+        (ran.status.code(), String::from_utf8_lossy(&ran.stderr).into_owned())
+    };
+    let file = || Stdio::from(std::fs::File::open(&config).unwrap());
+    for (number, stdin, sentence) in [
+        ("0", file(), "descriptor 0 never comes to an end: give a pipe"),
+        ("977", Stdio::null(), "descriptor 977 is not open"),
+        ("-1", Stdio::null(), "-1"),
+        ("x", Stdio::null(), "invalid value 'x'"),
+    ] {
+        let (code, told) = start(number, stdin);
+        assert!(code == Some(2) && told.contains(sentence), "{number}: {code:?} {told}");
+    }
+    let (ended, _) = std::io::pipe().unwrap();
+    let (code, told) = start("0", ended.into());
+    assert_eq!(code, Some(0), "it had ended before: {told}");
+}
