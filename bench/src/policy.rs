@@ -7,8 +7,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use bulkhead_policy::{
-    Action, BreakerLimits, Bulkhead, Event, Limits, Pressure, RateLimit, RatePer, Reply, Submission,
-    TenantLimits, Time, Timers, WorkerId,
+    Abilities, Action, BreakerLimits, Bulkhead, Event, Limits, Pressure, RateLimit, RatePer, Reply,
+    Submission, TenantLimits, Time, Timers, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, Verdict};
 use tokio::sync::Semaphore;
@@ -298,7 +298,10 @@ impl Subject {
         bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 1 }, &mut actions);
         bulkhead.apply(
             Time::ZERO,
-            Event::Hello { worker, has_dispatch_thread: true, can_resize: true },
+            Event::Hello {
+                worker,
+                can: Abilities { has_dispatch_thread: true, can_resize: true, can_look_ahead: false },
+            },
             &mut actions,
         );
         bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);

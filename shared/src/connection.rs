@@ -600,6 +600,12 @@ impl Outbox {
         self.bytes == 0
     }
 
+    /// The last bytes that wait, if so many were put there in one piece.
+    pub fn last(&self, bytes: usize) -> Option<&[u8]> {
+        let tail = self.segments.back()?;
+        tail.get(tail.len().checked_sub(bytes)?..)
+    }
+
     /// Appends a frame. It is not sent before [`Outbox::flush`].
     pub fn push<M: bincode::Encode>(
         &mut self,

@@ -41,6 +41,8 @@ pub mod kind {
     pub const CANCEL_JOB: u8 = 49;
     pub const DRAIN: u8 = 50;
     pub const LIMITS: u8 = 51;
+    pub const RECALL: u8 = 52;
+    pub const JOURNAL: u8 = 53;
 
     // Worker to supervisor.
     pub const READY: u8 = 64;
@@ -53,6 +55,7 @@ pub mod kind {
     pub const HEARTBEAT: u8 = 71;
     pub const STOPPING: u8 = 72;
     pub const PROGRAM_CRASHED: u8 = 73;
+    pub const RETURNED: u8 = 74;
 }
 
 /// A decoded header. Nothing in it is to be trusted: [`Header::check`] comes first.

@@ -13,6 +13,7 @@ pub mod codec;
 pub mod connection;
 pub mod frame;
 pub mod job;
+pub mod journal;
 pub mod limits;
 pub mod outcome;
 pub mod program_rules;

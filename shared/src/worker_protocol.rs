@@ -23,6 +23,10 @@ pub mod capability {
     /// Understands [`LIMITS`](crate::frame::kind::LIMITS): as many jobs as the last one said may come at
     /// once. A worker without it is held to its welcome.
     pub const RESIZE: u64 = 2;
+
+    /// Takes more jobs than it may run, begins them in the order they came, each only when the answer of the one
+    /// before is on its link or in its [journal](crate::journal), and gives those back that it was asked for.
+    pub const LOOK_AHEAD: u64 = 4;
 }
 
 /// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): the worker's identity and what is expected of it.

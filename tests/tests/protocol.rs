@@ -38,6 +38,8 @@ const JOB: u8 = 48;
 const CANCEL_JOB: u8 = 49;
 const DRAIN: u8 = 50;
 const LIMITS: u8 = 51;
+const RECALL: u8 = 52;
+const JOURNAL: u8 = 53;
 const READY: u8 = 64;
 const STARTED: u8 = 65;
 const RESULT: u8 = 66;
@@ -48,6 +50,7 @@ const EXTEND_START: u8 = 70;
 const HEARTBEAT: u8 = 71;
 const STOPPING: u8 = 72;
 const PROGRAM_CRASHED: u8 = 73;
+const RETURNED: u8 = 74;
 
 /// A kind that version 1 does not have.
 const NEWER: u8 = 200;
@@ -762,6 +765,9 @@ fn the_bytes_on_a_workers_link_are_pinned() {
     let plain = [
         ("CANCEL_JOB", frame::kind::CANCEL_JOB, JOB_NUMBER, "31 00 0800 0500000100000000"),
         ("DRAIN", frame::kind::DRAIN, 0, "32 00 0800 0000000000000000"),
+        ("RECALL", frame::kind::RECALL, JOB_NUMBER, "34 00 0800 0500000100000000"),
+        ("JOURNAL", frame::kind::JOURNAL, 0, "35 00 0800 0000000000000000"),
+        ("RETURNED", frame::kind::RETURNED, JOB_NUMBER, "4a 00 0800 0500000100000000"),
         ("READY", frame::kind::READY, 0, "40 00 0800 0000000000000000"),
         ("STARTED", frame::kind::STARTED, JOB_NUMBER, "41 00 0800 0500000100000000"),
         ("HEARTBEAT", frame::kind::HEARTBEAT, 0, "47 00 0800 0000000000000000"),
@@ -818,6 +824,7 @@ fn the_page_names_every_capability_of_a_worker() {
     for (number, meaning) in [
         (capability::DISPATCH_THREAD, "means that its heartbeats come from a thread apart"),
         (capability::RESIZE, "that it understands LIMITS"),
+        (capability::LOOK_AHEAD, "that it takes [jobs ahead]"),
     ] {
         assert!(page.contains(&format!("{number} {meaning}")), "{number}");
     }
@@ -860,6 +867,8 @@ fn the_page_names_every_number() {
         ("CANCEL_JOB", frame::kind::CANCEL_JOB, CANCEL_JOB),
         ("DRAIN", frame::kind::DRAIN, DRAIN),
         ("LIMITS", frame::kind::LIMITS, LIMITS),
+        ("RECALL", frame::kind::RECALL, RECALL),
+        ("JOURNAL", frame::kind::JOURNAL, JOURNAL),
     ];
     for (name, real, by_hand) in named {
         assert_eq!(real, by_hand, "{name}");
@@ -876,6 +885,7 @@ fn the_page_names_every_number() {
         ("HEARTBEAT", frame::kind::HEARTBEAT, HEARTBEAT),
         ("STOPPING", frame::kind::STOPPING, STOPPING),
         ("PROGRAM_CRASHED", frame::kind::PROGRAM_CRASHED, PROGRAM_CRASHED),
+        ("RETURNED", frame::kind::RETURNED, RETURNED),
     ];
     for (name, real, by_hand) in rows {
         assert_eq!(real, by_hand, "{name}");

@@ -14,6 +14,7 @@
 //! async functions.
 
 mod context;
+mod journal;
 mod link;
 mod pool;
 mod progress;

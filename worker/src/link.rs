@@ -1,7 +1,9 @@
 //! The worker's end of its link: taking over the inherited descriptor, the handshake, and writing.
 
-use std::io;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
@@ -12,7 +14,9 @@ use bulkhead_shared::limits::IN_FLIGHT_CEILING;
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::FdFlags;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
+use crate::journal::Journal;
 use crate::seal::Seal;
 
 /// Bytes that one read takes: a worker gets few jobs at once.
@@ -74,15 +78,18 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         version_max: PROTOCOL_VERSION,
         role: role::WORKER,
         frame_bytes_max: u32::MAX,
-        capabilities: capability::DISPATCH_THREAD | capability::RESIZE,
+        capabilities: capability::DISPATCH_THREAD | capability::RESIZE | capability::LOOK_AHEAD,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
     writer.send(kind::HELLO, MAGIC, &hello);
+    let (mut lent, mut is_lent) = (None, false);
     loop {
         wait(link, PollFlags::IN);
-        let (received, mut batch) =
-            reader.inbox.receive(link, &mut reader.scratch).map_err(|error| error.to_string())?;
+        let (received, mut batch) = reader
+            .inbox
+            .receive_by(&mut reader.scratch, |buffer| receive(link, buffer, &mut lent))
+            .map_err(|error| error.to_string())?;
         while let Some(item) = batch.next().map_err(|error| error.to_string())? {
             let Item::Frame { header, metadata, .. } = item else { continue };
             match header.kind {
@@ -91,6 +98,13 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                         codec::decode::<WorkerWelcome<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
                     batch.leave_rest();
+                    // The supervisor counts on it from here on.
+                    if is_lent {
+                        let file =
+                            lent.take().ok_or("its journal did not come along: see `rlimits.nofile`")?;
+                        let journal = Journal::map(file).map_err(|error| format!("its journal: {error}"))?;
+                        writer.keep_journal(journal);
+                    }
                     return Ok(Welcome {
                         seal,
                         threads_max: threads_max(welcome.max_in_flight),
@@ -98,6 +112,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                         result_bytes_max: welcome.result_bytes_max,
                     });
                 }
+                kind::JOURNAL => is_lent = true,
                 kind::REFUSED => {
                     let (refused, _) =
                         codec::decode::<Refused<'_>>(metadata, &[]).map_err(|e| e.to_string())?;
@@ -112,6 +127,20 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
     }
 }
 
+/// Reads from the link, with the descriptor that may come before the welcome.
+fn receive(link: &OwnedFd, buffer: &mut [u8], lent: &mut Option<OwnedFd>) -> rustix::io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = rustix::net::recvmsg(link, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(files) = message {
+            *lent = files.last().or(lent.take());
+        }
+    }
+    Ok(received.bytes)
+}
+
 fn wait(link: &OwnedFd, flags: PollFlags) {
     // Whatever made it return, the next read or write will tell.
     let _ = poll(&mut [PollFd::new(link, flags)], None);
@@ -120,16 +149,46 @@ fn wait(link: &OwnedFd, flags: PollFlags) {
 /// The writing half, shared by all threads.
 pub(crate) struct Writer {
     link: OwnedFd,
-    outbox: Mutex<(Outbox, BufferPool)>,
+    waiting: Mutex<Waiting>,
+}
+
+/// What waits to be sent.
+#[derive(Default)]
+struct Waiting {
+    outbox: Outbox,
+    pool: BufferPool,
+    /// Where answers outlive this process until they are sent.
+    journal: Option<Journal>,
+}
+
+impl Waiting {
+    /// Whether all is sent.
+    fn flush(&mut self, link: &OwnedFd) -> io::Result<bool> {
+        let is_sent = self.outbox.flush(link, &mut self.pool)?;
+        if is_sent && let Some(journal) = &mut self.journal {
+            journal.clear();
+        }
+        Ok(is_sent)
+    }
 }
 
 impl Writer {
     pub(crate) fn new(link: &OwnedFd) -> io::Result<Self> {
-        Ok(Self { link: link.try_clone()?, outbox: Mutex::default() })
+        Ok(Self { link: link.try_clone()?, waiting: Mutex::default() })
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Outbox, BufferPool)> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    /// From here on, answers are kept there until they are sent.
+    pub(crate) fn keep_journal(&self, journal: Journal) {
+        self.lock().journal = Some(journal);
+    }
+
+    /// Where it is said how many jobs were begun, if answers are kept in a journal: then jobs may be sent ahead.
+    pub(crate) fn begun(&self) -> Option<&'static AtomicU64> {
+        self.lock().journal.as_ref().map(Journal::begun)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Appends a frame; it leaves with the next flush.
@@ -147,15 +206,34 @@ impl Writer {
         payload: Payload<'_>,
     ) {
         // What handlers say was cut to size, so that the metadata fits.
-        let (outbox, pool) = &mut *self.lock();
+        let Waiting { outbox, pool, .. } = &mut *self.lock();
         let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
+    }
+
+    /// Appends the answer for a job. Returns whether the next job may begin before it is sent: where there is a
+    /// journal, only what is in it outlives this process.
+    pub(crate) fn answer(
+        &self,
+        kind: u8,
+        number: u64,
+        message: &impl bincode::Encode,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+    ) -> bool {
+        let Waiting { outbox, pool, journal } = &mut *self.lock();
+        let before = outbox.waiting_bytes();
+        let _ = outbox.push_pooled(kind, number, message, extensions, payload, pool);
+        let Some(journal) = journal else { return true };
+        let is_journalled = matches!(kind, kind::RESULT | kind::FAILED);
+        let frame = outbox.last(outbox.waiting_bytes() - before);
+        is_journalled && frame.is_some_and(|frame| journal.keep(frame))
     }
 
     /// Sends all that waits, however long the supervisor takes to read it.
     pub(crate) fn flush(&self) {
-        let (outbox, pool) = &mut *self.lock();
+        let mut waiting = self.lock();
         loop {
-            match outbox.flush(&self.link, pool) {
+            match waiting.flush(&self.link) {
                 Ok(true) => return,
                 Ok(false) => wait(&self.link, PollFlags::OUT),
                 // The supervisor is gone; the thread that reads the link ends this process.
@@ -172,23 +250,21 @@ impl Writer {
     /// Sends a frame unless another thread is writing: then bytes flow, which says as much as a heartbeat. Returns
     /// whether it is on its way; it has left with the next flush.
     pub(crate) fn try_send(&self, kind: u8, message: &impl bincode::Encode) -> bool {
-        let Some(mut guard) = self.try_lock() else { return false };
-        let (outbox, pool) = &mut *guard;
-        let is_pushed = outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
-        let _ = outbox.flush(&self.link, pool);
+        let Some(mut waiting) = self.try_lock() else { return false };
+        let is_pushed = waiting.outbox.push(kind, 0, message, &[], Payload::NONE).is_ok();
+        let _ = waiting.flush(&self.link);
         is_pushed
     }
 
     /// Sends what waits, as far as the supervisor takes it now; whether nothing is left, or another thread sends
     /// it.
     pub(crate) fn try_flush(&self) -> bool {
-        let Some(mut guard) = self.try_lock() else { return true };
-        let (outbox, pool) = &mut *guard;
-        !matches!(outbox.flush(&self.link, pool), Ok(false))
+        let Some(mut waiting) = self.try_lock() else { return true };
+        !matches!(waiting.flush(&self.link), Ok(false))
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, (Outbox, BufferPool)>> {
-        match self.outbox.try_lock() {
+    fn try_lock(&self) -> Option<MutexGuard<'_, Waiting>> {
+        match self.waiting.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,

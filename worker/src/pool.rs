@@ -79,6 +79,8 @@ const REMAINING_MAX: Duration = Duration::from_secs(86_400 * 365);
 pub(crate) type Handler<S> = dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync;
 
 struct Pending {
+    /// The how many-th job of the link it is.
+    arrival: u64,
     order: Order,
     payload: Vec<u8>,
 }
@@ -97,6 +99,10 @@ enum Pace {
 
 struct State {
     pending: VecDeque<Pending>,
+    /// Counts the jobs that came.
+    arrived: u64,
+    /// Those that are given back.
+    returned: Vec<u64>,
     /// Every job that was given and not answered.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Counts the jobs that were begun.
@@ -170,6 +176,8 @@ pub(crate) struct Pool<S> {
     parked: OwnedFd,
     dispatch: OwnedFd,
     watchdog: OwnedFd,
+    /// Where it is said how many jobs were begun, if some may come ahead; of those, what is too late is given back.
+    journal_begun: Option<&'static AtomicU64>,
     /// How long a handler takes, smoothed.
     typical_ns: AtomicU64,
     handler: Box<Handler<S>>,
@@ -188,6 +196,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         writer: Arc<Writer>,
         handler: Box<Handler<S>>,
     ) -> std::io::Result<Arc<Self>> {
+        let journal_begun = writer.begun();
         let create = || epoll::create(CreateFlags::CLOEXEC);
         let (handlers, parked, dispatch) = (create()?, create()?, create()?);
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -202,6 +211,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
         epoll::add(&dispatch, &watchdog, EventData::new_u64(WATCHDOG), EventFlags::IN)?;
         let state = State {
             pending: VecDeque::new(),
+            arrived: 0,
+            returned: Vec::new(),
             live: HashMap::default(),
             begun: 0,
             pace: Pace::Slow,
@@ -225,6 +236,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             parked,
             dispatch,
             watchdog,
+            journal_begun,
             typical_ns: AtomicU64::new(STUCK_NS),
             handler,
             shared: std::sync::OnceLock::new(),
@@ -299,8 +311,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut ended = None;
         // When the oldest answer that is still unwritten came to be.
         let mut unwritten_since = None;
+        // Whether no answer would be lost if the next job ended this process.
+        let mut is_safe = true;
         loop {
-            let Some((job, pace)) = self.next_job(done.take(), tenure) else {
+            let now = ended.unwrap_or_else(Instant::now);
+            let Some((job, pace)) = self.next_job(done.take(), tenure, now) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
@@ -312,15 +327,16 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 self.wait_for_work();
                 continue;
             };
-            let mut began = ended.unwrap_or_else(Instant::now);
+            let mut began = now;
             // An answer is not to wait for a slow handler, nor for many quick ones.
-            let is_due = pace == Pace::Slow || unwritten_since.is_some_and(|since| began - since > BATCH);
+            let is_late = unwritten_since.is_some_and(|since| began - since > BATCH);
+            let is_due = pace == Pace::Slow || is_late || !is_safe;
             if is_due && unwritten_since.take().is_some() {
                 self.writer.flush();
                 began = Instant::now();
             }
             done = Some(job.order.number);
-            self.run_job(job, &mut ctx);
+            is_safe = self.run_job(job, &mut ctx);
             let now = Instant::now();
             ended = Some(now);
             unwritten_since.get_or_insert(now);
@@ -330,7 +346,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// The next job after one that is done, and how long jobs take. A thread is on the way to those behind
     /// it, or looks after them.
-    fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure) -> Option<(Pending, Pace)> {
+    fn next_job(
+        self: &Arc<Self>,
+        done: Option<u64>,
+        tenure: Tenure,
+        now: Instant,
+    ) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);
@@ -338,8 +359,17 @@ impl<S: Send + Sync + 'static> Pool<S> {
         if tenure == Tenure::WhileNeeded && state.has_surplus() {
             return None;
         }
-        let job = state.pending.pop_front()?;
+        let mut job = state.pending.pop_front()?;
+        while self.journal_begun.is_some() && job.order.deadline <= now {
+            // Its client has been told, or is about to be.
+            state.live.remove(&job.order.number);
+            self.writer.push(kind::RETURNED, job.order.number, &Empty, Payload::NONE);
+            job = state.pending.pop_front()?;
+        }
         state.begun += 1;
+        if let Some(begun) = self.journal_begun {
+            begun.store(job.arrival.to_le(), Ordering::Release);
+        }
         self.change_pace(&mut state, self.typical_ns.load(Ordering::Relaxed));
         let pace = state.pace;
         if self.is_worth_help(&state) {
@@ -497,9 +527,10 @@ impl<S: Send + Sync + 'static> Pool<S> {
         is_searching
     }
 
-    /// Runs a job in the surroundings that the thread keeps.
-    fn run_job(&self, pending: Pending, kept: &mut Option<Ctx<S>>) {
-        let Pending { order, payload } = pending;
+    /// Runs a job in the surroundings that the thread keeps. Returns whether the next may begin before the answer is
+    /// sent.
+    fn run_job(&self, pending: Pending, kept: &mut Option<Ctx<S>>) -> bool {
+        let Pending { order, payload, .. } = pending;
         let (number, job) = (order.number, Job { payload });
         let ctx = match kept {
             Some(ctx) => {
@@ -507,7 +538,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 ctx
             }
             None => {
-                let Some(state) = self.shared.get().cloned() else { return };
+                let Some(state) = self.shared.get().cloned() else { return true };
                 let (writer, result_bytes_max) = (self.writer.clone(), self.welcome.result_bytes_max);
                 kept.insert(Ctx { order, result_bytes_max, writer, state })
             }
@@ -517,31 +548,34 @@ impl<S: Send + Sync + 'static> Pool<S> {
         if let Some(progress) = ctx.order.handle.progress.get() {
             progress.settle(&self.writer, number);
         }
-        self.answer(number, reply);
+        let is_safe = self.answer(number, reply);
         if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
             lock(&self.reader).pool.give(job.payload);
         }
+        is_safe
     }
 
-    fn answer(&self, number: u64, reply: Reply) {
+    fn answer(&self, number: u64, reply: Reply) -> bool {
         let most = self.welcome.result_bytes_max;
         match reply {
             Reply::Result(result) if result.len() as u64 > most => {
                 let message = format!("the result has {} bytes; max_result is {most}", result.len());
-                self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message));
+                self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message))
             }
-            Reply::Result(result) => self.writer.push(kind::RESULT, number, &Empty, Payload::Owned(result)),
+            Reply::Result(result) => {
+                self.writer.answer(kind::RESULT, number, &Empty, &[], Payload::Owned(result))
+            }
             Reply::Failed(error) => self.fail(number, &error),
             Reply::ProgramCrashed { process, signal, message } => {
                 let crashed = ProgramCrashed { signal, message: cut(&message, MESSAGE_BYTES_MAX) };
                 let process = process.to_le_bytes();
                 let extensions = [(tag::PROCESS, &process[..])];
-                self.writer.push_with(kind::PROGRAM_CRASHED, number, &crashed, &extensions, Payload::NONE);
+                self.writer.answer(kind::PROGRAM_CRASHED, number, &crashed, &extensions, Payload::NONE)
             }
         }
     }
 
-    fn fail(&self, number: u64, error: &HandlerError) {
+    fn fail(&self, number: u64, error: &HandlerError) -> bool {
         let failed = Failed {
             code: cut(&error.code, CODE_BYTES_MAX),
             message: cut(&error.message, MESSAGE_BYTES_MAX),
@@ -551,7 +585,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 Fault::Dependency => 2,
             },
         };
-        self.writer.push(kind::FAILED, number, &failed, Payload::NONE);
+        self.writer.answer(kind::FAILED, number, &failed, &[], Payload::NONE)
     }
 
     // The link.
@@ -582,12 +616,23 @@ impl<S: Send + Sync + 'static> Pool<S> {
             if state.has_surplus() && state.idle > 0 {
                 self.call_idle(&mut state);
             }
+            let returned = std::mem::take(&mut state.returned);
             drop(state);
+            self.give_back(&returned);
             match received {
                 Received::More => {}
                 Received::Drained => return,
                 Received::Closed => end_at_once(),
             }
+        }
+    }
+
+    fn give_back(&self, jobs: &[u64]) {
+        for &number in jobs {
+            self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
+        }
+        if !jobs.is_empty() {
+            self.writer.flush();
         }
     }
 
@@ -699,11 +744,21 @@ impl State {
                     handle: Arc::default(),
                 };
                 self.live.insert(order.number, order.handle.clone());
-                self.pending.push_back(Pending { order, payload: payload() });
+                self.arrived += 1;
+                self.pending.push_back(Pending { arrival: self.arrived, order, payload: payload() });
             }
             kind::CANCEL_JOB => {
                 if let Some(handle) = self.live.get(&header.number) {
                     handle.cancel();
+                }
+            }
+            kind::RECALL => {
+                // The newest are asked for, and first.
+                let found = self.pending.iter().rposition(|job| job.order.number == header.number);
+                if let Some(at) = found {
+                    self.pending.remove(at);
+                    self.live.remove(&header.number);
+                    self.returned.push(header.number);
                 }
             }
             kind::DRAIN => self.is_draining = true,

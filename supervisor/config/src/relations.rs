@@ -193,6 +193,7 @@ impl Checker<'_> {
             deadline: deadline.value,
             deadline_max: deadline_max.value,
             grace: raw.grace.value(),
+            lookahead: raw.lookahead.value(),
             max_payload,
             max_result,
             overflow: self.overflow(&raw.overflow, &queue),

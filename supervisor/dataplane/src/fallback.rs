@@ -186,6 +186,7 @@ impl DataPlane {
             is_guest: true,
             tenant: self.compartments[compartment].policy.tenant(&cargo.tenant),
             cost,
+            bytes: super::ahead::link_bytes(payload.len() + cargo.operation.len() + cargo.tenant.len()),
             cargo,
         };
         let job = self.enter(compartment, submission, payload);

@@ -6,6 +6,7 @@
 //! a thread beside it (`background.rs`). Of `/proc` it reads `stat` alone, some 7 µs each: for the ancestors of a process
 //! that connects for the first time, and for a worker that has closed its link a second ago and not been reported dead.
 
+mod ahead;
 mod allowance;
 mod background;
 mod buffers;
@@ -20,6 +21,7 @@ mod ending;
 mod entrance;
 mod fallback;
 mod held_up;
+mod journal;
 mod keeper_link;
 mod link_table;
 mod links;
@@ -578,10 +580,11 @@ impl DataPlane {
         incoming: &mut Incoming<'_>,
     ) {
         match action {
-            Action::Dispatch { worker, job, remaining } => {
-                self.dispatch(index, worker, job, remaining, incoming);
+            Action::Dispatch { worker, job, remaining, is_ahead } => {
+                self.dispatch(index, worker, job, (remaining, is_ahead), incoming);
             }
             Action::Answer(answer) => self.answer(index, answer, incoming),
+            Action::Recall { worker, job } => self.send_recall(index, worker, job),
             Action::Cancel { worker, job } => self.send_cancel(index, worker, job),
             Action::Spawn { worker, slot, again } => {
                 self.count_restart(index, again);

@@ -20,6 +20,7 @@ use mio::unix::SourceFd;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::journal::Journal;
 use super::keeper_link::Wanted;
 use super::notices::Notices;
 use super::slab::{CompartmentIndex, LinkIndex};
@@ -52,6 +53,8 @@ pub(super) struct Link {
     pub(super) counted_waiting: usize,
     /// What it has read of the link, for the time after it.
     pub(super) reading: Reading,
+    /// What it has answered and not sent, for the time after it.
+    pub(super) journal: Option<Journal>,
     // What it says.
     pub(super) stage: Stage,
     pub(super) notices: Notices,
@@ -233,6 +236,7 @@ impl DataPlane {
             is_dirty: false,
             counted_waiting: 0,
             reading,
+            journal: None,
             stage: Stage::AwaitingHello,
             notices: Notices::default(),
             status: None,
@@ -261,7 +265,7 @@ impl DataPlane {
         compartment: CompartmentIndex,
         worker: WorkerId,
         job: JobId,
-        remaining: Duration,
+        (remaining, is_ahead): (Duration, bool),
         incoming: &mut Incoming<'_>,
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
@@ -288,7 +292,9 @@ impl DataPlane {
         );
         debug_assert!(pushed.is_ok(), "a job did not fit");
         link.notices.add_job();
-        if record.held.payload.is_some() {
+        if is_ahead {
+            self.charge_ahead(compartment, job);
+        } else if record.held.payload.is_some() {
             self.charge_kept(compartment, job);
         }
         self.mark_dirty(Endpoint::Link(index));
@@ -296,6 +302,10 @@ impl DataPlane {
 
     pub(super) fn send_cancel(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
         self.send_plain(compartment, worker, kind::CANCEL_JOB, job.0);
+    }
+
+    pub(super) fn send_recall(&mut self, compartment: CompartmentIndex, worker: WorkerId, job: JobId) {
+        self.send_plain(compartment, worker, kind::RECALL, job.0);
     }
 
     pub(super) fn send_drain(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
@@ -386,6 +396,13 @@ impl Link {
         );
         if let (Process::Ordered { output }, Some(running)) = (ordered, self.running_mut()) {
             running.output = Some(output);
+        }
+    }
+
+    /// It said something of a job that it does not have.
+    pub(super) fn stray(&mut self) {
+        if let Stage::Welcomed { strays, .. } = &mut self.stage {
+            *strays = strays.saturating_add(1);
         }
     }
 

@@ -184,6 +184,19 @@ impl DataPlane {
         }
     }
 
+    /// A job that waits ahead of a worker holds what it would hold here.
+    pub(super) fn charge_ahead(&mut self, compartment: CompartmentIndex, job: JobId) {
+        let bulkhead = self.compartments[compartment].bulkhead;
+        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let copied = record.held.copy.as_ref().map_or(0, |copy| copy.len());
+        let (session, bytes) = (record.session, record.footprint() + copied);
+        let holder = self.holder_of(session, bulkhead);
+        self.memory.shares.add(holder, Kind::Fixed, bytes);
+        if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {
+            record.charge = Charge { holder, bytes, is_waiting: false };
+        }
+    }
+
     /// Whether a connection may hold so much more. What that takes from others, they give by
     /// [`DataPlane::settle_memory`], once it is held.
     pub(super) fn may_hold(&self, connection: Holder, bulkhead: Option<BulkheadIndex>, more: usize) -> bool {

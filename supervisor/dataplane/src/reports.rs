@@ -208,9 +208,10 @@ impl DataPlane {
             reads += 1;
             self.read_link_once(index);
         }
+        let begun = self.read_journal(index);
         let Some(mut link) = self.take_link(spawn) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
-        self.tell_unread(compartment, worker, read);
+        self.tell_unread(compartment, worker, read, begun);
         if death.is_some() {
             // Its id is not another's before all that has it is gone.
             self.links.sweeping.insert(spawn, Sweeping { compartment, worker, id: link.id.take() });

@@ -108,6 +108,7 @@ impl DataPlane {
             idempotent,
             tenant,
             cost: submit.cost,
+            bytes: super::ahead::link_bytes(payload.len() + submit.operation.len() + submit.tenant.len()),
             is_repeatable,
             digest,
             is_guest: false,

@@ -25,6 +25,8 @@ pub(super) struct Reading {
     theirs: Option<OwnedFd>,
     /// Bytes that the link has taken in all.
     written: u64,
+    /// Jobs that were put there.
+    jobs: u64,
 }
 
 /// Where a job stands on its worker's link.
@@ -32,13 +34,15 @@ pub(super) struct Reading {
 pub(super) struct Given {
     /// Bytes of the link before its frame.
     behind: u64,
+    /// The how many-th job of the link it is.
+    arrival: u64,
     /// Whether the worker has said that it began it.
     pub(super) has_begun: bool,
 }
 
 impl Reading {
     pub(super) fn of(theirs: &OwnedFd) -> io::Result<Self> {
-        Ok(Self { theirs: Some(theirs.try_clone()?), written: 0 })
+        Ok(Self { theirs: Some(theirs.try_clone()?), written: 0, jobs: 0 })
     }
 
     /// So many bytes have left our buffer.
@@ -47,8 +51,9 @@ impl Reading {
     }
 
     /// A job that is put behind so many bytes that have not left our buffer yet.
-    pub(super) fn given_behind(&self, waiting: usize) -> Given {
-        Given { behind: self.written + waiting as u64, has_begun: false }
+    pub(super) fn given_behind(&mut self, waiting: usize) -> Given {
+        self.jobs += 1;
+        Given { behind: self.written + waiting as u64, arrival: self.jobs, has_begun: false }
     }
 
     /// The worker is gone, or is not to read any more: takes back what it left, and returns how many bytes it
@@ -82,11 +87,24 @@ impl DataPlane {
     }
 
     /// Tells which jobs a worker that has read so many bytes cannot have begun.
-    pub(super) fn tell_unread(&mut self, compartment: CompartmentIndex, worker: WorkerId, read: u64) {
+    /// Where it has a journal, also which it says that it did not begin: of so many jobs that came, it begun those.
+    pub(super) fn tell_unread(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        read: u64,
+        begun: Option<u64>,
+    ) {
         for job in self.compartments[compartment].policy.jobs_of(worker) {
-            let record = self.compartments[compartment].policy.cargo_mut(job);
-            if record.is_some_and(|record| !record.given.has_begun && record.given.behind >= read) {
+            let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { continue };
+            let given = record.given;
+            if given.has_begun {
+                continue;
+            }
+            if given.behind >= read {
                 self.apply(compartment, Event::Unread { worker, job }, Incoming::None);
+            } else if begun.is_some_and(|begun| given.arrival > begun) {
+                self.apply(compartment, Event::Unbegun { worker, job }, Incoming::None);
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Death, Event, Reply, WorkerId};
+use bulkhead_policy::{Abilities, Death, Event, Reply, WorkerId};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION, Refused, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received, Scratch};
@@ -238,6 +238,10 @@ impl DataPlane {
                 self.reply(compartment, worker, number, reply, Incoming::None);
                 self.reporter.last_report = None;
             }
+            kind::RETURNED => {
+                check_empty(metadata)?;
+                self.job_returned(index, JobId(number));
+            }
             _ => self.worker_notice(index, header, metadata)?,
         }
         self.check_strays(index)
@@ -321,6 +325,10 @@ impl DataPlane {
             self.flush_link(index);
             return Err(message);
         }
+        // Before the welcome, so that the worker has it when it is welcomed.
+        let wants = capability::RESIZE | capability::LOOK_AHEAD;
+        let can_look_ahead = hello.capabilities & wants == wants && self.lend_journal(index, compartment);
+        let link = &mut self.links[index];
         let (entry, max_in_flight) = (
             &self.bulkheads[self.compartments[compartment].bulkhead],
             self.compartments[compartment].policy.limits().max_in_flight,
@@ -341,9 +349,13 @@ impl DataPlane {
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
         link.stage = Stage::Welcomed { strays: 0, oversized: None };
         self.mark_dirty(Endpoint::Link(index));
-        let has_dispatch_thread = hello.capabilities & capability::DISPATCH_THREAD != 0;
-        let can_resize = hello.capabilities & capability::RESIZE != 0;
-        let event = Event::Hello { worker, has_dispatch_thread, can_resize };
+        let says = |bit| hello.capabilities & bit != 0;
+        let can = Abilities {
+            has_dispatch_thread: says(capability::DISPATCH_THREAD),
+            can_resize: says(capability::RESIZE),
+            can_look_ahead,
+        };
+        let event = Event::Hello { worker, can };
         self.apply(compartment, event, Incoming::None);
         Ok(())
     }
@@ -371,9 +383,7 @@ impl DataPlane {
             && let Some(link) = self.links.get_mut(index)
         {
             link.notices.spend(size);
-            if let Stage::Welcomed { strays, .. } = &mut link.stage {
-                *strays = strays.saturating_add(1);
-            }
+            link.stray();
         }
     }
 

@@ -5,8 +5,8 @@ use bulkhead_config::Config;
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
 const DESCRIPTORS_OWN: u64 = 48;
 
-/// Descriptors of a worker: both ends of its link, pidfd, two pipes; twice, for the one that replaces it.
-const DESCRIPTORS_PER_WORKER: u64 = 10;
+/// Descriptors of a worker: both ends of its link, pidfd, two pipes, its journal; twice, for the one that replaces it.
+const DESCRIPTORS_PER_WORKER: u64 = 12;
 
 /// Open files that this process may have, and those that neither clients nor workers may take up.
 #[derive(Clone, Copy, Debug)]

@@ -3,6 +3,7 @@
 //! how many jobs may run in [`permits`], and how many workers there are to be in [`size`].
 
 mod admission;
+mod ahead;
 mod life;
 mod oversized;
 mod permits;
@@ -61,6 +62,13 @@ pub struct Bulkhead<T> {
     retries: RetryBudget,
     poison: Poison,
     load: Load,
+    /// Workers that may have more jobs ahead, by how many they have.
+    room: Load,
+    /// Jobs ahead that a client waits for, and those of them that leave if they have not begun.
+    ahead: usize,
+    leaving: usize,
+    /// Workers that may have something ahead and take no more.
+    to_recall: Vec<u32>,
     /// Workers that count towards the limit.
     ready: u32,
     /// The permits of those workers.
@@ -124,6 +132,10 @@ impl<T> Bulkhead<T> {
             reserved: None,
             tenants,
             load: Load::default(),
+            room: Load::default(),
+            ahead: 0,
+            leaving: 0,
+            to_recall: Vec::new(),
             ready: 0,
             permits: 0,
             in_use: 0,
@@ -155,6 +167,7 @@ impl<T> Bulkhead<T> {
         match event {
             Event::Submit(submission) => return self.submit(now, submission, out),
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
+            Event::Returned { worker, job } => self.returned(now, worker, job, out),
             Event::Oversized { worker, job, failure } => self.oversized(now, worker, job, failure, out),
             Event::Tick => self.tick(now, out),
             Event::Cancel { job } => self.cancel(now, job, out),
@@ -162,9 +175,7 @@ impl<T> Bulkhead<T> {
             Event::Start => self.start(now, out),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
             Event::SpawnFailed { worker, message } => self.spawn_failed(now, worker, message, out),
-            Event::Hello { worker, has_dispatch_thread, can_resize } => {
-                self.hello(now, worker, has_dispatch_thread, can_resize);
-            }
+            Event::Hello { worker, can } => self.hello(now, worker, can),
             Event::Said { worker, text } => self.said(now, worker, text),
             Event::ExtendStart { worker, more } => self.extend_start(now, worker, more),
             Event::Ready { worker } => self.worker_ready(now, worker, out),
@@ -176,6 +187,7 @@ impl<T> Bulkhead<T> {
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
             Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),
             Event::Unread { worker, job } => self.unread(worker, job),
+            Event::Unbegun { worker, job } => self.unbegun(worker, job),
             Event::Exited { worker, death } => self.exited(now, worker, death, out),
             Event::Swept { worker } => self.swept(now, worker, out),
             Event::Lost { worker } => self.lost(now, worker, out),
@@ -188,7 +200,7 @@ impl<T> Bulkhead<T> {
             Event::Change(change) => self.change(now, change, out),
             Event::Reconfigure(limits) => self.reconfigure(now, *limits, out),
             Event::Replace => self.replace(now, out),
-            Event::ChangeTenant { tenant, numbers } => self.change_tenant(now, &tenant, numbers),
+            Event::ChangeTenant { tenant, numbers } => self.change_tenant(now, &tenant, numbers, out),
             Event::Rest => self.rest(now, out),
             Event::Await => self.wait_for_start(now),
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
@@ -234,6 +246,13 @@ impl<T> Bulkhead<T> {
         let place = self.jobs.get(index).place;
         self.worker(worker).is_some()
             && matches!(place, Place::InFlight { worker: at, .. } if at == worker.place)
+    }
+
+    /// Whether this job is ahead of this incarnation of a worker.
+    pub fn is_ahead(&self, worker: WorkerId, job: JobId) -> bool {
+        let place = self.jobs.find(job).and_then(|index| self.jobs.place(index));
+        self.worker(worker).is_some()
+            && matches!(place, Some(Place::Ahead { worker: at, .. }) if at == worker.place)
     }
 
     /// The numbers in force.
@@ -292,7 +311,17 @@ impl<T> Bulkhead<T> {
     }
 
     fn dispatch(&mut self, now: Time, index: u32, place: u32, out: &mut Vec<Action<T>>) {
-        let Some(worker) = self.workers[place as usize].as_mut() else { return };
+        let Some(id) = self.hand_over(now, index, place) else { return };
+        let remaining = self.jobs.get(index).answer_by(now).since(now);
+        out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining, is_ahead: false });
+        if self.limits.recycle.jobs.is_some() {
+            self.mind_jobs_left(now, place, out);
+        }
+    }
+
+    /// A job is in a worker's hands from now on.
+    fn hand_over(&mut self, now: Time, index: u32, place: u32) -> Option<WorkerId> {
+        let worker = self.workers[place as usize].as_mut()?;
         let id = worker.id;
         let job = self.jobs.get(index);
         job.attempts += 1;
@@ -307,21 +336,21 @@ impl<T> Bulkhead<T> {
             is_unread: false,
             is_oversized: false,
         };
+        let is_of_same = worker.jobs.is_empty() || worker.tenant == Some(job.tenant);
+        worker.tenant = is_of_same.then_some(job.tenant);
+        (worker.turned_at, worker.is_slow) = (now, false);
         worker.jobs.push(index);
         worker.wanted += 1;
         worker.begun += 1;
         if job.is_suspect {
             worker.apart = Apart::Taken;
         }
-        let (answer_by, tenant) = (job.answer_by(now), job.tenant);
+        let due = if job.cargo.is_some() { job.answer_by(now) } else { job.end_by(now) };
+        let tenant = job.tenant;
         self.count_in_flight(tenant, true);
-        self.job_timers.set(index, answer_by);
+        self.job_timers.set(index, due);
         self.refresh(place);
-        let remaining = answer_by.since(now);
-        out.push(Action::Dispatch { worker: id, job: self.jobs.id(index), remaining });
-        if self.limits.recycle.jobs.is_some() {
-            self.mind_jobs_left(now, place, out);
-        }
+        Some(id)
     }
 
     // Answers.
@@ -380,6 +409,9 @@ impl<T> Bulkhead<T> {
                 && matches!(self.jobs.get(index).place, Place::InFlight { worker: at, .. } if at == worker.place)
         });
         let Some(index) = held else {
+            if self.is_ahead(worker, job) {
+                self.begun_too_soon(worker, job, out);
+            }
             self.counters.late_replies += 1;
             return;
         };
@@ -407,6 +439,7 @@ impl<T> Bulkhead<T> {
             worker.served += 1;
             worker.wanted -= u32::from(is_wanted);
         }
+        self.begin_ahead(now, worker.place, out);
         self.review(now, worker.place);
         self.after_job(now, worker.place);
     }
@@ -455,7 +488,11 @@ impl<T> Bulkhead<T> {
                 self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
                 self.job_timers.set(index, end_by);
             }
-            Place::InFlight { .. } | Place::Entered => {}
+            Place::Ahead { .. } if self.jobs.get(index).cargo.is_some() => {
+                // It may just have begun.
+                self.abandon_ahead(now, index, Verdict::Cancelled { executed: Executed::Unknown }, out);
+            }
+            Place::InFlight { .. } | Place::Ahead { .. } | Place::Entered => {}
         }
     }
 
@@ -509,6 +546,14 @@ impl<T> Bulkhead<T> {
                     self.mark_overdue(now, index, worker);
                     self.review(now, worker);
                 }
+            }
+            Place::Ahead { .. } if deadline_at <= now => {
+                // It may just have begun: that it has not must not be said.
+                self.abandon_ahead(now, index, Verdict::DeadlineRunning, out);
+            }
+            Place::Ahead { .. } => {
+                self.leave_ahead(index, RejectReason::QueueTimeout, out);
+                self.job_timers.set(index, deadline_at);
             }
             Place::Entered => {}
         }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bulkhead_shared::{JobId, Priority, Verdict};
+use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
 use crate::breaker::Claim;
 use crate::poison::Digest;
@@ -40,6 +40,12 @@ pub(crate) struct Job<T> {
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
+    /// What it takes on a link.
+    pub(crate) bytes: u32,
+    /// How often it was ahead of a worker and came back.
+    pub(crate) returned: u8,
+    /// Why it leaves now that it is back.
+    pub(crate) leaves: Option<RejectReason>,
     pub(crate) attempts: u32,
     /// How often it was taken back from a worker that had read nothing of it; `attempts` does not count these.
     pub(crate) taken_back: u32,
@@ -73,6 +79,7 @@ pub(crate) struct Entry<T> {
     pub(crate) priority: Priority,
     pub(crate) tenant: TenantId,
     pub(crate) cost: u32,
+    pub(crate) bytes: u32,
     pub(crate) received: Time,
     /// From its receipt until it has waited for too long.
     pub(crate) queue_timeout: Option<Duration>,
@@ -110,6 +117,14 @@ pub(crate) enum Place {
     Queued,
     /// Waits for a worker for itself alone.
     Apart,
+    /// Waits, and was sent to a worker that is to begin it when it has answered for those before.
+    Ahead {
+        worker: u32,
+        /// Whether it was asked for it.
+        is_recalled: bool,
+        /// Why it leaves when it comes back.
+        leaves: Option<RejectReason>,
+    },
     InFlight {
         worker: u32,
         /// Where in the worker's list.
@@ -174,6 +189,9 @@ impl<T> Jobs<T> {
             priority: entry.priority,
             tenant: entry.tenant,
             cost: entry.cost,
+            bytes: entry.bytes,
+            returned: 0,
+            leaves: None,
             attempts: 0,
             taken_back: 0,
             is_suspect: false,
@@ -264,6 +282,7 @@ mod tests {
             priority: Priority::Normal,
             tenant: TenantId::NONE,
             cost: 1,
+            bytes: 0,
             queue_timeout: None,
             received: Time::ZERO,
             limit: Duration::from_secs(1),

@@ -6,14 +6,14 @@
 //! no random number: a seed and the time come in as arguments, so that a history can be replayed.
 //!
 //! ```
-//! use bulkhead_policy::{Action, Bulkhead, Event, Limits, Submission, Time};
+//! use bulkhead_policy::{Abilities, Action, Bulkhead, Event, Limits, Submission, Time};
 //!
 //! let mut bulkhead = Bulkhead::<&str>::new(Limits::default(), 42);
 //! let mut actions = Vec::new();
 //! bulkhead.apply(Time::ZERO, Event::Start, &mut actions);
 //! let Some(Action::Spawn { worker, .. }) = actions.pop() else { panic!() };
 //! bulkhead.apply(Time::ZERO, Event::Spawned { worker, pid: 7 }, &mut actions);
-//! bulkhead.apply(Time::ZERO, Event::Hello { worker, has_dispatch_thread: true, can_resize: true }, &mut actions);
+//! bulkhead.apply(Time::ZERO, Event::Hello { worker, can: Abilities::default() }, &mut actions);
 //! bulkhead.apply(Time::ZERO, Event::Ready { worker }, &mut actions);
 //! actions.clear();
 //! bulkhead.apply(Time::ZERO, Event::Submit(Submission::new("my job")), &mut actions);
@@ -47,8 +47,8 @@ pub use limits::{
     Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, Start, TenantLimits,
 };
 pub use messages::{
-    Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, RestartCause, StopReason,
-    Submission, WorkerId,
+    Abilities, Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, RestartCause,
+    StopReason, Submission, WorkerId,
 };
 pub use poison::{Digest, PoisonLimits};
 pub use rate::{RateLimit, RatePer};

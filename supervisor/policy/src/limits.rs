@@ -23,6 +23,7 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
+    pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
     pub health: Health,
@@ -148,6 +149,7 @@ impl Default for Limits {
             deadline: seconds(30),
             deadline_max: seconds(30),
             grace: Duration::from_millis(100),
+            lookahead: Duration::ZERO,
             restart: Restart {
                 policy: RestartPolicy::Always,
                 backoff: Duration::from_millis(100),

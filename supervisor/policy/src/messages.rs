@@ -45,6 +45,8 @@ pub struct Submission<T> {
     pub tenant: TenantId,
     /// What it counts against the rate limit and its tenant's share of the turns.
     pub cost: u32,
+    /// What it takes on the link of a worker.
+    pub bytes: u32,
 }
 
 impl<T> Submission<T> {
@@ -61,6 +63,7 @@ impl<T> Submission<T> {
             is_guest: false,
             tenant: TenantId::NONE,
             cost: 1,
+            bytes: 0,
         }
     }
 }
@@ -94,6 +97,17 @@ pub enum Death {
     Oom,
     /// It was ended, since it had more in its temporary folder than it may.
     Overfull,
+}
+
+/// What a worker can, beyond what every worker can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Abilities {
+    /// Its heartbeats can be demanded while jobs run.
+    pub has_dispatch_thread: bool,
+    /// It can be told another `max_in_flight` than it was welcomed with.
+    pub can_resize: bool,
+    /// It takes jobs ahead: begins them in order, one when it has answered for another, and gives them back.
+    pub can_look_ahead: bool,
 }
 
 /// What happened.
@@ -133,10 +147,8 @@ pub enum Event<T> {
     Hello {
         /// Which.
         worker: WorkerId,
-        /// Whether its heartbeats can be demanded while jobs run.
-        has_dispatch_thread: bool,
-        /// Whether it can be told another `max_in_flight` than it was welcomed with.
-        can_resize: bool,
+        /// What it can.
+        can: Abilities,
     },
     /// A worker needs more time to initialise.
     ExtendStart {
@@ -178,6 +190,13 @@ pub enum Event<T> {
         /// What it says.
         reply: Reply,
     },
+    /// A worker gives back a job that it has not begun and does not begin any more.
+    Returned {
+        /// Which.
+        worker: WorkerId,
+        /// The job, as the worker claims.
+        job: JobId,
+    },
     /// A worker has begun to send a result that is too large. All that is heard of the worker from here on is a
     /// part of it, until [`Event::Replied`] says that it has ended.
     Oversized {
@@ -203,6 +222,13 @@ pub enum Event<T> {
     /// A worker that is gone, as will be told next, has not read anything of this job and cannot any more: it
     /// has not begun it.
     Unread {
+        /// Which.
+        worker: WorkerId,
+        /// Its job.
+        job: JobId,
+    },
+    /// The same by the word of the worker alone, which it left where it outlives it.
+    Unbegun {
         /// Which.
         worker: WorkerId,
         /// Its job.
@@ -295,6 +321,16 @@ pub enum Action<T> {
         job: JobId,
         /// The time that is left for it.
         remaining: Duration,
+        /// Whether it only waits there, as far as anybody is concerned.
+        is_ahead: bool,
+    },
+    /// Ask a worker to give back a job that was sent ahead, unless it has begun it. It says so by
+    /// [`Event::Returned`], or answers for the job.
+    Recall {
+        /// The worker.
+        worker: WorkerId,
+        /// Which job.
+        job: JobId,
     },
     /// Ask a worker to stop work on a job.
     Cancel {

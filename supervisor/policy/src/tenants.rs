@@ -28,6 +28,8 @@ pub(crate) struct Tenant {
     /// Queued and in flight.
     jobs: u32,
     pub(crate) in_flight: u32,
+    /// Jobs that wait ahead of a worker.
+    pub(crate) ahead: u32,
     pub(crate) bucket: Bucket,
     pub(crate) own: OwnNumbers,
     /// Its place among the labelled; behind the last one if it is not among them.
@@ -188,6 +190,7 @@ impl Tenants {
             name: name.clone(),
             jobs: 0,
             in_flight: 0,
+            ahead: 0,
             bucket: Bucket::default(),
             own: self.own.get(&*name).copied().unwrap_or_default(),
             submitted: 0,

@@ -2,11 +2,13 @@
 //! is to have one. While a worker is being replaced, the slot's successor and the worker that leaves
 //! stand beside it in the table.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::limits::Limits;
 use crate::messages::{KillReason, RecycleReason, RestartCause, WorkerId};
 use crate::restart::History;
+use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// How long it may take until an ordered process runs: the keeper starts one after the other.
@@ -33,10 +35,27 @@ pub(crate) struct Worker {
     pub(crate) can_resize: bool,
     /// How many jobs at once it was told to expect; nothing yet without a limit.
     pub(crate) promised: u32,
+    /// Whether jobs may be ahead of it.
+    pub(crate) can_look_ahead: bool,
+    /// Those that are, oldest first.
+    pub(crate) ahead: VecDeque<u32>,
+    pub(crate) ahead_bytes: u32,
+    /// How many of them it was asked for.
+    pub(crate) recalled: usize,
+    /// Its level in the table of those that may have more ahead.
+    pub(crate) room: Option<u32>,
+    /// When it was last given a job, or answered for one.
+    pub(crate) turned_at: Time,
+    /// Whether that was longer ago than jobs ahead of it may wait.
+    pub(crate) is_slow: bool,
+    /// Whose jobs it has, if they are all of one.
+    pub(crate) tenant: Option<TenantId>,
     /// Whether it is kept for a job that is to be alone.
     pub(crate) apart: Apart,
     /// Indexes of the jobs it holds.
     pub(crate) jobs: Vec<u32>,
+    /// How many of those it had not begun, by its own word alone; it is gone.
+    pub(crate) unbegun: usize,
     /// How many of those a client still waits for.
     pub(crate) wanted: u32,
     /// How many of those have passed the bulkhead's own deadline.
@@ -163,8 +182,17 @@ impl Worker {
             revision: Revision::New,
             can_resize: false,
             promised: u32::MAX,
+            can_look_ahead: false,
+            ahead: VecDeque::new(),
+            ahead_bytes: 0,
+            recalled: 0,
+            room: None,
+            turned_at: now,
+            is_slow: false,
+            tenant: None,
             apart: Apart::No,
             jobs: Vec::new(),
+            unbegun: 0,
             wanted: 0,
             overdue: 0,
             kill_at: None,

@@ -7,7 +7,7 @@ mod stage;
 use std::collections::BTreeSet;
 
 use bulkhead_policy::{
-    Change, Death, Event, KillReason, Limits, Note, RecycleReason, RestartCause, RestartPolicy,
+    Abilities, Change, Death, Event, KillReason, Limits, Note, RecycleReason, RestartCause, RestartPolicy,
 };
 use bulkhead_shared::JobId;
 use stage::{MS, SECOND, Stage, limits};
@@ -335,7 +335,7 @@ fn a_resize_does_not_hurry_what_follows_a_spent_worker() {
     let mut stage = Stage::starting(limits);
     let worker = stage.newest_worker();
     stage.apply(Event::Spawned { worker, pid: 1 });
-    stage.apply(Event::Hello { worker, has_dispatch_thread: false, can_resize: false });
+    stage.apply(Event::Hello { worker, can: Abilities::default() });
     stage.apply(Event::Ready { worker });
     let job = stage.job();
     stage.die(stage.newest_worker(), Death::Exit(3));

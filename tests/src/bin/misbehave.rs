@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bulkhead_shared::client_protocol::{Hello, role};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
-use bulkhead_shared::worker_protocol::{Empty, LINK_VARIABLE, Status, WorkerWelcome};
+use bulkhead_shared::worker_protocol::{self, Empty, LINK_VARIABLE, Status, WorkerWelcome, capability};
 use bulkhead_worker::{Ctx, Fault, HandlerError, Job, Server};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
@@ -53,6 +53,8 @@ fn main() -> ExitCode {
                 .serve()
         }
         ["raw", "hoard"] => hoard(),
+        ["raw", "liar"] => liar(),
+        ["raw", "scribbler"] => scribbler(),
         ["raw", mode] => raw(mode),
         _ => ExitCode::from(2),
     }
@@ -314,6 +316,8 @@ struct Raw {
     socket: UnixStream,
     inbox: Inbox,
     scratch: Scratch,
+    /// Jobs that came and were not looked at: number and operation.
+    jobs: std::collections::VecDeque<(u64, String)>,
 }
 
 fn raw(mode: &str) -> ExitCode {
@@ -395,13 +399,87 @@ fn hoard() -> ExitCode {
     }
 }
 
+/// What it takes to be sent jobs ahead.
+const LOOKS_AHEAD: u64 = capability::RESIZE | capability::LOOK_AHEAD;
+
+/// Answers every job at once, but for one with the operation `lie`: then the one behind it in its place.
+fn liar() -> ExitCode {
+    let mut raw = Raw::by_hand();
+    raw.hello_as(1, LOOKS_AHEAD);
+    raw.next();
+    raw.send(kind::READY, 0, b"");
+    loop {
+        let (mut job, operation) = raw.next_job();
+        if operation == "lie" {
+            raw.send(kind::STARTED, job, b"");
+            job = raw.next_job().0;
+        }
+        raw.send(kind::RESULT, job, b"done");
+    }
+}
+
+/// Answers every job at once, but for one with the operation `scribble`, upon which it writes what its payload says
+/// into its journal, and dies: bytes without sense, or a result for itself behind one for another's.
+fn scribbler() -> ExitCode {
+    use std::os::unix::fs::FileExt;
+    let mut raw = Raw::by_hand();
+    raw.hello_as(1, LOOKS_AHEAD);
+    let journal = std::fs::File::from(raw.lent().expect("a journal"));
+    raw.next();
+    raw.send(kind::READY, 0, b"");
+    let mut begun = 0_u64;
+    loop {
+        let (job, operation) = raw.next_job();
+        begun += 1;
+        let frames = match operation.as_str() {
+            "scribble garbage" => vec![0xa5; 60_000],
+            "scribble results" => {
+                let mut frames = Vec::new();
+                for number in [0, u64::MAX, job + (1 << 24), job, job] {
+                    let header =
+                        Header { length: 12, kind: kind::RESULT, flags: 0, metadata_length: 8, number };
+                    frames.extend_from_slice(&header.encode());
+                    frames.extend_from_slice(b"\0\0\0\0\0\0\0\0mine");
+                }
+                frames
+            }
+            _ => {
+                raw.send(kind::RESULT, job, b"done");
+                continue;
+            }
+        };
+        let length = if operation.ends_with("garbage") { u64::MAX } else { frames.len() as u64 };
+        journal.write_all_at(&length.to_le_bytes(), 0).expect("a journal is writable");
+        let begun = if operation.ends_with("garbage") { u64::MAX } else { begun };
+        journal.write_all_at(&begun.to_le_bytes(), 8).expect("a journal is writable");
+        journal.write_all_at(&frames, 64).expect("a journal is writable");
+        assert!(journal.set_len(0).is_err() && journal.set_len(1 << 30).is_err(), "its size is sealed");
+        std::process::abort();
+    }
+}
+
 impl Raw {
+    /// The descriptor that comes before the welcome.
+    fn lent(&mut self) -> Option<OwnedFd> {
+        use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+        let (mut frame, mut space) =
+            ([0; 24], [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut buffers = [std::io::IoSliceMut::new(&mut frame)];
+        rustix::net::recvmsg(&self.socket, &mut buffers, &mut control, RecvFlags::WAITALL).ok()?;
+        control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
+            _ => None,
+        })
+    }
+
     fn by_hand() -> Self {
         let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
         #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
         // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
         let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        Self { socket, inbox: Inbox::default(), scratch: Scratch::default() }
+        let jobs = std::collections::VecDeque::new();
+        Self { socket, inbox: Inbox::default(), scratch: Scratch::default(), jobs }
     }
 
     fn bytes(&mut self, bytes: &[u8]) {
@@ -424,12 +502,16 @@ impl Raw {
     }
 
     fn hello(&mut self, version: u16) {
+        self.hello_as(version, 0);
+    }
+
+    fn hello_as(&mut self, version: u16, capabilities: u64) {
         let hello = Hello {
             version_min: version,
             version_max: version,
             role: role::WORKER,
             frame_bytes_max: u32::MAX,
-            capabilities: 0,
+            capabilities,
             name: "misbehave",
             version: "0",
         };
@@ -438,18 +520,27 @@ impl Raw {
 
     /// Waits for the next frame about a job, or the welcome.
     fn next(&mut self) -> u64 {
+        self.next_job().0
+    }
+
+    /// The same, with its operation.
+    fn next_job(&mut self) -> (u64, String) {
         use std::os::fd::AsFd;
         loop {
+            if let Some(job) = self.jobs.pop_front() {
+                return job;
+            }
             let mut poll = [nix::poll::PollFd::new(self.socket.as_fd(), nix::poll::PollFlags::POLLIN)];
             let _ = nix::poll::poll(&mut poll, nix::poll::PollTimeout::NONE);
             let Ok((received, mut batch)) = self.inbox.receive(&self.socket, &mut self.scratch) else {
                 std::process::exit(0);
             };
             while let Ok(Some(item)) = batch.next() {
-                if let Item::Frame { header, .. } = item
-                    && matches!(header.kind, kind::JOB | kind::WORKER_WELCOME)
-                {
-                    return header.number;
+                let Item::Frame { header, metadata, .. } = item else { continue };
+                if matches!(header.kind, kind::JOB | kind::WORKER_WELCOME) {
+                    let job = bulkhead_shared::codec::decode::<worker_protocol::Job<'_>>(metadata, &[]);
+                    let operation = job.map_or_else(|_| String::new(), |(job, _)| job.operation.to_owned());
+                    self.jobs.push_back((header.number, operation));
                 }
             }
             if received == bulkhead_shared::connection::Received::Closed {

@@ -54,6 +54,9 @@ section! {
     deadline_max: Duration as at_least(SOME), without "`deadline`", such as "\"5s\"";
     /// After a missed deadline the worker is asked to stop, and killed this much later; `"0s"` kills at once.
     grace: Duration as at_least(ANY), default Duration::from_millis(100);
+    /// How much work may be sent ahead of a worker that is busy, by how long its jobs take, so that it need not be waited
+    /// for between two jobs. Of workers with the SDK; `"0s"` is off.
+    lookahead: Duration as at_least(ANY), default Duration::from_millis(1);
     /// The largest payload of a job. At most the supervisor's.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
     /// The largest result of a job; a larger one is `failed` as `result_too_large`. At most the supervisor's
@@ -117,6 +120,9 @@ pub struct BulkheadConfig {
     /// Between asking a late worker to stop and killing it; zero kills at once.
     #[serde(serialize_with = "crate::units::serialize_duration")]
     pub grace: Duration,
+    /// How much work may be ahead of a worker; zero for none.
+    #[serde(serialize_with = "crate::units::serialize_duration")]
+    pub lookahead: Duration,
     /// Bytes of one payload, at most the supervisor's.
     pub max_payload: u64,
     /// Bytes of one result, at most the supervisor's `max_payload`.

@@ -90,6 +90,7 @@ impl<T> Bulkhead<T> {
             priority: submission.priority,
             tenant,
             cost: submission.cost,
+            bytes: submission.bytes,
             received: now,
             queue_timeout: self.limits.queue_timeout,
             limit,
@@ -110,6 +111,8 @@ impl<T> Bulkhead<T> {
             }
             None => {
                 self.enqueue(index);
+                self.recall_lower(submission.priority, out);
+                self.look_ahead(now, out);
                 self.note_pressure(out);
             }
         }
@@ -231,7 +234,7 @@ impl<T> Bulkhead<T> {
     }
 
     fn check_tenants_queue(&mut self, tenant: TenantId, has_share: bool) -> Result<(), Refusal> {
-        let waiting = self.queue.len_of_tenant(tenant.0);
+        let waiting = self.queue.len_of_tenant(tenant.0) + self.tenants.get(tenant).ahead as usize;
         let most = self.tenants.get(tenant).own.max_queue.or(self.limits.tenants.max_queue);
         let is_over = most.is_some_and(|most| waiting >= most as usize);
         // Without a queue a job cannot wait for its tenant's others to end.
@@ -254,7 +257,7 @@ impl<T> Bulkhead<T> {
 
     /// Finds a place in the queue for a job of this priority, if need be at another's cost.
     fn make_room(&mut self, now: Time, priority: Priority, out: &mut Vec<Action<T>>) -> Result<(), Refusal> {
-        let (queued, most) = (self.queue.len(), self.waiting_max());
+        let (queued, most) = (self.queue.len() + self.ahead - self.leaving, self.waiting_max());
         if queued < most {
             let is_pressed = queued as f64 > self.limits.pressure.reject * most as f64;
             if is_pressed && priority != Priority::Critical {
@@ -264,6 +267,10 @@ impl<T> Bulkhead<T> {
             return Ok(());
         }
         let Some((victim, reason)) = self.victim(priority) else {
+            if let Some(victim) = self.victim_ahead(priority) {
+                self.leave_ahead(victim, RejectReason::Shed, out);
+                return Ok(());
+            }
             return Err(RejectReason::QueueFull.into());
         };
         let tenant = self.jobs.get(victim).tenant;
@@ -409,6 +416,9 @@ impl<T> Bulkhead<T> {
         if !self.suspects.is_empty() || self.reserved.is_some() {
             self.place_suspects(now, out);
         }
+        if self.ahead > 0 {
+            self.recall_noted(out);
+        }
         if self.queue.len() == 0 && !self.is_pressed {
             return;
         }
@@ -424,6 +434,7 @@ impl<T> Bulkhead<T> {
             }
             self.give(now, index, worker, out);
         }
+        self.look_ahead(now, out);
         self.note_pressure(out);
     }
 
@@ -450,6 +461,7 @@ impl<T> Bulkhead<T> {
             let verdict = Verdict::Rejected { reason, message: message.to_owned() };
             self.leave_queue(now, index, verdict, out);
         }
+        self.recall_all(out);
     }
 
     /// A job has left: its number may be another's from now on.
@@ -481,10 +493,11 @@ impl<T> Bulkhead<T> {
     /// Tells once that the queue fills, and again only after it has emptied somewhat.
     fn note_pressure(&mut self, out: &mut Vec<Action<T>>) {
         let capacity = self.limits.max_queue as usize;
-        let (queued, warn) = (self.queue.len() as f64, self.limits.pressure.warn * capacity as f64);
+        let (queued, warn) =
+            ((self.queue.len() + self.ahead) as f64, self.limits.pressure.warn * capacity as f64);
         if capacity > 0 && queued >= warn && !self.is_pressed {
             self.is_pressed = true;
-            let queued = self.queue.len();
+            let queued = self.queue.len() + self.ahead;
             out.push(Action::Note(Note::QueuePressure { queued, capacity }));
         } else if queued < warn * 0.9 {
             self.is_pressed = false;

@@ -7,7 +7,9 @@ use bulkhead_shared::{CrashReason, RejectReason, Verdict};
 use super::recovery::Loss;
 use super::{Activity, Bulkhead, Mode, earlier};
 use crate::limits::RestartPolicy;
-use crate::messages::{Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId};
+use crate::messages::{
+    Abilities, Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId,
+};
 use crate::restart::{Next, PROVEN_AFTER, Spacing};
 use crate::time::Time;
 use crate::workers::{End, Phase, Revision, Role, Silence, SlotState, Worker};
@@ -98,15 +100,16 @@ impl<T> Bulkhead<T> {
         self.remove_and_replace(now, id.place, End { is_unwanted, ..End::NOT_STARTED }, out);
     }
 
-    pub(super) fn hello(&mut self, now: Time, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
+    pub(super) fn hello(&mut self, now: Time, id: WorkerId, can: Abilities) {
         let (ready, most) = (self.limits.start.ready, self.limits.max_in_flight);
         let heartbeat = self.limits.health.heartbeat;
         self.heard(now, id);
         let Some(worker) = self.worker_mut(id) else { return };
         if let Phase::Handshaking { .. } = worker.phase {
             worker.phase = Phase::Initializing { until: now + ready };
-            worker.has_dispatch_thread = has_dispatch_thread;
-            worker.can_resize = can_resize;
+            worker.has_dispatch_thread = can.has_dispatch_thread;
+            worker.can_resize = can.can_resize;
+            worker.can_look_ahead = can.can_look_ahead;
             worker.promised = most;
             worker.heartbeat = heartbeat;
             self.arm(id.place);
@@ -438,8 +441,10 @@ impl<T> Bulkhead<T> {
                     _ => None,
                 };
                 let again = worker.replaced_again_at().filter(|_| worker.silence == Silence::None);
+                let ahead = self.ahead_due(worker);
                 let follower = self.follower_due(worker).filter(|_| worker.silence == Silence::None);
-                earlier(earlier(silence, again), earlier(earlier(age, follower), worker.kill_at))
+                let ahead_or_killed = earlier(ahead, worker.kill_at);
+                earlier(earlier(silence, again), earlier(earlier(age, follower), ahead_or_killed))
             }
             Phase::Killing(_) | Phase::Dead(_) => None,
         };
@@ -468,6 +473,8 @@ impl<T> Bulkhead<T> {
                 self.silent(now, place, out);
             }
             Phase::Ready | Phase::Draining => {
+                self.mind_ahead(now, place, out);
+                let Some(worker) = self.workers[place as usize].as_mut() else { return };
                 if worker.kill_at.is_some_and(|at| at <= now) {
                     let reason =
                         if worker.jobs.is_empty() { KillReason::Overdue } else { KillReason::Deadline };
@@ -543,6 +550,7 @@ impl<T> Bulkhead<T> {
             in_flight: worker.jobs.len() as u32,
         };
         let jobs = std::mem::take(&mut worker.jobs);
+        let unbegun = worker.unbegun;
         let last_words = worker.last_words.take();
         let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
         let is_current = worker.role == Role::Current;
@@ -586,7 +594,7 @@ impl<T> Bulkhead<T> {
         }
         out.push(Action::Note(note));
         let (unread, begun) = self.take_back_unread(jobs);
-        let loss = match (&killed, begun.len()) {
+        let loss = match (&killed, begun.len() + unbegun) {
             (None | Some(KillReason::Hung | KillReason::Protocol(_)), 1) => Loss::Alone,
             (None | Some(KillReason::Hung | KillReason::Protocol(_)), _) => Loss::AmongOthers,
             _ => Loss::Innocent,
@@ -598,6 +606,7 @@ impl<T> Bulkhead<T> {
         for index in unread {
             self.job_lost(now, index, &verdict, Loss::Innocent, out);
         }
+        self.take_ahead_back(now, id.place, out);
         let is_unwanted = killed == Some(KillReason::Unwanted);
         if let Some(worker) = self.worker_mut(id) {
             worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted, is_spent });

@@ -41,6 +41,14 @@ impl<T> Bulkhead<T> {
         let before = std::mem::replace(&mut worker.debt, debt);
         self.slots[slot as usize].debt = self.slots[slot as usize].debt + debt - before;
         self.count_in_use(slot);
+        if self.limits.lookahead.is_zero() && self.ahead == 0 {
+            return;
+        }
+        self.mind_room(place);
+        let has_ahead = self.workers[place as usize].as_ref().is_some_and(|worker| !worker.ahead.is_empty());
+        if has_ahead && !(takes_jobs && is_available) {
+            self.to_recall.push(place);
+        }
     }
 
     /// Takes a worker that is gone out of the table and the limit.
@@ -48,6 +56,9 @@ impl<T> Bulkhead<T> {
         let mut worker = self.workers[place as usize].take()?;
         if let Some(level) = worker.listed.take() {
             self.load.remove(place, level);
+        }
+        if let Some(level) = worker.room.take() {
+            self.room.remove(place, level);
         }
         if self.reserved == Some(place) {
             self.reserved = None;

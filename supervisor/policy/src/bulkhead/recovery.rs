@@ -135,6 +135,16 @@ impl<T> Bulkhead<T> {
         }
     }
 
+    /// The same by its own word: whom that leaves alone is not blamed for it.
+    pub(super) fn unbegun(&mut self, id: WorkerId, job: JobId) {
+        self.unread(id, job);
+        if self.holds(id, job)
+            && let Some(worker) = self.worker_mut(id)
+        {
+            worker.unbegun += 1;
+        }
+    }
+
     /// Of the jobs of a worker that is gone, those that it left unread are as good as never given, and go to the
     /// next worker in the order in which they came. Returns those that it left unread and that cannot be given
     /// again, and those that it may have begun.
@@ -169,7 +179,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Puts a job that had its turn, for nothing, before those that had none.
-    fn wait_again(&mut self, index: u32) {
+    pub(super) fn wait_again(&mut self, index: u32) {
         let job = self.jobs.get(index);
         if !job.is_suspect {
             return self.enqueue_first(index);

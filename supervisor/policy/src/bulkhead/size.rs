@@ -55,6 +55,8 @@ impl<T> Bulkhead<T> {
         }
         self.limits.processes = change.processes.unwrap_or(self.limits.processes);
         if let Some(most) = change.max_in_flight {
+            // Before they hear of another number.
+            self.recall_all(out);
             self.limits.max_in_flight = most;
             self.tell_workers(out);
         }
@@ -76,6 +78,7 @@ impl<T> Bulkhead<T> {
         }
         self.retries.reconfigure(self.limits.retry.clone());
         self.poison.reconfigure(now, self.limits.poison.clone());
+        self.recall_all(out);
         self.tell_workers(out);
         self.fit_slots(now, out);
         if before.restart.policy != self.limits.restart.policy {
@@ -296,7 +299,14 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    pub(super) fn change_tenant(&mut self, now: Time, name: &str, numbers: OwnNumbers) {
+    pub(super) fn change_tenant(
+        &mut self,
+        now: Time,
+        name: &str,
+        numbers: OwnNumbers,
+        out: &mut Vec<Action<T>>,
+    ) {
+        self.recall_all(out);
         let general = self.limits.rate_limit;
         if let Some(id) = self.tenants.set_own(now, name, numbers, general.as_ref()) {
             self.block_by_share(id);

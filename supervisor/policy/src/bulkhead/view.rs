@@ -195,7 +195,7 @@ impl<T> Bulkhead<T> {
             .map(|(id, tenant)| TenantView {
                 name: self.tenants.name(id).clone(),
                 in_flight: tenant.in_flight,
-                queued: self.queue.len_of_tenant(id.0),
+                queued: self.queue.len_of_tenant(id.0) + tenant.ahead as usize,
                 submitted: tenant.submitted,
                 rejected: tenant.rejected,
             })
@@ -218,7 +218,7 @@ impl<T> Bulkhead<T> {
 
     /// Jobs that wait, be it for any worker or for one for themselves.
     pub fn queued(&self) -> usize {
-        self.queue.len() + self.suspects.len()
+        self.queue.len() + self.suspects.len() + self.ahead
     }
 
     /// Payloads that are kept out since they kill workers.
@@ -360,7 +360,7 @@ impl<T> Bulkhead<T> {
         let job = self.jobs.get(index);
         let (ran, is_unread) = match job.place {
             Place::InFlight { since, is_unread, .. } => (now.since(since), is_unread),
-            Place::Entered | Place::Queued | Place::Apart => (Duration::ZERO, false),
+            Place::Entered | Place::Queued | Place::Apart | Place::Ahead { .. } => (Duration::ZERO, false),
         };
         HeldJob { id, ran, attempts: job.attempts, is_unread, digest: job.digest }
     }

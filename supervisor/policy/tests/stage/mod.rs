@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Action, Answer, Bulkhead, Death, Event, KillReason, Limits, Note, Reply, RestartCause, Submission, Time,
-    WorkerId,
+    Abilities, Action, Answer, Bulkhead, Death, Event, KillReason, Limits, Note, Reply, RestartCause,
+    Submission, Time, WorkerId,
 };
 use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
 
@@ -22,6 +22,11 @@ pub(crate) struct Stage {
     /// Why each of them follows another, if it does.
     pub(crate) causes: Vec<Option<RestartCause>>,
     pub(crate) dispatched: Vec<(WorkerId, JobId)>,
+    /// All that were sent, in their turn or ahead.
+    pub(crate) sent: Vec<(WorkerId, JobId)>,
+    /// Jobs that were sent ahead, and those that were asked back.
+    pub(crate) ahead: Vec<(WorkerId, JobId)>,
+    pub(crate) recalled: Vec<JobId>,
     pub(crate) cancelled: Vec<JobId>,
     pub(crate) drained: Vec<WorkerId>,
     pub(crate) limited: Vec<(WorkerId, u32)>,
@@ -40,6 +45,9 @@ impl Stage {
             spawned: Vec::new(),
             causes: Vec::new(),
             dispatched: Vec::new(),
+            sent: Vec::new(),
+            ahead: Vec::new(),
+            recalled: Vec::new(),
             cancelled: Vec::new(),
             drained: Vec::new(),
             limited: Vec::new(),
@@ -64,11 +72,16 @@ impl Stage {
         let mut actions = Vec::new();
         let job = self.bulkhead.apply(self.now, event, &mut actions);
         for action in actions {
+            if let Action::Dispatch { worker, job, .. } = action {
+                self.sent.push((worker, job));
+            }
             match action {
                 Action::Spawn { worker, again, .. } => {
                     self.spawned.push(worker);
                     self.causes.push(again);
                 }
+                Action::Dispatch { worker, job, is_ahead: true, .. } => self.ahead.push((worker, job)),
+                Action::Recall { job, .. } => self.recalled.push(job),
                 Action::Dispatch { worker, job, .. } => self.dispatched.push((worker, job)),
                 Action::Cancel { job, .. } => self.cancelled.push(job),
                 Action::Drain { worker } => self.drained.push(worker),
@@ -84,8 +97,12 @@ impl Stage {
     }
 
     pub(crate) fn bring_up(&mut self, worker: WorkerId) {
+        self.bring_up_as(worker, Abilities { can_resize: true, ..Abilities::default() });
+    }
+
+    pub(crate) fn bring_up_as(&mut self, worker: WorkerId, can: Abilities) {
         self.apply(Event::Spawned { worker, pid: 100 + worker.generation });
-        self.apply(Event::Hello { worker, has_dispatch_thread: false, can_resize: true });
+        self.apply(Event::Hello { worker, can });
         self.apply(Event::Ready { worker });
     }
 
@@ -156,7 +173,7 @@ impl Stage {
     }
 
     pub(crate) fn holder(&self, job: JobId) -> WorkerId {
-        let given = self.dispatched.iter().rev().find(|(_, j)| *j == job);
+        let given = self.sent.iter().rev().find(|(_, j)| *j == job);
         given.map_or_else(|| panic!("{job:?} was given to no worker"), |(worker, _)| *worker)
     }
 

@@ -3,6 +3,7 @@
 //! started, and it compares. It is slow where the policy is fast, and that is the point.
 
 mod actions;
+mod ahead;
 mod events;
 mod recovery;
 mod recycle;
@@ -83,6 +84,8 @@ struct Job {
     is_suspect: bool,
     /// Whether its worker is about to be gone and cannot have begun it.
     is_unread: bool,
+    /// Whether only its worker says so.
+    is_by_word: bool,
     attempts: u32,
     /// How often it was taken back; that was no attempt.
     taken_back: u32,
@@ -93,6 +96,7 @@ struct Job {
     /// When it has waited for too long.
     patience_until: Option<Time>,
     worker: Option<u32>,
+    ahead: ahead::Ahead,
 }
 
 struct Worker {
@@ -104,6 +108,11 @@ struct Worker {
     heard_at: Time,
     has_dispatch_thread: bool,
     can_resize: bool,
+    can_look_ahead: bool,
+    /// Jobs ahead of it, oldest first.
+    ahead: Vec<JobId>,
+    /// When it was last given a job, or answered for one.
+    turned_at: Time,
     /// How often it was told to be heard.
     heartbeat: Duration,
     /// When it should have said hello.
@@ -180,6 +189,12 @@ struct Step {
     retryable: BTreeMap<JobId, bool>,
     /// Payloads that are to be told of as quarantined.
     to_quarantine: Vec<Digest>,
+    /// A worker that answered for a job that it cannot have begun.
+    lied: Option<WorkerId>,
+    /// A job ahead that may make room in place of those that may be evicted.
+    may_leave: Option<JobId>,
+    /// One that does.
+    to_leave: Option<JobId>,
     /// Workers that are to be told how many jobs to expect.
     to_limit: BTreeMap<WorkerId, u32>,
     /// Workers that are to be asked to stop work on a job.
@@ -268,8 +283,15 @@ impl Model {
         for action in actions {
             self.action(action);
         }
+        if let Some(leaving) = self.step.may_leave.take()
+            && !std::mem::take(&mut self.step.evictable).is_empty()
+        {
+            self.leave_ahead(leaving, bulkhead_shared::RejectReason::Shed);
+        }
         self.settle_slots();
         self.settle_workers();
+        let is_tick = self.step.cause == Cause::Tick;
+        self.check_ahead(bulkhead.breaker(), is_tick);
         self.settle_idleness(bulkhead);
         self.check_promises();
         self.check_sums(bulkhead);
@@ -294,6 +316,7 @@ impl Model {
 
     fn check_promises(&mut self) {
         let step = &self.step;
+        assert!(step.lied.is_none(), "{:?} lied and lives", step.lied);
         assert!(step.submission.is_none(), "a submission was neither taken nor refused");
         assert!(step.evictable.is_empty(), "no job made room for the one that was taken");
         assert!(step.owed.is_empty(), "answers are missing: {:?}", step.owed);
@@ -310,7 +333,7 @@ impl Model {
 
     /// What was in flight and waits again stands beside the queue's own bound: it had been let in before.
     fn check_queue_bound(&self) {
-        let most = (self.max_queue_ever + 2 * self.permits_ever) as usize;
+        let most = (2 * self.max_queue_ever + 2 * self.permits_ever) as usize;
         let waiting = self.queue.len() + self.suspects.len();
         assert!(waiting <= most, "{waiting} wait, at most {most} may");
     }
@@ -320,7 +343,7 @@ impl Model {
         let counters = bulkhead.counters();
         let held = bulkhead.in_flight() + bulkhead.queued() as u64;
         assert_eq!(counters.submitted, counters.outcomes() + held, "a job was lost, or answered twice");
-        assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len());
+        assert_eq!(bulkhead.queued(), self.queue.len() + self.suspects.len() + self.ahead_waiting());
         assert_eq!(bulkhead.queue_capacity(), self.queue_capacity());
         let available: Vec<_> = self.workers.values().filter(|w| self.is_available(w)).collect();
         let limit: usize = available.iter().map(|w| self.capacity(w)).sum();

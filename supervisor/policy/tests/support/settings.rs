@@ -11,15 +11,35 @@ use bulkhead_policy::{
 use super::random::Random;
 
 pub(crate) fn limits(random: &mut Random) -> Limits {
+    let limits = any_limits(random);
+    if !random.percent(30) {
+        return limits;
+    }
+    // Where much waits, and much may be ahead.
+    let deadline = random.millis(1000, 10_000);
+    Limits {
+        max_in_flight: random.pick(&[1, 1, 2, 4]),
+        max_queue: random.pick(&[5, 20, 40]),
+        lookahead: random.millis(20, 500),
+        queue_timeout: random.percent(30).then(|| random.millis(800, 5000)),
+        deadline,
+        deadline_max: deadline,
+        critical_reserve: 0.0,
+        ..limits
+    }
+}
+
+fn any_limits(random: &mut Random) -> Limits {
     let deadline = random.millis(5, 3000);
     Limits {
         processes: random.pick(&[1, 1, 2, 2, 3, 5]),
         max_in_flight: random.pick(&[1, 1, 1, 2, 3, 4, 8]),
-        max_queue: random.pick(&[0, 0, 1, 2, 5, 20]),
+        max_queue: random.pick(&[0, 0, 1, 2, 5, 20, 20]),
         queue_timeout: random.percent(50).then(|| random.millis(1, 1000)),
         run_limit: random.percent(30).then(|| random.millis(1, 2000)),
         deadline,
         deadline_max: if random.percent(50) { deadline } else { deadline + random.millis(0, 5000) },
+        lookahead: Duration::from_millis(random.pick(&[0, 5, 50, 200, 400])),
         grace: if random.percent(20) { Duration::ZERO } else { random.millis(0, 300) },
         restart: restart(random),
         start: Start { handshake: random.millis(20, 2000), ready: random.millis(20, 2000) },

@@ -3,10 +3,10 @@
 //! killed process is gone only some time later, what is said by the living is in order, and only the
 //! ghosts (messages from workers that are gone) come without rhyme or reason.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
-use bulkhead_policy::{Action, Change, Death, Event, Limits, Reply, Submission, Time, WorkerId};
+use bulkhead_policy::{Abilities, Action, Change, Death, Event, Limits, Reply, Submission, Time, WorkerId};
 use bulkhead_shared::{Fault, HandlerFailure, JobId, Priority};
 
 use super::Tag;
@@ -38,6 +38,8 @@ enum Sign {
     Ready,
     Beat,
     Reply(JobId),
+    /// It was asked for a job ahead.
+    Recalled(JobId),
     /// So many parts more come of a result that is too large.
     Part(JobId, u64),
     Stopping,
@@ -50,6 +52,9 @@ enum Sign {
 struct Process {
     has_dispatch_thread: bool,
     can_resize: bool,
+    can_look_ahead: bool,
+    /// Jobs ahead of the one it runs.
+    ahead: VecDeque<JobId>,
     /// How often it was told to be heard.
     heartbeat: Duration,
     is_ready: bool,
@@ -264,7 +269,10 @@ impl World {
         Some(match self.random.range(0, 13) {
             0 => Event::Spawned { worker, pid: 1 },
             1 => Event::SpawnFailed { worker, message },
-            2 => Event::Hello { worker, has_dispatch_thread: true, can_resize: true },
+            2 => Event::Hello {
+                worker,
+                can: Abilities { has_dispatch_thread: true, can_resize: true, can_look_ahead: true },
+            },
             3 => Event::Ready { worker },
             4 => Event::Heard { worker },
             5 => Event::Broke { worker, message },
@@ -299,7 +307,10 @@ impl World {
                 if let Some(job) = process.unread.pop() {
                     process.is_leaving = true;
                     self.plan_sign(now, worker, Sign::Exited(death));
-                    return Some(Event::Unread { worker, job });
+                    return Some(match self.random.percent(30) {
+                        true => Event::Unbegun { worker, job },
+                        false => Event::Unread { worker, job },
+                    });
                 }
                 self.retire(worker);
                 match self.random.percent(5) {
@@ -312,10 +323,11 @@ impl World {
             }
             _ if process.is_leaving => return None,
             Sign::Hello => {
-                let (has_dispatch_thread, can_resize) = (process.has_dispatch_thread, process.can_resize);
+                let Process { has_dispatch_thread, can_resize, can_look_ahead, .. } = *process;
+                let can = Abilities { has_dispatch_thread, can_resize, can_look_ahead };
                 process.heartbeat = self.limits.health.heartbeat;
                 self.plan_sign(now + self.limits.health.heartbeat / 2, worker, Sign::Beat);
-                Event::Hello { worker, has_dispatch_thread, can_resize }
+                Event::Hello { worker, can }
             }
             Sign::Extend => Event::ExtendStart { worker, more: self.random.millis(0, 3000) },
             Sign::Said => Event::Said { worker, text: "half way".into() },
@@ -328,6 +340,23 @@ impl World {
             }
             Sign::Beat => return self.beat(now, worker),
             Sign::Reply(job) => return self.reply(now, worker, job),
+            Sign::Recalled(job) => {
+                match process.ahead.iter().position(|&ahead| ahead == job) {
+                    Some(at) => drop(process.ahead.remove(at)),
+                    // It runs by our count, and has not begun.
+                    None => {
+                        let is_odd = process.oversized.contains(&job) || !self.random.percent(60);
+                        let at = process.jobs.iter().position(|&held| held == job).filter(|_| !is_odd)?;
+                        process.jobs.swap_remove(at);
+                        self.begin_ahead(now, worker);
+                        let process = self.processes.get_mut(&worker)?;
+                        if process.is_draining && process.jobs.is_empty() {
+                            self.go(now, worker);
+                        }
+                    }
+                }
+                Event::Returned { worker, job }
+            }
             Sign::Part(job, left) => return self.part(now, worker, job, left),
             Sign::Stopping => {
                 self.go(now, worker);
@@ -382,6 +411,11 @@ impl World {
         if known.is_none() && !self.random.percent(20) {
             return None;
         }
+        if self.random.percent(1)
+            && let Some(ahead) = process.ahead.pop_back()
+        {
+            return Some(Event::Replied { worker, job: ahead, reply: Reply::Ok });
+        }
         if process.oversized.contains(&job) {
             // Its end comes behind its last part.
             return None;
@@ -394,7 +428,9 @@ impl World {
         }
         if let Some(at) = known {
             process.jobs.swap_remove(at);
+            self.begin_ahead(now, worker);
         }
+        let process = self.processes.get_mut(&worker)?;
         if process.is_draining && process.jobs.is_empty() {
             self.go(now, worker);
         } else if self.random.percent(self.temper.leaves_after_job) {
@@ -430,6 +466,8 @@ impl World {
         let process = self.processes.get_mut(&worker)?;
         process.oversized.retain(|&other| other != job);
         process.jobs.retain(|&other| other != job);
+        self.begin_ahead(now, worker);
+        let process = self.processes.get_mut(&worker)?;
         if process.is_draining && process.jobs.is_empty() {
             self.go(now, worker);
         }
@@ -489,7 +527,18 @@ impl World {
     pub(crate) fn perform(&mut self, now: Time, action: &Action<Tag>) {
         match action {
             Action::Spawn { worker, .. } => self.spawn(now, *worker),
+            Action::Dispatch { worker, job, is_ahead: true, .. } => {
+                self.handed_out.push(*job);
+                if let Some(process) = self.processes.get_mut(worker) {
+                    process.ahead.push_back(*job);
+                }
+            }
             Action::Dispatch { worker, job, .. } => self.dispatch(now, *worker, *job),
+            Action::Recall { worker, job } => {
+                let within_ms = self.random.pick(&[0, 0, 5, 500]);
+                let after = self.random.millis(0, within_ms);
+                self.plan_sign(now + after, *worker, Sign::Recalled(*job));
+            }
             Action::Cancel { worker, job } => {
                 if !self.random.percent(self.temper.ignores_cancel) {
                     let after = self.random.millis(0, 400);
@@ -511,6 +560,8 @@ impl World {
         let process = Process {
             has_dispatch_thread: self.random.percent(self.temper.has_dispatch_thread),
             can_resize: self.random.percent(70),
+            can_look_ahead: self.random.percent(70),
+            ahead: VecDeque::new(),
             heartbeat: self.limits.health.heartbeat,
             is_ready: false,
             is_silent: false,
@@ -572,6 +623,14 @@ impl World {
             self.plan_sign(at, worker, Sign::Broke);
         } else if roll >= hangs {
             self.plan_sign(at, worker, Sign::Reply(job));
+        }
+    }
+
+    /// The oldest job ahead is begun.
+    fn begin_ahead(&mut self, now: Time, worker: WorkerId) {
+        let next = self.processes.get_mut(&worker).and_then(|process| process.ahead.pop_front());
+        if let Some(job) = next {
+            self.dispatch(now, worker, job);
         }
     }
 

@@ -26,6 +26,9 @@ impl Worker {
             heard_at: now,
             has_dispatch_thread: false,
             can_resize: false,
+            can_look_ahead: false,
+            ahead: Vec::new(),
+            turned_at: now,
             heartbeat: limits.health.heartbeat,
             hello_by: now + limits.start.handshake.max(SPAWN_PATIENCE),
             is_old: false,
@@ -54,7 +57,12 @@ impl Model {
     pub(super) fn action(&mut self, action: &Action<Tag>) {
         match action {
             Action::Spawn { worker, slot, again } => self.spawn(*worker, *slot, *again),
-            Action::Dispatch { worker, job, remaining } => self.dispatch(*worker, *job, *remaining),
+            Action::Dispatch { worker, job, remaining, is_ahead: true } => {
+                assert_eq!(*remaining, self.jobs[job].deadline_at.since(self.now));
+                self.send_ahead(*worker, *job);
+            }
+            Action::Dispatch { worker, job, remaining, .. } => self.dispatch(*worker, *job, *remaining),
+            Action::Recall { worker, job } => self.recall(*worker, *job),
             Action::Cancel { worker, job } => {
                 assert!(self.step.to_cancel.remove(&(*worker, *job)), "{job:?} is cancelled for no reason");
             }
@@ -91,7 +99,11 @@ impl Model {
         job.since = self.now;
         job.attempts += 1;
         job.worker = Some(id.place);
-        self.workers.entry(id.place).and_modify(|worker| worker.jobs.push(job_id));
+        let now = self.now;
+        self.workers.entry(id.place).and_modify(|worker| {
+            worker.jobs.push(job_id);
+            worker.turned_at = now;
+        });
         self.step.dispatched.push((id, job_id));
         self.begin(id);
     }
@@ -116,12 +128,15 @@ impl Model {
         assert_eq!(worker.killed, None, "{id:?} is killed twice");
         assert!(self.may_kill(worker, reason), "{id:?} is killed against the rules: {reason:?}");
         self.live_mut(id).expect("it is live").killed = Some(reason.clone());
+        self.step.lied = self.step.lied.filter(|&liar| liar != id);
     }
 
     fn may_kill(&self, worker: &Worker, reason: &KillReason) -> bool {
         let now = self.now;
         match reason {
-            KillReason::Protocol(_) => self.step.cause == Cause::Broke(worker.id),
+            KillReason::Protocol(_) => {
+                self.step.cause == Cause::Broke(worker.id) || self.may_kill_liar(worker, reason)
+            }
             KillReason::NoHello => worker.phase == Phase::Spawned && worker.hello_by <= now,
             KillReason::NotReady => {
                 matches!(worker.phase, Phase::Initializing { until } if until <= now)
@@ -260,6 +275,10 @@ impl Model {
         let place = self.jobs[&id].worker;
         let is_abandoned = matches!(verdict, Verdict::DeadlineRunning | Verdict::Cancelled { .. });
         let is_sent = self.jobs[&id].is_oversized;
+        if self.jobs[&id].is_ahead() {
+            // Asked back, as is checked in the end.
+            return;
+        }
         match place.and_then(|place| self.workers.get(&place)) {
             Some(_) if is_sent => {}
             Some(worker) if is_abandoned => {

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use bulkhead_policy::{Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId};
+use bulkhead_policy::{
+    Abilities, Death, Event, KillReason, Overflow, Reply, Submission, TenantId, Time, WorkerId,
+};
 use bulkhead_shared::{CrashReason, Executed, HandlerFailure, JobId, Priority, RejectReason, Verdict};
 
 use super::recovery;
@@ -66,13 +68,13 @@ impl Model {
                     self.worker_gone(*worker, dead);
                 }
             }
-            Event::Hello { worker, has_dispatch_thread, can_resize } => {
-                self.hello(*worker, *has_dispatch_thread, *can_resize);
-            }
+            Event::Hello { worker, can } => self.hello(*worker, *can),
+            Event::Returned { worker, job } => self.returned(*worker, *job),
             Event::ExtendStart { worker, more } => self.extend_start(*worker, *more),
             Event::Ready { worker } => self.ready(*worker),
             Event::Replied { worker, job, reply } => self.replied(*worker, *job, reply),
-            Event::Unread { worker, job } => self.unread(*worker, *job),
+            Event::Unread { worker, job } => self.unread(*worker, *job, false),
+            Event::Unbegun { worker, job } => self.unread(*worker, *job, true),
             Event::Exited { worker, death } => self.exited(*worker, *death),
             Event::Swept { worker } => self.swept(*worker),
             Event::HeldUp => self.workers.values_mut().for_each(|worker| worker.hear(now)),
@@ -97,6 +99,7 @@ impl Model {
         | Event::Heard { worker }
         | Event::Said { worker, .. }
         | Event::Replied { worker, .. }
+        | Event::Returned { worker, .. }
         | Event::Oversized { worker, .. }
         | Event::Broke { worker, .. }
         | Event::Stopping { worker }) = event
@@ -162,7 +165,9 @@ impl Model {
     fn refusal(&mut self, limit: Duration, priority: Priority, tenant: TenantId) -> Option<Verdict> {
         let reject = |reason| Some(Verdict::rejected(reason));
         let has_share = !self.is_at_its_share(tenant);
-        let of_tenant = self.queue.iter().filter(|id| self.jobs[id].tenant == tenant).count();
+        let of_queue = self.queue.iter().filter(|id| self.jobs[id].tenant == tenant).count();
+        let is_ahead = |job: &&Job| job.is_ahead() && !job.is_answered && job.tenant == tenant;
+        let of_tenant = of_queue + self.jobs.values().filter(is_ahead).count();
         if self.mode != Mode::Open {
             reject(RejectReason::Draining)
         } else if limit.is_zero() {
@@ -177,7 +182,7 @@ impl Model {
             reject(RejectReason::TenantQuota)
         } else if self.next_start() > Some(self.now + limit) {
             reject(RejectReason::Unavailable)
-        } else if self.queue.len() >= self.queue_capacity() {
+        } else if self.places_taken() >= self.queue_capacity() {
             self.make_room(priority)
         } else if self.is_pressed() && priority != Priority::Critical {
             reject(RejectReason::Backpressure)
@@ -187,7 +192,7 @@ impl Model {
     }
 
     fn is_pressed(&self) -> bool {
-        self.queue.len() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
+        self.places_taken() as f64 > self.limits.pressure.reject * self.queue_capacity() as f64
     }
 
     /// A full queue: who has to leave it for a job of this priority, or else why there is no room.
@@ -200,8 +205,13 @@ impl Model {
             self.step.owed.extend(verdict);
             return None;
         }
-        let full = Some(Verdict::rejected(RejectReason::QueueFull));
+        let leaving = self.may_leave_for(priority);
+        let full = match leaving {
+            Some(_) => None,
+            None => Some(Verdict::rejected(RejectReason::QueueFull)),
+        };
         if self.limits.overflow == Overflow::Reject {
+            self.step.to_leave = leaving;
             return full;
         }
         let mut held: BTreeMap<TenantId, Vec<JobId>> = BTreeMap::new();
@@ -212,9 +222,11 @@ impl Model {
         let oldest = held.values().filter(|jobs| Some(jobs.len()) == most).map(|jobs| jobs[0]);
         let (evictable, others): (Vec<_>, Vec<_>) = oldest.partition(|id| self.jobs[id].priority <= priority);
         if evictable.is_empty() {
+            self.step.to_leave = leaving;
             return full;
         }
-        self.step.may_be_full = !others.is_empty();
+        self.step.may_be_full = !others.is_empty() && leaving.is_none();
+        self.step.may_leave = leaving.filter(|_| !others.is_empty());
         self.step.evictable = evictable.into_iter().collect();
         None
     }
@@ -251,6 +263,7 @@ impl Model {
             before: None,
             is_suspect: false,
             is_unread: false,
+            is_by_word: false,
             attempts: 0,
             taken_back: 0,
             is_answered: false,
@@ -258,15 +271,24 @@ impl Model {
             is_oversized: false,
             patience_until: self.limits.queue_timeout.map(|patience| self.now + patience),
             worker: None,
+            ahead: Default::default(),
         };
         self.jobs.insert(id, job);
         self.queue.push_back(id);
+        if let Some(leaving) = self.step.to_leave.take() {
+            self.leave_ahead(leaving, RejectReason::Shed);
+        }
     }
 
     fn cancel(&mut self, id: JobId) {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
         let has_run = job.worker.is_some() || job.before.is_some();
         let executed = if has_run { Executed::Yes } else { Executed::No };
+        if job.is_ahead() {
+            self.coverage.see("cancelled ahead");
+            self.step.owed.insert(id, Self::cancelled_ahead());
+            return;
+        }
         self.step.owed.insert(id, Verdict::Cancelled { executed });
     }
 
@@ -289,6 +311,7 @@ impl Model {
         let is_in_time = |worker: &Worker| !worker.jobs.iter().any(|job| self.jobs[job].is_overdue);
         let were_in_time =
             self.workers.iter().filter(|(_, w)| is_in_time(w)).map(|(&place, _)| place).collect();
+        let mut late = Vec::new();
         for (id, job) in &mut self.jobs {
             let has_run_for = |limit: Option<Duration>| limit.is_some_and(|limit| job.since + limit <= now);
             let [is_late, is_overdue] = job.run_limits.map(has_run_for);
@@ -300,10 +323,14 @@ impl Model {
             let patience_until = job.patience_until.filter(|_| job.before.is_none());
             let verdict = if job.deadline_at <= now || (!is_waiting && is_late) {
                 match (is_waiting, &job.before) {
+                    _ if job.is_ahead() => Verdict::DeadlineRunning,
                     (false, _) => Verdict::DeadlineRunning,
                     (true, Some(crash)) => crash.clone(),
                     (true, None) => Verdict::DeadlineQueued,
                 }
+            } else if job.is_ahead() && patience_until.is_some_and(|at| at <= now) {
+                late.push(*id);
+                continue;
             } else if is_waiting && patience_until.is_some_and(|at| at <= now) {
                 Verdict::rejected(RejectReason::QueueTimeout)
             } else {
@@ -311,6 +338,7 @@ impl Model {
             };
             self.step.owed.insert(*id, verdict);
         }
+        late.into_iter().for_each(|id| self.leave_ahead(id, RejectReason::QueueTimeout));
         self.hurry(&were_in_time);
     }
 
@@ -327,7 +355,7 @@ impl Model {
         }
     }
 
-    fn hello(&mut self, id: WorkerId, has_dispatch_thread: bool, can_resize: bool) {
+    fn hello(&mut self, id: WorkerId, can: Abilities) {
         let (until, most) = (self.now + self.limits.start.ready, self.limits.max_in_flight);
         let heartbeat = self.limits.health.heartbeat;
         if let Some(worker) = self.live_mut(id)
@@ -335,8 +363,9 @@ impl Model {
             && worker.killed.is_none()
         {
             worker.phase = Phase::Initializing { until };
-            worker.has_dispatch_thread = has_dispatch_thread;
-            worker.can_resize = can_resize;
+            worker.has_dispatch_thread = can.has_dispatch_thread;
+            worker.can_resize = can.can_resize;
+            worker.can_look_ahead = can.can_look_ahead;
             worker.promised = most;
             worker.heartbeat = heartbeat;
         }
@@ -380,6 +409,7 @@ impl Model {
     fn replied(&mut self, id: WorkerId, job: JobId, reply: &Reply) {
         let held = self.live(id).and_then(|worker| worker.jobs.iter().position(|&j| j == job));
         let Some(at) = held else {
+            self.is_too_soon(id, job);
             self.coverage.see("reply for nothing");
             self.counters.late_replies += 1;
             return;
@@ -390,10 +420,16 @@ impl Model {
             worker.served += 1;
             if let Phase::Draining { idle_since } = &mut worker.phase
                 && worker.jobs.is_empty()
+                && worker.ahead.is_empty()
             {
                 *idle_since = Some(now);
             }
         }
+        self.end_of_reply(id, job, reply);
+        self.begin_ahead(id);
+    }
+
+    fn end_of_reply(&mut self, _id: WorkerId, job: JobId, reply: &Reply) {
         if matches!(reply, Reply::ProgramCrashed { .. }) {
             self.crashed_alone(job);
         }
@@ -447,9 +483,9 @@ impl Model {
         }
     }
 
-    fn unread(&mut self, id: WorkerId, job: JobId) {
+    fn unread(&mut self, id: WorkerId, job: JobId, is_by_word: bool) {
         if self.live(id).is_some_and(|worker| worker.jobs.contains(&job)) {
-            self.jobs.entry(job).and_modify(|job| job.is_unread = true);
+            self.jobs.entry(job).and_modify(|job| (job.is_unread, job.is_by_word) = (true, is_by_word));
         }
     }
 
@@ -481,6 +517,7 @@ impl Model {
         );
         if let &[job] = &begun[..]
             && is_crash
+            && unread.iter().all(|id| !self.jobs[id].is_by_word)
         {
             self.crashed_alone(job);
         }
@@ -494,7 +531,7 @@ impl Model {
                 });
                 self.wait_again(job);
                 self.jobs.entry(job).and_modify(|job| {
-                    (job.worker, job.is_unread) = (None, false);
+                    (job.worker, job.is_unread, job.is_by_word) = (None, false, false);
                     job.attempts -= 1;
                     job.taken_back += 1;
                 });
@@ -503,6 +540,7 @@ impl Model {
             }
         }
         begun.into_iter().for_each(|job| self.lost(job, is_crash, &verdict));
+        self.take_ahead_back(id.place);
         self.worker_dead(id, Dead { is_unfit, is_clean, is_in_vain });
     }
 

@@ -1,0 +1,78 @@
+//! Jobs ahead of a worker: what keeps them safe when it dies, and those that it gives back. Which there are is policy's
+//! business.
+
+use bulkhead_policy::Event;
+use bulkhead_shared::JobId;
+use bulkhead_shared::connection::{Inbox, Item, Scratch};
+use bulkhead_shared::frame::kind;
+use bulkhead_shared::journal::JOURNAL_BYTES;
+
+use super::journal::{Journal, lend};
+use super::links::Stage;
+use super::slab::{CompartmentIndex, LinkIndex};
+use super::{DataPlane, Incoming};
+
+impl DataPlane {
+    /// Lends a worker that has said hello its journal; whether it has one now. Without it nothing is ahead of it.
+    pub(super) fn lend_journal(&mut self, index: LinkIndex, compartment: CompartmentIndex) -> bool {
+        let link = &mut self.links[index];
+        if link.program.runs_programs() || !link.outbox.is_empty() || self.compartments[compartment].is_replay
+        {
+            return false;
+        }
+        let Ok(journal) = Journal::make() else { return false };
+        let Ok(sent) = lend(&link.socket, &journal) else { return false };
+        link.reading.written(sent);
+        link.journal = Some(journal);
+        true
+    }
+
+    /// A worker is gone, and all that it sent was heard: what it had answered and not sent counts as well.
+    /// Returns how many of the jobs that it was sent it says to have begun, where something may be ahead.
+    pub(super) fn read_journal(&mut self, index: LinkIndex) -> Option<u64> {
+        let link = self.links.get_mut(index)?;
+        let (compartment, worker) = (link.compartment, link.worker);
+        let (begun, bytes) = link.journal.take()?.read();
+        let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(JOURNAL_BYTES));
+        let read = inbox.receive_by(&mut scratch, |buffer| {
+            buffer[..bytes.len()].copy_from_slice(&bytes);
+            Ok(bytes.len())
+        });
+        let (_, mut batch) = read.ok()?;
+        while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
+            let is_welcomed = matches!(self.links[index].stage, Stage::Welcomed { .. });
+            let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
+            // What it had sent is in there as well, if it died before it could say so.
+            let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
+            if is_welcomed && is_answer && is_owed {
+                let _ = self.worker_frame(index, header, metadata, Incoming::Borrowed(payload));
+            }
+        }
+        let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
+        // One that never said so says nothing.
+        (is_on && begun > 0).then_some(begun)
+    }
+
+    /// A worker gives back a job that it has not begun.
+    pub(super) fn job_returned(&mut self, index: LinkIndex, job: JobId) {
+        let link = &self.links[index];
+        let (compartment, worker) = (link.compartment, link.worker);
+        let policy = &mut self.compartments[compartment].policy;
+        if !policy.holds(worker, job) && !policy.is_ahead(worker, job) {
+            self.links[index].stray();
+        }
+        let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
+        let before = late(self);
+        self.apply(compartment, Event::Returned { worker, job }, Incoming::None);
+        let count = late(self) - before;
+        self.tally_of(compartment).late_replies += count;
+    }
+}
+
+/// What a job with so many bytes of its own takes on a link.
+pub(super) fn link_bytes(own: usize) -> u32 {
+    u32::try_from(own + FRAME_BYTES).unwrap_or(u32::MAX)
+}
+
+/// Header and metadata of a job without names.
+const FRAME_BYTES: usize = 128;

@@ -1,0 +1,73 @@
+//! The journal that a worker is lent, where it keeps what it has answered and not sent: see
+//! [`bulkhead_shared::journal`].
+//!
+//! Nothing of the journal is mapped here. It is copied once its worker is gone, and then taken for what it is: bytes
+//! from a worker, which say no more than the same bytes on its link would.
+
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+
+use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
+use bulkhead_shared::journal::{BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+/// Bytes of metadata without a structure and without extensions.
+const EMPTY: [u8; 8] = [0; 8];
+
+/// A journal that was lent.
+pub(super) struct Journal(OwnedFd);
+
+impl Journal {
+    pub(super) fn make() -> rustix::io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+        let file = rustix::fs::memfd_create(c"journal", flags)?;
+        rustix::fs::ftruncate(&file, JOURNAL_BYTES as u64)?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Ok(Self(file))
+    }
+
+    /// What is in it, as far as that makes sense: how many jobs were begun, and frames.
+    pub(super) fn read(&self) -> (u64, Vec<u8>) {
+        let mut bytes = vec![0; JOURNAL_BYTES];
+        let mut filled = 0;
+        while filled < bytes.len() {
+            match rustix::io::pread(&self.0, &mut bytes[filled..], filled as u64) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => break,
+            }
+        }
+        let number = |at: usize| bytes[at..].first_chunk().map_or(0, |number| u64::from_le_bytes(*number));
+        let (said, begun) = (number(0), number(BEGUN_AT));
+        let most = filled.saturating_sub(FRAMES_AT).min(FRAMES_BYTES_MAX);
+        let count = usize::try_from(said).unwrap_or(usize::MAX).min(most);
+        bytes.drain(..FRAMES_AT.min(filled));
+        bytes.truncate(count);
+        (begun, bytes)
+    }
+}
+
+/// Sends a journal, with the frame that says so. The socket is empty, so that it has room. Returns how many bytes that
+/// were.
+pub(super) fn lend(socket: impl AsFd, journal: &Journal) -> io::Result<usize> {
+    let length = EMPTY.len();
+    let header = Header {
+        length: length as u32,
+        kind: kind::JOURNAL,
+        flags: 0,
+        metadata_length: length as u16,
+        number: 0,
+    };
+    let mut frame = [0; HEADER_BYTES + EMPTY.len()];
+    frame[..HEADER_BYTES].copy_from_slice(&header.encode());
+    let files = [journal.0.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&frame)], &mut control, flags)?;
+    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("a part of the frame was sent")) }
+}

@@ -1,0 +1,271 @@
+//! Jobs that are sent ahead of a worker that is busy (`lookahead`): that none is lost or begun twice when it dies,
+//! that others have those of a slow one, and that nothing but the way to the worker is any different.
+
+use std::time::Duration;
+
+use bulkhead_client::{Client, Job, JobError, Priority, Reply};
+use bulkhead_tests::{Supervisor, kill_pid, outcome, run, tally, wait_for};
+use nix::sys::signal::Signal;
+
+/// Jobs at once in the tests that send many.
+const MANY: usize = 200;
+
+/// Long enough for every job here to be ahead, if it may.
+const LONG: &str = "lookahead = \"10s\"";
+
+fn start(keys: &str) -> Supervisor {
+    start_with("", keys)
+}
+
+fn start_with(arguments: &str, keys: &str) -> Supervisor {
+    let arguments = if arguments.is_empty() { String::new() } else { format!(", \"{arguments}\"") };
+    Supervisor::start(&format!(
+        "[defaults]\ndeadline = \"60s\"\nrestart = {{ backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }}\n\
+         [defaults.sandbox]\nprofile = \"none\"\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"{arguments}]\nmax_queue = 1000\n{keys}\n"
+    ))
+}
+
+async fn connect(supervisor: &Supervisor) -> Client {
+    Client::connect(supervisor.socket()).await.unwrap()
+}
+
+type Running = tokio::task::JoinHandle<Result<Reply, JobError>>;
+
+fn spawn(job: Job) -> Running {
+    tokio::spawn(job.send())
+}
+
+fn steps(client: &Client, steps: &str) -> Job {
+    client.job("b", "").operation(format!("steps:{steps}"))
+}
+
+/// Has every worker serve a few jobs, since before that none is known to be quick.
+async fn warm_up(client: &Client) {
+    for _ in 0..20 {
+        assert!(client.job("b", "x").send().await.is_ok());
+    }
+}
+
+/// A worker that dies in the middle of many costs the job that it ran and no other; none begins twice.
+#[test]
+fn a_death_costs_the_job_that_ran_and_no_other() {
+    for max_in_flight in [1, 3] {
+        let supervisor = start(&format!("max_in_flight = {max_in_flight}\n{LONG}"));
+        run(async {
+            let client = connect(&supervisor).await;
+            warm_up(&client).await;
+            let jobs: Vec<Running> = (0..MANY)
+                .map(|n| {
+                    let death = if n % 20 == 10 { ";die" } else { "" };
+                    spawn(steps(&client, &format!("count begun-{n}{death};count ended-{n}")))
+                })
+                .collect();
+            let mut ends = Vec::new();
+            for (n, job) in jobs.into_iter().enumerate() {
+                let end = outcome(&job.await.unwrap());
+                let (begun, ended) = (
+                    supervisor.file_bytes(&format!("begun-{n}")),
+                    supervisor.file_bytes(&format!("ended-{n}")),
+                );
+                assert!(begun <= 1, "job {n} began {begun} times, and ended as {end}");
+                assert!(end != "ok" || ended == 1, "job {n} ended {ended} times, and is {end}");
+                if max_in_flight == 1 {
+                    // Its end was told before another began: no death costs it.
+                    assert_eq!(end != "ok", n % 20 == 10, "job {n} is {end}");
+                }
+                ends.push(end);
+            }
+            let ends = tally(ends.iter().map(String::as_str));
+            assert!(ends["ok"] >= MANY - 10 * (2 * max_in_flight - 1), "{ends:?}");
+        });
+    }
+}
+
+/// The same where the worker is killed from outside, again and again, between jobs or within them.
+#[test]
+fn a_worker_that_is_killed_at_any_moment_loses_one_job_at_most() {
+    let supervisor = start(LONG);
+    run(async {
+        let client = connect(&supervisor).await;
+        let mut lost = 0;
+        for round in 0..10 {
+            warm_up(&client).await;
+            let before = supervisor.number("b", "restarts");
+            let pid = supervisor.worker_pids("b")[0];
+            let path = |n: usize, what: &str| format!("{what}-{round}-{n}");
+            let jobs: Vec<Running> = (0..MANY)
+                .map(|n| {
+                    let (begun, ended) = (path(n, "begun"), path(n, "ended"));
+                    spawn(steps(&client, &format!("count {begun};count {ended}")))
+                })
+                .collect();
+            wait_for("some have ended", || {
+                (supervisor.file_bytes(&path(10 * round, "ended")) > 0).then_some(())
+            });
+            kill_pid(pid, Signal::SIGKILL);
+            for (n, job) in jobs.into_iter().enumerate() {
+                let end = outcome(&job.await.unwrap());
+                let begun = supervisor.file_bytes(&path(n, "begun"));
+                assert!(begun <= 1, "job {n} of round {round} began {begun} times, and is {end}");
+                lost += usize::from(end != "ok");
+            }
+            supervisor.wait_number("b", "restarts", before + 1);
+        }
+        assert!(lost <= 10, "{lost} jobs were lost by 10 deaths");
+    });
+}
+
+/// What is ahead of a worker that takes longer than was expected goes to another.
+#[test]
+fn jobs_ahead_of_a_slow_one_are_given_to_others() {
+    let supervisor = start("processes = 2\nlookahead = \"50ms\"");
+    run(async {
+        let client = connect(&supervisor).await;
+        for _ in 0..3 {
+            let quick: Vec<Running> = (0..50).map(|_| spawn(client.job("b", "x"))).collect();
+            for job in quick {
+                assert_eq!(outcome(&job.await.unwrap()), "ok");
+            }
+        }
+        // One that lasts until the others are done, and many behind it.
+        let slow = spawn(steps(&client, "wait go"));
+        let quick: Vec<Running> = (0..100).map(|_| spawn(client.job("b", "x"))).collect();
+        for job in quick {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+        supervisor.touch("go");
+        assert_eq!(outcome(&slow.await.unwrap()), "ok");
+    });
+}
+
+/// Until they begin, jobs ahead are queued: they count as such, leave when they are cancelled, and give way.
+#[test]
+fn jobs_ahead_are_queued() {
+    let supervisor = start(LONG);
+    run(async {
+        let client = connect(&supervisor).await;
+        warm_up(&client).await;
+        let first = spawn(steps(&client, "wait go"));
+        supervisor.wait_number("b", "in_flight", 1);
+        let normal: Vec<Running> =
+            (0..5).map(|n| spawn(steps(&client, &format!("count order-{n};count order")))).collect();
+        supervisor.wait_number("b", "queued", 5);
+        assert_eq!(supervisor.number("b", "in_flight"), 1);
+        let cancelled = steps(&client, "count cancelled").start().await.unwrap();
+        supervisor.wait_number("b", "queued", 6);
+        cancelled.cancel();
+        let end = outcome(&cancelled.await);
+        assert!(end.starts_with("cancelled"), "{end}");
+        supervisor.wait_number("b", "queued", 5);
+        // None of the others begins before it.
+        let critical = spawn(steps(&client, "count critical").priority(Priority::Critical));
+        supervisor.wait_number("b", "queued", 6);
+        supervisor.touch("go");
+        assert_eq!(outcome(&critical.await.unwrap()), "ok");
+        for job in normal {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+        assert_eq!(outcome(&first.await.unwrap()), "ok");
+        assert_eq!(supervisor.file_bytes("cancelled"), 0, "it was cancelled before it began");
+    });
+}
+
+/// A stop and a drain answer them as those that wait.
+#[test]
+fn a_drain_takes_back_what_is_ahead() {
+    let supervisor = start(LONG);
+    run(async {
+        let client = connect(&supervisor).await;
+        warm_up(&client).await;
+        let first = spawn(steps(&client, "wait go"));
+        supervisor.wait_number("b", "in_flight", 1);
+        let others: Vec<Running> = (0..5).map(|_| spawn(steps(&client, "count begun"))).collect();
+        supervisor.wait_number("b", "queued", 5);
+        assert_eq!(supervisor.post("/v1/bulkheads/b/drain").0, 200);
+        for job in others {
+            assert_eq!(outcome(&job.await.unwrap()), "rejected/draining");
+        }
+        supervisor.touch("go");
+        assert_eq!(outcome(&first.await.unwrap()), "ok");
+        assert_eq!(supervisor.file_bytes("begun"), 0);
+    });
+}
+
+/// A worker begins no more than it may, also of those that were sent ahead; and none of another bulkhead's number.
+#[test]
+fn a_worker_with_few_jobs_left_gets_no_more_ahead() {
+    let supervisor = start(&format!("recycle = {{ jobs = 7 }}\n{LONG}"));
+    run(async {
+        let client = connect(&supervisor).await;
+        let jobs: Vec<Running> = (0..MANY).map(|_| spawn(steps(&client, "pid"))).collect();
+        let mut pids = Vec::new();
+        for job in jobs {
+            let reply = job.await.unwrap().unwrap();
+            pids.push(String::from_utf8_lossy(reply.payload()).into_owned());
+        }
+        let by_pid = tally(pids.iter().map(String::as_str));
+        assert!(by_pid.values().all(|&count| count <= 7), "{by_pid:?}");
+    });
+}
+
+/// `"0s"` turns it off, also while workers run.
+#[test]
+fn nothing_is_ahead_where_it_is_off() {
+    let supervisor = start("lookahead = \"0s\"");
+    run(async {
+        let client = connect(&supervisor).await;
+        warm_up(&client).await;
+        let jobs: Vec<Running> = (0..MANY).map(|_| spawn(client.job("b", "x"))).collect();
+        for job in jobs {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+    });
+    // A job whose deadline is the time that is left to it.
+    run(async {
+        let client = connect(&supervisor).await;
+        let slow = spawn(steps(&client, "sleep 200"));
+        supervisor.wait_number("b", "in_flight", 1);
+        let short = client.job("b", "x").deadline(Duration::from_millis(20)).send().await;
+        assert_eq!(outcome(&short), "deadline_exceeded/queued");
+        assert_eq!(outcome(&slow.await.unwrap()), "ok");
+    });
+}
+
+/// A worker that answers for what is not its turn is not believed further.
+#[test]
+fn a_worker_that_answers_out_of_turn_is_ended() {
+    let supervisor = start_with("raw\", \"liar", LONG);
+    run(async {
+        let client = connect(&supervisor).await;
+        warm_up(&client).await;
+        let lie = spawn(client.job("b", "").operation("lie"));
+        supervisor.wait_number("b", "in_flight", 1);
+        let behind: Vec<Running> = (0..3).map(|_| spawn(client.job("b", "x"))).collect();
+        assert_eq!(outcome(&lie.await.unwrap()), "crashed/protocol");
+        for job in behind {
+            assert_eq!(outcome(&job.await.unwrap()), "ok");
+        }
+    });
+}
+
+/// What a worker leaves in its journal says no more than what it may say on its link.
+#[test]
+fn a_journal_without_sense_harms_only_its_worker() {
+    let supervisor = start_with("raw\", \"scribbler", LONG);
+    run(async {
+        let client = connect(&supervisor).await;
+        for (operation, end) in [("scribble garbage", "crashed/signal"), ("scribble results", "ok")] {
+            for _ in 0..5 {
+                warm_up(&client).await;
+                let job = spawn(client.job("b", "").operation(operation));
+                let behind: Vec<Running> = (0..3).map(|_| spawn(client.job("b", "x"))).collect();
+                assert_eq!(outcome(&job.await.unwrap()), end, "{operation}");
+                for job in behind {
+                    assert_eq!(outcome(&job.await.unwrap()), "ok", "behind {operation}");
+                }
+            }
+        }
+        assert_eq!(supervisor.number("b", "in_flight"), 0);
+    });
+}

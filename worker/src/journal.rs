@@ -1,0 +1,87 @@
+//! Answers that have not been sent yet, where they outlive this process: see [`bulkhead_shared::journal`].
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bulkhead_shared::journal::{BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
+
+/// The journal in this process's memory, as long as the process lives.
+pub(crate) struct Journal {
+    base: NonNull<u8>,
+    used: usize,
+}
+
+// SAFETY: the mapping belongs to no thread, and only the owner of this value writes to it.
+#[expect(unsafe_code, reason = "a pointer to a mapping of our own")]
+unsafe impl Send for Journal {}
+
+impl Journal {
+    /// Maps the file that the supervisor lent.
+    pub(crate) fn map(file: OwnedFd) -> io::Result<Self> {
+        use std::os::fd::AsRawFd;
+        if rustix::fs::fstat(&file)?.st_size != JOURNAL_BYTES as i64 {
+            return Err(io::Error::other("the journal has an odd size"));
+        }
+        // SAFETY: a new mapping at an address of the kernel's choice, of a file as long as that, which is sealed
+        // against becoming shorter.
+        #[expect(unsafe_code, reason = "mmap(2) has no safe form")]
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                JOURNAL_BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        Ok(Self { base, used: 0 })
+    }
+
+    /// Where this process says how many jobs were begun. It stays as long as the process.
+    pub(crate) fn begun(&self) -> &'static AtomicU64 {
+        // SAFETY: within the mapping, aligned, and never unmapped.
+        #[expect(unsafe_code, reason = "a mapping of our own")]
+        unsafe {
+            AtomicU64::from_ptr(self.base.as_ptr().add(BEGUN_AT).cast())
+        }
+    }
+
+    /// Keeps a frame. Returns whether there was room for it.
+    pub(crate) fn keep(&mut self, frame: &[u8]) -> bool {
+        if frame.len() > FRAMES_BYTES_MAX - self.used {
+            return false;
+        }
+        // SAFETY: within the mapping, as was just seen, and nothing else in this process points there.
+        #[expect(unsafe_code, reason = "a mapping of our own")]
+        unsafe {
+            let at = self.base.as_ptr().add(FRAMES_AT + self.used);
+            std::ptr::copy_nonoverlapping(frame.as_ptr(), at, frame.len());
+        }
+        self.used += frame.len();
+        self.count();
+        true
+    }
+
+    /// What was kept has been sent.
+    pub(crate) fn clear(&mut self) {
+        if self.used > 0 {
+            self.used = 0;
+            self.count();
+        }
+    }
+
+    /// Says how much counts, after it is there.
+    fn count(&self) {
+        // SAFETY: the mapping begins with this number, aligned to a page, and lives as long as the process.
+        #[expect(unsafe_code, reason = "a mapping of our own")]
+        let count = unsafe { AtomicU64::from_ptr(self.base.as_ptr().cast()) };
+        count.store((self.used as u64).to_le(), Ordering::Release);
+    }
+}
