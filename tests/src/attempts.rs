@@ -293,6 +293,7 @@ pub const ATTEMPTS: &[Group] = &[
         "The link",
         &[
             plain("garbage-on-the-link", "write garbage to its link", Crashes("protocol"), Crashes("protocol"), Crashes("protocol")),
+            plain("garbage-in-the-journal", "write garbage into its journal, and die", Crashes("signal"), Crashes("signal"), Crashes("signal")),
             plain("urgent-data", "send urgent data (`MSG_OOB`), which holds up the reader of a Unix socket", Succeeds, Refused(&["EOPNOTSUPP"], FILTER), Refused(&["EOPNOTSUPP"], FILTER)),
             plain("pass-descriptors", "pass descriptors to the supervisor", NOT_TAKEN, NOT_TAKEN, NOT_TAKEN),
             plain("pass-lingering-socket", "pass it a socket that takes ten minutes to close", NOT_TAKEN, NO_FAMILY, NO_FAMILY),

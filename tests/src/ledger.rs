@@ -21,10 +21,24 @@ use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Mark, Record};
 
+/// The bulkhead whose jobs are mostly alike, so that many of them travel ahead of its worker.
+pub const AHEAD: &str = "ahead";
+
 /// The bulkheads under load, and how many jobs each may run at once. No chaos changes these numbers.
-pub const BULKHEADS: [Bulkhead; 4] = [
-    Bulkhead { name: "single", processes: 2, max_in_flight: 1, keys: "recycle = { jobs = 50 }" },
-    Bulkhead { name: "shared", processes: 2, max_in_flight: 4, keys: "recycle = { age = \"2s\" }" },
+pub const BULKHEADS: [Bulkhead; 5] = [
+    Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
+    Bulkhead {
+        name: "single",
+        processes: 2,
+        max_in_flight: 1,
+        keys: "recycle = { jobs = 50 }\nlookahead = \"50ms\"",
+    },
+    Bulkhead {
+        name: "shared",
+        processes: 2,
+        max_in_flight: 4,
+        keys: "recycle = { age = \"2s\" }\nlookahead = \"50ms\"",
+    },
     Bulkhead { name: "fresh", processes: 2, max_in_flight: 1, keys: "recycle = { jobs = 1 }" },
     Bulkhead { name: "bare", processes: 1, max_in_flight: 2, keys: "sandbox = { profile = \"none\" }" },
 ];

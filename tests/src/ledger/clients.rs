@@ -11,7 +11,7 @@ use bulkhead_client::{Client, JobError};
 use bulkhead_shared::{Executed, Priority};
 
 use super::chaos::Random;
-use super::{BULKHEADS, Plan, worker};
+use super::{AHEAD, BULKHEADS, Plan, worker};
 
 /// Connections, and jobs at once on each.
 const CONNECTIONS: usize = 4;
@@ -140,14 +140,21 @@ impl Lane {
             _ => String::new(),
         };
         let bytes = if random.below(20) == 0 { 100_000 } else { 16 };
-        let priority = [Priority::BestEffort, Priority::Normal, Priority::Critical][random.below(3)];
+        let is_alike = bulkhead == AHEAD && random.below(50) > 0;
+        let (priority, tenant) = match is_alike {
+            true => (Priority::Normal, ""),
+            false => (
+                [Priority::BestEffort, Priority::Normal, Priority::Critical][random.below(3)],
+                ["", "acme", "mallory"][random.below(3)],
+            ),
+        };
         let deadline = if operation == "hang" { 200 } else { [50, 500, 5_000][random.below(3)] };
         let mut job = self
             .client
             .job(bulkhead, worker::payload(number, bytes))
             .operation(operation)
             .priority(priority)
-            .tenant(["", "acme", "mallory"][random.below(3)])
+            .tenant(tenant)
             .idempotent(is_idempotent)
             .deadline(Duration::from_millis(deadline));
         if random.below(50) == 0 {

@@ -21,6 +21,7 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("pass-lingering-socket", |_| pass_lingering_socket()),
     ("urgent-data", |_| urgent_data()),
     ("garbage-on-the-link", |_| garbage_on_the_link()),
+    ("garbage-in-the-journal", |_| garbage_in_the_journal()),
 ];
 
 fn link() -> Result<BorrowedFd<'static>, Refused> {
@@ -104,4 +105,21 @@ fn garbage_on_the_link() -> Tried {
     loop {
         std::thread::park();
     }
+}
+
+/// Over all of it, and dies: then it is read.
+fn garbage_in_the_journal() -> Tried {
+    let maps = std::fs::read_to_string("/proc/self/maps").at("read its memory map")?;
+    let line = maps.lines().find(|line| line.contains("memfd:journal"));
+    let range = line.and_then(|line| line.split(' ').next()?.split_once('-'));
+    let number = |text: &str| usize::from_str_radix(text, 16).ok();
+    let (begin, end) = range
+        .and_then(|(begin, end)| number(begin).zip(number(end)))
+        .ok_or_else(|| Refused::because("NOTARGET", "find the journal"))?;
+    #[expect(unsafe_code, reason = "the journal belongs to the SDK, which does not lend it")]
+    // SAFETY: it is mapped for writing as long as the process lives, and what it says is of no more use here.
+    unsafe {
+        std::ptr::write_bytes(begin as *mut u8, 0xa5, end - begin);
+    }
+    std::process::abort();
 }
