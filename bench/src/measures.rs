@@ -56,6 +56,11 @@ async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
             figures.extend(throughput(&chains, plan, &name, lanes).await?);
         }
     }
+    for (name, bulkhead) in [(AHEAD, real::NARROW), (NOT_AHEAD, real::WITHOUT)] {
+        if wanted(name) {
+            figures.push(one_at_a_time(&chains, plan, name, bulkhead).await?);
+        }
+    }
     if wanted("worker killed to next answer") {
         figures.push(recovery(&chains, plan).await?);
     }
@@ -116,6 +121,21 @@ async fn throughput(chains: &Chains, plan: &Plan, name: &str, lanes: usize) -> R
             difference: None,
         },
     ])
+}
+
+const AHEAD: &str = "64 B, 64 waiting, one at a time over 64 in flight";
+const NOT_AHEAD: &str = "64 B, 64 waiting, one at a time without lookahead over 64 in flight";
+
+/// A worker that may have one job at a time, beside one that may have all.
+async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
+    let mut rates = Vec::new();
+    for _ in 0..plan.rounds {
+        let wide = chains.real(&real::wide(64), 64, plan.many, 64).await?;
+        let narrow = chains.real(bulkhead, 64, plan.many / 4, 64).await?;
+        rates.push((wide.rate(), narrow.rate()));
+    }
+    let limit = if bulkhead == real::NARROW { 0.6 } else { 0.0 };
+    Ok(paired(name.into(), "jobs/s", &rates, Target::AtLeast, limit))
 }
 
 /// From the kill of a worker to the next answer, against an echo that is killed and started again.

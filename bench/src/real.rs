@@ -11,6 +11,10 @@ use tempfile::TempDir;
 use crate::Result;
 use crate::processes::{self, Process};
 
+/// One job at a time, and as many waiting as there are lanes: with jobs ahead of the worker, and without.
+pub(crate) const NARROW: &str = "narrow";
+pub(crate) const WITHOUT: &str = "narrow-without";
+
 /// Bulkheads by what they are for.
 pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
@@ -106,6 +110,8 @@ fn config(own: &Path) -> Result<String> {
         "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned(),
         bulkhead(ONE, "max_queue = 1"),
         bulkhead(&wide(64), "max_in_flight = 64"),
+        bulkhead(NARROW, "max_queue = 64"),
+        bulkhead(WITHOUT, "max_queue = 64\nlookahead = \"0s\""),
         bulkhead(&wide(1024), "max_in_flight = 1024"),
         bulkhead(HANGS, &hangs),
         bulkhead(CRASHES, "max_queue = 8"),
