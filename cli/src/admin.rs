@@ -266,7 +266,7 @@ pub(crate) fn worker_cells(worker: &Worker) -> [String; 8] {
     let uptime = Duration::from_secs(worker.uptime_ms / 1000);
     [
         known(&worker.pid),
-        shown(&worker.state),
+        if worker.spare && worker.state == "ready" { "spare".to_owned() } else { shown(&worker.state) },
         // One word, so that the columns can be told apart by programs.
         humantime::format_duration(uptime).to_string().replace(' ', ""),
         worker.in_flight.to_string(),

@@ -25,7 +25,7 @@ use worker::{Mark, Record};
 pub const AHEAD: &str = "ahead";
 
 /// The bulkheads under load, and how many jobs each may run at once. No chaos changes these numbers.
-pub const BULKHEADS: [Bulkhead; 5] = [
+pub const BULKHEADS: [Bulkhead; 6] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
         name: "single",
@@ -40,6 +40,12 @@ pub const BULKHEADS: [Bulkhead; 5] = [
         keys: "recycle = { age = \"2s\" }\nlookahead = \"50ms\"",
     },
     Bulkhead { name: "fresh", processes: 2, max_in_flight: 1, keys: "recycle = { jobs = 1 }" },
+    Bulkhead {
+        name: "spares",
+        processes: 2,
+        max_in_flight: 1,
+        keys: "recycle = { jobs = 5 }\nstart = { spares = 2 }",
+    },
     Bulkhead { name: "bare", processes: 1, max_in_flight: 2, keys: "sandbox = { profile = \"none\" }" },
 ];
 

@@ -10,14 +10,26 @@ use bulkhead_tests::{
 const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\n\
                      [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n";
 
+const SPARED: &str =
+    "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\nstart = { spares = 2 }\n";
+
 /// Sends one bad job, says how it ended, and checks that the bulkhead and its neighbour still serve.
 fn after(operation: &str, payload: &str) -> String {
-    let supervisor = Supervisor::start(PLAIN);
+    let plain = after_in("b", operation, payload);
+    let spared = after_in("spared", operation, payload);
+    if operation != "die-answering" {
+        assert_eq!(plain, spared, "a spare changes nothing for the job in hand");
+    }
+    plain
+}
+
+fn after_in(bulkhead: &str, operation: &str, payload: &str) -> String {
+    let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}"));
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        let result = client.job("b", payload.to_owned()).operation(operation).send().await;
+        let result = client.job(bulkhead, payload.to_owned()).operation(operation).send().await;
         assert!(client.job("other", "x").send().await.is_ok());
-        assert!(client.job("b", "x").send().await.is_ok(), "after {operation}");
+        assert!(client.job(bulkhead, "x").send().await.is_ok(), "{bulkhead} after {operation}");
         outcome(&result)
     })
 }

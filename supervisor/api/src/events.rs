@@ -122,6 +122,8 @@ events! {
     WorkerKilled = "worker_killed" { pid: u32, reason: String };
     /// A worker is replaced, by `recycle`, a restart, a resize or a reload.
     WorkerRecycled = "worker_recycled" { pid: u32, reason: Text };
+    /// A spare has taken over a slot.
+    SpareTookOver = "spare_took_over" { pid: u32, slot: u32, generation: u32 };
     /// A worker that was to be replaced serves on, since the next one does not start.
     ReplacementFailed = "replacement_failed" { slot: u32, message: String, serves_on: bool, again_in_ms: f64 };
     /// The next worker of a slot is started later.
@@ -227,6 +229,7 @@ impl What {
                 | Self::WorkerExited { .. }
                 | Self::WorkerKilled { .. }
                 | Self::WorkerRecycled { .. }
+                | Self::SpareTookOver { .. }
                 | Self::RestartBackoff { .. }
                 | Self::JobTimeout { .. }
                 | Self::JobCrashed { .. }

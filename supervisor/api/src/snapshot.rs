@@ -143,6 +143,8 @@ pub struct Worker {
     pub pid: Option<u32>,
     #[schemars(extend("enum" = bulkhead_policy::WORKER_STATES))]
     pub state: Text,
+    /// Whether it is kept to take over a slot, and runs no jobs until then.
+    pub spare: bool,
     pub uptime_ms: u64,
     pub in_flight: u64,
     pub served: u64,

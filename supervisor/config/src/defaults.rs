@@ -48,6 +48,8 @@ pub const BULKHEADS_MAX: usize = 1024;
 pub const CLIENTS_CEILING: u64 = 1_000_000;
 /// The most worker processes of one bulkhead.
 pub const PROCESSES_CEILING: u64 = 1024;
+/// The most spares of one set of workers.
+pub const SPARES_CEILING: u64 = 64;
 /// The most jobs in flight per worker.
 pub const IN_FLIGHT_CEILING: u64 = bulkhead_shared::limits::IN_FLIGHT_CEILING as u64;
 /// The most jobs that may wait in one bulkhead.

@@ -72,7 +72,6 @@ fn shape(key: &Key) -> Value {
         }
         Kind::Number { max } => json!({"type": "number", "exclusiveMinimum": 0, "maximum": max}),
         Kind::Boolean => json!({"type": "boolean"}),
-        Kind::ZeroForNow => json!({"type": "integer", "const": 0}),
         Kind::Mode => json!({"type": "string", "pattern": "^0?[0-7]{3}$"}),
         Kind::Path | Kind::Text => json!({"type": "string", "minLength": 1}),
         Kind::Word { now, .. } => json!({"type": "string", "enum": now}),

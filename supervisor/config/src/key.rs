@@ -91,8 +91,6 @@ pub enum Kind {
     },
     /// `true` or `false`.
     Boolean,
-    /// A number that can only be 0 until a later version.
-    ZeroForNow,
     /// `"0600"`.
     Mode,
     /// A path; a relative one starts at the file's folder.
@@ -270,7 +268,6 @@ impl fmt::Display for Kind {
             }
             Self::Number { max } => write!(f, "number, whole or not, above 0 to {max}"),
             Self::Boolean => f.write_str("`true` or `false`"),
-            Self::ZeroForNow => f.write_str("`0`"),
             Self::Mode => f.write_str("octal digits as a string"),
             Self::Path => f.write_str("path"),
             Self::Text => f.write_str("string"),

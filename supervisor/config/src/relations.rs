@@ -207,7 +207,11 @@ impl Checker<'_> {
             retry: raw.retry.checked_if_here(),
             poison: raw.poison.checked_if_here(),
             restart: self.restart(&raw.restart),
-            start: Start { handshake: raw.start.handshake.value(), ready: raw.start.ready.value() },
+            start: Start {
+                handshake: raw.start.handshake.value(),
+                ready: raw.start.ready.value(),
+                spares: raw.start.spares.value(),
+            },
             health: raw.health.checked(),
             recycle: raw.recycle.checked(),
             rlimits: raw.rlimits.checked(),

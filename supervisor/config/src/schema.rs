@@ -43,7 +43,6 @@ pub fn later() -> Vec<String> {
     let keys = LATER.iter().map(|(table, name)| path(table, name));
     let words = all().flat_map(|key| match key.kind {
         Kind::Word { later, .. } => later.iter().map(|word| format!("{} = \"{word}\"", key.path())).collect(),
-        Kind::ZeroForNow => vec![format!("{} above 0", key.path())],
         _ => Vec::new(),
     });
     keys.chain(words).collect()

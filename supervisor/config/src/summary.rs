@@ -47,7 +47,8 @@ impl Config {
     }
 
     fn counted(&self) -> String {
-        let workers: u64 = self.bulkheads.iter().map(BulkheadConfig::workers_max).sum();
+        let in_all = |bulkhead: &BulkheadConfig| bulkhead.workers_max() + bulkhead.spares_max();
+        let workers: u64 = self.bulkheads.iter().map(in_all).sum();
         let bulkheads = self.bulkheads.len() as u64;
         let plural = |count: u64| if count == 1 { "" } else { "s" };
         // Those of isolated tenants come and go.

@@ -320,17 +320,6 @@ fn given_literal(value: &DeValue<'_>) -> String {
     }
 }
 
-pub(super) fn zero_for_now(key: &Named, value: &DeValue<'_>) -> Read<u64> {
-    match whole_number(key, value)? {
-        0 => Ok(0),
-        1.. => Err(Complaint::new(
-            format!("`{}` above 0 is not supported yet", key.label),
-            format!("leave it out, or {}", write(key, "0")),
-        )),
-        _ => Err(Complaint::new(format!("`{}` must be at least 0", key.label), write(key, "0"))),
-    }
-}
-
 pub(super) fn mode(key: &Named, value: &DeValue<'_>) -> Read<u32> {
     let help = |digits: &str| format!("{}: octal digits, quoted", write(key, &format!("\"{digits}\"")));
     let text = match value {

@@ -181,6 +181,9 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
                 if is_hung { What::WorkerHung { pid, reason } } else { What::WorkerKilled { pid, reason } },
             )
         }
+        Note::SpareTookOver { worker, slot, pid } => {
+            (Info, What::SpareTookOver { pid, slot, generation: worker.generation })
+        }
         Note::WorkerRecycled { pid, reason } => {
             (Info, What::WorkerRecycled { pid, reason: reason.name().into() })
         }

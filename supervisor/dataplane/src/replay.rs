@@ -192,6 +192,7 @@ fn limits_for_one(limits: &Limits) -> Limits {
     limits.queue_timeout = None;
     limits.deadline_max = limits.deadline;
     limits.restart.policy = RestartPolicy::Never;
+    limits.start.spares = 0;
     limits.recycle = Recycle::default();
     limits.critical_reserve = 0.0;
     limits.pressure = Pressure { warn: 1.0, reject: 1.0 };

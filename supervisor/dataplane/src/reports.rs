@@ -268,12 +268,20 @@ impl DataPlane {
 
     /// Nothing is left of the keeper that was lost, nor of any worker.
     fn keeper_is_swept(&mut self) {
-        for spawn in self.links.spawns() {
+        // No slot is to be taken over by a spare that is dead as well.
+        let (spares, others): (Vec<_>, Vec<_>) =
+            self.links.spawns().into_iter().partition(|spawn| self.is_spare(*spawn));
+        for spawn in spares.into_iter().chain(others) {
             let death = self.untold_death(spawn);
             self.process_gone(spawn, death);
         }
         let sweeping: Vec<u64> = self.links.sweeping.keys().copied().collect();
         sweeping.into_iter().for_each(|spawn| self.swept(spawn));
+    }
+
+    fn is_spare(&self, spawn: u64) -> bool {
+        let link = self.links.of_spawn(spawn);
+        link.is_some_and(|link| self.compartments[link.compartment].policy.is_spare(link.worker))
     }
 
     /// There is another keeper: it is ordered the workers that were wanted meanwhile.

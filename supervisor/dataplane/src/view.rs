@@ -103,6 +103,7 @@ impl Links {
                 generation: view.id.generation,
                 pid: view.pid,
                 state: view.state.into(),
+                spare: view.is_spare,
                 uptime_ms: u64::try_from(view.uptime.as_millis()).unwrap_or(u64::MAX),
                 in_flight: view.in_flight.into(),
                 served: view.served,

@@ -1,6 +1,6 @@
 //! The state machine of one bulkhead: dispatch, deadlines and cancellation. Which jobs get in and which wait is in
 //! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`] and [`recycle`],
-//! how many jobs may run in [`permits`], and how many workers there are to be in [`size`].
+//! how many jobs may run in [`permits`], the reserve in [`spares`], and how many workers there are to be in [`size`].
 
 mod admission;
 mod ahead;
@@ -10,6 +10,7 @@ mod permits;
 mod recovery;
 mod recycle;
 mod size;
+mod spares;
 mod view;
 
 use std::collections::VecDeque;
@@ -81,6 +82,8 @@ pub struct Bulkhead<T> {
     live_slots: u32,
     generations: u32,
     spacing: Spacing,
+    /// Whether something has happened that a spare may have to answer.
+    is_reserve_concerned: bool,
     /// Slots that a rolling restart has not reached yet.
     rolling: VecDeque<(u32, RecycleReason)>,
     random: u64,
@@ -143,6 +146,7 @@ impl<T> Bulkhead<T> {
             live_slots: 0,
             generations: 0,
             spacing: Spacing::default(),
+            is_reserve_concerned: false,
             rolling: VecDeque::new(),
             random: seed,
             breaker,
@@ -157,7 +161,9 @@ impl<T> Bulkhead<T> {
             late_notes: Vec::new(),
         };
         let slots = bulkhead.slots_wanted();
+        let spares = (0..bulkhead.spares_wanted()).map(|_| Slot { is_reserve: true, ..Slot::default() });
         bulkhead.slots.resize_with(slots, Slot::default);
+        bulkhead.slots.extend(spares);
         bulkhead
     }
 
@@ -206,6 +212,7 @@ impl<T> Bulkhead<T> {
             Event::ForceBreaker { open } => self.force_breaker(now, open, out),
             Event::Stop { by } => self.stop(now, by, out),
         }
+        self.fill_from_reserve(now, out);
         out.extend(self.late_notes.drain(..).map(Action::Note));
         let transition = self.breaker.advance(now, self.ready > 0);
         self.note_transition(transition, out);

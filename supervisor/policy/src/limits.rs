@@ -107,13 +107,15 @@ vocabulary! {
     }
 }
 
-/// How long a worker may take to begin.
+/// How long a worker may take to begin, and how many are kept ready.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
     /// Until its hello.
     pub handshake: Duration,
     /// From its hello until it is ready.
     pub ready: Duration,
+    /// Workers that are kept ready beside those that run jobs.
+    pub spares: u32,
 }
 
 /// How often a worker must be heard.
@@ -157,7 +159,7 @@ impl Default for Limits {
                 max: 5,
                 within: seconds(30),
             },
-            start: Start { handshake: seconds(5), ready: seconds(60) },
+            start: Start { handshake: seconds(5), ready: seconds(60), spares: 0 },
             health: Health { heartbeat: seconds(1), missed: 5 },
             recycle: Recycle::default(),
             critical_reserve: 0.0,

@@ -449,7 +449,7 @@ impl KillReason {
                 .into(),
             Self::NotReady => "it was not ready within start.ready".into(),
             Self::Overdue => "it was asked to stop and did not".into(),
-            Self::Unwanted => "it was still starting, and is not needed any more".into(),
+            Self::Unwanted => "it had not begun, and is not needed any more".into(),
             Self::KeeperDied => "the keeper died, and all workers with it by SIGKILL".into(),
         }
     }
@@ -595,6 +595,15 @@ pub enum Note {
         pid: u32,
         /// Why.
         reason: KillReason,
+    },
+    /// A spare has taken a slot.
+    SpareTookOver {
+        /// Which.
+        worker: WorkerId,
+        /// The slot.
+        slot: u32,
+        /// Its process.
+        pid: u32,
     },
     /// Its replacement is ready, and it is being drained.
     WorkerRecycled {

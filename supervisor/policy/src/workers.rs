@@ -18,6 +18,10 @@ const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) slot: u32,
+    /// The slot that bears what it still runs, and answers for how it ends: the last that it filled.
+    pub(crate) owes: u32,
+    /// Whether its slot is of the reserve.
+    pub(crate) is_spare: bool,
     pub(crate) role: Role,
     pub(crate) phase: Phase,
     pub(crate) pid: Option<u32>,
@@ -169,6 +173,8 @@ impl Worker {
         Self {
             id,
             slot,
+            owes: slot,
+            is_spare: false,
             role,
             phase: Phase::Handshaking { until: now + limits.start.handshake.max(SPAWN_PATIENCE) },
             pid: None,
@@ -222,7 +228,18 @@ impl Worker {
 
     /// Whether its permits are part of the limit.
     pub(crate) fn is_available(&self) -> bool {
-        self.phase == Phase::Ready && self.kill_at.is_none() && self.role == Role::Current
+        let is_at_work = self.role == Role::Current && !self.is_spare;
+        self.phase == Phase::Ready && self.kill_at.is_none() && is_at_work
+    }
+
+    /// Whether it is in the reserve, and was not put there as it died.
+    pub(crate) fn is_kept_spare(&self) -> bool {
+        self.is_spare && self.role == Role::Current && !self.is_written_off
+    }
+
+    /// Whether it waits in the reserve.
+    pub(crate) fn is_ready_spare(&self) -> bool {
+        self.phase == Phase::Ready && self.role == Role::Current && self.is_spare
     }
 
     /// How many jobs it may still be given.
@@ -281,6 +298,8 @@ pub const WORKER_STATES: [&str; 9] = [
 #[derive(Default)]
 pub(crate) struct Slot {
     pub(crate) state: SlotState,
+    /// Whether its worker is a spare.
+    pub(crate) is_reserve: bool,
     pub(crate) successor: Option<u32>,
     /// How many workers it has replaced that are not gone yet.
     pub(crate) retired: u32,
@@ -324,6 +343,11 @@ impl SlotState {
     /// Whether a worker is here or will come in the ordinary way.
     pub(crate) fn is_live(&self) -> bool {
         matches!(self, Self::Occupied(_) | Self::Backoff { .. } | Self::Awaiting)
+    }
+
+    /// Whether a worker is here, or comes once the one before is gone.
+    pub(crate) fn is_occupied(&self) -> bool {
+        matches!(self, Self::Occupied(_) | Self::Awaiting)
     }
 
     /// Whether there is to be a worker at some time, come what may.

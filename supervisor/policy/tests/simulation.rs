@@ -19,7 +19,7 @@ use support::random::Random;
 use support::settings;
 use support::world::World;
 
-const STEPS: u64 = 400_000;
+const STEPS: u64 = 2_000_000;
 const STEPS_PER_HISTORY_MAX: u64 = 2000;
 
 /// The longest that anything outside takes after a stop: a kill, or the supervisor itself.
@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 101] = [
+const DEMANDED: [&str; 105] = [
     "ahead",
     "begun ahead",
     "recalled",
@@ -58,6 +58,10 @@ const DEMANDED: [&str; 101] = [
     "cancelled ahead",
     "leaves when it is back",
     "answered too soon",
+    "spare took over",
+    "spare instead of a successor",
+    "spare for one that was killed or is dead",
+    "spare for one that starts",
     "its turn since nothing comes",
     "its turn",
     "its turn after a death",

@@ -180,6 +180,8 @@ impl BulkheadConfig {
     }
 
     /// Worker processes that there can be at once; with isolated tenants those of the `max_active` largest.
+    ///
+    /// Spares are not among them.
     pub fn workers_max(&self) -> u64 {
         let Some(isolation) = self.isolation() else { return u64::from(self.processes) };
         let own = self.tenant.values().filter_map(|tenant| tenant.processes);
@@ -187,6 +189,12 @@ impl BulkheadConfig {
         larger.sort_unstable_by(|a, b| b.cmp(a));
         let others = std::iter::repeat(self.processes);
         larger.into_iter().chain(others).take(isolation.max_active as usize).map(u64::from).sum()
+    }
+
+    /// How many spares there may be beside them.
+    pub fn spares_max(&self) -> u64 {
+        let sets = self.isolation().map_or(1, |isolation| isolation.max_active);
+        u64::from(self.start.spares) * u64::from(sets)
     }
 }
 

@@ -26,7 +26,7 @@ section! {
 }
 
 section! {
-    /// `start`: how long a start may take.
+    /// `start`: how long a start may take, and what is started ahead.
     StartKeys => Start, START;
 
     /// From the start of the process to its hello; until the process runs, which is the supervisor's doing, it has a
@@ -36,8 +36,8 @@ section! {
     ready: Duration as at_least(SOME), default Duration::from_secs(60);
     /// How a worker process comes to be.
     mode: StartMode as Kind::Word { now: &["spawn"], later: &["fork"] }, fixed StartMode::Spawn;
-    /// Warm workers in reserve.
-    spares: u64 as Kind::ZeroForNow, fixed 0_u64;
+    /// Workers that are kept ready beside those that run jobs, to take over at once; see [below](#spares).
+    spares: u32 as count(0, SPARES_CEILING), default 0;
 }
 
 section! {

@@ -69,7 +69,6 @@ impl Value for u64 {
     fn take(table: &mut TableReader<'_, '_>, name: &str) -> Field<Self> {
         table.take(name, |key, value| match key.kind {
             Kind::Size { .. } => values::size(key, value),
-            Kind::ZeroForNow => values::zero_for_now(key, value),
             _ => values::count(key, value),
         })
     }

@@ -168,7 +168,7 @@ pressure = { reject = 0.95 }
 rate_limit = { per_second = 166.5, burst = 200, per = "tenant" }
 tenants = { max_in_flight = 2, max_queue = 20 }
 breaker = { min_calls = 10, failure_rate = 0.25, slow_call = "1s", slow_rate = 0.75, open_for = "2s", probes = 3 }
-start = { handshake = "1s", ready = "2s", mode = "spawn", spares = 0 }
+start = { handshake = "1s", ready = "2s", mode = "spawn", spares = 2 }
 health = { heartbeat = "250ms", missed = 3 }
 recycle = { jobs = 10000, rss = "300MiB", age = "1h" }
 fallback = ["aa", "mm"]

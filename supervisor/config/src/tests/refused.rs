@@ -295,10 +295,7 @@ fn every_key_of_later_is_refused_as_such() {
         folder.refuse_one(&text, (1, column), &message, "remove it");
         assert!(schema::find(table, name).is_none(), "{name} is supported and not");
     }
-    for line in ["start.mode = \"fork\"", "start.spares = 1"] {
-        let column = line.find("= ").unwrap() + 3;
-        folder.refuse_one(&bulkhead(line), (3, column), "not supported yet", "");
-    }
+    folder.refuse_one(&bulkhead("start.mode = \"fork\""), (3, 14), "not supported yet", "");
     folder.refuse_one(
         &format!("[defaults]\nadaptive = 1\n{}", bulkhead("")),
         (2, 1),

@@ -354,7 +354,7 @@ fn the_summary_has_a_section_for_each_tenant() {
     let config = folder.accept(FULL);
     let summary = config.summary();
     for part in [
-        ": 3 bulkheads, up to 13 workers\n",
+        ": 3 bulkheads, up to 15 workers\n",
         "\ntenants = { isolate = true, max_active = 8, idle = \"5m\" }\n",
         "\n[bulkhead.mm.tenant.acme]\nmax_in_flight = 2\nmax_queue = 0\nprocesses = 3\n\
          rate_limit = { per_second = 7, burst = 7 }\n",

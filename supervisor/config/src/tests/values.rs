@@ -149,7 +149,7 @@ fn words_are_checked() {
         "one of `\"always\"`, `\"on-failure\"`",
     );
     folder.refuse_one(&bulkhead("overflow = 1"), (3, 12), "`overflow` must be a string", "\"reject\"");
-    folder.refuse_one(&bulkhead("start = { spares = -1 }"), (3, 20), "at least 0", "");
+    folder.refuse_one(&bulkhead("start = { spares = -1 }"), (3, 20), "from 0 to 64", "");
     folder.refuse_one(
         &bulkhead("start = 5"),
         (3, 9),

@@ -304,7 +304,7 @@ impl<T> Bulkhead<T> {
     /// When the next worker starts, if every slot waits for its backoff to end.
     fn next_start(&self) -> Option<Time> {
         let mut next = None;
-        for slot in &self.slots {
+        for slot in self.slots.iter().filter(|slot| !slot.is_reserve) {
             match slot.state {
                 SlotState::Backoff { until } => next = Some(next.map_or(until, |n: Time| n.min(until))),
                 SlotState::Occupied(_) | SlotState::Awaiting => return None,

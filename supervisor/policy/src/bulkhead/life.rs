@@ -37,7 +37,9 @@ impl<T> Bulkhead<T> {
             self.workers.len() as u32 - 1
         });
         let id = WorkerId { place, generation: self.generations };
-        self.workers[place as usize] = Some(Worker::new(id, slot, role, now, &self.limits));
+        let is_spare = self.slots[slot as usize].is_reserve;
+        let worker = Worker::new(id, slot, role, now, &self.limits);
+        self.workers[place as usize] = Some(Worker { is_spare, ..worker });
         let entry = &mut self.slots[slot as usize];
         let is_another = std::mem::replace(&mut entry.has_had_worker, true);
         entry.restarts += u64::from(is_another);
@@ -62,10 +64,11 @@ impl<T> Bulkhead<T> {
             _ => self.slot_timers.clear(slot),
         }
         let entry = &mut self.slots[slot as usize];
-        let was_live = entry.state.is_live();
-        let is_live = state.is_live();
+        let was_live = entry.state.is_live() && !entry.is_reserve;
+        let is_live = state.is_live() && !entry.is_reserve;
         entry.state = state;
         self.live_slots = self.live_slots + u32::from(is_live) - u32::from(was_live);
+        self.is_reserve_concerned = true;
         self.count_in_use(slot);
     }
 
@@ -147,6 +150,7 @@ impl<T> Bulkhead<T> {
         let (pid, after) = (worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         out.push(Action::Note(Note::WorkerReady { worker: id, pid, after }));
         self.slots[slot as usize].has_settled = true;
+        self.is_reserve_concerned = true;
         if let Role::Successor(reason) = role
             && !self.waits_for_its_turn(now, slot, id.place, reason)
         {
@@ -199,6 +203,7 @@ impl<T> Bulkhead<T> {
         let id = worker.id;
         match worker.phase {
             Phase::Ready => {
+                self.is_reserve_concerned = true;
                 worker.phase = Phase::Draining;
                 if worker.jobs.is_empty() {
                     worker.kill_at = Some(now + EXIT_PATIENCE);
@@ -223,6 +228,7 @@ impl<T> Bulkhead<T> {
         worker.forgiven = 0;
         if worker.silence != Silence::None {
             worker.silence = Silence::None;
+            self.is_reserve_concerned |= worker.is_spare;
             self.arm(id.place);
         }
     }
@@ -232,6 +238,7 @@ impl<T> Bulkhead<T> {
             if let Some(worker) = self.workers[place as usize].as_mut() {
                 worker.last_heard = now;
                 worker.silence = Silence::None;
+                self.is_reserve_concerned |= worker.is_spare;
                 self.arm(place);
             }
         }
@@ -264,6 +271,7 @@ impl<T> Bulkhead<T> {
             worker.forgiven += 1;
             worker.silence = Silence::None;
             worker.last_heard = now;
+            self.is_reserve_concerned |= worker.is_spare;
             self.arm(id.place);
         } else {
             self.kill(id.place, KillReason::Hung, out);
@@ -282,7 +290,8 @@ impl<T> Bulkhead<T> {
     pub(super) fn memory(&mut self, now: Time, id: WorkerId, rss_bytes: u64, out: &mut Vec<Action<T>>) {
         let Some(worker) = self.worker(id) else { return };
         let slot = worker.slot;
-        if worker.role == Role::Current && self.limits.recycle.rss.is_some_and(|most| rss_bytes > most) {
+        let is_at_work = worker.role == Role::Current && !worker.is_spare;
+        if is_at_work && self.limits.recycle.rss.is_some_and(|most| rss_bytes > most) {
             self.recycle(now, slot, RecycleReason::Memory, out);
         }
     }
@@ -304,19 +313,35 @@ impl<T> Bulkhead<T> {
         match standby {
             _ if !is_due => {}
             Some(standby) => self.succeed(now, slot, standby, reason, out),
-            None => self.spawn(now, slot, Role::Successor(reason), out),
+            None if self.awaits_spare(slot) => {}
+            None => match self.ready_spare() {
+                Some(spare) => {
+                    let pid =
+                        self.workers[place as usize].as_ref().and_then(|worker| worker.pid).unwrap_or(0);
+                    out.push(Action::Note(Note::WorkerRecycled { pid, reason }));
+                    self.take_over(now, slot, spare, Some(reason), out);
+                }
+                None => self.spawn(now, slot, Role::Successor(reason), out),
+            },
         }
     }
 
     pub(super) fn rolling_restart(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let slots = (0..self.slots.len() as u32).filter(|&slot| self.slots[slot as usize].state.is_wanted());
+        let slots = (0..self.slots.len() as u32).filter(|&slot| self.is_to_roll(slot));
         self.rolling = slots.map(|slot| (slot, RecycleReason::Restart)).collect();
         for worker in self.workers.iter_mut().flatten() {
             worker.succession_after = now;
         }
         self.dismiss_standbys(|_| true, out);
+        self.dismiss_spares(|_| true, out);
         self.roll_on(now, out);
         self.follow_all_spent(now, out);
+    }
+
+    /// Whether a rolling restart comes to a slot.
+    fn is_to_roll(&self, slot: u32) -> bool {
+        let entry = &self.slots[slot as usize];
+        entry.state.is_wanted() && !entry.is_reserve
     }
 
     /// Goes on with the rolling restart once no successor is on its way, and the next slot has room for
@@ -324,6 +349,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn roll_on(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         while let Some(&(slot, reason)) = self.rolling.front()
             && self.slots[slot as usize].retired == 0
+            && !self.awaits_spare(slot)
             && (0..self.slots.len() as u32)
                 .all(|slot| self.slots[slot as usize].successor == self.standby(slot))
         {
@@ -354,12 +380,13 @@ impl<T> Bulkhead<T> {
             }
         }
         self.dismiss_standbys(|_| true, out);
+        self.dismiss_spares(|_| true, out);
         self.spacing = Spacing::default();
         for slot in &mut self.slots {
             slot.history.proven();
             slot.resting = None;
         }
-        let slots = (0..self.slots.len() as u32).filter(|&slot| self.slots[slot as usize].state.is_wanted());
+        let slots = (0..self.slots.len() as u32).filter(|&slot| self.is_to_roll(slot));
         self.rolling = slots.map(|slot| (slot, RecycleReason::Reload)).collect();
         self.roll_on(now, out);
         self.follow_all_spent(now, out);
@@ -411,6 +438,7 @@ impl<T> Bulkhead<T> {
         }
         worker.phase = Phase::Killing(reason.clone());
         worker.kill_at = None;
+        self.is_reserve_concerned = true;
         let (id, pid) = (worker.id, worker.pid);
         self.worker_timers.clear(place);
         self.refresh(place);
@@ -501,6 +529,11 @@ impl<T> Bulkhead<T> {
             return;
         }
         let slot = worker.slot;
+        if worker.is_ready_spare() {
+            // The next one is as fresh, and nothing waits for it.
+            self.kill(place, KillReason::Unwanted, out);
+            return;
+        }
         self.recycle(now, slot, RecycleReason::Age, out);
         // Not asked again before this attempt has ended one way or the other. If none could be made, the
         // worker before this one is about to go. Other reasons do not wait for that: it was no failure.
@@ -552,7 +585,7 @@ impl<T> Bulkhead<T> {
         let jobs = std::mem::take(&mut worker.jobs);
         let unbegun = worker.unbegun;
         let last_words = worker.last_words.take();
-        let (slot, was_ready) = (worker.slot, worker.ready_at.is_some());
+        let (slot, owes, was_ready) = (worker.slot, worker.owes, worker.ready_at.is_some());
         let is_current = worker.role == Role::Current;
         let is_mute = killed.is_none() && matches!(worker.phase, Phase::Handshaking { .. });
         let is_proven = worker.served > 0 && now.since(worker.ready_at.unwrap_or(now)) >= PROVEN_AFTER;
@@ -584,9 +617,11 @@ impl<T> Bulkhead<T> {
             };
         }
         if is_proven {
-            self.slots[slot as usize].history.proven();
+            self.slots[owes as usize].history.proven();
         }
-        self.slots[slot as usize].last_exit = Some(sentence.clone());
+        for slot in [slot, owes] {
+            self.slots[slot as usize].last_exit = Some(sentence.clone());
+        }
         if is_current {
             let end = RestartCause::of_end(death, killed.as_ref());
             let end = if is_clean && is_spent { RestartCause::Jobs } else { end };
@@ -611,6 +646,7 @@ impl<T> Bulkhead<T> {
         if let Some(worker) = self.worker_mut(id) {
             worker.phase = Phase::Dead(End { is_unfit, is_clean, is_in_vain, is_unwanted, is_spent });
             (worker.wanted, worker.overdue, worker.kill_at) = (0, 0, None);
+            self.is_reserve_concerned = true;
             self.refresh(id.place);
             self.arm(id.place);
         }
@@ -625,6 +661,7 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.strike_out(place) else { return };
         self.worker_timers.clear(place);
         self.free_places.push(place);
+        self.is_reserve_concerned = true;
         let (slot, is_unwanted) = (worker.slot, end.is_unwanted);
         if end.is_unfit && !is_unwanted {
             self.slots[slot as usize].has_settled = true;
@@ -642,7 +679,7 @@ impl<T> Bulkhead<T> {
                 self.set_slot(slot, SlotState::Empty);
                 self.spawn(now, slot, Role::Current, out);
             }
-            Role::Current => self.refill(now, slot, end, out),
+            Role::Current => self.refill(now, slot, worker.owes, end, out),
         }
     }
 
@@ -672,7 +709,7 @@ impl<T> Bulkhead<T> {
     }
 
     /// Its worker is gone.
-    fn refill(&mut self, now: Time, slot: u32, end: End, out: &mut Vec<Action<T>>) {
+    fn refill(&mut self, now: Time, slot: u32, owes: u32, end: End, out: &mut Vec<Action<T>>) {
         if matches!(self.mode, Mode::Stopping { .. }) {
             self.set_slot(slot, SlotState::Empty);
             return;
@@ -686,20 +723,13 @@ impl<T> Bulkhead<T> {
             self.arm(successor);
             return;
         }
-        let may_restart = match self.limits.restart.policy {
-            RestartPolicy::Always => true,
-            // One that was replaced in time would not have been asked either.
-            _ if end.is_clean && end.is_spent => true,
-            RestartPolicy::OnFailure => !end.is_clean,
-            RestartPolicy::Never => false,
-        };
-        if !may_restart {
+        if !self.may_restart(end) {
             self.stop_slot(now, slot, StopReason::Policy, None, out);
             return;
         }
         let next = if end.is_unfit {
             let random = self.draw();
-            self.slots[slot as usize].history.failed(now, &self.limits.restart, random)
+            self.slots[owes as usize].history.failed(now, &self.limits.restart, random)
         } else {
             Next::At(self.spacing.died(now, end.is_in_vain))
         };
@@ -724,7 +754,7 @@ impl<T> Bulkhead<T> {
     ) {
         self.slots[slot as usize].has_settled = true;
         self.set_slot(slot, SlotState::Stopped { probe_at });
-        if self.live_slots > 0 {
+        if self.live_slots > 0 || self.slots[slot as usize].is_reserve {
             return;
         }
         if reason == StopReason::Policy {

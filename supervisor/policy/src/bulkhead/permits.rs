@@ -37,10 +37,13 @@ impl<T> Bulkhead<T> {
             self.ready = if is_available { self.ready + 1 } else { self.ready - 1 };
         }
         let debt = if worker.role == Role::Retired && !worker.is_written_off { level } else { 0 };
-        let slot = worker.slot;
+        let (slot, owes) = (worker.slot, worker.owes);
         let before = std::mem::replace(&mut worker.debt, debt);
-        self.slots[slot as usize].debt = self.slots[slot as usize].debt + debt - before;
+        self.slots[owes as usize].debt = self.slots[owes as usize].debt + debt - before;
         self.count_in_use(slot);
+        if owes != slot {
+            self.count_in_use(owes);
+        }
         if self.limits.lookahead.is_zero() && self.ahead == 0 {
             return;
         }
@@ -65,8 +68,9 @@ impl<T> Bulkhead<T> {
         }
         self.ready -= u32::from(worker.counted);
         self.permits -= u64::from(worker.permits);
-        self.slots[worker.slot as usize].debt -= worker.debt;
+        self.slots[worker.owes as usize].debt -= worker.debt;
         self.count_in_use(worker.slot);
+        self.count_in_use(worker.owes);
         Some(worker)
     }
 
@@ -74,11 +78,14 @@ impl<T> Bulkhead<T> {
     pub(super) fn count_in_use(&mut self, slot: u32) {
         let entry = &self.slots[slot as usize];
         let (current, share) = match entry.state {
+            // What is there has no permits, and what it still runs is owed elsewhere.
+            _ if entry.is_reserve => (None, 0),
             SlotState::Occupied(place) => (self.workers[place as usize].as_ref(), self.limits.max_in_flight),
             SlotState::Closed => (None, 0),
             _ => (None, self.limits.max_in_flight),
         };
-        let level = current.map_or(0, |worker| worker.jobs.len() as u32);
+        let level =
+            current.map_or(0, |worker| if worker.is_written_off { 0 } else { worker.jobs.len() as u32 });
         let (taken, permits, debt) = match current.filter(|worker| worker.is_available()) {
             // A job that runs alone takes all of them.
             Some(worker) if worker.apart != Apart::No => {

@@ -27,6 +27,11 @@ impl<T> Bulkhead<T> {
         out.push(Action::Note(Note::WorkerRecycled { pid, reason: RecycleReason::Jobs }));
         match self.standby(slot) {
             Some(standby) => self.succeed(now, slot, standby, RecycleReason::Jobs, out),
+            None if self.slots[slot as usize].successor.is_none()
+                && let Some(spare) = self.ready_spare() =>
+            {
+                self.take_over(now, slot, spare, Some(RecycleReason::Jobs), out);
+            }
             None => {
                 // What its timer waits for depends on whether one follows now.
                 self.follow(now, slot, out);
@@ -46,7 +51,8 @@ impl<T> Bulkhead<T> {
     fn follow(&mut self, now: Time, slot: u32, out: &mut Vec<Action<T>>) {
         let entry = &self.slots[slot as usize];
         let SlotState::Occupied(place) = entry.state else { return };
-        let has_room = entry.successor.is_none() && entry.retired == 0;
+        // Where there is a reserve, the next spare follows.
+        let has_room = entry.successor.is_none() && entry.retired == 0 && !self.has_reserve();
         let is_due = |worker: &Worker| now >= worker.succession_after;
         if has_room && self.workers[place as usize].as_ref().is_some_and(is_due) {
             self.spawn(now, slot, Role::Successor(RecycleReason::Jobs), out);
@@ -73,7 +79,8 @@ impl<T> Bulkhead<T> {
     /// When the next attempt to have a spent worker followed is made, or one that waits for its turn is looked at.
     pub(super) fn follower_due(&self, worker: &Worker) -> Option<Time> {
         let slot = &self.slots[worker.slot as usize];
-        let has_room = slot.successor.is_none() && slot.retired == 0 && !self.is_stopping();
+        let may_follow = !self.is_stopping() && !self.has_reserve();
+        let has_room = slot.successor.is_none() && slot.retired == 0 && may_follow;
         let is_standby = worker.phase == Phase::Ready && matches!(worker.role, Role::Successor(_));
         (is_standby || is_leaving_spent(worker) && has_room).then_some(worker.succession_after)
     }

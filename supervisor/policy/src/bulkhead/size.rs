@@ -85,6 +85,7 @@ impl<T> Bulkhead<T> {
             self.start_stopped(now, out);
         }
         self.replace_unresizable(now, out);
+        self.is_reserve_concerned = true;
         if before.recycle.jobs != self.limits.recycle.jobs {
             self.recount_jobs_left(now, out);
             self.dismiss_standbys(|_| true, out);
@@ -133,10 +134,11 @@ impl<T> Bulkhead<T> {
     fn replace_unresizable(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         let most = self.limits.max_in_flight;
         self.dismiss_standbys(|worker| worker.promised < most, out);
+        self.dismiss_spares(|worker| worker.promised < most, out);
         for worker in self.workers.iter_mut().flatten() {
             // One that is spent is followed as it is.
-            let is_behind = worker.role == Role::Current && worker.promised < most && !worker.is_spent;
-            if !is_behind {
+            let is_at_work = worker.role == Role::Current && !worker.is_spare && !worker.is_spent;
+            if !is_at_work || worker.promised >= most {
                 continue;
             }
             worker.succession_after = now;
@@ -149,17 +151,28 @@ impl<T> Bulkhead<T> {
 
     /// Opens and closes slots until there are as many as are wanted.
     fn fit_slots(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let wanted = self.slots_wanted();
+        let (wanted, in_all) = (self.slots_wanted(), self.slots_wanted() + self.spares_wanted());
         if matches!(self.mode, Mode::Stopping { .. }) {
             return;
         }
-        while self.slots.len() < wanted {
+        while self.slots.len() < in_all {
             self.slots.push(super::Slot { state: SlotState::Closed, ..super::Slot::default() });
         }
         for slot in 0..self.slots.len() as u32 {
-            let is_closed = matches!(self.slots[slot as usize].state, SlotState::Closed);
-            match ((slot as usize) < wanted, is_closed) {
-                (true, true) => self.open_slot(now, slot, out),
+            let entry = &self.slots[slot as usize];
+            let is_closed = matches!(entry.state, SlotState::Closed);
+            let (is_wanted, is_to_be_reserve) = ((slot as usize) < in_all, slot as usize >= wanted);
+            match (is_wanted, is_closed) {
+                (true, true) => {
+                    self.slots[slot as usize].is_reserve = is_to_be_reserve;
+                    self.open_slot(now, slot, out);
+                }
+                (true, false) if entry.is_reserve && !is_to_be_reserve => self.take_from_reserve(slot),
+                (true, false) if !entry.is_reserve && is_to_be_reserve => {
+                    self.clear_slot(now, slot, SlotState::Closed, out);
+                    self.slots[slot as usize].is_reserve = true;
+                    self.open_slot(now, slot, out);
+                }
                 (false, false) => self.clear_slot(now, slot, SlotState::Closed, out),
                 (true, false) | (false, true) => {}
             }

@@ -11,7 +11,7 @@ use crate::jobs::Place;
 use crate::messages::{KillReason, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Apart, Phase, Role, SlotState};
+use crate::workers::{Apart, Phase, Role, SlotState, Worker};
 
 // Codes begin at 1 and leave no gap.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -121,6 +121,8 @@ pub struct WorkerView {
     pub is_current: bool,
     /// Whether it takes no jobs but one that is to be alone.
     pub is_apart: bool,
+    /// Whether it is ready to take over a slot, or will be.
+    pub is_spare: bool,
 }
 
 /// One worker in brief.
@@ -131,8 +133,10 @@ pub struct StaffView {
     pub pid: Option<u32>,
     /// One of [`crate::WORKER_STATES`].
     pub state: &'static str,
-    /// Whether it fills its slot; otherwise it is coming or going.
+    /// Whether it fills its slot; otherwise it is coming or going, or is a spare.
     pub is_current: bool,
+    /// Whether it is ready to take over a slot.
+    pub is_ready_spare: bool,
 }
 
 /// A worker whose process is gone, as long as its bulkhead has not been told.
@@ -292,8 +296,11 @@ impl<T> Bulkhead<T> {
 
     /// Whether the first start of every slot has ended, well or not.
     pub fn has_settled(&self) -> bool {
-        self.activity == Activity::Resting
-            || self.slots.iter().filter(|slot| slot.state.is_wanted()).all(|slot| slot.has_settled)
+        self.activity == Activity::Resting || self.slots_at_work().all(|slot| slot.has_settled)
+    }
+
+    fn slots_at_work(&self) -> impl Iterator<Item = &crate::workers::Slot> {
+        self.slots.iter().filter(|slot| slot.state.is_wanted() && !slot.is_reserve)
     }
 
     /// What went wrong last with its workers, for people; empty if nothing did.
@@ -306,10 +313,9 @@ impl<T> Bulkhead<T> {
         if self.mode != Mode::Open {
             return BulkheadState::Draining;
         }
-        let slots = self.slots.iter().filter(|slot| slot.state.is_wanted()).count() as u32;
+        let slots = self.slots_at_work().count() as u32;
         let ready_slots = self
-            .slots
-            .iter()
+            .slots_at_work()
             .filter(|slot| match slot.state {
                 SlotState::Occupied(place) => {
                     self.workers[place as usize].as_ref().is_some_and(|w| w.counted || w.is_spent)
@@ -343,6 +349,11 @@ impl<T> Bulkhead<T> {
         Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, begun, jobs })
     }
 
+    /// Whether a worker waits to take over a slot.
+    pub fn is_spare(&self, worker: WorkerId) -> bool {
+        self.worker(worker).is_some_and(Worker::is_ready_spare)
+    }
+
     /// The jobs that a worker has.
     pub fn jobs_of(&self, worker: WorkerId) -> Vec<JobId> {
         let jobs = self.worker(worker).map(|worker| &worker.jobs);
@@ -371,7 +382,8 @@ impl<T> Bulkhead<T> {
             slot: worker.slot,
             pid: worker.living_pid(),
             state: worker.state_name(),
-            is_current: worker.role == Role::Current,
+            is_current: worker.role == Role::Current && !worker.is_spare,
+            is_ready_spare: worker.is_ready_spare(),
         })
     }
 
@@ -395,6 +407,7 @@ impl<T> Bulkhead<T> {
                     last_exit: slot.last_exit.clone(),
                     is_current: worker.role == Role::Current,
                     is_apart: worker.apart != Apart::No,
+                    is_spare: worker.is_kept_spare(),
                 }
             })
             .collect();

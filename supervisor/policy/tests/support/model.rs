@@ -8,6 +8,7 @@ mod events;
 mod recovery;
 mod recycle;
 mod slots;
+mod spares;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -102,6 +103,8 @@ struct Job {
 struct Worker {
     id: WorkerId,
     slot: u32,
+    /// The last slot that it filled.
+    owes: u32,
     phase: Phase,
     spawned_at: Time,
     ready_at: Option<Time>,
@@ -240,7 +243,8 @@ struct Submitted {
 
 impl Model {
     pub(crate) fn new(limits: Limits) -> Self {
-        let slots = (0..limits.processes).map(|_| Slot::default()).collect();
+        let in_all = limits.processes + limits.start.spares;
+        let slots = (0..in_all).map(|slot| Slot::new(slot >= limits.processes)).collect();
         Self {
             max_queue_ever: limits.max_queue,
             permits_ever: limits.processes * limits.max_in_flight,
@@ -324,6 +328,7 @@ impl Model {
         assert!(step.to_limit.is_empty(), "not told of the limit: {:?}", step.to_limit);
         assert!(step.to_quarantine.is_empty(), "quarantined and not told: {:?}", step.to_quarantine);
         self.check_suspects();
+        self.check_spares();
         let has_room = self.least_loaded().is_some();
         assert!(self.next_ones().is_empty() || !has_room, "a job waits though a worker could take it");
         assert!(self.queue.is_empty() || self.live_slots() > 0, "a job waits for no one");
@@ -426,7 +431,8 @@ impl Model {
 
     fn is_available(&self, worker: &Worker) -> bool {
         let is_ready = worker.phase == Phase::Ready && worker.lives_on();
-        is_ready && !self.is_stuck(worker) && self.is_current(worker)
+        let is_at_work = self.is_current(worker) && !self.slots[worker.slot as usize].is_reserve;
+        is_ready && !self.is_stuck(worker) && is_at_work
     }
 
     /// Which worker is to have the next job.
@@ -467,9 +473,9 @@ impl Model {
     /// What the workers of a slot have taken of the limit. The one that takes jobs answers for those that it
     /// replaced; without one the slot's own permits do. A job that runs alone takes all of its worker's.
     fn taken(&self, slot: usize) -> usize {
-        let of_slot = || self.workers.values().filter(|w| w.slot as usize == slot && !w.is_written_off);
+        let of_slot = || self.workers.values().filter(|w| w.owes as usize == slot && !w.is_written_off);
         let running: usize = of_slot().map(|w| w.jobs.len()).sum();
-        let is_closed = self.slots[slot].state == SlotState::Closed;
+        let is_closed = self.slots[slot].state == SlotState::Closed || self.slots[slot].is_reserve;
         let own = if is_closed { 0 } else { self.limits.max_in_flight as usize };
         let Some(worker) = of_slot().find(|w| self.is_available(w)) else {
             return running.saturating_sub(own);

@@ -42,7 +42,11 @@ fn any_limits(random: &mut Random) -> Limits {
         lookahead: Duration::from_millis(random.pick(&[0, 5, 50, 200, 400])),
         grace: if random.percent(20) { Duration::ZERO } else { random.millis(0, 300) },
         restart: restart(random),
-        start: Start { handshake: random.millis(20, 2000), ready: random.millis(20, 2000) },
+        start: Start {
+            handshake: random.millis(20, 2000),
+            ready: random.millis(20, 2000),
+            spares: random.pick(&[0, 0, 0, 0, 1, 3]),
+        },
         health: health(random),
         recycle: recycle(random),
         critical_reserve: random.pick(&[0.0, 0.0, 0.2, 0.5, 0.9]),

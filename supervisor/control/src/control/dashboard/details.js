@@ -177,7 +177,7 @@ function workerRow(worker) {
   const pid = worker.pid == null ? '–' : String(worker.pid);
   return [
     worker.tenant ? `${pid} (${worker.tenant})` : pid,
-    { text: word(worker.state), state: worker.state, title: worker.status ?? '' },
+    { text: word(worker.spare && worker.state === 'ready' ? 'spare' : worker.state), state: worker.state, title: worker.status ?? '' },
     duration(worker.uptime_ms),
     count(worker.in_flight),
     count(worker.served),

@@ -83,6 +83,8 @@ families! {
         "1 for how well it serves (ok, degraded, failing: by how the jobs of the last minute ended), 0 for the others.";
     Gauge "bulkhead_workers" ["bulkhead", "state"] Of super::write_workers,
         "Worker processes by what they are doing.";
+    Gauge "bulkhead_spares" ["bulkhead"] Each |of| of.workers.iter().filter(|worker| worker.is_ready_spare).count() as u64,
+        "Spares that are ready to take over; bulkhead_workers counts them as well.";
     Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] All super::write_memory,
         "Resident memory of the worker in a slot; 0 if there is none.";
     Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Of super::write_memory_limit,

@@ -20,6 +20,7 @@ impl Worker {
         Self {
             id,
             slot,
+            owes: slot,
             phase: Phase::Spawned,
             spawned_at: now,
             ready_at: None,
@@ -149,7 +150,9 @@ impl Model {
             KillReason::Unwanted => {
                 let has_not_begun = matches!(worker.phase, Phase::Spawned | Phase::Initializing { .. });
                 let is_unwanted = self.step.is_replaced || !self.is_wanted(worker);
-                has_not_begun && (self.is_stopping() || is_unwanted) || self.is_dismissed(worker)
+                has_not_begun && (self.is_stopping() || is_unwanted)
+                    || self.is_dismissed(worker)
+                    || self.is_stale_spare(worker)
             }
             KillReason::KeeperDied => false,
         }
@@ -357,6 +360,7 @@ impl Model {
                     "slot {slot} lost its worker to one that does not start"
                 );
             }
+            Note::SpareTookOver { worker, slot, .. } => self.spare_took_over(*worker, *slot),
             Note::JobRetried { job, attempts, .. } => self.retried(*job, *attempts),
             Note::JobQuarantined { digest, .. } => {
                 let at = self.step.to_quarantine.iter().position(|d| d == digest);

@@ -233,7 +233,8 @@ impl Model {
 
     /// When there may be a worker at the earliest: now, if there is one in whatever state.
     fn next_start(&self) -> Option<Time> {
-        let starts = self.slots.iter().filter_map(|slot| match slot.state {
+        let at_work = self.slots.iter().filter(|slot| !slot.is_reserve);
+        let starts = at_work.filter_map(|slot| match slot.state {
             SlotState::Held { .. } | SlotState::Awaiting => Some(self.now),
             SlotState::Waiting { until } => Some(until),
             _ => None,

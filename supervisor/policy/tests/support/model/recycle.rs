@@ -122,7 +122,9 @@ impl Model {
     pub(super) fn is_dismissed(&self, worker: &Worker) -> bool {
         let is_behind = self.step.is_resized && worker.promised < self.limits.max_in_flight;
         let is_unwanted = self.step.is_restarted || self.step.is_recounted || is_behind;
-        self.is_standby(worker) && is_unwanted && !self.is_stopping()
+        let is_dismissed_spare =
+            self.is_ready_spare(worker) && (self.step.is_restarted || is_behind) && !self.is_stopping();
+        self.is_standby(worker) && is_unwanted && !self.is_stopping() || is_dismissed_spare
     }
 
     /// Whether it has begun its last job, and nothing follows it though it could.
@@ -131,6 +133,7 @@ impl Model {
         let others = self.workers.values().filter(|other| other.slot == worker.slot).count() - 1;
         let may_be = self.is_current(worker) && !self.is_stopping() && worker.no_successor_before <= self.now;
         // Of one that is silent it is known first why.
-        worker.is_spent && is_leaving && others == 0 && may_be && !self.is_silent(worker)
+        let has_reserve = self.limits.start.spares > 0;
+        worker.is_spent && is_leaving && others == 0 && may_be && !has_reserve && !self.is_silent(worker)
     }
 }

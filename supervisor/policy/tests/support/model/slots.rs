@@ -22,6 +22,8 @@ const SUCCESSION_PAUSE_MIN: Duration = Duration::from_secs(1);
 #[derive(Default)]
 pub(super) struct Slot {
     pub(super) state: SlotState,
+    /// Whether its worker is a spare.
+    pub(super) is_reserve: bool,
     failures: Vec<Time>,
     streak: u32,
     is_probing: bool,
@@ -71,15 +73,19 @@ impl Slot {
         }
     }
 
+    pub(super) fn new(is_reserve: bool) -> Self {
+        Self { is_reserve, ..Self::default() }
+    }
+
     fn forget(&mut self) {
-        *self = Self { state: self.state, ..Self::default() };
+        *self = Self { state: self.state, ..Self::new(self.is_reserve) };
     }
 }
 
 impl Model {
     /// How many slots have a worker, or will have one in the ordinary way.
     pub(super) fn live_slots(&self) -> usize {
-        self.slots.iter().filter(|slot| slot.is_live()).count()
+        self.slots.iter().filter(|slot| slot.is_live() && !slot.is_reserve).count()
     }
 
     pub(super) fn spawn(&mut self, id: WorkerId, slot: u32, again: Option<RestartCause>) {
@@ -97,12 +103,15 @@ impl Model {
                 self.coverage.see("probe");
                 None
             }
+            // A rolling restart that waited for a spare comes to a slot whose worker is gone meanwhile.
+            SlotState::Vacated(_) if self.limits.start.spares > 0 && self.rolling.remove(&slot) => None,
             SlotState::Vacated(_) => panic!("slot {slot} is to have no worker: {state:?}"),
             _ if self.step.cause == Cause::Reset => None,
             _ if self.rolling.remove(&slot) => None,
             _ => panic!("slot {slot} gets a worker against the rules: {state:?}"),
         };
         if let Some(current) = successor_to {
+            self.check_no_spare_comes(slot);
             self.check_succession(slot, current, again);
         }
         self.slots[slot as usize].state = match successor_to {
@@ -141,7 +150,7 @@ impl Model {
         worker.dead = Some(dead);
         worker.jobs.clear();
         let is_proven = worker.ready_at.is_some_and(|at| now.since(at) >= PROVEN_AFTER);
-        let (slot, served) = (worker.slot as usize, worker.served);
+        let (slot, served) = (worker.owes as usize, worker.served);
         if is_proven && served > 0 {
             self.coverage.see("proven");
             self.slots[slot].forget();
@@ -191,7 +200,7 @@ impl Model {
                 None => SlotState::Vacated(match self.limits.restart.policy {
                     RestartPolicy::Never if !(is_clean && worker.is_spent) => Next::Never,
                     RestartPolicy::OnFailure if is_clean && !worker.is_spent => Next::Never,
-                    _ if is_unfit => self.next(slot),
+                    _ if is_unfit => self.next(worker.owes as usize),
                     _ => self.next_fit(is_in_vain),
                 }),
             };
@@ -201,7 +210,7 @@ impl Model {
 
     fn owe_if_none_is_left(&mut self, slot: usize) {
         let has_ended = matches!(self.slots[slot].state, SlotState::Vacated(Next::Failed | Next::Never));
-        if has_ended && self.live_slots() == 0 {
+        if has_ended && self.live_slots() == 0 && !self.slots[slot].is_reserve {
             self.owe_the_queue(RejectReason::Unavailable);
         }
     }
@@ -295,11 +304,17 @@ impl Model {
 
     /// As many slots as are wanted, whatever there were.
     pub(super) fn fit_slots(&mut self) {
-        let wanted = self.limits.processes as usize;
+        let at_work = self.limits.processes as usize;
+        let wanted = at_work + self.limits.start.spares as usize;
         while self.slots.len() < wanted {
             self.slots.push(Slot { state: SlotState::Closed, ..Slot::default() });
         }
         for slot in 0..self.slots.len() {
+            let was_reserve = self.slots[slot].is_reserve;
+            self.slots[slot].is_reserve = slot >= at_work;
+            if slot < wanted && slot >= at_work && !was_reserve {
+                self.slots[slot].state = SlotState::Closed;
+            }
             match (slot < wanted, self.slots[slot].state) {
                 (true, SlotState::Closed) => self.open(slot),
                 (false, SlotState::Closed) => {}

@@ -1,0 +1,120 @@
+//! Spares: who waits in the reserve, and whose slot one of them may take.
+
+use bulkhead_policy::{KillReason, RestartPolicy, WorkerId};
+
+use super::slots::SlotState;
+use super::{Cause, Model, Phase, Worker};
+
+impl Model {
+    pub(super) fn is_ready_spare(&self, worker: &Worker) -> bool {
+        let is_in_reserve = self.slots[worker.slot as usize].is_reserve;
+        is_in_reserve && self.is_current(worker) && worker.phase == Phase::Ready && worker.lives_on()
+    }
+
+    /// Whether it could take over at this moment. One that is silent may hang.
+    fn can_take_over(&self, worker: &Worker) -> bool {
+        let others = self.workers.values().filter(|other| other.slot == worker.slot).count() - 1;
+        self.is_ready_spare(worker) && others == 0 && worker.watched_at.is_none()
+    }
+
+    /// Whether it has waited for longer than a worker may live.
+    pub(super) fn is_stale_spare(&self, worker: &Worker) -> bool {
+        let is_old = self.limits.recycle.age.is_some_and(|age| worker.spawned_at + age <= self.now);
+        self.is_ready_spare(worker) && is_old && self.step.cause == Cause::Tick && !self.is_silent(worker)
+    }
+
+    /// A spare took a slot, and what had the slot went to the reserve.
+    pub(super) fn spare_took_over(&mut self, id: WorkerId, slot: u32) {
+        let spare = self.live(id).expect("only what lives takes over");
+        assert!(self.can_take_over(spare), "{id:?} is no spare that is ready");
+        assert!(!self.slots[slot as usize].is_reserve, "{id:?} takes over from a spare");
+        assert!(!self.is_stopping(), "{id:?} takes over while all are being stopped");
+        let reserve = spare.slot;
+        let before = self.slots[slot as usize].state;
+        if self.is_unmanned(slot) {
+            self.coverage.see("spare took over");
+        } else {
+            let SlotState::Held { current, successor: None } = before else {
+                panic!("slot {slot} was not to have a spare: {before:?}")
+            };
+            let worker = &self.workers[&current];
+            assert!(worker.phase == Phase::Ready && worker.lives_on(), "it is on its way out already");
+            self.coverage.see("spare instead of a successor");
+            if !worker.is_spent {
+                self.check_turn(slot, current);
+            }
+        }
+        self.slots[slot as usize].state = SlotState::Held { current: id.place, successor: None };
+        let now = self.now;
+        let spare = self.live_mut(id).expect("it is live");
+        (spare.slot, spare.owes, spare.no_successor_before) = (slot, slot, now);
+        self.slots[reserve as usize].state = match before {
+            SlotState::Held { current, .. } => self.put_away(current, reserve),
+            state => state,
+        };
+    }
+
+    fn put_away(&mut self, place: u32, reserve: u32) -> SlotState {
+        let worker = self.workers.get_mut(&place).expect("it had the slot");
+        worker.slot = reserve;
+        let stays = SlotState::Held { current: place, successor: None };
+        if worker.killed.is_some() || worker.dead.is_some() {
+            self.coverage.see("spare for one that was killed or is dead");
+            worker.is_written_off = true;
+            return stays;
+        }
+        match worker.phase {
+            Phase::Spawned | Phase::Initializing { .. } => {
+                self.coverage.see("spare for one that starts");
+                worker.owes = reserve;
+                stays
+            }
+            Phase::Ready | Phase::Draining { .. } => SlotState::Awaiting,
+        }
+    }
+
+    /// Whether a slot is to have a worker and none is at work there.
+    fn is_unmanned(&self, slot: u32) -> bool {
+        let state = self.slots[slot as usize].state;
+        let current = match state {
+            SlotState::Held { current, successor: None } => &self.workers[&current],
+            SlotState::Waiting { .. } | SlotState::Stopped { probe_at: Some(_) } => return true,
+            // It was to wait, and the spare spares it that.
+            SlotState::Vacated(next) => return !matches!(next, super::slots::Next::Never),
+            _ => return false,
+        };
+        let policy = self.limits.restart.policy;
+        if let Some(dead) = current.dead {
+            let is_asked = policy == RestartPolicy::Always
+                || dead.is_clean && current.is_spent
+                || policy == RestartPolicy::OnFailure && !dead.is_clean;
+            return is_asked || current.killed == Some(KillReason::Unwanted);
+        }
+        match (&current.killed, current.phase) {
+            (Some(KillReason::Unwanted), _) => true,
+            (Some(_), _) => policy != RestartPolicy::Never,
+            (None, Phase::Spawned | Phase::Initializing { .. }) => true,
+            (None, Phase::Ready) => false,
+            (None, Phase::Draining { .. }) => current.is_spent || policy == RestartPolicy::Always,
+        }
+    }
+
+    /// There are no more workers than slots and places in the reserve, unless what is there does not start.
+    pub(super) fn check_no_spare_comes(&self, slot: u32) {
+        let is_coming = |state| matches!(state, SlotState::Held { .. } | SlotState::Awaiting);
+        let comes = self.slots.iter().any(|slot| slot.is_reserve && is_coming(slot.state));
+        assert!(!comes, "slot {slot} gets a successor, and there are spares");
+    }
+
+    /// No spare waits beside a slot without a worker at work.
+    pub(super) fn check_spares(&self) {
+        if self.is_stopping() {
+            return;
+        }
+        let spare = self.workers.values().find(|worker| self.can_take_over(worker));
+        for slot in 0..self.slots.len() as u32 {
+            let is_unmanned = !self.slots[slot as usize].is_reserve && self.is_unmanned(slot);
+            assert!(spare.is_none() || !is_unmanned, "slot {slot} waits beside a spare");
+        }
+    }
+}
