@@ -86,6 +86,9 @@ impl Model {
         entry.worker = Some(id.place);
         entry.since = now;
         entry.is_overdue = entry.is_overdue && entry.hard_deadline_at <= now;
+        if entry.is_answered {
+            self.step.to_cancel.insert((id, job));
+        }
         self.coverage.see("begun ahead");
         self.begin(id);
     }
@@ -98,7 +101,7 @@ impl Model {
         if let Some(at) = worker.ahead.iter().position(|&ahead| ahead == job) {
             self.coverage.see("returned");
             self.live_mut(id).expect("it is live").ahead.remove(at);
-            self.settle_returned(job);
+            self.settle_returned(job, false);
         } else if let Some(at) = worker.jobs.iter().position(|&running| running == job)
             && !self.jobs[&job].is_oversized
         {
@@ -115,18 +118,19 @@ impl Model {
             let entry = self.jobs.get_mut(&job).expect("it is known");
             entry.attempts -= 1;
             entry.worker = None;
-            self.settle_returned(job);
+            let is_late = entry.run_limits[0].is_some_and(|limit| entry.since + limit <= now);
+            self.settle_returned(job, is_late);
             self.begin_ahead(id);
         } else {
             self.counters.late_replies += 1;
         }
     }
 
-    fn settle_returned(&mut self, id: JobId) {
+    fn settle_returned(&mut self, id: JobId, has_run_out: bool) {
         let job = self.jobs.get_mut(&id).expect("it is known");
         let leaves = std::mem::take(&mut job.ahead).leaves;
         job.is_overdue = false;
-        let is_late = job.deadline_at <= self.now;
+        let is_late = has_run_out || job.deadline_at <= self.now;
         if job.is_answered {
             self.jobs.remove(&id);
             return;
@@ -151,7 +155,7 @@ impl Model {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.ahead).into_iter().rev() {
             self.coverage.see("ahead of one that died");
-            self.settle_returned(job);
+            self.settle_returned(job, false);
         }
     }
 
