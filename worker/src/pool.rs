@@ -85,6 +85,14 @@ struct Pending {
     payload: Vec<u8>,
 }
 
+/// A job for a handler thread.
+struct Next {
+    job: Pending,
+    pace: Pace,
+    /// Whether jobs before it were given back, which is not sent yet.
+    gave_back: bool,
+}
+
 /// How long handlers take, by experience.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pace {
@@ -315,7 +323,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
-            let Some((job, pace)) = self.next_job(done.take(), tenure, now) else {
+            let Some(Next { job, pace, gave_back }) = self.next_job(done.take(), tenure, now) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
@@ -328,6 +336,9 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
+            if gave_back {
+                unwritten_since.get_or_insert(now);
+            }
             // An answer is not to wait for a slow handler, nor for many quick ones.
             let is_late = unwritten_since.is_some_and(|since| began - since > BATCH);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
@@ -351,7 +362,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         done: Option<u64>,
         tenure: Tenure,
         now: Instant,
-    ) -> Option<(Pending, Pace)> {
+    ) -> Option<Next> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);
@@ -360,10 +371,12 @@ impl<S: Send + Sync + 'static> Pool<S> {
             return None;
         }
         let mut job = state.pending.pop_front()?;
+        let mut gave_back = false;
         while self.journal_begun.is_some() && job.order.deadline <= now {
             // Its client has been told, or is about to be.
             state.live.remove(&job.order.number);
             self.writer.push(kind::RETURNED, job.order.number, &Empty, Payload::NONE);
+            gave_back = true;
             job = state.pending.pop_front()?;
         }
         state.begun += 1;
@@ -379,7 +392,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             state.pace = Pace::Quick { watched: Some(state.begun) };
             self.set_watchdog(WATCH);
         }
-        Some((job, pace))
+        Some(Next { job, pace, gave_back })
     }
 
     fn is_worth_help(&self, state: &State) -> bool {
@@ -616,23 +629,20 @@ impl<S: Send + Sync + 'static> Pool<S> {
             if state.has_surplus() && state.idle > 0 {
                 self.call_idle(&mut state);
             }
-            let returned = std::mem::take(&mut state.returned);
+            // Said before a handler can begin, and answer, what came behind them.
+            let gives_back = !state.returned.is_empty();
+            for number in state.returned.drain(..) {
+                self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
+            }
             drop(state);
-            self.give_back(&returned);
+            if gives_back {
+                self.writer.flush();
+            }
             match received {
                 Received::More => {}
                 Received::Drained => return,
                 Received::Closed => end_at_once(),
             }
-        }
-    }
-
-    fn give_back(&self, jobs: &[u64]) {
-        for &number in jobs {
-            self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
-        }
-        if !jobs.is_empty() {
-            self.writer.flush();
         }
     }
 

@@ -121,7 +121,7 @@ impl Stage {
     }
 }
 
-/// The numbers of the jobs that are answered, read as they come.
+/// The numbers of the jobs that are answered or given back, read as they come.
 fn listen(link: &UnixStream) -> Receiver<u64> {
     let link = link.try_clone().unwrap();
     let (tell, answered) = channel();
@@ -131,7 +131,7 @@ fn listen(link: &UnixStream) -> Receiver<u64> {
             poll(&mut [PollFd::new(&link, PollFlags::IN)], None).unwrap();
             let (_, mut batch) = inbox.receive(&link, &mut scratch).unwrap();
             while let Some(Item::Frame { header, .. }) = batch.next().unwrap() {
-                if header.kind == kind::RESULT {
+                if matches!(header.kind, kind::RESULT | kind::RETURNED) {
                     // The test may have seen enough.
                     let _ = tell.send(header.number);
                 }
@@ -328,4 +328,23 @@ fn jobs_are_all_run_once_whatever_the_limits_do() {
     stage.wait_for("every call is answered", |state| !state.is_searching);
     let state = lock(&stage.pool.state);
     assert_eq!((state.begun, state.pending.len()), (given, 0));
+}
+
+#[test]
+fn jobs_are_given_back_before_what_came_behind_them_is_answered() {
+    const RECALLED: std::ops::Range<u64> = 2..20_000;
+    let stage = Stage::new(1);
+    stage.give([1].into_iter().chain(RECALLED).chain([QUICK]));
+    assert_eq!(stage.next_begun(1), [1]);
+    stage.wait_for("all jobs are there", |state| state.arrived == RECALLED.end);
+    stage.send(|outbox| {
+        for number in RECALLED {
+            outbox.push(kind::RECALL, number, &Empty, &[], Payload::NONE).unwrap();
+        }
+        outbox.push(kind::CANCEL_JOB, 1, &Empty, &[], Payload::NONE).unwrap();
+    });
+    let told: Vec<u64> = stage.answered.iter().take(RECALLED.end as usize).collect();
+    let mut left = told.iter().copied().filter(|number| *number != 1);
+    assert!(left.by_ref().take_while(|number| *number != QUICK).eq(RECALLED));
+    assert_eq!(left.count(), 0);
 }
