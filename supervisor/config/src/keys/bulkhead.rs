@@ -56,7 +56,7 @@ section! {
     grace: Duration as at_least(ANY), default Duration::from_millis(100);
     /// How much work may be sent ahead of a worker that is busy, by how long its jobs take, so that it need not be waited
     /// for between two jobs. Of workers with the SDK; `"0s"` is off.
-    lookahead: Duration as at_least(ANY), default Duration::ZERO;
+    lookahead: Duration as at_least(ANY), default Duration::from_millis(1);
     /// The largest payload of a job. At most the supervisor's.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";
     /// The largest result of a job; a larger one is `failed` as `result_too_large`. At most the supervisor's

@@ -44,7 +44,7 @@ fn what_is_left_out_has_the_documented_default() {
         deadline: ms(30_000),
         deadline_max: ms(30_000),
         grace: ms(100),
-        lookahead: Duration::ZERO,
+        lookahead: Duration::from_millis(1),
         max_payload: 64 << 20,
         max_result: 64 << 20,
         overflow: Overflow::Reject,
