@@ -357,12 +357,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// The next job after one that is done, and how long jobs take. A thread is on the way to those behind
     /// it, or looks after them.
-    fn next_job(
-        self: &Arc<Self>,
-        done: Option<u64>,
-        tenure: Tenure,
-        now: Instant,
-    ) -> Option<Next> {
+    fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure, now: Instant) -> Option<Next> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);

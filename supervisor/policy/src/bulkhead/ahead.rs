@@ -369,12 +369,13 @@ impl<T> Bulkhead<T> {
 }
 
 impl Worker {
-    /// Whether it has all jobs that it may have, and may have more ahead of them.
+    /// Whether it has all jobs that it may have, and may have more ahead of them: not if it has even more, since then
+    /// an answer lets none begin.
     fn takes_ahead(&self) -> bool {
         self.can_look_ahead
             && self.is_available()
             && self.apart == Apart::No
             && !self.jobs.is_empty()
-            && self.jobs.len() as u32 >= self.permits
+            && self.jobs.len() as u32 == self.permits
     }
 }
