@@ -6,7 +6,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
 
-use bulkhead_api::{Bulkheads, Event, LogLine, Problem, Snapshot, Worker};
+use bulkhead_api::{Adaptive, Bulkheads, Event, LogLine, Problem, Snapshot, Worker};
 use comfy_table::{ContentArrangement, Table, presets};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -164,6 +164,9 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
     let one = Snapshot::deserialize(&one).map_err(|error| nonsense(&error))?;
     output::line(&bulkhead_table(std::slice::from_ref(&one)))?;
     print_troubles(&troubles(&one))?;
+    if let Some(adaptive) = &one.adaptive {
+        output::line(&format!("\n{}", adaptive_line(adaptive)))?;
+    }
     output::line(&format!("\n{}", worker_table(&one.workers)))?;
     if let Some(uid) = shared_user(&one.workers) {
         output::line(&format!("\nuser: shared, the workers have the supervisor's own (uid {uid})"))?;
@@ -179,6 +182,16 @@ pub(crate) async fn status(args: &Args, name: Option<&str>, tenant: Option<&str>
 pub(crate) async fn print_as_is(args: &Args, path: &str) -> Result<u8, Failure> {
     output::line(&get::<Value>(args, path).await?.to_string())?;
     Ok(exit::OK)
+}
+
+/// The limit that follows how long jobs take, in a line.
+pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
+    let Adaptive { min, max, limit, target_ms, raised, lowered, .. } = adaptive;
+    let latency = adaptive.latency_ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms}ms"));
+    format!(
+        "adaptive  {} limit {limit} of {min}..{max}  p90 {latency} target {target_ms}ms  raised {raised}  lowered {lowered}",
+        shown(&adaptive.mode)
+    )
 }
 
 /// Why a bulkhead is not well, a line for each reason.

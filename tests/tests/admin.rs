@@ -770,7 +770,7 @@ fn a_bad_file_is_refused_with_all_its_errors() {
                   [bulkhead.one]\nexec = [\"no-such-program\"]\nprocesses = 0\nfallback = [\"nobody\"]\n\n\
                   [bulkhead.TWO]\ncommand = \"x\"\n\n\
                   [bulkhead.three]\ncommand = [\"sh\"]\nmax_in_flight = 0\nmax_queue = 5\n\
-                  adaptive = { min = 1 }\n";
+                  start = { mode = \"fork\" }\n";
     let folder = configured(config);
     let path = folder.path().join("workers.toml");
     for arguments in [&["--check"][..], &[]] {

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::events::{EVENTS_MAX, Event};
 use super::words::clean;
-use crate::admin::{get, known, millis, read, request, shown, worker_cells};
+use crate::admin::{adaptive_line, get, known, millis, read, request, shown, worker_cells};
 use crate::args::Args;
 use crate::output::Failure;
 use crate::worst::rank;
@@ -141,6 +141,7 @@ fn facts(snapshot: &Snapshot) -> Vec<String> {
     ];
     let rejected: Vec<String> =
         snapshot.rejected.iter().map(|(reason, count)| format!("{} {count}", clean(reason))).collect();
+    facts.extend(snapshot.adaptive.as_ref().map(|adaptive| clean(&adaptive_line(adaptive))));
     if !rejected.is_empty() {
         facts.push(format!("rejected  {}", rejected.join("  ")));
     }

@@ -175,6 +175,8 @@ events! {
     };
     /// Connections have waited to be accepted for a second or more, since more come than there is time for.
     ClientsDelayed = "clients_delayed" { for_ms: u64, accepted: u64 };
+    /// The limit that follows how long jobs take has moved; one in ten seconds is told.
+    LimitAdapted = "limit_adapted" { from: u32, to: u32, latency_ms: f64, target_ms: f64, min: u32, max: u32, mode: Text };
     /// An operator has put other numbers in force.
     LimitsChanged = "limits_changed" {}
         { max_in_flight: u32, processes: u32, max_queue: u32, rate_limit: Option<Rate>, tenant: String };

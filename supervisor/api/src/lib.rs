@@ -28,7 +28,9 @@ pub use events::{Event, Severity, What};
 pub use histogram::Histogram;
 pub use outcome::{JobOutcome, Problem};
 pub use reload::{BulkheadChange, ChangeKind, Changes, Reloaded};
-pub use snapshot::{Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker};
+pub use snapshot::{
+    Adaptive, Bulkheads, Confinement, Latencies, Percentiles, Rate, Snapshot, Tenant, Worker,
+};
 pub use word::{Service, Word};
 
 /// A text that the supervisor mostly has at hand, and that a reader owns.

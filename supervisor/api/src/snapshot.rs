@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_policy::{BreakerState, BulkheadState, RateLimit, RatePer};
+use bulkhead_policy::{AdaptiveMode, BreakerState, BulkheadState, RateLimit, RatePer};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -42,6 +42,9 @@ pub struct Snapshot {
     pub max_in_flight: u32,
     pub rate_limit: Option<Rate>,
     pub limit: u64,
+    /// The limit that follows how long jobs take, if there is one; where tenants are apart, of all of them together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub adaptive: Option<Adaptive>,
     pub in_flight: u64,
     pub available: u64,
     pub queued: u64,
@@ -75,6 +78,28 @@ impl Snapshot {
     pub fn rejections(&self) -> u64 {
         self.rejected.values().fold(0, |sum, count| sum.saturating_add(*count))
     }
+}
+
+/// A limit that follows how long jobs take.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Adaptive {
+    /// Whether it holds jobs back.
+    pub mode: Word<AdaptiveMode>,
+    /// As in the file; of each tenant, where tenants are apart.
+    pub min: u32,
+    /// As in the file; of each tenant, where tenants are apart.
+    pub max: u32,
+    /// As in the file.
+    pub target_ms: f64,
+    /// How many jobs may run, or might if it held jobs back.
+    pub limit: u64,
+    /// Nine of ten jobs took at most so long when it was looked at last; of the slowest tenant.
+    pub latency_ms: Option<f64>,
+    /// How often the limit grew.
+    pub raised: u64,
+    /// How often it fell.
+    pub lowered: u64,
 }
 
 /// A rate limit in force.

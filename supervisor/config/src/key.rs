@@ -12,7 +12,7 @@ use super::{defaults, units};
 
 /// Keys of the contract that this version refuses, as (table, key). To support one, take its line out here,
 /// and give it a row in `keys`. A table stands for all that is in it.
-pub(super) const LATER: &[(&str, &str)] = &[(BULKHEAD, "adaptive")];
+pub(super) const LATER: &[(&str, &str)] = &[];
 
 pub(super) const TOP: &str = "";
 pub(super) const ACCESS: &str = "access";
@@ -27,6 +27,7 @@ pub(super) const RETRY: &str = "bulkhead.NAME.retry";
 pub(super) const POISON: &str = "bulkhead.NAME.poison";
 pub(super) const TENANT: &str = "bulkhead.NAME.tenant.TENANT";
 pub(super) const TENANT_RATE_LIMIT: &str = "bulkhead.NAME.tenant.TENANT.rate_limit";
+pub(super) const ADAPTIVE: &str = "bulkhead.NAME.adaptive";
 pub(super) const RESTART: &str = "bulkhead.NAME.restart";
 pub(super) const START: &str = "bulkhead.NAME.start";
 pub(super) const HEALTH: &str = "bulkhead.NAME.health";

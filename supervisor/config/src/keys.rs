@@ -27,6 +27,7 @@ pub(crate) const TABLES: &[fn() -> Vec<Key>] = &[
     admission::BreakerKeys::keys,
     admission::RetryKeys::keys,
     admission::PoisonKeys::keys,
+    admission::AdaptiveKeys::keys,
     life::RestartKeys::keys,
     life::StartKeys::keys,
     life::HealthKeys::keys,

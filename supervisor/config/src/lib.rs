@@ -38,9 +38,9 @@ use std::path::{Path, PathBuf};
 
 pub use bulkhead_linux::rlimits::Resource;
 pub use bulkhead_policy::{
-    BreakerLimits as BreakerConfig, Health, Overflow, PoisonLimits as PoisonConfig,
-    Pressure as PressureConfig, RateLimit as RateLimitConfig, RatePer, Recycle, Restart, RestartPolicy,
-    RetryLimits as RetryConfig, Start,
+    AdaptiveLimits as AdaptiveConfig, AdaptiveMode, BreakerLimits as BreakerConfig, Health, Overflow,
+    PoisonLimits as PoisonConfig, Pressure as PressureConfig, RateLimit as RateLimitConfig, RatePer, Recycle,
+    Restart, RestartPolicy, RetryLimits as RetryConfig, Start,
 };
 pub use checked::{Config, OTHER_TENANTS};
 pub use diagnostics::{ConfigErrors, Position, Problem};

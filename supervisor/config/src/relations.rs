@@ -178,6 +178,7 @@ impl Checker<'_> {
         self.check_deadlines(raw, &deadline, &deadline_max);
         let queue = raw.max_queue.resolved();
         self.check_permits(&Permits::of_bulkhead(raw));
+        self.check_adaptive(&raw.adaptive, &Permits::of_bulkhead(raw));
         let max_payload = self.below_supervisor("max_payload", &raw.max_payload, payload);
         let max_result = self.below_supervisor("max_result", &raw.max_result, payload);
         let bulkhead = BulkheadConfig {
@@ -206,6 +207,7 @@ impl Checker<'_> {
             breaker: self.breaker(&raw.breaker),
             retry: raw.retry.checked_if_here(),
             poison: raw.poison.checked_if_here(),
+            adaptive: self.adaptive(&raw.adaptive),
             restart: self.restart(&raw.restart),
             start: Start {
                 handshake: raw.start.handshake.value(),

@@ -80,3 +80,12 @@ pub(super) fn blame<A, B>(a: &Resolved<A>, b: &Resolved<B>) -> Option<Range<usiz
         (None, None) => None,
     }
 }
+
+/// The same of several: the nearest to the writer, the first of those that are equally near.
+pub(super) fn blame_one_of<T>(values: &[&Resolved<T>]) -> Option<Range<usize>> {
+    if values.iter().any(|value| value.source == Source::Refused) {
+        return None;
+    }
+    let places = values.iter().rev().filter_map(|value| value.place());
+    places.max_by_key(|(_, origin)| *origin).map(|(place, _)| place.clone())
+}

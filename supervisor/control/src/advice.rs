@@ -1,6 +1,7 @@
 //! What the limits of a bulkhead should be, from what was seen of it: pure rules on plain numbers, each with the
 //! sentence that says why. It looks at nothing itself and changes nothing.
 
+mod adaptive;
 mod rules;
 mod seen;
 #[cfg(test)]
@@ -12,6 +13,7 @@ use serde::{Serialize, Serializer};
 
 use bulkhead_config::{format_duration, format_size};
 
+use bulkhead_api::Adaptive;
 pub(crate) use bulkhead_api::Seen;
 pub(crate) use seen::{Work, seen};
 
@@ -34,6 +36,8 @@ pub(crate) struct Setup {
     pub(crate) queue_timeout: Option<Duration>,
     pub(crate) deadline: Duration,
     pub(crate) deadline_max: Duration,
+    /// The limit that follows how long jobs take, if there is one.
+    pub(crate) adaptive: Option<Adaptive>,
     /// How many tenants may have workers at once, if they are apart; else 1.
     pub(crate) sets_of_workers: u32,
     /// Bytes, where that is set.

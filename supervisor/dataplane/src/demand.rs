@@ -39,7 +39,8 @@ impl DataPlane {
         }
         self.settle_demand(bulkhead);
         let (limits, counters) = (self.limits_of(bulkhead), self.counters_of(bulkhead));
-        Some(Box::new(self.bulkheads[bulkhead].demand.observation(self.now, limits, counters)))
+        let observation = self.bulkheads[bulkhead].demand.observation(self.now, limits, counters);
+        Some(Box::new(Observation { adaptive: self.adaptive_of(bulkhead), ..observation }))
     }
 
     /// What was counted since the start, tenants that are forgotten included.

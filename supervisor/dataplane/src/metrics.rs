@@ -48,6 +48,7 @@ impl DataPlane {
             tally: bulkhead.tally.clone(),
             active: policies().map(|policy| policy.in_flight()).sum(),
             limit: policies().map(|policy| policy.limit()).sum(),
+            adaptive: self.adaptive_of(index),
             queued: policies().map(|policy| policy.queued() as u64).sum(),
             queue_capacity: active.map(|policy| u64::from(policy.limits().max_queue)).sum(),
             breaker: self.breaker_of(index),

@@ -220,6 +220,22 @@ fn describe(note: Note, whose: Option<(String, String)>) -> (Severity, What) {
             let tenant = tenant.as_ref().to_owned();
             (Warning, What::TenantThrottled { tenant, retry_after_ms: millis(retry_after) })
         }
+        Note::LimitAdapted { from, to, latency, numbers } => {
+            let (latency_ms, target_ms) = (millis(latency), millis(numbers.target));
+            let mode = numbers.mode.name().into();
+            (
+                Info,
+                What::LimitAdapted {
+                    from,
+                    to,
+                    latency_ms,
+                    target_ms,
+                    min: numbers.min,
+                    max: numbers.max,
+                    mode,
+                },
+            )
+        }
         Note::TenantEvictions { tenant, share } => {
             let tenant = tenant.as_ref().to_owned();
             (Warning, What::TenantEvictions { tenant, share: rounded(share) })

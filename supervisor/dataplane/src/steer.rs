@@ -310,6 +310,7 @@ impl DataPlane {
                 if u64::from(processes) * u64::from(in_flight) > PERMITS_CEILING {
                     return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
                 }
+                check_adaptive(&limits, processes, in_flight)?;
                 if in_flight == 0 && queue > 0 {
                     return unfit("this tenant's max_in_flight is 0: nothing in its queue would run".into());
                 }
@@ -424,6 +425,18 @@ fn check_programs(sandbox: &Sandbox, max_in_flight: u32) -> Result<(), SteerErro
     }
 }
 
+/// An adaptive limit is never above what can run.
+fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(), SteerError> {
+    let most = u64::from(processes) * u64::from(in_flight);
+    match &limits.adaptive {
+        Some(adaptive) if u64::from(adaptive.max) > most => Err(SteerError::Unfit(format!(
+            "adaptive.max ({}) would be above processes x max_in_flight ({most}): lower it in the file first",
+            adaptive.max
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// The relations that a file is held to as well.
 pub(super) fn check_fit(
     limits: &Limits,
@@ -434,6 +447,11 @@ pub(super) fn check_fit(
     let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));
     if processes * in_flight > PERMITS_CEILING {
         return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
+    }
+    check_adaptive(limits, limits.processes, limits.max_in_flight)?;
+    for own in own.values().filter(|_| max_active.is_some()) {
+        let processes = own.processes.unwrap_or(limits.processes);
+        check_adaptive(limits, processes, own.max_in_flight.unwrap_or(limits.max_in_flight))?;
     }
     if in_flight == 0 && limits.max_queue > 0 {
         return unfit("max_in_flight = 0 rejects every job: set max_queue to 0 as well".into());

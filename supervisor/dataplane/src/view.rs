@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use bulkhead_api::{Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
+use bulkhead_api::{Adaptive, Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
 use bulkhead_plane::command::SteerError;
-use bulkhead_policy::{Activity, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId};
+use bulkhead_policy::{
+    Activity, AdaptiveView, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
+};
 use bulkhead_shared::RejectReason;
 
 use super::DataPlane;
@@ -85,6 +87,19 @@ impl DataPlane {
         }
     }
 
+    /// The limit that follows how long jobs take, of all tenants together.
+    pub(super) fn adaptive_of(&self, bulkhead: BulkheadIndex) -> Option<Adaptive> {
+        self.limits_of(bulkhead).adaptive.as_ref()?;
+        let mut sum = None;
+        for place in self.compartments_of(bulkhead) {
+            let policy = &self.compartments[place].policy;
+            if let Some(view) = policy.adaptive().filter(|_| policy.activity() != Activity::Resting) {
+                add_adaptive(sum.get_or_insert_default(), &view);
+            }
+        }
+        sum
+    }
+
     fn sum(&self, parts: &[&Compartment]) -> Sum {
         let mut sum = Sum::default();
         parts.iter().for_each(|part| sum.add(&self.links, part, self.now));
@@ -139,6 +154,7 @@ pub(super) struct Sum {
     states: States,
     trouble: Option<String>,
     limit: u64,
+    adaptive: Option<Adaptive>,
     in_flight: u64,
     available: u64,
     queued: u64,
@@ -157,6 +173,7 @@ impl Default for Sum {
             states: States::default(),
             trouble: None,
             limit: 0,
+            adaptive: None,
             in_flight: 0,
             available: 0,
             queued: 0,
@@ -186,6 +203,9 @@ impl Sum {
             self.trouble = Some(policy.last_trouble()).filter(|text| !text.is_empty()).map(str::to_owned);
         }
         self.limit += policy.limit();
+        if let Some(view) = policy.adaptive().filter(|_| !is_resting) {
+            add_adaptive(self.adaptive.get_or_insert_default(), &view);
+        }
         self.in_flight += policy.in_flight();
         self.available += policy.available();
         self.queued += policy.queued() as u64;
@@ -220,6 +240,7 @@ impl Sum {
             max_in_flight: limits.max_in_flight,
             rate_limit: limits.rate_limit.map(Rate::from),
             limit: self.limit,
+            adaptive: self.adaptive,
             in_flight: self.in_flight,
             available: self.available,
             queued: self.queued,
@@ -243,6 +264,21 @@ impl Sum {
             workers: self.workers,
         }
     }
+}
+
+/// Adds a part's: of the slowest how long jobs take, of all how many may run.
+fn add_adaptive(sum: &mut Adaptive, part: &AdaptiveView) {
+    let millis = |time: std::time::Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
+    let latency = part.latency.map(millis);
+    (sum.mode, sum.min, sum.max) = (part.numbers.mode.into(), part.numbers.min, part.numbers.max);
+    sum.target_ms = millis(part.numbers.target);
+    sum.limit += u64::from(part.limit);
+    sum.latency_ms = match (sum.latency_ms, latency) {
+        (Some(one), Some(other)) => Some(one.max(other)),
+        (one, other) => one.or(other),
+    };
+    sum.raised += part.raised;
+    sum.lowered += part.lowered;
 }
 
 fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {

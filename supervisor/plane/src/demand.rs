@@ -173,6 +173,7 @@ impl Demand {
             counters,
             windows: self.windows.clone(),
             numbers,
+            adaptive: None,
         }
     }
 }
@@ -205,6 +206,8 @@ pub struct Observation {
     pub counters: Counters,
     pub windows: Pair<Window>,
     pub numbers: InForce,
+    /// The limit that follows how long jobs take, if there is one.
+    pub adaptive: Option<bulkhead_api::Adaptive>,
 }
 
 #[cfg(test)]

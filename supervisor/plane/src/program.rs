@@ -184,6 +184,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
         breaker: bulkhead.breaker.clone(),
         retry: bulkhead.retry.clone(),
         poison: bulkhead.poison.clone(),
+        adaptive: bulkhead.adaptive.clone(),
         tenants: tenants(bulkhead, labels),
         idle: bulkhead.isolation().map(|isolation| isolation.idle),
     }

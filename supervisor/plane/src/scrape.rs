@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use bulkhead_api::Service;
+use bulkhead_api::{Adaptive, Service};
 use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
 
 use crate::tally::Tally;
@@ -43,6 +43,8 @@ pub struct BulkheadNumbers {
     pub tally: Tally,
     pub active: u64,
     pub limit: u64,
+    /// The limit that follows how long jobs take, if there is one.
+    pub adaptive: Option<Adaptive>,
     pub queued: u64,
     pub queue_capacity: u64,
     /// The breaker that matters most.

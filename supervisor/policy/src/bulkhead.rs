@@ -1,7 +1,8 @@
 //! The state machine of one bulkhead: dispatch, deadlines and cancellation. Which jobs get in and which wait is in
 //! [`admission`], what becomes of jobs whose worker died in [`recovery`], the life of its workers in [`life`] and [`recycle`],
-//! how many jobs may run in [`permits`], the reserve in [`spares`], and how many workers there are to be in [`size`].
+//! how many jobs may run in [`permits`] and [`adapt`], the reserve in [`spares`], and how many workers there are to be in [`size`].
 
+mod adapt;
 mod admission;
 mod ahead;
 mod life;
@@ -18,6 +19,7 @@ use std::time::Duration;
 
 use bulkhead_shared::{CrashReason, Executed, Fault, JobId, RejectReason, Verdict};
 
+use crate::adaptive::Adaptive;
 use crate::breaker::{Breaker, CallResult, Transition};
 use crate::budget::RetryBudget;
 use crate::drops::Drops;
@@ -62,6 +64,8 @@ pub struct Bulkhead<T> {
     breaker: Breaker,
     retries: RetryBudget,
     poison: Poison,
+    /// The limit that adapts to how long jobs take, if there is one.
+    adaptive: Option<Box<Adaptive>>,
     load: Load,
     /// Workers that may have more jobs ahead, by how many they have.
     room: Load,
@@ -76,6 +80,8 @@ pub struct Bulkhead<T> {
     permits: u64,
     /// Those of them that are taken.
     in_use: u32,
+    /// As many were taken when the event came that is applied.
+    in_use_before: u32,
     /// Those that are held, also by workers that are not part of the limit any more.
     held: u32,
     /// Slots that have, or will have, a worker.
@@ -118,6 +124,7 @@ impl<T> Bulkhead<T> {
         let retries = RetryBudget::new(limits.retry.clone());
         let poison = Poison::new(limits.poison.clone());
         let tenants = Tenants::new(&limits.tenants);
+        let adaptive = limits.adaptive.clone().map(|numbers| Box::new(Adaptive::new(numbers, Time::ZERO)));
         let mut bulkhead = Self {
             limits,
             mode: Mode::Open,
@@ -134,6 +141,7 @@ impl<T> Bulkhead<T> {
             suspects: VecDeque::new(),
             reserved: None,
             tenants,
+            adaptive,
             load: Load::default(),
             room: Load::default(),
             ahead: 0,
@@ -142,6 +150,7 @@ impl<T> Bulkhead<T> {
             ready: 0,
             permits: 0,
             in_use: 0,
+            in_use_before: 0,
             held: 0,
             live_slots: 0,
             generations: 0,
@@ -170,6 +179,7 @@ impl<T> Bulkhead<T> {
     /// Applies what happened at `now`, and appends what is to be done to `out`. Returns the job that a
     /// submission became, if it was taken.
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
+        self.in_use_before = self.in_use;
         match event {
             Event::Submit(submission) => return self.submit(now, submission, out),
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),
@@ -213,6 +223,7 @@ impl<T> Bulkhead<T> {
             Event::Stop { by } => self.stop(now, by, out),
         }
         self.fill_from_reserve(now, out);
+        self.adapt(now, out);
         out.extend(self.late_notes.drain(..).map(Action::Note));
         let transition = self.breaker.advance(now, self.ready > 0);
         self.note_transition(transition, out);
@@ -373,6 +384,9 @@ impl<T> Bulkhead<T> {
         }
         if has_claim {
             self.tell_breaker(now, index, &verdict, out);
+        }
+        if let Place::InFlight { since, .. } = self.jobs.get(index).place {
+            self.time_run(now, since, &verdict);
         }
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);

@@ -20,6 +20,7 @@
 //! assert!(matches!(actions[..], [Action::Dispatch { .. }]));
 //! ```
 
+mod adaptive;
 mod breaker;
 mod budget;
 mod bulkhead;
@@ -37,6 +38,7 @@ mod time;
 mod timers;
 mod workers;
 
+pub use adaptive::{AdaptiveLimits, AdaptiveMode, AdaptiveView};
 pub use breaker::{BreakerLimits, BreakerState, Transition};
 pub use budget::RetryLimits;
 pub use bulkhead::{

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bulkhead_shared::vocabulary;
 
+use crate::adaptive::AdaptiveLimits;
 use crate::breaker::BreakerLimits;
 use crate::budget::RetryLimits;
 use crate::poison::PoisonLimits;
@@ -37,6 +38,7 @@ pub struct Limits {
     pub retry: Option<RetryLimits>,
     pub poison: Option<PoisonLimits>,
     pub tenants: TenantLimits,
+    pub adaptive: Option<AdaptiveLimits>,
     /// After so long without a job its workers are stopped; see [`crate::Event::Rest`].
     pub idle: Option<Duration>,
 }
@@ -170,6 +172,7 @@ impl Default for Limits {
             retry: None,
             poison: None,
             tenants: TenantLimits::default(),
+            adaptive: None,
             idle: None,
         }
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bulkhead_shared::{HandlerFailure, JobId, Priority, RejectReason, Verdict, vocabulary};
 
+use crate::adaptive::AdaptiveLimits;
 use crate::breaker::Transition;
 use crate::limits::{Limits, OwnNumbers};
 use crate::poison::Digest;
@@ -661,6 +662,17 @@ pub enum Note {
         queued: usize,
         /// Jobs that may.
         capacity: usize,
+    },
+    /// The adaptive limit has moved since it was last told.
+    LimitAdapted {
+        /// What it was.
+        from: u32,
+        /// What it is.
+        to: u32,
+        /// Nine of ten jobs took at most so long.
+        latency: Duration,
+        /// What it follows.
+        numbers: AdaptiveLimits,
     },
     /// A tenant's jobs are turned away for their rate.
     TenantThrottled {

@@ -3,12 +3,14 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{BreakerLimits, PoisonLimits, Pressure, RateLimit, RatePer, RetryLimits};
+use bulkhead_policy::{
+    AdaptiveLimits, AdaptiveMode, BreakerLimits, PoisonLimits, Pressure, RateLimit, RatePer, RetryLimits,
+};
 use serde::Serialize;
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::key::{BREAKER, Kind, POISON, PRESSURE, PRIORITY, RATE_LIMIT, RETRY};
+use crate::key::{ADAPTIVE, BREAKER, Kind, POISON, PRESSURE, PRIORITY, RATE_LIMIT, RETRY};
 use crate::table::section;
 
 section! {
@@ -87,4 +89,20 @@ section! {
     crashes: u32 as count(1, POISON_CEILING), default 3;
     /// The window in which its crashes are counted.
     within: Duration as at_least(SOME), default Duration::from_secs(72 * 3600);
+}
+
+section! {
+    /// `adaptive`: how many jobs run at once follows how long they take; see [below](#adaptive-limit).
+    AdaptiveKeys => AdaptiveLimits, ADAPTIVE;
+
+    /// The least that the limit may be. At most `max`.
+    min: u32 as count(1, PERMITS_CEILING), default 1;
+    /// The most that it may be, and what it begins with. At most `processes` × `max_in_flight`, also of each isolated
+    /// tenant and after a `resize`.
+    max: u32 as count(1, PERMITS_CEILING), without "required", such as "1";
+    /// How long nine of ten jobs may run. When they take longer the limit falls; while they do not, and all of it is in
+    /// use, it grows.
+    target: Duration as at_least(SOME), without "required", such as "\"50ms\"";
+    /// Whether the limit holds jobs back, or only is told.
+    mode: AdaptiveMode as one_of::<AdaptiveMode>(), default AdaptiveMode::Enforce;
 }

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bulkhead_policy::{
-    BreakerLimits, Health, Overflow, PoisonLimits, Pressure, RateLimit, Recycle, Restart, RetryLimits, Start,
+    AdaptiveLimits, BreakerLimits, Health, Overflow, PoisonLimits, Pressure, RateLimit, Recycle, Restart,
+    RetryLimits, Start,
 };
 use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING as PAYLOAD_MAX;
 use serde::Serialize;
@@ -78,6 +79,7 @@ section! {
         breaker: admission::BreakerKeys,
         retry: admission::RetryKeys,
         poison: admission::PoisonKeys,
+        adaptive: admission::AdaptiveKeys,
         restart: life::RestartKeys,
         start: life::StartKeys,
         health: life::HealthKeys,
@@ -153,6 +155,9 @@ pub struct BulkheadConfig {
     /// When a payload that kills workers is quarantined; `None`: never.
     #[serde(serialize_with = "as_table_option")]
     pub poison: Option<PoisonLimits>,
+    /// How many jobs may run at once, by how long they take; `None`: always as many.
+    #[serde(serialize_with = "as_table_option")]
+    pub adaptive: Option<AdaptiveLimits>,
     /// When a dead worker is started again.
     #[serde(serialize_with = "as_table")]
     pub restart: Restart,

@@ -1,14 +1,14 @@
 //! What spans the keys of admission control: a table that says too little, and what only a queue can use.
 
-use super::{Checker, leaf};
+use super::{Checker, Permits, leaf};
 use crate::key::{self, Key};
-use crate::keys::admission::{BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
+use crate::keys::admission::{AdaptiveKeys, BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
 use crate::reader::{Field, Origin};
-use crate::resolved::{Resolved, blame};
+use crate::resolved::{Resolved, blame, blame_one_of};
 use crate::schema;
 use crate::table::{ByRows as _, WithDefault};
 use crate::units;
-use crate::{BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
+use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
 
 impl Checker<'_> {
     pub(super) fn priority(&mut self, raw: &PriorityKeys) -> Option<PriorityConfig> {
@@ -72,6 +72,45 @@ impl Checker<'_> {
             );
         }
         raw.checked_if_here()
+    }
+
+    pub(super) fn adaptive(&mut self, raw: &AdaptiveKeys) -> Option<AdaptiveConfig> {
+        let max = self.required(&raw.here, key::ADAPTIVE, ("max", &raw.max));
+        let target = self.required(&raw.here, key::ADAPTIVE, ("target", &raw.target));
+        let (max, target) = (max?, target?);
+        let min = raw.min.resolved();
+        self.ordered(("adaptive.min", &min), ("adaptive.max", &raw.max.resolved(max)), |count| {
+            count.to_string()
+        });
+        Some(AdaptiveConfig { min: min.value, max, target, mode: raw.mode.value() })
+    }
+
+    /// The limit is never above what can run: such a file would say more than it means.
+    pub(super) fn check_adaptive(&mut self, raw: &AdaptiveKeys, permits: &Permits) {
+        let Some(max) = raw.max.given() else { return };
+        let Permits {
+            processes: (processes_name, processes), in_flight: (in_flight_name, in_flight), ..
+        } = permits;
+        let most = u64::from(processes.value) * u64::from(in_flight.value);
+        if u64::from(max.value) <= most {
+            return;
+        }
+        let max = raw.max.resolved(max.value);
+        let Some(place) = blame_one_of(&[&max, processes, in_flight]) else { return };
+        let help = match most {
+            0 => "write `max_in_flight = 1` or more, or remove `adaptive`".to_owned(),
+            most => format!("write `max = {most}` or less, or more `processes` or `max_in_flight`"),
+        };
+        self.problems.report(
+            place,
+            format!(
+                "`adaptive.max` ({}) is above `{processes_name}` ({}) × `{in_flight_name}` ({})",
+                max.told(max.value),
+                processes.told(processes.value),
+                in_flight.told(in_flight.value)
+            ),
+            help,
+        );
     }
 
     /// The one key without which a table says nothing.

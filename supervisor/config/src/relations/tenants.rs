@@ -155,6 +155,9 @@ impl Checker<'_> {
             );
         }
         self.check_permits(&Permits::of_tenant(raw, bulkhead));
+        if raw.keys.processes.given().is_some() || raw.keys.max_in_flight.given().is_some() {
+            self.check_adaptive(&bulkhead.adaptive, &Permits::of_tenant(raw, bulkhead));
+        }
     }
 
     /// Each worker is a process of this machine, for whichever tenant it works.

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use bulkhead_policy::{Overflow, RatePer, RestartPolicy};
+use bulkhead_policy::{AdaptiveMode, Overflow, RatePer, RestartPolicy};
 use bulkhead_shared::vocabulary;
 
 use super::{Scalar, Value};
@@ -37,7 +37,7 @@ macro_rules! words {
     )+};
 }
 
-words!(RestartPolicy, Overflow, RatePer, StartMode, Profile, Layer);
+words!(RestartPolicy, Overflow, RatePer, AdaptiveMode, StartMode, Profile, Layer);
 
 /// A type whose values are read by one function, and written in one way.
 macro_rules! scalars {

@@ -57,6 +57,7 @@ fn what_is_left_out_has_the_documented_default() {
         breaker: None,
         retry: None,
         poison: None,
+        adaptive: None,
         restart: Restart {
             policy: RestartPolicy::Always,
             backoff: ms(100),

@@ -411,3 +411,48 @@ fn json_shows_it_as_the_file_does() {
     assert_eq!((&json["retry"], &json["fallback"]), (&serde_json::Value::Null, &serde_json::json!([])));
     assert_eq!((&json["breaker"]["slow_call"], &json["priority"]), (&"1s".into(), &serde_json::Value::Null));
 }
+
+const ADAPTIVE: &str = "adaptive = { max = 6, target = \"50ms\" }";
+
+#[test]
+fn an_adaptive_limit_wants_its_most_and_its_target() {
+    let folder = Folder::new();
+    let file = folder.accept(&bulkhead(&format!("processes = 2\nmax_in_flight = 3\n{ADAPTIVE}")));
+    let adaptive = file.bulkheads[0].adaptive.clone().unwrap();
+    let target = Duration::from_millis(50);
+    assert_eq!(adaptive, AdaptiveConfig { min: 1, max: 6, target, mode: AdaptiveMode::Enforce });
+    let missing = "adaptive = { target = \"50ms\" }";
+    folder.refuse_one(&bulkhead(missing), (3, 1), "`adaptive` needs `max`", "add `max = 1`");
+    let missing = "adaptive = { max = 1 }";
+    folder.refuse_one(&bulkhead(missing), (3, 1), "`adaptive` needs `target`", "add `target = \"50ms\"`");
+    let crossed = "max_in_flight = 9\nadaptive = { min = 4, max = 3, target = \"1s\" }";
+    folder.refuse_one(&bulkhead(crossed), (4, 20), "`adaptive.min` (4) is above `adaptive.max` (3)", "");
+}
+
+#[test]
+fn an_adaptive_limit_is_not_above_what_can_run() {
+    let folder = Folder::new();
+    let message = "`adaptive.max` (6) is above `processes` (2) × `max_in_flight` (1, the default)";
+    let text = bulkhead(&format!("processes = 2\n{ADAPTIVE}"));
+    folder.refuse_one(&text, (4, 20), message, "write `max = 2` or less, or more `processes`");
+    let closed = bulkhead(&format!("max_in_flight = 0\n{ADAPTIVE}"));
+    folder.refuse_one(&closed, (4, 20), "`max_in_flight` (0)", "write `max_in_flight = 1` or more");
+    // What [defaults] have is right for others.
+    let text = format!("[defaults]\nprocesses = 6\n{ADAPTIVE}\n{}", bulkhead("processes = 5"));
+    let message = "`adaptive.max` (6, from [defaults]) is above `processes` (5)";
+    folder.refuse_one(&text, (6, 13), message, "");
+}
+
+#[test]
+fn an_adaptive_limit_is_not_above_what_an_isolated_tenant_can_run() {
+    let folder = Folder::new();
+    let isolated = format!("max_in_flight = 6\ntenants = {{ isolate = true }}\n{ADAPTIVE}\n");
+    let tenant = |key: &str| bulkhead(&format!("{isolated}tenant.acme = {{ {key} }}"));
+    folder.accept(&tenant("max_queue = 3"));
+    folder.accept(&tenant("processes = 3, max_in_flight = 2"));
+    let message = "is above `processes` (1, the default) × `tenant.acme.max_in_flight` (5)";
+    folder.refuse_one(&tenant("max_in_flight = 5"), (6, 33), message, "write `max = 5` or less");
+    // A share of common workers bounds no worker.
+    let common = format!("max_in_flight = 6\n{ADAPTIVE}\ntenant.acme = {{ max_in_flight = 5 }}");
+    folder.accept(&bulkhead(&common));
+}

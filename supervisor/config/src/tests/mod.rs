@@ -173,6 +173,7 @@ health = { heartbeat = "250ms", missed = 3 }
 recycle = { jobs = 10000, rss = "300MiB", age = "1h" }
 fallback = ["aa", "mm"]
 poison = { crashes = 2 }
+adaptive = { min = 2, max = 5, target = "50ms", mode = "monitor" }
 
 [bulkhead."zz.last".sandbox]
 profile = "strict"

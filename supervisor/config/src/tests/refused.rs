@@ -18,7 +18,7 @@ exec = ["tool", 1]
 processes = 0
 max_in_flight = 0
 max_queue = 5
-adaptive = { min = 1 }
+adaptive = { min = 1, mode = "observe" }
 
 [bulkhead.TWO]
 command = "./thumbnail-worker"
@@ -36,7 +36,9 @@ nonsense = true
         (10, "`exec[1]` must be a string, not a number"),
         (11, "`processes` must be from 1 to 1024, not 0"),
         (12, "`max_in_flight` (0) with a queue (`max_queue` is 5): what waits would never run"),
-        (14, "`adaptive` is not supported yet"),
+        (14, "`adaptive` needs `max`"),
+        (14, "`adaptive` needs `target`"),
+        (14, "`adaptive.mode` cannot be \"observe\""),
         (16, "`TWO` cannot name a bulkhead"),
         (17, "`command` must be an array of strings, not a string"),
         (18, "`max_result` (1GiB) is above the supervisor's `max_payload` (64MiB, the default)"),
@@ -296,10 +298,4 @@ fn every_key_of_later_is_refused_as_such() {
         assert!(schema::find(table, name).is_none(), "{name} is supported and not");
     }
     folder.refuse_one(&bulkhead("start.mode = \"fork\""), (3, 14), "not supported yet", "");
-    folder.refuse_one(
-        &format!("[defaults]\nadaptive = 1\n{}", bulkhead("")),
-        (2, 1),
-        "`adaptive` is not supported yet",
-        "",
-    );
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::adaptive;
 use super::seen::{lost, may_shrink, missing, turned_away, turned_away_by, waited_in_vain};
 use super::{Kept, Machine, Proposal, Seen, Setting, Setup};
 use bulkhead_config::defaults::{
@@ -52,7 +53,16 @@ pub(super) fn judge(seen: &Seen, setup: &Setup, machine: &Machine) -> Verdicts {
         verdicts.keep("processes", Setting::Count(setup.processes.into()), reason);
         return verdicts;
     }
-    let permits = judge_permits(seen, setup, machine, &mut verdicts);
+    let permits = match setup.adaptive.as_ref().and_then(adaptive::holds_back) {
+        Some(reason) => {
+            verdicts.keep(Lever::of(setup).key, Setting::Count(Lever::of(setup).now), reason);
+            setup.permits()
+        }
+        None => judge_permits(seen, setup, machine, &mut verdicts),
+    };
+    if let Some(adaptive) = &setup.adaptive {
+        verdicts.keep("adaptive", Setting::Count(adaptive.limit), adaptive::in_words(adaptive));
+    }
     judge_queue(seen, setup, permits, &mut verdicts);
     judge_queue_timeout(seen, setup, &mut verdicts);
     judge_deadline(seen, setup, &mut verdicts);
@@ -230,7 +240,8 @@ fn fewer(lever: &Lever, wanted: u64, seen: &Seen, setup: &Setup, is_capped: bool
     }
     // Without a queue nothing takes up what comes at once.
     let at_once = if setup.max_queue == 0 { seen.concurrency.max } else { 0 };
-    let proposed = wanted.max(at_once).div_ceil(lever.permits_each).max(1);
+    let least = setup.adaptive.as_ref().map_or(0, |adaptive| adaptive.max.into());
+    let proposed = wanted.max(at_once).max(least).div_ceil(lever.permits_each).max(1);
     (2 * proposed <= lever.now).then_some(proposed)
 }
 

@@ -1,6 +1,7 @@
 //! Each rule by itself, and what holds of all advice, whatever was seen.
 
 use bulkhead_api::{Late, Marks};
+use bulkhead_policy::AdaptiveMode;
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -19,6 +20,7 @@ fn setup() -> Setup {
         queue_timeout: None,
         deadline: Duration::from_secs(5),
         deadline_max: Duration::from_secs(5),
+        adaptive: None,
         sets_of_workers: 1,
         cgroup_memory: None,
         is_memory_bounded: true,
@@ -79,6 +81,29 @@ fn all_is_well_and_said_to_be() {
     let keys: Vec<&str> = advice.kept.iter().map(|kept| &*kept.key).collect();
     assert_eq!(keys, ["processes", "max_queue", "deadline"]);
     assert!(advice.kept[0].reason.contains("at most 3 jobs were in flight (at one time 4)"), "{advice:?}");
+}
+
+#[test]
+fn an_adaptive_limit_that_holds_jobs_back_is_the_reason_and_not_the_processes() {
+    let adaptive = bulkhead_api::Adaptive {
+        mode: AdaptiveMode::Enforce.into(),
+        min: 1,
+        max: 4,
+        target_ms: 50.0,
+        limit: 1,
+        latency_ms: Some(80.0),
+        raised: 2,
+        lowered: 5,
+    };
+    let with = |adaptive: bulkhead_api::Adaptive| Setup { adaptive: Some(adaptive), ..setup() };
+    assert!(proposed(overloaded(), &setup(), "processes").is_some());
+    assert_eq!(proposed(overloaded(), &with(adaptive.clone()), "processes"), None);
+    assert!(kept(overloaded(), &with(adaptive.clone()), "processes").contains("1 of at most 4"));
+    let least = kept(overloaded(), &with(adaptive.clone()), "adaptive");
+    assert!(least.contains("80 ms, of 50 ms") && least.contains("longer target"), "{least}");
+    let monitored = bulkhead_api::Adaptive { mode: AdaptiveMode::Monitor.into(), limit: 2, ..adaptive };
+    assert!(proposed(overloaded(), &with(monitored.clone()), "processes").is_some());
+    assert!(kept(overloaded(), &with(monitored), "adaptive").contains("it would let 2 run at once"));
 }
 
 #[test]
@@ -360,6 +385,7 @@ fn setups() -> impl Strategy<Value = Setup> {
         queue_timeout: times.1.map(Duration::from_millis),
         deadline: Duration::from_millis(times.0),
         deadline_max: Duration::from_millis(times.0),
+        adaptive: None,
         sets_of_workers: sets,
         cgroup_memory: memory.0,
         is_memory_bounded: memory.1,

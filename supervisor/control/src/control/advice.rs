@@ -115,7 +115,7 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     if matches!(bulkhead.program, Program::Exec { .. }) {
         work.rss_max_bytes = None;
     }
-    let setup = setup(bulkhead, &observation.numbers);
+    let setup = Setup { adaptive: observation.adaptive.clone(), ..setup(bulkhead, &observation.numbers) };
     axum::Json(advise(name, seen(&observation, work), &setup, &machine())).into_response()
 }
 
@@ -131,6 +131,7 @@ fn setup(bulkhead: &BulkheadConfig, numbers: &InForce) -> Setup {
         queue_timeout: numbers.queue_timeout,
         deadline: numbers.deadline,
         deadline_max: numbers.deadline_max,
+        adaptive: None,
         sets_of_workers: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
         cgroup_memory: bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory),
         is_memory_bounded: bulkhead.recycle.rss.is_some() || has_rlimit,

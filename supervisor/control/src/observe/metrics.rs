@@ -172,6 +172,19 @@ fn write_memory_limit(page: &mut Page, of: &BulkheadNumbers) {
     }
 }
 
+fn write_adaptive_limit(page: &mut Page, of: &BulkheadNumbers) {
+    if let Some(adaptive) = &of.adaptive {
+        page.sample(&[&of.name], adaptive.limit);
+    }
+}
+
+fn write_adaptive_changes(page: &mut Page, of: &BulkheadNumbers) {
+    if let Some(adaptive) = &of.adaptive {
+        page.sample(&[&of.name, "up"], adaptive.raised);
+        page.sample(&[&of.name, "down"], adaptive.lowered);
+    }
+}
+
 /// Of the workers that fill their slots. Those that come or go beside them are not shown.
 fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64> {
     let current = || bulkhead.workers.iter().filter(|worker| worker.is_current);

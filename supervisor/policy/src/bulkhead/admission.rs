@@ -322,6 +322,7 @@ impl<T> Bulkhead<T> {
         }
         let limit = self.limit();
         let configured = u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight);
+        let configured = configured.min(self.adaptive_bound());
         let reserve = (self.limits.critical_reserve * configured as f64).ceil() as u64;
         let reserve = reserve.min(limit.saturating_sub(1));
         if u64::from(self.in_use) + reserve < limit { Priority::BestEffort } else { Priority::Critical }
@@ -378,7 +379,7 @@ impl<T> Bulkhead<T> {
 
     #[cold]
     fn stay_away(&mut self, now: Time, priority: Priority) -> Duration {
-        let limit = self.limit().max(u64::from(self.limits.max_in_flight)).max(1);
+        let limit = self.permits.max(u64::from(self.limits.max_in_flight)).min(self.adaptive_bound()).max(1);
         let ahead = self.queued() as u64 + 1;
         let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
         let base = estimate.max(self.drops[usize::from(priority.code())].record(now));

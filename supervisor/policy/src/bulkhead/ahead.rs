@@ -77,6 +77,8 @@ impl<T> Bulkhead<T> {
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
+            // What is ahead takes the place of what ends, and fewer are to run.
+            && u64::from(self.in_use) <= self.adaptive_bound()
     }
 
     /// Brings the table of workers that may have more ahead up to date.

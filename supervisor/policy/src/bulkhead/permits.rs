@@ -106,7 +106,7 @@ impl<T> Bulkhead<T> {
     /// Which worker is to have the next job. None, if more run than should: until as many have ended, no
     /// permit is free.
     pub(super) fn next_worker(&self) -> Option<u32> {
-        self.load.least().filter(|_| u64::from(self.in_use) < self.permits)
+        self.load.least().filter(|_| u64::from(self.in_use) < self.limit())
     }
 
     /// A worker without a job, and a permit for it: the one that is kept for a suspect has its own.
@@ -116,7 +116,7 @@ impl<T> Bulkhead<T> {
         next.or_else(|| {
             let place = self.reserved?;
             let others = u64::from(self.in_use - idle(place)?.permits);
-            (others < self.permits).then_some(place)
+            (others < self.limit()).then_some(place)
         })
     }
 }

@@ -78,6 +78,7 @@ impl<T> Bulkhead<T> {
         }
         self.retries.reconfigure(self.limits.retry.clone());
         self.poison.reconfigure(now, self.limits.poison.clone());
+        self.reconfigure_adaptive(now);
         self.recall_all(out);
         self.tell_workers(out);
         self.fit_slots(now, out);

@@ -260,12 +260,6 @@ impl<T> Bulkhead<T> {
         self.workers.iter().flatten().map(|w| u64::from(w.wanted)).sum()
     }
 
-    /// Jobs that may run at once now: `max_in_flight` for each worker that is ready, or fewer for one that
-    /// was started with fewer and cannot be told.
-    pub fn limit(&self) -> u64 {
-        self.permits
-    }
-
     /// Permits that are taken, those of workers that take no more jobs included.
     pub fn permits_taken(&self) -> u32 {
         self.held
@@ -273,7 +267,7 @@ impl<T> Bulkhead<T> {
 
     /// Whether an ordinary job that came now would not run at once, since no permit is free that it may have.
     pub fn is_full(&self) -> bool {
-        u64::from(self.in_use) >= self.permits || self.lowest_admitted() == Priority::Critical
+        u64::from(self.in_use) >= self.limit() || self.lowest_admitted() == Priority::Critical
     }
 
     /// Permits that are free now.
@@ -281,7 +275,7 @@ impl<T> Bulkhead<T> {
         let able = self.workers.iter().flatten().filter(|worker| worker.listed.is_some());
         let free: u64 =
             able.map(|worker| u64::from(worker.permits).saturating_sub(worker.jobs.len() as u64)).sum();
-        free.min(self.permits.saturating_sub(self.in_use.into()))
+        free.min(self.limit().saturating_sub(self.in_use.into()))
     }
 
     /// How many jobs may wait now.

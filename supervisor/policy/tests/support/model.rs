@@ -3,6 +3,7 @@
 //! started, and it compares. It is slow where the policy is fast, and that is the point.
 
 mod actions;
+mod adaptive;
 mod ahead;
 mod events;
 mod recovery;
@@ -27,6 +28,9 @@ const STALL_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
 
 pub(crate) struct Model {
     limits: Limits,
+    adaptive: Option<adaptive::Adaptive>,
+    /// The permits that were taken before this event.
+    in_use_before: usize,
     /// The longest queue that was ever allowed, and the most permits there ever were: what waits stays.
     max_queue_ever: u32,
     permits_ever: u32,
@@ -245,7 +249,10 @@ impl Model {
     pub(crate) fn new(limits: Limits) -> Self {
         let in_all = limits.processes + limits.start.spares;
         let slots = (0..in_all).map(|slot| Slot::new(slot >= limits.processes)).collect();
+        let adaptive = limits.adaptive.clone().map(|numbers| adaptive::Adaptive::new(numbers, Time::ZERO));
         Self {
+            adaptive,
+            in_use_before: 0,
             max_queue_ever: limits.max_queue,
             permits_ever: limits.processes * limits.max_in_flight,
             limits,
@@ -284,6 +291,7 @@ impl Model {
         self.coverage.see(&format!("breaker {}", bulkhead.breaker().name()));
         self.submitted(taken);
         self.note_who_is_apart(bulkhead);
+        self.adapt(actions);
         for action in actions {
             self.action(action);
         }
@@ -300,6 +308,7 @@ impl Model {
         self.check_promises();
         self.check_sums(bulkhead);
         self.check_workers(bulkhead);
+        self.check_adaptive(bulkhead);
         let next = bulkhead.next_deadline();
         if self.step.cause == Cause::Tick {
             assert!(next.is_none_or(|at| at > self.now), "after a tick at {:?}, due {next:?}", self.now);
@@ -354,7 +363,7 @@ impl Model {
         let limit: usize = available.iter().map(|w| self.capacity(w)).sum();
         let able = available.iter().filter(|w| !w.is_apart);
         let free: usize = able.map(|w| self.capacity(w).saturating_sub(w.jobs.len())).sum();
-        assert_eq!(bulkhead.limit(), limit as u64);
+        assert_eq!(bulkhead.limit(), self.adapted(limit) as u64);
         let (in_use, limit_in_all) = self.permits();
         assert_eq!(bulkhead.available(), free.min(limit_in_all.saturating_sub(in_use)) as u64);
         let most = self.limits.processes * self.limits.max_in_flight;
@@ -466,7 +475,7 @@ impl Model {
     /// How many permits are taken, and how many there are.
     fn permits(&self) -> (usize, usize) {
         let available = self.workers.values().filter(|w| self.is_available(w));
-        let limit = available.map(|w| self.capacity(w)).sum();
+        let limit = self.adapted(available.map(|w| self.capacity(w)).sum());
         ((0..self.slots.len()).map(|slot| self.taken(slot)).sum(), limit)
     }
 
@@ -500,8 +509,8 @@ impl Model {
 
     fn lowest_admitted(&self) -> Priority {
         let (in_use, limit) = self.permits();
-        let configured = self.limits.processes * self.limits.max_in_flight;
-        let reserve = (self.limits.critical_reserve * f64::from(configured)).ceil() as usize;
+        let configured = self.adapted((self.limits.processes * self.limits.max_in_flight) as usize);
+        let reserve = (self.limits.critical_reserve * configured as f64).ceil() as usize;
         let reserve = reserve.min(limit.saturating_sub(1));
         if in_use + reserve < limit { Priority::BestEffort } else { Priority::Critical }
     }

@@ -4,13 +4,28 @@
 use std::time::Duration;
 
 use bulkhead_policy::{
-    BreakerLimits, Health, Limits, Overflow, PoisonLimits, Pressure, Recycle, Restart, RestartPolicy,
-    RetryLimits, Start, TenantLimits,
+    AdaptiveLimits, AdaptiveMode, BreakerLimits, Health, Limits, Overflow, PoisonLimits, Pressure, Recycle,
+    Restart, RestartPolicy, RetryLimits, Start, TenantLimits,
 };
 
 use super::random::Random;
 
 pub(crate) fn limits(random: &mut Random) -> Limits {
+    let mut limits = crowded_or_not(random);
+    if random.percent(40) {
+        let most = u64::from(limits.processes * limits.max_in_flight);
+        let max = random.range(1, most);
+        limits.adaptive = Some(AdaptiveLimits {
+            min: random.range(1, max) as u32,
+            max: max as u32,
+            target: random.millis(1, 500),
+            mode: random.pick(&[AdaptiveMode::Enforce, AdaptiveMode::Enforce, AdaptiveMode::Monitor]),
+        });
+    }
+    limits
+}
+
+fn crowded_or_not(random: &mut Random) -> Limits {
     let limits = any_limits(random);
     if !random.percent(30) {
         return limits;
@@ -65,6 +80,7 @@ fn any_limits(random: &mut Random) -> Limits {
         poison: random
             .percent(30)
             .then(|| PoisonLimits { crashes: random.pick(&[1, 2, 3]), within: random.millis(100, 60_000) }),
+        adaptive: None,
         idle: random.percent(20).then(|| random.millis(1, 5000)),
     }
 }

@@ -66,7 +66,11 @@ families! {
     Gauge "bulkhead_active_calls" ["bulkhead"] Each |of| of.active,
         "Jobs that a worker has and a client waits for.";
     Gauge "bulkhead_limit" ["bulkhead"] Each |of| of.limit,
-        "Jobs that may run at once now: max_in_flight for each worker that is ready.";
+        "Jobs that may run at once now: max_in_flight for each worker that is ready, and no more than the adaptive limit.";
+    Gauge "bulkhead_adaptive_limit" ["bulkhead"] Of super::write_adaptive_limit,
+        "What the adaptive limit is, or with mode = monitor would be. Absent without one.";
+    Counter "bulkhead_adaptive_changes" ["bulkhead", "direction"] Of super::write_adaptive_changes,
+        "How often the adaptive limit grew (up) and fell (down). Absent without one.";
     Gauge "bulkhead_queue_length" ["bulkhead"] Each |of| of.queued,
         "Jobs that wait.";
     Gauge "bulkhead_queue_capacity" ["bulkhead"] Each |of| of.queue_capacity,

@@ -30,6 +30,7 @@ impl Model {
     /// Notes an event, before the policy is told of it.
     pub(crate) fn happened(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
+        self.in_use_before = self.permits().0;
         self.step = Step { cause: cause(event), ..Step::default() };
         self.coverage.see(event_name(event));
         match event {

@@ -154,6 +154,7 @@ impl Model {
                 (worker.watched_at, worker.was_looked_at) = (None, false);
             }
         }
+        self.reconfigure_adaptive();
         let (policy, policy_before) = (limits.restart.policy, before.restart.policy);
         self.fit(true);
         if before.recycle.jobs != limits.recycle.jobs {

@@ -1,0 +1,47 @@
+//! What the adaptive limit says of the other limits, and of itself.
+
+use bulkhead_api::Adaptive;
+use bulkhead_policy::AdaptiveMode;
+
+/// Why more permits would change nothing, if the adaptive limit is what holds jobs back.
+pub(super) fn holds_back(adaptive: &Adaptive) -> Option<String> {
+    let is_held = adaptive.mode == AdaptiveMode::Enforce && is_below_max(adaptive);
+    is_held.then(|| {
+        format!(
+            "the adaptive limit, {} of at most {}, is what holds jobs back: more would run only if they took less time",
+            adaptive.limit, adaptive.max
+        )
+    })
+}
+
+/// Tenants that are apart have a limit each, so that only their sum is known.
+fn is_below_max(adaptive: &Adaptive) -> bool {
+    adaptive.limit < u64::from(adaptive.max)
+}
+
+/// Where the limit stands, and why.
+pub(super) fn in_words(adaptive: &Adaptive) -> String {
+    let Adaptive { min, max, limit, target_ms, .. } = adaptive;
+    let Some(latency) = adaptive.latency_ms else {
+        return format!(
+            "too few jobs have ended to tell how long they take beside the target of {target_ms} ms"
+        );
+    };
+    let moved = format!("it grew {} times and fell {} times", adaptive.raised, adaptive.lowered);
+    let took = format!("nine of ten jobs took up to {latency} ms, of {target_ms} ms");
+    let is_late = latency > *target_ms;
+    let verdict = match &adaptive.mode {
+        mode if *mode == AdaptiveMode::Monitor && is_below_max(adaptive) => {
+            format!("with mode = \"enforce\" it would let {limit} run at once")
+        }
+        mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" it would hold nothing back".to_owned(),
+        _ if is_late && *limit <= u64::from(*min) => {
+            "although only the least may run at once: their time does not depend on how many run, so look at what they \
+             wait for, or give them a longer target"
+                .to_owned()
+        }
+        _ if !is_below_max(adaptive) => format!("so that all {max} may run at once"),
+        _ => format!("and {limit} may run at once"),
+    };
+    format!("{took}; {verdict}; {moved}")
+}

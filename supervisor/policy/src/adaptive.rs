@@ -1,0 +1,259 @@
+//! An adaptive limit: how many jobs may run at once, by how long jobs take. It falls in proportion when most jobs take
+//! longer than `target` (the gradient of Netflix's `Gradient2Limit` and Envoy's adaptive concurrency, towards a target
+//! that is given in place of a base line that is guessed), and grows by its square root, their headroom, while all of
+//! it is in use. Where growth turns out to be too much, the next one waits twice as long: so it settles.
+//!
+//! It reads no clock, and moves only when a job has ended.
+
+use std::time::Duration;
+
+use bulkhead_shared::vocabulary;
+
+use crate::time::Time;
+
+/// What the limit may be, and what it follows.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "each is the configuration's key of the same name")]
+pub struct AdaptiveLimits {
+    pub min: u32,
+    pub max: u32,
+    pub target: Duration,
+    pub mode: AdaptiveMode,
+}
+
+vocabulary! {
+    /// What an adaptive limit does.
+    AdaptiveMode {
+        /// It bounds how many jobs run.
+        Enforce = "enforce",
+        /// It only says what it would be.
+        Monitor = "monitor",
+    }
+}
+
+/// A window is no shorter than this, and no shorter than twice `target`;
+const WINDOW_MIN: Duration = Duration::from_millis(100);
+/// but not longer than this, if enough jobs have ended in it.
+const WINDOW_MAX: Duration = Duration::from_secs(10);
+
+/// So many run times are looked at before a limit moves.
+const RUNS_MIN: usize = 10;
+
+/// The newest run times of a window, of which the 90th percentile counts.
+const RUNS_MAX: usize = 128;
+
+/// The longest that growth waits, in windows.
+const PAUSE_MAX: u32 = 32;
+
+/// One change in so long is told to operators.
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
+/// An adaptive limit from outside.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdaptiveView {
+    /// The configured numbers.
+    pub numbers: AdaptiveLimits,
+    /// The limit, or what it would be.
+    pub limit: u32,
+    /// Nine of ten jobs of the last full window took at most so long.
+    pub latency: Option<Duration>,
+    /// How often it grew.
+    pub raised: u64,
+    /// How often it fell.
+    pub lowered: u64,
+}
+
+/// A change that operators are to hear of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Told {
+    pub(crate) from: u32,
+    pub(crate) to: u32,
+    pub(crate) latency: Duration,
+}
+
+#[derive(Debug)]
+pub(crate) struct Adaptive {
+    numbers: AdaptiveLimits,
+    limit: u32,
+    window_from: Time,
+    /// Run times that were seen in this window, the newest in place of the oldest.
+    runs: Vec<u64>,
+    next_run: usize,
+    /// The most permits that were taken when a job ended.
+    in_use_max: u32,
+    /// Whether a run was seen since it was last asked whether the window has ended.
+    has_news: bool,
+    /// Jobs that began before the limit fell say nothing of what it is now.
+    counts_from: Time,
+    /// Whether the last change was growth that has not proved itself yet.
+    has_grown: bool,
+    /// Windows until it may grow.
+    pause: u32,
+    /// How many it waits for after the next fall.
+    next_pause: u32,
+    latency: Option<Duration>,
+    raised: u64,
+    lowered: u64,
+    told: u32,
+    told_at: Option<Time>,
+}
+
+impl Adaptive {
+    /// It begins with all that it may be: as long as jobs are quick enough, a bulkhead is as if it had none.
+    pub(crate) fn new(numbers: AdaptiveLimits, now: Time) -> Self {
+        let limit = numbers.max;
+        Self {
+            numbers,
+            limit,
+            window_from: now,
+            runs: Vec::new(),
+            next_run: 0,
+            in_use_max: 0,
+            has_news: false,
+            counts_from: Time::ZERO,
+            has_grown: false,
+            pause: 0,
+            next_pause: 1,
+            latency: None,
+            raised: 0,
+            lowered: 0,
+            told: limit,
+            told_at: None,
+        }
+    }
+
+    /// Puts other numbers in force. What was learned holds within them.
+    pub(crate) fn reconfigure(&mut self, numbers: AdaptiveLimits, now: Time) {
+        if self.numbers == numbers {
+            return;
+        }
+        self.limit = self.limit.clamp(numbers.min, numbers.max);
+        self.told = self.limit;
+        self.numbers = numbers;
+        self.begin_window(now);
+    }
+
+    /// How many jobs may run, if it is in force.
+    pub(crate) fn bound(&self) -> Option<u32> {
+        (self.numbers.mode == AdaptiveMode::Enforce).then_some(self.limit)
+    }
+
+    /// A job has ended that began `since`, or its client does not wait for it any more; `in_use` permits were taken
+    /// then. One that did not succeed says something only if it took long.
+    pub(crate) fn ended(&mut self, now: Time, since: Time, is_ok: bool, in_use: u32) {
+        let ran = now.since(since);
+        if since < self.counts_from || !is_ok && ran <= self.numbers.target {
+            return;
+        }
+        self.in_use_max = self.in_use_max.max(in_use);
+        self.has_news = true;
+        if ran <= self.numbers.target || self.is_late_since_this_window(since) {
+            self.see(ran);
+        }
+    }
+
+    /// Whether a window has ended with a job. Then [those that still run](Self::running) are to be told of, and it is
+    /// [closed](Self::close).
+    pub(crate) fn is_due(&mut self, now: Time) -> bool {
+        let length = (self.numbers.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
+        std::mem::take(&mut self.has_news)
+            && self.runs.len() >= RUNS_MIN
+            && now.since(self.window_from) >= length
+    }
+
+    /// A job that began `since` still runs. If it takes too long, that is known before it ends: otherwise the quick
+    /// ones alone would be heard. It counts in the window in which it became late, and not again.
+    pub(crate) fn running(&mut self, now: Time, since: Time) {
+        let ran = now.since(since);
+        if since >= self.counts_from && ran > self.numbers.target && self.is_late_since_this_window(since) {
+            self.see(ran);
+        }
+    }
+
+    fn is_late_since_this_window(&self, since: Time) -> bool {
+        since + self.numbers.target >= self.window_from
+    }
+
+    fn see(&mut self, ran: Duration) {
+        let ran = u64::try_from(ran.as_nanos()).unwrap_or(u64::MAX);
+        match self.runs.get_mut(self.next_run) {
+            Some(oldest) => *oldest = ran,
+            None => self.runs.push(ran),
+        }
+        self.next_run = (self.next_run + 1) % RUNS_MAX;
+    }
+
+    /// Moves the limit by what was seen in the window, and begins the next one.
+    pub(crate) fn close(&mut self, now: Time) -> Option<Told> {
+        let rank = (self.runs.len() * 9).div_ceil(10).saturating_sub(1);
+        let &mut latency = self.runs.select_nth_unstable(rank).1;
+        let target = u64::try_from(self.numbers.target.as_nanos()).unwrap_or(u64::MAX);
+        let before = self.limit;
+        if latency > target {
+            self.fall(now, latency, target);
+        } else {
+            self.grow(latency, target);
+        }
+        self.raised += u64::from(self.limit > before);
+        self.lowered += u64::from(self.limit < before);
+        self.latency = Some(Duration::from_nanos(latency));
+        self.begin_window(now);
+        let is_early = self.told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER);
+        if self.limit == self.told || is_early {
+            return None;
+        }
+        self.told_at = Some(now);
+        let from = std::mem::replace(&mut self.told, self.limit);
+        Some(Told { from, to: self.limit, latency: Duration::from_nanos(latency) })
+    }
+
+    /// By as much as jobs took too long, and at most to the half.
+    fn fall(&mut self, now: Time, latency: u64, target: u64) {
+        let from = match self.numbers.mode {
+            AdaptiveMode::Enforce => self.limit,
+            // Nothing held them back, so that what ran is what took too long.
+            AdaptiveMode::Monitor => self.in_use_max,
+        };
+        self.limit = scaled(from, target, latency).max(from / 2).clamp(self.numbers.min, self.numbers.max);
+        if std::mem::take(&mut self.has_grown) {
+            self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
+        }
+        (self.pause, self.counts_from) = (self.next_pause, now);
+    }
+
+    /// By its square root, if all of it was in use; but not to where jobs would take too long if their time grew with
+    /// their number, except by one: how else would one know?
+    fn grow(&mut self, latency: u64, target: u64) {
+        if std::mem::take(&mut self.has_grown) {
+            self.next_pause = (self.next_pause / 2).max(1);
+        }
+        if self.pause > 0 {
+            self.pause -= 1;
+        } else if self.in_use_max >= self.limit && self.limit < self.numbers.max {
+            let most = scaled(self.limit, target, latency.max(1)).max(self.limit + 1);
+            self.limit = (self.limit + self.limit.isqrt()).min(most).min(self.numbers.max);
+            self.has_grown = true;
+        }
+    }
+
+    fn begin_window(&mut self, now: Time) {
+        self.runs.clear();
+        (self.window_from, self.next_run, self.in_use_max) = (now, 0, 0);
+    }
+
+    pub(crate) fn view(&self) -> AdaptiveView {
+        AdaptiveView {
+            numbers: self.numbers.clone(),
+            limit: self.limit,
+            latency: self.latency,
+            raised: self.raised,
+            lowered: self.lowered,
+        }
+    }
+}
+
+/// `count` × `numerator` / `denominator`, rounded down.
+fn scaled(count: u32, numerator: u64, denominator: u64) -> u32 {
+    let scaled = u128::from(count) * u128::from(numerator) / u128::from(denominator);
+    u32::try_from(scaled).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,68 @@
+//! The limit that adapts to how long jobs take: what it is told, and what it bounds. The numbers are in
+//! [`crate::adaptive`].
+
+use bulkhead_shared::Verdict;
+
+use super::Bulkhead;
+use crate::adaptive::{Adaptive, AdaptiveView};
+use crate::jobs::Place;
+use crate::messages::{Action, Note};
+use crate::time::Time;
+
+impl<T> Bulkhead<T> {
+    /// The adaptive limit, where there is one.
+    pub fn adaptive(&self) -> Option<AdaptiveView> {
+        self.adaptive.as_deref().map(Adaptive::view)
+    }
+
+    /// Jobs that may run at once now: `max_in_flight` for each worker that is ready, or fewer for one that
+    /// was started with fewer and cannot be told, and no more than the adaptive limit.
+    pub fn limit(&self) -> u64 {
+        self.permits.min(self.adaptive_bound())
+    }
+
+    /// What the adaptive limit allows.
+    pub(super) fn adaptive_bound(&self) -> u64 {
+        self.adaptive.as_deref().and_then(Adaptive::bound).map_or(u64::MAX, u64::from)
+    }
+
+    pub(super) fn reconfigure_adaptive(&mut self, now: Time) {
+        self.adaptive = match (self.limits.adaptive.clone(), self.adaptive.take()) {
+            (None, _) => None,
+            (Some(numbers), None) => Some(Box::new(Adaptive::new(numbers, now))),
+            (Some(numbers), Some(mut adaptive)) => {
+                adaptive.reconfigure(numbers, now);
+                Some(adaptive)
+            }
+        };
+    }
+
+    /// A client is told of a job that a worker has. What a crash ended says nothing of how long jobs take.
+    pub(super) fn time_run(&mut self, now: Time, since: Time, verdict: &Verdict) {
+        if let Some(adaptive) = self.adaptive.as_deref_mut()
+            && !matches!(verdict, Verdict::Crashed { .. })
+        {
+            adaptive.ended(now, since, *verdict == Verdict::Ok, self.in_use_before);
+        }
+    }
+
+    /// Moves the limit if it is time to.
+    pub(super) fn adapt(&mut self, now: Time, out: &mut Vec<Action<T>>) {
+        let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) else { return };
+        for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
+            if let Some((Place::InFlight { since, .. }, true)) = self.jobs.place_and_wanted(*index) {
+                adaptive.running(now, since);
+            }
+        }
+        if let Some(told) = adaptive.close(now) {
+            let note = Note::LimitAdapted {
+                from: told.from,
+                to: told.to,
+                latency: told.latency,
+                numbers: adaptive.view().numbers,
+            };
+            out.push(Action::Note(note));
+        }
+        self.adaptive = Some(adaptive);
+    }
+}

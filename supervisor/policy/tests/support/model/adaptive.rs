@@ -1,0 +1,161 @@
+//! The adaptive limit, told from the list of all runs of a window.
+
+use std::time::Duration;
+
+use bulkhead_policy::{Action, AdaptiveLimits, AdaptiveMode, Bulkhead, Time};
+use bulkhead_shared::Verdict;
+
+use super::Model;
+use crate::support::Tag;
+
+pub(super) struct Adaptive {
+    numbers: AdaptiveLimits,
+    pub(super) limit: u32,
+    since: Time,
+    runs: Vec<Duration>,
+    in_use: usize,
+    fell_at: Time,
+    grew: bool,
+    pause: u32,
+    next_pause: u32,
+}
+
+impl Adaptive {
+    pub(super) fn new(numbers: AdaptiveLimits, now: Time) -> Self {
+        Self {
+            limit: numbers.max,
+            numbers,
+            since: now,
+            runs: Vec::new(),
+            in_use: 0,
+            fell_at: Time::ZERO,
+            grew: false,
+            pause: 0,
+            next_pause: 1,
+        }
+    }
+
+    fn window(&mut self, now: Time) {
+        (self.since, self.in_use) = (now, 0);
+        self.runs.clear();
+    }
+
+    /// The limit moves by what nine of ten of the newest runs took.
+    fn moves(&mut self, now: Time) {
+        let newest = self.runs.len().saturating_sub(128);
+        let mut runs = self.runs.split_off(newest);
+        runs.sort();
+        let at_most =
+            |ran: &&Duration| runs.iter().filter(|other| other <= ran).count() * 10 >= runs.len() * 9;
+        let latency = *runs.iter().find(at_most).expect("the longest is one");
+        let ratio = |count: u32| {
+            let count = u128::from(count) * self.numbers.target.as_nanos() / latency.as_nanos().max(1);
+            u32::try_from(count).unwrap_or(u32::MAX)
+        };
+        if latency > self.numbers.target {
+            let is_enforced = self.numbers.mode == AdaptiveMode::Enforce;
+            let from = if is_enforced { self.limit } else { self.in_use as u32 };
+            let to = ratio(from).max(from / 2);
+            self.limit = to.max(self.numbers.min).min(self.numbers.max);
+            if self.grew {
+                self.next_pause = 32.min(self.next_pause * 2);
+            }
+            (self.grew, self.pause, self.fell_at) = (false, self.next_pause, now);
+        } else {
+            if self.grew {
+                self.next_pause = 1.max(self.next_pause / 2);
+            }
+            self.grew = false;
+            if self.pause > 0 {
+                self.pause -= 1;
+            } else if self.in_use >= self.limit as usize && self.limit < self.numbers.max {
+                let headroom = f64::from(self.limit).sqrt() as u32;
+                let most = ratio(self.limit).max(self.limit + 1).min(self.numbers.max);
+                self.limit = most.min(self.limit + headroom);
+                self.grew = true;
+            }
+        }
+        self.window(now);
+    }
+}
+
+impl Model {
+    pub(super) fn reconfigure_adaptive(&mut self) {
+        let now = self.now;
+        match (&self.limits.adaptive, &mut self.adaptive) {
+            (Some(numbers), Some(adaptive)) if adaptive.numbers != *numbers => {
+                adaptive.numbers = numbers.clone();
+                adaptive.limit = adaptive.limit.max(numbers.min).min(numbers.max);
+                adaptive.window(now);
+            }
+            (Some(_), Some(_)) => {}
+            (numbers, _) => self.adaptive = numbers.clone().map(|numbers| Adaptive::new(numbers, now)),
+        }
+    }
+
+    /// What the adaptive limit leaves of the permits.
+    pub(super) fn adapted(&self, permits: usize) -> usize {
+        let enforced = self.adaptive.as_ref().filter(|a| a.numbers.mode == AdaptiveMode::Enforce);
+        enforced.map_or(permits, |adaptive| permits.min(adaptive.limit as usize))
+    }
+
+    pub(super) fn adapt(&mut self, actions: &[Action<Tag>]) {
+        let now = self.now;
+        let Some(mut adaptive) = self.adaptive.take() else { return };
+        let mut ended = Vec::new();
+        let mut has_news = false;
+        for action in actions {
+            let Action::Answer(answer) = action else { continue };
+            let Some((id, job)) = answer.job.and_then(|id| Some((id, self.jobs.get(&id)?))) else { continue };
+            ended.push(id);
+            let ran = now.since(job.since);
+            let is_telling = match answer.verdict {
+                Verdict::Ok => true,
+                Verdict::Crashed { .. } => false,
+                _ => ran > adaptive.numbers.target,
+            };
+            if job.worker.is_some() && is_telling && job.since >= adaptive.fell_at {
+                // What was late in a window before was counted there.
+                let was_late = job.since + adaptive.numbers.target < adaptive.since;
+                adaptive.runs.extend((!was_late).then_some(ran));
+                adaptive.in_use = adaptive.in_use.max(self.in_use_before);
+                has_news = true;
+            }
+        }
+        let length =
+            (adaptive.numbers.target * 2).max(Duration::from_millis(100)).min(Duration::from_secs(10));
+        if has_news && adaptive.runs.len() >= 10 && adaptive.since + length <= now {
+            let runs = self.jobs.iter().filter(|(id, job)| {
+                job.worker.is_some()
+                    && !job.is_answered
+                    && !ended.contains(id)
+                    && job.since >= adaptive.fell_at
+            });
+            let (since, target) = (adaptive.since, adaptive.numbers.target);
+            let runs = runs.filter(|(_, job)| job.since + target >= since);
+            let late = runs.map(|(_, job)| now.since(job.since)).filter(|ran| *ran > adaptive.numbers.target);
+            adaptive.runs.extend(late);
+            let before = adaptive.limit;
+            adaptive.moves(now);
+            let mode = adaptive.numbers.mode.name();
+            match adaptive.limit.cmp(&before) {
+                std::cmp::Ordering::Less => self.coverage.see(&format!("limit fell {mode}")),
+                std::cmp::Ordering::Equal => self.coverage.see("limit stayed"),
+                std::cmp::Ordering::Greater => self.coverage.see(&format!("limit grew {mode}")),
+            }
+        }
+        self.adaptive = Some(adaptive);
+    }
+
+    pub(super) fn check_adaptive(&mut self, bulkhead: &Bulkhead<Tag>) {
+        let (expected, got) = (self.adaptive.as_ref().map(|a| a.limit), bulkhead.adaptive());
+        assert_eq!(got.as_ref().map(|view| view.limit), expected, "{got:?}");
+        if let Some(view) = got {
+            assert!((view.numbers.min..=view.numbers.max).contains(&view.limit), "{view:?}");
+            let is_short = self.permits().1 > 0 && self.adapted(usize::MAX) <= self.permits().0;
+            if is_short && !self.queue.is_empty() {
+                self.coverage.see("waits for the adaptive limit");
+            }
+        }
+    }
+}

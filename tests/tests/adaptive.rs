@@ -1,0 +1,207 @@
+//! The adaptive limit with real workers, whose jobs take longer and shorter; in what the supervisor tells of it; and
+//! under changes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bulkhead_client::Client;
+use bulkhead_tests::{Supervisor, kill_pid, run, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+/// Two processes of four jobs each.
+fn bulkhead(keys: &str) -> String {
+    format!(
+        "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nprocesses = 2\n\
+         max_in_flight = 4\nmax_queue = 100\n{keys}\n"
+    )
+}
+
+const ENFORCE: &str = "adaptive = { min = 1, max = 8, target = \"200ms\" }";
+const MONITOR: &str = "adaptive = { min = 1, max = 8, target = \"200ms\", mode = \"monitor\" }";
+
+/// Sixteen clients, each with one job after the other, until this is dropped.
+struct Load {
+    service_ms: Arc<AtomicU64>,
+    failed: Arc<AtomicU64>,
+    is_over: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Load {
+    fn of(supervisor: &Supervisor, service_ms: u64) -> Self {
+        let (service_ms, failed) = (Arc::new(AtomicU64::new(service_ms)), Arc::new(AtomicU64::new(0)));
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (socket, service, over, lost) =
+            (supervisor.socket(), service_ms.clone(), is_over.clone(), failed.clone());
+        let clients = async move {
+            let client = Client::connect(socket).await.unwrap();
+            let mut clients = tokio::task::JoinSet::new();
+            for _ in 0..16 {
+                let (client, service, over, lost) =
+                    (client.clone(), service.clone(), over.clone(), lost.clone());
+                clients.spawn(async move {
+                    while !over.load(Ordering::SeqCst) {
+                        let time = service.load(Ordering::SeqCst).to_string();
+                        if client.job("b", time).operation("sleep").send().await.is_err() {
+                            lost.fetch_add(1, Ordering::SeqCst);
+                        }
+                    }
+                });
+            }
+            clients.join_all().await;
+        };
+        let thread = Some(std::thread::spawn(|| run(clients)));
+        Self { service_ms, failed, is_over, thread }
+    }
+
+    fn takes(&self, ms: u64) {
+        self.service_ms.store(ms, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::SeqCst);
+        let _ = self.thread.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+fn adaptive(supervisor: &Supervisor, field: &str) -> u64 {
+    supervisor.snapshot("b")["adaptive"][field].as_u64().unwrap_or_else(|| panic!("{field}"))
+}
+
+/// Waits for a limit; it is never exceeded by more than what began under the one before.
+fn wait_limit(supervisor: &Supervisor, limit: u64) -> Value {
+    wait_for(&format!("a limit of {limit}"), || {
+        let snapshot = supervisor.snapshot("b");
+        (snapshot["adaptive"]["limit"] == limit).then_some(snapshot)
+    })
+}
+
+#[test]
+fn the_limit_follows_a_step_of_the_service_time_down_and_up_again() {
+    let supervisor = Supervisor::start(&bulkhead(ENFORCE));
+    assert_eq!((supervisor.number("b", "limit"), adaptive(&supervisor, "limit")), (8, 8));
+    let load = Load::of(&supervisor, 1);
+    supervisor.wait_number("b", "queued", 8);
+    load.takes(400);
+    let slow = wait_limit(&supervisor, 1);
+    assert_eq!((&slow["limit"], &slow["adaptive"]["mode"]), (&1.into(), &"enforce".into()), "{slow}");
+    assert!(slow["adaptive"]["latency_ms"].as_f64() >= Some(400.0), "{slow}");
+    // What began before ends; from then on the limit holds, in all workers together.
+    wait_for("one at once", || (supervisor.number("b", "in_flight") == 1).then_some(()));
+    let done = supervisor.number("b", "done");
+    wait_for("the least goes on", || (supervisor.number("b", "done") > done).then_some(()));
+    assert!(supervisor.number("b", "in_flight") <= 1);
+    load.takes(1);
+    wait_limit(&supervisor, 8);
+    assert_eq!(load.failed.load(Ordering::SeqCst), 0, "no job is turned away while there is room to wait");
+    let told = supervisor.wait_events("limit_adapted", 1);
+    assert_eq!((&told[0]["bulkhead"], &told[0]["from"]), (&"b".into(), &8.into()), "{told:?}");
+    assert!(told[0]["to"].as_u64() < Some(8) && told[0]["target_ms"] == 200.0, "{told:?}");
+    let metrics = supervisor.try_get("/metrics").unwrap().1;
+    assert!(metrics.contains("bulkhead_adaptive_limit{bulkhead=\"b\"} 8"), "{metrics}");
+    assert!(
+        metrics.contains("bulkhead_adaptive_changes_total{bulkhead=\"b\",direction=\"down\"}"),
+        "{metrics}"
+    );
+    let status = supervisor.command().args(["status", "b"]).output().unwrap();
+    let status = String::from_utf8(status.stdout).unwrap();
+    assert!(status.contains("adaptive  enforce limit 8 of 1..8"), "{status}");
+    let advice = supervisor.get("/v1/bulkheads/b/advice");
+    let keeps = advice["kept"].as_array().unwrap();
+    let kept = keeps.iter().find(|kept| kept["key"] == "adaptive");
+    assert!(kept.is_some_and(|kept| kept["reason"].as_str().unwrap().contains("of 200 ms")), "{advice}");
+}
+
+#[test]
+fn monitoring_tells_and_holds_nothing_back() {
+    let supervisor = Supervisor::start(&bulkhead(MONITOR));
+    let _load = Load::of(&supervisor, 400);
+    wait_for("a lower limit", || (adaptive(&supervisor, "limit") < 8).then_some(()));
+    assert_eq!((supervisor.number("b", "limit"), supervisor.number("b", "in_flight")), (8, 8));
+    let told = supervisor.wait_events("limit_adapted", 1);
+    assert_eq!(told[0]["mode"], "monitor", "{told:?}");
+    // A file that enforces it takes over what was learned.
+    supervisor.configure("", &bulkhead(ENFORCE));
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    wait_for("it is enforced", || (supervisor.number("b", "limit") < 8).then_some(()));
+    // And one without it lets all run.
+    supervisor.configure("", &bulkhead(""));
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    assert_eq!(supervisor.number("b", "limit"), 8);
+    assert!(supervisor.snapshot("b")["adaptive"].is_null());
+}
+
+#[test]
+fn the_limit_outlives_workers_that_die_and_are_replaced() {
+    let supervisor = Supervisor::start(&bulkhead(&format!("{ENFORCE}\nstart = {{ spares = 1 }}")));
+    let load = Load::of(&supervisor, 400);
+    wait_limit(&supervisor, 1);
+    for _ in 0..3 {
+        let pids = supervisor.worker_pids("b");
+        pids.into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
+        wait_for("it works on", || {
+            let done = supervisor.number("b", "done");
+            wait_for("another", || (supervisor.number("b", "done") > done).then_some(()));
+            (supervisor.snapshot("b")["state"] == "ready").then_some(())
+        });
+        assert!(supervisor.number("b", "in_flight") <= adaptive(&supervisor, "limit").max(2));
+    }
+    supervisor.post("/v1/bulkheads/b/restart");
+    load.takes(1);
+    wait_limit(&supervisor, 8);
+}
+
+#[test]
+fn numbers_below_its_most_are_refused_and_change_nothing() {
+    let supervisor = Supervisor::start(&bulkhead(ENFORCE));
+    for change in
+        [r#"{"processes": 1}"#, r#"{"max_in_flight": 3}"#, r#"{"max_in_flight": 0, "max_queue": 0}"#]
+    {
+        let (status, problem) = supervisor.patch("/v1/bulkheads/b", change);
+        let said = problem["detail"].as_str().unwrap_or_default().to_owned();
+        assert!(status == 400 && said.contains("adaptive.max (8)"), "{status} {problem}");
+    }
+    let snapshot = supervisor.snapshot("b");
+    assert_eq!((&snapshot["processes"], &snapshot["limit"]), (&2.into(), &8.into()));
+    supervisor.resize("b", r#"{"processes": 4}"#);
+    wait_for("more workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
+    assert_eq!(supervisor.number("b", "limit"), 8, "and no more jobs");
+    // A file that is not right stays out.
+    let above = ENFORCE.replace("max = 8", "max = 9");
+    supervisor.configure("", &bulkhead(&above));
+    let (status, said) = supervisor.post("/v1/reload");
+    assert!(
+        status >= 400 && said.contains("adaptive.max") && said.contains("max_in_flight"),
+        "{status} {said}"
+    );
+    assert_eq!(supervisor.number("b", "limit"), 8);
+}
+
+#[test]
+fn isolated_tenants_have_a_limit_each() {
+    let isolated = format!("{ENFORCE}\ntenants = {{ isolate = true, max_active = 4 }}");
+    let supervisor = Supervisor::start(&bulkhead(&isolated));
+    run(async {
+        let client = Client::connect(supervisor.socket()).await.unwrap();
+        let slow = async {
+            while supervisor.snapshot("b")["adaptive"]["lowered"].as_u64().unwrap_or(0) == 0 {
+                let mut jobs = tokio::task::JoinSet::new();
+                for _ in 0..8 {
+                    jobs.spawn(client.job("b", "400").operation("sleep").tenant("slow").send());
+                }
+                jobs.join_all().await;
+            }
+        };
+        let quick = client.job("b", "1").operation("sleep").tenant("quick");
+        let (_, quick) = tokio::join!(slow, quick.send());
+        assert!(quick.is_ok());
+    });
+    let part = |tenant: &str| supervisor.get(&format!("/v1/bulkheads/b?tenant={tenant}"));
+    assert!(part("slow")["limit"].as_u64() < Some(8), "{}", part("slow"));
+    assert_eq!(part("quick")["limit"], 8);
+    let (status, problem) = supervisor.patch("/v1/bulkheads/b/tenants/quick", r#"{"processes": 1}"#);
+    assert!(status == 400 && problem.to_string().contains("adaptive.max"), "{status} {problem}");
+}
