@@ -9,6 +9,7 @@
 //! - [`lifeline`]: a descriptor that ends with the program behind it.
 //! - [`landlock`]: the system calls of Landlock.
 //! - [`schedule`]: how long a thread runs before others have their turn.
+//! - [`vfork`]: starting a program without a copy of this process.
 //! - [`wait`]: the raw waits for children.
 //! - [`errno`]: the errors of raw system calls.
 //! - [`syscalls`], [`rlimits`], [`signals`]: names and numbers.
@@ -24,4 +25,5 @@ pub mod rlimits;
 pub mod schedule;
 pub mod signals;
 pub mod syscalls;
+pub mod vfork;
 pub mod wait;

@@ -1,20 +1,20 @@
 //! `exec`: one unmodified program for each job. The payload is its standard input, its standard output
 //! the result, its standard error goes to the log.
 
-use std::io::{self, Read, Write};
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, ExitCode, ExitStatus};
+use std::process::{ExitCode, ExitStatus};
 use std::sync::Arc;
 
 use bulkhead_linux::{rlimits, signals};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{ioctl_fionbio, ioctl_fionread};
-use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::folder::{Folder, Folders};
-use super::launch::{self, Environment, Launch};
+use super::launch::{self, Environment, Launch, Program};
 use super::orphans::Orphans;
 use super::rules::{Rules, Temporary};
 use crate::context::{Ctx, Job};
@@ -144,7 +144,7 @@ impl Host {
             Err(error) => return failed(error),
         };
         let reply = match self.start(folder.as_ref(), ctx) {
-            Ok(child) => self.attend(child, job, ctx),
+            Ok(program) => self.attend(program, job, ctx),
             Err(error) => failed(error),
         };
         if let Some(folder) = folder {
@@ -154,30 +154,27 @@ impl Host {
     }
 
     /// Starts the program of a job.
-    fn start(&self, folder: Option<&Folder>, ctx: &Ctx<Self>) -> io::Result<Child> {
+    fn start(&self, folder: Option<&Folder>, ctx: &Ctx<Self>) -> io::Result<Program> {
         let ruleset = self.rules.of_program(folder.map(Folder::place))?;
         let proof = self.rules.temporary().map(Temporary::proof).transpose()?.flatten();
         let environment = self.environment.of_job(ctx, folder.map(|folder| folder.path.as_path()))?;
         let program = (self.plan.program.as_str(), self.place.as_str());
         let launch = Launch::new(program, &self.plan.arguments, environment)?;
-        let mut command = launch.command(self.plan.rlimits.clone(), ruleset, proof);
-        let mut programs = self.orphans.programs();
-        let child = command.spawn()?;
-        programs.insert(child.id());
-        Ok(child)
+        let proof = proof.as_ref().map(AsFd::as_fd);
+        self.orphans.start(|| launch.start(&self.plan.rlimits, ruleset.as_ref(), proof), Program::id)
     }
 
     /// Sees a program through to its end, after which nothing is left of it.
-    fn attend(&self, mut child: Child, job: &Job, ctx: &Ctx<Self>) -> Reply {
-        let pid = child.id();
-        let watched = Run::watch(&mut child, job.payload(), ctx);
+    fn attend(&self, mut program: Program, job: &Job, ctx: &Ctx<Self>) -> Reply {
+        let pid = program.id();
+        let watched = Run::watch(&mut program, job.payload(), ctx);
         let is_cut_short = !matches!(watched, Ok(Run { end: End::Exited, .. }));
         if is_cut_short {
             // Of this process alone: what it leaves behind is swept up below.
-            let _ = child.kill();
+            program.kill();
         }
-        let status = child.wait();
-        self.orphans.programs().remove(&pid);
+        let status = program.wait();
+        self.orphans.ended(pid);
         self.orphans.sweep();
         match (watched, status) {
             (Ok(mut run), Ok(status)) => {
@@ -200,8 +197,8 @@ enum End {
 
 /// What a program has said, and why it was no longer listened to.
 struct Run {
-    stdout: Option<ChildStdout>,
-    stderr: Option<ChildStderr>,
+    stdout: Option<PipeReader>,
+    stderr: Option<PipeReader>,
     output: Vec<u8>,
     tail: Vec<u8>,
     end: End,
@@ -209,14 +206,13 @@ struct Run {
 
 impl Run {
     /// Feeds the program and listens to it until it has ended or must.
-    fn watch(child: &mut Child, payload: &[u8], ctx: &Ctx<Host>) -> io::Result<Self> {
-        let pid = Pid::from_child(child);
-        let ended = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+    fn watch(program: &mut Program, payload: &[u8], ctx: &Ctx<Host>) -> io::Result<Self> {
         let cancelled = ctx.cancellation()?;
-        let mut stdin = child.stdin.take();
+        // One that gets nothing sees the end of its input at once.
+        let mut stdin = program.stdin.take().filter(|_| !payload.is_empty());
         let mut run = Self {
-            stdout: child.stdout.take(),
-            stderr: child.stderr.take(),
+            stdout: program.stdout.take(),
+            stderr: program.stderr.take(),
             output: Vec::new(),
             tail: Vec::new(),
             end: End::Exited,
@@ -232,15 +228,12 @@ impl Run {
             ioctl_fionbio(fd, true)?;
         }
         let mut unsent = payload;
-        if unsent.is_empty() {
-            stdin = None;
-        }
         let most = ctx.result_bytes_max();
         loop {
             let ready = wait(
                 [
                     Some(cancelled),
-                    Some(ended.as_fd()),
+                    Some(program.child.pidfd.as_fd()),
                     run.stdout.as_ref().map(AsFd::as_fd),
                     run.stderr.as_ref().map(AsFd::as_fd),
                 ],
@@ -347,7 +340,7 @@ struct Readiness {
     stdin: bool,
 }
 
-fn wait(sources: [Option<BorrowedFd<'_>>; 4], stdin: Option<&ChildStdin>) -> Readiness {
+fn wait(sources: [Option<BorrowedFd<'_>>; 4], stdin: Option<&PipeWriter>) -> Readiness {
     let mut polls = Vec::with_capacity(5);
     let mut places = [usize::MAX; 5];
     for (i, source) in sources.into_iter().enumerate() {
@@ -373,7 +366,7 @@ fn wait(sources: [Option<BorrowedFd<'_>>; 4], stdin: Option<&ChildStdin>) -> Rea
 }
 
 /// Writes what the program takes. One that does not want its input is no failure.
-fn feed(stdin: &mut Option<ChildStdin>, unsent: &mut &[u8]) {
+fn feed(stdin: &mut Option<PipeWriter>, unsent: &mut &[u8]) {
     let Some(pipe) = stdin else { return };
     match pipe.write(unsent) {
         Ok(count) => *unsent = &unsent[count..],

@@ -1,15 +1,18 @@
-//! Starting one program: its arguments and environment, and what its process does between fork and execution.
+//! Starting one program: its arguments and environment, and what its process does before it is the program.
 
 use std::ffi::{CString, OsStr, OsString, c_char};
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::process::CommandExt;
+use std::io::{self, PipeReader, PipeWriter};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::ExitStatus;
 
+use bulkhead_linux::errno;
+use bulkhead_linux::vfork::{self, Child};
 use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
-use rustix::process::{Resource, Rlimit, Signal};
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, Signal, WaitOptions};
 
 use super::rules::Ruleset;
 use crate::context::Ctx;
@@ -81,13 +84,6 @@ pub(super) struct Launch {
 /// What `execve` takes: pointers to texts that live as long as the launch, and a null pointer.
 struct Pointers(Vec<*const c_char>);
 
-// SAFETY: what they point to is not changed, and goes where they go.
-#[expect(unsafe_code, reason = "pointers to texts that are only read")]
-unsafe impl Send for Pointers {}
-// SAFETY: the same.
-#[expect(unsafe_code, reason = "pointers to texts that are only read")]
-unsafe impl Sync for Pointers {}
-
 impl Pointers {
     fn to(texts: &[CString]) -> Self {
         Self(texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect())
@@ -112,49 +108,104 @@ impl Launch {
         Ok(Self { program, _texts: texts, arguments, environment: pointers })
     }
 
-    /// The command that does it, with pipes for its standard streams.
-    pub(super) fn command(
+    /// Starts it, with pipes for its standard streams.
+    pub(super) fn start(
         self,
-        rlimits: Vec<(Resource, Rlimit)>,
-        ruleset: Option<Ruleset>,
-        proof: Option<OwnedFd>,
-    ) -> Command {
-        let mut command = Command::new(OsStr::from_bytes(self.program.as_bytes()));
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        rlimits: &[(Resource, Rlimit)],
+        ruleset: Option<&Ruleset>,
+        proof: Option<BorrowedFd<'_>>,
+    ) -> io::Result<Program> {
+        let ((its_stdin, stdin), (stdout, its_stdout), (stderr, its_stderr)) = (pipe()?, pipe()?, pipe()?);
+        let streams = [its_stdin.as_raw_fd(), its_stdout.as_raw_fd(), its_stderr.as_raw_fd()];
         let host = rustix::process::getpid();
-        // SAFETY: what runs between fork and exec makes system calls and touches memory that was made
-        // before; it neither allocates nor takes a lock.
-        #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
-        unsafe {
-            command.pre_exec(move || {
+        let execute = || {
+            let surroundings = || -> io::Result<()> {
                 rustix::process::setsid()?;
                 rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
                 rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
                 // If the host died before that, the signal would not be sent.
                 if rustix::process::getppid() != Some(host) {
-                    return Err(io::ErrorKind::Interrupted.into());
+                    return Err(Errno::INTR.into());
                 }
-                if let Some(ruleset) = &ruleset {
-                    ruleset.restrict(proof.as_ref().map(AsFd::as_fd))?;
+                give_streams(streams)?;
+                if let Some(ruleset) = ruleset {
+                    ruleset.restrict(proof)?;
                 }
                 // Last, since one of them may forbid to open what is looked at above.
-                for (resource, limit) in &rlimits {
+                for (resource, limit) in rlimits {
                     rustix::process::setrlimit(*resource, *limit)?;
                 }
-                self.execute()
-            });
-        }
-        command
+                Ok(())
+            };
+            match surroundings() {
+                Ok(()) => self.execute(),
+                Err(error) => errno::of(&error, Errno::IO),
+            }
+        };
+        // SAFETY: it makes system calls, keeps errors that are numbers, and touches what was made before; it neither
+        // allocates nor takes a lock.
+        #[expect(unsafe_code, reason = "the child sets up its own surroundings")]
+        let child = unsafe { vfork::spawn(execute) }?;
+        Ok(Program { child, stdin: Some(stdin), stdout: Some(stdout), stderr: Some(stderr) })
     }
 
     /// Becomes the program. Not by the C library's way, which has a shell run what the kernel does not know.
-    fn execute(&self) -> io::Result<()> {
+    fn execute(&self) -> Errno {
         // SAFETY: both lists end with a null pointer, and they and what they point to live in `self`.
         #[expect(unsafe_code, reason = "execve(2) has no safe form that allocates nothing")]
         unsafe {
             libc::execve(self.program.as_ptr(), self.arguments.0.as_ptr(), self.environment.0.as_ptr());
         }
-        Err(io::Error::last_os_error())
+        errno::last()
+    }
+}
+
+/// The descriptors 0 to 2 of a program. For a child that shares memory: system calls and nothing else.
+fn give_streams(streams: [RawFd; 3]) -> Result<(), Errno> {
+    for (own, stream) in streams.into_iter().zip(0..) {
+        // SAFETY: numbers of descriptors, and those of the child are its own.
+        #[expect(unsafe_code, reason = "the safe form wants to own what it replaces")]
+        errno::check(unsafe { libc::dup2(own, stream) })?;
+    }
+    Ok(())
+}
+
+/// A pipe of which no end is in the place of a standard stream, where the next one would replace it.
+fn pipe() -> io::Result<(PipeReader, PipeWriter)> {
+    let (reader, writer) = std::io::pipe()?;
+    debug_assert!(reader.as_raw_fd() > 2 && writer.as_raw_fd() > 2, "the host has its standard streams");
+    Ok((reader, writer))
+}
+
+/// A program that runs, and the ends of its standard streams.
+pub(super) struct Program {
+    pub(super) child: Child,
+    pub(super) stdin: Option<PipeWriter>,
+    pub(super) stdout: Option<PipeReader>,
+    pub(super) stderr: Option<PipeReader>,
+}
+
+impl Program {
+    /// Its number.
+    pub(super) fn id(&self) -> u32 {
+        self.child.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
+    /// Kills this process alone.
+    pub(super) fn kill(&self) {
+        // It may have ended.
+        let _ = rustix::process::pidfd_send_signal(&self.child.pidfd, Signal::KILL);
+    }
+
+    /// Waits until it has ended.
+    pub(super) fn wait(&self) -> io::Result<ExitStatus> {
+        loop {
+            match rustix::process::waitpid(Some(self.child.pid), WaitOptions::empty()) {
+                Ok(Some((_, status))) => return Ok(ExitStatus::from_raw(status.as_raw())),
+                Ok(None) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
     }
 }
 
