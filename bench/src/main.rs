@@ -17,6 +17,7 @@ mod pairs;
 mod plan;
 mod policy;
 mod processes;
+mod programs;
 mod real;
 mod report;
 mod watched;

@@ -13,14 +13,19 @@ use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Target};
-use crate::{Result, attacks, confinement, neighbours, policy, watched};
+use crate::{Result, attacks, confinement, neighbours, policy, programs, watched};
 
 /// Takes every measurement whose name holds `only`.
 pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
     // Before anything else runs that could disturb it.
     let mut figures = policy::all(&policy::Plan { rounds: plan.rounds, cycles: plan.decisions }, only)?;
     let is_other = |group: &str| only.is_some_and(|only| only.starts_with(group));
-    let of_others = confinement::GROUPS.into_iter().chain([policy::GROUP, watched::GROUP, attacks::GROUP]);
+    let of_others = confinement::GROUPS.into_iter().chain([
+        policy::GROUP,
+        watched::GROUP,
+        attacks::GROUP,
+        programs::GROUP,
+    ]);
     if !of_others.into_iter().any(is_other) {
         figures.extend(LocalSet::new().run_until(measure(plan, only)).await?);
     }
@@ -28,6 +33,7 @@ pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> 
     if only.is_none_or(|only| only.starts_with(watched::GROUP)) {
         figures.extend(LocalSet::new().run_until(watched::all(&plan.watched)).await?);
     }
+    figures.extend(LocalSet::new().run_until(programs::all(plan.rounds, plan.programs, only)).await?);
     // An hour of attacks is not for every run.
     if only.is_some_and(|only| only.starts_with(attacks::GROUP)) {
         figures.extend(LocalSet::new().run_until(attacks::all(&plan.attacks, only)).await?);

@@ -21,6 +21,8 @@ pub(crate) struct Plan {
     pub(crate) storm: usize,
     /// Jobs for the decisions alone in each round.
     pub(crate) decisions: usize,
+    /// Programs in each round.
+    pub(crate) programs: usize,
     pub(crate) confinement: confinement::Plan,
     pub(crate) watched: watched::Plan,
     pub(crate) attacks: attacks::Plan,
@@ -37,6 +39,7 @@ impl Plan {
             crowd: 10_000,
             storm: 262_144,
             decisions: 100_000,
+            programs: 1_000,
             confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
             attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
@@ -53,6 +56,7 @@ impl Plan {
             crowd: 200,
             storm: 4_096,
             decisions: 2_000,
+            programs: 20,
             confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
             attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },

@@ -76,7 +76,15 @@ pub(crate) fn programs() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
     let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--quiet", "--package", "bulkhead-supervisor", "--bins"]);
+    cargo.args([
+        "build",
+        "--quiet",
+        "--package",
+        "bulkhead-supervisor",
+        "--package",
+        "bulkhead-worker",
+        "--bins",
+    ]);
     match folder.file_name().and_then(|name| name.to_str()) {
         None | Some("debug") => {}
         Some(profile) => drop(cargo.args(["--profile", profile])),
