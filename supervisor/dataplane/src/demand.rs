@@ -44,7 +44,7 @@ impl DataPlane {
     }
 
     /// What was counted since the start, tenants that are forgotten included.
-    fn counters_of(&self, bulkhead: BulkheadIndex) -> Counters {
+    pub(super) fn counters_of(&self, bulkhead: BulkheadIndex) -> Counters {
         let mut sum = Counters::default();
         if let Layout::Isolated(isolated) = &self.bulkheads[bulkhead].layout {
             sum.add(&isolated.past);

@@ -1,11 +1,12 @@
 //! What a bulkhead looks like from outside: one compartment, or the sum of its tenants'.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use bulkhead_api::{Adaptive, Confinement, Latencies, Rate, Snapshot, Tenant, Text, Worker};
 use bulkhead_plane::command::SteerError;
 use bulkhead_policy::{
-    Activity, AdaptiveView, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
+    Activity, AdaptiveLimits, BreakerState, BulkheadState, Counters, TenantView, Time, WorkerId,
 };
 use bulkhead_shared::RejectReason;
 
@@ -89,15 +90,10 @@ impl DataPlane {
 
     /// The limit that follows how long jobs take, of all tenants together.
     pub(super) fn adaptive_of(&self, bulkhead: BulkheadIndex) -> Option<Adaptive> {
-        self.limits_of(bulkhead).adaptive.as_ref()?;
-        let mut sum = None;
-        for place in self.compartments_of(bulkhead) {
-            let policy = &self.compartments[place].policy;
-            if let Some(view) = policy.adaptive().filter(|_| policy.activity() != Activity::Resting) {
-                add_adaptive(sum.get_or_insert_default(), &view);
-            }
-        }
-        sum
+        let numbers = self.limits_of(bulkhead).adaptive.as_ref()?;
+        let mut seen = AdaptiveSeen::default();
+        self.compartments_of(bulkhead).into_iter().for_each(|place| seen.add(&self.compartments[place]));
+        Some(seen.describe(numbers, &self.counters_of(bulkhead)))
     }
 
     fn sum(&self, parts: &[&Compartment]) -> Sum {
@@ -154,7 +150,7 @@ pub(super) struct Sum {
     states: States,
     trouble: Option<String>,
     limit: u64,
-    adaptive: Option<Adaptive>,
+    adaptive: AdaptiveSeen,
     in_flight: u64,
     available: u64,
     queued: u64,
@@ -173,7 +169,7 @@ impl Default for Sum {
             states: States::default(),
             trouble: None,
             limit: 0,
-            adaptive: None,
+            adaptive: AdaptiveSeen::default(),
             in_flight: 0,
             available: 0,
             queued: 0,
@@ -203,9 +199,7 @@ impl Sum {
             self.trouble = Some(policy.last_trouble()).filter(|text| !text.is_empty()).map(str::to_owned);
         }
         self.limit += policy.limit();
-        if let Some(view) = policy.adaptive().filter(|_| !is_resting) {
-            add_adaptive(self.adaptive.get_or_insert_default(), &view);
-        }
+        self.adaptive.add(part);
         self.in_flight += policy.in_flight();
         self.available += policy.available();
         self.queued += policy.queued() as u64;
@@ -240,7 +234,7 @@ impl Sum {
             max_in_flight: limits.max_in_flight,
             rate_limit: limits.rate_limit.map(Rate::from),
             limit: self.limit,
-            adaptive: self.adaptive,
+            adaptive: limits.adaptive.as_ref().map(|numbers| self.adaptive.describe(numbers, &self.counters)),
             in_flight: self.in_flight,
             available: self.available,
             queued: self.queued,
@@ -266,19 +260,35 @@ impl Sum {
     }
 }
 
-/// Adds a part's: of the slowest how long jobs take, of all how many may run.
-fn add_adaptive(sum: &mut Adaptive, part: &AdaptiveView) {
-    let millis = |time: std::time::Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
-    let latency = part.latency.map(millis);
-    (sum.mode, sum.min, sum.max) = (part.numbers.mode.into(), part.numbers.min, part.numbers.max);
-    sum.target_ms = millis(part.numbers.target);
-    sum.limit += u64::from(part.limit);
-    sum.latency_ms = match (sum.latency_ms, latency) {
-        (Some(one), Some(other)) => Some(one.max(other)),
-        (one, other) => one.or(other),
-    };
-    sum.raised += part.raised;
-    sum.lowered += part.lowered;
+/// The adaptive limits of the parts: of all how many may run, of the slowest how long jobs take.
+#[derive(Default)]
+struct AdaptiveSeen {
+    limit: u64,
+    latency: Option<Duration>,
+}
+
+impl AdaptiveSeen {
+    fn add(&mut self, part: &Compartment) {
+        let is_resting = part.policy.activity() == Activity::Resting;
+        if let Some(view) = part.policy.adaptive().filter(|_| !is_resting) {
+            self.limit += u64::from(view.limit);
+            self.latency = self.latency.max(view.latency);
+        }
+    }
+
+    fn describe(&self, numbers: &AdaptiveLimits, counters: &Counters) -> Adaptive {
+        let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
+        Adaptive {
+            mode: numbers.mode.into(),
+            min: numbers.min,
+            max: numbers.max,
+            target_ms: millis(numbers.target),
+            limit: self.limit,
+            latency_ms: self.latency.map(millis),
+            raised: counters.limit_raised,
+            lowered: counters.limit_lowered,
+        }
+    }
 }
 
 fn rejected(counters: &Counters) -> BTreeMap<Text, u64> {

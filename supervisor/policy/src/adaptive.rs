@@ -5,6 +5,7 @@
 //!
 //! It reads no clock, and moves only when a job has ended.
 
+use std::cmp::Ordering;
 use std::time::Duration;
 
 use bulkhead_shared::vocabulary;
@@ -57,10 +58,6 @@ pub struct AdaptiveView {
     pub limit: u32,
     /// Nine of ten jobs of the last full window took at most so long.
     pub latency: Option<Duration>,
-    /// How often it grew.
-    pub raised: u64,
-    /// How often it fell.
-    pub lowered: u64,
 }
 
 /// A change that operators are to hear of.
@@ -92,8 +89,6 @@ pub(crate) struct Adaptive {
     /// How many it waits for after the next fall.
     next_pause: u32,
     latency: Option<Duration>,
-    raised: u64,
-    lowered: u64,
     told: u32,
     told_at: Option<Time>,
 }
@@ -115,8 +110,6 @@ impl Adaptive {
             pause: 0,
             next_pause: 1,
             latency: None,
-            raised: 0,
-            lowered: 0,
             told: limit,
             told_at: None,
         }
@@ -183,8 +176,8 @@ impl Adaptive {
         self.next_run = (self.next_run + 1) % RUNS_MAX;
     }
 
-    /// Moves the limit by what was seen in the window, and begins the next one.
-    pub(crate) fn close(&mut self, now: Time) -> Option<Told> {
+    /// Moves the limit by what was seen in the window, and begins the next one. Says whether it grew or fell.
+    pub(crate) fn close(&mut self, now: Time) -> (Ordering, Option<Told>) {
         let rank = (self.runs.len() * 9).div_ceil(10).saturating_sub(1);
         let &mut latency = self.runs.select_nth_unstable(rank).1;
         let target = u64::try_from(self.numbers.target.as_nanos()).unwrap_or(u64::MAX);
@@ -194,17 +187,16 @@ impl Adaptive {
         } else {
             self.grow(latency, target);
         }
-        self.raised += u64::from(self.limit > before);
-        self.lowered += u64::from(self.limit < before);
         self.latency = Some(Duration::from_nanos(latency));
         self.begin_window(now);
+        let moved = self.limit.cmp(&before);
         let is_early = self.told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER);
         if self.limit == self.told || is_early {
-            return None;
+            return (moved, None);
         }
         self.told_at = Some(now);
         let from = std::mem::replace(&mut self.told, self.limit);
-        Some(Told { from, to: self.limit, latency: Duration::from_nanos(latency) })
+        (moved, Some(Told { from, to: self.limit, latency: Duration::from_nanos(latency) }))
     }
 
     /// By as much as jobs took too long, and at most to the half.
@@ -242,13 +234,7 @@ impl Adaptive {
     }
 
     pub(crate) fn view(&self) -> AdaptiveView {
-        AdaptiveView {
-            numbers: self.numbers.clone(),
-            limit: self.limit,
-            latency: self.latency,
-            raised: self.raised,
-            lowered: self.lowered,
-        }
+        AdaptiveView { numbers: self.numbers.clone(), limit: self.limit, latency: self.latency }
     }
 }
 

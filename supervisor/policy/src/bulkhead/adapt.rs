@@ -1,6 +1,8 @@
 //! The limit that adapts to how long jobs take: what it is told, and what it bounds. The numbers are in
 //! [`crate::adaptive`].
 
+use std::cmp::Ordering;
+
 use bulkhead_shared::Verdict;
 
 use super::Bulkhead;
@@ -54,7 +56,10 @@ impl<T> Bulkhead<T> {
                 adaptive.running(now, since);
             }
         }
-        if let Some(told) = adaptive.close(now) {
+        let (moved, told) = adaptive.close(now);
+        self.counters.limit_raised += u64::from(moved == Ordering::Greater);
+        self.counters.limit_lowered += u64::from(moved == Ordering::Less);
+        if let Some(told) = told {
             let note = Note::LimitAdapted {
                 from: told.from,
                 to: told.to,

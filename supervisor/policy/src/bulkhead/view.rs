@@ -35,6 +35,10 @@ pub struct Counters {
     pub elsewhere: u64,
     /// Replies for jobs that were answered already, or that the worker never had.
     pub late_replies: u64,
+    /// How often the adaptive limit grew.
+    pub limit_raised: u64,
+    /// How often it fell.
+    pub limit_lowered: u64,
 }
 
 impl Counters {
@@ -70,6 +74,8 @@ impl Counters {
         self.retries += other.retries;
         self.elsewhere += other.elsewhere;
         self.late_replies += other.late_replies;
+        self.limit_raised += other.limit_raised;
+        self.limit_lowered += other.limit_lowered;
         for (own, others) in self.rejected.iter_mut().zip(&other.rejected) {
             *own += others;
         }

@@ -139,9 +139,15 @@ impl Model {
             adaptive.moves(now);
             let mode = adaptive.numbers.mode.name();
             match adaptive.limit.cmp(&before) {
-                std::cmp::Ordering::Less => self.coverage.see(&format!("limit fell {mode}")),
+                std::cmp::Ordering::Less => {
+                    self.counters.limit_lowered += 1;
+                    self.coverage.see(&format!("limit fell {mode}"));
+                }
                 std::cmp::Ordering::Equal => self.coverage.see("limit stayed"),
-                std::cmp::Ordering::Greater => self.coverage.see(&format!("limit grew {mode}")),
+                std::cmp::Ordering::Greater => {
+                    self.counters.limit_raised += 1;
+                    self.coverage.see(&format!("limit grew {mode}"));
+                }
             }
         }
         self.adaptive = Some(adaptive);
