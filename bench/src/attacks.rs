@@ -11,9 +11,9 @@ use bulkhead_client::Client;
 use tempfile::TempDir;
 
 use crate::Result;
-use crate::load::median;
+use crate::pairs::paired;
 use crate::processes::{self, Process};
-use crate::report::{Figure, Target};
+use crate::report::{Figure, Report, Target};
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUP: &str = "attack";
@@ -90,8 +90,7 @@ const ATTACKS: [(&str, Attacker, Victim); 11] = [
 ];
 
 /// Takes every measurement that is wanted; within a `LocalSet`.
-pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
-    let mut figures = Vec::new();
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
         eprintln!("not root: attackers have the user of the bench, no other");
@@ -102,14 +101,14 @@ pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> 
                 let user = if is_stranger { "another user" } else { "the same user" };
                 let place = if is_pinned { "pinned" } else { "free" };
                 let name = format!("{GROUP}: {name}, {user}, {place}");
-                if (is_stranger && !is_root) || only.is_some_and(|only| !name.contains(only)) {
+                if (is_stranger && !is_root) || !report.wants(&name) {
                     continue;
                 }
-                figures.push(one(plan, name, Scene { attacker, victim, is_stranger, is_pinned }).await?);
+                report.tell(one(plan, name, Scene { attacker, victim, is_stranger, is_pinned }).await?);
             }
         }
     }
-    Ok(figures)
+    Ok(())
 }
 
 #[derive(Clone, Copy)]
@@ -127,16 +126,7 @@ async fn one(plan: &Plan, name: String, scene: Scene) -> Result<Figure> {
         let beside_attack = round(plan, scene, false).await?;
         pairs.push((beside_loops, beside_attack));
     }
-    Ok(Figure {
-        name,
-        unit: "µs",
-        bare: Some(median(pairs.iter().map(|pair| pair.0).collect())),
-        real: median(pairs.iter().map(|pair| pair.1).collect()),
-        ratio: Some(median(pairs.iter().map(|(loops, attack)| attack / loops).collect())),
-        target: Target::AtMost,
-        limit: 1.5,
-        difference: None,
-    })
+    Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
 /// The honest jobs' p99 in µs, beside the attack or as many busy loops.

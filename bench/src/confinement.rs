@@ -10,7 +10,8 @@ use crate::load;
 use crate::pairs::{compared, paired};
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
-use crate::report::{Figure, Target};
+use crate::report::{Figure, Report, Target};
+use crate::rounds::Rounds;
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUPS: [&str; 2] = ["startup", "confined"];
@@ -21,6 +22,8 @@ pub(crate) struct Plan {
     pub(crate) starts: usize,
     /// Pairs of rounds, one under `none` and one under `strict`.
     pub(crate) pairs: usize,
+    /// How long they may go on, if that is bounded.
+    pub(crate) lasts: Option<Duration>,
     /// Jobs in each such round, one at a time and [`WIDE`] at a time.
     pub(crate) one_by_one: usize,
     pub(crate) many: usize,
@@ -43,28 +46,26 @@ const INIT_MEMORY: &str = "startup: its init's memory (PSS)";
 const LATENCY: &str = "confined: 64 B, 1 in flight: p50, none and strict";
 const THROUGHPUT: &str = "confined: 64 B, 64 in flight, none and strict";
 
-/// Takes every measurement whose name holds `only`; within a `LocalSet`. Profiles that cannot be had here are
-/// told.
-pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
-    let is_wanted = |name: &str| only.is_none_or(|only| name.contains(only));
+/// Takes every measurement that is wanted; within a `LocalSet`. Profiles that cannot be had here are told.
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let is_one_wanted = |names: &[&str]| {
-        names.iter().any(|name| PROFILES.iter().any(|profile| is_wanted(&format!("{name}, {profile}"))))
+        names.iter().any(|name| PROFILES.iter().any(|profile| report.wants(&format!("{name}, {profile}"))))
     };
     let wants_startup = is_one_wanted(&[STARTUP, MEMORY, INIT_MEMORY]);
-    let wants_confined = is_wanted(LATENCY) || is_wanted(THROUGHPUT);
-    let mut figures = Vec::new();
+    let wants_confined = report.wants(LATENCY) || report.wants(THROUGHPUT);
     if !wants_startup && !wants_confined {
-        return Ok(figures);
+        return Ok(());
     }
-    let Some((chain, profiles)) = start().await? else { return Ok(figures) };
+    let Some((chain, profiles)) = start().await? else { return Ok(()) };
     if wants_startup {
-        figures.extend(startup(&chain, plan, &profiles).await?);
+        let figures = startup(&chain, plan, &profiles).await?;
+        figures.into_iter().for_each(|figure| report.tell(figure));
     }
     if wants_confined {
-        figures.extend(confined(&chain, plan, &profiles).await?);
+        let figures = confined(&chain, plan, &profiles).await?;
+        figures.into_iter().for_each(|figure| report.tell(figure));
     }
-    figures.retain(|figure| is_wanted(&figure.name));
-    Ok(figures)
+    Ok(())
 }
 
 /// A supervisor, and the profiles that can be had from it. `None`: it knows of none.
@@ -177,9 +178,7 @@ async fn memory(chain: &Chain, profiles: &[&str]) -> Result<Vec<Figure>> {
 }
 
 fn proportional(name: String, pid: u32) -> Result<Figure> {
-    let real = processes::proportional_bytes(pid)? as f64 / 1024.0;
-    let (target, limit) = (Target::Told, f64::NAN);
-    Ok(Figure { name, unit: "KiB", bare: None, real, ratio: None, target, limit, difference: None })
+    Ok(Figure::alone(name, "KiB", processes::proportional_bytes(pid)? as f64 / 1024.0))
 }
 
 /// The same load under `none` and under `strict`, in turns; which of them goes first changes as well.
@@ -194,7 +193,7 @@ async fn confined(chain: &Rc<Chain>, plan: &Plan, profiles: &[&str]) -> Result<V
         load(chain, &wide(profile), WIDE, plan.many / 4).await?;
     }
     let (mut p50, mut rate) = (Vec::new(), Vec::new());
-    for pair in 0..plan.pairs {
+    for pair in Rounds::new(plan.pairs, plan.lasts) {
         let mut found = [(0.0, 0.0); 2];
         let order = if pair % 2 == 0 { [0, 1] } else { [1, 0] };
         for which in order {

@@ -14,20 +14,25 @@ mod load;
 mod measures;
 mod neighbours;
 mod pairs;
+mod peers;
 mod plan;
+mod plot;
 mod policy;
 mod processes;
 mod programs;
 mod real;
 mod report;
+mod rounds;
 mod watched;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use tokio::task::LocalSet;
 
 use crate::plan::Plan;
+use crate::report::Report;
 
 /// Any failure ends a measurement: a figure with a failure in it is worth nothing.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -39,15 +44,25 @@ struct Args {
     /// Measure just enough to see that everything can be measured; the figures are worth nothing.
     #[arg(long)]
     smoke: bool,
-    /// Print one JSON object.
+    /// Print one JSON object at the end, with each round, instead of a line for each figure as it is measured.
     #[arg(long)]
     json: bool,
+    /// Draw the ratios, round by round, beside their targets.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
     /// Measure only what has this in its name.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// How often each measurement is taken, bare and real in turns.
-    #[arg(long, value_name = "N", default_value_t = 9)]
-    rounds: usize,
+    /// Measure what takes minutes as well. Attacks are only measured when they are named: `--only attack`.
+    #[arg(long, conflicts_with = "only")]
+    all: bool,
+    /// How often each measurement is taken, bare and real in turns [default: 9, or as often as a few seconds allow].
+    #[arg(long, value_name = "N")]
+    rounds: Option<usize>,
+    /// Measure what people use today on the same work, in turns with the supervisor: tonic, ipc-channel,
+    /// ProcessPoolExecutor, pebble, loky and workerpool. Fetches and builds them first, into the folder `target`.
+    #[arg(long)]
+    peers: bool,
     #[command(subcommand)]
     role: Option<Role>,
 }
@@ -151,7 +166,14 @@ fn attack(is_pinned: bool, attack: impl FnOnce() -> Result<()>) -> Result<()> {
 fn run(args: &Args) -> Result<()> {
     let plan = if args.smoke { Plan::smoke() } else { Plan::full(args.rounds) };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let figures = runtime.block_on(measures::all(&plan, args.only.as_deref()))?;
-    report::print(&figures, args.json);
+    let report = Report::new(args.only.clone(), args.all, args.json);
+    match args.peers {
+        true => runtime.block_on(LocalSet::new().run_until(peers::all(&plan, &report)))?,
+        false => runtime.block_on(measures::all(&plan, &report))?,
+    }
+    let figures = report.finish();
+    if let Some(file) = &args.svg {
+        std::fs::write(file, plot::draw(&figures)).map_err(|error| format!("{}: {error}", file.display()))?;
+    }
     Ok(())
 }

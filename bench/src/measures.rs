@@ -12,14 +12,14 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
-use crate::report::{Figure, Target};
+use crate::report::{Figure, Report, Target};
 use crate::{Result, attacks, confinement, neighbours, policy, programs, watched};
 
-/// Takes every measurement whose name holds `only`.
-pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+/// Takes every measurement that is wanted.
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     // Before anything else runs that could disturb it.
-    let mut figures = policy::all(&policy::Plan { rounds: plan.rounds, cycles: plan.decisions }, only)?;
-    let is_other = |group: &str| only.is_some_and(|only| only.starts_with(group));
+    policy::all(plan, report)?;
+    let is_other = |group: &str| report.only().is_some_and(|only| only.starts_with(group));
     let of_others = confinement::GROUPS.into_iter().chain([
         policy::GROUP,
         watched::GROUP,
@@ -27,54 +27,51 @@ pub(crate) async fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> 
         programs::GROUP,
     ]);
     if !of_others.into_iter().any(is_other) {
-        figures.extend(LocalSet::new().run_until(measure(plan, only)).await?);
+        LocalSet::new().run_until(measure(plan, report)).await?;
     }
-    figures.extend(LocalSet::new().run_until(confinement::all(&plan.confinement, only)).await?);
-    if only.is_none_or(|only| only.starts_with(watched::GROUP)) {
-        figures.extend(LocalSet::new().run_until(watched::all(&plan.watched)).await?);
+    LocalSet::new().run_until(confinement::all(&plan.confinement, report)).await?;
+    if report.only().map_or(report.wants_slow(watched::GROUP), |only| only.starts_with(watched::GROUP)) {
+        LocalSet::new().run_until(watched::all(&plan.watched, report)).await?;
     }
-    figures.extend(LocalSet::new().run_until(programs::all(plan.rounds, plan.programs, only)).await?);
+    LocalSet::new().run_until(programs::all(plan, report)).await?;
     // An hour of attacks is not for every run.
-    if only.is_some_and(|only| only.starts_with(attacks::GROUP)) {
-        figures.extend(LocalSet::new().run_until(attacks::all(&plan.attacks, only)).await?);
+    if is_other(attacks::GROUP) {
+        LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;
     }
-    Ok(figures)
+    Ok(())
 }
 
-async fn measure(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
+async fn measure(plan: &Plan, report: &Report) -> Result<()> {
     let chains = Chains::start().await?;
-    let wanted = |name: &str| only.is_none_or(|only| name.contains(only));
-    let mut figures = Vec::new();
-    if wanted("idle worker") {
-        figures.push(idle_memory(&chains).await?);
+    if report.wants("idle worker") {
+        report.tell(idle_memory(&chains).await?);
     }
     for (name, bytes, total) in
         [("64 B", 64, plan.small), ("4 KiB", 4 << 10, plan.small), ("1 MiB", 1 << 20, plan.large)]
     {
         let name = format!("{name}, 1 in flight");
-        if wanted(&name) {
-            figures.extend(latency(&chains, plan, &name, bytes, total).await?);
+        if report.wants(&name) {
+            latency(&chains, plan, &name, bytes, total).await?.into_iter().for_each(|f| report.tell(f));
         }
     }
     for lanes in [64, 1024] {
         let name = format!("64 B, {lanes} in flight");
-        if wanted(&name) {
-            figures.extend(throughput(&chains, plan, &name, lanes).await?);
+        if report.wants(&name) {
+            throughput(&chains, plan, &name, lanes).await?.into_iter().for_each(|f| report.tell(f));
         }
     }
     for (name, bulkhead) in [(AHEAD, real::NARROW), (NOT_AHEAD, real::WITHOUT)] {
-        if wanted(name) {
-            figures.push(one_at_a_time(&chains, plan, name, bulkhead).await?);
+        if report.wants(name) {
+            report.tell(one_at_a_time(&chains, plan, name, bulkhead).await?);
         }
     }
-    if wanted("worker killed to next answer") {
-        figures.push(recovery(&chains, plan).await?);
+    if report.wants("worker killed to next answer") {
+        report.tell(recovery(&chains, plan).await?);
     }
-    if wanted("hang: deadline + grace to next answer") {
-        figures.push(hang(&chains, plan).await?);
+    if report.wants("hang: deadline + grace to next answer") {
+        report.tell(hang(&chains, plan).await?);
     }
-    figures.extend(neighbours::all(&chains, plan, wanted).await?);
-    Ok(figures)
+    neighbours::all(&chains, plan, report).await
 }
 
 async fn latency(
@@ -85,7 +82,7 @@ async fn latency(
     total: usize,
 ) -> Result<Vec<Figure>> {
     let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..plan.rounds {
+    for _ in plan.rounds() {
         let bare = chains.bare(1, total, bytes).await?;
         let real = chains.real(real::ONE, 1, total, bytes).await?;
         p50.push((bare.quantile(0.5), real.quantile(0.5)));
@@ -106,7 +103,7 @@ async fn latency(
 async fn throughput(chains: &Chains, plan: &Plan, name: &str, lanes: usize) -> Result<Vec<Figure>> {
     let (mut rates, mut cpu) = (Vec::new(), Vec::new());
     let supervisor = chains.real.supervisor.pid();
-    for _ in 0..plan.rounds {
+    for _ in plan.rounds() {
         let bare = chains.bare(lanes, plan.many, 64).await?;
         let before = processes::cpu(supervisor)?;
         let real = chains.real(&real::wide(lanes), lanes, plan.many, 64).await?;
@@ -116,16 +113,7 @@ async fn throughput(chains: &Chains, plan: &Plan, name: &str, lanes: usize) -> R
     }
     Ok(vec![
         paired(name.to_owned(), "jobs/s", &rates, Target::AtLeast, 0.45),
-        Figure {
-            name: format!("{name}: supervisor CPU"),
-            unit: "µs/job",
-            bare: None,
-            real: median(cpu),
-            ratio: None,
-            target: Target::AtMost,
-            limit: 1.5,
-            difference: None,
-        },
+        Figure::alone(format!("{name}: supervisor CPU"), "µs/job", median(cpu)).wanted(Target::AtMost, 1.5),
     ])
 }
 
@@ -135,19 +123,19 @@ const NOT_AHEAD: &str = "64 B, 64 waiting, one at a time without lookahead over 
 /// A worker that may have one job at a time, beside one that may have all.
 async fn one_at_a_time(chains: &Chains, plan: &Plan, name: &str, bulkhead: &str) -> Result<Figure> {
     let mut rates = Vec::new();
-    for _ in 0..plan.rounds {
+    for _ in plan.rounds() {
         let wide = chains.real(&real::wide(64), 64, plan.many, 64).await?;
         let narrow = chains.real(bulkhead, 64, plan.many / 4, 64).await?;
         rates.push((wide.rate(), narrow.rate()));
     }
-    let limit = if bulkhead == real::NARROW { 0.6 } else { 0.0 };
-    Ok(paired(name.into(), "jobs/s", &rates, Target::AtLeast, limit))
+    let figure = paired(name.into(), "jobs/s", &rates, Target::Told, f64::NAN);
+    Ok(if bulkhead == real::NARROW { figure.wanted(Target::AtLeast, 0.6) } else { figure })
 }
 
 /// From the kill of a worker to the next answer, against an echo that is killed and started again.
 async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    for _ in 0..plan.deaths {
+    for _ in plan.rounds_of(plan.deaths) {
         let bare = bare_recovery()?;
         let pid = chains.real.worker(real::ONE).await?;
         let began = Instant::now();
@@ -182,7 +170,7 @@ fn kill(pid: u32) -> Result<()> {
 /// How long after deadline and grace a hanging job's permit serves the next one; with a start of a worker.
 async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut over = Vec::new();
-    for _ in 0..plan.deaths {
+    for _ in plan.rounds_of(plan.deaths) {
         let began = Instant::now();
         let hanging = chains.real.client.job(real::HANGS, "").operation("hang").start().await?;
         let next = chains.real.client.job(real::HANGS, "").deadline(Duration::from_secs(10)).start().await?;
@@ -193,29 +181,13 @@ async fn hang(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let patience = real::HANG_DEADLINE + real::HANG_GRACE;
         over.push(began.elapsed().saturating_sub(patience).as_secs_f64() * 1e3);
     }
-    Ok(Figure {
-        name: "hang: deadline + grace to next answer".into(),
-        unit: "ms",
-        bare: None,
-        real: median(over),
-        ratio: None,
-        target: Target::AtMost,
-        // 10 ms and the start of a worker, which the figure above has.
-        limit: 12.0,
-        difference: None,
-    })
+    // 10 ms and the start of a worker, which the figure above has.
+    let figure = Figure::alone("hang: deadline + grace to next answer", "ms", median(over));
+    Ok(figure.wanted(Target::AtMost, 12.0))
 }
 
 async fn idle_memory(chains: &Chains) -> Result<Figure> {
     let pid = chains.real.worker(real::ONE).await?;
-    Ok(Figure {
-        name: "idle worker's memory (PSS)".into(),
-        unit: "KiB",
-        bare: None,
-        real: processes::proportional_bytes(pid)? as f64 / 1024.0,
-        ratio: None,
-        target: Target::AtMost,
-        limit: 600.0,
-        difference: None,
-    })
+    let kib = processes::proportional_bytes(pid)? as f64 / 1024.0;
+    Ok(Figure::alone("idle worker's memory (PSS)", "KiB", kib).wanted(Target::AtMost, 600.0))
 }

@@ -14,7 +14,7 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::processes::Process;
 use crate::real::{self, Chain};
-use crate::report::{Figure, Target};
+use crate::report::{Figure, Report, Target};
 
 /// From one start of a program that dies at once to the next: as often as the supervisor starts the workers of a
 /// bulkhead that crashes on every job.
@@ -25,18 +25,17 @@ const SIBLING_LANES: usize = 48;
 const CRASH_LANES: usize = 16;
 
 /// Takes every measurement that is wanted.
-pub(crate) async fn all(chains: &Chains, plan: &Plan, wanted: impl Fn(&str) -> bool) -> Result<Vec<Figure>> {
-    let mut figures = Vec::new();
-    if wanted("sibling's p99") {
-        figures.push(sibling(chains, plan).await?);
+pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
+    if report.wants("sibling's p99") {
+        report.tell(sibling(chains, plan).await?);
     }
-    if wanted("siblings' p99 in a crowd") {
-        figures.push(crowd(chains, plan).await?);
+    if report.wants_slow("siblings' p99 in a crowd") {
+        report.tell(crowd(chains, plan).await?);
     }
-    if wanted("siblings' p99 in a storm") {
-        figures.extend(storm(chains, plan).await?);
+    if report.wants("siblings' p99 in a storm") {
+        storm(chains, plan).await?.into_iter().for_each(|figure| report.tell(figure));
     }
-    Ok(figures)
+    Ok(())
 }
 
 /// Starts a program that dies at once, again and again, until it is killed.
@@ -85,7 +84,7 @@ impl Crashes {
 /// What jobs notice of a neighbour whose worker dies of every job, against the same without it.
 async fn sibling(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
-    for _ in 0..plan.rounds {
+    for _ in plan.rounds() {
         let quiet = chains.real(real::ONE, 1, plan.small, 64).await?;
         let crashes = Crashes::begin(&chains.real, real::CRASHES, 1, Duration::from_millis(20));
         let beside = chains.real(real::ONE, 1, plan.small, 64).await?;
@@ -103,7 +102,7 @@ const CROWD_ROUNDS_MAX: usize = 5;
 async fn crowd(chains: &Chains, plan: &Plan) -> Result<Figure> {
     let mut pairs = Vec::new();
     // The workers of the fourth are started a hundred times a second at most, so that a round takes half a minute.
-    for _ in 0..plan.rounds.min(CROWD_ROUNDS_MAX) {
+    for _ in plan.rounds_of(CROWD_ROUNDS_MAX) {
         let honest = crowd_round(chains, plan.crowd, "").await?;
         let beside = crowd_round(chains, plan.crowd, "crash").await?;
         pairs.push((honest.quantile(0.99), beside.quantile(0.99)));
@@ -135,7 +134,7 @@ async fn crowd_round(chains: &Chains, total: usize, operation: &'static str) -> 
 /// supervisor starts workers: what that alone costs on this machine, no supervisor can do without.
 async fn storm(chains: &Chains, plan: &Plan) -> Result<Vec<Figure>> {
     let (mut over_quiet, mut over_starts, mut starts_over_quiet) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..plan.rounds {
+    for _ in plan.rounds() {
         let quiet = siblings(chains, plan.storm).await?;
         let starting = Process::role(&["start-and-die"])?;
         let starts = siblings(chains, plan.storm).await?;

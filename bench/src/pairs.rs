@@ -12,14 +12,11 @@ pub(crate) fn paired(
     limit: f64,
 ) -> Figure {
     Figure {
-        name,
-        unit,
         bare: Some(median(pairs.iter().map(|pair| pair.0).collect())),
         real: median(pairs.iter().map(|pair| pair.1).collect()),
         ratio: Some(median(pairs.iter().map(|(bare, real)| real / bare).collect())),
-        target,
-        limit,
-        difference: None,
+        rounds: pairs.to_vec(),
+        ..Figure::alone(name, unit, f64::NAN).wanted(target, limit)
     }
 }
 

@@ -2,11 +2,20 @@
 
 use std::time::Duration;
 
+use crate::rounds::Rounds;
 use crate::{attacks, confinement, watched};
+
+/// How long a measurement may go on with further rounds, where their number was not asked for.
+const ROUNDS_LAST: Duration = Duration::from_secs(5);
+
+/// Rounds of each measurement, if there is time for them.
+const ROUNDS: usize = 9;
 
 /// How much of everything.
 pub(crate) struct Plan {
-    pub(crate) rounds: usize,
+    rounds: usize,
+    /// How long a measurement may go on; `None`: until all its rounds are there.
+    lasts: Option<Duration>,
     /// Requests of 64 B and 4 KiB, one at a time, in each round.
     pub(crate) small: usize,
     /// Requests of 1 MiB in each round.
@@ -29,9 +38,11 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    pub(crate) fn full(rounds: usize) -> Self {
+    /// So many rounds, or as many as there is time for.
+    pub(crate) fn full(rounds: Option<usize>) -> Self {
         Self {
-            rounds: rounds.max(1),
+            rounds: rounds.unwrap_or(ROUNDS).max(1),
+            lasts: rounds.is_none().then_some(ROUNDS_LAST),
             small: 8_000,
             large: 300,
             many: 262_144,
@@ -40,7 +51,13 @@ impl Plan {
             storm: 262_144,
             decisions: 100_000,
             programs: 1_000,
-            confinement: confinement::Plan { starts: 50, pairs: 20, one_by_one: 4_000, many: 65_536 },
+            confinement: confinement::Plan {
+                starts: 50,
+                pairs: 20,
+                lasts: rounds.is_none().then_some(ROUNDS_LAST),
+                one_by_one: 4_000,
+                many: 65_536,
+            },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
             attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
         }
@@ -49,6 +66,7 @@ impl Plan {
     pub(crate) fn smoke() -> Self {
         Self {
             rounds: 1,
+            lasts: None,
             small: 200,
             large: 5,
             many: 4_096,
@@ -57,9 +75,19 @@ impl Plan {
             storm: 4_096,
             decisions: 2_000,
             programs: 20,
-            confinement: confinement::Plan { starts: 2, pairs: 2, one_by_one: 200, many: 4_096 },
+            confinement: confinement::Plan { starts: 2, pairs: 2, lasts: None, one_by_one: 200, many: 4_096 },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
             attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },
         }
+    }
+
+    /// The rounds of a measurement that begins now.
+    pub(crate) fn rounds(&self) -> Rounds {
+        self.rounds_of(self.rounds)
+    }
+
+    /// The same for one that has its own number of them.
+    pub(crate) fn rounds_of(&self, most: usize) -> Rounds {
+        Rounds::new(most, self.lasts)
     }
 }

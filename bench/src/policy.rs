@@ -15,7 +15,9 @@ use tokio::sync::Semaphore;
 
 use crate::Result;
 use crate::load::median;
-use crate::report::{Figure, Target};
+use crate::pairs::paired;
+use crate::plan::Plan;
+use crate::report::{Figure, Report, Target};
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUP: &str = "policy";
@@ -36,29 +38,17 @@ const STAYING: usize = 500;
 /// As large as what the supervisor has policy carry along: a pointer to its record of the job.
 type Cargo = u64;
 
-/// How much of everything.
-pub(crate) struct Plan {
-    pub(crate) rounds: usize,
-    /// Jobs admitted and let go in each round.
-    pub(crate) cycles: usize,
-}
-
-/// Takes every measurement whose name holds `only`.
-pub(crate) fn all(plan: &Plan, only: Option<&str>) -> Result<Vec<Figure>> {
-    let wanted = |name: &str| only.is_none_or(|only| name.contains(only));
-    let settings: Vec<_> = settings().into_iter().filter(|setting| wanted(setting.name)).collect();
-    let mut figures = cycles(plan, &settings)?;
+/// Takes every measurement that is wanted.
+pub(crate) fn all(plan: &Plan, report: &Report) -> Result<()> {
+    let settings: Vec<_> = settings().into_iter().filter(|setting| report.wants(setting.name)).collect();
+    cycles(plan, &settings)?.into_iter().for_each(|figure| report.tell(figure));
     let cancels = "policy: cancel 9,000 amid 10,000 waiting";
-    if wanted(cancels) {
-        let rounds = (0..plan.rounds).map(|_| cancel()).collect::<Result<Vec<_>>>()?;
-        figures.push(figure(cancels, None, median(rounds), None));
+    if report.wants(cancels) {
+        let rounds = plan.rounds().map(|_| cancel()).collect::<Result<Vec<_>>>()?;
+        let figure = Figure::alone(cancels, "ns", median(rounds));
+        report.tell(figure.wanted(Target::FigureAtMost, LIMIT_NS));
     }
-    Ok(figures)
-}
-
-fn figure(name: &str, bare: Option<f64>, real: f64, ratio: Option<f64>) -> Figure {
-    let (target, limit) = (Target::FigureAtMost, LIMIT_NS);
-    Figure { name: name.to_owned(), unit: "ns", bare, real, ratio, target, limit, difference: None }
+    Ok(())
 }
 
 /// All settings in turns, round after round, so that whatever else the machine does hits each.
@@ -69,15 +59,15 @@ fn cycles(plan: &Plan, settings: &[Setting]) -> Result<Vec<Figure>> {
     let mut scenes = settings.iter().map(Scene::new).collect::<Result<Vec<_>>>()?;
     let mut bare = Vec::new();
     let mut real = vec![Vec::new(); scenes.len()];
-    for _ in 0..plan.rounds {
-        bare.push(semaphore(plan.cycles)?);
+    for _ in plan.rounds() {
+        bare.push(semaphore(plan.decisions)?);
         for (scene, rounds) in scenes.iter_mut().zip(&mut real) {
-            rounds.push(scene.round(plan.cycles)?);
+            rounds.push(scene.round(plan.decisions)?);
         }
     }
     let figures = settings.iter().zip(real).map(|(setting, real)| {
-        let ratios = bare.iter().zip(&real).map(|(bare, real)| real / bare).collect();
-        figure(setting.name, Some(median(bare.clone())), median(real), Some(median(ratios)))
+        let pairs: Vec<_> = bare.iter().copied().zip(real).collect();
+        paired(setting.name.to_owned(), "ns", &pairs, Target::FigureAtMost, LIMIT_NS)
     });
     Ok(figures.collect())
 }

@@ -5,9 +5,10 @@ use std::time::Instant;
 
 use crate::Result;
 use crate::pairs::paired;
+use crate::plan::Plan;
 use crate::processes;
 use crate::real::Chain;
-use crate::report::{Figure, Target};
+use crate::report::{Report, Target};
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUP: &str = "programs";
@@ -17,13 +18,14 @@ const AT_ONCE: usize = 2;
 
 const PROFILES: [&str; 3] = ["none", "default", "strict"];
 
-/// Takes every measurement whose name holds `only`, with so many programs in each round; within a `LocalSet`.
-pub(crate) async fn all(rounds: usize, programs: usize, only: Option<&str>) -> Result<Vec<Figure>> {
+/// Takes every measurement that is wanted; within a `LocalSet`.
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
+    let programs = plan.programs;
     let name = |profile: &str| format!("{GROUP}: true, {AT_ONCE} at once, {profile}");
-    let is_wanted = |profile: &&&str| only.is_none_or(|only| name(profile).contains(only));
+    let is_wanted = |profile: &&&str| report.wants(&name(profile));
     let profiles: Vec<&str> = PROFILES.iter().filter(is_wanted).copied().collect();
     if profiles.is_empty() {
-        return Ok(Vec::new());
+        return Ok(());
     }
     let bulkhead = |profile: &&str| {
         format!(
@@ -34,20 +36,19 @@ pub(crate) async fn all(rounds: usize, programs: usize, only: Option<&str>) -> R
     let config = profiles.iter().map(bulkhead).collect::<String>();
     let folder = processes::programs()?;
     let chain = Chain::start(&folder, &format!("[supervisor]\nsocket = \"jobs.sock\"\n{config}")).await?;
-    let mut figures = Vec::new();
     for profile in profiles {
         if let Err(error) = run(&chain, profile, AT_ONCE).await {
             eprintln!("NOT MEASURED: programs under the profile `{profile}`: {error}");
             continue;
         }
         let mut rates = Vec::new();
-        for _ in 0..rounds {
+        for _ in plan.rounds() {
             rates.push((spawn_and_wait(programs)?, run(&chain, profile, programs).await?));
         }
-        let limit = if profile == "none" { 0.45 } else { 0.0 };
-        figures.push(paired(name(profile), "programs/s", &rates, Target::AtLeast, limit));
+        let figure = paired(name(profile), "programs/s", &rates, Target::Told, f64::NAN);
+        report.tell(if profile == "none" { figure.wanted(Target::AtLeast, 0.45) } else { figure });
     }
-    Ok(figures)
+    Ok(())
 }
 
 /// Programs a second by threads that do nothing else.

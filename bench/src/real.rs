@@ -129,6 +129,10 @@ pub(crate) fn worker() -> ExitCode {
             std::thread::park();
         },
         "crash" => std::process::abort(),
+        "die" => {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+            std::process::abort()
+        }
         // Dies and leaves many processes in sessions of their own.
         "orphans" => {
             let script = "for n in $(seq 1500); do setsid sleep 100 & done";

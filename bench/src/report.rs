@@ -1,4 +1,6 @@
-//! The figures as a table, or as JSON.
+//! The figures as a table that grows while they are measured, as JSON, and as a plot.
+
+use std::cell::RefCell;
 
 use serde::Serialize;
 
@@ -40,10 +42,25 @@ pub(crate) struct Figure {
     pub(crate) limit: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) difference: Option<Difference>,
+    /// Bare and real, round by round.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) rounds: Vec<(f64, f64)>,
 }
 
 impl Figure {
-    fn is_met(&self) -> bool {
+    /// A figure with nothing to compare it with, and without a target.
+    pub(crate) fn alone(name: impl Into<String>, unit: &'static str, real: f64) -> Self {
+        let (target, limit) = (Target::Told, f64::NAN);
+        let (name, rounds) = (name.into(), Vec::new());
+        Self { name, unit, bare: None, real, ratio: None, target, limit, difference: None, rounds }
+    }
+
+    /// The same with a target.
+    pub(crate) fn wanted(self, target: Target, limit: f64) -> Self {
+        Self { target, limit, ..self }
+    }
+
+    pub(crate) fn is_met(&self) -> bool {
         let judged = self.ratio.unwrap_or(self.real);
         match self.target {
             Target::AtMost => judged <= self.limit,
@@ -64,34 +81,78 @@ impl Figure {
             }),
         }
     }
+
+    fn line(&self) -> String {
+        let number = |value: Option<f64>| value.map_or("–".to_owned(), short);
+        format!(
+            "{:<60} {:>12} {:>12} {:>7}  {}{}",
+            format!("{}, {}", self.name, self.unit),
+            number(self.bare),
+            short(self.real),
+            number(self.ratio),
+            self.wish(),
+            if self.is_met() { "" } else { "   MISSED" },
+        )
+    }
 }
 
-/// Prints what was measured.
-pub(crate) fn print(figures: &[Figure], is_json: bool) {
-    if is_json {
-        let lines: Vec<_> = figures
-            .iter()
-            .map(|figure| {
+/// What was measured so far. As a table, each figure is printed as soon as it is known.
+pub(crate) struct Report {
+    only: Option<String>,
+    /// Whether what takes minutes is wanted without being named.
+    wants_slow: bool,
+    is_json: bool,
+    figures: RefCell<Vec<Figure>>,
+}
+
+impl Report {
+    /// A report of the figures whose name holds `only`.
+    pub(crate) fn new(only: Option<String>, wants_slow: bool, is_json: bool) -> Self {
+        Self { only, wants_slow, is_json, figures: RefCell::default() }
+    }
+
+    /// Whether figures of this name, or figures whose names begin like that, are wanted.
+    pub(crate) fn wants(&self, name: &str) -> bool {
+        self.only.as_deref().is_none_or(|only| name.contains(only))
+    }
+
+    /// The same of figures that take minutes.
+    pub(crate) fn wants_slow(&self, name: &str) -> bool {
+        self.only.as_deref().map_or(self.wants_slow, |only| name.contains(only))
+    }
+
+    /// What the figures' names have to hold, if that was said.
+    pub(crate) fn only(&self) -> Option<&str> {
+        self.only.as_deref()
+    }
+
+    /// A figure that was measured; it is left out if it is not wanted.
+    pub(crate) fn tell(&self, figure: Figure) {
+        if !self.wants(&figure.name) {
+            return;
+        }
+        let mut figures = self.figures.borrow_mut();
+        if !self.is_json {
+            if figures.is_empty() {
+                println!("{:<60} {:>12} {:>12} {:>7}  target", "", "bare", "real", "ratio");
+            }
+            println!("{}", figure.line());
+        }
+        figures.push(figure);
+    }
+
+    /// All of them, in the order in which they were measured; as JSON, they are printed now.
+    pub(crate) fn finish(self) -> Vec<Figure> {
+        let figures = self.figures.into_inner();
+        if self.is_json {
+            let line = |figure: &Figure| {
                 let mut line = serde_json::json!(figure);
                 line["met"] = figure.is_met().into();
                 line
-            })
-            .collect();
-        println!("{}", serde_json::json!({ "figures": lines }));
-        return;
-    }
-    println!("{:<52} {:>12} {:>12} {:>7}  target", "", "bare", "real", "ratio");
-    for figure in figures {
-        let number = |value: Option<f64>| value.map_or("–".to_owned(), short);
-        println!(
-            "{:<52} {:>12} {:>12} {:>7}  {}{}",
-            format!("{}, {}", figure.name, figure.unit),
-            number(figure.bare),
-            short(figure.real),
-            number(figure.ratio),
-            figure.wish(),
-            if figure.is_met() { "" } else { "   MISSED" },
-        );
+            };
+            println!("{}", serde_json::json!({ "figures": figures.iter().map(line).collect::<Vec<_>>() }));
+        }
+        figures
     }
 }
 
@@ -100,7 +161,7 @@ fn signed(value: f64) -> String {
 }
 
 /// Three digits that mean something.
-fn short(value: f64) -> String {
+pub(crate) fn short(value: f64) -> String {
     match value {
         value if value >= 1e6 => format!("{:.2} M", value / 1e6),
         value if value >= 1e4 => format!("{:.1} k", value / 1e3),

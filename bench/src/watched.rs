@@ -14,7 +14,7 @@ use crate::load::{self, Round};
 use crate::pairs::compared;
 use crate::processes::{self, Process};
 use crate::real::{self, Chain};
-use crate::report::Figure;
+use crate::report::Report;
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUP: &str = "watched";
@@ -125,7 +125,7 @@ struct Cost {
 }
 
 /// Takes the measurements; within a `LocalSet`.
-pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     let chain = Rc::new(Chain::start_all(&processes::programs()?).await?);
     let is_over = Rc::new(Cell::new(false));
     let crashes = tokio::task::spawn_local(crash_on(chain.clone(), is_over.clone()));
@@ -167,16 +167,15 @@ pub(crate) async fn all(plan: &Plan) -> Result<Vec<Figure>> {
         ("CPU of the data plane", "µs/job", |cost| cost.data_plane),
         ("CPU of the whole supervisor", "µs/job", |cost| cost.supervisor),
     ];
-    let mut all = Vec::new();
     for (name, unit, of) in figures {
         let pairs = |which: fn(&(Cost, Cost, Cost)) -> (&Cost, &Cost)| -> Vec<_> {
             costs.iter().map(which).map(|(before, after)| (of(before), of(after))).collect()
         };
-        all.push(compared(&format!("watched: {name}"), unit, &pairs(|costs| (&costs.0, &costs.2))));
+        report.tell(compared(&format!("watched: {name}"), unit, &pairs(|costs| (&costs.0, &costs.2))));
         let name = format!("watched, not something else: {name}");
-        all.push(compared(&name, unit, &pairs(|costs| (&costs.1, &costs.2))));
+        report.tell(compared(&name, unit, &pairs(|costs| (&costs.1, &costs.2))));
     }
-    Ok(all)
+    Ok(())
 }
 
 /// A watcher that has begun.

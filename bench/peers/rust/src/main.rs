@@ -1,0 +1,67 @@
+//! Peers that are Rust libraries, on the work of the bench: `tonic` and `ipc-channel`.
+//!
+//! As a driver it reads orders from its standard input, a line each, and writes a JSON object for each; see
+//! `bench/src/peers.rs`.
+
+use std::io::{BufRead, Write};
+use std::time::{Duration, Instant};
+
+mod ipc;
+mod rpc;
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    match arguments[..] {
+        // One hop, or two with a relay between.
+        ["tonic", hops] => runtime.block_on(rpc::drive(hops.parse()?)),
+        ["tonic-server", socket] => runtime.block_on(rpc::serve(socket, None)),
+        ["tonic-relay", socket, next] => runtime.block_on(rpc::serve(socket, Some(next))),
+        ["ipc-channel"] => ipc::drive(),
+        ["ipc-channel-worker", name] => ipc::work(name),
+        _ => Err("which peer?".into()),
+    }
+}
+
+/// What the bench asks for.
+enum Order {
+    /// So many requests of so many bytes, one at a time.
+    Latency { bytes: usize, total: usize },
+    /// So many at a time.
+    Rate { lanes: usize, bytes: usize, total: usize },
+    /// Have the worker die, and have the next answer, so often.
+    Recovery { total: usize },
+}
+
+fn orders() -> impl Iterator<Item = Result<Order>> {
+    std::io::stdin().lock().lines().map(|line| {
+        let line = line?;
+        let words: Vec<&str> = line.split_whitespace().collect();
+        Ok(match words[..] {
+            ["latency", bytes, total] => Order::Latency { bytes: bytes.parse()?, total: total.parse()? },
+            ["rate", lanes, bytes, total] => {
+                Order::Rate { lanes: lanes.parse()?, bytes: bytes.parse()?, total: total.parse()? }
+            }
+            ["recovery", total] => Order::Recovery { total: total.parse()? },
+            _ => return Err(format!("no such order: {line}").into()),
+        })
+    })
+}
+
+fn tell(key: &str, value: f64) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{{\"{key}\": {value}}}")?;
+    Ok(out.flush()?)
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+fn rate(total: usize, began: Instant) -> f64 {
+    total as f64 / began.elapsed().as_secs_f64()
+}

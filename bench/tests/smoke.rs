@@ -1,0 +1,41 @@
+//! Everything that the bench measures by default can be measured; what the figures say is not looked at.
+
+use std::process::{Command, Output};
+
+fn bench(arguments: &[&str]) -> Output {
+    let mut bench = Command::new(env!("CARGO_BIN_EXE_bulkhead-bench"));
+    bench.arg("--smoke").args(arguments).output().expect("the bench runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn all_figures_are_told_as_json_and_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("plot.svg");
+    let output = bench(&["--json", "--svg", plot.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let figures = told["figures"].as_array().expect("figures");
+    let is_told = |name: &str| figures.iter().any(|figure| figure["name"] == name);
+    for name in
+        ["policy: one bulkhead, 63 jobs running", "64 B, 1 in flight: p50", "worker killed to next answer"]
+    {
+        assert!(is_told(name), "{name}: {told}");
+    }
+    let compared = figures.iter().filter(|figure| figure["ratio"].is_f64());
+    assert!(compared.clone().all(|figure| !figure["rounds"].as_array().unwrap().is_empty()), "{told}");
+    let drawn = std::fs::read_to_string(plot).unwrap();
+    assert!(compared.clone().all(|figure| drawn.contains(figure["name"].as_str().unwrap())), "{drawn}");
+}
+
+#[test]
+fn a_figure_is_a_line_of_its_own() {
+    let output = bench(&["--only", "policy: cancel"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let lines: Vec<_> = text(&output.stdout).lines().map(str::to_owned).collect();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    assert!(lines[1].starts_with("policy: cancel 9,000 amid 10,000 waiting, ns"), "{lines:?}");
+}
