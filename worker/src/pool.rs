@@ -85,14 +85,6 @@ struct Pending {
     payload: Vec<u8>,
 }
 
-/// A job for a handler thread.
-struct Next {
-    job: Pending,
-    pace: Pace,
-    /// Whether jobs before it were given back, which is not sent yet.
-    gave_back: bool,
-}
-
 /// How long handlers take, by experience.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pace {
@@ -323,7 +315,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
         let mut is_safe = true;
         loop {
             let now = ended.unwrap_or_else(Instant::now);
-            let Some(Next { job, pace, gave_back }) = self.next_job(done.take(), tenure, now) else {
+            let Some((job, pace)) = self.next_job(done.take(), tenure, now) else {
                 self.writer.flush();
                 (ended, unwritten_since) = (None, None);
                 self.end_if_drained();
@@ -336,9 +328,6 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 continue;
             };
             let mut began = now;
-            if gave_back {
-                unwritten_since.get_or_insert(now);
-            }
             // An answer is not to wait for a slow handler, nor for many quick ones.
             let is_late = unwritten_since.is_some_and(|since| began - since > BATCH);
             let is_due = pace == Pace::Slow || is_late || !is_safe;
@@ -357,23 +346,29 @@ impl<S: Send + Sync + 'static> Pool<S> {
 
     /// The next job after one that is done, and how long jobs take. A thread is on the way to those behind
     /// it, or looks after them.
-    fn next_job(self: &Arc<Self>, done: Option<u64>, tenure: Tenure, now: Instant) -> Option<Next> {
+    fn next_job(
+        self: &Arc<Self>,
+        done: Option<u64>,
+        tenure: Tenure,
+        now: Instant,
+    ) -> Option<(Pending, Pace)> {
         let mut state = lock(&self.state);
         if let Some(number) = done {
             state.live.remove(&number);
         }
-        if tenure == Tenure::WhileNeeded && state.has_surplus() {
+        if tenure == Tenure::WhileNeeded && state.has_surplus() || !state.may_begin() {
             return None;
         }
-        let mut job = state.pending.pop_front()?;
-        let mut gave_back = false;
-        while self.journal_begun.is_some() && job.order.deadline <= now {
+        let is_late = |job: &Pending| self.journal_begun.is_some() && job.order.deadline <= now;
+        while let Some(job) = state.pending.front().filter(|job| is_late(job)) {
             // Its client has been told, or is about to be.
-            state.live.remove(&job.order.number);
-            self.writer.push(kind::RETURNED, job.order.number, &Empty, Payload::NONE);
-            gave_back = true;
-            job = state.pending.pop_front()?;
+            let number = job.order.number;
+            state.pending.pop_front();
+            state.live.remove(&number);
+            state.returned.push(number);
         }
+        self.give_back(&mut state);
+        let job = state.pending.pop_front()?;
         state.begun += 1;
         if let Some(begun) = self.journal_begun {
             begun.store(job.arrival.to_le(), Ordering::Release);
@@ -387,7 +382,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             state.pace = Pace::Quick { watched: Some(state.begun) };
             self.set_watchdog(WATCH);
         }
-        Some(Next { job, pace, gave_back })
+        Some((job, pace))
     }
 
     fn is_worth_help(&self, state: &State) -> bool {
@@ -503,7 +498,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn wait_for_work(&self) {
         let is_on_link = {
             let mut state = lock(&self.state);
-            if !state.pending.is_empty() {
+            if state.may_begin() {
                 return;
             }
             let is_on_link = state.pace == Pace::Slow || state.on_link == 0;
@@ -624,21 +619,26 @@ impl<S: Send + Sync + 'static> Pool<S> {
             if state.has_surplus() && state.idle > 0 {
                 self.call_idle(&mut state);
             }
-            // Said before a handler can begin, and answer, what came behind them.
-            let gives_back = !state.returned.is_empty();
-            for number in state.returned.drain(..) {
-                self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
-            }
+            self.give_back(&mut state);
             drop(state);
-            if gives_back {
-                self.writer.flush();
-            }
             match received {
                 Received::More => {}
                 Received::Drained => return,
                 Received::Closed => end_at_once(),
             }
         }
+    }
+
+    /// Sends back what is not to be begun, before a handler can begin, and answer, what came behind it: the supervisor
+    /// counts in this order, also if a handler ends the process.
+    fn give_back(&self, state: &mut State) {
+        if state.returned.is_empty() {
+            return;
+        }
+        for number in state.returned.drain(..) {
+            self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
+        }
+        self.writer.flush();
     }
 
     // The dispatch thread.
@@ -729,6 +729,12 @@ impl State {
     /// Whether there are more threads than may be. Those that may end do so instead of taking a job.
     fn has_surplus(&self) -> bool {
         self.threads > self.threads_max
+    }
+
+    /// Whether a job waits, and fewer run than may, however many threads are left: jobs can be sent ahead.
+    fn may_begin(&self) -> bool {
+        let running = self.live.len().saturating_sub(self.pending.len());
+        !self.pending.is_empty() && running < self.threads_max
     }
 
     /// A frame that came at this moment.

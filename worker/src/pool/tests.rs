@@ -331,6 +331,27 @@ fn jobs_are_all_run_once_whatever_the_limits_do() {
 }
 
 #[test]
+fn the_first_thread_begins_no_job_beside_as_many_as_may_run() {
+    let stage = Stage::new(2);
+    stage.give(1..=2);
+    let begun: Vec<_> = (0..2).map(|_| stage.begun.recv_timeout(PATIENCE).expect("a job begins")).collect();
+    let of_first = |(_, thread): &&(u64, ThreadId)| *thread == stage.init_thread;
+    let (first, _) = *begun.iter().find(of_first).expect("the first thread runs one of them");
+    let other = 3 - first;
+    stage.limit(1);
+    stage.wait_for("the limit is known", |state| state.threads_max == 1);
+    stage.release([first]);
+    assert_eq!(stage.answered.recv_timeout(PATIENCE), Ok(first));
+    // It waits for the link, with a job behind the one that runs.
+    stage.give([QUICK]);
+    stage.wait_for("it is seen and not begun", |state| state.arrived == 3 && state.idle == 1);
+    assert_eq!(lock(&stage.pool.state).pending.len(), 1);
+    stage.release([other]);
+    assert_eq!(stage.next_begun(1), [QUICK]);
+    assert_eq!(stage.answered.iter().take(2).collect::<Vec<_>>(), [other, QUICK]);
+}
+
+#[test]
 fn jobs_are_given_back_before_what_came_behind_them_is_answered() {
     const RECALLED: std::ops::Range<u64> = 2..20_000;
     let stage = Stage::new(1);
