@@ -74,6 +74,8 @@ pub struct Bulkhead<T> {
     leaving: usize,
     /// Workers that may have something ahead and take no more.
     to_recall: Vec<u32>,
+    /// What is ahead of any worker is to be asked back.
+    recalls_all: bool,
     /// Workers that count towards the limit.
     ready: u32,
     /// The permits of those workers.
@@ -147,6 +149,7 @@ impl<T> Bulkhead<T> {
             ahead: 0,
             leaving: 0,
             to_recall: Vec::new(),
+            recalls_all: false,
             ready: 0,
             permits: 0,
             in_use: 0,
@@ -431,7 +434,7 @@ impl<T> Bulkhead<T> {
         });
         let Some(index) = held else {
             if self.is_ahead(worker, job) {
-                self.begun_too_soon(worker, job, out);
+                self.begun_too_soon(now, worker, job, out);
             }
             self.counters.late_replies += 1;
             return;
@@ -511,7 +514,7 @@ impl<T> Bulkhead<T> {
             }
             Place::Ahead { .. } if self.jobs.get(index).cargo.is_some() => {
                 // It may just have begun.
-                self.abandon_ahead(now, index, Verdict::Cancelled { executed: Executed::Unknown }, out);
+                self.abandon_ahead(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);
             }
             Place::InFlight { .. } | Place::Ahead { .. } | Place::Entered => {}
         }

@@ -5,7 +5,7 @@ mod stage;
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Abilities, BreakerLimits, Change, Death, Event, KillReason, Limits, Recycle, WorkerId,
+    Abilities, BreakerLimits, Change, Death, Event, KillReason, Limits, Overflow, Recycle, WorkerId,
 };
 use bulkhead_shared::{Executed, JobId, Priority, Verdict};
 
@@ -69,7 +69,38 @@ fn an_answer_out_of_turn_ends_the_worker() {
     let jobs = jobs(&mut stage, 3);
     stage.reply(jobs[2]);
     assert!(matches!(stage.killed[..], [(_, KillReason::Protocol(_))]));
-    assert_eq!(stage.verdicts(jobs[2]), Vec::<&Verdict>::new());
+    // It ran, and is not given to another worker.
+    stage.expect(jobs[2], "crashed", Some("protocol"));
+}
+
+#[test]
+fn nothing_is_ahead_while_more_run_than_should() {
+    let mut stage = stage(limits(2, 1, 20));
+    let first = stage.spawned[0];
+    let jobs = jobs(&mut stage, 8);
+    let (runs, runs_elsewhere): (Vec<_>, Vec<_>) =
+        jobs[..2].iter().copied().partition(|&job| stage.holder(job) == first);
+    let before = ahead(&stage);
+    assert!(!before.is_empty());
+    stage.apply(Event::Change(Change { processes: Some(1), ..Change::default() }));
+    for job in before {
+        assert!(stage.recalled.contains(&job));
+        give_back(&mut stage, job);
+    }
+    let sent = stage.sent.len();
+    stage.reply(runs[0]);
+    assert_eq!(stage.sent.len(), sent, "one runs, of one that may");
+    stage.reply(runs_elsewhere[0]);
+    assert!(stage.sent.len() > sent);
+}
+
+#[test]
+fn nothing_is_ahead_where_a_full_queue_drops_its_oldest() {
+    let mut stage = stage(Limits { overflow: Overflow::EvictOldest, ..limits(1, 1, 3) });
+    let jobs = jobs(&mut stage, 4);
+    assert!(ahead(&stage).is_empty());
+    assert!(stage.submit().is_some());
+    stage.expect(jobs[1], "rejected", Some("evicted"));
 }
 
 #[test]
@@ -156,7 +187,7 @@ fn who_cancels_or_is_late_hears_that_it_may_have_run() {
     let late = stage.job_with(Some(SECOND));
     assert_eq!(ahead(&stage), [cancelled, late]);
     stage.apply(Event::Cancel { job: cancelled });
-    assert_eq!(stage.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Unknown }]);
+    assert_eq!(stage.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
     stage.wait(SECOND);
     stage.expect(late, "deadline_exceeded", Some("running"));
     assert_eq!(stage.bulkhead.queued(), 0);

@@ -7,11 +7,12 @@
 //! never begun. What changes its mind about a job ahead asks for it back by [`Action::Recall`]; until the worker has
 //! said that it gives it back ([`Event::Returned`](crate::Event::Returned)) or answered it, the job may have begun.
 
-use bulkhead_shared::{JobId, Priority, RejectReason, Verdict};
+use bulkhead_shared::{CrashReason, JobId, Priority, RejectReason, Verdict};
 
 use super::{Bulkhead, Mode};
 use crate::breaker::BreakerState;
 use crate::jobs::Place;
+use crate::limits::Overflow;
 use crate::messages::{Action, KillReason, WorkerId, rejection};
 use crate::time::Time;
 use crate::workers::{Apart, Worker};
@@ -77,8 +78,10 @@ impl<T> Bulkhead<T> {
             && self.suspects.is_empty()
             && self.limits.critical_reserve == 0.0
             && self.breaker.state() == BreakerState::Closed
-            // What is ahead takes the place of what ends, and fewer are to run.
-            && u64::from(self.in_use) <= self.adaptive_bound()
+            // Which job is the oldest, and whose are most, is asked of the queue alone.
+            && self.limits.overflow == Overflow::Reject
+            // While more run than should, each that ends is a permit less.
+            && u64::from(self.in_use) <= self.limit()
     }
 
     /// Brings the table of workers that may have more ahead up to date.
@@ -146,7 +149,8 @@ impl<T> Bulkhead<T> {
                 self.recall(place, out);
             }
         }
-        if self.ahead > 0 && !self.may_look_ahead() {
+        let recalls_all = std::mem::take(&mut self.recalls_all);
+        if self.ahead > 0 && (recalls_all || !self.may_look_ahead()) {
             self.recall_all(out);
         }
     }
@@ -362,10 +366,27 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// A worker has answered for a job that it was not to begin yet.
-    pub(super) fn begun_too_soon(&mut self, worker: WorkerId, job: JobId, out: &mut Vec<Action<T>>) {
+    /// A worker has answered for a job that it was not to begin yet. It ran, and is not given to another.
+    pub(super) fn begun_too_soon(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        job: JobId,
+        out: &mut Vec<Action<T>>,
+    ) {
         let message =
             format!("it answered the job {job}, which it was not to begin before another had ended");
+        if let Some(index) = self.jobs.find(job) {
+            self.take_out(index, worker.place);
+            self.job_timers.clear(index);
+            let entry = self.jobs.get(index);
+            (entry.place, entry.leaves) = (Place::Entered, None);
+            entry.attempts += 1;
+            let reason = KillReason::Protocol(message.clone());
+            let (reason, message) = (CrashReason::Protocol, reason.describe());
+            self.answer(now, index, Verdict::Crashed { reason, status: None, message }, out);
+            self.forget(index);
+        }
         self.kill(worker.place, KillReason::Protocol(message), out);
     }
 }

@@ -109,6 +109,8 @@ impl<T> Bulkhead<T> {
         let was_quarantined = self.poison.is_quarantined(now, digest);
         if self.poison.record_crash(now, digest) && !was_quarantined {
             self.late_notes.push(Note::JobQuarantined { job: self.jobs.id(index), digest });
+            // Copies of it may be ahead.
+            self.recalls_all = self.ahead > 0;
         }
     }
 
@@ -137,6 +139,10 @@ impl<T> Bulkhead<T> {
 
     /// The same by its own word: whom that leaves alone is not blamed for it.
     pub(super) fn unbegun(&mut self, id: WorkerId, job: JobId) {
+        // Such a word is taken once for a job: one that has it said each time would be given out again and again.
+        if self.jobs.find(job).is_some_and(|index| self.jobs.get(index).taken_back > 0) {
+            return;
+        }
         self.unread(id, job);
         if self.holds(id, job)
             && let Some(worker) = self.worker_mut(id)

@@ -340,10 +340,12 @@ impl<T> Bulkhead<T> {
         };
         let (slot, pid, uptime) = (worker.slot, worker.pid.unwrap_or(0), now.since(worker.spawned_at));
         let (was_ready, served) = (worker.ready_at.is_some(), worker.served);
+        let unbegun = worker.unbegun as u32;
         let indexes = worker.jobs.clone();
         let in_flight = indexes.len() as u32;
         let mut jobs: Vec<HeldJob> = indexes.into_iter().map(|index| self.held_job(now, index)).collect();
-        let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32;
+        // What it says itself of its jobs leaves no other to be the one to blame.
+        let begun = jobs.iter().filter(|job| !job.is_unread).count() as u32 + unbegun;
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);
         Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, begun, jobs })

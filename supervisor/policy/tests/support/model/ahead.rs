@@ -1,7 +1,7 @@
 //! Jobs ahead of their worker: which may be sent, when they are asked back, and what becomes of them.
 
-use bulkhead_policy::{BreakerState, KillReason, WorkerId};
-use bulkhead_shared::{Executed, JobId, Priority, RejectReason, Verdict};
+use bulkhead_policy::{BreakerState, KillReason, Overflow, WorkerId};
+use bulkhead_shared::{CrashReason, Executed, JobId, Priority, RejectReason, Verdict};
 
 use super::{Job, Mode, Model, Worker};
 
@@ -42,6 +42,9 @@ impl Model {
         self.coverage.see("ahead");
         assert!(self.mode == Mode::Open && self.suspects.is_empty() && self.limits.critical_reserve == 0.0);
         assert!(!self.limits.lookahead.is_zero() && !self.is_breaking, "nothing may be ahead now");
+        assert_eq!(self.limits.overflow, Overflow::Reject);
+        let (in_use, limit) = self.permits();
+        assert!(in_use <= limit, "{in_use} run, of {limit} that may");
         let worker = self.live(id).expect("only what lives is sent something");
         let is_full = worker.jobs.len() >= self.capacity(worker);
         assert!(worker.can_look_ahead && !worker.is_apart && self.is_available(worker) && is_full);
@@ -161,7 +164,7 @@ impl Model {
 
     /// A client is told of a job ahead, before it is known whether it has begun.
     pub(super) fn cancelled_ahead() -> Verdict {
-        Verdict::Cancelled { executed: Executed::Unknown }
+        Verdict::Cancelled { executed: Executed::Yes }
     }
 
     /// The newest of the lowest class ahead, if that is below this: it leaves as soon as it is back.
@@ -205,6 +208,18 @@ impl Model {
         if is_too_soon {
             self.coverage.see("answered too soon");
             self.step.lied = Some(id);
+            // It ran, and does not run again.
+            self.live_mut(id).expect("it is live").ahead.retain(|&ahead| ahead != job);
+            let entry = self.jobs.get_mut(&job).expect("it is known");
+            entry.ahead = Ahead::default();
+            entry.attempts += 1;
+            let reason = CrashReason::Protocol;
+            let crash = Verdict::Crashed { reason, status: None, message: String::new() };
+            if entry.is_answered {
+                self.jobs.remove(&job);
+            } else {
+                self.step.owed.insert(job, crash);
+            }
         }
         is_too_soon
     }

@@ -486,6 +486,10 @@ impl Model {
     }
 
     fn unread(&mut self, id: WorkerId, job: JobId, is_by_word: bool) {
+        // A word of the worker's own counts once for a job.
+        if is_by_word && self.jobs.get(&job).is_some_and(|job| job.taken_back > 0) {
+            return;
+        }
         if self.live(id).is_some_and(|worker| worker.jobs.contains(&job)) {
             self.jobs.entry(job).and_modify(|job| (job.is_unread, job.is_by_word) = (true, is_by_word));
         }
