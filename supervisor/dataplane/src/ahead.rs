@@ -59,7 +59,9 @@ impl DataPlane {
         let (compartment, worker) = (link.compartment, link.worker);
         let policy = &mut self.compartments[compartment].policy;
         if !policy.holds(worker, job) && !policy.is_ahead(worker, job) {
-            self.links[index].stray();
+            let link = &mut self.links[index];
+            link.notices.spend(0);
+            link.stray();
         }
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);

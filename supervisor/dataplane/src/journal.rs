@@ -21,8 +21,10 @@ pub(super) struct Journal(OwnedFd);
 
 impl Journal {
     pub(super) fn make() -> rustix::io::Result<Self> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
-        let file = rustix::fs::memfd_create(c"journal", flags)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // Kernels before 6.3 do not know the last flag.
+        let file = rustix::fs::memfd_create(c"journal", flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| rustix::fs::memfd_create(c"journal", flags))?;
         rustix::fs::ftruncate(&file, JOURNAL_BYTES as u64)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok(Self(file))
