@@ -32,7 +32,7 @@ impl OpenFiles {
     /// Takes no more clients than leave descriptors for workers and operators.
     pub fn leave_room(&self, config: &mut Config) {
         let Self { limit, foreign, http } = *self;
-        let workers: u64 = config.bulkheads.iter().map(|b| u64::from(b.processes)).sum();
+        let workers: u64 = config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max()).sum();
         let http = if config.supervisor.http.is_some() { http } else { 0 };
         let kept = DESCRIPTORS_OWN + http + foreign + workers * DESCRIPTORS_PER_WORKER;
         let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
