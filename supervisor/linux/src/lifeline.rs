@@ -1,6 +1,6 @@
 //! A descriptor that comes to its end with the program that holds its other side, or is.
 
-use std::io;
+use std::io::{self, IsTerminal};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -32,7 +32,8 @@ impl Lifeline {
         let is_pidfd = is_pidfd(number);
         let stat = rustix::fs::fstat(borrowed)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
-        if !is_pidfd && !matches!(kind, FileType::Fifo | FileType::Socket | FileType::CharacterDevice) {
+        let is_terminal = borrowed.is_terminal();
+        if !is_pidfd && !is_terminal && !matches!(kind, FileType::Fifo | FileType::Socket) {
             return Err(io::Error::other(format!(
                 "descriptor {number} never comes to an end: give a pipe, a socket, a terminal or a pidfd"
             )));
