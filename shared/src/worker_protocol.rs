@@ -27,6 +27,9 @@ pub mod capability {
     /// Takes more jobs than it may run, begins them in the order they came, each only when the answer of the one
     /// before is on its link or in its [journal](crate::journal), and gives those back that it was asked for.
     pub const LOOK_AHEAD: u64 = 4;
+
+    /// Takes [memory files](crate::memory_files): it reads its link by `recvmsg(2)`, as long as it lives.
+    pub const MEMORY_FILES: u64 = 8;
 }
 
 /// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): the worker's identity and what is expected of it.

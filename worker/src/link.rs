@@ -78,7 +78,10 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         version_max: PROTOCOL_VERSION,
         role: role::WORKER,
         frame_bytes_max: u32::MAX,
-        capabilities: capability::DISPATCH_THREAD | capability::RESIZE | capability::LOOK_AHEAD,
+        capabilities: capability::DISPATCH_THREAD
+            | capability::RESIZE
+            | capability::LOOK_AHEAD
+            | capability::MEMORY_FILES,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
