@@ -28,8 +28,6 @@ pub mod blocking;
 mod connection;
 mod handle;
 mod job;
-mod leases;
-mod mapped;
 mod order;
 mod requests;
 
@@ -41,4 +39,3 @@ pub use bulkhead_shared::{
 pub use connection::{Client, ConnectError};
 pub use handle::JobHandle;
 pub use job::Job;
-pub use mapped::MappedResult;

@@ -4,15 +4,21 @@
 //! came: what came behind the last of them is given to another worker.
 //!
 //! ```text
-//! offset  0                       8                 64
-//!         bytes of frames, u64    jobs begun, u64   frames, as they are sent (little-endian throughout)
+//! offset  0                       8                 16                 64
+//!         bytes of frames, u64    jobs begun, u64   last beat, u64     frames, as they are sent
 //! ```
+//!
+//! All numbers are little-endian. The last beat is a time of `CLOCK_MONOTONIC` in nanoseconds, and stands in place of
+//! heartbeats: it is looked up when the worker has been silent for long, so that an idle worker wakes nothing.
 
 /// Bytes of the whole file.
 pub const JOURNAL_BYTES: usize = 68 * 1024;
 
 /// Where it stands how many jobs were begun.
 pub const BEGUN_AT: usize = 8;
+
+/// Where the time of the last beat stands.
+pub const BEAT_AT: usize = 16;
 
 /// Where the frames begin.
 pub const FRAMES_AT: usize = 64;

@@ -28,8 +28,14 @@ pub mod capability {
     /// before is on its link or in its [journal](crate::journal), and gives those back that it was asked for.
     pub const LOOK_AHEAD: u64 = 4;
 
-    /// Takes [memory files](crate::memory_files): it reads its link by `recvmsg(2)`, as long as it lives.
-    pub const MEMORY_FILES: u64 = 8;
+    /// Can write the time of its last heartbeat into its [journal](crate::journal) instead of sending one.
+    pub const JOURNAL_BEATS: u64 = 8;
+}
+
+/// What the supervisor can say of itself in a worker's welcome.
+pub mod welcome_capability {
+    /// Looks up heartbeats in the [journal](crate::journal): none are to be sent.
+    pub const JOURNAL_BEATS: u64 = 1;
 }
 
 /// [`WORKER_WELCOME`](crate::frame::kind::WORKER_WELCOME): the worker's identity and what is expected of it.
@@ -39,7 +45,7 @@ pub struct WorkerWelcome<'a> {
     pub version: u16,
     /// The largest frame accepted, in bytes behind the header.
     pub frame_bytes_max: u32,
-    /// A sum of capabilities; none is defined yet.
+    /// A sum of [`welcome_capability`].
     pub capabilities: u64,
     /// Which of the bulkhead's processes this is.
     pub slot: u32,

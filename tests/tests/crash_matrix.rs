@@ -91,6 +91,23 @@ fn a_stopped_worker_is_hung() {
     wait_for("it is replaced", || (!is_alive(pid)).then_some(()));
 }
 
+/// A worker can write its heartbeats where they wake nothing; one that ends with that is hung.
+#[test]
+fn heartbeats_in_the_journal_count() {
+    let supervisor = Supervisor::start(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"beater\"]\n\
+         health = { heartbeat = \"200ms\", missed = 4 }\n",
+    );
+    supervisor.wait_number("b", "available", 1);
+    let pid = supervisor.worker_pids("b")[0];
+    // For three times as long as it may be silent.
+    wait_for("many beats", || (supervisor.file_bytes("beats") >= 150).then_some(()));
+    assert_eq!((supervisor.worker_pids("b")[0], supervisor.number("b", "restarts")), (pid, 0));
+    supervisor.touch("still");
+    wait_for("it is replaced", || (!is_alive(pid)).then_some(()));
+    assert_eq!(supervisor.wait_events("worker_hung", 1)[0]["pid"], pid);
+}
+
 #[test]
 fn a_death_while_idle_is_noticed_at_once() {
     let supervisor = Supervisor::start(PLAIN);

@@ -825,6 +825,7 @@ fn the_page_names_every_capability_of_a_worker() {
         (capability::DISPATCH_THREAD, "means that its heartbeats come from a thread apart"),
         (capability::RESIZE, "that it understands LIMITS"),
         (capability::LOOK_AHEAD, "that it takes [jobs ahead]"),
+        (capability::JOURNAL_BEATS, "that it can write its heartbeats into its journal"),
     ] {
         assert!(page.contains(&format!("{number} {meaning}")), "{number}");
     }
@@ -922,7 +923,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
     let mut fields = Fields(&welcome.meta);
     assert_eq!(fields.u16(), 1, "version");
     assert!((2 << 20..3 << 20).contains(&fields.u32()), "largest frame: max_payload and a little");
-    assert_eq!(fields.u64(), 3, "capabilities: a run limit, memory files");
+    assert_eq!(fields.u64(), 1, "capabilities: a run limit");
     assert!(!fields.text().is_empty(), "the supervisor's version");
     assert_eq!(fields.end(), []);
 

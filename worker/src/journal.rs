@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bulkhead_shared::journal::{BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
+use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
 
 /// The journal in this process's memory, as long as the process lives.
 pub(crate) struct Journal {
@@ -46,10 +46,20 @@ impl Journal {
 
     /// Where this process says how many jobs were begun. It stays as long as the process.
     pub(crate) fn begun(&self) -> &'static AtomicU64 {
+        self.number::<BEGUN_AT>()
+    }
+
+    /// Where this process says when it was last alive. It stays as long as the process.
+    pub(crate) fn beat(&self) -> &'static AtomicU64 {
+        self.number::<BEAT_AT>()
+    }
+
+    fn number<const AT: usize>(&self) -> &'static AtomicU64 {
+        const { assert!(AT.is_multiple_of(8) && AT + 8 <= FRAMES_AT) };
         // SAFETY: within the mapping, aligned, and never unmapped.
         #[expect(unsafe_code, reason = "a mapping of our own")]
         unsafe {
-            AtomicU64::from_ptr(self.base.as_ptr().add(BEGUN_AT).cast())
+            AtomicU64::from_ptr(self.base.as_ptr().add(AT).cast())
         }
     }
 

@@ -14,7 +14,6 @@
 //! async functions.
 
 mod context;
-mod files;
 mod journal;
 mod link;
 mod pool;
@@ -33,6 +32,5 @@ pub mod host;
 pub use asynchronous::serve_async;
 pub use bulkhead_shared::{Fault, JobId};
 pub use context::{Ctx, Job, StartCtx};
-pub use files::{MappedPayload, ResultInPlace};
 pub use reply::{HandlerError, Reply};
 pub use server::{Server, serve};

@@ -11,7 +11,7 @@ use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{MAGIC, kind};
 use bulkhead_shared::limits::IN_FLIGHT_CEILING;
-use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability};
+use bulkhead_shared::worker_protocol::{LINK_VARIABLE, WorkerWelcome, capability, welcome_capability};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::FdFlags;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
@@ -47,6 +47,8 @@ pub(crate) struct Welcome {
     pub(crate) seal: Option<Seal>,
     pub(crate) threads_max: usize,
     pub(crate) heartbeat_ms: u32,
+    /// Where the time of the last heartbeat is to be written, if none are to be sent.
+    pub(crate) beat: Option<&'static AtomicU64>,
     pub(crate) result_bytes_max: u64,
 }
 
@@ -81,7 +83,7 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         capabilities: capability::DISPATCH_THREAD
             | capability::RESIZE
             | capability::LOOK_AHEAD
-            | capability::MEMORY_FILES,
+            | capability::JOURNAL_BEATS,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };
@@ -102,16 +104,20 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
                     let seal = extensions.get(tag::SEAL).map(Seal::read).transpose()?;
                     batch.leave_rest();
                     // The supervisor counts on it from here on.
+                    let mut beat = None;
                     if is_lent {
                         let file =
                             lent.take().ok_or("its journal did not come along: see `rlimits.nofile`")?;
                         let journal = Journal::map(file).map_err(|error| format!("its journal: {error}"))?;
+                        let looks_up = welcome.capabilities & welcome_capability::JOURNAL_BEATS != 0;
+                        beat = looks_up.then(|| journal.beat());
                         writer.keep_journal(journal);
                     }
                     return Ok(Welcome {
                         seal,
                         threads_max: threads_max(welcome.max_in_flight),
                         heartbeat_ms: welcome.heartbeat_ms,
+                        beat,
                         result_bytes_max: welcome.result_bytes_max,
                     });
                 }

@@ -7,9 +7,10 @@
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
 use bulkhead_shared::frame::{HEADER_BYTES, Header, kind};
-use bulkhead_shared::journal::{BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
+use bulkhead_shared::journal::{BEAT_AT, BEGUN_AT, FRAMES_AT, FRAMES_BYTES_MAX, JOURNAL_BYTES};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
@@ -28,6 +29,16 @@ impl Journal {
         rustix::fs::ftruncate(&file, JOURNAL_BYTES as u64)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok(Self(file))
+    }
+
+    /// How long ago its worker was alive, by its own word; `None` if it never said so, or tells of a time to come.
+    pub(super) fn since_beat(&self) -> Option<Duration> {
+        let mut bytes = [0; 8];
+        let count = rustix::io::pread(&self.0, &mut bytes, BEAT_AT as u64).ok()?;
+        let beat = (count == bytes.len()).then(|| u64::from_le_bytes(bytes)).filter(|beat| *beat > 0)?;
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
+        now.checked_sub(Duration::from_nanos(beat))
     }
 
     /// What is in it, as far as that makes sense: how many jobs were begun, and frames.

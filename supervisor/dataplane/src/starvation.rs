@@ -8,11 +8,15 @@ use std::time::{Duration, Instant};
 
 use bulkhead_policy::{Event, WorkerId};
 
-use super::slab::CompartmentIndex;
+use super::journal::Journal;
+use super::slab::{CompartmentIndex, LinkIndex, SlabIndex};
 use super::{DataPlane, Incoming};
 
 /// Threads that are looked at; a worker with more is judged by these.
 const THREADS_MAX: usize = 256;
+
+/// Workers of which it is looked up at once when they were alive.
+const BEATS_AT_ONCE: usize = 128;
 
 /// A worker's threads since its silence was noticed.
 pub(super) struct Watch {
@@ -29,14 +33,43 @@ struct Figures {
 impl DataPlane {
     pub(super) fn watch(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
         let Some(index) = self.link_of(compartment, worker) else { return };
+        self.look_up_beats(index);
+        if !self.compartments[compartment].policy.is_silent(worker) {
+            return;
+        }
         let Some(running) = self.links[index].running_mut() else { return };
         let watch = Arc::new(Watch::new(running.pid));
         running.watch = self.background.watch(&watch).then_some(watch);
     }
 
+    /// Looks up when workers were alive that write that down: this one and its neighbours, so that they are not looked
+    /// up each in a turn of its own.
+    fn look_up_beats(&mut self, index: LinkIndex) {
+        if !self.links[index].has_beats {
+            return;
+        }
+        let first = index.number() / BEATS_AT_ONCE * BEATS_AT_ONCE;
+        for number in first..first + BEATS_AT_ONCE {
+            let Some(link) = self.links.get(LinkIndex::from_number(number)) else { continue };
+            let (compartment, worker) = (link.compartment, link.worker);
+            let journal = link.journal.as_ref().filter(|_| link.has_beats);
+            if let Some(since) = journal.and_then(Journal::since_beat) {
+                let at = self.now - since;
+                self.apply(compartment, Event::WasAlive { worker, at }, Incoming::None);
+            }
+        }
+    }
+
     /// Compares; policy is told in a later turn.
     pub(super) fn look(&mut self, compartment: CompartmentIndex, worker: WorkerId) {
-        let running = self.link_of(compartment, worker).and_then(|index| self.links[index].running_mut());
+        let index = self.link_of(compartment, worker);
+        if let Some(index) = index {
+            self.look_up_beats(index);
+            if !self.compartments[compartment].policy.is_silent(worker) {
+                return;
+            }
+        }
+        let running = index.and_then(|index| self.links[index].running_mut());
         match running.and_then(|running| running.watch.take()) {
             // It is dead, which policy is told as soon as nothing is left of it.
             _ if self.keeper.is_replaced() => self.links.looked.push((compartment, worker, true)),

@@ -10,13 +10,12 @@ use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::Header;
 use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
-use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::fallback::FallbackState;
 use super::outcomes::About;
-use super::sessions::{Breach, Stage};
+use super::sessions::{Breach, Session, Stage};
 use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
 
@@ -28,8 +27,6 @@ const REQUESTS_MAX: usize = 1 << 20;
 pub(super) struct Extras {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
-    /// Where the payload is, if in a file.
-    pub(super) leased: Option<Named>,
 }
 
 /// By the specification (W3C), an invalid one is ignored.
@@ -50,7 +47,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
-        let (bulkhead, submit, extras) = match self.check_submit(index, header, metadata) {
+        let (bulkhead, submit, extras) = match self.check_submit(session, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -62,9 +59,6 @@ impl DataPlane {
                 return Ok(());
             }
         };
-        let file = extras.leased.and_then(|named| self.use_lease(named));
-        let prefers = extras.leased.and_then(|named| self.user_of(named.lease));
-        let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes());
         let (priority, idempotent) =
             (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
         let compartment = self.compartment_for(bulkhead, submit.tenant);
@@ -75,7 +69,7 @@ impl DataPlane {
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
         let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
-        let digest = if file.is_none() { entry.digest(submit.operation, payload.bytes()) } else { None };
+        let digest = entry.digest(submit.operation, payload.bytes());
         let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
         let fallback = has_chain.then(|| {
             let limits = self.compartments[compartment].policy.limits();
@@ -100,10 +94,10 @@ impl DataPlane {
                 operation: submit.operation.into(),
                 tenant: submit.tenant.into(),
                 trace,
-                payload_bytes,
+                payload_bytes: payload.len(),
                 priority,
                 label,
-                held: Held { is_repeatable, file, ..Held::default() },
+                held: Held { is_repeatable, ..Held::default() },
                 given: super::unread::Given::default(),
                 charge: Charge::default(),
                 fallback,
@@ -114,11 +108,10 @@ impl DataPlane {
             idempotent,
             tenant,
             cost: submit.cost,
-            bytes: super::ahead::link_bytes(payload_bytes + submit.operation.len() + submit.tenant.len()),
+            bytes: super::ahead::link_bytes(payload.len() + submit.operation.len() + submit.tenant.len()),
             is_repeatable,
             digest,
             is_guest: false,
-            prefers,
         };
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
@@ -150,12 +143,11 @@ impl DataPlane {
     /// The checks of shape and of what the client may do, before policy hears of the job.
     pub(super) fn check_submit<'m>(
         &self,
-        index: SessionIndex,
+        session: &Session,
         header: Header,
         metadata: &'m [u8],
     ) -> Result<(BulkheadIndex, Submit<'m>, Extras), (RejectReason, String)> {
-        let session = &self.sessions[index];
-        let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
+        let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
         let found = self.bulkheads.by_name.get(submit.bulkhead).copied();
         if let Grant::Entries(entries) = &session.grant
@@ -184,17 +176,7 @@ impl DataPlane {
         if run_limit == Some(None) {
             return invalid("the run limit is not 8 bytes that count microseconds from 1 on".into());
         }
-        let mut size = header.payload_length() as u64;
-        let leased = match extensions.get(tag::LEASE).map(Named::from_bytes) {
-            None => None,
-            Some(named) => {
-                let id = SessionId { index, epoch: session.epoch };
-                let checked = self.check_leased(id, &submit, (named, header.payload_length()));
-                let named = checked?;
-                size = named.bytes;
-                Some(named)
-            }
-        };
+        let size = header.payload_length() as u64;
         let most = self.bulkheads[bulkhead].max_payload;
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
@@ -204,7 +186,7 @@ impl DataPlane {
         if !self.may_hold(session.holder, Some(bulkhead), more) {
             return Err(self.memory_full());
         }
-        let extras = Extras { traceparent: traceparent(&extensions), run_limit: run_limit.flatten(), leased };
+        let extras = Extras { traceparent: traceparent(&extensions), run_limit: run_limit.flatten() };
         Ok((bulkhead, submit, extras))
     }
 
@@ -217,7 +199,7 @@ impl DataPlane {
         reason: RejectReason,
         message: &str,
     ) {
-        let told = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE]).ok();
+        let told = codec::decode::<Submit<'_>>(metadata, &[]).ok();
         let name = told.as_ref().map_or("", |(submit, _)| submit.bulkhead);
         if let Some((submit, _)) = &told
             && let Some(&bulkhead) = self.bulkheads.by_name.get(name)

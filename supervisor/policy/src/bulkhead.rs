@@ -202,6 +202,7 @@ impl<T> Bulkhead<T> {
                 self.heard(now, worker);
                 self.sends_on(now, worker);
             }
+            Event::WasAlive { worker, at } => self.was_alive(now, worker, at),
             Event::Broke { worker, message } => self.broke(now, worker, message, out),
             Event::Stopping { worker } => self.worker_stopping(now, worker, out),
             Event::Looked { worker, is_starved } => self.looked(now, worker, is_starved, out),

@@ -48,8 +48,6 @@ pub struct Submission<T> {
     pub cost: u32,
     /// What it takes on the link of a worker.
     pub bytes: u32,
-    /// The worker that it is to go to, if that one has a permit when the job comes.
-    pub prefers: Option<WorkerId>,
 }
 
 impl<T> Submission<T> {
@@ -67,7 +65,6 @@ impl<T> Submission<T> {
             tenant: TenantId::NONE,
             cost: 1,
             bytes: 0,
-            prefers: None,
         }
     }
 }
@@ -177,6 +174,13 @@ pub enum Event<T> {
     Heard {
         /// Which.
         worker: WorkerId,
+    },
+    /// A worker was alive at this time, by what it wrote where that is looked up when it has been silent.
+    WasAlive {
+        /// Which.
+        worker: WorkerId,
+        /// When; not later than now.
+        at: Time,
     },
     /// The answer to [`Action::Look`].
     Looked {

@@ -48,7 +48,7 @@ fn random_histories_keep_the_rules() {
 }
 
 /// What every long enough simulation comes across.
-const DEMANDED: [&str; 111] = [
+const DEMANDED: [&str; 112] = [
     "limit fell enforce",
     "limit fell monitor",
     "limit grew enforce",
@@ -79,6 +79,7 @@ const DEMANDED: [&str; 111] = [
     "kill unwanted",
     "waits on after a rest",
     "watched",
+    "was alive",
     "forgiven",
     "lost",
     "rests",

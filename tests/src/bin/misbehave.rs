@@ -55,6 +55,7 @@ fn main() -> ExitCode {
         ["raw", "hoard"] => hoard(),
         ["raw", "liar"] => liar(),
         ["raw", "scribbler"] => scribbler(),
+        ["raw", "beater"] => beater(),
         ["raw", mode] => raw(mode),
         _ => ExitCode::from(2),
     }
@@ -178,24 +179,6 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     match ctx.operation() {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
-        "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
-        // The result in place, where it can be.
-        "invert" => {
-            let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
-            if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
-                payload.read(0, &mut result);
-                result.iter_mut().for_each(|byte| *byte = !*byte);
-                result.finish();
-                return Ok(Vec::new());
-            }
-            return Ok(job.payload().iter().map(|byte| !byte).collect());
-        }
-        "die-if-file" => {
-            if job.mapped_payload().is_some() {
-                std::process::abort();
-            }
-            return Ok(job.payload().to_vec());
-        }
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
         "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
         // Ends as soon as it is told to.
@@ -473,6 +456,25 @@ fn scribbler() -> ExitCode {
         journal.write_all_at(&frames, 64).expect("a journal is writable");
         assert!(journal.set_len(0).is_err() && journal.set_len(1 << 30).is_err(), "its size is sealed");
         std::process::abort();
+    }
+}
+
+/// Sends no heartbeats: it writes them into its journal, until the file `still` is there.
+fn beater() -> ExitCode {
+    use std::os::unix::fs::FileExt;
+    let mut raw = Raw::by_hand();
+    raw.hello_as(1, LOOKS_AHEAD | capability::DISPATCH_THREAD | capability::JOURNAL_BEATS);
+    let journal = std::fs::File::from(raw.lent().expect("a journal"));
+    raw.next();
+    raw.send(kind::READY, 0, b"");
+    loop {
+        if !std::path::Path::new("still").exists() {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+            let now = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+            journal.write_all_at(&now.to_le_bytes(), 16).expect("a journal is writable");
+            let _ = count_up("beats");
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

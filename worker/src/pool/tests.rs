@@ -54,6 +54,7 @@ impl Stage {
             seal: None,
             threads_max: threads_max(max_in_flight),
             heartbeat_ms: 0,
+            beat: None,
             result_bytes_max: 100,
         };
         let pool = Pool::new(link, welcome, Reader::new(), writer, Box::new(handler)).unwrap();

@@ -233,6 +233,18 @@ impl<T> Bulkhead<T> {
         }
     }
 
+    pub(super) fn was_alive(&mut self, now: Time, id: WorkerId, at: Time) {
+        let missed = self.limits.health.missed;
+        let Some(worker) = self.worker_mut(id).filter(|worker| at > worker.last_heard) else { return };
+        worker.last_heard = at.min(now);
+        worker.forgiven = 0;
+        if worker.silence != Silence::None && worker.last_heard + worker.silence_max(missed) > now {
+            worker.silence = Silence::None;
+            self.is_reserve_concerned |= worker.is_spare;
+            self.arm(id.place);
+        }
+    }
+
     pub(super) fn held_up(&mut self, now: Time) {
         for place in 0..self.workers.len() as u32 {
             if let Some(worker) = self.workers[place as usize].as_mut() {

@@ -11,7 +11,7 @@ use crate::jobs::Place;
 use crate::messages::{KillReason, WorkerId};
 use crate::poison::Digest;
 use crate::time::Time;
-use crate::workers::{Apart, Phase, Role, SlotState, Worker};
+use crate::workers::{Apart, Phase, Role, Silence, SlotState, Worker};
 
 // Codes begin at 1 and leave no gap.
 const REASONS: usize = RejectReason::ALL.len() + 1;
@@ -349,6 +349,11 @@ impl<T> Bulkhead<T> {
         jobs.sort_by_key(|job| std::cmp::Reverse(job.ran));
         jobs.truncate(jobs_max);
         Some(PostMortem { slot, pid, killed, was_ready, uptime, served, in_flight, begun, jobs })
+    }
+
+    /// Whether a worker has not been heard for so long that it may be hung.
+    pub fn is_silent(&self, worker: WorkerId) -> bool {
+        self.worker(worker).is_some_and(|worker| worker.silence != Silence::None)
     }
 
     /// Whether a worker waits to take over a slot.

@@ -46,6 +46,8 @@ enum Sign {
     Broke,
     Memory,
     Looked,
+    /// What it wrote of itself is looked up.
+    WasAlive(Time),
     Exited(Death),
 }
 
@@ -178,13 +180,7 @@ impl World {
         let cargo = Tag(self.next_tag);
         let plain = Submission::new(cargo);
         let times = Submission { deadline, run_limit, ..plain };
-        // One of those that are there, or were.
-        let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.gone).copied().collect();
-        workers.sort_unstable();
-        // By the job's number, so that chance goes on as it does without.
-        let tag = usize::try_from(self.next_tag).unwrap_or_default();
-        let prefers = (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();
-        Event::Submit(Submission { priority, idempotent, is_repeatable, digest, cost, prefers, ..times })
+        Event::Submit(Submission { priority, idempotent, is_repeatable, digest, cost, ..times })
     }
 
     /// A job was taken: its client may lose interest.
@@ -272,7 +268,7 @@ impl World {
             worker = WorkerId { place: worker.place + 1000, generation: 7 };
         }
         let message = "a ghost".to_owned();
-        Some(match self.random.range(0, 13) {
+        Some(match self.random.range(0, 14) {
             0 => Event::Spawned { worker, pid: 1 },
             1 => Event::SpawnFailed { worker, message },
             2 => Event::Hello {
@@ -292,6 +288,7 @@ impl World {
             10 => Event::Said { worker, text: message },
             11 => Event::Looked { worker, is_starved: false },
             12 => Event::Oversized { worker, job, failure: too_large() },
+            13 => Event::WasAlive { worker, at: Time(u64::MAX) },
             _ => Event::Replied { worker, job, reply: Reply::Ok },
         })
     }
@@ -370,6 +367,7 @@ impl World {
             }
             Sign::Broke => Event::Broke { worker, message: "nonsense".into() },
             Sign::Looked => Event::Looked { worker, is_starved: self.random.percent(30) },
+            Sign::WasAlive(at) => Event::WasAlive { worker, at },
             Sign::Memory => {
                 let rss_bytes = self.random.range(0, 2 * RSS_LIMIT_BYTES);
                 Event::Memory { worker, rss_bytes }
@@ -558,7 +556,14 @@ impl World {
                 assert!(can_resize, "{worker:?} is told what it does not understand");
             }
             Action::Look { worker } => self.plan_sign(now, *worker, Sign::Looked),
-            Action::Answer(_) | Action::Note(_) | Action::Watch { .. } => {}
+            Action::Watch { worker } => {
+                if self.random.percent(50) {
+                    let most = self.random.pick(&[0, 100, 5_000]);
+                    let before = self.random.millis(0, most);
+                    self.plan_sign(now, *worker, Sign::WasAlive(now - before));
+                }
+            }
+            Action::Answer(_) | Action::Note(_) => {}
         }
     }
 

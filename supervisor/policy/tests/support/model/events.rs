@@ -41,6 +41,7 @@ impl Model {
             Event::Spawned { worker, pid } => self.spawned(*worker, *pid),
             Event::Stopping { worker } => self.stopping(*worker),
             Event::Heard { worker } => self.sends_on(*worker),
+            Event::WasAlive { worker, at } => self.was_alive(*worker, *at),
             Event::Oversized { worker, job, failure } => self.oversized(*worker, *job, failure),
             Event::ChangeTenant { .. } => {}
             Event::ForceBreaker { .. } => {}
@@ -117,6 +118,19 @@ impl Model {
         }
     }
 
+    fn was_alive(&mut self, id: WorkerId, at: Time) {
+        let (now, missed) = (self.now, self.limits.health.missed);
+        let Some(worker) = self.live_mut(id).filter(|worker| at > worker.heard_at) else { return };
+        let was_watched = worker.watched_at.is_some();
+        (worker.heard_at, worker.forgiven) = (at.min(now), 0);
+        if worker.heard_at + worker.heartbeat * (missed + 1) > now {
+            (worker.watched_at, worker.was_looked_at) = (None, false);
+            if was_watched {
+                self.coverage.see("was alive");
+            }
+        }
+    }
+
     fn looked(&mut self, id: WorkerId, is_starved: bool) {
         let now = self.now;
         let Some(worker) = self.live_mut(id) else { return };
@@ -134,8 +148,7 @@ impl Model {
         self.counters.submitted += 1;
         let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
         let limit = asked.unwrap_or(self.limits.deadline);
-        let Submission { priority, tenant, idempotent, is_repeatable, digest, run_limit, prefers, .. } =
-            *submission;
+        let Submission { priority, tenant, idempotent, is_repeatable, digest, run_limit, .. } = *submission;
         let own = self.limits.run_limit;
         let run_limits = [run_limit.map_or(own, |asked| Some(own.map_or(asked, |own| own.min(asked)))), own];
         let refusal = match self.refusal(limit, priority, tenant) {
@@ -159,7 +172,6 @@ impl Model {
             limit,
             run_limits,
             refusal,
-            prefers,
         };
         self.step.submission = Some(submitted);
     }
@@ -252,7 +264,6 @@ impl Model {
         assert_eq!(submission.refusal, None, "taken, though it should have been refused");
         assert!(id > self.newest_job, "a job's number was used twice");
         self.newest_job = id;
-        self.step.preferred = submission.prefers.map(|worker| (id, worker));
         let job = Job {
             tag: submission.tag,
             priority: submission.priority,
