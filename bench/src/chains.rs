@@ -1,6 +1,7 @@
 //! The two chains that are compared.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::load::{self, Round};
 use crate::processes::{self, Process};
@@ -50,6 +51,42 @@ impl Chains {
         load::run(lanes, total, move || {
             let (chain, payload, bulkhead) = (chain.clone(), payload.clone(), bulkhead.clone());
             async move { check(chain.call(&bulkhead, &payload).await?.len(), payload.len()) }
+        })
+        .await
+    }
+}
+
+impl Chains {
+    /// The real chain, with payloads that are copied from the caller's own memory, and results that are copied to it.
+    pub(crate) async fn copied(
+        &self,
+        bulkhead: &str,
+        lanes: usize,
+        total: usize,
+        bytes: usize,
+    ) -> Result<Round> {
+        let (chain, payload) = (self.real.clone(), Arc::new(vec![b'x'; bytes]));
+        let bulkhead: Rc<str> = bulkhead.into();
+        load::run(lanes, total, move || {
+            let (chain, payload, bulkhead) = (chain.clone(), payload.clone(), bulkhead.clone());
+            async move { check(chain.call_copied(&bulkhead, payload).await?, bytes) }
+        })
+        .await
+    }
+
+    /// The real chain, with payloads and results where they stand.
+    pub(crate) async fn mapped(
+        &self,
+        bulkhead: &str,
+        lanes: usize,
+        total: usize,
+        bytes: usize,
+    ) -> Result<Round> {
+        let chain = self.real.clone();
+        let bulkhead: Rc<str> = bulkhead.into();
+        load::run(lanes, total, move || {
+            let (chain, bulkhead) = (chain.clone(), bulkhead.clone());
+            async move { check(chain.call_mapped(&bulkhead, bytes).await?, bytes) }
         })
         .await
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_client::Client;
@@ -62,6 +63,21 @@ impl Chain {
     /// One job and its answer.
     pub(crate) async fn call(&self, bulkhead: &str, payload: &[u8]) -> Result<Vec<u8>> {
         Ok(self.client.job(bulkhead, payload).send().await?.into_payload())
+    }
+
+    /// The same, with one copy less on the way: the payload is copied to where it is sent from.
+    pub(crate) async fn call_copied(&self, bulkhead: &str, payload: Arc<Vec<u8>>) -> Result<usize> {
+        let job = self.client.job(bulkhead, "");
+        let job = job.payload_in_place(payload.len(), move |place| place.copy_from_slice(&payload));
+        Ok(job.send().await?.payload().len())
+    }
+
+    /// The same with payload and result where they stand, as far as there are memory files. Returns how many bytes came
+    /// back.
+    pub(crate) async fn call_mapped(&self, bulkhead: &str, bytes: usize) -> Result<usize> {
+        let job = self.client.job(bulkhead, "").payload_in_place(bytes, |place| place.fill(b'x'));
+        let reply = job.operation("mapped").map_result().send().await?;
+        Ok(reply.mapped().map_or(reply.payload().len(), |mapped| mapped.len()))
     }
 
     /// The admin socket.
@@ -125,6 +141,15 @@ fn config(own: &Path) -> Result<String> {
 pub(crate) fn worker() -> ExitCode {
     bulkhead_worker::serve(|job: &Job, ctx| match ctx.operation() {
         "" => Ok(job.payload().to_vec()),
+        "mapped" => {
+            let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
+            if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
+                payload.read(0, &mut result);
+                result.finish();
+                return Ok(Vec::new());
+            }
+            Ok(job.payload().to_vec())
+        }
         "hang" => loop {
             std::thread::park();
         },

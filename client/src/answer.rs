@@ -1,10 +1,13 @@
 //! What comes back of a job, and what can go wrong.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::OutcomeMessage;
 use bulkhead_shared::{Executed, Outcome, Verdict};
+
+use crate::mapped::MappedResult;
 
 /// How far a job is.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,11 +19,27 @@ pub struct Progress {
 }
 
 /// The outcome `ok`, and the result.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
     pub(crate) outcome: Outcome,
+    pub(crate) mapped: Option<Arc<MappedResult>>,
 }
+
+impl PartialEq for Reply {
+    fn eq(&self, other: &Self) -> bool {
+        let same_place = |a: &Option<Arc<MappedResult>>, b: &Option<Arc<MappedResult>>| match (a, b) {
+            (None, None) => true,
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        };
+        self.payload == other.payload
+            && self.outcome == other.outcome
+            && same_place(&self.mapped, &other.mapped)
+    }
+}
+
+impl Eq for Reply {}
 
 impl Reply {
     /// The result's bytes.
@@ -31,6 +50,12 @@ impl Reply {
     /// The result's bytes, to keep.
     pub fn into_payload(self) -> Vec<u8> {
         self.payload
+    }
+
+    /// The result where it stands, if [`Job::map_result`](crate::Job::map_result) asked for that and it is in a memory
+    /// file; then [`Reply::payload`] is empty.
+    pub fn mapped(&self) -> Option<&MappedResult> {
+        self.mapped.as_deref()
     }
 
     /// The bulkhead that served the job, how long it took, and the like.
@@ -90,7 +115,7 @@ impl JobError {
     /// The outcome, or `ok`.
     pub(crate) fn from_outcome(outcome: Outcome, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
-            Verdict::Ok => Ok(Reply { payload, outcome }),
+            Verdict::Ok => Ok(Reply { payload, outcome, mapped: None }),
             Verdict::Failed(_) => Err(Self::Failed(Box::new(outcome))),
             Verdict::Rejected { .. } => Err(Self::Rejected(Box::new(outcome))),
             Verdict::DeadlineQueued | Verdict::DeadlineRunning => {

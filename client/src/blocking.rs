@@ -84,6 +84,21 @@ impl Job {
         Self { job: change(self.job), server: self.server }
     }
 
+    /// Takes the payload from a file; see [`crate::Job::payload_file`].
+    pub fn payload_file(self, file: std::fs::File) -> io::Result<Self> {
+        Ok(Self { job: self.job.payload_file(file)?, server: self.server })
+    }
+
+    /// Has the payload written by a function; see [`crate::Job::payload_in_place`].
+    pub fn payload_in_place(self, bytes: usize, fill: impl Fn(&mut [u8]) + Send + Sync + 'static) -> Self {
+        self.map(|job| job.payload_in_place(bytes, fill))
+    }
+
+    /// Leaves a large result where the worker wrote it; see [`crate::Job::map_result`].
+    pub fn map_result(self) -> Self {
+        self.map(crate::Job::map_result)
+    }
+
     /// What the handler is to do; up to 256 bytes.
     pub fn operation(self, name: impl Into<String>) -> Self {
         self.map(|job| job.operation(name))

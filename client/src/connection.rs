@@ -429,14 +429,14 @@ impl Drop for Driver {
 }
 
 /// Reads and writes until the connection ends; returns why.
-async fn serve(requests: &Requests) -> String {
+async fn serve(requests: &Arc<Requests>) -> String {
     tokio::select! {
         message = read(requests) => message,
         message = write(requests) => message,
     }
 }
 
-async fn read(requests: &Requests) -> String {
+async fn read(requests: &Arc<Requests>) -> String {
     let mut inbox = Inbox::default();
     let mut scratch = Scratch::default();
     loop {
@@ -487,10 +487,10 @@ async fn write(requests: &Requests) -> String {
     }
 }
 
-fn read_once(requests: &Requests, inbox: &mut Inbox, scratch: &mut Scratch) -> Result<Received, String> {
+fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch) -> Result<Received, String> {
     let mut problem = None;
     let read = requests.socket.try_io(tokio::io::Interest::READABLE, || {
-        let (received, mut batch) = inbox.receive(&requests.socket, scratch)?;
+        let (received, mut batch) = inbox.receive_by(scratch, |buffer| requests.receive(buffer))?;
         loop {
             let result = match batch.next() {
                 Ok(None) => break,
@@ -534,7 +534,7 @@ fn read_once(requests: &Requests, inbox: &mut Inbox, scratch: &mut Scratch) -> R
 
 /// A large frame begins: returns a buffer for it, if its payload is wanted. What is not wanted is thrown away
 /// as it comes.
-fn announced(requests: &Requests, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
+fn announced(requests: &Arc<Requests>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;
         return Err(format!(

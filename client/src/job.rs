@@ -1,5 +1,8 @@
 //! A job that is being put together.
 
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::Priority;
@@ -8,7 +11,7 @@ use tokio::sync::mpsc;
 use crate::answer::{JobError, Reply};
 use crate::connection::Client;
 use crate::handle::JobHandle;
-use crate::order::Order;
+use crate::order::{Order, Source};
 
 /// Progress reports that wait for a slow reader; later ones are dropped.
 pub(crate) const PROGRESS_MAX: usize = 16;
@@ -29,6 +32,43 @@ impl Client {
 }
 
 impl Job {
+    /// Takes the payload from a file, all that is in it now, in place of what [`Client::job`] was given. It is read when
+    /// the job is sent, on the thread that sends it: straight into shared memory, where there is some.
+    ///
+    /// Errors are those of `fstat(2)`; what cannot be read then is refused as `invalid`.
+    ///
+    /// ```no_run
+    /// # async fn example(client: bulkhead_client::Client) -> Result<(), Box<dyn std::error::Error>> {
+    /// let picture = std::fs::File::open("picture.png")?;
+    /// let reply = client.job("thumbnail", []).payload_file(picture)?.send().await?;
+    /// # drop(reply);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn payload_file(mut self, file: File) -> io::Result<Self> {
+        let bytes = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
+        self.order.source = Some(Source::File(Arc::new(file), bytes));
+        Ok(self)
+    }
+
+    /// Has the payload, of so many bytes, written by a function when the job is sent: straight into shared memory, where
+    /// there is some. What the function finds there is of no meaning; it may be called more than once.
+    pub fn payload_in_place(
+        mut self,
+        bytes: usize,
+        fill: impl Fn(&mut [u8]) + Send + Sync + 'static,
+    ) -> Self {
+        self.order.source = Some(Source::Function(Arc::new(fill), bytes));
+        self
+    }
+
+    /// Leaves a large result where the worker wrote it, as [`Reply::mapped`](crate::Reply::mapped), if it is in shared
+    /// memory: the worker may change it while it is read. Without this the result is a copy.
+    pub fn map_result(mut self) -> Self {
+        self.order.maps_result = true;
+        self
+    }
+
     /// What the handler is to do; up to 256 bytes.
     pub fn operation(mut self, name: impl Into<String>) -> Self {
         self.order.operation = name.into();

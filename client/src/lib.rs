@@ -28,6 +28,8 @@ pub mod blocking;
 mod connection;
 mod handle;
 mod job;
+mod leases;
+mod mapped;
 mod order;
 mod requests;
 
@@ -39,3 +41,4 @@ pub use bulkhead_shared::{
 pub use connection::{Client, ConnectError};
 pub use handle::JobHandle;
 pub use job::Job;
+pub use mapped::MappedResult;

@@ -1,5 +1,10 @@
 //! What is asked for: a job as it goes to the supervisor.
 
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bulkhead_shared::codec::tag;
@@ -11,11 +16,50 @@ use crate::answer::JobError;
 /// Bytes of a bulkhead's name and of a traceparent that are sent at all; the supervisor takes fewer.
 const TEXT_BYTES_MAX: usize = 1024;
 
+/// Where a payload comes from.
+#[derive(Clone)]
+pub(crate) enum Source {
+    /// The first bytes of a file.
+    File(Arc<File>, usize),
+    /// A function that writes so many.
+    Function(Fill, usize),
+}
+
+type Fill = Arc<dyn Fn(&mut [u8]) + Send + Sync>;
+
+impl Source {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::File(_, bytes) | Self::Function(_, bytes) => *bytes,
+        }
+    }
+
+    fn fill(&self, place: &mut [u8]) -> io::Result<()> {
+        match self {
+            Self::File(file, _) => file.read_exact_at(place, 0),
+            Self::Function(fill, _) => {
+                fill(place);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Source({} bytes)", self.bytes())
+    }
+}
+
 /// A job that is to be sent.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
     pub(crate) bulkhead: String,
     pub(crate) payload: Vec<u8>,
+    /// Where the payload comes from, if it is not there yet.
+    pub(crate) source: Option<Source>,
+    /// Whether its result may be left where it stands.
+    pub(crate) maps_result: bool,
     pub(crate) operation: String,
     pub(crate) tenant: String,
     pub(crate) deadline: Option<Duration>,
@@ -31,6 +75,8 @@ impl Order {
         Self {
             bulkhead,
             payload,
+            source: None,
+            maps_result: false,
             operation: String::new(),
             tenant: String::new(),
             deadline: None,
@@ -40,6 +86,34 @@ impl Order {
             is_idempotent: false,
             traceparent: None,
         }
+    }
+
+    pub(crate) fn payload_bytes(&self) -> usize {
+        self.source.as_ref().map_or(self.payload.len(), Source::bytes)
+    }
+
+    /// Writes the payload where it is wanted, which has as many bytes as it.
+    pub(crate) fn fill(&self, place: &mut [u8]) -> Result<(), JobError> {
+        match &self.source {
+            None => {
+                place.copy_from_slice(&self.payload);
+                Ok(())
+            }
+            Some(source) => source.fill(place).map_err(|error| {
+                let message = format!("the payload's file cannot be read: {error}");
+                self.refused(RejectReason::Invalid, message)
+            }),
+        }
+    }
+
+    /// Has the payload in a buffer of its own.
+    pub(crate) fn load(&mut self) -> Result<(), JobError> {
+        if let Some(source) = &self.source {
+            let mut payload = vec![0; source.bytes()];
+            self.fill(&mut payload)?;
+            (self.payload, self.source) = (payload, None);
+        }
+        Ok(())
     }
 
     /// What the supervisor would refuse anyway.

@@ -2,6 +2,7 @@
 //! without a search, and what waits to be written, within a bound.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -11,12 +12,16 @@ use bulkhead_shared::client_protocol::{
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::{Header, kind};
+use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES, receive_with_files};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{Executed, JobId, RejectReason};
+use rustix::net::RecvFlags;
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 
 use crate::answer::{JobError, Progress, Reply};
+use crate::leases::{Lease, Leases, Taken, TakesBack};
+use crate::mapped::MappedResult;
 use crate::order::Order;
 
 /// Bytes that wait to be written before further jobs wait for their turn. A job that fits is taken whole, so
@@ -51,6 +56,9 @@ struct Waiter {
     progress: Option<mpsc::Sender<Progress>>,
     /// Where the job's frame ends, in bytes ever put into the outbox.
     frame_end: u64,
+    /// Where its payload is, and its result may be.
+    lease: Option<Box<Lease>>,
+    maps_result: bool,
 }
 
 struct Slot {
@@ -81,6 +89,7 @@ struct State {
     /// Bytes ever put into the outbox.
     pushed_bytes: u64,
     pool: BufferPool,
+    leases: Leases,
     /// Whether the driver has been told that there is something to write.
     is_flush_due: bool,
     /// How many wait for room in the outbox.
@@ -100,6 +109,8 @@ pub(crate) struct Requests {
     pub(crate) room: Notify,
     idle: Notify,
     frame_bytes_max: u32,
+    /// Whether descriptors may come.
+    expects_files: AtomicBool,
     /// What the supervisor can do: a sum of [`capability`].
     capabilities: u64,
 }
@@ -120,6 +131,7 @@ impl Requests {
             room: Notify::new(),
             idle: Notify::new(),
             frame_bytes_max,
+            expects_files: AtomicBool::new(false),
             capabilities,
         }
     }
@@ -154,7 +166,7 @@ impl Requests {
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
     ) -> Result<Sent, SubmitError> {
-        let payload_bytes = job.payload.len();
+        let payload_bytes = job.payload_bytes();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
             let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
             return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
@@ -165,18 +177,37 @@ impl Requests {
             return Err(SubmitError::Refused(job.refused(RejectReason::Invalid, message.into())));
         }
         let mut state = self.lock();
-        match state.stage {
-            Stage::Open => {}
-            Stage::Ending | Stage::Broken | Stage::Closed => return Err(SubmitError::Closed),
+        state.check_room(queued_max)?;
+        let mut lease = None;
+        if payload_bytes > WORTH_A_FILE_BYTES && self.capabilities & capability::MEMORY_FILES != 0 {
+            lease = self.lease_for(&mut state, job, payload_bytes);
         }
-        if state.queued > queued_max || !state.has_room() {
-            return Err(SubmitError::Full);
+        if lease.is_some() || job.source.is_some() {
+            drop(state);
+            let written = match &mut lease {
+                Some(lease) => job.fill(lease.payload.first_mut(payload_bytes)),
+                None => job.load(),
+            };
+            if let Err(error) = written {
+                lease.into_iter().for_each(|lease| self.put_back(*lease));
+                return Err(SubmitError::Refused(error));
+            }
+            state = self.lock();
+            if lease.is_none() {
+                state.check_room(queued_max)?;
+            } else if state.stage != Stage::Open {
+                return Err(SubmitError::Closed);
+            }
         }
         let (sender, outcome) = oneshot::channel();
-        let number = state.enter(Waiter { outcome: sender, progress: progress.take(), frame_end: 0 });
+        let named = lease.as_ref().map(|lease| Named { lease: lease.number, bytes: payload_bytes as u64 });
+        let maps_result = job.maps_result;
+        let waiter = Waiter { outcome: sender, progress: progress.take(), frame_end: 0, lease, maps_result };
+        let number = state.enter(waiter);
         // Large ones are handed over, not copied.
-        let payload = Payload::Owned(std::mem::take(&mut job.payload));
-        if state.push_job(number, job, payload).is_err() {
+        let payload = std::mem::take(&mut job.payload);
+        let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(payload) };
+        if state.push_job(number, job, named, payload).is_err() {
             state.leave(number);
             let message = "the job does not fit in a frame".into();
             return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
@@ -184,6 +215,92 @@ impl Requests {
         self.schedule_flush(&mut state);
         drop(state);
         Ok((outcome, Ticket { requests: Some(self.clone()), number }))
+    }
+
+    /// A lease for a job, if there is one. If not, one is asked for, for the jobs to come.
+    fn lease_for(&self, state: &mut State, job: &Order, bytes: usize) -> Option<Box<Lease>> {
+        match state.leases.take(&job.bulkhead, &job.tenant, bytes) {
+            Taken::Lease(lease) => return Some(Box::new(lease)),
+            Taken::TooSmall(lease) => state.tell(kind::LEASE_RETURNED, lease.number),
+            Taken::None => {}
+        }
+        let number = state.leases.ask(&job.bulkhead, &job.tenant)?;
+        // Before it can come.
+        self.expects_files.store(true, Ordering::SeqCst);
+        let wanted = LeaseWanted { bulkhead: &job.bulkhead, tenant: &job.tenant, bytes: bytes as u64 };
+        let _ = state.push(kind::LEASE, number, &wanted, &[], Payload::NONE);
+        None
+    }
+
+    /// A lease is of no more use to a job.
+    pub(crate) fn put_back(&self, lease: Lease) {
+        let mut state = self.lock();
+        if state.stage == Stage::Closed {
+            return;
+        }
+        if let Some(number) = state.leases.put_back(lease) {
+            state.tell(kind::LEASE_RETURNED, number);
+            self.schedule_flush(&mut state);
+        }
+    }
+
+    /// Reads without waiting, with the descriptors that may come.
+    pub(crate) fn receive(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+        if !self.expects_files.load(Ordering::SeqCst) {
+            return rustix::net::recv(&self.socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count);
+        }
+        let mut files = Vec::new();
+        let count = receive_with_files(&self.socket, buffer, &mut files)?;
+        if !files.is_empty() {
+            self.lock().leases.coming = files;
+        }
+        Ok(count)
+    }
+
+    /// What the supervisor says of leases.
+    fn lease_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
+        let mut state = self.lock();
+        match header.kind {
+            kind::LEASED => {
+                let named = decode::<Named>(metadata)?;
+                let is_good = state.leases.come(header.number, named) == Some(true);
+                state.tell(if is_good { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED }, named.lease);
+            }
+            kind::LEASE_REFUSED => state.leases.refused(header.number),
+            _ => {
+                if let Some(number) = state.leases.ended(header.number) {
+                    state.tell(kind::LEASE_RETURNED, number);
+                }
+            }
+        }
+        self.expects_files.store(state.leases.is_waiting(), Ordering::SeqCst);
+        let _ = self.try_flush(&mut state);
+        if !state.outbox.is_empty() {
+            self.schedule_flush(&mut state);
+        }
+        Ok(())
+    }
+
+    /// The result of a job where it stands, or a copy.
+    fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, named: &[u8]) -> Result<Found, String> {
+        let named = Named::from_bytes(named);
+        let lease = waiter.lease.take().filter(|lease| {
+            named.is_some_and(|named| named.lease == lease.number && named.bytes <= lease.result.len() as u64)
+        });
+        let (Some(lease), Some(named)) = (lease, named) else {
+            return Err("the supervisor told of a result in a file that this client does not have".into());
+        };
+        let bytes = named.bytes as usize;
+        if waiter.maps_result {
+            let requests: Arc<dyn TakesBack> = self.clone();
+            let requests = Arc::downgrade(&requests);
+            return Ok(Found::Mapped(MappedResult { lease: Some(lease), bytes, requests }));
+        }
+        let mut copy = self.lock().pool.take(bytes);
+        copy.clear();
+        lease.result.copy_to(bytes, &mut copy);
+        waiter.lease = Some(lease);
+        Ok(Found::Copy(copy))
     }
 
     fn schedule_flush(&self, state: &mut State) {
@@ -222,8 +339,17 @@ impl Requests {
     /// Cancels a job whose caller no longer waits.
     fn abandon(&self, number: u64) {
         let mut state = self.lock();
-        if self.release(&mut state, number).is_some() {
-            self.send_cancel(&mut state, number);
+        if let Some(waiter) = self.release(&mut state, number) {
+            if let Some(lease) = waiter.lease.filter(|_| state.stage != Stage::Closed) {
+                // Behind the cancellation.
+                let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
+                state.leases.forget(lease.number);
+                state.tell(kind::LEASE_RETURNED, lease.number);
+                let _ = self.try_flush(&mut state);
+                self.schedule_flush(&mut state);
+            } else {
+                self.send_cancel(&mut state, number);
+            }
         }
     }
 
@@ -256,13 +382,28 @@ impl Requests {
     }
 
     /// A frame has come. An error ends the connection.
-    pub(crate) fn frame(&self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
+    pub(crate) fn frame(
+        self: &Arc<Self>,
+        header: Header,
+        metadata: &[u8],
+        payload: Vec<u8>,
+    ) -> Result<(), String> {
         match header.kind {
             kind::OUTCOME => {
                 let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
                 // A caller that does not wait any more has cancelled.
-                let Some(waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
-                let result = match message.to_outcome() {
+                let Some(mut waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
+                let (mut payload, mut mapped) = (payload, None);
+                if let Some(named) = extensions.get(tag::LEASE) {
+                    match self.result_in_file(&mut waiter, named)? {
+                        Found::Copy(copy) => payload = copy,
+                        Found::Mapped(result) => mapped = Some(Arc::new(result)),
+                    }
+                }
+                if let Some(lease) = waiter.lease.take() {
+                    self.put_back(*lease);
+                }
+                let mut result = match message.to_outcome() {
                     Some(mut outcome) => {
                         outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
                         outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
@@ -270,9 +411,13 @@ impl Requests {
                     }
                     None => Err(JobError::unintelligible(&message)),
                 };
+                if let (Ok(reply), Some(_)) = (&mut result, &mapped) {
+                    reply.mapped = mapped;
+                }
                 let _ = waiter.outcome.send(result);
                 Ok(())
             }
+            kind::LEASED | kind::LEASE_ENDED | kind::LEASE_REFUSED => self.lease_frame(header, metadata),
             kind::PROGRESS => {
                 let message = decode::<ProgressMessage<'_>>(metadata)?;
                 // Whatever a handler says.
@@ -345,7 +490,7 @@ fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {
 
 fn decode_with<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<(M, Extensions<'m>), String> {
     let malformed = |error| format!("the supervisor sent what cannot be read: {error}");
-    codec::decode::<M>(metadata, &[]).map_err(malformed)
+    codec::decode::<M>(metadata, &[tag::LEASE]).map_err(malformed)
 }
 
 /// A place among those that wait for room in the outbox. Leaving it lets the next one try.
@@ -378,7 +523,33 @@ impl Drop for Place<'_> {
     }
 }
 
+impl TakesBack for Requests {
+    fn take_back(&self, lease: Lease) {
+        self.put_back(lease);
+    }
+}
+
+/// A result that was in a file.
+enum Found {
+    Copy(Vec<u8>),
+    Mapped(MappedResult),
+}
+
 impl State {
+    fn check_room(&self, queued_max: usize) -> Result<(), SubmitError> {
+        match self.stage {
+            Stage::Open => {}
+            Stage::Ending | Stage::Broken | Stage::Closed => return Err(SubmitError::Closed),
+        }
+        if self.queued > queued_max || !self.has_room() { Err(SubmitError::Full) } else { Ok(()) }
+    }
+
+    /// Appends a frame that says all by its kind and number.
+    fn tell(&mut self, kind: u8, number: u64) {
+        // An empty message always fits.
+        let _ = self.push(kind, number, &Empty, &[], Payload::NONE);
+    }
+
     fn has_room(&self) -> bool {
         self.outbox.waiting_bytes() < OUTBOX_BYTES_MAX
     }
@@ -398,7 +569,13 @@ impl State {
         Ok(())
     }
 
-    fn push_job(&mut self, number: u64, job: &Order, payload: Payload<'_>) -> Result<(), codec::CodecError> {
+    fn push_job(
+        &mut self,
+        number: u64,
+        job: &Order,
+        named: Option<Named>,
+        payload: Payload<'_>,
+    ) -> Result<(), codec::CodecError> {
         let submit = Submit {
             bulkhead: &job.bulkhead,
             operation: &job.operation,
@@ -410,6 +587,13 @@ impl State {
         };
         let trace = job.trace_extension();
         match job.run_limit.map(run_limit_bytes) {
+            limit if named.is_some() => {
+                let named = named.map(Named::to_bytes);
+                let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
+                let limit = limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..]));
+                let given: Vec<_> = named.into_iter().chain(limit).chain(trace).collect();
+                self.push(kind::SUBMIT, number, &submit, &given, payload)?;
+            }
             None => self.push(kind::SUBMIT, number, &submit, trace.as_slice(), payload)?,
             Some(limit) => {
                 let limit = (tag::RUN_LIMIT, &limit[..]);

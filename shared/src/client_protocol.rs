@@ -23,6 +23,9 @@ pub mod role {
 pub mod capability {
     /// Takes [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT) on a submit.
     pub const RUN_LIMIT: u64 = 1;
+
+    /// Gives [leases](crate::memory_files) to clients that ask for them.
+    pub const MEMORY_FILES: u64 = 2;
 }
 
 /// The value of a [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT); `None` if the bytes are no such.

@@ -41,6 +41,9 @@ pub mod tag {
     /// The longest run of each attempt, from its dispatch, in microseconds: 8 bytes, not 0. On a submit what is asked
     /// for; on an outcome the lower of that and the bulkhead's own, if there is one.
     pub const RUN_LIMIT: u16 = 5;
+    /// The lease in whose file the payload or result stands, and how many bytes it has, as a
+    /// [`Named`](crate::memory_files::Named): 16 bytes; the frame has no payload then.
+    pub const LEASE: u16 = super::TAG_CRITICAL | 6;
 }
 
 /// Why metadata could not be read.

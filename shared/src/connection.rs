@@ -7,7 +7,8 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
@@ -39,6 +40,9 @@ const SEGMENT_CAPACITY: usize = SEGMENT_BYTES_MAX + INLINE_PAYLOAD_BYTES_MAX + 1
 
 /// Buffers that one write hands to the kernel.
 const WRITE_SEGMENTS_MAX: usize = 16;
+
+/// Bytes of a file that one call sends.
+const FILE_PIECE_BYTES: usize = 1024 * 1024;
 
 /// Bytes of large buffers that a [`BufferPool`] keeps for reuse.
 const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -539,6 +543,8 @@ pub enum Payload<'p> {
     Copied(&'p [u8]),
     /// A buffer to hand over.
     Owned(Vec<u8>),
+    /// The first bytes of a file, which is at least as long as that.
+    File(Arc<OwnedFd>, usize),
 }
 
 impl Payload<'_> {
@@ -550,12 +556,36 @@ impl Payload<'_> {
         match self {
             Self::Copied(bytes) => bytes.len(),
             Self::Owned(bytes) => bytes.len(),
+            Self::File(_, bytes) => *bytes,
         }
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+}
+
+/// What leaves in one piece.
+enum Segment {
+    Bytes(Vec<u8>),
+    /// So many bytes of a file, from its beginning on.
+    File(Arc<OwnedFd>, usize),
+}
+
+impl Segment {
+    fn len(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::File(_, bytes) => *bytes,
+        }
+    }
+
+    fn bytes(&self) -> Option<&[u8]> {
+        match self {
+            Self::Bytes(bytes) => Some(bytes),
+            Self::File(..) => None,
+        }
     }
 }
 
@@ -579,7 +609,7 @@ impl Payload<'_> {
 /// ```
 #[derive(Default)]
 pub struct Outbox {
-    segments: VecDeque<Vec<u8>>,
+    segments: VecDeque<Segment>,
     /// Bytes of the first segment that are sent.
     sent: usize,
     /// Whether the last segment is a coalescing buffer that has room.
@@ -602,7 +632,7 @@ impl Outbox {
 
     /// The last bytes that wait, if so many were put there in one piece.
     pub fn last(&self, bytes: usize) -> Option<&[u8]> {
-        let tail = self.segments.back()?;
+        let tail = self.segments.back()?.bytes()?;
         tail.get(tail.len().checked_sub(bytes)?..)
     }
 
@@ -664,16 +694,20 @@ impl Outbox {
     fn push_payload(&mut self, payload: Payload<'_>) {
         match payload {
             Payload::Owned(buffer) if buffer.len() > INLINE_PAYLOAD_BYTES_MAX => {
-                self.segments.push_back(buffer);
+                self.segments.push_back(Segment::Bytes(buffer));
                 self.tail_is_open = false;
             }
             Payload::Owned(buffer) => self.append(&buffer),
             Payload::Copied(bytes) => self.append(bytes),
+            Payload::File(file, bytes) => {
+                self.segments.push_back(Segment::File(file, bytes));
+                self.tail_is_open = false;
+            }
         }
     }
 
     fn append(&mut self, bytes: &[u8]) {
-        if let Some(tail) = self.segments.back_mut() {
+        if let Some(Segment::Bytes(tail)) = self.segments.back_mut() {
             tail.extend_from_slice(bytes);
             self.tail_is_open = tail.len() < SEGMENT_BYTES_MAX;
         }
@@ -683,16 +717,18 @@ impl Outbox {
     fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
         let may_grow = pool.is_none();
         let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
-        if !self.tail_is_open || !self.segments.back().is_some_and(has_room) {
+        let is_open = matches!(self.segments.back(), Some(Segment::Bytes(tail)) if has_room(tail));
+        if !self.tail_is_open || !is_open {
             let fresh = match pool {
                 Some(pool) if !self.segments.is_empty() || more > SPARE_BYTES_MAX => pool.take_segment(),
                 _ => std::mem::take(&mut self.spare),
             };
-            self.segments.push_back(fresh);
+            self.segments.push_back(Segment::Bytes(fresh));
             self.tail_is_open = true;
         }
-        let last = self.segments.len() - 1;
-        let tail = &mut self.segments[last];
+        let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
+            unreachable!("the last segment is one of bytes, as was just seen")
+        };
         // Grown by powers of two, so that one that could be a spare does not become too large for that.
         let needed = tail.len() + more;
         if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
@@ -727,13 +763,16 @@ impl Outbox {
 
     fn send_once(&self, socket: &impl AsFd) -> rustix::io::Result<usize> {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        let first = &self.segments[0][self.sent..];
+        let first = match &self.segments[0] {
+            Segment::Bytes(bytes) => &bytes[self.sent..],
+            Segment::File(file, bytes) => return send_piece(socket, file, self.sent..*bytes),
+        };
         if self.segments.len() == 1 {
             return rustix::net::send(socket, first, flags);
         }
-        let rest = self.segments.iter().skip(1).take(WRITE_SEGMENTS_MAX - 1);
+        let rest = self.segments.iter().skip(1).map_while(Segment::bytes).take(WRITE_SEGMENTS_MAX - 1);
         let slices: Vec<IoSlice<'_>> =
-            std::iter::once(IoSlice::new(first)).chain(rest.map(|s| IoSlice::new(s))).collect();
+            std::iter::once(IoSlice::new(first)).chain(rest.map(IoSlice::new)).collect();
         rustix::net::sendmsg(socket, &slices, &mut SendAncillaryBuffer::default(), flags)
     }
 
@@ -747,7 +786,7 @@ impl Outbox {
             }
             count -= left;
             self.sent = 0;
-            let Some(mut buffer) = self.segments.pop_front() else { return };
+            let Some(Segment::Bytes(mut buffer)) = self.segments.pop_front() else { continue };
             if buffer.capacity() <= SPARE_BYTES_MAX {
                 buffer.clear();
                 self.spare = buffer;
@@ -758,6 +797,20 @@ impl Outbox {
             }
         }
         self.tail_is_open = false;
+    }
+}
+
+/// Sends some of a file. The socket does not wait.
+fn send_piece(
+    socket: &impl AsFd,
+    file: &OwnedFd,
+    range: std::ops::Range<usize>,
+) -> rustix::io::Result<usize> {
+    let mut at = range.start as u64;
+    match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_PIECE_BYTES)) {
+        // It is shorter than was said.
+        Ok(0) => Err(rustix::io::Errno::IO),
+        other => other,
     }
 }
 
@@ -878,7 +931,8 @@ mod tests {
         let total = 8 << 20;
         let mut announcement = Outbox::default();
         announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
-        let mut bytes: Vec<u8> = announcement.segments.iter().flatten().copied().collect();
+        let mut bytes: Vec<u8> =
+            announcement.segments.iter().filter_map(Segment::bytes).flatten().copied().collect();
         let payload_at = bytes.len() - total;
         bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
         let (mut here, there) = UnixStream::pair().unwrap();

@@ -31,10 +31,16 @@ pub mod kind {
     // Client to supervisor.
     pub const SUBMIT: u8 = 16;
     pub const CANCEL: u8 = 17;
+    pub const LEASE: u8 = 18;
+    pub const LEASE_TAKEN: u8 = 19;
+    pub const LEASE_RETURNED: u8 = 20;
 
     // Supervisor to client.
     pub const OUTCOME: u8 = 32;
     pub const PROGRESS: u8 = 33;
+    pub const LEASED: u8 = 34;
+    pub const LEASE_ENDED: u8 = 35;
+    pub const LEASE_REFUSED: u8 = 36;
 
     // Supervisor to worker.
     pub const JOB: u8 = 48;
@@ -43,6 +49,8 @@ pub mod kind {
     pub const LIMITS: u8 = 51;
     pub const RECALL: u8 = 52;
     pub const JOURNAL: u8 = 53;
+    pub const FILES: u8 = 54;
+    pub const FILES_ENDED: u8 = 55;
 
     // Worker to supervisor.
     pub const READY: u8 = 64;
@@ -56,6 +64,7 @@ pub mod kind {
     pub const STOPPING: u8 = 72;
     pub const PROGRAM_CRASHED: u8 = 73;
     pub const RETURNED: u8 = 74;
+    pub const FILES_TAKEN: u8 = 75;
 }
 
 /// A decoded header. Nothing in it is to be trusted: [`Header::check`] comes first.

@@ -15,6 +15,7 @@ pub mod frame;
 pub mod job;
 pub mod journal;
 pub mod limits;
+pub mod memory_files;
 pub mod outcome;
 pub mod program_rules;
 pub mod trace;

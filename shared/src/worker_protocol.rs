@@ -28,6 +28,9 @@ pub mod capability {
     /// before is on its link or in its [journal](crate::journal), and gives those back that it was asked for.
     pub const LOOK_AHEAD: u64 = 4;
 
+    /// Takes [memory files](crate::memory_files): it reads its link by `recvmsg(2)`, as long as it lives.
+    pub const MEMORY_FILES: u64 = 16;
+
     /// Can write the time of its last heartbeat into its [journal](crate::journal) instead of sending one.
     pub const JOURNAL_BEATS: u64 = 8;
 }

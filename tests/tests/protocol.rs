@@ -923,7 +923,7 @@ fn a_client_by_hand_is_welcomed_and_served() {
     let mut fields = Fields(&welcome.meta);
     assert_eq!(fields.u16(), 1, "version");
     assert!((2 << 20..3 << 20).contains(&fields.u32()), "largest frame: max_payload and a little");
-    assert_eq!(fields.u64(), 1, "capabilities: a run limit");
+    assert_eq!(fields.u64(), 3, "capabilities: a run limit, memory files");
     assert!(!fields.text().is_empty(), "the supervisor's version");
     assert_eq!(fields.end(), []);
 

@@ -12,24 +12,59 @@ use bulkhead_shared::limits::{MESSAGE_BYTES_MAX, cut};
 use bulkhead_shared::worker_protocol::{Extend, Status};
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::files::{Leased, MappedPayload, ResultInPlace};
 use crate::link::Writer;
 use crate::progress::Progress;
 
 /// One job, as handed to a handler.
 pub struct Job {
     pub(crate) payload: Vec<u8>,
+    /// If it is in a file.
+    pub(crate) leased: Option<Box<Leased>>,
 }
 
 impl Job {
     /// The bytes that the client sent.
     pub fn payload(&self) -> &[u8] {
-        &self.payload
+        self.leased.as_ref().map_or(&self.payload, |leased| leased.copy())
+    }
+
+    /// The same where they stand, without a copy, if that is in a memory file: the client may change them meanwhile.
+    /// Whether it is depends on the client, on the size, and on which worker has the job.
+    pub fn mapped_payload(&self) -> Option<MappedPayload<'_>> {
+        self.leased.as_deref().map(MappedPayload)
+    }
+
+    /// Room for a result of so many bytes where the client reads it, if there is some: only for jobs with a
+    /// [mapped payload](Self::mapped_payload), up to about its size. What it holds is of no meaning.
+    ///
+    /// ```no_run
+    /// use bulkhead_worker::{HandlerError, Job};
+    ///
+    /// fn invert(job: &Job) -> Result<Vec<u8>, HandlerError> {
+    ///     let invert = |bytes: &mut [u8]| bytes.iter_mut().for_each(|byte| *byte = !*byte);
+    ///     if let (Some(payload), Some(mut result)) =
+    ///         (job.mapped_payload(), job.mapped_payload().and_then(|p| job.result_in_place(p.len())))
+    ///     {
+    ///         payload.read(0, &mut result);
+    ///         invert(&mut result);
+    ///         result.finish();
+    ///         return Ok(Vec::new());
+    ///     }
+    ///     let mut result = job.payload().to_vec();
+    ///     invert(&mut result);
+    ///     Ok(result)
+    /// }
+    /// ```
+    pub fn result_in_place(&self, bytes: usize) -> Option<ResultInPlace<'_>> {
+        ResultInPlace::new(self.leased.as_deref()?, bytes)
     }
 }
 
 impl fmt::Debug for Job {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Job({} bytes)", self.payload.len())
+        let bytes = self.leased.as_ref().map_or(self.payload.len(), |leased| leased.bytes());
+        write!(f, "Job({bytes} bytes)")
     }
 }
 

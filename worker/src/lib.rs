@@ -14,6 +14,7 @@
 //! async functions.
 
 mod context;
+mod files;
 mod journal;
 mod link;
 mod pool;
@@ -32,5 +33,6 @@ pub mod host;
 pub use asynchronous::serve_async;
 pub use bulkhead_shared::{Fault, JobId};
 pub use context::{Ctx, Job, StartCtx};
+pub use files::{MappedPayload, ResultInPlace};
 pub use reply::{HandlerError, Reply};
 pub use server::{Server, serve};

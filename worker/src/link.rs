@@ -83,7 +83,8 @@ pub(crate) fn shake_hands(link: &OwnedFd, reader: &mut Reader, writer: &Writer) 
         capabilities: capability::DISPATCH_THREAD
             | capability::RESIZE
             | capability::LOOK_AHEAD
-            | capability::JOURNAL_BEATS,
+            | capability::JOURNAL_BEATS
+            | capability::MEMORY_FILES,
         name: env!("CARGO_PKG_NAME"),
         version: env!("CARGO_PKG_VERSION"),
     };

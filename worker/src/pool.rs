@@ -33,6 +33,7 @@ use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Item, Payload, Received};
 use bulkhead_shared::frame::{Header, kind};
 use bulkhead_shared::limits::{CODE_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut};
+use bulkhead_shared::memory_files::{Named, WORTH_A_FILE_BYTES, receive_with_files};
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, Status};
 use bulkhead_shared::{Fault, worker_protocol};
@@ -41,6 +42,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, Order, StartCtx};
+use crate::files::{Leased, Lent};
 use crate::link::{Reader, Welcome, Writer, threads_max};
 use crate::reply::{HandlerError, Reply};
 
@@ -83,6 +85,7 @@ struct Pending {
     arrival: u64,
     order: Order,
     payload: Vec<u8>,
+    leased: Option<Box<Leased>>,
 }
 
 /// How long handlers take, by experience.
@@ -103,6 +106,7 @@ struct State {
     arrived: u64,
     /// Those that are given back.
     returned: Vec<u64>,
+    lent: Lent,
     /// Every job that was given and not answered.
     live: HashMap<u64, Arc<Handle>, BuildHasherDefault<NumberHasher>>,
     /// Counts the jobs that were begun.
@@ -213,6 +217,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
             pending: VecDeque::new(),
             arrived: 0,
             returned: Vec::new(),
+            lent: Lent::default(),
             live: HashMap::default(),
             begun: 0,
             pace: Pace::Slow,
@@ -533,8 +538,11 @@ impl<S: Send + Sync + 'static> Pool<S> {
     /// Runs a job in the surroundings that the thread keeps. Returns whether the next may begin before the answer is
     /// sent.
     fn run_job(&self, pending: Pending, kept: &mut Option<Ctx<S>>) -> bool {
-        let Pending { order, payload, .. } = pending;
-        let (number, job) = (order.number, Job { payload });
+        let Pending { order, payload, leased, .. } = pending;
+        let (number, job) = (order.number, Job { payload, leased });
+        if let Some(leased) = &job.leased {
+            *lock(&leased.spare) = lock(&self.reader).pool.take(leased.bytes());
+        }
         let ctx = match kept {
             Some(ctx) => {
                 ctx.order = order;
@@ -551,16 +559,30 @@ impl<S: Send + Sync + 'static> Pool<S> {
         if let Some(progress) = ctx.order.handle.progress.get() {
             progress.settle(&self.writer, number);
         }
-        let is_safe = self.answer(number, reply);
+        let is_safe = self.answer(number, reply, job.leased.as_deref());
+        if let Some(leased) = job.leased {
+            leased.into_buffers().into_iter().for_each(|buffer| lock(&self.reader).pool.give(buffer));
+        }
         if job.payload.capacity() > INLINE_PAYLOAD_BYTES_MAX {
             lock(&self.reader).pool.give(job.payload);
         }
         is_safe
     }
 
-    fn answer(&self, number: u64, reply: Reply) -> bool {
+    fn answer(&self, number: u64, reply: Reply, leased: Option<&Leased>) -> bool {
         let most = self.welcome.result_bytes_max;
         match reply {
+            Reply::Result(result) if leased.is_some() && result.len() as u64 <= most => {
+                let is_worth_it = result.len() > WORTH_A_FILE_BYTES || result.is_empty();
+                let leased = leased.filter(|leased| is_worth_it || leased.is_in_place());
+                match leased.and_then(|leased| leased.result(&result)) {
+                    Some(named) if named.bytes > 0 => {
+                        let extensions = [(tag::LEASE, &named.to_bytes()[..])];
+                        self.writer.answer(kind::RESULT, number, &Empty, &extensions, Payload::NONE)
+                    }
+                    _ => self.writer.answer(kind::RESULT, number, &Empty, &[], Payload::Owned(result)),
+                }
+            }
             Reply::Result(result) if result.len() as u64 > most => {
                 let message = format!("the result has {} bytes; max_result is {most}", result.len());
                 self.fail(number, &HandlerError::new(RESULT_TOO_LARGE, message))
@@ -597,10 +619,15 @@ impl<S: Send + Sync + 'static> Pool<S> {
     fn take_in(&self) {
         let mut reader = lock(&self.reader);
         let Reader { inbox, scratch, pool } = &mut *reader;
+        let mut files = Vec::new();
         loop {
-            let Ok((received, mut batch)) = inbox.receive(&self.link, scratch) else { end_at_once() };
+            let read = inbox.receive_by(scratch, |buffer| receive_with_files(&self.link, buffer, &mut files));
+            let Ok((received, mut batch)) = read else { end_at_once() };
             let now = Instant::now();
             let mut state = lock(&self.state);
+            if !files.is_empty() {
+                state.lent.coming = std::mem::take(&mut files);
+            }
             loop {
                 match batch.next() {
                     Ok(Some(Item::Frame { header, metadata, payload })) => {
@@ -620,6 +647,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
                 self.call_idle(&mut state);
             }
             self.give_back(&mut state);
+            self.tell_taken(&mut state);
             drop(state);
             match received {
                 Received::More => {}
@@ -637,6 +665,17 @@ impl<S: Send + Sync + 'static> Pool<S> {
         }
         for number in state.returned.drain(..) {
             self.writer.push(kind::RETURNED, number, &Empty, Payload::NONE);
+        }
+        self.writer.flush();
+    }
+
+    /// Says which memory files are there, so that jobs can name them.
+    fn tell_taken(&self, state: &mut State) {
+        if state.lent.taken.is_empty() {
+            return;
+        }
+        for lease in state.lent.taken.drain(..) {
+            self.writer.push(kind::FILES_TAKEN, lease, &Empty, Payload::NONE);
         }
         self.writer.flush();
     }
@@ -744,10 +783,19 @@ impl State {
     fn take_in(&mut self, header: Header, metadata: &[u8], payload: impl FnOnce() -> Vec<u8>, now: Instant) {
         match header.kind {
             kind::JOB => {
-                let Ok((job, extensions)) = codec::decode::<worker_protocol::Job<'_>>(metadata, &[]) else {
+                let Ok((job, extensions)) =
+                    codec::decode::<worker_protocol::Job<'_>>(metadata, &[tag::LEASE])
+                else {
                     eprintln!("the supervisor sent a job that cannot be read");
                     end_at_once();
                 };
+                let leased = extensions.get(tag::LEASE).map(|bytes| {
+                    let named = Named::from_bytes(bytes);
+                    named.and_then(|named| self.lent.payload(named)).unwrap_or_else(|| {
+                        eprintln!("the supervisor sent a job in a file that this worker does not have");
+                        end_at_once();
+                    })
+                });
                 let text = |bytes| std::str::from_utf8(bytes).ok().map(Box::from);
                 let order = Order {
                     number: header.number,
@@ -759,7 +807,8 @@ impl State {
                 };
                 self.live.insert(order.number, order.handle.clone());
                 self.arrived += 1;
-                self.pending.push_back(Pending { arrival: self.arrived, order, payload: payload() });
+                let payload = payload();
+                self.pending.push_back(Pending { arrival: self.arrived, order, payload, leased });
             }
             kind::CANCEL_JOB => {
                 if let Some(handle) = self.live.get(&header.number) {
@@ -775,6 +824,8 @@ impl State {
                     self.returned.push(header.number);
                 }
             }
+            kind::FILES => self.lent.take(metadata),
+            kind::FILES_ENDED => self.lent.end(header.number),
             kind::DRAIN => self.is_draining = true,
             kind::LIMITS => {
                 let Ok((limits, _)) = codec::decode::<Limits>(metadata, &[]) else {

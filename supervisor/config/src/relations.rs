@@ -84,6 +84,7 @@ impl Checker<'_> {
             max_clients: raw.max_clients.value(),
             max_payload: payload.value,
             max_buffered: buffered.value,
+            max_pooled: raw.max_pooled.resolved().value,
             crash_dir: self.crash_dir(&raw.crash_dir),
             crash_keep: raw.crash_keep.value(),
             crash_payloads: raw.crash_payloads.value(),

@@ -13,6 +13,7 @@ use bulkhead_plane::threads::Fate;
 use bulkhead_policy::WorkerId;
 use mio::Waker;
 
+use super::memory_files::Files;
 use super::slab::CompartmentIndex;
 use super::starvation::Watch;
 
@@ -24,13 +25,28 @@ const PROGRAM: &str = "/proc/self/exe";
 
 enum Task {
     /// Ends what a keeper that is lost has left behind.
-    SweepKeeper { lost: Box<Keeper> },
+    SweepKeeper {
+        lost: Box<Keeper>,
+    },
     /// Starts another, after a pause, and hands it what the lost one had.
-    StartKeeper { pause: Duration, ids: Option<Arc<SubordinateIds>> },
+    StartKeeper {
+        pause: Duration,
+        ids: Option<Arc<SubordinateIds>>,
+    },
     /// How long the threads of a worker have waited so far.
     Watch(Arc<Watch>),
     /// Whether they have waited most of the time since.
-    Look { compartment: CompartmentIndex, worker: WorkerId, watch: Arc<Watch> },
+    Look {
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        watch: Arc<Watch>,
+    },
+    /// Makes the files of a lease, which takes as long as to clear them.
+    MakeFiles {
+        lease: u64,
+        bytes: u64,
+    },
+    FreeFiles(Files),
 }
 
 /// What came of a task.
@@ -39,6 +55,8 @@ pub(super) enum Done {
     Keeper(io::Result<Box<Keeper>>),
     Watched,
     Looked { compartment: CompartmentIndex, worker: WorkerId, is_starved: bool },
+    FilesMade { lease: u64, bytes: u64, files: rustix::io::Result<Files> },
+    FilesFreed,
 }
 
 /// The thread, as the data plane has it.
@@ -101,6 +119,16 @@ impl Background {
         self.send(Task::Look { compartment, worker, watch });
     }
 
+    /// Makes the files of a lease; [`Done::FilesMade`] follows.
+    pub(super) fn make_files(&mut self, lease: u64, bytes: u64) {
+        self.send(Task::MakeFiles { lease, bytes });
+    }
+
+    /// Gives their memory back.
+    pub(super) fn free_files(&mut self, files: Files) {
+        self.send(Task::FreeFiles(files));
+    }
+
     /// What came of a task, if one is done.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
@@ -112,7 +140,7 @@ impl Background {
     pub(super) fn last_keeper(&self) -> io::Result<Box<Keeper>> {
         let keeper = self.done.iter().find_map(|done| match done {
             Done::Keeper(keeper) => Some(keeper),
-            Done::KeeperSwept(_) | Done::Watched | Done::Looked { .. } => None,
+            _ => None,
         });
         keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts it has ended")))
     }
@@ -137,6 +165,11 @@ fn perform(task: Task) -> Done {
         }
         Task::Look { compartment, worker, watch } => {
             Done::Looked { compartment, worker, is_starved: watch.is_starved() }
+        }
+        Task::MakeFiles { lease, bytes } => Done::FilesMade { lease, bytes, files: Files::make(bytes) },
+        Task::FreeFiles(files) => {
+            files.free();
+            Done::FilesFreed
         }
     }
 }

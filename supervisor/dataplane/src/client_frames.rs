@@ -151,6 +151,9 @@ impl DataPlane {
                 self.cancel_request(index, header.number);
                 Ok(())
             }
+            (Stage::Open, kind::LEASE | kind::LEASE_TAKEN | kind::LEASE_RETURNED) => {
+                self.lease_frame(index, header, metadata).map_err(Some)
+            }
             (Stage::Open, unknown) if header.is_critical() => {
                 let message = format!("a frame of kind {unknown} must be understood, and is not");
                 Err(Some(Breach(RejectReason::Invalid, message)))
@@ -193,7 +196,7 @@ impl DataPlane {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
                 .min(u64::from(u32::MAX)) as u32,
-            capabilities: capability::RUN_LIMIT,
+            capabilities: capability::RUN_LIMIT | capability::MEMORY_FILES,
             server_version: env!("CARGO_PKG_VERSION"),
         };
         if let Some(session) = self.sessions.get_mut(index) {
@@ -211,13 +214,12 @@ impl DataPlane {
         header: Header,
         metadata: &[u8],
     ) -> Result<bool, Option<Breach>> {
-        let session = &self.sessions[index];
-        if session.stage != Stage::Open || header.kind != kind::SUBMIT {
+        if self.sessions[index].stage != Stage::Open || header.kind != kind::SUBMIT {
             self.client_frame(index, header, metadata, Incoming::None)?;
             return Ok(false);
         }
         self.check_number(index, header.number).map_err(Some)?;
-        match self.check_submit(session, header, metadata) {
+        match self.check_submit(index, header, metadata) {
             // What would be turned away when it is there need not come.
             Ok(_) if self.stopping => {
                 self.reject_frame(

@@ -95,7 +95,7 @@ impl DataPlane {
         let payload = self.payload_of(&mut answer.cargo, incoming);
         let Answer { cargo, attempts, ran, worker_pid, .. } = &answer;
         let (attempts, ran, worker_pid) = (*attempts, *ran, *worker_pid);
-        debug_assert!(cargo.held.is_empty());
+        debug_assert!(cargo.held.payload.is_none() && cargo.held.copy.is_none());
         match &mut fallback.before {
             Some(before) => {
                 before.attempts += attempts;
@@ -152,6 +152,11 @@ impl DataPlane {
 
     fn payload_of<'p>(&mut self, cargo: &mut JobData, incoming: &mut Incoming<'p>) -> Incoming<'p> {
         self.memory.discharge(&mut cargo.charge);
+        if cargo.held.file.is_some() {
+            // It goes with the job.
+            cargo.held.payload = None;
+            return Incoming::Owned(Vec::new());
+        }
         if let Some(payload) = cargo.held.payload.take() {
             return Incoming::Owned(payload);
         }
@@ -182,11 +187,15 @@ impl DataPlane {
             priority,
             idempotent,
             is_repeatable: cargo.held.is_repeatable,
-            digest: self.bulkheads[bulkhead].digest(&cargo.operation, payload.bytes()),
+            digest: match &cargo.held.file {
+                None => self.bulkheads[bulkhead].digest(&cargo.operation, payload.bytes()),
+                Some(_) => None,
+            },
             is_guest: true,
+            prefers: None,
             tenant: self.compartments[compartment].policy.tenant(&cargo.tenant),
             cost,
-            bytes: super::ahead::link_bytes(payload.len() + cargo.operation.len() + cargo.tenant.len()),
+            bytes: super::ahead::link_bytes(cargo.payload_bytes + cargo.operation.len() + cargo.tenant.len()),
             cargo,
         };
         let job = self.enter(compartment, submission, payload);

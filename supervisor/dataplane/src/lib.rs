@@ -23,9 +23,11 @@ mod fallback;
 mod held_up;
 mod journal;
 mod keeper_link;
+mod leases;
 mod link_table;
 mod links;
 mod memory;
+mod memory_files;
 mod metrics;
 mod notes;
 mod notices;
@@ -86,6 +88,7 @@ use compartments::Compartments;
 use entrance::Entrance;
 use fallback::FallbackState;
 use keeper_link::KeeperLink;
+use leases::{Leased, Leases};
 use link_table::Links;
 use memory::{Charge, Memory};
 use reporter::Reporter;
@@ -154,13 +157,15 @@ struct Held {
     payload: Option<Vec<u8>>,
     /// A small one while a worker has the job.
     copy: Option<Box<[u8]>>,
+    /// If it is in a file.
+    file: Option<Box<Leased>>,
     /// Whether another worker may want it. A small one always may: workers die before they read their job.
     is_repeatable: bool,
 }
 
 impl Held {
     fn is_empty(&self) -> bool {
-        self.payload.is_none() && self.copy.is_none()
+        self.payload.is_none() && self.copy.is_none() && self.file.is_none()
     }
 
     /// Bytes that count towards the memory for what waits.
@@ -179,6 +184,7 @@ impl Held {
         };
         match payload {
             payload if !self.is_repeatable => payload,
+            payload @ Payload::File(..) => payload,
             Payload::Owned(bytes) if bytes.len() > INLINE_PAYLOAD_BYTES_MAX => {
                 Payload::Copied(self.payload.insert(bytes))
             }
@@ -210,6 +216,7 @@ pub struct DataPlane {
     links: Links,
     /// Of what waits, be it for a permit, for its own end, or for a worker to read.
     memory: Memory,
+    leases: Leases,
     buffers: Buffers,
     /// Connections that something is to be written to.
     dirty: Vec<Endpoint>,
@@ -325,6 +332,7 @@ impl DataPlane {
             sessions: Sessions::new(),
             links: Links::new(support.ids()),
             memory: Memory::new(own),
+            leases: Leases::default(),
             buffers: Buffers::default(),
             dirty: Vec::new(),
             limits: DataPlaneLimits::new(&config.supervisor),
@@ -519,6 +527,7 @@ impl DataPlane {
             self.look_after_sessions();
             self.look_after_refusals();
             self.look_after_links();
+            self.look_after_leases();
             self.hand_outputs_over();
             self.look_after_keeper();
             self.tell_unreported();
@@ -564,6 +573,7 @@ impl DataPlane {
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
         let payload = match incoming {
             Incoming::None => return,
+            Incoming::Borrowed([]) => Vec::new(),
             Incoming::Borrowed(bytes) => bytes.to_vec(),
             Incoming::Owned(bytes) => bytes,
         };

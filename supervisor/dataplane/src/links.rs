@@ -14,6 +14,7 @@ use bulkhead_policy::{Death, Event, Time, WorkerId};
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::frame::kind;
+use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::worker_protocol::{Empty, Job, Limits};
 use bulkhead_shared::{HandlerFailure, JobId};
 use mio::unix::SourceFd;
@@ -22,6 +23,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::journal::Journal;
 use super::keeper_link::Wanted;
+use super::memory_files::Lending;
 use super::notices::Notices;
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::starvation::Watch;
@@ -55,6 +57,8 @@ pub(super) struct Link {
     pub(super) reading: Reading,
     /// What it has answered and not sent, for the time after it.
     pub(super) journal: Option<Journal>,
+    /// Whether it can be lent memory files.
+    pub(super) lending: Lending,
     /// Whether it writes into its journal when it was alive, and does not say so.
     pub(super) has_beats: bool,
     // What it says.
@@ -239,6 +243,7 @@ impl DataPlane {
             counted_waiting: 0,
             reading,
             journal: None,
+            lending: Lending::Never,
             has_beats: false,
             stage: Stage::AwaitingHello,
             notices: Notices::default(),
@@ -273,6 +278,9 @@ impl DataPlane {
     ) {
         let Some(index) = self.link_of(compartment, worker) else { return };
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        if record.held.file.is_some() {
+            return self.dispatch_leased(compartment, index, job, remaining);
+        }
         let Some(link) = self.links.get_mut(index) else { return };
         record.given = link.reading.given_behind(link.outbox.waiting_bytes());
         let coming = if record.held.is_empty() { incoming.take() } else { Payload::NONE };
@@ -300,6 +308,34 @@ impl DataPlane {
         } else if record.held.payload.is_some() {
             self.charge_kept(compartment, job);
         }
+        self.mark_dirty(Endpoint::Link(index));
+    }
+
+    /// The same for a job whose payload is in a file. It is never ahead, since it is too large for that.
+    fn dispatch_leased(
+        &mut self,
+        compartment: CompartmentIndex,
+        index: LinkIndex,
+        job: JobId,
+        remaining: Duration,
+    ) {
+        let (named, payload) = self.give_leased(index, compartment, job);
+        let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else { return };
+        let Some(link) = self.links.get_mut(index) else { return };
+        record.given = link.reading.given_behind(link.outbox.waiting_bytes());
+        self.memory.discharge(&mut record.charge);
+        let message = Job {
+            operation: &record.operation,
+            tenant: &record.tenant,
+            remaining_us: u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX),
+        };
+        let trace = record.trace.as_deref().map(|trace| (tag::TRACEPARENT, trace.handed_on().as_bytes()));
+        let named = named.map(Named::to_bytes);
+        let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
+        let extensions: Vec<_> = trace.into_iter().chain(named).collect();
+        let pushed = link.outbox.push(kind::JOB, job.0, &message, &extensions, payload);
+        debug_assert!(pushed.is_ok(), "a job did not fit");
+        link.notices.add_job();
         self.mark_dirty(Endpoint::Link(index));
     }
 

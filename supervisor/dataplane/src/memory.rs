@@ -127,7 +127,8 @@ impl JobData {
         let tenant = if self.tenant.is_empty() { 0 } else { TENANT_BYTES + 2 * self.tenant.len() };
         let trace = if self.trace.is_some() { size_of::<super::Trace>() } else { 0 };
         let fallback = if self.fallback.is_some() { size_of::<super::FallbackState>() } else { 0 };
-        JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.held.bytes()
+        let in_file = self.held.file.as_ref().map_or(0, |file| file.bytes());
+        JOB_BYTES + self.operation.len() + tenant + trace + fallback + self.held.bytes() + in_file
     }
 }
 
@@ -219,6 +220,9 @@ impl DataPlane {
     /// If more is held than may be, those furthest over their share give, for what a connection has just sent.
     pub(super) fn settle_memory(&mut self, wants: Option<(Holder, Option<BulkheadIndex>)>) {
         self.look_at_spool();
+        if self.leases.bytes() > 0 {
+            self.settle_files(self.memory.shares.held());
+        }
         while let Some(giver) = self.memory.shares.giver(wants, self.limits.buffered_bytes_max) {
             let before = self.memory.shares.held();
             match giver {

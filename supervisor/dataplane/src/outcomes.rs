@@ -7,6 +7,7 @@ use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, run_limit_bytes
 use bulkhead_shared::codec::tag;
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::kind;
+use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{JobId, Verdict};
 
@@ -28,6 +29,8 @@ pub(super) struct About {
     pub(super) job: Option<JobId>,
     pub(super) span: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
+    /// Where the result is, if in a file.
+    pub(super) result: Option<Named>,
 }
 
 impl DataPlane {
@@ -49,6 +52,8 @@ impl DataPlane {
             }
         }
         self.free_job(&mut answer.cargo);
+        let leased = answer.cargo.held.file.take();
+        let result = leased.and_then(|leased| self.end_use(*leased, &answer.verdict));
         if answer.attempts > 0 {
             let (now, entry) = (self.now, &mut self.compartments[compartment]);
             let (ran, queued) = (answer.ran, answer.queued);
@@ -92,7 +97,7 @@ impl DataPlane {
             }
             if is_there {
                 let payload = result_for(&outcome.verdict, incoming);
-                let about = About { job: outcome.job, span, run_limit: outcome.run_limit };
+                let about = About { job: outcome.job, span, run_limit: outcome.run_limit, result };
                 self.send_outcome(index, request, &OutcomeMessage::from_outcome(&outcome), about, payload);
             }
             self.buffers.keep_record(answer.cargo);
@@ -109,7 +114,7 @@ impl DataPlane {
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let payload = result_for(&answer.verdict, incoming);
-            let about = About { job: answer.job, run_limit: answer.run_limit, span: None };
+            let about = About { job: answer.job, run_limit: answer.run_limit, span: None, result };
             self.send_outcome(index, request, &message, about, payload);
         }
         self.buffers.keep_record(answer.cargo);
@@ -120,7 +125,7 @@ impl DataPlane {
         index: SessionIndex,
         request: u64,
         message: &OutcomeMessage<'_>,
-        About { job, span, run_limit }: About,
+        About { job, span, run_limit, result }: About,
         payload: Payload<'_>,
     ) {
         let Some(session) = self.sessions.get_mut(index) else { return };
@@ -130,12 +135,14 @@ impl DataPlane {
         // Every text in an outcome is bounded where it enters, so that the metadata fits.
         let number = job.map(JobId::to_bytes);
         let run_limit = run_limit.map(run_limit_bytes);
+        let result = result.map(Named::to_bytes);
         let given = [
             number.as_ref().map(|number| (tag::JOB, &number[..])),
             span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes())),
             run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..])),
+            result.as_ref().map(|result| (tag::LEASE, &result[..])),
         ];
-        let (mut extensions, mut count) = ([(0, &[][..]); 3], 0);
+        let (mut extensions, mut count) = ([(0, &[][..]); 4], 0);
         for extension in given.into_iter().flatten() {
             extensions[count] = extension;
             count += 1;

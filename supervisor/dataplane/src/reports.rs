@@ -211,6 +211,7 @@ impl DataPlane {
         let begun = self.read_journal(index);
         let Some(mut link) = self.take_link(spawn) else { return };
         let (compartment, worker) = (link.compartment, link.worker);
+        self.end_leases_at(spawn);
         self.tell_unread(compartment, worker, read, begun);
         if death.is_some() {
             // Its id is not another's before all that has it is gone.
@@ -306,7 +307,8 @@ impl DataPlane {
                 Done::Looked { compartment, worker, is_starved } => {
                     self.report_look(compartment, worker, is_starved);
                 }
-                Done::Watched => {}
+                Done::FilesMade { lease, bytes, files } => self.files_made(lease, bytes, files),
+                Done::Watched | Done::FilesFreed => {}
             }
         }
         Ok(())

@@ -21,7 +21,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
-use super::slab::{BulkheadIndex, CompartmentIndex, SessionIndex};
+use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
 use super::turns::Standing;
 use super::{DataPlane, Endpoint, INTEREST, Incoming, JobData, memory};
 use bulkhead_linux::peer::Peer;
@@ -280,6 +280,9 @@ impl DataPlane {
 
     pub(super) fn drop_session(&mut self, index: SessionIndex) {
         self.cancel_requests(index);
+        if let Some(session) = self.sessions.get(index) {
+            self.drop_leases_of(SessionId { index, epoch: session.epoch });
+        }
         let Some(session) = self.sessions.slab.retire(index) else { return };
         // A place that is free again must not be flushed for its former owner.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));

@@ -10,12 +10,13 @@ use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::Payload;
 use bulkhead_shared::frame::Header;
 use bulkhead_shared::limits::{INLINE_PAYLOAD_BYTES_MAX, OPERATION_BYTES_MAX, TENANT_BYTES_MAX};
+use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
 use super::fallback::FallbackState;
 use super::outcomes::About;
-use super::sessions::{Breach, Session, Stage};
+use super::sessions::{Breach, Stage};
 use super::slab::{BulkheadIndex, SessionId, SessionIndex};
 use super::{Charge, DataPlane, Held, Incoming, JobData, memory};
 
@@ -27,6 +28,8 @@ const REQUESTS_MAX: usize = 1 << 20;
 pub(super) struct Extras {
     pub(super) traceparent: Option<Traceparent>,
     pub(super) run_limit: Option<Duration>,
+    /// Where the payload is, if in a file.
+    pub(super) leased: Option<Named>,
 }
 
 /// By the specification (W3C), an invalid one is ignored.
@@ -47,7 +50,7 @@ impl DataPlane {
         let session = &self.sessions[index];
         let id = SessionId { index, epoch: session.epoch };
         let has_room = session.requests.len() < REQUESTS_MAX;
-        let (bulkhead, submit, extras) = match self.check_submit(session, header, metadata) {
+        let (bulkhead, submit, extras) = match self.check_submit(index, header, metadata) {
             Ok(_) if !has_room => {
                 let message = format!("this client has {REQUESTS_MAX} jobs under way");
                 self.reject_frame(index, header, metadata, RejectReason::Overloaded, &message);
@@ -59,6 +62,9 @@ impl DataPlane {
                 return Ok(());
             }
         };
+        let file = extras.leased.and_then(|named| self.use_lease(named));
+        let prefers = extras.leased.and_then(|named| self.user_of(named.lease));
+        let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes());
         let (priority, idempotent) =
             (Priority::from_code(submit.priority).unwrap_or_default(), submit.idempotent != 0);
         let compartment = self.compartment_for(bulkhead, submit.tenant);
@@ -69,7 +75,7 @@ impl DataPlane {
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
         let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
-        let digest = entry.digest(submit.operation, payload.bytes());
+        let digest = if file.is_none() { entry.digest(submit.operation, payload.bytes()) } else { None };
         let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
         let fallback = has_chain.then(|| {
             let limits = self.compartments[compartment].policy.limits();
@@ -94,10 +100,10 @@ impl DataPlane {
                 operation: submit.operation.into(),
                 tenant: submit.tenant.into(),
                 trace,
-                payload_bytes: payload.len(),
+                payload_bytes,
                 priority,
                 label,
-                held: Held { is_repeatable, ..Held::default() },
+                held: Held { is_repeatable, file, ..Held::default() },
                 given: super::unread::Given::default(),
                 charge: Charge::default(),
                 fallback,
@@ -108,10 +114,11 @@ impl DataPlane {
             idempotent,
             tenant,
             cost: submit.cost,
-            bytes: super::ahead::link_bytes(payload.len() + submit.operation.len() + submit.tenant.len()),
+            bytes: super::ahead::link_bytes(payload_bytes + submit.operation.len() + submit.tenant.len()),
             is_repeatable,
             digest,
             is_guest: false,
+            prefers,
         };
         let job = self.enter(compartment, submission, payload);
         if let Some(job) = job {
@@ -143,11 +150,12 @@ impl DataPlane {
     /// The checks of shape and of what the client may do, before policy hears of the job.
     pub(super) fn check_submit<'m>(
         &self,
-        session: &Session,
+        index: SessionIndex,
         header: Header,
         metadata: &'m [u8],
     ) -> Result<(BulkheadIndex, Submit<'m>, Extras), (RejectReason, String)> {
-        let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[])
+        let session = &self.sessions[index];
+        let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
         let found = self.bulkheads.by_name.get(submit.bulkhead).copied();
         if let Grant::Entries(entries) = &session.grant
@@ -176,7 +184,17 @@ impl DataPlane {
         if run_limit == Some(None) {
             return invalid("the run limit is not 8 bytes that count microseconds from 1 on".into());
         }
-        let size = header.payload_length() as u64;
+        let mut size = header.payload_length() as u64;
+        let leased = match extensions.get(tag::LEASE).map(Named::from_bytes) {
+            None => None,
+            Some(named) => {
+                let id = SessionId { index, epoch: session.epoch };
+                let checked = self.check_leased(id, &submit, (named, header.payload_length()));
+                let named = checked?;
+                size = named.bytes;
+                Some(named)
+            }
+        };
         let most = self.bulkheads[bulkhead].max_payload;
         if size > most {
             return Err((RejectReason::TooLarge, format!("{size} bytes of payload; max_payload is {most}")));
@@ -186,7 +204,7 @@ impl DataPlane {
         if !self.may_hold(session.holder, Some(bulkhead), more) {
             return Err(self.memory_full());
         }
-        let extras = Extras { traceparent: traceparent(&extensions), run_limit: run_limit.flatten() };
+        let extras = Extras { traceparent: traceparent(&extensions), run_limit: run_limit.flatten(), leased };
         Ok((bulkhead, submit, extras))
     }
 
@@ -199,7 +217,7 @@ impl DataPlane {
         reason: RejectReason,
         message: &str,
     ) {
-        let told = codec::decode::<Submit<'_>>(metadata, &[]).ok();
+        let told = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE]).ok();
         let name = told.as_ref().map_or("", |(submit, _)| submit.bulkhead);
         if let Some((submit, _)) = &told
             && let Some(&bulkhead) = self.bulkheads.by_name.get(name)

@@ -14,6 +14,7 @@ use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::{
     CODE_BYTES_MAX, FRAME_OVERHEAD_BYTES_MAX, INLINE_PAYLOAD_BYTES_MAX, MESSAGE_BYTES_MAX, cut,
 };
+use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::outcome::RESULT_TOO_LARGE;
 use bulkhead_shared::worker_protocol::{
     Empty, Extend, Failed, ProgramCrashed, Progressed, Status, WorkerWelcome, capability, welcome_capability,
@@ -21,6 +22,7 @@ use bulkhead_shared::worker_protocol::{
 use bulkhead_shared::{Fault, HandlerFailure, JobId, RejectReason};
 
 use super::links::{Link, Oversized, Reads, Stage};
+use super::memory_files::Lending;
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
 use crate::descriptors::{CAME_WITH_DESCRIPTORS, NOT_TAKEN};
@@ -200,9 +202,13 @@ impl DataPlane {
         let number = header.number;
         match header.kind {
             kind::RESULT => {
-                check_empty(metadata)?;
                 let most = self.owner(compartment).max_result;
-                let size = payload.len() as u64;
+                let mut size = payload.len() as u64;
+                if let Some(named) = check_result(metadata)? {
+                    let at = (compartment, worker);
+                    self.result_in_file(at, self.links[index].spawn, JobId(number), named)?;
+                    size = named.bytes;
+                }
                 if size > most {
                     let reply = Reply::Failed(too_large(size, most));
                     self.reply(compartment, worker, number, reply, Incoming::None);
@@ -237,6 +243,11 @@ impl DataPlane {
                 let reply = Reply::ProgramCrashed { death, message };
                 self.reply(compartment, worker, number, reply, Incoming::None);
                 self.reporter.last_report = None;
+            }
+            kind::FILES_TAKEN => {
+                check_empty(metadata)?;
+                self.links[index].notices.spend(header.length as usize);
+                self.files_taken(index, number);
             }
             kind::RETURNED => {
                 check_empty(metadata)?;
@@ -349,6 +360,9 @@ impl DataPlane {
         let seal = link.program.sandbox().seal().map(|program| (tag::SEAL, program));
         let _ = link.outbox.push(kind::WORKER_WELCOME, MAGIC, &welcome, seal.as_slice(), Payload::NONE);
         link.stage = Stage::Welcomed { strays: 0, oversized: None };
+        if hello.capabilities & capability::MEMORY_FILES != 0 && !self.compartments[compartment].is_replay {
+            link.lending = Lending::Open;
+        }
         self.mark_dirty(Endpoint::Link(index));
         let says = |bit| hello.capabilities & bit != 0;
         let can = Abilities {
@@ -438,6 +452,16 @@ fn check_begun(header: Header, is_new: bool) -> Result<(), String> {
 /// Metadata without a structure can still have extensions, and among them one that must be understood.
 fn check_empty(metadata: &[u8]) -> Result<(), String> {
     if metadata == [0; 8] { Ok(()) } else { decode::<Empty>(metadata).map(|_| ()) }
+}
+
+/// The same of a result, which may say that it is in a file.
+fn check_result(metadata: &[u8]) -> Result<Option<Named>, String> {
+    if metadata == [0; 8] {
+        return Ok(None);
+    }
+    let decoded = codec::decode::<Empty>(metadata, &[tag::LEASE]).map_err(|error| error.to_string())?;
+    let Some(bytes) = decoded.1.get(tag::LEASE) else { return Ok(None) };
+    Named::from_bytes(bytes).map(Some).ok_or_else(|| "it named a lease by other than 16 bytes".to_owned())
 }
 
 fn too_large(size: u64, most: u64) -> HandlerFailure {

@@ -14,6 +14,8 @@ pub struct DataPlaneLimits {
     pub result_bytes_max: u64,
     /// Bytes of all payloads that wait.
     pub buffered_bytes_max: usize,
+    /// Bytes of memory files.
+    pub pooled_bytes_max: u64,
     /// How long workers may take to end what they have, when all of it ends.
     pub drain_timeout: Duration,
 }
@@ -26,6 +28,7 @@ impl DataPlaneLimits {
             payload_bytes_max: config.max_payload,
             result_bytes_max: config.max_payload,
             buffered_bytes_max: usize::try_from(config.max_buffered).unwrap_or(usize::MAX),
+            pooled_bytes_max: config.max_pooled,
             drain_timeout: config.drain_timeout,
         }
     }

@@ -184,9 +184,16 @@ pub fn prepare(
 
 /// What is in force after a reload: `after`, but for keys that hold from start to stop.
 pub fn after_reload(before: &SupervisorConfig, mut after: Config) -> Config {
-    let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, .. } = after.supervisor;
-    after.supervisor =
-        SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, ..before.clone() };
+    let SupervisorConfig { drain_timeout, max_clients, max_payload, max_buffered, max_pooled, .. } =
+        after.supervisor;
+    after.supervisor = SupervisorConfig {
+        drain_timeout,
+        max_clients,
+        max_payload,
+        max_buffered,
+        max_pooled,
+        ..before.clone()
+    };
     after
 }
 
@@ -349,6 +356,7 @@ mod tests {
     #[test]
     fn what_holds_at_once_is_put_in_force() {
         let all = "drain_timeout = '1s'\nmax_clients = 5\nmax_payload = '1MiB'\nmax_buffered = '2MiB'\n\
+                   max_pooled = '3MiB'\n\
                    socket_mode = '0660'\nadmin = '/run/x/a.sock'\ncrash_dir = '/run/x/c'\ncrash_keep = 5\n\
                    crash_payloads = false\n\
                    tenant_labels = 5\nworker_uids = '7-9'";

@@ -15,6 +15,8 @@ pub struct Scrape {
     pub clients: u64,
     /// Bytes that count towards `max_buffered`.
     pub buffered_bytes: u64,
+    /// Bytes of memory files.
+    pub memory_file_bytes: u64,
     /// The tenants that have a label, sorted.
     pub labels: Arc<[String]>,
     /// The bulkheads that take jobs or have some left.

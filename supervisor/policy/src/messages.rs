@@ -48,6 +48,8 @@ pub struct Submission<T> {
     pub cost: u32,
     /// What it takes on the link of a worker.
     pub bytes: u32,
+    /// The worker that it is to go to, if that one has a permit when the job comes.
+    pub prefers: Option<WorkerId>,
 }
 
 impl<T> Submission<T> {
@@ -65,6 +67,7 @@ impl<T> Submission<T> {
             tenant: TenantId::NONE,
             cost: 1,
             bytes: 0,
+            prefers: None,
         }
     }
 }

@@ -179,6 +179,24 @@ fn misbehave(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
     match ctx.operation() {
         "" | "echo" => return Ok(job.payload().to_vec()),
         "trace" => return Ok(ctx.traceparent().unwrap_or("none").into()),
+        "where" => return Ok(if job.mapped_payload().is_some() { "file" } else { "bytes" }.into()),
+        // The result in place, where it can be.
+        "invert" => {
+            let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
+            if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
+                payload.read(0, &mut result);
+                result.iter_mut().for_each(|byte| *byte = !*byte);
+                result.finish();
+                return Ok(Vec::new());
+            }
+            return Ok(job.payload().iter().map(|byte| !byte).collect());
+        }
+        "die-if-file" => {
+            if job.mapped_payload().is_some() {
+                std::process::abort();
+            }
+            return Ok(job.payload().to_vec());
+        }
         "pid" => return Ok(std::process::id().to_string().into_bytes()),
         "sleep" => std::thread::sleep(Duration::from_millis(number(job))),
         // Ends as soon as it is told to.

@@ -40,6 +40,9 @@ section! {
     /// rejected `overloaded`. One client alone may use all; one below an equal share gets room, and the one furthest
     /// over gives. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
+    /// What memory files for large payloads and results take, see [protocol](protocol.md#memory-files); 0 has none.
+    /// Those that no job uses go when another client wants some, and before a job is rejected `overloaded`.
+    max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// The folder that crash reports are kept in; made 0700 if it is missing. A report holds the payload of the job.
     crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload Waits;
     /// Crash reports that are kept: the newest, and beside them as many of workers that never started.
@@ -78,6 +81,8 @@ pub struct SupervisorConfig {
     pub max_payload: u64,
     /// Bytes of all waiting payloads together, at least `max_payload`.
     pub max_buffered: u64,
+    /// Bytes of memory files.
+    pub max_pooled: u64,
     /// Where crash reports are kept, absolute; what exists there is a folder. `None`: in memory only.
     pub crash_dir: Option<PathBuf>,
     /// Crash reports that are kept, at least 1.

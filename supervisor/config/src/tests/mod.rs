@@ -121,6 +121,7 @@ drain_timeout = "5s"
 max_clients = 7
 max_payload = "32MiB"
 max_buffered = "64MiB"
+max_pooled = "16MiB"
 crash_dir = "crashes"
 crash_keep = 7
 crash_payloads = false

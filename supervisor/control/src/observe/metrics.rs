@@ -224,8 +224,13 @@ mod tests {
 
     #[test]
     fn every_family_is_told_once_and_in_order() {
-        let scrape =
-            Scrape { clients: 0, buffered_bytes: 0, labels: Vec::new().into(), bulkheads: Vec::new() };
+        let scrape = Scrape {
+            clients: 0,
+            buffered_bytes: 0,
+            memory_file_bytes: 0,
+            labels: Vec::new().into(),
+            bulkheads: Vec::new(),
+        };
         let mut page = Page::new(Format::OpenMetrics);
         let residents = Residents::default();
         write(

@@ -156,7 +156,7 @@ impl<T> Bulkhead<T> {
         let has_share = !self.is_at_its_share(submission.tenant);
         if has_share
             && submission.priority >= self.lowest_admitted()
-            && let Some(worker) = self.next_worker()
+            && let Some(worker) = self.next_worker_for(submission.prefers)
         {
             // No job that may have this permit waits for it: it would not be free.
             return Ok(Some(worker));

@@ -5,6 +5,7 @@
 //! worker that has taken the slot, and the other slots only what exceeds that share.
 
 use super::Bulkhead;
+use crate::messages::WorkerId;
 use crate::workers::{Apart, Role, SlotState};
 
 impl<T> Bulkhead<T> {
@@ -107,6 +108,16 @@ impl<T> Bulkhead<T> {
     /// permit is free.
     pub(super) fn next_worker(&self) -> Option<u32> {
         self.load.least().filter(|_| u64::from(self.in_use) < self.limit())
+    }
+
+    /// The same for a job that prefers one.
+    pub(super) fn next_worker_for(&self, prefers: Option<WorkerId>) -> Option<u32> {
+        let next = self.next_worker()?;
+        let is_able = |id: &WorkerId| {
+            let worker = self.workers.get(id.place as usize).and_then(Option::as_ref);
+            worker.is_some_and(|worker| worker.id == *id && worker.listed.is_some())
+        };
+        Some(prefers.filter(is_able).map_or(next, |id| id.place))
     }
 
     /// A worker without a job, and a permit for it: the one that is kept for a suspect has its own.

@@ -180,6 +180,8 @@ enum Phase {
 struct Step {
     cause: Cause,
     submission: Option<Submitted>,
+    /// The job that was taken, and the worker that it prefers.
+    preferred: Option<(JobId, WorkerId)>,
     /// Answers that are due now.
     owed: BTreeMap<JobId, Verdict>,
     /// What is to be run is another from here on: workers that had not begun are to go.
@@ -243,6 +245,7 @@ struct Submitted {
     limit: Duration,
     run_limits: [Option<Duration>; 2],
     refusal: Option<Verdict>,
+    prefers: Option<WorkerId>,
 }
 
 impl Model {
@@ -444,12 +447,16 @@ impl Model {
         is_ready && !self.is_stuck(worker) && is_at_work
     }
 
-    /// Which worker is to have the next job.
-    fn least_loaded(&self) -> Option<WorkerId> {
+    /// The workers that may have another job.
+    fn able(&self) -> impl Iterator<Item = &Worker> {
         let has_room = |w: &&Worker| !w.is_apart && w.jobs.len() < self.capacity(w) && self.is_available(w);
         let (in_use, limit) = self.permits();
-        let able = self.workers.values().filter(has_room).filter(|_| in_use < limit);
-        able.min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
+        self.workers.values().filter(has_room).filter(move |_| in_use < limit)
+    }
+
+    /// Which worker is to have the next job.
+    fn least_loaded(&self) -> Option<WorkerId> {
+        self.able().min_by_key(|w| (w.jobs.len(), w.id.place)).map(|w| w.id)
     }
 
     /// The jobs of which one is to be next: of the highest class that waits and gets a permit, the oldest of

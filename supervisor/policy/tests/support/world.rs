@@ -180,7 +180,13 @@ impl World {
         let cargo = Tag(self.next_tag);
         let plain = Submission::new(cargo);
         let times = Submission { deadline, run_limit, ..plain };
-        Event::Submit(Submission { priority, idempotent, is_repeatable, digest, cost, ..times })
+        // One of those that are there, or were.
+        let mut workers: Vec<WorkerId> = self.processes.keys().chain(&self.gone).copied().collect();
+        workers.sort_unstable();
+        // By the job's number, so that chance goes on as it does without.
+        let tag = usize::try_from(self.next_tag).unwrap_or_default();
+        let prefers = (tag % 4 == 0).then(|| workers.get(tag / 4 % workers.len().max(1)).copied()).flatten();
+        Event::Submit(Submission { priority, idempotent, is_repeatable, digest, cost, prefers, ..times })
     }
 
     /// A job was taken: its client may lose interest.

@@ -97,6 +97,8 @@ families! {
         "Connections to the jobs socket.";
     Gauge "bulkhead_buffered_bytes" [] All |page, now| page.sample(&[], now.scrape.buffered_bytes),
         "Bytes of all that waits, of payloads, names and records; at max_buffered jobs are rejected overloaded.";
+    Gauge "bulkhead_memory_file_bytes" [] All |page, now| page.sample(&[], now.scrape.memory_file_bytes),
+        "Bytes of memory files for large payloads and results, in use and idle; at most max_pooled.";
     Gauge "bulkhead_build_info" ["version"] All |page, _| page.sample(&[env!("CARGO_PKG_VERSION")], 1),
         "1; the version is in the label.";
     Gauge "bulkhead_config_last_reload_successful" [] All |page, now| page.sample(&[], u8::from(now.reloads.was_successful)),

@@ -85,7 +85,10 @@ impl Model {
         if self.suspects.front() == Some(&job_id) {
             self.take_suspect(id);
         } else {
-            assert_eq!(self.least_loaded(), Some(id), "the wrong worker was given a job");
+            let preferred = self.step.preferred.filter(|(job, _)| *job == job_id).map(|(_, worker)| worker);
+            let preferred = preferred.filter(|worker| self.able().any(|able| able.id == *worker));
+            let expected = preferred.or_else(|| self.least_loaded());
+            assert_eq!(expected, Some(id), "the wrong worker was given a job");
             let next = self.next_ones();
             assert!(next.contains(&job_id), "{job_id:?} was given out, and one of {next:?} comes first");
             self.queue.retain(|&waiting| waiting != job_id);

@@ -148,7 +148,8 @@ impl Model {
         self.counters.submitted += 1;
         let asked = submission.deadline.map(|asked| asked.min(self.limits.deadline_max));
         let limit = asked.unwrap_or(self.limits.deadline);
-        let Submission { priority, tenant, idempotent, is_repeatable, digest, run_limit, .. } = *submission;
+        let Submission { priority, tenant, idempotent, is_repeatable, digest, run_limit, prefers, .. } =
+            *submission;
         let own = self.limits.run_limit;
         let run_limits = [run_limit.map_or(own, |asked| Some(own.map_or(asked, |own| own.min(asked)))), own];
         let refusal = match self.refusal(limit, priority, tenant) {
@@ -172,6 +173,7 @@ impl Model {
             limit,
             run_limits,
             refusal,
+            prefers,
         };
         self.step.submission = Some(submitted);
     }
@@ -264,6 +266,7 @@ impl Model {
         assert_eq!(submission.refusal, None, "taken, though it should have been refused");
         assert!(id > self.newest_job, "a job's number was used twice");
         self.newest_job = id;
+        self.step.preferred = submission.prefers.map(|worker| (id, worker));
         let job = Job {
             tag: submission.tag,
             priority: submission.priority,

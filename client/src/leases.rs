@@ -1,0 +1,140 @@
+//! Memory files that this client was lent: large payloads are written there, and results read, see
+//! [`bulkhead_shared::memory_files`].
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use bulkhead_shared::memory_files::{FILES, Mapping, Named};
+
+/// Leases that this client asks for at once.
+const ASKED_MAX: usize = 4;
+
+/// How long after a refusal it asks again.
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
+
+/// One lease, of the use of one job at a time.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub(crate) number: u64,
+    bulkhead: String,
+    tenant: String,
+    pub(crate) payload: Mapping,
+    pub(crate) result: Mapping,
+}
+
+impl Lease {
+    fn is_for(&self, bulkhead: &str, tenant: &str) -> bool {
+        self.bulkhead == bulkhead && self.tenant == tenant
+    }
+}
+
+/// Whose leases they are.
+pub(crate) trait TakesBack: Send + Sync {
+    /// A lease is of no more use.
+    fn take_back(&self, lease: Lease);
+}
+
+/// The leases of one connection.
+#[derive(Default)]
+pub(crate) struct Leases {
+    free: Vec<Lease>,
+    /// Bulkhead and tenant, by the number that was asked with.
+    asked: HashMap<u64, (String, String)>,
+    last_asked: u64,
+    refused_at: Option<Instant>,
+    /// Leases that are in use, and were called back.
+    called_back: Vec<u64>,
+    /// Descriptors that came, for the frame that says what they are.
+    pub(crate) coming: Vec<OwnedFd>,
+}
+
+impl Leases {
+    /// A lease for such a payload, and one to be given back for a larger one.
+    pub(crate) fn take(&mut self, bulkhead: &str, tenant: &str, bytes: usize) -> Taken {
+        let is_for = |lease: &Lease| lease.is_for(bulkhead, tenant);
+        let fits = |lease: &Lease| is_for(lease) && lease.payload.len() >= bytes;
+        if let Some(at) = self.free.iter().rposition(fits) {
+            return Taken::Lease(self.free.swap_remove(at));
+        }
+        if let Some(at) = self.free.iter().position(is_for) {
+            return Taken::TooSmall(self.free.swap_remove(at));
+        }
+        Taken::None
+    }
+
+    /// The number to ask for another one with, if it is time for that.
+    pub(crate) fn ask(&mut self, bulkhead: &str, tenant: &str) -> Option<u64> {
+        let is_early = self.refused_at.is_some_and(|at| at.elapsed() < ASK_AGAIN_AFTER);
+        if is_early || self.asked.len() >= ASKED_MAX {
+            return None;
+        }
+        self.last_asked += 1;
+        self.asked.insert(self.last_asked, (bulkhead.to_owned(), tenant.to_owned()));
+        Some(self.last_asked)
+    }
+
+    /// Whether a lease may be on its way.
+    pub(crate) fn is_waiting(&self) -> bool {
+        !self.asked.is_empty()
+    }
+
+    /// A lease has come. Returns its number, if it was asked for, and whether it can be used.
+    pub(crate) fn come(&mut self, asked_as: u64, named: Named) -> Option<bool> {
+        let coming = std::mem::take(&mut self.coming);
+        let (bulkhead, tenant) = self.asked.remove(&asked_as)?;
+        let mapped = map(named, coming);
+        let is_good = mapped.is_ok();
+        if let Ok((payload, result)) = mapped {
+            self.free.push(Lease { number: named.lease, bulkhead, tenant, payload, result });
+        } else {
+            self.refused_at = Some(Instant::now());
+        }
+        Some(is_good)
+    }
+
+    /// One is called back. Returns the number of one to be given back at once.
+    pub(crate) fn ended(&mut self, number: u64) -> Option<u64> {
+        if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
+            return Some(self.free.swap_remove(at).number);
+        }
+        self.called_back.push(number);
+        None
+    }
+
+    /// One that was asked for is not to be had.
+    pub(crate) fn refused(&mut self, asked_as: u64) {
+        self.asked.remove(&asked_as);
+        self.refused_at = Some(Instant::now());
+    }
+
+    /// A job has used it. Returns its number if it is to be given back.
+    pub(crate) fn put_back(&mut self, lease: Lease) -> Option<u64> {
+        let number = lease.number;
+        if let Some(at) = self.called_back.iter().position(|called| *called == number) {
+            self.called_back.swap_remove(at);
+            return Some(number);
+        }
+        self.free.push(lease);
+        None
+    }
+
+    /// A lease that was in use is given back.
+    pub(crate) fn forget(&mut self, number: u64) {
+        self.called_back.retain(|called| *called != number);
+    }
+}
+
+/// What there is for a payload.
+pub(crate) enum Taken {
+    Lease(Lease),
+    TooSmall(Lease),
+    None,
+}
+
+fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping)> {
+    let [payload, result] =
+        <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("they did not come along"))?;
+    Ok((Mapping::new(&payload, named.bytes, true)?, Mapping::new(&result, named.bytes, false)?))
+}

@@ -1,0 +1,595 @@
+//! Leases of memory files: which client has which, for which worker, and when they end.
+//!
+//! A lease is for one client, one bulkhead and one tenant. The first worker that has a job of it is lent the files as
+//! well, and from then on it is that worker's: when that one is gone, or could still write to them though its job is
+//! over, the lease ends. So nothing of another client, tenant or worker ever gets into a file that somebody has. What
+//! has to go elsewhere goes as bytes.
+//!
+//! A lease that ends is called back, and is good for what its client has sent before it heard of that; a client that
+//! does not give it back in time has lost it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bulkhead_plane::access;
+use bulkhead_plane::access::Grant;
+use bulkhead_policy::{Time, WorkerId};
+use bulkhead_shared::client_protocol::Submit;
+use bulkhead_shared::codec;
+use bulkhead_shared::connection::Payload;
+use bulkhead_shared::frame::{Header, kind};
+use bulkhead_shared::limits::TENANT_BYTES_MAX;
+use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES};
+use bulkhead_shared::worker_protocol::Empty;
+use bulkhead_shared::{JobId, RejectReason, Verdict};
+use foldhash::quality::RandomState;
+
+use super::memory_files::{Files, Lending, lend};
+use super::sessions::{Breach, Stage as SessionStage};
+use super::slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex};
+use super::{DataPlane, Endpoint};
+
+/// Leases that one client can have.
+const LEASES_MAX: usize = 64;
+
+/// The least bytes of a file.
+const FILE_BYTES_MIN: u64 = 256 * 1024;
+
+/// How long a lease may be of no use before it is called back.
+const IDLE_MAX: Duration = Duration::from_secs(10);
+
+/// How long a client may take to give it back.
+const RETURN_WITHIN: Duration = Duration::from_secs(5);
+
+/// All leases.
+#[derive(Default)]
+pub(super) struct Leases {
+    by_number: HashMap<u64, Lease, RandomState>,
+    /// The number of the last one.
+    last: u64,
+    /// Bytes of all files, also of those that are over for their clients and not for a job.
+    bytes: u64,
+}
+
+struct Lease {
+    session: SessionId,
+    /// The client's own number for it, by which it asked.
+    asked_as: u64,
+    bulkhead: Arc<str>,
+    tenant: Box<str>,
+    bytes: u64,
+    stage: Stage,
+    is_busy: bool,
+    user: User,
+    /// When it was of use last.
+    used_at: Time,
+}
+
+enum Stage {
+    /// Its files are being made.
+    Making,
+    /// They are there, and its client has not heard of another lease yet.
+    Made(Arc<Files>),
+    /// They were sent to its client, which has not said that it has them.
+    Offered(Arc<Files>),
+    Held(Arc<Files>),
+    CalledBack(Arc<Files>, Time),
+}
+
+/// The worker that has the files, by the keeper's name for it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum User {
+    None,
+    /// It has not said that it has them.
+    Offered(u64),
+    Has(u64),
+    /// None is to have them any more.
+    Barred,
+}
+
+impl Lease {
+    fn files(&self) -> Option<&Arc<Files>> {
+        match &self.stage {
+            Stage::Making => None,
+            Stage::Made(files) | Stage::Offered(files) | Stage::Held(files) | Stage::CalledBack(files, _) => {
+                Some(files)
+            }
+        }
+    }
+}
+
+/// A job's payload in a file.
+pub(super) struct Leased {
+    lease: u64,
+    files: Arc<Files>,
+    bytes: usize,
+    /// The worker that was given it by its name.
+    given_to: Option<u64>,
+    /// Bytes of the result, if it is in the other file.
+    result: Option<u64>,
+}
+
+impl Leased {
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Leases {
+    /// What the files take.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_number.len()
+    }
+
+    fn of_session(&self, session: SessionId) -> impl Iterator<Item = (u64, &Lease)> {
+        let of = self.by_number.iter().filter(move |(_, lease)| lease.session == session);
+        of.map(|(number, lease)| (*number, lease))
+    }
+
+    fn numbers(&self, is: impl Fn(&Lease) -> bool) -> Vec<u64> {
+        self.by_number.iter().filter(|(_, lease)| is(lease)).map(|(number, _)| *number).collect()
+    }
+}
+
+impl DataPlane {
+    // Clients.
+
+    /// A frame of a client's about leases.
+    pub(super) fn lease_frame(
+        &mut self,
+        index: SessionIndex,
+        header: Header,
+        metadata: &[u8],
+    ) -> Result<(), Breach> {
+        let invalid = |error: codec::CodecError| Breach(RejectReason::Invalid, error.to_string());
+        if header.kind == kind::LEASE {
+            let (wanted, _) = codec::decode::<LeaseWanted<'_>>(metadata, &[]).map_err(invalid)?;
+            if !self.begin_lease(index, header.number, wanted) {
+                self.send_to_client(index, kind::LEASE_REFUSED, header.number);
+            }
+            return Ok(());
+        }
+        codec::decode::<Empty>(metadata, &[]).map_err(invalid)?;
+        let number = header.number;
+        let id = SessionId { index, epoch: self.sessions[index].epoch };
+        let Some(lease) = self.leases.by_number.get_mut(&number).filter(|lease| lease.session == id) else {
+            self.sessions[index].standing.refuse();
+            return Ok(());
+        };
+        if header.kind == kind::LEASE_RETURNED {
+            self.drop_lease(number);
+        } else {
+            match std::mem::replace(&mut lease.stage, Stage::Making) {
+                Stage::Offered(files) => lease.stage = Stage::Held(files),
+                other => lease.stage = other,
+            }
+        }
+        self.offer_next(id);
+        Ok(())
+    }
+
+    /// Begins to make a lease. Returns whether there will be one.
+    fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseWanted<'_>) -> bool {
+        let session = &self.sessions[index];
+        let id = SessionId { index, epoch: session.epoch };
+        let Some(&bulkhead) = self.bulkheads.by_name.get(wanted.bulkhead) else { return false };
+        if let Grant::Entries(entries) = &session.grant
+            && access::refusal(entries, (wanted.bulkhead, true), wanted.tenant).is_some()
+        {
+            return false;
+        }
+        let entry = &self.bulkheads[bulkhead];
+        // What kills is recognised by its bytes.
+        let is_welcome = !entry.knows_poison && wanted.bytes <= entry.max_payload && !self.stopping;
+        let has_room = self.leases.of_session(id).count() < LEASES_MAX;
+        if !is_welcome || !has_room || wanted.tenant.len() > TENANT_BYTES_MAX {
+            return false;
+        }
+        let bytes = wanted.bytes.max(FILE_BYTES_MIN).next_power_of_two();
+        let name = entry.name.clone();
+        if !self.make_room_for_files(2 * bytes) {
+            return false;
+        }
+        self.leases.last += 1;
+        self.leases.bytes += 2 * bytes;
+        let (number, used_at) = (self.leases.last, self.now);
+        let lease = Lease {
+            session: id,
+            asked_as,
+            bulkhead: name,
+            tenant: wanted.tenant.into(),
+            bytes,
+            stage: Stage::Making,
+            is_busy: false,
+            user: User::None,
+            used_at,
+        };
+        self.leases.by_number.insert(number, lease);
+        self.background.make_files(number, bytes);
+        self.want_housekeeping();
+        true
+    }
+
+    /// Whether so much more may be had by memory files. If not, leases that are of no use are called back for the next
+    /// one that asks.
+    fn make_room_for_files(&mut self, more: u64) -> bool {
+        let most = self.limits.pooled_bytes_max;
+        if more > most {
+            return false;
+        }
+        let over = (self.leases.bytes + more).saturating_sub(most);
+        self.call_back_idle(over);
+        over == 0
+    }
+
+    /// Calls back those that are idle, the longest first, until they are worth so many bytes.
+    fn call_back_idle(&mut self, bytes: u64) {
+        let mut idle: Vec<_> = self
+            .leases
+            .by_number
+            .iter()
+            .filter(|(_, lease)| !lease.is_busy && matches!(lease.stage, Stage::Held(_)))
+            .map(|(number, lease)| (lease.used_at, *number, 2 * lease.bytes))
+            .collect();
+        idle.sort_unstable();
+        let mut freed = 0;
+        for (_, number, worth) in idle {
+            if freed >= bytes {
+                return;
+            }
+            freed += worth;
+            self.call_back(number);
+        }
+    }
+
+    /// What waits and memory files together take no more than what may wait: files that are idle go first.
+    pub(super) fn settle_files(&mut self, held: usize) {
+        let room = (self.limits.buffered_bytes_max as u64).saturating_sub(held as u64);
+        if self.leases.bytes <= room.min(self.limits.pooled_bytes_max) {
+            return;
+        }
+        // What a waiting job has in its file counts with the job. Those that were called back count as given.
+        let sum = |is: fn(&Lease) -> bool| -> u64 {
+            self.leases.by_number.values().filter(|lease| is(lease)).map(|lease| 2 * lease.bytes).sum()
+        };
+        let (idle, given) =
+            (sum(|lease| !lease.is_busy), sum(|lease| matches!(lease.stage, Stage::CalledBack(..))));
+        let over =
+            idle.saturating_sub(room).max(self.leases.bytes.saturating_sub(self.limits.pooled_bytes_max));
+        self.call_back_idle(over.saturating_sub(given));
+    }
+
+    /// The files of a lease are there, or cannot be had.
+    pub(super) fn files_made(&mut self, number: u64, bytes: u64, made: rustix::io::Result<Files>) {
+        let lease = self.leases.by_number.get_mut(&number);
+        match (made, lease) {
+            (Ok(files), Some(lease)) => {
+                lease.stage = Stage::Made(Arc::new(files));
+                let session = lease.session;
+                self.offer_next(session);
+            }
+            (made, lease) => {
+                self.leases.bytes -= 2 * bytes;
+                if let Ok(files) = made {
+                    self.background.free_files(files);
+                }
+                let asked = lease.map(|lease| (lease.session, lease.asked_as));
+                self.leases.by_number.remove(&number);
+                if let Some((session, asked_as)) = asked {
+                    self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+                }
+            }
+        }
+    }
+
+    /// Sends a client the next lease that is there for it, if it has received the one before.
+    fn offer_next(&mut self, session: SessionId) {
+        let of = || self.leases.of_session(session);
+        let made = of().find(|(_, lease)| matches!(lease.stage, Stage::Made(_))).map(|(number, _)| number);
+        let is_behind = of().any(|(_, lease)| matches!(lease.stage, Stage::Offered(_)));
+        let Some(number) = made.filter(|_| !is_behind) else { return };
+        if self.sessions.of(session).is_some_and(|session| !session.outbox.is_empty()) {
+            self.flush_session(session.index);
+        }
+        let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
+        let Stage::Made(files) = &lease.stage else { return };
+        // A reload may have come between.
+        let bulkhead = self.bulkheads.by_name.get(&lease.bulkhead).copied();
+        let is_welcome = bulkhead.is_some_and(|bulkhead| !self.bulkheads[bulkhead].knows_poison);
+        let Some(client) = self.sessions.of(session).filter(|client| client.outbox.is_empty() && is_welcome)
+        else {
+            let asked_as = lease.asked_as;
+            self.drop_lease(number);
+            return self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+        };
+        let named = Named { lease: number, bytes: lease.bytes };
+        let sent = lend(&client.socket, (kind::LEASED, lease.asked_as), named, files.of_client());
+        if sent.is_ok() {
+            lease.stage = Stage::Offered(files.clone());
+            lease.used_at = self.now;
+        } else {
+            // It gets none by this way, or we may not have more on their way.
+            let asked_as = lease.asked_as;
+            self.drop_lease(number);
+            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+        }
+    }
+
+    fn send_to_client(&mut self, index: SessionIndex, kind: u8, number: u64) {
+        let Some(session) = self.sessions.get_mut(index) else { return };
+        if session.stage == SessionStage::Open {
+            let _ = session.outbox.push(kind, number, &Empty, &[], Payload::NONE);
+            self.mark_dirty(Endpoint::Session(index));
+        }
+    }
+
+    /// Asks a client for a lease. No worker gets it any more.
+    fn call_back(&mut self, number: u64) {
+        let now = self.now;
+        let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
+        match std::mem::replace(&mut lease.stage, Stage::Making) {
+            Stage::Held(files) | Stage::Offered(files) => lease.stage = Stage::CalledBack(files, now),
+            other => {
+                lease.stage = other;
+                return;
+            }
+        }
+        let (user, session) = (std::mem::replace(&mut lease.user, User::Barred), lease.session);
+        self.take_from_worker(user, number);
+        self.want_housekeeping();
+        if self.sessions.of(session).is_some() {
+            self.send_to_client(session.index, kind::LEASE_ENDED, number);
+        }
+    }
+
+    fn take_from_worker(&mut self, user: User, number: u64) {
+        let (User::Offered(spawn) | User::Has(spawn)) = user else { return };
+        if let Some(&index) = self.links.by_spawn.get(&spawn) {
+            let _ = self.links[index].outbox.push(kind::FILES_ENDED, number, &Empty, &[], Payload::NONE);
+            self.mark_dirty(Endpoint::Link(index));
+        }
+    }
+
+    /// A lease is over. A job that needs its files has them until its end.
+    fn drop_lease(&mut self, number: u64) {
+        let Some(lease) = self.leases.by_number.remove(&number) else { return };
+        self.take_from_worker(lease.user, number);
+        match lease.stage {
+            // Its bytes go when its files are there.
+            Stage::Making => {}
+            Stage::Made(files) | Stage::Offered(files) | Stage::Held(files) | Stage::CalledBack(files, _) => {
+                self.let_go(files);
+            }
+        }
+    }
+
+    fn let_go(&mut self, files: Arc<Files>) {
+        if let Some(files) = Arc::into_inner(files) {
+            self.leases.bytes -= 2 * files.bytes;
+            self.background.free_files(files);
+        }
+    }
+
+    /// A client is gone, and its leases with it.
+    pub(super) fn drop_leases_of(&mut self, session: SessionId) {
+        if self.leases.len() > 0 {
+            let numbers: Vec<_> = self.leases.of_session(session).map(|(number, _)| number).collect();
+            numbers.into_iter().for_each(|number| self.drop_lease(number));
+        }
+    }
+
+    /// A worker is gone: what it had is no other's.
+    pub(super) fn end_leases_at(&mut self, spawn: u64) {
+        if self.leases.len() > 0 {
+            let is_its =
+                |lease: &Lease| matches!(lease.user, User::Offered(at) | User::Has(at) if at == spawn);
+            self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
+        }
+    }
+
+    /// Payloads of a bulkhead are to be known by their bytes from here on.
+    pub(super) fn end_leases_for(&mut self, bulkhead: &str) {
+        let is_its = |lease: &Lease| *lease.bulkhead == *bulkhead;
+        self.leases.numbers(is_its).into_iter().for_each(|number| self.call_back(number));
+    }
+
+    pub(super) fn look_after_leases(&mut self) {
+        if self.leases.len() == 0 {
+            return;
+        }
+        let now = self.now;
+        let is_unused = |lease: &Lease| match lease.stage {
+            Stage::Held(_) => !lease.is_busy && now.since(lease.used_at) >= IDLE_MAX,
+            Stage::Offered(_) => now.since(lease.used_at) >= RETURN_WITHIN,
+            _ => false,
+        };
+        for number in self.leases.numbers(is_unused) {
+            self.refuse_made(number);
+            self.call_back(number);
+        }
+        let is_late = |lease: &Lease| {
+            matches!(lease.stage, Stage::CalledBack(_, since) if now.since(since) >= RETURN_WITHIN)
+                && !lease.is_busy
+        };
+        self.leases.numbers(is_late).into_iter().for_each(|number| self.drop_lease(number));
+        self.want_housekeeping();
+    }
+
+    /// A client has not said in time that it has what it was offered: it is not kept waiting for more.
+    fn refuse_made(&mut self, offered: u64) {
+        let Some(lease) = self.leases.by_number.get(&offered) else { return };
+        if !matches!(lease.stage, Stage::Offered(_)) {
+            return;
+        }
+        let session = lease.session;
+        let is_made = |lease: &Lease| lease.session == session && matches!(lease.stage, Stage::Made(_));
+        for number in self.leases.numbers(is_made) {
+            let asked_as = self.leases.by_number.get(&number).map_or(0, |lease| lease.asked_as);
+            self.drop_lease(number);
+            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+        }
+    }
+
+    // Jobs.
+
+    /// What is wrong with a job whose payload is said to be in a file; or how many bytes it has.
+    pub(super) fn check_leased(
+        &self,
+        session: SessionId,
+        submit: &Submit<'_>,
+        (named, payload): (Option<Named>, usize),
+    ) -> Result<Named, (RejectReason, String)> {
+        let invalid = |message: &str| (RejectReason::Invalid, message.to_owned());
+        let named = named.ok_or_else(|| invalid("the name of a lease is not 16 bytes"))?;
+        let lease = match self.leases.by_number.get(&named.lease) {
+            Some(lease) if lease.session == session => lease,
+            // One that was stopped for a while may not have heard of it.
+            None if (1..=self.leases.last).contains(&named.lease) => {
+                let message = "this lease was called back, and not returned in time; send the job again";
+                return Err((RejectReason::Overloaded, message.to_owned()));
+            }
+            _ => return Err(invalid("this client has no such lease")),
+        };
+        if lease.is_busy || !matches!(lease.stage, Stage::Held(_) | Stage::CalledBack(..)) {
+            return Err(invalid("this lease is in use by another job, or was not taken"));
+        }
+        if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
+            return Err(invalid("this lease is for another bulkhead or tenant"));
+        }
+        if payload > 0 || named.bytes > lease.bytes || named.bytes <= WORTH_A_FILE_BYTES as u64 {
+            return Err(invalid("the payload is not in the file of the lease, or too small for it"));
+        }
+        Ok(named)
+    }
+
+    /// A job begins to use its lease, which was checked.
+    pub(super) fn use_lease(&mut self, named: Named) -> Option<Box<Leased>> {
+        let lease = self.leases.by_number.get_mut(&named.lease)?;
+        let files = lease.files()?.clone();
+        lease.is_busy = true;
+        let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
+        Some(Box::new(Leased { lease: named.lease, files, bytes, given_to: None, result: None }))
+    }
+
+    /// The worker that has the files of a lease.
+    pub(super) fn user_of(&self, number: u64) -> Option<WorkerId> {
+        let (User::Offered(spawn) | User::Has(spawn)) = self.leases.by_number.get(&number)?.user else {
+            return None;
+        };
+        Some(self.links.of_spawn(spawn)?.worker)
+    }
+
+    /// How a worker is given a job whose payload is in a file: by its name, if it has the file, or else as bytes. What
+    /// it is lent now is for the next one.
+    pub(super) fn give_leased(
+        &mut self,
+        index: LinkIndex,
+        compartment: CompartmentIndex,
+        job: JobId,
+    ) -> (Option<Named>, Payload<'static>) {
+        let Some(link) = self.links.get(index) else { return (None, Payload::NONE) };
+        let spawn = link.spawn;
+        let bulkhead = self.owner(compartment).name.clone();
+        let policy = &mut self.compartments[compartment].policy;
+        let Some(leased) = policy.cargo_mut(job).and_then(|record| record.held.file.as_deref_mut()) else {
+            return (None, Payload::NONE);
+        };
+        leased.given_to = None;
+        let (number, bytes) = (leased.lease, leased.bytes);
+        let user = self.leases.by_number.get(&number).filter(|lease| lease.bulkhead == bulkhead);
+        match user.map(|lease| lease.user) {
+            Some(User::Has(has)) if has == spawn => {
+                leased.given_to = Some(spawn);
+                (Some(Named { lease: number, bytes: bytes as u64 }), Payload::NONE)
+            }
+            Some(User::None) => {
+                let payload = Payload::File(leased.files.payload(), bytes);
+                self.lend_to_worker(index, number);
+                (None, payload)
+            }
+            _ => (None, Payload::File(leased.files.payload(), bytes)),
+        }
+    }
+
+    fn lend_to_worker(&mut self, index: LinkIndex, number: u64) {
+        if self.links[index].lending != Lending::Open {
+            return;
+        }
+        if !self.links[index].outbox.is_empty() {
+            self.flush_link(index);
+        }
+        let Some(link) = self.links.get_mut(index) else { return };
+        let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
+        let Some(files) = lease.files().filter(|_| link.outbox.is_empty()) else { return };
+        let named = Named { lease: number, bytes: lease.bytes };
+        match lend(&link.socket, (kind::FILES, number), named, files.of_worker()) {
+            Ok(sent) => {
+                link.reading.written(sent);
+                link.lending = Lending::Unacknowledged;
+                lease.user = User::Offered(link.spawn);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(_) => link.lending = Lending::Never,
+        }
+    }
+
+    /// A worker says that it has what it was lent.
+    pub(super) fn files_taken(&mut self, index: LinkIndex, number: u64) {
+        let link = &mut self.links[index];
+        if link.lending != Lending::Unacknowledged {
+            return link.stray();
+        }
+        link.lending = Lending::Open;
+        let spawn = link.spawn;
+        if let Some(lease) = self.leases.by_number.get_mut(&number)
+            && lease.user == User::Offered(spawn)
+        {
+            lease.user = User::Has(spawn);
+        }
+    }
+
+    /// A worker says that a job's result is in its file; what is wrong with that, if something is.
+    pub(super) fn result_in_file(
+        &mut self,
+        (compartment, worker): (CompartmentIndex, WorkerId),
+        spawn: u64,
+        job: JobId,
+        named: Named,
+    ) -> Result<(), String> {
+        let policy = &mut self.compartments[compartment].policy;
+        if !policy.holds(worker, job) {
+            return Ok(());
+        }
+        // One that was cancelled may have no record any more.
+        let Some(record) = policy.cargo_mut(job) else { return Ok(()) };
+        let leased = record.held.file.as_deref_mut();
+        let is_its = |leased: &&mut Leased| {
+            leased.lease == named.lease && leased.given_to == Some(spawn) && named.bytes <= leased.files.bytes
+        };
+        let leased =
+            leased.filter(is_its).ok_or("it says that a result is in a file that its job has not")?;
+        leased.result = Some(named.bytes);
+        Ok(())
+    }
+
+    /// A job that used a lease is over. Returns where its result is, if in its file.
+    pub(super) fn end_use(&mut self, leased: Leased, verdict: &Verdict) -> Option<Named> {
+        let Leased { lease: number, files, given_to, result, .. } = leased;
+        let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));
+        if let Some(lease) = self.leases.by_number.get_mut(&number) {
+            lease.is_busy = false;
+            lease.used_at = self.now;
+            // The worker may still be at it, and write its result when the next job has begun.
+            if given_to.is_some() && !is_answered {
+                self.call_back(number);
+            }
+        }
+        self.let_go(files);
+        result.filter(|_| *verdict == Verdict::Ok).map(|bytes| Named { lease: number, bytes })
+    }
+}

@@ -1,0 +1,113 @@
+//! The files of a lease: made, lent and freed. What they are for stands in [`bulkhead_shared::memory_files`].
+//!
+//! Nothing of them is mapped here. Each is open twice: as who writes it gets it, and as who reads it does. Their mode
+//! lets nobody open them a third time.
+
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use bulkhead_shared::codec;
+use bulkhead_shared::frame::{HEADER_BYTES, Header};
+use bulkhead_shared::memory_files::{FILES, Named};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+/// The id that no process has: where we may give files away, it has them.
+const NOBODY_AT_ALL: u32 = u32::MAX - 1;
+
+/// One of the files.
+struct File {
+    written: OwnedFd,
+    read: Arc<OwnedFd>,
+}
+
+impl File {
+    fn make(bytes: u64) -> rustix::io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // Kernels before 6.3 do not know the last flag.
+        let written = rustix::fs::memfd_create(c"lease", flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| rustix::fs::memfd_create(c"lease", flags))?;
+        rustix::fs::ftruncate(&written, bytes)?;
+        rustix::fs::fcntl_add_seals(&written, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let path = format!("/proc/self/fd/{}", written.as_raw_fd());
+        let read = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        rustix::fs::fchmod(&written, Mode::empty())?;
+        let nobody = rustix::fs::Uid::from_raw(NOBODY_AT_ALL);
+        // Without the right to do so it stays ours: a worker of our own user can open it anew.
+        let _ = rustix::fs::fchown(&written, Some(nobody), None);
+        Ok(Self { written, read: Arc::new(read) })
+    }
+}
+
+/// The files of one lease, of the same size.
+pub(super) struct Files {
+    payload: File,
+    result: File,
+    pub(super) bytes: u64,
+}
+
+impl Files {
+    /// Makes them, with memory for a payload: to have it all there takes its time.
+    pub(super) fn make(bytes: u64) -> rustix::io::Result<Self> {
+        let files = Self { payload: File::make(bytes)?, result: File::make(bytes)?, bytes };
+        rustix::fs::fallocate(&files.payload.written, FallocateFlags::empty(), 0, bytes)?;
+        Ok(files)
+    }
+
+    /// For the client.
+    pub(super) fn of_client(&self) -> [BorrowedFd<'_>; FILES] {
+        [self.payload.written.as_fd(), self.result.read.as_fd()]
+    }
+
+    /// For the worker.
+    pub(super) fn of_worker(&self) -> [BorrowedFd<'_>; FILES] {
+        [self.payload.read.as_fd(), self.result.written.as_fd()]
+    }
+
+    /// Where the payload is read for those that get it as bytes.
+    pub(super) fn payload(&self) -> Arc<OwnedFd> {
+        self.payload.read.clone()
+    }
+
+    /// Gives the memory back, also of what others still have mapped. Takes its time.
+    pub(super) fn free(self) {
+        for file in [&self.payload.written, &self.result.written] {
+            let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let _ = rustix::fs::fallocate(file, hole, 0, self.bytes);
+        }
+    }
+}
+
+/// Whether a worker of a link can be lent files.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Lending {
+    /// It cannot take them, or they cannot be sent to it.
+    #[default]
+    Never,
+    Open,
+    /// It has not said that it has those that were sent last.
+    Unacknowledged,
+}
+
+/// Sends the files with the frame that says so. The socket is empty, so that it has room as a rule. Returns how many
+/// bytes that were.
+pub(super) fn lend(
+    socket: impl AsFd,
+    (kind, number): (u8, u64),
+    named: Named,
+    files: [BorrowedFd<'_>; FILES],
+) -> io::Result<usize> {
+    let mut frame = vec![0; HEADER_BYTES];
+    codec::encode(&named, &[], &mut frame).map_err(io::Error::other)?;
+    let length = frame.len() - HEADER_BYTES;
+    let header = Header { length: length as u32, kind, flags: 0, metadata_length: length as u16, number };
+    frame[..HEADER_BYTES].copy_from_slice(&header.encode());
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&frame)], &mut control, flags)?;
+    if sent == frame.len() { Ok(sent) } else { Err(io::Error::other("a part of the frame was sent")) }
+}

@@ -1,0 +1,154 @@
+//! A worker that speaks the protocol by hand, and does with memory files what the operation says.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+
+use bulkhead_shared::client_protocol::{Hello, role};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
+use bulkhead_shared::frame::{MAGIC, kind};
+use bulkhead_shared::memory_files::{Named, receive_with_files};
+use bulkhead_shared::worker_protocol::{Empty, Job, LINK_VARIABLE, capability};
+
+/// The payload's file and the result's.
+type Lent = HashMap<u64, (File, File)>;
+
+struct Worker {
+    socket: UnixStream,
+    lent: Lent,
+    takes: bool,
+}
+
+fn main() {
+    let takes = std::env::args().nth(1).as_deref() != Some("never-takes");
+    let fd = std::env::var(LINK_VARIABLE).ok().and_then(|text| text.parse().ok()).unwrap_or(-1);
+    // SAFETY: the supervisor handed us this descriptor, and nothing else in this process uses it.
+    #[expect(unsafe_code, reason = "the descriptor was inherited for this")]
+    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    let mut worker = Worker { socket, lent: Lent::new(), takes };
+    let hello = Hello {
+        version_min: 1,
+        version_max: 1,
+        role: role::WORKER,
+        frame_bytes_max: u32::MAX,
+        capabilities: capability::MEMORY_FILES,
+        name: "borrower",
+        version: "0",
+    };
+    worker.send(kind::HELLO, MAGIC, &hello, None, b"");
+    worker.serve();
+}
+
+impl Worker {
+    fn send(
+        &self,
+        kind: u8,
+        number: u64,
+        message: &impl bincode::Encode,
+        named: Option<Named>,
+        payload: &[u8],
+    ) {
+        let named = named.map(Named::to_bytes);
+        let named = named.as_ref().map(|named| (tag::LEASE, &named[..]));
+        let mut outbox = Outbox::default();
+        outbox.push(kind, number, message, named.as_slice(), Payload::Copied(payload)).expect("it fits");
+        while matches!(outbox.flush(&self.socket, &mut BufferPool::default()), Ok(false)) {
+            std::thread::yield_now();
+        }
+    }
+
+    fn serve(&mut self) {
+        let (mut inbox, mut scratch) = (Inbox::default(), Scratch::default());
+        let mut files = Vec::new();
+        let reader = self.socket.try_clone().expect("a descriptor");
+        loop {
+            let mut poll = [rustix::event::PollFd::new(&reader, rustix::event::PollFlags::IN)];
+            let _ = rustix::event::poll(&mut poll, None);
+            let read =
+                inbox.receive_by(&mut scratch, |buffer| receive_with_files(&reader, buffer, &mut files));
+            let (received, mut batch) = read.expect("the link is read");
+            while let Some(item) = batch.next().expect("frames") {
+                match item {
+                    Item::Frame { header, metadata, payload } => match header.kind {
+                        kind::WORKER_WELCOME => self.send(kind::READY, 0, &Empty, None, b""),
+                        kind::FILES => {
+                            let mut came = files.drain(..).map(File::from);
+                            let pair =
+                                (came.next().expect("the payload's"), came.next().expect("the result's"));
+                            drop(came);
+                            self.lent.insert(header.number, pair);
+                            if self.takes {
+                                self.send(kind::FILES_TAKEN, header.number, &Empty, None, b"");
+                            }
+                        }
+                        kind::JOB => self.job(header.number, metadata, payload),
+                        kind::DRAIN => std::process::exit(0),
+                        _ => {}
+                    },
+                    Item::Announced { .. } => batch.accept(Vec::new()),
+                    Item::Large { header, metadata, payload } => self.job(header.number, &metadata, &payload),
+                }
+            }
+            if received == Received::Closed {
+                return;
+            }
+        }
+    }
+
+    fn job(&self, job: u64, metadata: &[u8], bytes: &[u8]) {
+        let (order, extensions) = codec::decode::<Job<'_>>(metadata, &[tag::LEASE]).expect("a job");
+        let Some(named) = extensions.get(tag::LEASE).and_then(Named::from_bytes) else {
+            return self.send(
+                kind::RESULT,
+                job,
+                &Empty,
+                None,
+                if order.operation == "where" { b"bytes" } else { bytes },
+            );
+        };
+        let (payload, result) = &self.lent[&named.lease];
+        let size = result.metadata().expect("a file").len();
+        match order.operation {
+            "where" => self.send(kind::RESULT, job, &Empty, None, b"file"),
+            // What must not be: each in a word.
+            "attack" => {
+                let path = format!("/proc/self/fd/{}", payload.as_raw_fd());
+                let tries = [
+                    ("write", payload.write_at(b"mine", 0).is_ok()),
+                    ("reopen", OpenOptions::new().write(true).open(path).is_ok()),
+                    ("shrink", result.set_len(0).is_ok()),
+                    ("grow", result.set_len(size * 2).is_ok()),
+                    ("seal", rustix::fs::fcntl_add_seals(result, rustix::fs::SealFlags::WRITE).is_ok()),
+                ];
+                let done: Vec<_> =
+                    tries.into_iter().filter(|(_, is_done)| *is_done).map(|(name, _)| name).collect();
+                self.send(kind::RESULT, job, &Empty, None, format!("done: {}", done.join(" ")).as_bytes());
+            }
+            // Answers well, and goes on writing.
+            "scribble" => {
+                result.write_all_at(&vec![1; named.bytes as usize], 0).expect("it is writable");
+                self.send(kind::RESULT, job, &Empty, Some(named), b"");
+                (0..200).for_each(|n| {
+                    let _ = result.write_all_at(&vec![n; size as usize], 0);
+                });
+            }
+            "lie-lease" => {
+                let named = Named { lease: named.lease + 1, ..named };
+                self.send(kind::RESULT, job, &Empty, Some(named), b"");
+            }
+            "lie-bytes" => {
+                let named = Named { bytes: size + 1, ..named };
+                self.send(kind::RESULT, job, &Empty, Some(named), b"");
+            }
+            _ => {
+                let mut bytes = vec![0; named.bytes as usize];
+                payload.read_exact_at(&mut bytes, 0).expect("it is as long as that");
+                result.write_all_at(&bytes, 0).expect("it is writable");
+                self.send(kind::RESULT, job, &Empty, Some(named), b"");
+            }
+        }
+    }
+}

@@ -1,0 +1,538 @@
+//! Memory files for large payloads and results: that what arrives is what was sent, wherever it goes; and that who does
+//! what it should not with a file harms itself alone.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use bulkhead_client::{Client, Job};
+use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Submit, capability, role};
+use bulkhead_shared::codec::{self, tag};
+use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
+use bulkhead_shared::frame::{MAGIC, kind};
+use bulkhead_shared::memory_files::{LeaseWanted, Named, receive_with_files};
+use bulkhead_shared::worker_protocol::Empty;
+use bulkhead_tests::{PATIENCE, Supervisor, descriptors, kill_pid, outcome, programs, run, wait_for};
+use nix::sys::signal::Signal;
+
+const MIB: usize = 1 << 20;
+
+/// Enough for a file of the largest payload here.
+const SUPERVISOR: &str = "max_payload = \"64MiB\"\nmax_buffered = \"512MiB\"\n";
+
+fn start(bulkheads: &str) -> Supervisor {
+    Supervisor::start_with(SUPERVISOR, bulkheads)
+}
+
+fn one(keys: &str) -> Supervisor {
+    start(&format!("[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n{keys}\n"))
+}
+
+/// A bulkhead whose worker speaks by hand.
+fn by_hand(mode: &str) -> Supervisor {
+    let program = programs().join("borrower");
+    let program = program.to_str().unwrap();
+    let mode = if mode.is_empty() { String::new() } else { format!(", \"{mode}\"") };
+    start(&format!(
+        "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"{program}\"{mode}]\n\
+         [bulkhead.other]\ncommand = [\"MISBEHAVE\"]\n"
+    ))
+}
+
+/// Bytes that differ from place to place and from one to the other.
+fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at.wrapping_mul(31) ^ (at >> 12).wrapping_mul(7) ^ seed) as u8).collect()
+}
+
+async fn connect(supervisor: &Supervisor) -> Client {
+    Client::connect(supervisor.socket()).await.unwrap()
+}
+
+/// Where a worker finds a payload of a megabyte.
+async fn place(client: &Client, tenant: &str) -> String {
+    let job = client.job("b", vec![7; MIB]).tenant(tenant).operation("where");
+    String::from_utf8(job.send().await.unwrap().into_payload()).unwrap()
+}
+
+/// Sends jobs until the worker finds their payloads in a file.
+async fn until_in_file(client: &Client, tenant: &str) {
+    let began = Instant::now();
+    while place(client, tenant).await != "file" {
+        assert!(began.elapsed() < PATIENCE, "payloads do not get into a file");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+fn file_bytes(supervisor: &Supervisor) -> u64 {
+    let (_, page) = supervisor.try_get("/metrics").unwrap();
+    let line = page.lines().find_map(|line| line.strip_prefix("bulkhead_memory_file_bytes ")).unwrap();
+    line.parse::<f64>().unwrap() as u64
+}
+
+#[test]
+fn what_arrives_is_what_was_sent() {
+    let supervisor = one("max_in_flight = 4\nmax_queue = 100");
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        for (seed, bytes) in
+            [65_536, 65_537, 100_000, MIB, 5 * MIB + 3, MIB, 64 * MIB, 64 * MIB].into_iter().enumerate()
+        {
+            let payload = pattern(seed, bytes);
+            let reply = client.job("b", payload.clone()).send().await.unwrap();
+            assert!(reply.payload() == payload, "{bytes} bytes came back as others");
+        }
+        // Many at once, each with a file or without.
+        let jobs: Vec<_> = (0..60)
+            .map(|seed| {
+                let job = client.job("b", pattern(seed, MIB + seed));
+                tokio::spawn(async move { (seed, job.send().await.unwrap().into_payload()) })
+            })
+            .collect();
+        for job in jobs {
+            let (seed, payload) = job.await.unwrap();
+            assert!(payload == pattern(seed, MIB + seed), "job {seed} has the result of another");
+        }
+    });
+}
+
+#[test]
+fn a_payload_can_come_from_a_file_or_a_function_and_a_result_stay_where_it_is() {
+    let supervisor = one("");
+    run(async {
+        let client = connect(&supervisor).await;
+        let payload = pattern(3, 3 * MIB);
+        let inverted: Vec<u8> = payload.iter().map(|byte| !byte).collect();
+        let path = supervisor.file("payload");
+        std::fs::write(&path, &payload).unwrap();
+        let (mut was_mapped, mut was_not) = (false, false);
+        let began = Instant::now();
+        while !(was_mapped && was_not) {
+            assert!(began.elapsed() < PATIENCE, "mapped: {was_mapped}, not: {was_not}");
+            let written = payload.clone();
+            let jobs: [Job; 2] = [
+                client.job("b", []).payload_file(File::open(&path).unwrap()).unwrap(),
+                client
+                    .job("b", [])
+                    .payload_in_place(payload.len(), move |place| place.copy_from_slice(&written)),
+            ];
+            for job in jobs {
+                let job = job.operation("invert");
+                assert!(job.clone().send().await.unwrap().payload() == inverted);
+                let reply = job.map_result().send().await.unwrap();
+                match reply.mapped() {
+                    Some(mapped) => {
+                        let mut copy = vec![0; mapped.len()];
+                        mapped.read(0, &mut copy);
+                        assert!(copy == inverted && reply.payload().is_empty());
+                        was_mapped = true;
+                    }
+                    None => {
+                        assert!(reply.payload() == inverted);
+                        was_not = true;
+                    }
+                }
+            }
+        }
+        let gone = client.job("b", []).payload_file(File::open(&path).unwrap()).unwrap();
+        std::fs::write(&path, b"short").unwrap();
+        assert_eq!(outcome(&gone.send().await), "rejected/invalid");
+    });
+}
+
+/// The worker that has the file dies; another gets the same bytes, and the next jobs a file that is new.
+#[test]
+fn a_retry_elsewhere_has_the_right_bytes() {
+    let supervisor = one("processes = 2\nmax_queue = 100\nretry = { attempts = 3, budget = 1.0 }\n\
+         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }");
+    run(async {
+        let client = connect(&supervisor).await;
+        for round in 0..5 {
+            until_in_file(&client, "").await;
+            let payload = pattern(round, MIB);
+            let job = client.job("b", payload.clone()).operation("die-if-file").idempotent(true);
+            let reply = job.send().await.unwrap();
+            assert!(reply.payload() == payload && reply.outcome().attempts == 2, "round {round}");
+        }
+        // Killed in the midst.
+        for round in 0..5 {
+            until_in_file(&client, "").await;
+            let jobs: Vec<_> = (0..8)
+                .map(|seed| {
+                    let job = client.job("b", pattern(seed, MIB)).idempotent(true);
+                    tokio::spawn(async move { (seed, job.send().await) })
+                })
+                .collect();
+            supervisor.worker_pids("b").into_iter().for_each(|pid| kill_pid(pid, Signal::SIGKILL));
+            for job in jobs {
+                let (seed, ended) = job.await.unwrap();
+                match ended {
+                    Ok(reply) => assert!(reply.payload() == pattern(seed, MIB), "round {round}, job {seed}"),
+                    Err(error) => assert!(error.to_string().contains("crashed"), "{error}"),
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn what_goes_to_another_bulkhead_goes_as_bytes() {
+    let supervisor = start(
+        "[defaults]\ndeadline = \"120s\"\n\
+         [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
+         restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n\
+         [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }\n",
+    );
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        let payload = pattern(1, MIB);
+        let reply =
+            client.job("b", payload.clone()).operation("die-if-file").idempotent(true).send().await.unwrap();
+        assert_eq!(reply.outcome().bulkhead, "second");
+        assert!(reply.payload() == payload);
+    });
+}
+
+#[test]
+fn poison_and_a_pool_of_nothing_have_the_socket() {
+    let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
+    let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    run(async {
+        for supervisor in [&supervisor, &without] {
+            let client = connect(supervisor).await;
+            for _ in 0..20 {
+                assert_eq!(place(&client, "").await, "bytes");
+            }
+            assert_eq!(file_bytes(supervisor), 0);
+        }
+    });
+    // From a reload on.
+    let supervisor = one("");
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        supervisor.configure(
+            SUPERVISOR,
+            "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n\
+             poison = { crashes = 2, within = \"1m\" }\n",
+        );
+        assert_eq!(supervisor.post("/v1/reload").0, 200);
+        wait_for("the files are given back", || (file_bytes(&supervisor) == 0).then_some(()));
+        assert_eq!(place(&client, "").await, "bytes");
+    });
+}
+
+/// However many ask, there are no more bytes of files than may be; who has none is served all the same, and those that
+/// are idle go to those that want some.
+#[test]
+fn files_stop_at_max_pooled_and_come_back() {
+    let supervisor = Supervisor::start_with(
+        "max_pooled = \"8MiB\"",
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 100\n",
+    );
+    let before = descriptors(supervisor.pid());
+    run(async {
+        let clients = [connect(&supervisor).await, connect(&supervisor).await, connect(&supervisor).await];
+        for round in 0..3 {
+            for client in &clients {
+                // Each in turn: the others are idle then.
+                until_in_file(client, "").await;
+                let jobs: Vec<_> = (0..12)
+                    .map(|seed| {
+                        let job = client.job("b", pattern(seed, MIB));
+                        tokio::spawn(async move { (seed, job.send().await.unwrap().into_payload()) })
+                    })
+                    .collect();
+                for job in jobs {
+                    let (seed, payload) = job.await.unwrap();
+                    assert!(payload == pattern(seed, MIB), "round {round}, job {seed}");
+                }
+                let bytes = file_bytes(&supervisor);
+                assert!((1..=8 << 20).contains(&bytes), "{bytes} bytes of files");
+            }
+        }
+    });
+    // All clients are gone.
+    wait_for("all is given back", || {
+        (file_bytes(&supervisor) == 0 && descriptors(supervisor.pid()) <= before).then_some(())
+    });
+}
+
+#[test]
+fn a_worker_that_is_replaced_leaves_no_file() {
+    let keys = |env: &str| {
+        format!(
+            "[defaults]\ndeadline = \"120s\"\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nenv = {{ ROUND = \"{env}\" }}\n"
+        )
+    };
+    let supervisor = start(&keys("0"));
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        let before = (descriptors(supervisor.pid()), file_bytes(&supervisor));
+        for round in 1..6 {
+            let old = supervisor.worker_pids("b");
+            supervisor.configure(SUPERVISOR, &keys(&round.to_string()));
+            assert_eq!(supervisor.post("/v1/reload").0, 200);
+            wait_for("another worker", || (supervisor.worker_pids("b") != old).then_some(()));
+            until_in_file(&client, "").await;
+        }
+        wait_for("no more than before", || {
+            (descriptors(supervisor.pid()) <= before.0 && file_bytes(&supervisor) <= before.1).then_some(())
+        });
+    });
+}
+
+/// A job that is over for its client, and not for its worker, does not get into the next one's result.
+#[test]
+fn a_late_worker_writes_into_no_other_jobs_result() {
+    let supervisor = one("max_in_flight = 4\ngrace = \"60s\"");
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        for round in 0..5 {
+            let slow =
+                client.job("b", vec![b'5'; MIB]).operation("yield").deadline(Duration::from_millis(20));
+            assert_eq!(outcome(&slow.send().await), "deadline_exceeded/running");
+            let payload = pattern(round, MIB);
+            assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
+            // And one that its client does not wait for.
+            let dropped = client.job("b", vec![1; MIB]).operation("yield").start().await.unwrap();
+            drop(dropped);
+            assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
+        }
+    });
+}
+
+#[test]
+fn tenants_never_share_a_file() {
+    let supervisor = one("");
+    run(async {
+        let client = connect(&supervisor).await;
+        for tenant in ["a", "b", "c"] {
+            // The first of each has none yet.
+            assert_eq!(place(&client, tenant).await, "bytes");
+            until_in_file(&client, tenant).await;
+        }
+    });
+}
+
+#[test]
+fn a_worker_can_do_nothing_to_a_file_but_write_results() {
+    let supervisor = by_hand("");
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        let attack = client.job("b", vec![9; MIB]).operation("attack").send().await.unwrap();
+        assert_eq!(String::from_utf8_lossy(attack.payload()), "done: ");
+        // What it scribbles over its answer is its client's alone to read, and the next jobs are served.
+        let scribbled = client.job("b", vec![9; MIB]).operation("scribble").send().await.unwrap();
+        assert_eq!(scribbled.payload().len(), MIB);
+        let payload = pattern(5, MIB);
+        assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
+        assert!(client.job("other", payload.clone()).send().await.unwrap().payload() == payload);
+    });
+}
+
+#[test]
+fn a_worker_that_names_what_it_has_not_breaks_the_protocol() {
+    for lie in ["lie-lease", "lie-bytes"] {
+        let supervisor = by_hand("");
+        run(async {
+            let client = connect(&supervisor).await;
+            until_in_file(&client, "").await;
+            let lied = client.job("b", vec![9; MIB]).operation(lie).send().await;
+            assert_eq!(outcome(&lied), "crashed/protocol");
+            let payload = pattern(5, MIB);
+            assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
+        });
+    }
+}
+
+/// One that never says that it has the files gets every job as bytes.
+#[test]
+fn a_worker_that_takes_no_files_has_bytes() {
+    let supervisor = by_hand("never-takes");
+    run(async {
+        let client = connect(&supervisor).await;
+        for round in 0..20 {
+            assert_eq!(place(&client, "").await, "bytes");
+            let payload = pattern(round, 2 * MIB);
+            assert!(client.job("b", payload.clone()).send().await.unwrap().payload() == payload);
+        }
+    });
+}
+
+/// A client that speaks by hand.
+struct Raw {
+    socket: UnixStream,
+    inbox: Inbox,
+    scratch: Scratch,
+    files: Vec<OwnedFd>,
+}
+
+/// A frame: kind, number, what its metadata say of an outcome or a lease.
+#[derive(Debug, PartialEq, Eq)]
+enum Told {
+    Leased(u64, Named),
+    Refused(u64),
+    Ended(u64),
+    Outcome(u64, u8, u8),
+    Other,
+}
+
+impl Raw {
+    fn connect(supervisor: &Supervisor) -> Self {
+        let socket = UnixStream::connect(supervisor.socket()).unwrap();
+        let mut raw =
+            Self { socket, inbox: Inbox::default(), scratch: Scratch::default(), files: Vec::new() };
+        let hello = Hello {
+            version_min: 1,
+            version_max: 1,
+            role: role::CLIENT,
+            frame_bytes_max: u32::MAX,
+            capabilities: 0,
+            name: "raw",
+            version: "0",
+        };
+        raw.send(kind::HELLO, MAGIC, &hello, &[]);
+        assert_eq!(raw.told(), Told::Other);
+        raw
+    }
+
+    fn send(&self, kind: u8, number: u64, message: &impl bincode::Encode, extensions: &[(u16, &[u8])]) {
+        let mut outbox = Outbox::default();
+        outbox.push(kind, number, message, extensions, Payload::NONE).unwrap();
+        outbox.flush(&self.socket, &mut BufferPool::default()).unwrap();
+    }
+
+    fn told(&mut self) -> Told {
+        loop {
+            let mut poll = [rustix::event::PollFd::new(&self.socket, rustix::event::PollFlags::IN)];
+            // What is left of the last read may be a frame.
+            let soon = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+            let _ = rustix::event::poll(&mut poll, Some(&soon));
+            let (socket, files) = (&self.socket, &mut self.files);
+            let read =
+                self.inbox.receive_by(&mut self.scratch, |buffer| receive_with_files(socket, buffer, files));
+            let (_, mut batch) = read.unwrap();
+            let Some(item) = batch.next().unwrap() else { continue };
+            let Item::Frame { header, metadata, .. } = item else { panic!("{item:?}") };
+            let told = match header.kind {
+                kind::CLIENT_WELCOME => {
+                    let (welcome, _) = codec::decode::<ClientWelcome<'_>>(metadata, &[]).unwrap();
+                    assert!(welcome.capabilities & capability::MEMORY_FILES != 0);
+                    Told::Other
+                }
+                kind::LEASED => Told::Leased(header.number, codec::decode::<Named>(metadata, &[]).unwrap().0),
+                kind::LEASE_REFUSED => Told::Refused(header.number),
+                kind::LEASE_ENDED => Told::Ended(header.number),
+                kind::OUTCOME => {
+                    let (outcome, _) = codec::decode::<OutcomeMessage<'_>>(metadata, &[tag::LEASE]).unwrap();
+                    Told::Outcome(header.number, outcome.outcome, outcome.reason)
+                }
+                other => panic!("kind {other}"),
+            };
+            batch.leave_rest();
+            return told;
+        }
+    }
+
+    fn ask(&self, number: u64, tenant: &str, bytes: usize) {
+        self.send(kind::LEASE, number, &LeaseWanted { bulkhead: "b", tenant, bytes: bytes as u64 }, &[]);
+    }
+
+    /// A lease, and its files: the one to write payloads into, and the one to read results from.
+    fn lease(&mut self, tenant: &str) -> (Named, File, File) {
+        self.ask(1, tenant, MIB);
+        let Told::Leased(1, named) = self.told() else { panic!("no lease") };
+        self.send(kind::LEASE_TAKEN, named.lease, &Empty, &[]);
+        let mut files = self.files.drain(..).map(File::from);
+        (named, files.next().unwrap(), files.next().unwrap())
+    }
+
+    fn submit(&self, number: u64, tenant: &str, operation: &str, named: Named) {
+        let submit =
+            Submit { bulkhead: "b", operation, tenant, deadline_us: 0, priority: 1, idempotent: 0, cost: 1 };
+        self.send(kind::SUBMIT, number, &submit, &[(tag::LEASE, &named.to_bytes())]);
+    }
+}
+
+const OK: u8 = 0;
+const REJECTED: u8 = 2;
+const INVALID: u8 = 1;
+const OVERLOADED: u8 = 16;
+
+#[test]
+fn a_client_names_only_what_it_has() {
+    let supervisor = one("max_in_flight = 2");
+    let (mut raw, mut other) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
+    let (lease, file, _) = raw.lease("a");
+    let (foreign, ..) = other.lease("a");
+    file.write_all_at(&[7; MIB], 0).unwrap();
+    assert!(file.set_len(0).is_err() && file.set_len(1 << 30).is_err(), "its size is sealed");
+    let mut number = 10;
+    let mut refused = |raw: &mut Raw, tenant: &str, named: Named| {
+        number += 1;
+        raw.submit(number, tenant, "", named);
+        assert_eq!(raw.told(), Told::Outcome(number, REJECTED, INVALID), "{tenant} {named:?}");
+    };
+    let bytes = MIB as u64;
+    refused(&mut raw, "b", Named { bytes, ..lease });
+    refused(&mut raw, "a", Named { bytes: lease.bytes + 1, ..lease });
+    refused(&mut raw, "a", Named { bytes: 65_536, ..lease });
+    refused(&mut raw, "a", Named { bytes, ..foreign });
+    refused(&mut raw, "a", Named { bytes, lease: 1 << 40 });
+    // Not by two jobs at once.
+    raw.submit(1, "a", "sleep", Named { bytes, ..lease });
+    refused(&mut raw, "a", Named { bytes, ..lease });
+    loop {
+        match raw.told() {
+            Told::Outcome(1, ..) => break,
+            other => assert_eq!(other, Told::Ended(lease.lease)),
+        }
+    }
+    // Neither too large, nor too many.
+    raw.ask(50, "a", 100 * MIB);
+    assert_eq!(raw.told(), Told::Refused(50));
+}
+
+/// A client that never reads what it was lent, or never gives it back, and one that does not even say that it has it.
+#[test]
+fn a_client_that_gives_nothing_back_loses_it() {
+    let supervisor = one("");
+    let before = descriptors(supervisor.pid());
+    let mut keeps = Raw::connect(&supervisor);
+    let (lease, file, _) = keeps.lease("");
+    file.write_all_at(&[7; MIB], 0).unwrap();
+    keeps.submit(1, "", "pid", Named { bytes: MIB as u64, ..lease });
+    assert_eq!(keeps.told(), Told::Outcome(1, OK, 0));
+    let silent = Raw::connect(&supervisor);
+    (0..10).for_each(|number| silent.ask(number, "", MIB));
+    wait_for("files are made", || (file_bytes(&supervisor) > 4 << 20).then_some(()));
+    wait_for("what is of no use is called back, and lost", || (file_bytes(&supervisor) == 0).then_some(()));
+    let began = Instant::now();
+    let mut bytes = [1; 8];
+    while bytes != [0; 8] {
+        assert!(began.elapsed() < 2 * PATIENCE, "its memory is not given back");
+        std::thread::sleep(Duration::from_millis(50));
+        file.read_exact_at(&mut bytes, 0).unwrap();
+    }
+    keeps.submit(2, "", "pid", Named { bytes: MIB as u64, ..lease });
+    loop {
+        match keeps.told() {
+            Told::Outcome(number, outcome, reason) => {
+                assert_eq!((number, outcome, reason), (2, REJECTED, OVERLOADED));
+                break;
+            }
+            other => assert_eq!(other, Told::Ended(lease.lease)),
+        }
+    }
+    drop((keeps, silent));
+    wait_for("all is given back", || {
+        (file_bytes(&supervisor) == 0 && descriptors(supervisor.pid()) <= before).then_some(())
+    });
+}
