@@ -25,7 +25,7 @@ use worker::{Mark, Record};
 pub const AHEAD: &str = "ahead";
 
 /// The bulkheads under load, and how many jobs each may run at once. No chaos changes these numbers.
-pub const BULKHEADS: [Bulkhead; 6] = [
+pub const BULKHEADS: [Bulkhead; 7] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
         name: "single",
@@ -45,6 +45,12 @@ pub const BULKHEADS: [Bulkhead; 6] = [
         processes: 2,
         max_in_flight: 1,
         keys: "recycle = { jobs = 5 }\nstart = { spares = 2 }",
+    },
+    Bulkhead {
+        name: "adaptive",
+        processes: 3,
+        max_in_flight: 1,
+        keys: "adaptive = { max = 3, target = \"20ms\" }\nlookahead = \"50ms\"",
     },
     Bulkhead { name: "bare", processes: 1, max_in_flight: 2, keys: "sandbox = { profile = \"none\" }" },
 ];
@@ -193,7 +199,8 @@ fn at_rest(supervisor: &Supervisor) -> usize {
     wait_for("the supervisor is at rest", || {
         let quiet = BULKHEADS.iter().all(|bulkhead| {
             let state = supervisor.state(bulkhead.name);
-            (state.in_flight, state.queued, state.limit) == (0, 0, bulkhead.bound() as u64)
+            let limit = state.adaptive.as_ref().map_or(u64::MAX, |adaptive| adaptive.limit);
+            (state.in_flight, state.queued, state.limit) == (0, 0, limit.min(bulkhead.bound() as u64))
         });
         let now = descriptors(supervisor.pid());
         same = if quiet && now == before { same + 1 } else { 0 };

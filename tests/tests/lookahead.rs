@@ -247,9 +247,9 @@ fn a_worker_that_answers_out_of_turn_is_ended() {
         for job in behind {
             ends.push(outcome(&job.await.unwrap()));
         }
-        // What it answered for has run, and runs nowhere else.
-        ends.sort_unstable();
-        assert_eq!(ends, ["crashed/protocol", "ok", "ok"]);
+        // What it answered for has run, and runs nowhere else; it may answer for others before it is gone.
+        let (crashed, done): (Vec<_>, Vec<_>) = ends.iter().partition(|end| *end == "crashed/protocol");
+        assert!(!crashed.is_empty() && done.iter().all(|end| *end == "ok"), "{ends:?}");
     });
 }
 
