@@ -18,6 +18,7 @@ pub mod limits;
 pub mod memory_files;
 pub mod outcome;
 pub mod program_rules;
+pub mod template_protocol;
 pub mod trace;
 mod vocabulary;
 pub mod worker_protocol;

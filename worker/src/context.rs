@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::files::{Leased, MappedPayload, ResultInPlace};
 use crate::link::Writer;
 use crate::progress::Progress;
+use crate::template::Template;
 
 /// One job, as handed to a handler.
 pub struct Job {
@@ -205,18 +206,33 @@ impl<S> Ctx<S> {
 
 /// The surroundings of [`crate::Server::init`].
 pub struct StartCtx {
-    pub(crate) writer: Arc<Writer>,
+    pub(crate) to: Listener,
+}
+
+/// What hears of a start.
+pub(crate) enum Listener {
+    /// The supervisor.
+    Supervisor(Arc<Writer>),
+    /// The keeper, of a template.
+    Keeper(Arc<Template>),
 }
 
 impl StartCtx {
     /// Asks for more time than `start.ready`: so much from now, each time at most `start.ready`.
     pub fn extend(&self, more: Duration) {
         let more_ms = u32::try_from(more.as_millis()).unwrap_or(u32::MAX);
-        self.writer.send(kind::EXTEND_START, 0, &Extend { more_ms });
+        match &self.to {
+            Listener::Supervisor(writer) => writer.send(kind::EXTEND_START, 0, &Extend { more_ms }),
+            Listener::Keeper(template) => template.extend(more),
+        }
     }
 
     /// Tells operators what the worker is doing.
     pub fn status(&self, text: &str) {
-        self.writer.send(kind::STATUS, 0, &Status { text: cut(text, MESSAGE_BYTES_MAX) });
+        let text = cut(text, MESSAGE_BYTES_MAX);
+        match &self.to {
+            Listener::Supervisor(writer) => writer.send(kind::STATUS, 0, &Status { text }),
+            Listener::Keeper(template) => template.status(text),
+        }
     }
 }

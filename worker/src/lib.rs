@@ -22,6 +22,7 @@ mod progress;
 mod reply;
 mod seal;
 mod server;
+mod template;
 
 #[cfg(feature = "tokio")]
 mod asynchronous;

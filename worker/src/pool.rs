@@ -41,7 +41,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
-use crate::context::{Ctx, Handle, Job, Order, StartCtx};
+use crate::context::{Ctx, Handle, Job, Listener, Order, StartCtx};
 use crate::files::{Leased, Lent};
 use crate::link::{Reader, Welcome, Writer, threads_max};
 use crate::reply::{HandlerError, Reply};
@@ -276,7 +276,7 @@ impl<S: Send + Sync + 'static> Pool<S> {
     where
         I: FnOnce(&StartCtx) -> Result<S, HandlerError>,
     {
-        let context = StartCtx { writer: self.writer.clone() };
+        let context = StartCtx { to: Listener::Supervisor(self.writer.clone()) };
         let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
             .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
         match made {
@@ -861,7 +861,7 @@ fn end_at_once() -> ! {
     std::process::abort();
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a handler panicked".into())
 }

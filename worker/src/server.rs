@@ -2,15 +2,17 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use bulkhead_shared::worker_protocol::LINK_VARIABLE;
 
-use crate::context::{Ctx, Job, StartCtx};
+use crate::context::{Ctx, Job, Listener, StartCtx};
 use crate::link::{self, Reader, Writer};
-use crate::pool::Pool;
+use crate::pool::{Pool, panic_text};
 use crate::reply::{HandlerError, Reply};
+use crate::template::{self, Template};
 
 /// Started by hand, or otherwise not as a worker.
 const USAGE: u8 = 2;
@@ -28,6 +30,8 @@ where
 
 type BoxedInit<S> = Box<dyn FnOnce(&StartCtx) -> Result<S, HandlerError> + Send>;
 type BoxedHandler<S> = Box<dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync>;
+type BeforeFork<S> = Box<dyn FnMut(&mut S) + Send>;
+type AfterFork<S> = Box<dyn FnOnce(&mut S, &StartCtx) -> Result<(), HandlerError> + Send>;
 
 /// A worker with several operations, and something they share.
 ///
@@ -49,6 +53,8 @@ type BoxedHandler<S> = Box<dyn Fn(&Job, &Ctx<S>) -> Reply + Send + Sync>;
 /// ```
 pub struct Server<S = ()> {
     init: BoxedInit<S>,
+    before_fork: Option<BeforeFork<S>>,
+    after_fork: Option<AfterFork<S>>,
     operations: HashMap<String, BoxedHandler<S>>,
     fallback: Option<BoxedHandler<S>>,
 }
@@ -62,7 +68,7 @@ impl Default for Server {
 impl Server {
     /// A worker without handlers, which share nothing.
     pub fn new() -> Self {
-        Self { init: Box::new(|_| Ok(())), operations: HashMap::new(), fallback: None }
+        Self::started_by(Box::new(|_| Ok(())))
     }
 
     /// Has `init` run before the first job, on the thread that will run it, and which stays as long as the
@@ -77,11 +83,41 @@ impl Server {
         I: FnOnce(&StartCtx) -> Result<S, E> + Send + 'static,
     {
         let init: BoxedInit<S> = Box::new(move |start| init(start).map_err(Into::into));
-        Server { init, operations: HashMap::new(), fallback: None }
+        Server::started_by(init)
+    }
+}
+
+impl<S> Server<S> {
+    fn started_by(init: BoxedInit<S>) -> Self {
+        let operations = HashMap::new();
+        Self { init, before_fork: None, after_fork: None, operations, fallback: None }
     }
 }
 
 impl<S: Send + Sync + 'static> Server<S> {
+    /// With `start.mode = "fork"`: runs in the template before each fork. No thread may be left afterwards.
+    #[must_use]
+    pub fn before_fork<F>(mut self, hook: F) -> Self
+    where
+        F: FnMut(&mut S) + Send + 'static,
+    {
+        self.before_fork = Some(Box::new(hook));
+        self
+    }
+
+    /// With `start.mode = "fork"`: runs in each worker before its first job, on the thread that will run it. What all
+    /// workers would have alike (random generators of the program's own), share (offsets of open files, connections)
+    /// or lack (threads, timers, locks of files) is made anew here. If it fails, the worker does not start.
+    #[must_use]
+    pub fn after_fork<E, F>(mut self, hook: F) -> Self
+    where
+        E: Into<HandlerError>,
+        F: FnOnce(&mut S, &StartCtx) -> Result<(), E> + Send + 'static,
+    {
+        self.after_fork = Some(Box::new(move |state, start| hook(state, start).map_err(Into::into)));
+        self
+    }
+
     /// Serves one operation.
     #[must_use]
     pub fn operation<R, F>(mut self, name: impl Into<String>, handler: F) -> Self
@@ -129,13 +165,35 @@ impl<S: Send + Sync + 'static> Server<S> {
         };
         // Others of our user are not to read our memory or take our descriptors.
         let _ = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable);
-        match self.open(link) {
-            Ok(code) => code,
-            Err(message) => {
-                eprintln!("the worker cannot start: {message}");
-                ExitCode::FAILURE
-            }
-        }
+        let started = if template::is_wanted() { self.open_template(link) } else { self.open(link) };
+        started.unwrap_or_else(|message| {
+            eprintln!("the worker cannot start: {message}");
+            ExitCode::FAILURE
+        })
+    }
+
+    /// Initialises once, and goes on in each process that is forked from here on.
+    fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
+        let template = Arc::new(Template::new(socket));
+        let Self { init, mut before_fork, after_fork, operations, fallback } = self;
+        let context = StartCtx { to: Listener::Keeper(template.clone()) };
+        let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
+            .unwrap_or_else(|panic| Err(HandlerError::new("panic", panic_text(&*panic))));
+        let refused = |message: String| {
+            template.refuse(&message);
+            message
+        };
+        let mut state = made
+            .map_err(|error| refused(format!("initialisation failed: {}: {}", error.code, error.message)))?;
+        let before = || before_fork.iter_mut().for_each(|hook| hook(&mut state));
+        let link = template.serve(before).map_err(refused)?;
+        // From here on this is a worker. It gives its copy of the template's socket up.
+        drop((context, template));
+        let init: BoxedInit<S> = Box::new(move |start| {
+            after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;
+            Ok(state)
+        });
+        Server { operations, fallback, ..Server::started_by(init) }.open(link)
     }
 
     fn open(self, link: OwnedFd) -> Result<ExitCode, String> {
@@ -144,7 +202,7 @@ impl<S: Send + Sync + 'static> Server<S> {
         let writer = Arc::new(Writer::new(&link).map_err(text)?);
         let mut reader = Reader::new();
         let welcome = link::shake_hands(&link, &mut reader, &writer)?;
-        let Self { init, operations, fallback } = self;
+        let Self { init, operations, fallback, .. } = self;
         let handler =
             move |job: &Job, ctx: &Ctx<S>| match operations.get(ctx.operation()).or(fallback.as_ref()) {
                 Some(handler) => handler(job, ctx),

@@ -40,7 +40,7 @@ pub use bulkhead_linux::rlimits::Resource;
 pub use bulkhead_policy::{
     AdaptiveLimits as AdaptiveConfig, AdaptiveMode, BreakerLimits as BreakerConfig, Health, Overflow,
     PoisonLimits as PoisonConfig, Pressure as PressureConfig, RateLimit as RateLimitConfig, RatePer, Recycle,
-    Restart, RestartPolicy, RetryLimits as RetryConfig, Start,
+    Restart, RestartPolicy, RetryLimits as RetryConfig, Start, StartMode,
 };
 pub use checked::{Config, OTHER_TENANTS};
 pub use diagnostics::{ConfigErrors, Position, Problem};

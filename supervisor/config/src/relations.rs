@@ -6,6 +6,7 @@ mod access;
 mod admission;
 mod confinement;
 mod fallback;
+mod start;
 mod tenants;
 
 use std::ops::Range;
@@ -213,6 +214,7 @@ impl Checker<'_> {
             start: Start {
                 handshake: raw.start.handshake.value(),
                 ready: raw.start.ready.value(),
+                mode: raw.start.mode.value(),
                 spares: raw.start.spares.value(),
             },
             health: raw.health.checked(),
@@ -222,6 +224,7 @@ impl Checker<'_> {
             cgroup: raw.cgroup.checked_if_here(),
         };
         self.check_workers(raw, &bulkhead);
+        self.check_start_mode(raw, &bulkhead);
         bulkhead
     }
 

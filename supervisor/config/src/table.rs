@@ -14,7 +14,6 @@ use serde::ser::SerializeMap as _;
 use crate::key::{Key, Kind, Preset};
 use crate::reader::{Field, TableReader};
 use crate::resolved::Resolved;
-pub(crate) use types::StartMode;
 
 /// A type that a key's value can have: how it is read.
 pub(crate) trait Value: Clone {

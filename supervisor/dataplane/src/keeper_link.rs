@@ -95,6 +95,24 @@ impl KeeperLink {
         self.keeper()?.spawn(order, link, stdout, stderr)
     }
 
+    pub(super) fn spawn_template(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        (stdout, stderr): (OwnedFd, OwnedFd),
+    ) -> io::Result<()> {
+        self.keeper()?.spawn_template(order, stdout, stderr)
+    }
+
+    /// Has a template fork a worker.
+    pub(super) fn fork(
+        &mut self,
+        (spawn, template): (u64, u64),
+        link: OwnedFd,
+        (stdout, stderr): (OwnedFd, OwnedFd),
+    ) -> io::Result<()> {
+        self.keeper()?.fork((spawn, template), link, stdout, stderr)
+    }
+
     /// Has a worker wait for the next keeper, if there is none. Returns whether it waits.
     pub(super) fn wait_with(&mut self, wanted: Wanted) -> bool {
         match &mut self.state {

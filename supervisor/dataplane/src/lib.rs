@@ -48,6 +48,7 @@ mod start_failures;
 mod starvation;
 mod steer;
 mod submits;
+mod templates;
 mod temporary;
 mod tenants;
 mod turns;
@@ -214,6 +215,7 @@ pub struct DataPlane {
     compartments: Compartments,
     sessions: Sessions,
     links: Links,
+    templates: templates::Templates,
     /// Of what waits, be it for a permit, for its own end, or for a worker to read.
     memory: Memory,
     leases: Leases,
@@ -331,6 +333,7 @@ impl DataPlane {
             compartments: Compartments::new(seed()),
             sessions: Sessions::new(),
             links: Links::new(support.ids()),
+            templates: templates::Templates::default(),
             memory: Memory::new(own),
             leases: Leases::default(),
             buffers: Buffers::default(),
@@ -528,6 +531,7 @@ impl DataPlane {
             self.look_after_refusals();
             self.look_after_links();
             self.look_after_leases();
+            self.look_after_templates();
             self.hand_outputs_over();
             self.look_after_keeper();
             self.tell_unreported();

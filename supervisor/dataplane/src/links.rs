@@ -44,6 +44,8 @@ pub(super) struct Link {
     pub(super) process: Process,
     /// Its user id, if that is its own.
     pub(super) id: Option<u32>,
+    /// What has forked it, if it was forked.
+    pub(super) template: Option<u64>,
     pub(super) end: End,
     // The socket, both ways.
     pub(super) socket: UnixStream,
@@ -65,6 +67,15 @@ pub(super) struct Link {
     pub(super) stage: Stage,
     pub(super) notices: Notices,
     pub(super) status: Option<String>,
+}
+
+/// How a worker comes to be.
+enum Origin {
+    Spawn,
+    /// From this template.
+    Fork(u64),
+    /// From a template that is not ready yet.
+    Awaited,
 }
 
 /// What is known of a worker's process.
@@ -146,9 +157,18 @@ impl DataPlane {
         if self.keeper.wait_with(Wanted { compartment, worker, slot }) {
             return;
         }
+        let template = match self.origin_of(compartment, worker, slot) {
+            Ok(Origin::Spawn) => None,
+            Ok(Origin::Fork(template)) => Some(template),
+            Ok(Origin::Awaited) => return,
+            Err(error) => {
+                let message = format!("its template could not be prepared: {error}");
+                return self.defer_spawn_failure(compartment, worker, message);
+            }
+        };
         self.links.spawned += 1;
         let spawn = self.links.spawned;
-        match self.try_spawn(compartment, worker, slot, spawn) {
+        match self.try_spawn(compartment, worker, slot, (spawn, template)) {
             Ok(index) => {
                 let links = &mut self.compartments[compartment].links;
                 let place = worker.place as usize;
@@ -163,6 +183,24 @@ impl DataPlane {
                 self.defer_spawn_failure(compartment, worker, message);
             }
         }
+    }
+
+    /// How a worker comes to be.
+    fn origin_of(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        slot: u32,
+    ) -> io::Result<Origin> {
+        let program = &self.owner(compartment).program;
+        // A replay is to have nothing in common with other workers.
+        if !program.is_forked() || self.compartments[compartment].is_replay {
+            return Ok(Origin::Spawn);
+        }
+        if let Some(obstacle) = program.sandbox().obstacle() {
+            return Err(io::Error::other(obstacle));
+        }
+        Ok(self.template_for(compartment, worker, slot)?.map_or(Origin::Awaited, Origin::Fork))
     }
 
     /// A spawn that failed here is reported like one that failed in the keeper: not from within the
@@ -182,7 +220,7 @@ impl DataPlane {
         compartment: CompartmentIndex,
         worker: WorkerId,
         slot: u32,
-        spawn: u64,
+        (spawn, template): (u64, Option<u64>),
     ) -> io::Result<LinkIndex> {
         let program = self.owner(compartment).program.clone();
         let sandbox = program.sandbox();
@@ -190,10 +228,10 @@ impl DataPlane {
             return Err(io::Error::other(obstacle));
         }
         let id = match sandbox.identity() {
-            WorkerIdentity::Each => self.links.take_id()?,
-            WorkerIdentity::Own | WorkerIdentity::One(_) => None,
+            WorkerIdentity::Each if template.is_none() => self.links.take_id()?,
+            WorkerIdentity::Each | WorkerIdentity::Own | WorkerIdentity::One(_) => None,
         };
-        let tried = self.order_worker(compartment, worker, slot, spawn, id);
+        let tried = self.order_worker(compartment, worker, slot, (spawn, template), id);
         if tried.is_err() {
             self.links.give_back(id);
         }
@@ -205,7 +243,7 @@ impl DataPlane {
         compartment: CompartmentIndex,
         worker: WorkerId,
         slot: u32,
-        spawn: u64,
+        (spawn, template): (u64, Option<u64>),
         id: Option<u32>,
     ) -> io::Result<LinkIndex> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -220,7 +258,11 @@ impl DataPlane {
         let fd = socket.as_raw_fd();
         self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST)?;
         // Last: what has been ordered has the id, whatever becomes of it here.
-        let ordered = self.keeper.spawn(&program.order(spawn, id), theirs, (stdout_write, stderr_write));
+        let output = (stdout_write, stderr_write);
+        let ordered = match template {
+            None => self.keeper.spawn(&program.order(spawn, id), theirs, output),
+            Some(template) => self.keeper.fork((spawn, template), theirs, output),
+        };
         if let Err(error) = ordered {
             let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
             return Err(error);
@@ -234,6 +276,7 @@ impl DataPlane {
             program,
             process: Process::Ordered { output: (stdout_read, stderr_read) },
             id,
+            template,
             end: End::None,
             socket,
             inbox: Inbox::default(),
@@ -262,6 +305,8 @@ impl DataPlane {
             self.want_housekeeping();
         } else if self.keeper.forget_wanted(compartment, worker) {
             let message = "it was ended before there was a keeper process to start it".to_owned();
+            self.defer_spawn_failure(compartment, worker, message);
+        } else if let Some(message) = self.forget_fork(compartment, worker) {
             self.defer_spawn_failure(compartment, worker, message);
         }
     }

@@ -155,6 +155,7 @@ impl DataPlane {
         let what = What::BulkheadRemoved { submitted: snapshot.submitted, done: snapshot.done };
         self.bulkhead_event(Severity::Info, bulkhead, what);
         for compartment in self.compartments_of(bulkhead) {
+            self.end_template(compartment);
             self.compartments.vacate(compartment);
         }
         self.entrance.refusals.forget(bulkhead);

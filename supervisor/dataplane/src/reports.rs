@@ -65,11 +65,15 @@ impl DataPlane {
             Report::Started { .. } => {
                 self.reporter.pulse.keeper.store(self.keeper.pid().unwrap_or(0), Ordering::Relaxed);
             }
+            Report::Spawned { worker, pid, .. } if self.template_runs(worker, pid) => {}
             Report::Spawned { worker, pid, pidfd, observed } => {
                 self.process_runs(worker, pid, pidfd, observed);
             }
             Report::Violation { worker, process, call } => self.violation(worker, process, call),
             Report::SpawnFailed { worker, step, error } => {
+                if self.template_failed(worker, &format!("failed to start its template: {step}: {error}")) {
+                    return;
+                }
                 let Some(link) = self.take_link(worker) else { return };
                 self.links.give_back(link.id);
                 let message = format!(
@@ -80,6 +84,8 @@ impl DataPlane {
                 let event = Event::SpawnFailed { worker: link.worker, message };
                 self.apply(link.compartment, event, Incoming::None);
             }
+            Report::Template { worker, word } => self.template_says(worker, word),
+            Report::Exited { worker, exit, .. } if self.template_ended(worker, Some(exit)) => {}
             Report::Exited { worker, exit, usage } => {
                 let death = self.death(worker, exit);
                 match self.host_of_programs(worker) {
@@ -120,7 +126,7 @@ impl DataPlane {
         }
     }
 
-    fn death(&self, spawn: u64, exit: Exit) -> Death {
+    pub(super) fn death(&self, spawn: u64, exit: Exit) -> Death {
         match exit {
             Exit::Signal { number: libc::SIGKILL, .. } if self.is_overfull(spawn) => Death::Overfull,
             Exit::Code(code) => Death::Exit(code),
@@ -222,6 +228,9 @@ impl DataPlane {
         let event = match death {
             Some((death, usage)) => {
                 self.report_death(&link, death, usage);
+                if let Some(template) = link.template {
+                    self.note_forked_death(compartment, template, death);
+                }
                 Event::Exited { worker, death }
             }
             None => Event::Lost { worker },
@@ -269,6 +278,7 @@ impl DataPlane {
 
     /// Nothing is left of the keeper that was lost, nor of any worker.
     fn keeper_is_swept(&mut self) {
+        self.templates_are_gone();
         // No slot is to be taken over by a spare that is dead as well.
         let (spares, others): (Vec<_>, Vec<_>) =
             self.links.spawns().into_iter().partition(|spawn| self.is_spare(*spawn));

@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags};
 use super::socket::{self, Outbox, Received};
 use super::{
     Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
-    Usage, wait,
+    TemplateNews, Usage, wait,
 };
 
 /// Orders that may wait for the keeper before no worker is ordered any more; it takes each within a millisecond or
@@ -106,6 +106,13 @@ pub enum Report {
         /// The worker.
         worker: u64,
     },
+    /// A template says something.
+    Template {
+        /// The template.
+        worker: u64,
+        /// What it says.
+        word: TemplateWord,
+    },
     /// The keeper is there; see [`Keeper::ping`].
     Pong,
     /// Processes have survived SIGKILL for two seconds. The workers reported next have left them.
@@ -113,6 +120,19 @@ pub enum Report {
         /// How many.
         count: u64,
     },
+}
+
+/// What a template says before it forks; see [`Keeper::fork`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TemplateWord {
+    /// It can fork.
+    Ready,
+    /// What it is doing.
+    Status(String),
+    /// Why it ends.
+    Refused(String),
+    /// It needs so much more time from now.
+    Extend(Duration),
 }
 
 /// The keeper as the supervisor has it.
@@ -183,6 +203,33 @@ impl Keeper {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
         }
         self.order(order.encode()?, vec![link, stdout, stderr])
+    }
+
+    /// Orders a template: [`SpawnOrder::is_template`] is set.
+    pub fn spawn_template(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        stdout: OwnedFd,
+        stderr: OwnedFd,
+    ) -> io::Result<()> {
+        debug_assert!(order.is_template);
+        self.order(order.encode()?, vec![stdout, stderr])
+    }
+
+    /// Has a template fork a worker, once it has said that it is ready: [`Report::Spawned`] or
+    /// [`Report::SpawnFailed`] follows. Errors are those of [`Keeper::spawn`].
+    pub fn fork(
+        &mut self,
+        (worker, template): (u64, u64),
+        link: OwnedFd,
+        stdout: OwnedFd,
+        stderr: OwnedFd,
+    ) -> io::Result<()> {
+        if self.outbox.len() >= ORDERS_WAITING_MAX {
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, "too many orders wait for the keeper"));
+        }
+        let order = Order::Fork { worker, template }.encode(std::iter::empty())?;
+        self.order(order, vec![link, stdout, stderr])
     }
 
     /// Orders a worker to be killed at once, with all it leaves behind; once is enough. [`Report::Exited`]
@@ -257,6 +304,17 @@ impl Keeper {
             ReportMessage::Exited { worker, exit, usage } => Some(Report::Exited { worker, exit, usage }),
             ReportMessage::Swept { worker } if self.disowned.remove(&worker) => None,
             ReportMessage::Swept { worker } => Some(Report::Swept { worker }),
+            ReportMessage::Template { worker, news } => {
+                let word = match news {
+                    TemplateNews::Ready => TemplateWord::Ready,
+                    TemplateNews::Status(text) => TemplateWord::Status(text.to_owned()),
+                    TemplateNews::Refused(text) => TemplateWord::Refused(text.to_owned()),
+                    TemplateNews::Extend(more_ms) => {
+                        TemplateWord::Extend(Duration::from_millis(more_ms.into()))
+                    }
+                };
+                Some(Report::Template { worker, word })
+            }
             ReportMessage::Pong => Some(Report::Pong),
             ReportMessage::Remains { count } => Some(Report::Remains { count }),
         })

@@ -148,6 +148,8 @@ pub struct Observed {
     pub cgroup: bool,
     /// Descriptors that it started its program with.
     pub descriptors: u32,
+    /// Whether all that was read of the template that has forked it.
+    pub is_inherited: bool,
 }
 
 impl Observed {

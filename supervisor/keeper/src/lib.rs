@@ -45,7 +45,7 @@ use bulkhead_linux::syscalls;
 use bulkhead_shared::codec;
 use std::io;
 
-pub use client::{Keeper, Report, advice, become_subreaper, sweep_after_keeper};
+pub use client::{Keeper, Report, TemplateWord, advice, become_subreaper, sweep_after_keeper};
 pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
 pub use probe::{Ability, TREE_END, probe};
 pub use process::run_as_keeper;
@@ -91,6 +91,8 @@ pub struct SpawnOrder<'a> {
     pub rlimits: Vec<Rlimit>,
     /// What it is barred from.
     pub confinement: Confinement<'a>,
+    /// Whether it forks other workers, see [`Keeper::fork`], and has the keeper's socket in place of a link.
+    pub is_template: bool,
 }
 
 /// One limit of `setrlimit(2)`; `u64::MAX` means unlimited.
@@ -141,7 +143,9 @@ pub struct Usage {
 enum Order {
     /// Behind the metadata follow texts, each ended by a NUL as `execve(2)` wants them: program,
     /// directory, and the lists of [`SpawnOrder::lists`] with as many texts as `counts` says.
-    Spawn { worker: u64, counts: [u32; LISTS], rlimits: Vec<Rlimit>, terms: Terms },
+    Spawn { worker: u64, counts: [u32; LISTS], rlimits: Vec<Rlimit>, terms: Terms, is_template: bool },
+    /// Have a template fork a worker, with the same descriptors.
+    Fork { worker: u64, template: u64 },
     /// The user namespace that workers enter with [`Terms::subordinate`]: the descriptor that comes along.
     Namespace,
     /// Kill the worker at once. One that is not there (any more) is no error: its end is reported.
@@ -176,7 +180,8 @@ impl<'a> SpawnOrder<'a> {
                 u32::try_from(list.len()).map_err(|_| invalid("there are too many arguments or paths"))?;
         }
         let rlimits = self.rlimits.clone();
-        let order = Order::Spawn { worker: self.worker, counts, rlimits, terms: self.confinement.terms };
+        let (worker, terms, is_template) = (self.worker, self.confinement.terms, self.is_template);
+        let order = Order::Spawn { worker, counts, rlimits, terms, is_template };
         let paths = [self.program, self.directory].into_iter();
         order.encode(paths.chain(lists.into_iter().flatten().copied()))
     }
@@ -202,7 +207,16 @@ impl<'a> SpawnOrder<'a> {
         let [arguments, environment, programs, read, write, withheld, allow, deny] = lists;
         let confinement = Confinement { terms, programs, read, write, withheld, allow, deny };
         let is_all = texts.next().is_none();
-        is_all.then_some(Self { worker, program, directory, arguments, environment, rlimits, confinement })
+        is_all.then_some(Self {
+            worker,
+            program,
+            directory,
+            arguments,
+            environment,
+            rlimits,
+            confinement,
+            is_template: false,
+        })
     }
 }
 
@@ -220,6 +234,15 @@ pub fn seal(network: bool, allow: &[&str]) -> Vec<u8> {
     rules.map(|rules| rules.compile(confine::seccomp::Ending::Kill).bytes()).unwrap_or_default()
 }
 
+/// What a template says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+enum TemplateNews<'a> {
+    Ready,
+    Status(&'a str),
+    Refused(&'a str),
+    Extend(u32),
+}
+
 /// What the keeper reports; [`Report`] on the wire, without the pidfd that comes with `Spawned`.
 #[derive(Debug, PartialEq, Eq, Encode, BorrowDecode)]
 enum ReportMessage<'a> {
@@ -229,6 +252,7 @@ enum ReportMessage<'a> {
     SpawnFailed { worker: u64, step: &'a str, errno: i32 },
     Exited { worker: u64, exit: Exit, usage: Usage },
     Swept { worker: u64 },
+    Template { worker: u64, news: TemplateNews<'a> },
     Remains { count: u64 },
     Pong,
 }
@@ -286,9 +310,10 @@ mod tests {
                 deny: vec!["mount"],
                 ..Confinement::default()
             },
+            is_template: false,
         };
         let bytes = order.encode().unwrap();
-        let Some((Order::Spawn { worker, counts, rlimits, terms }, texts)) = Order::decode(&bytes) else {
+        let Some((Order::Spawn { worker, counts, rlimits, terms, .. }, texts)) = Order::decode(&bytes) else {
             panic!("not an order")
         };
         assert_eq!(texts, b"/bin/sh\0/\0sh\0A=b\0/a\0/b\0mount\0");

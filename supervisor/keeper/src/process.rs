@@ -7,9 +7,10 @@ mod becoming;
 mod precedence;
 mod starts;
 mod sweeping;
+mod templates;
 mod violations;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -26,6 +27,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use self::becoming::prepare;
 use self::precedence::Precedence;
 use self::sweeping::Sweep;
+use self::templates::{Held, Template};
 use super::confine::cgroup::Leaf;
 use super::confinement::{Observed, Terms};
 use super::groups::Groups;
@@ -52,6 +54,8 @@ const LISTENER: usize = 1 << 32;
 const END: usize = 1 << 33;
 /// Of what the first process of its namespace tells.
 const STATUS: usize = 1 << 34;
+/// Of the socket of a template.
+const FORKS: usize = 1 << 35;
 const NUMBER: usize = LISTENER - 1;
 
 // A worker's progress has its process number alone as token, and no worker is number 0 or 1.
@@ -96,6 +100,8 @@ struct Child {
     observed: Observed,
     /// Where the first process of a pid namespace tells how the worker ended.
     status: Option<OwnedFd>,
+    /// If it forks other workers.
+    template: Option<Template>,
 }
 
 impl Child {
@@ -116,7 +122,8 @@ impl Child {
     /// Closing alone would not do: a child that is being forked may have a copy, which keeps a descriptor
     /// registered. There is nothing to be done if it fails.
     fn forget_descriptors(&mut self, poll: &Poll) {
-        let all = [self.listener.as_ref(), self.status.as_ref(), Some(&self.pidfd)];
+        let forks = self.template.as_ref().map(Template::socket);
+        let all = [self.listener.as_ref(), self.status.as_ref(), forks, Some(&self.pidfd)];
         for descriptor in all.into_iter().flatten() {
             let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
         }
@@ -161,6 +168,8 @@ struct Process {
     folders: Folders,
     groups: Groups,
     sweep: Sweep,
+    /// What is forked when processes are not hunted any more.
+    held: VecDeque<Held>,
     precedence: Precedence,
     outbox: Outbox,
     /// Whether the socket had more orders when it was last looked at.
@@ -192,6 +201,7 @@ impl Process {
             folders: Folders::default(),
             groups: Groups::default(),
             sweep: Sweep::new(always),
+            held: VecDeque::new(),
             precedence: Precedence::new(standing.nice),
             outbox: Outbox::default(),
             has_orders: true,
@@ -241,6 +251,7 @@ impl Process {
                     match token & !NUMBER {
                         LISTENER => self.look_at_violation(pid),
                         STATUS => self.hear_end(pid),
+                        FORKS => self.hear_template(pid),
                         END => self.reap_worker(pid, Instant::now()),
                         _ => self.look_at_start(pid),
                     }
@@ -254,6 +265,8 @@ impl Process {
         let now = Instant::now();
         self.reap(now);
         self.sweep(now);
+        self.end_hung_templates(now);
+        self.fork_held();
         Ok(true)
     }
 
@@ -261,7 +274,8 @@ impl Process {
         if self.can_take_order() {
             return Some(Duration::ZERO);
         }
-        self.sweep.due(now).map(|due| due.saturating_duration_since(now))
+        let due = self.sweep.due(now).into_iter().chain(self.forks_due()).min();
+        due.map(|due| due.saturating_duration_since(now))
     }
 
     fn can_take_order(&self) -> bool {
@@ -286,10 +300,16 @@ impl Process {
 
     fn obey(&mut self, message: &[u8], descriptors: Vec<OwnedFd>) -> io::Result<bool> {
         match Order::decode(message) {
-            Some((Order::Spawn { worker, counts, rlimits, terms }, texts)) => {
+            Some((Order::Spawn { worker, counts, rlimits, terms, is_template }, texts)) => {
                 let order = SpawnOrder::decode(worker, counts, rlimits, terms, texts);
-                let order = order.ok_or_else(not_an_order)?;
+                let order = SpawnOrder { is_template, ..order.ok_or_else(not_an_order)? };
                 if let Err(refusal) = self.spawn(&order, descriptors) {
+                    self.report_failure(worker, &refusal);
+                }
+                Ok(true)
+            }
+            Some((Order::Fork { worker, template }, _)) => {
+                if let Err(refusal) = self.fork(Held { worker, template, descriptors }) {
                     self.report_failure(worker, &refusal);
                 }
                 Ok(true)
@@ -305,6 +325,8 @@ impl Process {
                     // Given back when nothing is left of it.
                     self.precedence.take();
                     self.kill(pid);
+                } else {
+                    self.doom(worker);
                 }
                 Ok(true)
             }

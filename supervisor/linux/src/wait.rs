@@ -29,6 +29,11 @@ pub fn has_ended(pid: u32) -> bool {
     look(libc::P_PID, pid, 0).is_ok_and(|pid| pid != 0)
 }
 
+/// Whether there is such a child, dead or alive, that was not waited for.
+pub fn is_child(pid: u32) -> bool {
+    look(libc::P_PID, pid, 0).is_ok()
+}
+
 /// Whether the calling thread itself has children, dead or alive.
 pub fn thread_has_children() -> bool {
     look(libc::P_ALL, 0, libc::__WNOTHREAD).is_ok()

@@ -11,6 +11,9 @@ use crate::confinement::{Sandbox, SandboxSupport};
 use bulkhead_config::{self as config, BulkheadConfig, Resource};
 use bulkhead_keeper::{Rlimit, SpawnOrder};
 
+/// Tells a worker that it is a template.
+const TEMPLATE: &str = "BULKHEAD_TEMPLATE=1";
+
 /// The descriptor under which a worker finds its link.
 const LINK_DESCRIPTOR: i32 = 3;
 
@@ -24,6 +27,8 @@ pub struct Program {
     sandbox: Sandbox,
     /// Whether each job is a program of its own.
     runs_programs: bool,
+    /// Whether its workers are forked from a template.
+    is_forked: bool,
     /// What the user named, for messages.
     subject: String,
 }
@@ -69,12 +74,25 @@ impl Program {
         environment.push(format!("{LINK_VARIABLE}={LINK_DESCRIPTOR}"));
         let runs_programs = matches!(bulkhead.program, config::Program::Exec { .. });
         let directory = text(&bulkhead.cwd);
-        Self { path, arguments, environment, directory, rlimits, sandbox, runs_programs, subject }
+        let is_forked = bulkhead.start.mode == config::StartMode::Fork;
+        Self { path, arguments, environment, directory, rlimits, sandbox, runs_programs, is_forked, subject }
     }
 
     /// Whether each job is a program of its own.
     pub fn runs_programs(&self) -> bool {
         self.runs_programs
+    }
+
+    /// Whether its workers are forked from a template.
+    pub fn is_forked(&self) -> bool {
+        self.is_forked
+    }
+
+    /// The order for a template that forks workers.
+    pub fn template_order(&self, worker: u64, id: Option<u32>) -> SpawnOrder<'_> {
+        let mut order = self.order(worker, id);
+        order.environment.push(TEMPLATE);
+        SpawnOrder { is_template: true, ..order }
     }
 
     /// The order that starts it once, with the user id that it has if each worker has its own.
@@ -87,6 +105,7 @@ impl Program {
             directory: &self.directory,
             rlimits: self.rlimits.clone(),
             confinement: self.sandbox.order(id),
+            is_template: false,
         }
     }
 

@@ -109,6 +109,16 @@ vocabulary! {
     }
 }
 
+vocabulary! {
+    /// How a worker comes to be.
+    StartMode {
+        /// Each process is started anew.
+        Spawn = "spawn",
+        /// Each process is forked from a template, which is initialised once.
+        Fork = "fork",
+    }
+}
+
 /// How long a worker may take to begin, and how many are kept ready.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Start {
@@ -116,6 +126,8 @@ pub struct Start {
     pub handshake: Duration,
     /// From its hello until it is ready.
     pub ready: Duration,
+    /// How a worker comes to be; for the owner of the workers.
+    pub mode: StartMode,
     /// Workers that are kept ready beside those that run jobs.
     pub spares: u32,
 }
@@ -161,7 +173,7 @@ impl Default for Limits {
                 max: 5,
                 within: seconds(30),
             },
-            start: Start { handshake: seconds(5), ready: seconds(60), spares: 0 },
+            start: Start { handshake: seconds(5), ready: seconds(60), mode: StartMode::Spawn, spares: 0 },
             health: Health { heartbeat: seconds(1), missed: 5 },
             recycle: Recycle::default(),
             critical_reserve: 0.0,

@@ -52,6 +52,8 @@ fn main() -> ExitCode {
                 })
                 .serve()
         }
+        ["forked"] => forked(None),
+        ["forked", "threads"] => forked(Some("left-behind")),
         ["raw", "hoard"] => hoard(),
         ["raw", "liar"] => liar(),
         ["raw", "scribbler"] => scribbler(),
@@ -59,6 +61,28 @@ fn main() -> ExitCode {
         ["raw", mode] => raw(mode),
         _ => ExitCode::from(2),
     }
+}
+
+/// Says which process initialised it, and which it is.
+fn forked(thread: Option<&'static str>) -> ExitCode {
+    Server::new()
+        .init(move |start| {
+            start.status("initialises");
+            if let Some(name) = thread {
+                std::thread::Builder::new().name(name.into()).spawn(|| forever())?;
+            }
+            Ok::<_, HandlerError>((std::process::id(), 0))
+        })
+        .before_fork(|(_, forks)| *forks += 1)
+        .after_fork(|(_, forks), _| if *forks > 0 { Ok(()) } else { Err(HandlerError::new("hook", "not called")) })
+        .operation("who", |_, ctx| {
+            // SAFETY: other threads of this process do not draw.
+            #[expect(unsafe_code, reason = "the C library's random numbers")]
+            let drawn = unsafe { libc::rand() };
+            Ok(format!("{} {} {drawn}", ctx.state().0, std::process::id()))
+        })
+        .handler(|job, _| Ok(job.payload().to_vec()))
+        .serve()
 }
 
 fn forever() -> ! {

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use bulkhead_policy::{Health, Recycle, Restart, RestartPolicy, Start};
+use bulkhead_policy::{Health, Recycle, Restart, RestartPolicy, Start, StartMode};
 
 use super::kinds::*;
 use crate::defaults::*;
-use crate::key::{HEALTH, Kind, RECYCLE, RESTART, START};
-use crate::table::{StartMode, section};
+use crate::key::{HEALTH, RECYCLE, RESTART, START};
+use crate::table::section;
 
 section! {
     /// `restart`: when a dead worker is started again.
@@ -35,7 +35,7 @@ section! {
     /// From the hello to ready; the worker can ask for more.
     ready: Duration as at_least(SOME), default Duration::from_secs(60);
     /// How a worker process comes to be.
-    mode: StartMode as Kind::Word { now: &["spawn"], later: &["fork"] }, fixed StartMode::Spawn;
+    mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
     /// Workers that are kept ready beside those that run jobs, to take over at once; see [below](#spares).
     spares: u32 as count(0, SPARES_CEILING), default 0;
 }

@@ -3,22 +3,13 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use bulkhead_policy::{AdaptiveMode, Overflow, RatePer, RestartPolicy};
-use bulkhead_shared::vocabulary;
+use bulkhead_policy::{AdaptiveMode, Overflow, RatePer, RestartPolicy, StartMode};
 
 use super::{Scalar, Value};
 use crate::ids::UidRange;
 use crate::key::{Kind, Preset};
 use crate::reader::{Arguments, Environment, Field, TableReader};
 use crate::{Layer, Profile, values};
-
-vocabulary! {
-    /// The one word that `start.mode` can be as yet.
-    StartMode {
-        /// Each process is started anew.
-        Spawn = "spawn",
-    }
-}
 
 /// Values that are words.
 macro_rules! words {

@@ -11,14 +11,31 @@ use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
+use super::templates::Template;
 use super::{Child, END, LISTENER, Process, STATUS, Stage};
 use crate::confine::cgroup::Leaf;
 use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
 use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
 
+/// The keeper's end, which never blocks and learns who speaks, and the template's.
+fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (ours, theirs) = crate::socket::pair()?;
+    rustix::net::sockopt::set_socket_passcred(&ours, true)?;
+    Ok((ours, theirs))
+}
+
 impl Process {
-    pub(super) fn spawn(&mut self, order: &SpawnOrder<'_>, descriptors: Vec<OwnedFd>) -> Result<(), Refusal> {
+    pub(super) fn spawn(
+        &mut self,
+        order: &SpawnOrder<'_>,
+        mut descriptors: Vec<OwnedFd>,
+    ) -> Result<(), Refusal> {
+        let template = order.is_template.then(template_socket).transpose();
+        let template = template.map_err(|error| Refusal::of("descriptors", &error))?.map(|(ours, theirs)| {
+            descriptors.insert(0, theirs);
+            Template::new(ours)
+        });
         let terms = order.confinement.terms;
         let folder = match terms.temporary {
             Temporary::Folder => Some(self.make_folder(order.worker, terms.identity)?),
@@ -43,6 +60,8 @@ impl Process {
                 // If that fails, it is read when the first process has ended.
                 let told = status.as_ref().map(|status| self.register(status, pid as usize | STATUS));
                 debug_assert!(told.is_none_or(|told| told.is_ok()));
+                let heard = template.as_ref().map(|it| self.register_template(pid, it.socket()));
+                debug_assert!(heard.is_none_or(|heard| heard.is_ok()));
                 let child = Child {
                     worker: order.worker,
                     pidfd,
@@ -58,6 +77,7 @@ impl Process {
                     leaf,
                     observed,
                     status,
+                    template,
                 };
                 self.children.insert(pid, child);
                 Ok(())

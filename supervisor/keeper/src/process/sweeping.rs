@@ -59,6 +59,8 @@ pub(super) struct Sweep {
     audit: Option<Instant>,
     /// Whether some that have ended are not waited for yet.
     has_dead: bool,
+    /// Whether the next hunt begins when nothing is being forked any more.
+    waits_for_forks: bool,
 }
 
 impl Sweep {
@@ -73,13 +75,22 @@ impl Sweep {
             stuck: 0,
             audit: None,
             has_dead: false,
+            waits_for_forks: false,
         }
+    }
+
+    /// Whether nothing is to be forked: processes are hunted, or about to be.
+    pub(super) fn wants_quiet(&self) -> bool {
+        self.waits_for_forks || self.hunt.is_on()
     }
 
     /// When there is something to do next; at once, if there is now.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         if self.has_dead || self.hunt.is_on() {
             return Some(now);
+        }
+        if self.waits_for_forks {
+            return Some(now + HUNT_PAUSE_MIN);
         }
         let overdue = self.leaving.iter().map(|leaving| leaving.since + SWEEP_PATIENCE).min();
         overdue.map_or(self.audit, |overdue| Some(overdue.min(self.next.unwrap_or(now))))
@@ -103,6 +114,9 @@ impl Process {
         self.sweep.has_dead = false;
         for _ in 0..REAPS_PER_TURN {
             let Some(pid) = bulkhead_linux::wait::peek() else { return };
+            if !self.children.contains_key(&pid) && self.is_forking() {
+                self.hear_forks();
+            }
             if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
                 self.reap_worker(pid, now);
             } else if !self.reap_one(pid, now) {
@@ -118,8 +132,9 @@ impl Process {
             Waited::NoChild | Waited::Nothing => return false,
             Waited::Stopped { pid } => wait::kill_child(pid),
             Waited::Ended { pid, exit, usage } => {
-                if let Some(child) = self.children.remove(&pid) {
-                    self.left(child, (exit, usage), now);
+                match self.children.remove(&pid) {
+                    Some(child) => self.left(child, (exit, usage), now),
+                    None => self.fork_ended(pid),
                 }
             }
         }
@@ -148,6 +163,9 @@ impl Process {
         child.forget_descriptors(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
         let is_reported = !matches!(child.stage, Stage::Failed);
+        if let Some(template) = child.template.take() {
+            self.template_ended(template);
+        }
         match child.stage {
             Stage::Running => {
                 // The first process of a pid namespace has told of the worker; if not, it was killed first.
@@ -202,6 +220,11 @@ impl Process {
             let is_audit = self.sweep.leaving.is_empty();
             let due = if is_audit { self.sweep.audit } else { self.sweep.next.or(Some(now)) };
             if due.is_none_or(|due| now < due) {
+                return;
+            }
+            // What is forked just now could not be told from what is hunted.
+            self.sweep.waits_for_forks = self.is_forking();
+            if self.sweep.waits_for_forks {
                 return;
             }
             if self.sweep.hunt.begin().is_err() {

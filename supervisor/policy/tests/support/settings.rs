@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bulkhead_policy::{
     AdaptiveLimits, AdaptiveMode, BreakerLimits, Health, Limits, Overflow, PoisonLimits, Pressure, Recycle,
-    Restart, RestartPolicy, RetryLimits, Start, TenantLimits,
+    Restart, RestartPolicy, RetryLimits, Start, StartMode, TenantLimits,
 };
 
 use super::random::Random;
@@ -60,6 +60,7 @@ fn any_limits(random: &mut Random) -> Limits {
         start: Start {
             handshake: random.millis(20, 2000),
             ready: random.millis(20, 2000),
+            mode: StartMode::Spawn,
             spares: random.pick(&[0, 0, 0, 0, 1, 3]),
         },
         health: health(random),

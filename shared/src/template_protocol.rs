@@ -1,0 +1,159 @@
+//! What the keeper and a *template* say to each other: a worker that was initialised once and forks the workers of its
+//! bulkhead. Whole messages on a `SOCK_SEQPACKET` socket, the first byte of which says what it is; numbers are
+//! little-endian.
+
+/// The environment variable that tells a worker that it is to be a template: its link is the keeper's socket then.
+pub const TEMPLATE_VARIABLE: &str = "BULKHEAD_TEMPLATE";
+
+/// Descriptors that come with [`Order`]: the link, standard output and standard error of the worker to fork.
+pub const ORDER_DESCRIPTORS: usize = 3;
+
+/// Bytes of text in a message.
+pub const TEXT_BYTES_MAX: usize = 512;
+
+/// Bytes of a message.
+pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
+
+/// What the keeper orders: fork a worker, which is called so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Order {
+    /// The keeper's name for the worker.
+    pub worker: u64,
+}
+
+impl Order {
+    const KIND: u8 = b'F';
+
+    /// The message.
+    pub fn encode(self) -> [u8; 9] {
+        let mut bytes = [Self::KIND; 9];
+        bytes[1..].copy_from_slice(&self.worker.to_le_bytes());
+        bytes
+    }
+
+    /// `None`: this is no order.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (&kind, rest) = bytes.split_first()?;
+        let worker = u64::from_le_bytes(rest.try_into().ok()?);
+        (kind == Self::KIND).then_some(Self { worker })
+    }
+}
+
+/// What a template says, or a worker that it has forked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word<'a> {
+    /// It is initialised, and can fork.
+    Ready,
+    /// What it is doing, for people.
+    Status(&'a str),
+    /// Why it cannot be a template; it ends.
+    Refused(&'a str),
+    /// It needs more time to be ready, in milliseconds.
+    Extend(u32),
+    /// It has forked a worker, which has this process number for it.
+    Forked {
+        /// The worker.
+        worker: u64,
+        /// Its process.
+        pid: u32,
+    },
+    /// It could not.
+    NotForked {
+        /// The worker.
+        worker: u64,
+        /// Why.
+        errno: i32,
+    },
+    /// A worker says that it has begun; the kernel says which process it is.
+    Born {
+        /// The worker.
+        worker: u64,
+    },
+}
+
+impl<'a> Word<'a> {
+    /// Puts the message into `out` and returns how long it is. Text is to be no longer than [`TEXT_BYTES_MAX`].
+    pub fn encode(&self, out: &mut [u8; MESSAGE_BYTES_MAX]) -> usize {
+        let mut length = 0;
+        let mut put = |bytes: &[u8]| {
+            let bytes = &bytes[..bytes.len().min(MESSAGE_BYTES_MAX - length)];
+            out[length..length + bytes.len()].copy_from_slice(bytes);
+            length += bytes.len();
+        };
+        match *self {
+            Self::Ready => put(b"R"),
+            Self::Status(text) => [b"S", text.as_bytes()].into_iter().for_each(put),
+            Self::Refused(text) => [b"E", text.as_bytes()].into_iter().for_each(put),
+            Self::Extend(more_ms) => {
+                put(b"M");
+                put(&more_ms.to_le_bytes());
+            }
+            Self::Forked { worker, pid } => {
+                put(b"D");
+                put(&worker.to_le_bytes());
+                put(&pid.to_le_bytes());
+            }
+            Self::NotForked { worker, errno } => {
+                put(b"X");
+                put(&worker.to_le_bytes());
+                put(&errno.to_le_bytes());
+            }
+            Self::Born { worker } => {
+                put(b"B");
+                put(&worker.to_le_bytes());
+            }
+        }
+        length
+    }
+
+    /// `None`: this is none of them.
+    pub fn decode(bytes: &'a [u8]) -> Option<Self> {
+        let (kind, rest) = bytes.split_first()?;
+        let text = || std::str::from_utf8(rest).ok();
+        let pair = || {
+            let (worker, rest) = rest.split_first_chunk::<8>()?;
+            Some((u64::from_le_bytes(*worker), <[u8; 4]>::try_from(rest).ok()?))
+        };
+        Some(match kind {
+            b'R' if rest.is_empty() => Self::Ready,
+            b'S' => Self::Status(text()?),
+            b'E' => Self::Refused(text()?),
+            b'M' => Self::Extend(u32::from_le_bytes(rest.try_into().ok()?)),
+            b'D' => pair().map(|(worker, pid)| Self::Forked { worker, pid: u32::from_le_bytes(pid) })?,
+            b'X' => {
+                pair().map(|(worker, errno)| Self::NotForked { worker, errno: i32::from_le_bytes(errno) })?
+            }
+            b'B' => Self::Born { worker: u64::from_le_bytes(rest.try_into().ok()?) },
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_arrives_and_garbage_does_not() {
+        let words = [
+            Word::Ready,
+            Word::Status("loads"),
+            Word::Refused("threads"),
+            Word::Extend(7),
+            Word::Forked { worker: 8, pid: 9 },
+            Word::NotForked { worker: 8, errno: 11 },
+            Word::Born { worker: u64::MAX },
+        ];
+        for word in words {
+            let mut bytes = [0; MESSAGE_BYTES_MAX];
+            let length = word.encode(&mut bytes);
+            assert_eq!(Word::decode(&bytes[..length]), Some(word));
+        }
+        for garbage in [&b""[..], b"R1", b"B123", b"D12345678123", b"S\xff", b"?"] {
+            assert_eq!(Word::decode(garbage), None, "{garbage:?}");
+        }
+        assert_eq!(Order::decode(&Order { worker: 3 }.encode()), Some(Order { worker: 3 }));
+        assert_eq!(Order::decode(b"F123"), None);
+        assert_eq!(Order::decode(b"G12345678"), None);
+    }
+}

@@ -1,0 +1,285 @@
+//! Templates (`start.mode = "fork"`): the processes that fork the workers of a compartment. Policy does not know of
+//! them: a worker that it wants waits here until the template is ready, and fails to start if that ends.
+//!
+//! One is started when a worker is wanted and there is none, and replaced when workers are started with something
+//! else, or when so many of its workers died by a signal that their common addresses may have been guessed.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use bulkhead_keeper::{Exit, TemplateWord};
+use bulkhead_plane::confinement::WorkerIdentity;
+use bulkhead_plane::notices::WorkerOutput;
+use bulkhead_plane::program::Program;
+use bulkhead_policy::{Death, Event, Time, WorkerId};
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use super::links::Output;
+use super::slab::CompartmentIndex;
+use super::{DataPlane, Incoming};
+
+/// Workers of a template share addresses and canaries: after so many deaths by a signal it is replaced.
+const SIGNALS_MAX: u32 = 20;
+
+/// All templates.
+#[derive(Default)]
+pub(super) struct Templates {
+    by_spawn: HashMap<u64, Template>,
+    /// Those that fork.
+    current: HashMap<CompartmentIndex, u64>,
+}
+
+struct Template {
+    compartment: CompartmentIndex,
+    program: Arc<Program>,
+    stage: Stage,
+    /// Its user id, if that is its own.
+    id: Option<u32>,
+    output: Option<Output>,
+    pid: Option<u32>,
+    /// Workers that are wanted, each with its slot.
+    wanted: Vec<(WorkerId, u32)>,
+    /// What it said last.
+    words: Option<String>,
+    /// Deaths of its workers by a signal.
+    signals: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It is ordered, or initialises.
+    Starting { until: Time },
+    Ready,
+    /// It took too long.
+    Late,
+}
+
+impl Templates {
+    /// The template that forks in a compartment, if it is of this program.
+    fn of(&mut self, compartment: CompartmentIndex) -> Option<(u64, &mut Template)> {
+        let spawn = *self.current.get(&compartment)?;
+        self.by_spawn.get_mut(&spawn).map(|template| (spawn, template))
+    }
+
+    /// It forks no more.
+    fn retire(&mut self, compartment: CompartmentIndex) -> Option<u64> {
+        self.current.remove(&compartment)
+    }
+}
+
+impl DataPlane {
+    /// A worker is wanted, from a fork. Returns the template that can fork it now; else it waits.
+    pub(super) fn template_for(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        slot: u32,
+    ) -> io::Result<Option<u64>> {
+        let program = self.owner(compartment).program.clone();
+        if let Some((spawn, template)) = self.templates.of(compartment)
+            && Arc::ptr_eq(&template.program, &program)
+        {
+            if template.stage == Stage::Ready {
+                return Ok(Some(spawn));
+            }
+            template.wanted.push((worker, slot));
+            return Ok(None);
+        }
+        self.end_template(compartment);
+        self.links.spawned += 1;
+        let spawn = self.links.spawned;
+        let id = match program.sandbox().identity() {
+            WorkerIdentity::Each => self.links.take_id()?,
+            WorkerIdentity::Own | WorkerIdentity::One(_) => None,
+        };
+        let (stdout_read, stdout_write) = pipe_with(PipeFlags::CLOEXEC)?;
+        let (stderr_read, stderr_write) = pipe_with(PipeFlags::CLOEXEC)?;
+        let order = program.template_order(spawn, id);
+        if let Err(error) = self.keeper.spawn_template(&order, (stdout_write, stderr_write)) {
+            self.links.give_back(id);
+            return Err(error);
+        }
+        self.ask_keeper();
+        let until = self.now + self.compartments[compartment].policy.limits().start.ready;
+        let template = Template {
+            compartment,
+            program,
+            stage: Stage::Starting { until },
+            id,
+            output: Some((stdout_read, stderr_read)),
+            pid: None,
+            wanted: vec![(worker, slot)],
+            words: None,
+            signals: 0,
+        };
+        self.templates.by_spawn.insert(spawn, template);
+        self.templates.current.insert(compartment, spawn);
+        self.want_housekeeping();
+        Ok(None)
+    }
+
+    /// The template of a compartment forks no more, and ends. Workers that it has forked live on.
+    pub(super) fn end_template(&mut self, compartment: CompartmentIndex) {
+        if let Some(spawn) = self.templates.retire(compartment) {
+            self.keeper.kill(spawn, self.now);
+            self.want_housekeeping();
+        }
+    }
+
+    /// A worker that waits for a template is not wanted any more. Returns whether it waited.
+    pub(super) fn forget_fork(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> Option<String> {
+        let of = |template: &&mut Template| template.compartment == compartment;
+        let templates = self.templates.by_spawn.values_mut().filter(of);
+        for template in templates {
+            if let Some(at) = template.wanted.iter().position(|(wanted, _)| *wanted == worker) {
+                template.wanted.remove(at);
+                let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
+                return Some(format!("its template was not ready in time{words}"));
+            }
+        }
+        None
+    }
+
+    // News.
+
+    /// A template's process runs. Returns whether it is one.
+    pub(super) fn template_runs(&mut self, spawn: u64, pid: u32) -> bool {
+        let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return false };
+        template.pid = Some(pid);
+        let compartment = template.compartment;
+        let until = self.now + self.compartments[compartment].policy.limits().start.ready;
+        if let Some(template) = self.templates.by_spawn.get_mut(&spawn)
+            && matches!(template.stage, Stage::Starting { .. })
+        {
+            template.stage = Stage::Starting { until };
+        }
+        self.hand_template_outputs_over();
+        self.want_housekeeping();
+        true
+    }
+
+    /// A template could not be started. Returns whether it is one.
+    pub(super) fn template_failed(&mut self, spawn: u64, message: &str) -> bool {
+        let Some(template) = self.take_template(spawn) else { return false };
+        self.links.give_back(template.id);
+        self.fail_wanted(template.compartment, template.wanted, message);
+        true
+    }
+
+    /// A template's process is gone. Returns whether it is one.
+    pub(super) fn template_ended(&mut self, spawn: u64, exit: Option<Exit>) -> bool {
+        let Some(template) = self.templates.by_spawn.get(&spawn) else { return false };
+        let how = match exit {
+            _ if template.stage == Stage::Late => "was not ready within `start.ready`".to_owned(),
+            Some(exit) => format!("ended: {}", self.death(spawn, exit)),
+            None => "ended with its keeper".to_owned(),
+        };
+        let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
+        let message = format!("the template of {} {how}{words}", template.program.describe());
+        let Some(template) = self.take_template(spawn) else { return true };
+        // Its id is given back when the keeper has swept.
+        self.fail_wanted(template.compartment, template.wanted, &message);
+        true
+    }
+
+    fn take_template(&mut self, spawn: u64) -> Option<Template> {
+        let template = self.templates.by_spawn.remove(&spawn)?;
+        if self.templates.current.get(&template.compartment) == Some(&spawn) {
+            self.templates.retire(template.compartment);
+        }
+        Some(template)
+    }
+
+    fn fail_wanted(&mut self, compartment: CompartmentIndex, wanted: Vec<(WorkerId, u32)>, message: &str) {
+        for (worker, _) in wanted {
+            let message = message.to_owned();
+            self.apply(compartment, Event::SpawnFailed { worker, message }, Incoming::None);
+        }
+    }
+
+    pub(super) fn template_says(&mut self, spawn: u64, word: TemplateWord) {
+        let now = self.now;
+        let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
+        let compartment = template.compartment;
+        match word {
+            TemplateWord::Status(text) | TemplateWord::Refused(text) => template.words = Some(text),
+            TemplateWord::Extend(more) => {
+                let most = self.compartments[compartment].policy.limits().start.ready;
+                if let Stage::Starting { until } = &mut template.stage {
+                    *until = (*until).max(now + more.min(most));
+                }
+            }
+            TemplateWord::Ready => {
+                if matches!(template.stage, Stage::Starting { .. }) {
+                    template.stage = Stage::Ready;
+                    template.words = None;
+                }
+                let wanted = std::mem::take(&mut template.wanted);
+                for (worker, slot) in wanted {
+                    self.spawn(compartment, worker, slot);
+                }
+            }
+        }
+    }
+
+    /// A worker that this template has forked died.
+    pub(super) fn note_forked_death(&mut self, compartment: CompartmentIndex, template: u64, death: Death) {
+        let Some(found) = self.templates.by_spawn.get_mut(&template) else { return };
+        if matches!(death, Death::Signal(_)) {
+            found.signals += 1;
+        }
+        if found.signals >= SIGNALS_MAX && self.templates.current.get(&compartment) == Some(&template) {
+            self.end_template(compartment);
+        }
+    }
+
+    /// Ends those that take too long.
+    pub(super) fn look_after_templates(&mut self) {
+        self.hand_template_outputs_over();
+        let now = self.now;
+        let mut is_any_starting = false;
+        let mut late = Vec::new();
+        for (&spawn, template) in &mut self.templates.by_spawn {
+            if let Stage::Starting { until } = template.stage {
+                is_any_starting = true;
+                if until <= now {
+                    template.stage = Stage::Late;
+                    late.push(spawn);
+                }
+            }
+        }
+        late.into_iter().for_each(|spawn| self.keeper.kill(spawn, now));
+        if is_any_starting {
+            self.want_housekeeping();
+        }
+    }
+
+    fn hand_template_outputs_over(&mut self) {
+        let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
+        for spawn in spawns {
+            let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { continue };
+            let (Some(pid), compartment) = (template.pid, template.compartment) else { continue };
+            let Some((stdout, stderr)): Option<(OwnedFd, OwnedFd)> = template.output.take() else { continue };
+            let bulkhead = self.owner(compartment).name.clone();
+            let offered = self.reporter.notices.output(WorkerOutput { bulkhead, pid, stdout, stderr });
+            if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
+                if let Some(template) = self.templates.by_spawn.get_mut(&spawn) {
+                    template.output = Some((stdout, stderr));
+                }
+                self.want_housekeeping();
+            }
+        }
+    }
+
+    /// The keeper is lost, and all templates with it.
+    pub(super) fn templates_are_gone(&mut self) {
+        let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
+        for spawn in spawns {
+            let id = self.templates.by_spawn.get(&spawn).and_then(|template| template.id);
+            self.template_ended(spawn, None);
+            self.links.give_back(id);
+        }
+    }
+}

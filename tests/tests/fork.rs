@@ -1,0 +1,120 @@
+//! Workers that are forked from a template which is initialised once (`start.mode = "fork"`).
+
+use std::collections::BTreeSet;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, wait_for};
+use nix::sys::signal::Signal;
+
+fn bulkhead(keys: &str) -> String {
+    format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\"]\nmax_queue = 20\nsandbox.profile = \"none\"\n{keys}\n")
+}
+
+const FORK: &str = "start = { mode = \"fork\" }";
+
+/// Which process initialised the worker that took the job, which that worker is, and what it drew.
+fn who(client: &Client) -> [u32; 3] {
+    let reply = client.job("b", "").operation("who").idempotent(true).send().unwrap();
+    let text = String::from_utf8(reply.payload().to_vec()).unwrap();
+    let numbers: Vec<u32> = text.split(' ').map(|number| number.parse().unwrap()).collect();
+    numbers.try_into().unwrap()
+}
+
+#[test]
+fn workers_are_forked_from_one_template_and_are_children_of_the_keeper() {
+    let supervisor = Supervisor::start(&bulkhead(&format!("processes = 3\n{FORK}")));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    wait_for("three workers", || (supervisor.worker_pids("b").len() == 3).then_some(()));
+    let [template, worker, _] = who(&client);
+    let below = children(supervisor.keeper());
+    assert!(below.contains(&worker) && below.contains(&template) && template != worker);
+    let mut seen = BTreeSet::new();
+    for _ in 0..20 {
+        let [initialised, worker, drawn] = who(&client);
+        assert_eq!(initialised, template);
+        seen.insert(drawn);
+        kill_pid(worker, Signal::SIGKILL);
+        wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+        if seen.len() == 15 {
+            break;
+        }
+    }
+    assert!(seen.len() >= 15, "forked workers draw the same random numbers");
+}
+
+#[test]
+fn a_fresh_process_for_each_job_is_a_fork() {
+    let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
+    let supervisor = Supervisor::start(&bulkhead(keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let (mut pids, mut templates) = (BTreeSet::new(), BTreeSet::new());
+    for round in 0..200 {
+        let [template, worker, _] = who(&client);
+        assert!(pids.insert(worker), "round {round}: one began two jobs");
+        templates.insert(template);
+    }
+    assert_eq!(templates.len(), 1);
+}
+
+#[test]
+fn a_template_with_threads_is_refused_and_they_are_named() {
+    let supervisor = Supervisor::launch(
+        tempfile::tempdir().unwrap(),
+        "",
+        &format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"threads\"]\nsandbox.profile = \"none\"\n{FORK}\n"),
+    );
+    let events = supervisor.wait_events("worker_not_started", 1);
+    let text = events[0].to_string();
+    assert!(text.contains("left-behind") && text.contains("start.mode"), "{text}");
+}
+
+#[test]
+fn workers_outlive_their_template_and_the_next_death_starts_another() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    kill_pid(template, Signal::SIGKILL);
+    wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+    assert_eq!(who(&client)[1], worker);
+    kill_pid(worker, Signal::SIGKILL);
+    let [other, next, _] = wait_for("another worker", || Some(who(&client)).filter(|who| who[1] != worker));
+    assert!(other != template && next != worker && is_alive(other));
+}
+
+#[test]
+fn a_reload_that_replaces_workers_replaces_their_template() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    supervisor.configure("", &bulkhead(&format!("env = {{ ANOTHER = \"1\" }}\n{FORK}")));
+    supervisor.signal(Signal::SIGHUP);
+    let [other, ..] = wait_for("another worker", || Some(who(&client)).filter(|who| who[1] != worker));
+    assert_ne!(other, template);
+    wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+}
+
+#[test]
+fn a_template_is_replaced_after_twenty_deaths_by_signal() {
+    let keys = format!("{FORK}\nrestart = {{ max = 1000, backoff = \"1ms\", backoff_max = \"1ms\" }}");
+    let supervisor = Supervisor::start(&bulkhead(&keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let mut templates = Vec::new();
+    for _ in 0..25 {
+        let [template, worker, _] = who(&client);
+        templates.push(template);
+        kill_pid(worker, Signal::SIGKILL);
+        wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+    }
+    templates.dedup();
+    assert_eq!(templates.len(), 2, "{templates:?}");
+}
+
+#[test]
+fn nothing_of_it_outlives_the_supervisor() {
+    let mut supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    supervisor.signal(Signal::SIGKILL);
+    let _ = supervisor.wait();
+    wait_for("all are gone", || (!is_alive(template) && !is_alive(worker)).then_some(()));
+}
