@@ -7,7 +7,9 @@ use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, wait_for};
 use nix::sys::signal::Signal;
 
 fn bulkhead(keys: &str) -> String {
-    format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\"]\nmax_queue = 20\nsandbox.profile = \"none\"\n{keys}\n")
+    format!(
+        "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\"]\nmax_queue = 20\nsandbox.profile = \"none\"\n{keys}\n"
+    )
 }
 
 const FORK: &str = "start = { mode = \"fork\" }";
@@ -61,8 +63,11 @@ fn a_template_with_threads_is_refused_and_they_are_named() {
     let supervisor = Supervisor::launch(
         tempfile::tempdir().unwrap(),
         "",
-        &format!("[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"threads\"]\nsandbox.profile = \"none\"\n{FORK}\n"),
+        &format!(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"forked\", \"threads\"]\nsandbox.profile = \"none\"\n{FORK}\n"
+        ),
     );
+    wait_for("the admin socket", || supervisor.try_get("/livez"));
     let events = supervisor.wait_events("worker_not_started", 1);
     let text = events[0].to_string();
     assert!(text.contains("left-behind") && text.contains("start.mode"), "{text}");
@@ -107,6 +112,63 @@ fn a_template_is_replaced_after_twenty_deaths_by_signal() {
     }
     templates.dedup();
     assert_eq!(templates.len(), 2, "{templates:?}");
+}
+
+/// It cannot be asked any more, and is ended; its place is taken by another.
+#[test]
+fn a_template_that_hangs_is_replaced() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    kill_pid(template, Signal::SIGSTOP);
+    kill_pid(worker, Signal::SIGKILL);
+    supervisor.wait_events("worker_not_started", 1);
+    let [other, next, _] = who(&client);
+    assert!(other != template && next != worker);
+    wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+}
+
+#[test]
+fn a_program_that_is_no_template_is_told_so() {
+    let supervisor = Supervisor::launch(
+        tempfile::tempdir().unwrap(),
+        "",
+        &format!(
+            "[bulkhead.b]\ncommand = [\"MISBEHAVE\", \"raw\", \"liar\"]\nsandbox.profile = \"none\"\n{FORK}\n"
+        ),
+    );
+    wait_for("the admin socket", || supervisor.try_get("/livez"));
+    let events = supervisor.wait_events("worker_not_started", 1);
+    let text = events[0].to_string();
+    assert!(text.contains("does not speak as a template does"), "{text}");
+}
+
+#[test]
+fn after_the_keeper_died_there_is_another_template() {
+    let supervisor = Supervisor::start(&bulkhead(&format!("processes = 2\n{FORK}")));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    kill_pid(supervisor.keeper(), Signal::SIGKILL);
+    let gone = || (!is_alive(template) && !is_alive(worker)).then_some(());
+    wait_for("template and workers are gone", gone);
+    let [other, next, _] = who(&client);
+    assert!(other != template && next != worker);
+}
+
+/// What a worker leaves behind goes, while others are being forked.
+#[test]
+fn what_forked_workers_leave_behind_is_ended() {
+    let keys = "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }";
+    let supervisor = Supervisor::start(&bulkhead(keys));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let mut left = Vec::new();
+    for _ in 0..30 {
+        let reply = client.job("b", "").operation("leave").send().unwrap();
+        left.push(String::from_utf8(reply.payload().to_vec()).unwrap().trim().parse::<u32>().unwrap());
+        who(&client);
+    }
+    wait_for("what was left is gone", || left.iter().all(|&pid| !is_alive(pid)).then_some(()));
+    assert_eq!(supervisor.events("worker_not_started").len(), 0);
 }
 
 #[test]

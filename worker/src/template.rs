@@ -144,7 +144,11 @@ impl Template {
     }
 
     /// What a forked process does before it is a worker like others.
-    fn become_worker(&self, worker: u64, [_, stdout, stderr]: &[OwnedFd; ORDER_DESCRIPTORS]) -> Result<(), Errno> {
+    fn become_worker(
+        &self,
+        worker: u64,
+        [_, stdout, stderr]: &[OwnedFd; ORDER_DESCRIPTORS],
+    ) -> Result<(), Errno> {
         rustix::process::setsid()?;
         // The kernel takes any number but zero for yes.
         rustix::process::set_child_subreaper(Some(Pid::INIT))?;

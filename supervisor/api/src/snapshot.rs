@@ -213,6 +213,8 @@ pub struct Confinement {
     pub identity: Text,
     /// Layers of the profile that are missing here.
     pub missing: Vec<Text>,
+    /// Whether it was forked, and all of this was read of the template that has forked it.
+    pub inherited: bool,
 }
 
 #[cfg(test)]

@@ -50,7 +50,9 @@ struct Template {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// It is ordered, or initialises.
-    Starting { until: Time },
+    Starting {
+        until: Time,
+    },
     Ready,
     /// It took too long.
     Late,

@@ -314,6 +314,7 @@ impl Sandbox {
             cgroup: observed.cgroup,
             identity: if self.identity == WorkerIdentity::Own { "shared" } else { "own" }.into(),
             missing: self.missing.iter().map(|layer| (*layer).into()).collect(),
+            inherited: observed.is_inherited,
         }
     }
 }

@@ -46,7 +46,8 @@ pub use bulkhead::{
     describe_end,
 };
 pub use limits::{
-    Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, StartMode, Start, TenantLimits,
+    Health, Limits, Overflow, OwnNumbers, Pressure, Recycle, Restart, RestartPolicy, Start, StartMode,
+    TenantLimits,
 };
 pub use messages::{
     Abilities, Action, Answer, Change, Death, Event, KillReason, Note, RecycleReason, Reply, RestartCause,

@@ -69,17 +69,31 @@ fn forked(thread: Option<&'static str>) -> ExitCode {
         .init(move |start| {
             start.status("initialises");
             if let Some(name) = thread {
-                std::thread::Builder::new().name(name.into()).spawn(|| forever())?;
+                let (runs, is_running) = std::sync::mpsc::channel();
+                std::thread::Builder::new().name(name.into()).spawn(move || {
+                    let _ = runs.send(());
+                    forever()
+                })?;
+                // A thread gets its name by itself.
+                let _ = is_running.recv();
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
         })
         .before_fork(|(_, forks)| *forks += 1)
-        .after_fork(|(_, forks), _| if *forks > 0 { Ok(()) } else { Err(HandlerError::new("hook", "not called")) })
+        .after_fork(
+            |(_, forks), _| if *forks > 0 { Ok(()) } else { Err(HandlerError::new("hook", "not called")) },
+        )
         .operation("who", |_, ctx| {
             // SAFETY: other threads of this process do not draw.
             #[expect(unsafe_code, reason = "the C library's random numbers")]
             let drawn = unsafe { libc::rand() };
             Ok(format!("{} {} {drawn}", ctx.state().0, std::process::id()))
+        })
+        .operation("leave", |_, _| {
+            let script = "setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $!";
+            let output =
+                Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").output()?;
+            Ok::<_, HandlerError>(output.stdout)
         })
         .handler(|job, _| Ok(job.payload().to_vec()))
         .serve()

@@ -34,7 +34,8 @@ section! {
     handshake: Duration as at_least(SOME), default Duration::from_secs(5);
     /// From the hello to ready; the worker can ask for more.
     ready: Duration as at_least(SOME), default Duration::from_secs(60);
-    /// How a worker process comes to be.
+    /// How a worker process comes to be: started anew, or forked from one that is initialised once; see
+    /// [below](#fork).
     mode: StartMode as one_of::<StartMode>(), default StartMode::Spawn, reload ReplacesWorkers;
     /// Workers that are kept ready beside those that run jobs, to take over at once; see [below](#spares).
     spares: u32 as count(0, SPARES_CEILING), default 0;

@@ -17,11 +17,15 @@ impl Checker<'_> {
         let name = &bulkhead.name;
         let complaint = match (&bulkhead.program, bulkhead.sandbox.profile) {
             (Program::Exec { .. }, _) => Complaint::new(
-                format!("bulkhead `{name}` cannot fork its workers: with `exec` each job is a program of its own"),
+                format!(
+                    "bulkhead `{name}` cannot fork its workers: with `exec` each job is a program of its own"
+                ),
                 "remove `mode`: each job has a fresh process as it is",
             ),
             (Program::Library { .. }, _) => Complaint::new(
-                format!("bulkhead `{name}` cannot fork its workers: what a library starts with it cannot be asked"),
+                format!(
+                    "bulkhead `{name}` cannot fork its workers: what a library starts with it cannot be asked"
+                ),
                 "remove `mode`, or write a worker with the SDK and name it in `command`",
             ),
             (Program::Command { .. }, profile @ (Profile::Default | Profile::Strict)) => Complaint::new(
@@ -33,7 +37,9 @@ impl Checker<'_> {
                 "remove `mode`, or, if its workers may trust each other, write `sandbox = { profile = \"none\" }`",
             ),
             (Program::Command { .. }, Profile::None) if bulkhead.isolation().is_some() => Complaint::new(
-                format!("bulkhead `{name}` cannot fork its workers: its tenants are isolated, and would share a template"),
+                format!(
+                    "bulkhead `{name}` cannot fork its workers: its tenants are isolated, and would share a template"
+                ),
                 "remove `mode`, or `tenants.isolate`",
             ),
             (Program::Command { .. }, Profile::None) => return,

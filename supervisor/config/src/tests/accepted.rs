@@ -116,7 +116,10 @@ fn every_key_is_taken() {
         (Some(ms(2_000)), ms(5_000), ms(90_000))
     );
     assert_eq!((last.max_payload, last.max_result), (8 << 20, 12345));
-    assert_eq!(last.start, Start { handshake: ms(1_000), ready: ms(2_000), mode: StartMode::Spawn, spares: 2 });
+    assert_eq!(
+        last.start,
+        Start { handshake: ms(1_000), ready: ms(2_000), mode: StartMode::Spawn, spares: 2 }
+    );
     assert_eq!(last.health, Health { heartbeat: ms(250), missed: 3 });
     assert_eq!(last.recycle, Recycle { jobs: Some(10_000), rss: Some(300 << 20), age: Some(ms(3_600_000)) });
 

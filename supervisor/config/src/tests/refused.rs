@@ -297,5 +297,18 @@ fn every_key_of_later_is_refused_as_such() {
         folder.refuse_one(&text, (1, column), &message, "remove it");
         assert!(schema::find(table, name).is_none(), "{name} is supported and not");
     }
-    folder.refuse_one(&bulkhead("start.mode = \"fork\""), (3, 14), "not supported yet", "");
+}
+
+#[test]
+fn what_cannot_be_forked_is_said() {
+    let folder = Folder::new();
+    let text = |what: &str, keys: &str| format!("[bulkhead.b]\n{what}\nstart.mode = \"fork\"\n{keys}\n");
+    let (command, none) = ("command = [\"/bin/true\"]", "sandbox.profile = \"none\"");
+    let default = text(command, "");
+    folder.refuse_one(&default, (3, 14), "not be kept from each other", "profile = \"none\"");
+    let isolated = text(command, &format!("{none}\ntenants = {{ isolate = true, max_active = 2 }}"));
+    folder.refuse_one(&isolated, (3, 14), "its tenants are isolated", "");
+    let exec = text("exec = [\"/bin/true\"]", none);
+    folder.refuse_one(&exec, (3, 14), "each job is a program of its own", "");
+    folder.refuse_one(&text("library = \"/bin/true\"", none), (3, 14), "a library", "");
 }

@@ -131,12 +131,10 @@ impl Process {
         match wait::take(pid) {
             Waited::NoChild | Waited::Nothing => return false,
             Waited::Stopped { pid } => wait::kill_child(pid),
-            Waited::Ended { pid, exit, usage } => {
-                match self.children.remove(&pid) {
-                    Some(child) => self.left(child, (exit, usage), now),
-                    None => self.fork_ended(pid),
-                }
-            }
+            Waited::Ended { pid, exit, usage } => match self.children.remove(&pid) {
+                Some(child) => self.left(child, (exit, usage), now),
+                None => self.fork_ended(pid),
+            },
         }
         true
     }

@@ -176,8 +176,7 @@ impl Process {
         {
             // There is more, of which there is no event.
             let (token, socket) = (Token(pid as usize | FORKS), template.socket.as_raw_fd());
-            let _ =
-                self.poll.registry().reregister(&mut SourceFd(&socket), token, Interest::READABLE);
+            let _ = self.poll.registry().reregister(&mut SourceFd(&socket), token, Interest::READABLE);
         }
         if self.template_mut(pid).is_some_and(|template| template.outbox.len() > 0) {
             self.send_orders(pid);
