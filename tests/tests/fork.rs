@@ -99,6 +99,29 @@ fn a_reload_that_replaces_workers_replaces_their_template() {
 }
 
 #[test]
+fn a_template_ends_when_workers_are_not_forked_any_more_and_with_its_bulkhead() {
+    let supervisor = Supervisor::start(&bulkhead(FORK));
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let [template, worker, _] = who(&client);
+    supervisor.configure("", &bulkhead("restart = { max = 1000 }").replace("\"forked\"", ""));
+    supervisor.signal(Signal::SIGHUP);
+    let gone = |pid| wait_for("it is gone", || (!is_alive(pid)).then_some(()));
+    [template, worker].into_iter().for_each(gone);
+    supervisor.configure("", &bulkhead(FORK));
+    supervisor.signal(Signal::SIGHUP);
+    supervisor.wait_events("config_reloaded", 2);
+    let [template, worker, _] = wait_for("a forked worker", || {
+        let reply = client.job("b", "").operation("who").idempotent(true).send().ok()?;
+        let text = String::from_utf8(reply.payload().to_vec()).ok()?;
+        let numbers: Vec<u32> = text.split(' ').map_while(|number| number.parse().ok()).collect();
+        <[u32; 3]>::try_from(numbers).ok()
+    });
+    supervisor.configure("", &bulkhead(FORK).replace("[bulkhead.b]", "[bulkhead.c]"));
+    supervisor.signal(Signal::SIGHUP);
+    [template, worker].into_iter().for_each(gone);
+}
+
+#[test]
 fn a_template_is_replaced_after_twenty_deaths_by_signal() {
     let keys = format!("{FORK}\nrestart = {{ max = 1000, backoff = \"1ms\", backoff_max = \"1ms\" }}");
     let supervisor = Supervisor::start(&bulkhead(&keys));

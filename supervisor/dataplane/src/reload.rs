@@ -68,6 +68,7 @@ impl DataPlane {
         if replaces_workers {
             self.bulkheads[bulkhead].program = spec.program.clone();
             for compartment in self.compartments_of(bulkhead) {
+                self.replace_template(compartment);
                 self.apply(compartment, Event::Replace, Incoming::None);
             }
         }

@@ -89,7 +89,9 @@ impl DataPlane {
             template.wanted.push((worker, slot));
             return Ok(None);
         }
-        self.end_template(compartment);
+        // Whatever waits for one of another program waits for this one.
+        let mut wanted = self.end_template(compartment);
+        wanted.push((worker, slot));
         self.links.spawned += 1;
         let spawn = self.links.spawned;
         let id = match program.sandbox().identity() {
@@ -112,7 +114,7 @@ impl DataPlane {
             id,
             output: Some((stdout_read, stderr_read)),
             pid: None,
-            wanted: vec![(worker, slot)],
+            wanted,
             words: None,
             signals: 0,
         };
@@ -122,11 +124,20 @@ impl DataPlane {
         Ok(None)
     }
 
-    /// The template of a compartment forks no more, and ends. Workers that it has forked live on.
-    pub(super) fn end_template(&mut self, compartment: CompartmentIndex) {
-        if let Some(spawn) = self.templates.retire(compartment) {
-            self.keeper.kill(spawn, self.now);
-            self.want_housekeeping();
+    /// The template of a compartment forks no more, and ends. Workers that it has forked live on. Returns those that
+    /// wait for it.
+    pub(super) fn end_template(&mut self, compartment: CompartmentIndex) -> Vec<(WorkerId, u32)> {
+        let Some(spawn) = self.templates.retire(compartment) else { return Vec::new() };
+        self.keeper.kill(spawn, self.now);
+        self.want_housekeeping();
+        let template = self.templates.by_spawn.get_mut(&spawn);
+        template.map(|template| std::mem::take(&mut template.wanted)).unwrap_or_default()
+    }
+
+    /// Workers are started with something else from here on.
+    pub(super) fn replace_template(&mut self, compartment: CompartmentIndex) {
+        for (worker, slot) in self.end_template(compartment) {
+            self.spawn(compartment, worker, slot);
         }
     }
 
@@ -233,7 +244,7 @@ impl DataPlane {
             found.signals += 1;
         }
         if found.signals >= SIGNALS_MAX && self.templates.current.get(&compartment) == Some(&template) {
-            self.end_template(compartment);
+            self.replace_template(compartment);
         }
     }
 

@@ -1,12 +1,17 @@
 //! The limit of open files: raised as far as it may be, and shared between clients, workers and operators.
 
-use bulkhead_config::Config;
+use bulkhead_config::{BulkheadConfig, Config, StartMode};
 
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
 const DESCRIPTORS_OWN: u64 = 48;
 
 /// Descriptors of a worker: both ends of its link, pidfd, two pipes, its journal; twice, for the one that replaces it.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
+
+/// A template takes what a worker takes.
+fn templates(bulkhead: &BulkheadConfig) -> u64 {
+    u64::from(bulkhead.start.mode == StartMode::Fork)
+}
 
 /// Open files that this process may have, and those that neither clients nor workers may take up.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +37,8 @@ impl OpenFiles {
     /// Takes no more clients than leave descriptors for workers and operators.
     pub fn leave_room(&self, config: &mut Config) {
         let Self { limit, foreign, http } = *self;
-        let workers: u64 = config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max()).sum();
+        let workers: u64 =
+            config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max() + templates(b)).sum();
         let http = if config.supervisor.http.is_some() { http } else { 0 };
         let kept = DESCRIPTORS_OWN + http + foreign + workers * DESCRIPTORS_PER_WORKER;
         let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
