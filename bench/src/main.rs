@@ -10,6 +10,7 @@ mod attacks;
 mod bare;
 mod chains;
 mod confinement;
+mod fresh;
 mod load;
 mod measures;
 mod neighbours;

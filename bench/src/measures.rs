@@ -3,7 +3,6 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::LocalSet;
 
 use crate::chains::Chains;
@@ -13,7 +12,7 @@ use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Report, Target};
-use crate::{Result, attacks, confinement, neighbours, policy, programs, watched};
+use crate::{Result, attacks, confinement, fresh, neighbours, policy, programs, watched};
 
 /// Takes every measurement that is wanted.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
@@ -25,6 +24,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         watched::GROUP,
         attacks::GROUP,
         programs::GROUP,
+        fresh::GROUP,
     ]);
     if !of_others.into_iter().any(is_other) {
         LocalSet::new().run_until(measure(plan, report)).await?;
@@ -34,6 +34,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         LocalSet::new().run_until(watched::all(&plan.watched, report)).await?;
     }
     LocalSet::new().run_until(programs::all(plan, report)).await?;
+    LocalSet::new().run_until(fresh::all(plan, report)).await?;
     // An hour of attacks is not for every run.
     if is_other(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;
@@ -156,7 +157,7 @@ async fn recovery(chains: &Chains, plan: &Plan) -> Result<Figure> {
         let bare = bare_recovery()?;
         let pid = chains.real.worker(real::ONE).await?;
         let began = Instant::now();
-        kill(pid)?;
+        processes::kill(pid)?;
         // A job that meets the dying worker is a crash; the next one is what counts.
         while chains.real.call(real::ONE, b"x").await.is_err() {}
         pairs.push((bare.as_secs_f64() * 1e3, began.elapsed().as_secs_f64() * 1e3));
@@ -170,18 +171,13 @@ fn bare_recovery() -> Result<Duration> {
     socket.write_all(b"x")?;
     socket.read_exact(&mut byte)?;
     let began = Instant::now();
-    kill(victim.pid())?;
+    processes::kill(victim.pid())?;
     // The end of the stream, or a reset: either says that it is gone.
     let _ = socket.read(&mut byte);
     let (_next, mut socket) = Process::echo()?;
     socket.write_all(b"x")?;
     socket.read_exact(&mut byte)?;
     Ok(began.elapsed())
-}
-
-fn kill(pid: u32) -> Result<()> {
-    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
-    Ok(kill_process(pid, Signal::KILL)?)
 }
 
 /// How long after deadline and grace a hanging job's permit serves the next one; with a start of a worker.

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::Result;
 
 /// How long anything may take that is over at once on a healthy machine.
@@ -144,4 +146,10 @@ fn field(pid: u32, name: &str) -> Result<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let found = status.lines().find_map(|line| line.strip_prefix(name));
     found.map(str::to_owned).ok_or_else(|| format!("no {name} in the status of process {pid}").into())
+}
+
+/// Kills a process.
+pub(crate) fn kill(pid: u32) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
+    Ok(kill_process(pid, Signal::KILL)?)
 }
