@@ -784,7 +784,7 @@ fn a_bad_file_is_refused_with_all_its_errors() {
             let text = config.lines().nth(line - 1).unwrap();
             assert!(said.contains(text), "line {line} is shown: {said}");
         }
-        for part in ["max_clients", "no-such-program", "not supported yet", "help"] {
+        for part in ["max_clients", "no-such-program", "cannot fork its workers", "help"] {
             assert!(said.contains(part), "{part}: {said}");
         }
         assert!(!said.contains('\u{1b}'), "no colours where there is no terminal");
