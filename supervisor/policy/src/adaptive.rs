@@ -78,6 +78,8 @@ pub(crate) struct Adaptive {
     next_run: usize,
     /// The most permits that were taken when a job ended.
     in_use_max: u32,
+    /// Whether all of the limit was taken then, or kept for critical jobs.
+    was_full: bool,
     /// Whether a run was seen since it was last asked whether the window has ended.
     has_news: bool,
     /// Jobs that began before the limit fell say nothing of what it is now.
@@ -104,6 +106,7 @@ impl Adaptive {
             runs: Vec::new(),
             next_run: 0,
             in_use_max: 0,
+            was_full: false,
             has_news: false,
             counts_from: Time::ZERO,
             has_grown: false,
@@ -132,13 +135,14 @@ impl Adaptive {
     }
 
     /// A job has ended that began `since`, or its client does not wait for it any more; `in_use` permits were taken
-    /// then. One that did not succeed says something only if it took long.
-    pub(crate) fn ended(&mut self, now: Time, since: Time, is_ok: bool, in_use: u32) {
+    /// then, and so many more were kept for critical jobs. One that did not succeed says something only if it took long.
+    pub(crate) fn ended(&mut self, now: Time, since: Time, is_ok: bool, (in_use, kept): (u32, u32)) {
         let ran = now.since(since);
         if since < self.counts_from || !is_ok && ran <= self.numbers.target {
             return;
         }
         self.in_use_max = self.in_use_max.max(in_use);
+        self.was_full |= in_use.saturating_add(kept) >= self.limit;
         self.has_news = true;
         if ran <= self.numbers.target || self.is_late_since_this_window(since) {
             self.see(ran);
@@ -206,7 +210,8 @@ impl Adaptive {
             // Nothing held them back, so that what ran is what took too long.
             AdaptiveMode::Monitor => self.in_use_max,
         };
-        self.limit = scaled(from, target, latency).max(from / 2).clamp(self.numbers.min, self.numbers.max);
+        let to = scaled(from, target, latency).max(self.limit / 2).min(self.limit);
+        self.limit = to.clamp(self.numbers.min, self.numbers.max);
         if std::mem::take(&mut self.has_grown) {
             self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
         }
@@ -221,7 +226,7 @@ impl Adaptive {
         }
         if self.pause > 0 {
             self.pause -= 1;
-        } else if self.in_use_max >= self.limit && self.limit < self.numbers.max {
+        } else if self.was_full && self.limit < self.numbers.max {
             let most = scaled(self.limit, target, latency.max(1)).max(self.limit + 1);
             self.limit = (self.limit + self.limit.isqrt()).min(most).min(self.numbers.max);
             self.has_grown = true;
@@ -230,7 +235,7 @@ impl Adaptive {
 
     fn begin_window(&mut self, now: Time) {
         self.runs.clear();
-        (self.window_from, self.next_run, self.in_use_max) = (now, 0, 0);
+        (self.window_from, self.next_run, self.in_use_max, self.was_full) = (now, 0, 0, false);
     }
 
     pub(crate) fn view(&self) -> AdaptiveView {

@@ -84,6 +84,8 @@ pub struct Bulkhead<T> {
     in_use: u32,
     /// As many were taken when the event came that is applied.
     in_use_before: u32,
+    /// And those that were kept for critical jobs, as far as the adaptive limit wants to know.
+    kept_before: u32,
     /// Those that are held, also by workers that are not part of the limit any more.
     held: u32,
     /// Slots that have, or will have, a worker.
@@ -154,6 +156,7 @@ impl<T> Bulkhead<T> {
             permits: 0,
             in_use: 0,
             in_use_before: 0,
+            kept_before: 0,
             held: 0,
             live_slots: 0,
             generations: 0,
@@ -183,6 +186,9 @@ impl<T> Bulkhead<T> {
     /// submission became, if it was taken.
     pub fn apply(&mut self, now: Time, event: Event<T>, out: &mut Vec<Action<T>>) -> Option<JobId> {
         self.in_use_before = self.in_use;
+        if self.adaptive.is_some() {
+            self.kept_before = u32::try_from(self.reserve()).unwrap_or(u32::MAX);
+        }
         match event {
             Event::Submit(submission) => return self.submit(now, submission, out),
             Event::Replied { worker, job, reply } => self.replied(now, worker, job, reply, out),

@@ -211,6 +211,32 @@ fn monitoring_bounds_nothing_and_says_what_the_limit_would_be() {
     assert_eq!(load.limit(), 64);
 }
 
+/// Ordinary jobs cannot take what is kept for critical ones, and it grows without that.
+#[test]
+fn it_grows_again_beside_a_reserve_for_critical_jobs() {
+    for reserve in [0.1, 0.25, 0.5] {
+        let limits = Limits { critical_reserve: reserve, ..crowded(4, 16, adaptive(2, 64, 20 * MS)) };
+        let mut load = Load::new(limits, 100);
+        load.run(20 * SECOND, cores(4));
+        assert!(load.limit() <= 40, "{reserve}: {}", load.limit());
+        load.run(30 * SECOND, cores(64));
+        assert_eq!(load.limit(), 64, "{reserve}");
+    }
+}
+
+/// As long as jobs take too long, what is told falls, however many run.
+#[test]
+fn monitoring_never_rises_while_jobs_take_too_long() {
+    let numbers = AdaptiveLimits { mode: AdaptiveMode::Monitor, ..adaptive(1, 64, 20 * MS) };
+    let mut load = Load::new(crowded(4, 16, numbers), 100);
+    let mut before = load.limit();
+    for _ in 0..20 {
+        load.run(SECOND, cores(4));
+        assert!(load.limit() <= before, "{before} to {}", load.limit());
+        before = load.limit();
+    }
+}
+
 #[test]
 fn operators_hear_of_it_at_most_every_ten_seconds_and_of_where_it_ended() {
     let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);

@@ -41,10 +41,11 @@ impl<T> Bulkhead<T> {
 
     /// A client is told of a job that a worker has. What a crash ended says nothing of how long jobs take.
     pub(super) fn time_run(&mut self, now: Time, since: Time, verdict: &Verdict) {
+        let taken = (self.in_use_before, self.kept_before);
         if let Some(adaptive) = self.adaptive.as_deref_mut()
             && !matches!(verdict, Verdict::Crashed { .. })
         {
-            adaptive.ended(now, since, *verdict == Verdict::Ok, self.in_use_before);
+            adaptive.ended(now, since, *verdict == Verdict::Ok, taken);
         }
     }
 

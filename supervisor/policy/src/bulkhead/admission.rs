@@ -320,12 +320,19 @@ impl<T> Bulkhead<T> {
         if self.limits.critical_reserve == 0.0 {
             return Priority::BestEffort;
         }
-        let limit = self.limit();
+        let is_free = u64::from(self.in_use) + self.reserve() < self.limit();
+        if is_free { Priority::BestEffort } else { Priority::Critical }
+    }
+
+    /// Permits that are kept for critical jobs.
+    pub(super) fn reserve(&self) -> u64 {
+        if self.limits.critical_reserve == 0.0 {
+            return 0;
+        }
         let configured = u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight);
         let configured = configured.min(self.adaptive_bound());
         let reserve = (self.limits.critical_reserve * configured as f64).ceil() as u64;
-        let reserve = reserve.min(limit.saturating_sub(1));
-        if u64::from(self.in_use) + reserve < limit { Priority::BestEffort } else { Priority::Critical }
+        reserve.min(self.limit().saturating_sub(1))
     }
 
     fn refuse(

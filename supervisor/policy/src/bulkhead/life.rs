@@ -238,7 +238,9 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.worker_mut(id).filter(|worker| at > worker.last_heard) else { return };
         worker.last_heard = at.min(now);
         worker.forgiven = 0;
-        if worker.silence != Silence::None && worker.last_heard + worker.silence_max(missed) > now {
+        // With little time left it stays as it is, and is looked up again: or one could have itself looked up all the time.
+        let is_clear = worker.last_heard + worker.silence_max(missed) > now + worker.heartbeat / 2;
+        if worker.silence != Silence::None && is_clear {
             worker.silence = Silence::None;
             self.is_reserve_concerned |= worker.is_spare;
             self.arm(id.place);

@@ -31,6 +31,7 @@ pub(crate) struct Model {
     adaptive: Option<adaptive::Adaptive>,
     /// The permits that were taken before this event.
     in_use_before: usize,
+    reserve_before: usize,
     /// The longest queue that was ever allowed, and the most permits there ever were: what waits stays.
     max_queue_ever: u32,
     permits_ever: u32,
@@ -256,6 +257,7 @@ impl Model {
         Self {
             adaptive,
             in_use_before: 0,
+            reserve_before: 0,
             max_queue_ever: limits.max_queue,
             permits_ever: limits.processes * limits.max_in_flight,
             limits,
@@ -516,10 +518,14 @@ impl Model {
 
     fn lowest_admitted(&self) -> Priority {
         let (in_use, limit) = self.permits();
+        if in_use + self.reserve() < limit { Priority::BestEffort } else { Priority::Critical }
+    }
+
+    /// Permits that only critical jobs may have.
+    fn reserve(&self) -> usize {
         let configured = self.adapted((self.limits.processes * self.limits.max_in_flight) as usize);
         let reserve = (self.limits.critical_reserve * configured as f64).ceil() as usize;
-        let reserve = reserve.min(limit.saturating_sub(1));
-        if in_use + reserve < limit { Priority::BestEffort } else { Priority::Critical }
+        reserve.min(self.permits().1.saturating_sub(1))
     }
 
     fn queue_capacity(&self) -> usize {

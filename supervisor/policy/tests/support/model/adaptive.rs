@@ -14,6 +14,7 @@ pub(super) struct Adaptive {
     since: Time,
     runs: Vec<Duration>,
     in_use: usize,
+    was_full: bool,
     fell_at: Time,
     grew: bool,
     pause: u32,
@@ -28,6 +29,7 @@ impl Adaptive {
             since: now,
             runs: Vec::new(),
             in_use: 0,
+            was_full: false,
             fell_at: Time::ZERO,
             grew: false,
             pause: 0,
@@ -36,7 +38,7 @@ impl Adaptive {
     }
 
     fn window(&mut self, now: Time) {
-        (self.since, self.in_use) = (now, 0);
+        (self.since, self.in_use, self.was_full) = (now, 0, false);
         self.runs.clear();
     }
 
@@ -55,7 +57,7 @@ impl Adaptive {
         if latency > self.numbers.target {
             let is_enforced = self.numbers.mode == AdaptiveMode::Enforce;
             let from = if is_enforced { self.limit } else { self.in_use as u32 };
-            let to = ratio(from).max(from / 2);
+            let to = self.limit.min(ratio(from).max(self.limit / 2));
             self.limit = to.max(self.numbers.min).min(self.numbers.max);
             if self.grew {
                 self.next_pause = 32.min(self.next_pause * 2);
@@ -68,7 +70,7 @@ impl Adaptive {
             self.grew = false;
             if self.pause > 0 {
                 self.pause -= 1;
-            } else if self.in_use >= self.limit as usize && self.limit < self.numbers.max {
+            } else if self.was_full && self.limit < self.numbers.max {
                 let headroom = f64::from(self.limit).sqrt() as u32;
                 let most = ratio(self.limit).max(self.limit + 1).min(self.numbers.max);
                 self.limit = most.min(self.limit + headroom);
@@ -101,6 +103,7 @@ impl Model {
 
     pub(super) fn adapt(&mut self, actions: &[Action<Tag>]) {
         let now = self.now;
+        let reserve = self.reserve_before;
         let Some(mut adaptive) = self.adaptive.take() else { return };
         let mut ended = Vec::new();
         let mut has_news = false;
@@ -119,6 +122,7 @@ impl Model {
                 let was_late = job.since + adaptive.numbers.target < adaptive.since;
                 adaptive.runs.extend((!was_late).then_some(ran));
                 adaptive.in_use = adaptive.in_use.max(self.in_use_before);
+                adaptive.was_full |= self.in_use_before + reserve >= adaptive.limit as usize;
                 has_news = true;
             }
         }

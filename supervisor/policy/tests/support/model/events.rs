@@ -31,6 +31,7 @@ impl Model {
     pub(crate) fn happened(&mut self, now: Time, event: &Event<Tag>) {
         self.now = now;
         self.in_use_before = self.permits().0;
+        self.reserve_before = self.reserve();
         self.step = Step { cause: cause(event), ..Step::default() };
         self.coverage.see(event_name(event));
         match event {
@@ -123,7 +124,7 @@ impl Model {
         let Some(worker) = self.live_mut(id).filter(|worker| at > worker.heard_at) else { return };
         let was_watched = worker.watched_at.is_some();
         (worker.heard_at, worker.forgiven) = (at.min(now), 0);
-        if worker.heard_at + worker.heartbeat * (missed + 1) > now {
+        if worker.heard_at + worker.heartbeat * (missed + 1) > now + worker.heartbeat / 2 {
             (worker.watched_at, worker.was_looked_at) = (None, false);
             if was_watched {
                 self.coverage.see("was alive");
