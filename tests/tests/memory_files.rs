@@ -20,7 +20,7 @@ use nix::sys::signal::Signal;
 const MIB: usize = 1 << 20;
 
 /// Enough for a file of the largest payload here.
-const SUPERVISOR: &str = "max_payload = \"64MiB\"\nmax_buffered = \"512MiB\"\n";
+const SUPERVISOR: &str = "max_payload = \"64MiB\"\nmax_buffered = \"512MiB\"\nmax_pooled = \"256MiB\"\n";
 
 fn start(bulkheads: &str) -> Supervisor {
     Supervisor::start_with(SUPERVISOR, bulkheads)

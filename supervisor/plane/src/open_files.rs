@@ -5,6 +5,13 @@ use bulkhead_config::{BulkheadConfig, Config, StartMode};
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
 const DESCRIPTORS_OWN: u64 = 48;
 
+/// The smallest lease of memory files, in bytes, and what each takes.
+const LEASE_BYTES_MIN: u64 = 512 * 1024;
+const DESCRIPTORS_PER_LEASE: u64 = 4;
+
+/// More leases than that are hardly there at once.
+const LEASES_COUNTED: u64 = 64;
+
 /// Descriptors of a worker: both ends of its link, pidfd, two pipes, its journal; twice, for the one that replaces it.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
 
@@ -40,7 +47,12 @@ impl OpenFiles {
         let workers: u64 =
             config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max() + templates(b)).sum();
         let http = if config.supervisor.http.is_some() { http } else { 0 };
-        let kept = DESCRIPTORS_OWN + http + foreign + workers * DESCRIPTORS_PER_WORKER;
+        let leases = config.supervisor.max_pooled / LEASE_BYTES_MIN;
+        let kept = DESCRIPTORS_OWN
+            + http
+            + foreign
+            + leases.min(LEASES_COUNTED) * DESCRIPTORS_PER_LEASE
+            + workers * DESCRIPTORS_PER_WORKER;
         let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
         if room < config.supervisor.max_clients {
             tracing::warn!(
