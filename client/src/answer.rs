@@ -97,6 +97,13 @@ impl JobError {
         Self::Disconnected { executed, message }
     }
 
+    /// The job is done, and its result was read too late.
+    pub(crate) fn result_lost() -> Self {
+        let message = "the job is done, and its result was taken back before it was read: this program was stopped for \
+                       many seconds; send the job again only if it may run twice";
+        Self::Disconnected { executed: Executed::Yes, message: message.to_owned() }
+    }
+
     /// The supervisor told of an end that this version has no word for.
     pub(crate) fn unintelligible(message: &OutcomeMessage<'_>) -> Self {
         let executed = match message.executed {

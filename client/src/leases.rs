@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::memory_files::{FILES, Mapping, Named};
+use bulkhead_shared::memory_files::{FILES, Mapping, Named, is_whole};
 
 /// Leases that this client asks for at once.
 const ASKED_MAX: usize = 4;
@@ -22,9 +22,15 @@ pub(crate) struct Lease {
     tenant: String,
     pub(crate) payload: Mapping,
     pub(crate) result: Mapping,
+    result_file: OwnedFd,
 }
 
 impl Lease {
+    /// Whether what was read of the result before this was there.
+    pub(crate) fn is_whole(&self) -> bool {
+        is_whole(&self.result_file)
+    }
+
     fn is_for(&self, bulkhead: &str, tenant: &str) -> bool {
         self.bulkhead == bulkhead && self.tenant == tenant
     }
@@ -86,8 +92,9 @@ impl Leases {
         let (bulkhead, tenant) = self.asked.remove(&asked_as)?;
         let mapped = map(named, coming);
         let is_good = mapped.is_ok();
-        if let Ok((payload, result)) = mapped {
-            self.free.push(Lease { number: named.lease, bulkhead, tenant, payload, result });
+        if let Ok((payload, result, result_file)) = mapped {
+            let number = named.lease;
+            self.free.push(Lease { number, bulkhead, tenant, payload, result, result_file });
         } else {
             self.refused_at = Some(Instant::now());
         }
@@ -133,8 +140,9 @@ pub(crate) enum Taken {
     None,
 }
 
-fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping)> {
+fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, OwnedFd)> {
     let [payload, result] =
         <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("they did not come along"))?;
-    Ok((Mapping::new(&payload, named.bytes, true)?, Mapping::new(&result, named.bytes, false)?))
+    let mapped = Mapping::new(&result, named.bytes, false)?;
+    Ok((Mapping::new(&payload, named.bytes, true)?, mapped, result))
 }

@@ -32,6 +32,12 @@ impl MappedResult {
         }
     }
 
+    /// Whether all that was read of it before this was there: a client that is stopped for many seconds, or keeps a
+    /// result for so long, can have its file taken back by the supervisor, which is zeros from then on.
+    pub fn is_whole(&self) -> bool {
+        self.lease.as_ref().is_none_or(|lease| lease.is_whole())
+    }
+
     /// Its first byte, for those that read it as it is.
     pub fn as_ptr(&self) -> *const u8 {
         self.lease.as_ref().map_or(std::ptr::null(), |lease| lease.result.as_ptr())

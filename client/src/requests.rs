@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bulkhead_shared::client_protocol::{
-    OutcomeMessage, Progress as ProgressMessage, Refused, Submit, capability, read_run_limit, run_limit_bytes,
+    OutcomeMessage, Progress as ProgressMessage, Refused, Submit, capability, outcome_code, read_run_limit,
+    run_limit_bytes,
 };
 use bulkhead_shared::codec::{self, Extensions, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
@@ -244,6 +245,16 @@ impl Requests {
         }
     }
 
+    /// A lease that is of no more use.
+    fn give_back(&self, lease: Lease) {
+        let mut state = self.lock();
+        if state.stage != Stage::Closed {
+            state.leases.forget(lease.number);
+            state.tell(kind::LEASE_RETURNED, lease.number);
+            self.schedule_flush(&mut state);
+        }
+    }
+
     /// Reads without waiting, with the descriptors that may come.
     pub(crate) fn receive(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
@@ -291,6 +302,10 @@ impl Requests {
             return Err("the supervisor told of a result in a file that this client does not have".into());
         };
         let bytes = named.bytes as usize;
+        if !lease.is_whole() {
+            waiter.lease = Some(lease);
+            return Ok(Found::Lost);
+        }
         if waiter.maps_result {
             let requests: Arc<dyn TakesBack> = self.clone();
             let requests = Arc::downgrade(&requests);
@@ -299,8 +314,9 @@ impl Requests {
         let mut copy = self.lock().pool.take(bytes);
         copy.clear();
         lease.result.copy_to(bytes, &mut copy);
+        let is_whole = lease.is_whole();
         waiter.lease = Some(lease);
-        Ok(Found::Copy(copy))
+        Ok(if is_whole { Found::Copy(copy) } else { Found::Lost })
     }
 
     fn schedule_flush(&self, state: &mut State) {
@@ -393,17 +409,21 @@ impl Requests {
                 let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
                 // A caller that does not wait any more has cancelled.
                 let Some(mut waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
-                let (mut payload, mut mapped) = (payload, None);
+                let (mut payload, mut mapped, mut is_lost) = (payload, None, false);
                 if let Some(named) = extensions.get(tag::LEASE) {
                     match self.result_in_file(&mut waiter, named)? {
                         Found::Copy(copy) => payload = copy,
                         Found::Mapped(result) => mapped = Some(Arc::new(result)),
+                        Found::Lost => is_lost = true,
                     }
                 }
                 if let Some(lease) = waiter.lease.take() {
-                    self.put_back(*lease);
+                    // A worker may still be at what it was not asked to end.
+                    let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
+                    if is_answered { self.put_back(*lease) } else { self.give_back(*lease) }
                 }
                 let mut result = match message.to_outcome() {
+                    Some(_) if is_lost => Err(JobError::result_lost()),
                     Some(mut outcome) => {
                         outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
                         outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
@@ -533,6 +553,8 @@ impl TakesBack for Requests {
 enum Found {
     Copy(Vec<u8>),
     Mapped(MappedResult),
+    /// It was there no more.
+    Lost,
 }
 
 impl State {

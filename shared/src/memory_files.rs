@@ -205,6 +205,12 @@ impl Mapping {
     }
 }
 
+/// Whether what was read of a lease's result before this was there. The supervisor gives the file a mode before it
+/// empties it.
+pub fn is_whole(result: &OwnedFd) -> bool {
+    rustix::fs::fstat(result).is_ok_and(|found| found.st_mode & 0o777 == 0)
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and nothing points into it any more.

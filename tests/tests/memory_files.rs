@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::{Client, Job};
+use bulkhead_shared::Executed;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, OutcomeMessage, Submit, capability, role};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
@@ -535,4 +536,25 @@ fn a_client_that_gives_nothing_back_loses_it() {
     wait_for("all is given back", || {
         (file_bytes(&supervisor) == 0 && descriptors(supervisor.pid()) <= before).then_some(())
     });
+}
+
+/// A client that is stopped for so long that its lease is over is told so, and does not take zeros for its result.
+#[test]
+fn a_result_that_is_read_too_late_is_no_result() {
+    let supervisor = one("");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let client = runtime.block_on(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        client
+    });
+    let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
+    // From here on this client does not run.
+    wait_for("its files are taken back", || (file_bytes(&supervisor) == 0).then_some(()));
+    let late = runtime.block_on(job).unwrap_err();
+    assert!(late.to_string().contains("taken back before it was read"), "{late}");
+    assert_eq!(late.executed(), Executed::Yes);
+    // It goes on as any other.
+    let payload = pattern(2, MIB);
+    assert!(runtime.block_on(client.job("b", payload.clone()).send()).unwrap().payload() == payload);
 }

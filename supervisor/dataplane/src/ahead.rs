@@ -63,6 +63,8 @@ impl DataPlane {
             link.notices.spend(0);
             link.stray();
         }
+        let spawn = self.links[index].spawn;
+        self.leave_files(spawn, job);
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
         self.apply(compartment, Event::Returned { worker, job }, Incoming::None);

@@ -50,6 +50,9 @@ pub(super) struct Leases {
     last: u64,
     /// Bytes of all files, also of those that are over for their clients and not for a job.
     bytes: u64,
+    /// Files of jobs whose clients were told while a worker had them, by the keeper's name for it, and which it has not
+    /// answered for: it may still read them.
+    left: Vec<(u64, JobId, Arc<Files>)>,
 }
 
 struct Lease {
@@ -104,6 +107,8 @@ pub(super) struct Leased {
     lease: u64,
     files: Arc<Files>,
     bytes: usize,
+    /// The worker that has it, in whatever form.
+    at: Option<u64>,
     /// The worker that was given it by its name.
     given_to: Option<u64>,
     /// Bytes of the result, if it is in the other file.
@@ -124,6 +129,11 @@ impl Leases {
 
     pub(super) fn len(&self) -> usize {
         self.by_number.len()
+    }
+
+    /// Whether a worker may still read the payload of a job whose client was told.
+    pub(super) fn are_left(&self) -> bool {
+        !self.left.is_empty()
     }
 
     fn of_session(&self, session: SessionId) -> impl Iterator<Item = (u64, &Lease)> {
@@ -385,6 +395,10 @@ impl DataPlane {
 
     /// A worker is gone: what it had is no other's.
     pub(super) fn end_leases_at(&mut self, spawn: u64) {
+        while let Some(at) = self.leases.left.iter().position(|(at, ..)| *at == spawn) {
+            let (_, _, files) = self.leases.left.swap_remove(at);
+            self.let_go(files);
+        }
         if self.leases.len() > 0 {
             let is_its =
                 |lease: &Lease| matches!(lease.user, User::Offered(at) | User::Has(at) if at == spawn);
@@ -415,6 +429,7 @@ impl DataPlane {
         let is_late = |lease: &Lease| {
             matches!(lease.stage, Stage::CalledBack(_, since) if now.since(since) >= RETURN_WITHIN)
                 && !lease.is_busy
+                && now.since(lease.used_at) >= RETURN_WITHIN
         };
         self.leases.numbers(is_late).into_iter().for_each(|number| self.drop_lease(number));
         self.want_housekeeping();
@@ -458,6 +473,10 @@ impl DataPlane {
         if lease.is_busy || !matches!(lease.stage, Stage::Held(_) | Stage::CalledBack(..)) {
             return Err(invalid("this lease is in use by another job, or was not taken"));
         }
+        if matches!(lease.stage, Stage::CalledBack(_, since) if self.now.since(since) >= RETURN_WITHIN) {
+            let message = "this lease was called back, and not returned in time; send the job again";
+            return Err((RejectReason::Overloaded, message.to_owned()));
+        }
         if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
             return Err(invalid("this lease is for another bulkhead or tenant"));
         }
@@ -473,7 +492,7 @@ impl DataPlane {
         let files = lease.files()?.clone();
         lease.is_busy = true;
         let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
-        Some(Box::new(Leased { lease: named.lease, files, bytes, given_to: None, result: None }))
+        Some(Box::new(Leased { lease: named.lease, files, bytes, at: None, given_to: None, result: None }))
     }
 
     /// The worker that has the files of a lease.
@@ -499,7 +518,7 @@ impl DataPlane {
         let Some(leased) = policy.cargo_mut(job).and_then(|record| record.held.file.as_deref_mut()) else {
             return (None, Payload::NONE);
         };
-        leased.given_to = None;
+        (leased.at, leased.given_to) = (Some(spawn), None);
         let (number, bytes) = (leased.lease, leased.bytes);
         let user = self.leases.by_number.get(&number).filter(|lease| lease.bulkhead == bulkhead);
         match user.map(|lease| lease.user) {
@@ -553,6 +572,14 @@ impl DataPlane {
         }
     }
 
+    /// A worker has answered for a job, or given it back: it reads its payload no more.
+    pub(super) fn leave_files(&mut self, spawn: u64, job: JobId) {
+        while let Some(at) = self.leases.left.iter().position(|(at, left, _)| (*at, *left) == (spawn, job)) {
+            let (_, _, files) = self.leases.left.swap_remove(at);
+            self.let_go(files);
+        }
+    }
+
     /// A worker says that a job's result is in its file; what is wrong with that, if something is.
     pub(super) fn result_in_file(
         &mut self,
@@ -578,18 +605,21 @@ impl DataPlane {
     }
 
     /// A job that used a lease is over. Returns where its result is, if in its file.
-    pub(super) fn end_use(&mut self, leased: Leased, verdict: &Verdict) -> Option<Named> {
-        let Leased { lease: number, files, given_to, result, .. } = leased;
+    pub(super) fn end_use(&mut self, leased: Leased, job: Option<JobId>, verdict: &Verdict) -> Option<Named> {
+        let Leased { lease: number, files, at, result, .. } = leased;
         let is_answered = matches!(verdict, Verdict::Ok | Verdict::Failed(_));
         if let Some(lease) = self.leases.by_number.get_mut(&number) {
             lease.is_busy = false;
             lease.used_at = self.now;
             // The worker may still be at it, and write its result when the next job has begun.
-            if given_to.is_some() && !is_answered {
+            if at.is_some() && !is_answered {
                 self.call_back(number);
             }
         }
-        self.let_go(files);
+        match (at.filter(|at| !is_answered && self.links.by_spawn.contains_key(at)), job) {
+            (Some(at), Some(job)) => self.leases.left.push((at, job, files)),
+            _ => self.let_go(files),
+        }
         result.filter(|_| *verdict == Verdict::Ok).map(|bytes| Named { lease: number, bytes })
     }
 }

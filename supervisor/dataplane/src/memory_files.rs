@@ -71,11 +71,16 @@ impl Files {
         self.payload.read.clone()
     }
 
-    /// Gives the memory back, also of what others still have mapped. Takes its time.
+    /// Gives the memory back, also of what others still have mapped. Takes its time. A client that has copied a result
+    /// sees by the file's mode whether it was still there: see [`bulkhead_shared::memory_files::is_whole`].
     pub(super) fn free(self) {
-        for file in [&self.payload.written, &self.result.written] {
+        let empty = |file: &File| {
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let _ = rustix::fs::fallocate(file, hole, 0, self.bytes);
+            let _ = rustix::fs::fallocate(&file.written, hole, 0, self.bytes);
+        };
+        empty(&self.payload);
+        if rustix::fs::fchmod(&self.result.written, Mode::RUSR).is_ok() {
+            empty(&self.result);
         }
     }
 }

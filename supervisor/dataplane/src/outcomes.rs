@@ -53,7 +53,7 @@ impl DataPlane {
         }
         self.free_job(&mut answer.cargo);
         let leased = answer.cargo.held.file.take();
-        let result = leased.and_then(|leased| self.end_use(*leased, &answer.verdict));
+        let result = leased.and_then(|leased| self.end_use(*leased, answer.job, &answer.verdict));
         if answer.attempts > 0 {
             let (now, entry) = (self.now, &mut self.compartments[compartment]);
             let (ran, queued) = (answer.ran, answer.queued);

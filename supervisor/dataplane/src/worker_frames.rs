@@ -393,6 +393,11 @@ impl DataPlane {
             let count = late(self) - before;
             self.tally_of(compartment).late_replies += count;
         }
+        if self.leases.are_left()
+            && let Some(index) = self.link_of(compartment, worker)
+        {
+            self.leave_files(self.links[index].spawn, JobId(number));
+        }
         if !is_owed
             && let Some(index) = self.link_of(compartment, worker)
             && let Some(link) = self.links.get_mut(index)
