@@ -1,6 +1,7 @@
 //! A supervisor that another program starts for itself: it ends with that program, however that ends.
 
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::process::{Command, Stdio};
 
@@ -62,8 +63,13 @@ fn a_descriptor_that_never_ends_is_refused() {
         (ran.status.code(), String::from_utf8_lossy(&ran.stderr).into_owned())
     };
     let file = || Stdio::from(std::fs::File::open(&config).unwrap());
+    let listener = std::os::unix::net::UnixListener::bind(folder.path().join("listener")).unwrap();
+    let (datagrams, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
     for (number, stdin, sentence) in [
         ("0", file(), "descriptor 0 never comes to an end: give a pipe"),
+        ("0", Stdio::null(), "descriptor 0 never comes to an end"),
+        ("0", Stdio::from(OwnedFd::from(listener)), "descriptor 0 never comes to an end"),
+        ("0", Stdio::from(OwnedFd::from(datagrams)), "descriptor 0 never comes to an end"),
         ("977", Stdio::null(), "descriptor 977 is not open"),
         ("-1", Stdio::null(), "-1"),
         ("x", Stdio::null(), "invalid value 'x'"),

@@ -1,11 +1,12 @@
 //! A descriptor that comes to its end with the program that holds its other side, or is.
 
 use std::io::{self, IsTerminal};
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::FileType;
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
+use rustix::net::SocketType;
 
 /// An inherited pipe, socket or terminal, whose end is that of its other side, or a pidfd, whose end is that of the
 /// process. Programs that are started from here on do not inherit it.
@@ -27,13 +28,18 @@ impl Lifeline {
             return Err(closed(number));
         }
         // SAFETY: it is only looked at, and a number that is not open is told by the call.
-        let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
+        let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
         let flags = fcntl_getfd(borrowed).map_err(|_| closed(number))?;
         let is_pidfd = is_pidfd(number);
         let stat = rustix::fs::fstat(borrowed)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
         let is_terminal = borrowed.is_terminal();
-        if !is_pidfd && !is_terminal && !matches!(kind, FileType::Fifo | FileType::Socket) {
+        let ends = match kind {
+            FileType::Fifo => true,
+            FileType::Socket => is_connected(borrowed),
+            _ => is_pidfd || is_terminal,
+        };
+        if !ends {
             return Err(io::Error::other(format!(
                 "descriptor {number} never comes to an end: give a pipe, a socket, a terminal or a pidfd"
             )));
@@ -63,6 +69,12 @@ impl Lifeline {
             }
         }
     }
+}
+
+/// Whether a socket has another side whose end it is told of.
+fn is_connected(socket: BorrowedFd<'_>) -> bool {
+    let kind = rustix::net::sockopt::socket_type(socket);
+    matches!(kind, Ok(SocketType::STREAM | SocketType::SEQPACKET)) && rustix::net::getpeername(socket).is_ok()
 }
 
 fn closed(number: RawFd) -> io::Error {
