@@ -42,6 +42,11 @@ pub struct Args {
     #[arg(long, value_name = "FD", conflicts_with_all = ["check", "schema"])]
     pub while_open: Option<i32>,
 
+    /// Remove this folder, with all that is in it, when the supervisor ends: one that a program made for a supervisor of
+    /// its own. It has to be this user's alone (mode 0700)
+    #[arg(long, value_name = "FOLDER", requires = "while_open")]
+    pub own_folder: Option<PathBuf>,
+
     /// What to do instead
     #[command(subcommand)]
     pub command: Option<Command>,
@@ -97,6 +102,7 @@ mod tests {
             "x doctor --config a",
             "x doctor --check",
             "x other",
+            "x --config a --own-folder b",
         ] {
             assert!(parse(line).is_err(), "{line}");
         }

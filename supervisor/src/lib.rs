@@ -12,4 +12,5 @@ pub mod args;
 pub mod check;
 pub mod doctor;
 mod inherited;
+pub mod own_folder;
 pub mod supervisor;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use bulkhead_linux::lifeline::Lifeline;
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
+use bulkhead_supervisor::own_folder::OwnFolder;
 use bulkhead_supervisor::{check, config, doctor, keeper, supervisor};
 use clap::Parser;
 
@@ -59,6 +60,14 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         Ok(lifeline) => lifeline,
         Err(error) => {
             let _ = writeln!(io::stderr(), "error: --while-open: {error}");
+            return ExitCode::from(USAGE);
+        }
+    };
+    // Removed when this function ends, whatever it ends by.
+    let _own_folder = match args.own_folder.as_deref().map(OwnFolder::open).transpose() {
+        Ok(folder) => folder,
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "error: --own-folder: {error}");
             return ExitCode::from(USAGE);
         }
     };

@@ -3,10 +3,11 @@
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, is_alive, kill_pid, programs};
+use bulkhead_tests::{Supervisor, is_alive, kill_pid, programs, wait_for};
 use nix::sys::signal::Signal;
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -80,4 +81,36 @@ fn a_descriptor_that_never_ends_is_refused() {
     let (ended, _) = std::io::pipe().unwrap();
     let (code, told) = start("0", ended.into());
     assert_eq!(code, Some(0), "it had ended before: {told}");
+}
+
+#[test]
+fn the_own_folder_goes_with_the_supervisor() {
+    let outer = tempfile::tempdir().unwrap();
+    let folder = outer.path().join("own");
+    let make = |mode| {
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::set_permissions(&folder, PermissionsExt::from_mode(mode)).unwrap();
+        std::fs::create_dir(folder.join("further")).unwrap();
+        std::fs::write(folder.join("further/file"), "x").unwrap();
+        let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n";
+        std::fs::write(folder.join("workers.toml"), config).unwrap();
+    };
+    let start = || {
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        command.arg("--config").arg(folder.join("workers.toml")).args(["--while-open", "0", "--own-folder"]);
+        command.arg(&folder).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    make(0o700);
+    let mut supervisor = start();
+    wait_for("it listens", || folder.join("admin.sock").exists().then_some(()));
+    drop(supervisor.stdin.take());
+    let ended = supervisor.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(0), "{}", String::from_utf8_lossy(&ended.stderr));
+    assert!(!folder.exists(), "{}", String::from_utf8_lossy(&ended.stderr));
+    // One that others can look into was not made for this.
+    make(0o755);
+    let refused = start().wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && told.contains("mode 0700"), "{told}");
+    assert!(folder.join("further/file").exists());
 }

@@ -1,0 +1,49 @@
+//! `--own-folder`: the folder that a program made for a supervisor of its own. The supervisor removes it when it ends,
+//! since the program may have been killed before.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use bulkhead_linux::folder;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+
+/// Entries that are removed: sockets, their locks, and what the program put there are a dozen.
+const ENTRIES_MAX: usize = 100_000;
+
+/// A folder that is removed, with all that is in it, when this value is dropped.
+#[derive(Debug)]
+pub struct OwnFolder {
+    path: PathBuf,
+    folder: OwnedFd,
+}
+
+impl OwnFolder {
+    /// Opens it. One that other users have any right to was not made for this.
+    pub fn open(path: &Path) -> Result<Self, String> {
+        let path = std::path::absolute(path).map_err(|error| error.to_string())?;
+        let shown = path.display();
+        let opened = rustix::fs::open(&path, folder::FOLDER | OFlags::RDONLY, Mode::empty());
+        let folder = opened.map_err(|errno| format!("failed to open the folder {shown}: {errno}"))?;
+        let found =
+            rustix::fs::fstat(&folder).map_err(|errno| format!("failed to look at {shown}: {errno}"))?;
+        let is_own = found.st_uid == rustix::process::geteuid().as_raw();
+        if !is_own || Mode::from_raw_mode(found.st_mode) != Mode::RWXU {
+            return Err(format!(
+                "{shown} is removed at the end, so it must be this user's alone: make it with mode 0700"
+            ));
+        }
+        Ok(Self { path, folder })
+    }
+}
+
+impl Drop for OwnFolder {
+    fn drop(&mut self) {
+        let emptied = folder::empty(&self.folder, ENTRIES_MAX);
+        let removed = emptied.and_then(|_| rustix::fs::unlinkat(CWD, &self.path, AtFlags::REMOVEDIR));
+        if let Err(errno) = removed
+            && errno != rustix::io::Errno::NOENT
+        {
+            tracing::warn!(folder = %self.path.display(), "failed to remove the supervisor's own folder: {errno}");
+        }
+    }
+}
