@@ -123,7 +123,7 @@ fn config(own: &Path) -> Result<String> {
         HANG_GRACE.as_millis()
     );
     Ok([
-        "[supervisor]\nsocket = \"jobs.sock\"\nmax_pooled = \"256MiB\"\n".to_owned(),
+        "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned(),
         bulkhead(ONE, "max_queue = 1"),
         bulkhead(&wide(64), "max_in_flight = 64"),
         bulkhead(NARROW, "max_queue = 64"),

@@ -2,7 +2,7 @@
 //! what it should not with a file harms itself alone.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -548,13 +548,84 @@ fn a_result_that_is_read_too_late_is_no_result() {
         until_in_file(&client, "").await;
         client
     });
+    // It answers only when this client does not run any more.
+    let worker = supervisor.worker_pids("b")[0];
+    kill_pid(worker, Signal::SIGSTOP);
     let job = runtime.block_on(client.job("b", pattern(1, MIB)).start()).unwrap();
-    // From here on this client does not run.
+    kill_pid(worker, Signal::SIGCONT);
     wait_for("its files are taken back", || (file_bytes(&supervisor) == 0).then_some(()));
-    let late = runtime.block_on(job).unwrap_err();
+    let late = runtime.block_on(job).map(|reply| reply.payload().len()).unwrap_err();
     assert!(late.to_string().contains("taken back before it was read"), "{late}");
     assert_eq!(late.executed(), Executed::Yes);
     // It goes on as any other.
     let payload = pattern(2, MIB);
     assert!(runtime.block_on(client.job("b", payload.clone()).send()).unwrap().payload() == payload);
+}
+
+/// One that says what it would say if it had read, and never reads: the kernel keeps descriptors for it, of which a
+/// supervisor without privileges may have only so many on their way to all.
+#[test]
+fn a_client_that_never_reads_leaves_few_descriptors_on_their_way() {
+    let supervisor = one("");
+    let mut raw = Raw::connect(&supervisor);
+    let on_their_way = |raw: &Raw| -> u64 {
+        let path = format!("/proc/self/fdinfo/{}", raw.socket.as_raw_fd());
+        let info = std::fs::read_to_string(path).unwrap();
+        let count = info.lines().find_map(|line| line.strip_prefix("scm_fds:"));
+        count.expect("Linux 5.9 or later tells it").trim().parse().unwrap()
+    };
+    let mut most = 0;
+    let mut ask = |raw: &Raw, round: u64| {
+        raw.ask(round, "", MIB);
+        // Their numbers can be guessed.
+        for number in 1..=round {
+            raw.send(kind::LEASE_TAKEN, number, &Empty, &[]);
+            raw.send(kind::LEASE_RETURNED, number, &Empty, &[]);
+        }
+        most = most.max(on_their_way(raw));
+        most
+    };
+    let mut round = 0;
+    wait_for("it is lent a few", || {
+        round += 1;
+        (ask(&raw, round) >= 8).then_some(())
+    });
+    for _ in 0..30 {
+        round += 1;
+        file_bytes(&supervisor);
+        assert!(ask(&raw, round) <= 8, "it is lent more and more");
+    }
+    // Others have theirs, and so has this one once it has read.
+    Raw::connect(&supervisor).lease("");
+    wait_for("all was read", || {
+        raw.told();
+        raw.files.clear();
+        (on_their_way(&raw) == 0).then_some(())
+    });
+    wait_for("it is lent to again", || {
+        round += 1;
+        raw.ask(round, "", MIB);
+        loop {
+            match raw.told() {
+                Told::Leased(asked, _) if asked == round => return Some(()),
+                Told::Refused(asked) if asked == round => return None,
+                _ => {}
+            }
+        }
+    });
+}
+
+/// What is in its files counts as a worker's memory: it is lent no more than a part of what it may have.
+#[test]
+fn a_worker_is_lent_a_part_of_what_it_may_hold() {
+    let supervisor = one("recycle.rss = \"64MiB\"\n");
+    run(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        // Files of 16 MiB each, of which it may have 16 MiB.
+        for round in 0..40 {
+            let job = client.job("b", pattern(round, 9 * MIB)).operation("where");
+            assert_eq!(job.send().await.unwrap().payload(), b"bytes");
+        }
+    });
 }

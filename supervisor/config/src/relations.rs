@@ -18,7 +18,7 @@ use super::file::{RawBulkhead, RawFile, RawSupervisor};
 use super::keys::life::RestartKeys;
 use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given, Written};
-use super::resolved::{Resolved, blame};
+use super::resolved::{Resolved, blame, blame_one_of};
 use super::table::ByRows as _;
 use super::token::Token;
 use super::values::Complaint;
@@ -26,6 +26,9 @@ use super::{
     BulkheadConfig, Config, HttpConfig, ProcessEnv, Program, Restart, Start, SupervisorConfig, defaults,
     programs, units,
 };
+
+/// Bytes of the smallest memory files, one for payloads and one for results.
+const POOLED_MIN: u64 = 512 * 1024;
 
 /// Names that a message lists.
 const LISTED_MAX: usize = 10;
@@ -74,6 +77,20 @@ impl Checker<'_> {
                 format!("write `max_buffered = \"{large}\"` or more"),
             );
         }
+        let pooled = raw.max_pooled.resolved();
+        if (1..POOLED_MIN).contains(&pooled.value)
+            && let Some(place) = blame_one_of(&[&pooled])
+        {
+            let told = pooled.told(units::format_size(pooled.value));
+            self.problems.report(
+                place,
+                format!("`max_pooled` ({told}) has no room for a payload's memory file and a result's"),
+                format!(
+                    "write `max_pooled = \"{}\"` or more, or `0` for none",
+                    units::format_size(POOLED_MIN)
+                ),
+            );
+        }
         let (socket_mode, folder_mode) = access::modes(&raw.socket_mode, has_access);
         SupervisorConfig {
             socket,
@@ -85,7 +102,7 @@ impl Checker<'_> {
             max_clients: raw.max_clients.value(),
             max_payload: payload.value,
             max_buffered: buffered.value,
-            max_pooled: raw.max_pooled.resolved().value,
+            max_pooled: pooled.value,
             crash_dir: self.crash_dir(&raw.crash_dir),
             crash_keep: raw.crash_keep.value(),
             crash_payloads: raw.crash_payloads.value(),

@@ -1,12 +1,12 @@
-//! What blocks or reads files, on a thread of its own: the data plane hands it a task, and hears what came of it in a
-//! later turn. The thread lives as long as the data plane does: a keeper is told by the kernel when the thread that
-//! started it ends.
+//! What blocks or reads files, on threads of its own: the data plane hands them a task, and hears what came of it in a
+//! later turn. One has the keeper and looks at processes; the other has memory files, and keeps nothing else waiting.
+//! The threads live as long as the data plane does: a keeper is told by the kernel when the thread that started it ends.
 
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_keeper::{Keeper, SubordinateIds, sweep_after_keeper};
 use bulkhead_plane::threads::Fate;
@@ -19,6 +19,9 @@ use super::starvation::Watch;
 
 /// Looks at workers that may wait. On a machine where more do, workers are silent since they do not run.
 const LOOKS_WAITING_MAX: usize = 1024;
+
+/// To make memory files takes a processor: the thread that does it waits as long as it has worked, so many times.
+const FILES_PAUSE: u32 = 1;
 
 /// The program that a keeper is.
 const PROGRAM: &str = "/proc/self/exe";
@@ -59,16 +62,17 @@ pub(super) enum Done {
     FilesFreed,
 }
 
-/// The thread, as the data plane has it.
+/// The threads, as the data plane has them.
 pub(super) struct Background {
     tasks: Sender<Task>,
+    files: Sender<Task>,
     done: Receiver<Done>,
     /// Tasks of which nothing was heard yet.
     waiting: usize,
     fate: Fate,
 }
 
-/// The data plane ends, be it by a panic, and the thread with it: that is no loss to be told.
+/// The data plane ends, be it by a panic, and the threads with it: that is no loss to be told.
 impl Drop for Background {
     fn drop(&mut self) {
         self.fate.expect_end();
@@ -76,26 +80,19 @@ impl Drop for Background {
 }
 
 impl Background {
-    /// Starts the thread, which wakes the data plane by `waker` after each task.
+    /// Starts the threads, which wake the data plane by `waker` after each task.
     pub(super) fn start(fate: &Fate, waker: Arc<Waker>) -> io::Result<Self> {
-        let (tasks, received) = channel::<Task>();
         let (sender, done) = channel();
-        fate.spawn("background", move || {
-            for task in received {
-                // The data plane has ended; what it had ordered ends with it.
-                if sender.send(perform(task)).is_err() {
-                    return;
-                }
-                let _ = waker.wake();
-            }
-        })?;
-        Ok(Self { tasks, done, waiting: 0, fate: fate.clone() })
+        let tasks = serve("background", 0, fate, (sender.clone(), waker.clone()))?;
+        let files = serve("memory-files", FILES_PAUSE, fate, (sender, waker))?;
+        Ok(Self { tasks, files, done, waiting: 0, fate: fate.clone() })
     }
 
     fn send(&mut self, task: Task) {
         self.waiting += 1;
+        let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
         // A thread that has ended ends the supervisor, see `Fate`.
-        let _ = self.tasks.send(task);
+        let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
 
     /// Ends what is left of a keeper, and starts another: [`Done::KeeperSwept`] and [`Done::Keeper`] follow.
@@ -144,6 +141,30 @@ impl Background {
         });
         keeper.unwrap_or_else(|| Err(io::Error::other("the thread that starts it has ended")))
     }
+}
+
+/// A thread that does what it is sent, and then pauses as long as that took, so many times.
+fn serve(
+    name: &'static str,
+    pause: u32,
+    fate: &Fate,
+    (done, waker): (Sender<Done>, Arc<Waker>),
+) -> io::Result<Sender<Task>> {
+    let (tasks, received) = channel::<Task>();
+    fate.spawn(name, move || {
+        for task in received {
+            let begun_at = Instant::now();
+            // The data plane has ended; what it had ordered ends with it.
+            if done.send(perform(task)).is_err() {
+                return;
+            }
+            let _ = waker.wake();
+            if pause > 0 {
+                std::thread::sleep(begun_at.elapsed() * pause);
+            }
+        }
+    })?;
+    Ok(tasks)
 }
 
 fn start_keeper(ids: Option<Arc<SubordinateIds>>) -> io::Result<Keeper> {

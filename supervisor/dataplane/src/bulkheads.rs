@@ -65,6 +65,8 @@ pub(super) struct BulkheadEntry {
     pub(super) tally: Tally,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
     pub(super) memory_limit: Option<u64>,
+    /// Bytes of memory files that one worker may be lent.
+    pub(super) lent_max: Option<u64>,
     /// What it was asked for lately.
     pub(super) demand: Demand,
     /// How many more of its crashes are reported now.
@@ -219,6 +221,7 @@ impl BulkheadEntry {
             service: Window::default(),
             tally: Tally::new(spec.limits.tenants.labelled.len()),
             memory_limit: None,
+            lent_max: None,
             demand: Demand::default(),
             crash_allowance: Allowance::default(),
             start_failures: StartFailures::default(),
@@ -237,6 +240,7 @@ impl BulkheadEntry {
         self.retries = limits.retry.is_some();
         self.knows_poison = limits.poison.is_some();
         self.memory_limit = spec.memory_limit;
+        self.lent_max = spec.lent_max;
         self.tally.name_fallbacks(&spec.fallback);
         if self.fallback != spec.fallback {
             self.fallback = spec.fallback.clone();

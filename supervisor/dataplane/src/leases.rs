@@ -12,8 +12,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bulkhead_plane::access;
-use bulkhead_plane::access::Grant;
+use bulkhead_plane::access::{self, Grant};
+use bulkhead_plane::open_files;
 use bulkhead_policy::{Time, WorkerId};
 use bulkhead_shared::client_protocol::Submit;
 use bulkhead_shared::codec;
@@ -25,6 +25,7 @@ use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{JobId, RejectReason, Verdict};
 use foldhash::quality::RandomState;
 
+use super::lends::Lends;
 use super::memory_files::{Files, Lending, lend};
 use super::sessions::{Breach, Stage as SessionStage};
 use super::slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex};
@@ -32,6 +33,12 @@ use super::{DataPlane, Endpoint};
 
 /// Leases that one client can have.
 const LEASES_MAX: usize = 64;
+
+/// Leases of one client whose files are being made.
+const MAKING_MAX: usize = 4;
+
+/// One in so many open files may be a lend that its receiver has not read yet.
+const LIMIT_PER_UNREAD: u64 = 32;
 
 /// The least bytes of a file.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
@@ -43,9 +50,11 @@ const IDLE_MAX: Duration = Duration::from_secs(10);
 const RETURN_WITHIN: Duration = Duration::from_secs(5);
 
 /// All leases.
-#[derive(Default)]
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
+    /// Files that this process may have open.
+    open_files: u64,
+    pub(super) lends: Lends,
     /// The number of the last one.
     last: u64,
     /// Bytes of all files, also of those that are over for their clients and not for a job.
@@ -122,6 +131,18 @@ impl Leased {
 }
 
 impl Leases {
+    pub(super) fn new() -> Self {
+        let open_files = open_files::limit_in_force();
+        Self {
+            by_number: HashMap::default(),
+            open_files,
+            lends: Lends::new(usize::try_from(open_files / LIMIT_PER_UNREAD).unwrap_or(usize::MAX)),
+            last: 0,
+            bytes: 0,
+            left: Vec::new(),
+        }
+    }
+
     /// What the files take.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
@@ -160,6 +181,7 @@ impl DataPlane {
         if header.kind == kind::LEASE {
             let (wanted, _) = codec::decode::<LeaseWanted<'_>>(metadata, &[]).map_err(invalid)?;
             if !self.begin_lease(index, header.number, wanted) {
+                self.sessions[index].standing.refuse();
                 self.send_to_client(index, kind::LEASE_REFUSED, header.number);
             }
             return Ok(());
@@ -171,7 +193,10 @@ impl DataPlane {
             self.sessions[index].standing.refuse();
             return Ok(());
         };
-        if header.kind == kind::LEASE_RETURNED {
+        // Of those that were not sent it cannot know.
+        if matches!(lease.stage, Stage::Making | Stage::Made(_)) {
+            self.sessions[index].standing.refuse();
+        } else if header.kind == kind::LEASE_RETURNED {
             self.drop_lease(number);
         } else {
             match std::mem::replace(&mut lease.stage, Stage::Making) {
@@ -196,7 +221,9 @@ impl DataPlane {
         let entry = &self.bulkheads[bulkhead];
         // What kills is recognised by its bytes.
         let is_welcome = !entry.knows_poison && wanted.bytes <= entry.max_payload && !self.stopping;
-        let has_room = self.leases.of_session(id).count() < LEASES_MAX;
+        let is_making = |(_, lease): &(u64, &Lease)| matches!(lease.stage, Stage::Making);
+        let has_room = self.leases.of_session(id).count() < LEASES_MAX
+            && self.leases.of_session(id).filter(is_making).count() < MAKING_MAX;
         if !is_welcome || !has_room || wanted.tenant.len() > TENANT_BYTES_MAX {
             return false;
         }
@@ -233,8 +260,9 @@ impl DataPlane {
             return false;
         }
         let over = (self.leases.bytes + more).saturating_sub(most);
-        self.call_back_idle(over);
-        over == 0
+        let is_full = self.leases.len() as u64 >= open_files::leases_max(self.leases.open_files, most);
+        self.call_back_idle(over.max(u64::from(is_full)));
+        over == 0 && !is_full
     }
 
     /// Calls back those that are idle, the longest first, until they are worth so many bytes.
@@ -311,7 +339,10 @@ impl DataPlane {
         // A reload may have come between.
         let bulkhead = self.bulkheads.by_name.get(&lease.bulkhead).copied();
         let is_welcome = bulkhead.is_some_and(|bulkhead| !self.bulkheads[bulkhead].knows_poison);
-        let Some(client) = self.sessions.of(session).filter(|client| client.outbox.is_empty() && is_welcome)
+        let lends = &mut self.leases.lends;
+        let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
+        let Some(client) =
+            client.and_then(|client| lends.may_lend(&client.socket, &mut client.unread).then_some(client))
         else {
             let asked_as = lease.asked_as;
             self.drop_lease(number);
@@ -320,6 +351,7 @@ impl DataPlane {
         let named = Named { lease: number, bytes: lease.bytes };
         let sent = lend(&client.socket, (kind::LEASED, lease.asked_as), named, files.of_client());
         if sent.is_ok() {
+            lends.lent(&mut client.unread);
             lease.stage = Stage::Offered(files.clone());
             lease.used_at = self.now;
         } else {
@@ -349,17 +381,19 @@ impl DataPlane {
                 return;
             }
         }
-        let (user, session) = (std::mem::replace(&mut lease.user, User::Barred), lease.session);
-        self.take_from_worker(user, number);
+        let user = std::mem::replace(&mut lease.user, User::Barred);
+        let (session, bytes) = (lease.session, lease.bytes);
+        self.take_from_worker(user, number, bytes);
         self.want_housekeeping();
         if self.sessions.of(session).is_some() {
             self.send_to_client(session.index, kind::LEASE_ENDED, number);
         }
     }
 
-    fn take_from_worker(&mut self, user: User, number: u64) {
+    fn take_from_worker(&mut self, user: User, number: u64, bytes: u64) {
         let (User::Offered(spawn) | User::Has(spawn)) = user else { return };
         if let Some(&index) = self.links.by_spawn.get(&spawn) {
+            self.links[index].lent_bytes -= 2 * bytes;
             let _ = self.links[index].outbox.push(kind::FILES_ENDED, number, &Empty, &[], Payload::NONE);
             self.mark_dirty(Endpoint::Link(index));
         }
@@ -368,7 +402,7 @@ impl DataPlane {
     /// A lease is over. A job that needs its files has them until its end.
     fn drop_lease(&mut self, number: u64) {
         let Some(lease) = self.leases.by_number.remove(&number) else { return };
-        self.take_from_worker(lease.user, number);
+        self.take_from_worker(lease.user, number, lease.bytes);
         match lease.stage {
             // Its bytes go when its files are there.
             Stage::Making => {}
@@ -387,6 +421,9 @@ impl DataPlane {
 
     /// A client is gone, and its leases with it.
     pub(super) fn drop_leases_of(&mut self, session: SessionId) {
+        if let Some(client) = self.sessions.of_mut(session) {
+            self.leases.lends.close(&client.socket, &mut client.unread);
+        }
         if self.leases.len() > 0 {
             let numbers: Vec<_> = self.leases.of_session(session).map(|(number, _)| number).collect();
             numbers.into_iter().for_each(|number| self.drop_lease(number));
@@ -413,6 +450,9 @@ impl DataPlane {
     }
 
     pub(super) fn look_after_leases(&mut self) {
+        if self.leases.lends.look_after_closed() {
+            self.want_housekeeping();
+        }
         if self.leases.len() == 0 {
             return;
         }
@@ -535,8 +575,16 @@ impl DataPlane {
         }
     }
 
+    /// What is in its files counts as the worker's memory, and is not to be what ends it.
+    fn may_be_lent(&self, index: LinkIndex, number: u64) -> bool {
+        let link = &self.links[index];
+        let more = self.leases.by_number.get(&number).map_or(0, |lease| 2 * lease.bytes);
+        let most = self.owner(link.compartment).lent_max;
+        most.is_none_or(|most| link.lent_bytes + more <= most)
+    }
+
     fn lend_to_worker(&mut self, index: LinkIndex, number: u64) {
-        if self.links[index].lending != Lending::Open {
+        if self.links[index].lending != Lending::Open || !self.may_be_lent(index, number) {
             return;
         }
         if !self.links[index].outbox.is_empty() {
@@ -545,10 +593,16 @@ impl DataPlane {
         let Some(link) = self.links.get_mut(index) else { return };
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
         let Some(files) = lease.files().filter(|_| link.outbox.is_empty()) else { return };
+        let lends = &mut self.leases.lends;
+        if !lends.may_lend(&link.socket, &mut link.unread) {
+            return;
+        }
         let named = Named { lease: number, bytes: lease.bytes };
         match lend(&link.socket, (kind::FILES, number), named, files.of_worker()) {
             Ok(sent) => {
                 link.reading.written(sent);
+                link.lent_bytes += 2 * lease.bytes;
+                lends.lent(&mut link.unread);
                 link.lending = Lending::Unacknowledged;
                 lease.user = User::Offered(link.spawn);
             }

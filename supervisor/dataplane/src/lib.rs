@@ -24,6 +24,7 @@ mod held_up;
 mod journal;
 mod keeper_link;
 mod leases;
+mod lends;
 mod link_table;
 mod links;
 mod memory;
@@ -335,7 +336,7 @@ impl DataPlane {
             links: Links::new(support.ids()),
             templates: templates::Templates::default(),
             memory: Memory::new(own),
-            leases: Leases::default(),
+            leases: Leases::new(),
             buffers: Buffers::default(),
             dirty: Vec::new(),
             limits: DataPlaneLimits::new(&config.supervisor),

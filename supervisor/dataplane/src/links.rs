@@ -23,6 +23,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use super::journal::Journal;
 use super::keeper_link::Wanted;
+use super::lends::Unread;
 use super::memory_files::Lending;
 use super::notices::Notices;
 use super::slab::{CompartmentIndex, LinkIndex};
@@ -61,6 +62,10 @@ pub(super) struct Link {
     pub(super) journal: Option<Journal>,
     /// Whether it can be lent memory files.
     pub(super) lending: Lending,
+    /// Bytes of those that it has.
+    pub(super) lent_bytes: u64,
+    /// Those that it may not have read yet.
+    pub(super) unread: Unread,
     /// Whether it writes into its journal when it was alive, and does not say so.
     pub(super) has_beats: bool,
     // What it says.
@@ -287,6 +292,8 @@ impl DataPlane {
             reading,
             journal: None,
             lending: Lending::Never,
+            lent_bytes: 0,
+            unread: Unread::default(),
             has_beats: false,
             stage: Stage::AwaitingHello,
             notices: Notices::default(),

@@ -216,6 +216,7 @@ impl DataPlane {
         }
         let begun = self.read_journal(index);
         let Some(mut link) = self.take_link(spawn) else { return };
+        self.leases.lends.close(&link.socket, &mut link.unread);
         let (compartment, worker) = (link.compartment, link.worker);
         self.end_leases_at(spawn);
         self.tell_unread(compartment, worker, read, begun);

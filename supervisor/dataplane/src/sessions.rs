@@ -19,6 +19,7 @@ use foldhash::quality::RandomState;
 use mio::unix::SourceFd;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::lends::Unread;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
@@ -69,6 +70,8 @@ pub(super) struct Session {
     /// As of the last read, see [`Inbox::frames_begun`].
     pub(super) frames_begun: u64,
     pub(super) unread_since: Option<Time>,
+    /// Memory files that it was lent and may not have read yet.
+    pub(super) unread: Unread,
     pub(super) is_dirty: bool,
     pub(super) is_paused: bool,
     /// Of a client of the control plane's, which does not count among those of the jobs socket.
@@ -206,6 +209,7 @@ impl DataPlane {
             mid_frame_since: None,
             frames_begun: 0,
             unread_since: None,
+            unread: Unread::default(),
             is_dirty: false,
             is_paused: false,
             place,

@@ -9,6 +9,7 @@
 //! - [`lifeline`]: a descriptor that ends with the program behind it.
 //! - [`landlock`]: the system calls of Landlock.
 //! - [`schedule`]: how long a thread runs before others have their turn.
+//! - [`unread`]: what the other side of a socket has not read yet.
 //! - [`vfork`]: starting a program without a copy of this process.
 //! - [`wait`]: the raw waits for children.
 //! - [`errno`]: the errors of raw system calls.
@@ -25,5 +26,6 @@ pub mod rlimits;
 pub mod schedule;
 pub mod signals;
 pub mod syscalls;
+pub mod unread;
 pub mod vfork;
 pub mod wait;

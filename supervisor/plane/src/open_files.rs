@@ -9,11 +9,21 @@ const DESCRIPTORS_OWN: u64 = 48;
 const LEASE_BYTES_MIN: u64 = 512 * 1024;
 const DESCRIPTORS_PER_LEASE: u64 = 4;
 
-/// More leases than that are hardly there at once.
-const LEASES_COUNTED: u64 = 64;
+/// A part of the limit, one to so many, may be leases; and another may be lends on their way.
+const LIMIT_PER_LEASE: u64 = 16;
+
+/// Leases of memory files that there may be at once, with such a limit of open files.
+pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
+    (max_pooled / LEASE_BYTES_MIN).min(limit / LIMIT_PER_LEASE)
+}
 
 /// Descriptors of a worker: both ends of its link, pidfd, two pipes, its journal; twice, for the one that replaces it.
 const DESCRIPTORS_PER_WORKER: u64 = 12;
+
+/// Open files that this process may have.
+pub fn limit_in_force() -> u64 {
+    rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
+}
 
 /// A template takes what a worker takes.
 fn templates(bulkhead: &BulkheadConfig) -> u64 {
@@ -37,7 +47,7 @@ impl OpenFiles {
         let limit = getrlimit(Resource::Nofile);
         // Without the right to raise it, there is what there is; that it is used up is told then.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
-        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let limit = limit_in_force();
         Self { limit, foreign, http }
     }
 
@@ -47,11 +57,11 @@ impl OpenFiles {
         let workers: u64 =
             config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max() + templates(b)).sum();
         let http = if config.supervisor.http.is_some() { http } else { 0 };
-        let leases = config.supervisor.max_pooled / LEASE_BYTES_MIN;
+        let leases = leases_max(limit, config.supervisor.max_pooled);
         let kept = DESCRIPTORS_OWN
             + http
             + foreign
-            + leases.min(LEASES_COUNTED) * DESCRIPTORS_PER_LEASE
+            + leases * DESCRIPTORS_PER_LEASE
             + workers * DESCRIPTORS_PER_WORKER;
         let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
         if room < config.supervisor.max_clients {

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bulkhead_api::{BulkheadChange, ChangeKind, Changes};
+use bulkhead_linux::rlimits::Resource;
 use bulkhead_policy::Limits;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -16,6 +17,9 @@ use crate::confinement::SandboxSupport;
 use crate::limits::DataPlaneLimits;
 use crate::program::{self, Program};
 use bulkhead_config::{self as config, BulkheadConfig, Config, SupervisorConfig, TenantConfig};
+
+/// One in so many bytes of what a worker may hold may be memory files.
+const LENT_PART: u64 = 4;
 
 /// One bulkhead of a file, as the data plane works with it.
 pub struct BulkheadSpec {
@@ -31,6 +35,8 @@ pub struct BulkheadSpec {
     pub max_active: Option<usize>,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
     pub memory_limit: Option<u64>,
+    /// Bytes of memory files that one worker may be lent.
+    pub lent_max: Option<u64>,
 }
 
 /// Other values for a bulkhead that goes on.
@@ -81,6 +87,7 @@ impl BulkheadSpec {
             fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
             max_active: bulkhead.isolation().map(|isolation| isolation.max_active as usize),
             memory_limit: memory_limit(bulkhead),
+            lent_max: lent_max(bulkhead),
         }
     }
 }
@@ -89,6 +96,13 @@ impl BulkheadSpec {
 fn memory_limit(bulkhead: &BulkheadConfig) -> Option<u64> {
     let cgroup = bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory);
     cgroup.into_iter().chain(bulkhead.recycle.rss).min()
+}
+
+/// Memory files count as the memory of the worker that has them, or fill its addresses: they are to have a part of it.
+fn lent_max(bulkhead: &BulkheadConfig) -> Option<u64> {
+    let addresses = bulkhead.rlimits.iter().filter(|rlimit| rlimit.resource == Resource::As);
+    let least = addresses.filter_map(|rlimit| rlimit.limit).chain(memory_limit(bulkhead)).min();
+    least.map(|least| least / LENT_PART)
 }
 
 impl Reload {

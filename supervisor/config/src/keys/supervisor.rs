@@ -40,9 +40,10 @@ section! {
     /// rejected `overloaded`. One client alone may use all; one below an equal share gets room, and the one furthest
     /// over gives. At least `max_payload`.
     max_buffered: u64 as size(1, NUMBER_MAX), default 512 * 1024 * 1024;
-    /// What memory files for large payloads and results take, see [protocol](protocol.md#memory-files); 0 has none.
-    /// Those that no job uses go when another client wants some, and before a job is rejected `overloaded`.
-    max_pooled: u64 as size(0, NUMBER_MAX), default 0;
+    /// What memory files for large payloads and results take, see [protocol](protocol.md#memory-files): at least
+    /// 512 KiB, or 0 for none. Those that no job uses go when another client wants some, and before a job is rejected
+    /// `overloaded`.
+    max_pooled: u64 as size(0, NUMBER_MAX), default 256 * 1024 * 1024;
     /// The folder that crash reports are kept in; made 0700 if it is missing. A report holds the payload of the job.
     crash_dir: String as Kind::Path, without "none, reports are kept in memory", such as "\"/var/lib/bulkhead/crashes\"", reload Waits;
     /// Crash reports that are kept: the newest, and beside them as many of workers that never started.

@@ -24,7 +24,7 @@ fn what_is_left_out_has_the_documented_default() {
             max_clients: 1024,
             max_payload: 64 << 20,
             max_buffered: 512 << 20,
-            max_pooled: 0,
+            max_pooled: 256 * 1024 * 1024,
             crash_dir: None,
             crash_keep: 100,
             crash_payloads: true,

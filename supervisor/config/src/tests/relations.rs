@@ -92,6 +92,22 @@ fn the_largest_payload_can_wait() {
 }
 
 #[test]
+fn memory_files_have_room_for_two() {
+    let folder = Folder::new();
+    let text = |size: &str| format!("[supervisor]\nmax_pooled = {size}\n{}", bulkhead(""));
+    folder.refuse_one(
+        &text("1"),
+        (2, 14),
+        "no room for a payload's memory file",
+        "write `max_pooled = \"512KiB\"`",
+    );
+    folder.refuse_one(&text("524287"), (2, 14), "no room", "or `0` for none");
+    for good in ["0", "524288"] {
+        folder.accept(&text(good));
+    }
+}
+
+#[test]
 fn backoff_grows() {
     let folder = Folder::new();
     folder.refuse_one(

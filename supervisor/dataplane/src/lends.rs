@@ -1,0 +1,127 @@
+//! Descriptors on their way: those of memory files that were lent, in messages that their receivers have not read.
+//!
+//! A supervisor without privileges may have only as many on their way, to all together, as it may have open files: one
+//! that never reads could use them up, and the keeper would get no more. So each receiver is sent a few, and then none
+//! until the kernel says that it has read all; and all together have a part of what there may be. What a connection
+//! left unread counts until the other side has closed it as well.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use bulkhead_linux::unread;
+
+/// Lends that one receiver may leave unread.
+const UNREAD_MAX: u8 = 4;
+
+/// Lends of one receiver that may not have been read yet.
+#[derive(Debug, Default)]
+pub(super) struct Unread(u8);
+
+/// All lends that may not have been read yet.
+#[derive(Debug)]
+pub(super) struct Lends {
+    unread: usize,
+    most: usize,
+    /// Connections that are closed here, and were not read to their end.
+    closed: Vec<(OwnedFd, Unread)>,
+}
+
+impl Lends {
+    /// With so many unread at most.
+    pub(super) fn new(most: usize) -> Self {
+        Self { unread: 0, most, closed: Vec::new() }
+    }
+
+    /// Whether one more may be sent.
+    pub(super) fn may_lend(&mut self, socket: impl AsFd, receiver: &mut Unread) -> bool {
+        if receiver.0 > 0 && is_read(socket) {
+            self.unread -= usize::from(std::mem::take(receiver).0);
+        }
+        receiver.0 < UNREAD_MAX && self.unread < self.most
+    }
+
+    /// One was sent.
+    pub(super) fn lent(&mut self, receiver: &mut Unread) {
+        receiver.0 += 1;
+        self.unread += 1;
+    }
+
+    /// A connection is to be closed here. What its receiver has not read stays on its way.
+    pub(super) fn close(&mut self, socket: impl AsFd, receiver: &mut Unread) {
+        let left = std::mem::take(receiver);
+        if left.0 == 0 {
+            return;
+        }
+        match socket.as_fd().try_clone_to_owned() {
+            Ok(kept) if !is_read(&kept) => {
+                // The receiver hears of the end as if it were closed.
+                let _ = rustix::net::shutdown(&kept, rustix::net::Shutdown::Both);
+                self.closed.push((kept, left));
+            }
+            _ => self.unread -= usize::from(left.0),
+        }
+    }
+
+    /// Forgets connections that were read since, or closed by their receivers. Returns whether some are left.
+    pub(super) fn look_after_closed(&mut self) -> bool {
+        let unread = &mut self.unread;
+        self.closed.retain(|(socket, left)| {
+            let is_read = is_read(socket);
+            *unread -= if is_read { usize::from(left.0) } else { 0 };
+            !is_read
+        });
+        !self.closed.is_empty()
+    }
+}
+
+fn is_read(socket: impl AsFd) -> bool {
+    unread::bytes(socket).is_ok_and(|bytes| bytes == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn one_that_does_not_read_is_sent_a_few_also_when_it_comes_again() {
+        let mut lends = Lends::new(2 * usize::from(UNREAD_MAX));
+        let mut others = Vec::new();
+        for _ in 0..2 {
+            let (mut here, there) = UnixStream::pair().unwrap();
+            let mut unread = Unread::default();
+            for _ in 0..UNREAD_MAX {
+                assert!(lends.may_lend(&here, &mut unread));
+                here.write_all(b"lent").unwrap();
+                lends.lent(&mut unread);
+            }
+            assert!(!lends.may_lend(&here, &mut unread));
+            lends.close(&here, &mut unread);
+            others.push(there);
+        }
+        let (here, _there) = UnixStream::pair().unwrap();
+        assert!(!lends.may_lend(&here, &mut Unread::default()), "all together have used up what there is");
+        assert!(lends.look_after_closed());
+        others[0].read_to_end(&mut Vec::new()).unwrap();
+        others.pop();
+        assert!(!lends.look_after_closed());
+        assert!(lends.may_lend(&here, &mut Unread::default()));
+    }
+
+    #[test]
+    fn one_that_reads_is_lent_to_for_ever() {
+        let mut lends = Lends::new(1);
+        let (mut here, mut there) = UnixStream::pair().unwrap();
+        let mut unread = Unread::default();
+        for _ in 0..3 {
+            assert!(lends.may_lend(&here, &mut unread));
+            here.write_all(b"lent").unwrap();
+            lends.lent(&mut unread);
+            assert!(!lends.may_lend(&here, &mut unread));
+            there.read_exact(&mut [0; 4]).unwrap();
+        }
+        lends.close(&here, &mut unread);
+        assert!(!lends.look_after_closed());
+    }
+}
