@@ -149,9 +149,10 @@ impl Lane {
             ),
         };
         let deadline = if operation == "hang" { 200 } else { [50, 500, 5_000][random.below(3)] };
+        let payload = worker::payload(number, bytes);
         let mut job = self
             .client
-            .job(bulkhead, worker::payload(number, bytes))
+            .job(bulkhead, payload.clone())
             .operation(operation)
             .priority(priority)
             .tenant(tenant)
@@ -164,17 +165,17 @@ impl Lane {
             // The future is dropped: the job is cancelled, wherever it is.
             let patience = Duration::from_micros(random.below(5_000) as u64);
             return match tokio::time::timeout(patience, job.send()).await {
-                Ok(result) => told(number, result),
+                Ok(result) => told(&payload, result),
                 Err(_) => Told::Dropped,
             };
         }
-        told(number, job.send().await)
+        told(&payload, job.send().await)
     }
 }
 
-fn told(number: u64, result: Result<bulkhead_client::Reply, JobError>) -> Told {
+fn told(payload: &[u8], result: Result<bulkhead_client::Reply, JobError>) -> Told {
     match result {
-        Ok(reply) if reply.payload() == number.to_le_bytes() => Told::Ok,
+        Ok(reply) if reply.payload() == payload => Told::Ok,
         Ok(_) => Told::WrongResult,
         Err(error) => match error.outcome() {
             Some(outcome) => Told::Ended {

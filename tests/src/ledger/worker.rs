@@ -74,11 +74,10 @@ pub fn read(notes: &Path) -> Vec<Record> {
     bytes.chunks_exact(Record::BYTES).map(Record::decode).collect()
 }
 
-/// What a payload begins with: the client's number of the job. What the job does is its operation.
+/// A payload, and the result that is wanted for it: the client's number of the job, again and again. What the job does
+/// is its operation.
 pub fn payload(job: u64, bytes: usize) -> Vec<u8> {
-    let mut payload = vec![b'x'; bytes.max(8)];
-    payload[..8].copy_from_slice(&job.to_le_bytes());
-    payload
+    job.to_le_bytes().repeat(bytes.div_ceil(8).max(1))
 }
 
 /// Serves jobs until the supervisor wants no more.
@@ -112,7 +111,7 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
             }
             write(Mark::Ended)?;
             drop(place);
-            Ok(job.payload()[..8].to_vec())
+            Ok(job.payload().to_vec())
         })
         .serve()
 }
