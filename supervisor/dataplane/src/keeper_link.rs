@@ -30,17 +30,17 @@ pub(super) struct KeeperLink {
     asked_at: Option<Time>,
     /// What it said while something else was being done.
     late_reports: VecDeque<Report>,
+    /// Workers that are to be ordered.
+    wanted: VecDeque<Wanted>,
 }
 
 enum State {
     Serving(Box<Keeper>),
     /// The one before is lost, and with it all workers.
-    Replaced {
-        wanted: Vec<Wanted>,
-    },
+    Replaced,
 }
 
-/// A worker that is ordered as soon as there is a keeper.
+/// A worker that is ordered as soon as there is a keeper, and time.
 pub(super) struct Wanted {
     pub(super) compartment: CompartmentIndex,
     pub(super) worker: WorkerId,
@@ -55,32 +55,33 @@ impl KeeperLink {
             deaths: 0,
             asked_at: None,
             late_reports: VecDeque::new(),
+            wanted: VecDeque::new(),
         }
     }
 
     fn keeper(&mut self) -> io::Result<&mut Keeper> {
         match &mut self.state {
             State::Serving(keeper) => Ok(keeper),
-            State::Replaced { .. } => Err(io::ErrorKind::BrokenPipe.into()),
+            State::Replaced => Err(io::ErrorKind::BrokenPipe.into()),
         }
     }
 
     pub(super) fn is_replaced(&self) -> bool {
-        matches!(self.state, State::Replaced { .. })
+        matches!(self.state, State::Replaced)
     }
 
     /// Its process; `None` while it is being replaced.
     pub(super) fn pid(&self) -> Option<u32> {
         match &self.state {
             State::Serving(keeper) => Some(keeper.pid()),
-            State::Replaced { .. } => None,
+            State::Replaced => None,
         }
     }
 
     pub(super) fn descriptor(&self) -> Option<RawFd> {
         match &self.state {
             State::Serving(keeper) => Some(keeper.as_raw_fd()),
-            State::Replaced { .. } => None,
+            State::Replaced => None,
         }
     }
 
@@ -113,22 +114,25 @@ impl KeeperLink {
         self.keeper()?.fork((spawn, template), link, stdout, stderr)
     }
 
-    /// Has a worker wait for the next keeper, if there is none. Returns whether it waits.
-    pub(super) fn wait_with(&mut self, wanted: Wanted) -> bool {
-        match &mut self.state {
-            State::Serving(_) => false,
-            State::Replaced { wanted: waiting } => {
-                waiting.push(wanted);
-                true
-            }
-        }
+    /// Has a worker wait until it is ordered.
+    pub(super) fn want(&mut self, wanted: Wanted) {
+        self.wanted.push_back(wanted);
     }
 
-    /// A worker that waits for the next keeper is not wanted any more. Returns whether it waited.
+    /// A worker that can be ordered now.
+    pub(super) fn next_wanted(&mut self) -> Option<Wanted> {
+        if self.is_replaced() { None } else { self.wanted.pop_front() }
+    }
+
+    /// Whether there is a worker that can be ordered now.
+    pub(super) fn has_wanted(&self) -> bool {
+        !self.wanted.is_empty() && !self.is_replaced()
+    }
+
+    /// A worker that waits to be ordered is not wanted any more. Returns whether it waited.
     pub(super) fn forget_wanted(&mut self, compartment: CompartmentIndex, worker: WorkerId) -> bool {
-        let State::Replaced { wanted } = &mut self.state else { return false };
-        let found = wanted.iter().position(|it| it.compartment == compartment && it.worker == worker);
-        found.map(|at| wanted.remove(at)).is_some()
+        let found = self.wanted.iter().position(|it| it.compartment == compartment && it.worker == worker);
+        found.map(|at| self.wanted.remove(at)).is_some()
     }
 
     /// Has a worker killed, and wants to hear that it was.
@@ -201,26 +205,23 @@ impl KeeperLink {
         let is_again = now.since(self.since) < PROVEN_AFTER;
         self.deaths = if is_again { self.deaths + 1 } else { 0 };
         self.asked_at = None;
-        match std::mem::replace(&mut self.state, State::Replaced { wanted: Vec::new() }) {
+        match std::mem::replace(&mut self.state, State::Replaced) {
             State::Serving(lost) => background.replace_keeper(lost, pause_after(self.deaths)),
-            State::Replaced { .. } => unreachable!("a keeper is lost once"),
+            State::Replaced => unreachable!("a keeper is lost once"),
         }
     }
 
-    /// There is another one. Returns the workers that were wanted meanwhile.
-    pub(super) fn serve(&mut self, keeper: Box<Keeper>, now: Time) -> Vec<Wanted> {
+    /// There is another one: the workers that were wanted meanwhile can be ordered.
+    pub(super) fn serve(&mut self, keeper: Box<Keeper>, now: Time) {
         self.since = now;
-        match std::mem::replace(&mut self.state, State::Serving(keeper)) {
-            State::Replaced { wanted } => wanted,
-            State::Serving(_) => unreachable!("a keeper is replaced when it is lost, and once"),
-        }
+        self.state = State::Serving(keeper);
     }
 
     /// Ends it, with all workers. Waits for that, and for one that is just being started.
     pub(super) fn end(self, background: &Background) -> io::Result<()> {
         match self.state {
             State::Serving(keeper) => keeper.end(),
-            State::Replaced { .. } => background.last_keeper()?.end(),
+            State::Replaced => background.last_keeper()?.end(),
         }
     }
 }

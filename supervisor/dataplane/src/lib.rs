@@ -89,7 +89,7 @@ use commands::Orders;
 use compartments::Compartments;
 use entrance::Entrance;
 use fallback::FallbackState;
-use keeper_link::KeeperLink;
+use keeper_link::{KeeperLink, Wanted};
 use leases::{Leased, Leases};
 use link_table::Links;
 use memory::{Charge, Memory};
@@ -377,6 +377,7 @@ impl DataPlane {
             self.settle_leaving();
             self.settle_memory(None);
             self.flush_dirty();
+            self.order_wanted();
             self.set_timers();
             self.tell_memory();
             self.sessions.recycle();
@@ -504,8 +505,8 @@ impl DataPlane {
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
         let has_more =
             !self.links.again.is_empty() || !self.sessions.turns.is_empty() || self.orders.is_waiting();
-        // Failed spawns that came up when those before them were told.
-        if has_more || !self.links.failed_spawns.is_empty() {
+        // Failed spawns that came up when those before them were told, and workers that are to be ordered.
+        if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_wanted() {
             return Some(Duration::ZERO);
         }
         // epoll counts in milliseconds; a sleep that ends just before its time would turn idly.
@@ -603,7 +604,7 @@ impl DataPlane {
             Action::Cancel { worker, job } => self.send_cancel(index, worker, job),
             Action::Spawn { worker, slot, again } => {
                 self.count_restart(index, again);
-                self.spawn(index, worker, slot);
+                self.keeper.want(Wanted { compartment: index, worker, slot });
             }
             Action::Drain { worker } => self.send_drain(index, worker),
             Action::Kill { worker, .. } => self.kill(index, worker),

@@ -74,6 +74,9 @@ pub(super) struct Link {
     pub(super) status: Option<String>,
 }
 
+/// Workers that are ordered in one turn.
+const ORDERS_PER_TURN: usize = 4;
+
 /// How a worker comes to be.
 enum Origin {
     Spawn,
@@ -158,10 +161,15 @@ pub(super) struct Oversized {
 impl DataPlane {
     // Coming.
 
-    pub(super) fn spawn(&mut self, compartment: CompartmentIndex, worker: WorkerId, slot: u32) {
-        if self.keeper.wait_with(Wanted { compartment, worker, slot }) {
-            return;
+    /// Orders what is wanted, a few in each turn: it takes its time, and what was answered goes first.
+    pub(super) fn order_wanted(&mut self) {
+        for _ in 0..ORDERS_PER_TURN {
+            let Some(Wanted { compartment, worker, slot }) = self.keeper.next_wanted() else { return };
+            self.spawn(compartment, worker, slot);
         }
+    }
+
+    fn spawn(&mut self, compartment: CompartmentIndex, worker: WorkerId, slot: u32) {
         let template = match self.origin_of(compartment, worker, slot) {
             Ok(Origin::Spawn) => None,
             Ok(Origin::Fork(template)) => Some(template),
@@ -311,7 +319,7 @@ impl DataPlane {
             self.keeper.kill(self.links[index].spawn, self.now);
             self.want_housekeeping();
         } else if self.keeper.forget_wanted(compartment, worker) {
-            let message = "it was ended before there was a keeper process to start it".to_owned();
+            let message = "it was ended before it was started".to_owned();
             self.defer_spawn_failure(compartment, worker, message);
         } else if let Some(message) = self.forget_fork(compartment, worker) {
             self.defer_spawn_failure(compartment, worker, message);

@@ -14,7 +14,6 @@ use mio::unix::SourceFd;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::background::Done;
-use super::keeper_link::Wanted;
 use super::links::{End, Link, Running};
 use super::slab::{CompartmentIndex, LinkIndex};
 use super::{DataPlane, Endpoint, Incoming};
@@ -300,9 +299,7 @@ impl DataPlane {
     fn keeper_is_back(&mut self, keeper: Box<Keeper>) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut SourceFd(&keeper.as_raw_fd()), super::KEEPER, interest)?;
-        for Wanted { compartment, worker, slot } in self.keeper.serve(keeper, self.now) {
-            self.spawn(compartment, worker, slot);
-        }
+        self.keeper.serve(keeper, self.now);
         Ok(())
     }
 

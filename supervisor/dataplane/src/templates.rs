@@ -16,6 +16,7 @@ use bulkhead_plane::program::Program;
 use bulkhead_policy::{Death, Event, Time, WorkerId};
 use rustix::pipe::{PipeFlags, pipe_with};
 
+use super::keeper_link::Wanted;
 use super::links::Output;
 use super::slab::CompartmentIndex;
 use super::{DataPlane, Incoming};
@@ -137,7 +138,7 @@ impl DataPlane {
     /// Workers are started with something else from here on.
     pub(super) fn replace_template(&mut self, compartment: CompartmentIndex) {
         for (worker, slot) in self.end_template(compartment) {
-            self.spawn(compartment, worker, slot);
+            self.keeper.want(Wanted { compartment, worker, slot });
         }
     }
 
@@ -231,7 +232,7 @@ impl DataPlane {
                 }
                 let wanted = std::mem::take(&mut template.wanted);
                 for (worker, slot) in wanted {
-                    self.spawn(compartment, worker, slot);
+                    self.keeper.want(Wanted { compartment, worker, slot });
                 }
             }
         }

@@ -258,12 +258,15 @@ impl Process {
                 }
             }
         }
+        // A death is told before there is time for a spawn or for a look at all processes.
+        self.flush()?;
         // One order a turn, so that deaths do not wait for a hundred spawns.
         if self.can_take_order() && !self.take_order()? {
             return Ok(false);
         }
         let now = Instant::now();
         self.reap(now);
+        self.flush()?;
         self.sweep(now);
         self.end_hung_templates(now);
         self.fork_held();
