@@ -139,8 +139,9 @@ fn start(
         Err(Stopped::Closed(status)) => {
             let status = status.map(|status| format!(": {status}")).unwrap_or_default();
             Err(format!(
-                "{} ended before it was ready ({exit:?}){status}{}",
+                "{} ended before it was ready ({}){status}{}",
                 program.describe(),
+                words(exit),
                 quoted(&said)
             ))
         }
@@ -206,6 +207,18 @@ fn spawned(keeper: &mut Keeper, worker: u64) -> Result<Observed, String> {
 
 fn late() -> String {
     format!("the keeper does not answer within {ORDER_PATIENCE:?}")
+}
+
+fn words(exit: keeper::Exit) -> String {
+    match exit {
+        keeper::Exit::Code(code) => format!("exit code {code}"),
+        keeper::Exit::Signal { number, .. } => format!("signal {}", bulkhead_linux::signals::name(number)),
+        keeper::Exit::Oom => "out of memory".to_owned(),
+        keeper::Exit::Violation { call } => match keeper::call_name(call) {
+            "" => "it made a system call that its sandbox forbids".to_owned(),
+            name => format!("it called {name}, which its sandbox forbids"),
+        },
+    }
 }
 
 /// How it ended. `None`: it has not, in this time.

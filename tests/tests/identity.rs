@@ -393,7 +393,7 @@ fn check_says_what_stops_a_worker() {
         line.unwrap_or_else(|| panic!("nothing of {name}: {error}")).to_owned()
     };
     assert!(line("writer").contains("chown") && line("reader").contains("/secret"), "{error}");
-    assert!(line("ends").contains("Code(3)"), "{error}");
+    assert!(line("ends").contains("(exit code 3)"), "{error}");
     assert!(error.contains("so be it"), "{error}");
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
@@ -465,4 +465,20 @@ fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folde
     set_mode(&path, 0o755);
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{:?}", texts(&output));
+}
+
+#[test]
+fn check_says_how_a_worker_ended() {
+    for (script, how) in [("exit 3", "(exit code 3)"), ("kill -SEGV $$", "(signal SIGSEGV)")] {
+        let folder = tempfile::tempdir().unwrap();
+        let config = format!(
+            "{SOCKETS}[bulkhead.worker]\ncommand = [\"/bin/sh\", \"-c\", \"{script}\"]\n\
+             sandbox.profile = \"none\"\n"
+        );
+        std::fs::write(folder.path().join("workers.toml"), config).unwrap();
+        let output = check(folder.path());
+        let (out, error) = texts(&output);
+        assert_eq!(output.status.code(), Some(2), "{out}{error}");
+        assert!(error.contains(&format!("ended before it was ready {how}")), "{error}");
+    }
 }

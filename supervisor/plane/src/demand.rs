@@ -29,13 +29,9 @@ impl Level {
             in_flight: policy.permits_taken(),
             queued: u32::try_from(policy.queued()).unwrap_or(u32::MAX),
             is_full: policy.is_full(),
-            is_short: policy.limit() < permits_of(policy.limits()),
+            is_short: policy.is_short_of_workers(),
         }
     }
-}
-
-fn permits_of(limits: &Limits) -> u64 {
-    u64::from(limits.processes) * u64::from(limits.max_in_flight)
 }
 
 /// What was seen in one window of time. Where tenants are apart, each tenant's time counts by itself, since

@@ -132,6 +132,7 @@ fn it_comes_down_within_a_second_and_is_up_again_within_seconds() {
     assert_eq!(load.range(4 * SECOND), (64, 64));
     load.run(3 * SECOND, |_| 200 * MS);
     assert_eq!(load.limit(), 2, "whatever the limit, jobs take too long: the least is left");
+    assert!(!load.stage.bulkhead.is_short_of_workers(), "what it took away is not missing");
     let done = load.done;
     load.run(2 * SECOND, |_| 200 * MS);
     assert!(load.done > done, "the least goes on");

@@ -23,6 +23,11 @@ impl<T> Bulkhead<T> {
         self.permits.min(self.adaptive_bound())
     }
 
+    /// Whether workers are missing that there should be. What the adaptive limit took away is not missing.
+    pub fn is_short_of_workers(&self) -> bool {
+        self.permits < u64::from(self.limits.processes) * u64::from(self.limits.max_in_flight)
+    }
+
     /// What the adaptive limit allows.
     pub(super) fn adaptive_bound(&self) -> u64 {
         self.adaptive.as_deref().and_then(Adaptive::bound).map_or(u64::MAX, u64::from)
