@@ -17,8 +17,11 @@ const SPARED: &str =
 fn after(operation: &str, payload: &str) -> String {
     let plain = after_in("b", operation, payload);
     let spared = after_in("spared", operation, payload);
+    let large = format!("{payload}{}", " ".repeat(100_000));
+    let in_file = after_in("b", operation, &large);
     if operation != "die-answering" {
         assert_eq!(plain, spared, "a spare changes nothing for the job in hand");
+        assert_eq!(plain, in_file, "nor does it where its payload is");
     }
     plain
 }
@@ -27,6 +30,8 @@ fn after_in(bulkhead: &str, operation: &str, payload: &str) -> String {
     let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}"));
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
+        let place = async || client.job(bulkhead, payload.to_owned()).operation("where").send().await.unwrap();
+        while payload.len() > 65_536 && place().await.payload() != b"file" {}
         let result = client.job(bulkhead, payload.to_owned()).operation(operation).send().await;
         assert!(client.job("other", "x").send().await.is_ok());
         assert!(client.job(bulkhead, "x").send().await.is_ok(), "{bulkhead} after {operation}");
