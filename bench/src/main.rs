@@ -10,6 +10,7 @@ mod attacks;
 mod bare;
 mod chains;
 mod confinement;
+mod fork_server;
 mod fresh;
 mod load;
 mod measures;
@@ -86,6 +87,9 @@ enum Role {
         /// Where to connect.
         echo: PathBuf,
     },
+    /// Forks a child for each socket that it is sent.
+    #[command(hide = true)]
+    ForkServer,
     /// A worker of the real chain.
     #[command(hide = true)]
     Worker,
@@ -136,6 +140,7 @@ fn main() -> ExitCode {
     let result = match &args.role {
         Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
         Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
+        Some(Role::ForkServer) => fork_server::serve(),
         Some(Role::Worker) => return real::worker(),
         Some(Role::StartAndDie) => neighbours::start_and_die(),
         Some(Role::Die) => std::process::abort(),

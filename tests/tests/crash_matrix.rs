@@ -30,7 +30,8 @@ fn after_in(bulkhead: &str, operation: &str, payload: &str) -> String {
     let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}"));
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
-        let place = async || client.job(bulkhead, payload.to_owned()).operation("where").send().await.unwrap();
+        let place =
+            async || client.job(bulkhead, payload.to_owned()).operation("where").send().await.unwrap();
         while payload.len() > 65_536 && place().await.payload() != b"file" {}
         let result = client.job(bulkhead, payload.to_owned()).operation(operation).send().await;
         assert!(client.job("other", "x").send().await.is_ok());
