@@ -14,29 +14,59 @@ pub const TEXT_BYTES_MAX: usize = 512;
 /// Bytes of a message.
 pub const MESSAGE_BYTES_MAX: usize = 1 + TEXT_BYTES_MAX;
 
-/// What the keeper orders: fork a worker, which is called so.
+/// What the keeper orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Order {
-    /// The keeper's name for the worker.
-    pub worker: u64,
+pub enum Order {
+    /// Fork a worker, whose temporary folder is to be [called](folder_name) so.
+    Fork {
+        /// The keeper's name for the worker.
+        worker: u64,
+        /// What makes its folder's name one that cannot be guessed.
+        secret: u128,
+    },
+    /// Nothing is left of such a worker: remove its temporary folder.
+    Remove {
+        /// The worker.
+        worker: u64,
+        /// As when it was forked.
+        secret: u128,
+    },
 }
 
 impl Order {
-    const KIND: u8 = b'F';
-
     /// The message.
-    pub fn encode(self) -> [u8; 9] {
-        let mut bytes = [Self::KIND; 9];
-        bytes[1..].copy_from_slice(&self.worker.to_le_bytes());
+    pub fn encode(self) -> [u8; 25] {
+        let (kind, worker, secret) = match self {
+            Self::Fork { worker, secret } => (b'F', worker, secret),
+            Self::Remove { worker, secret } => (b'R', worker, secret),
+        };
+        let mut bytes = [kind; 25];
+        bytes[1..9].copy_from_slice(&worker.to_le_bytes());
+        bytes[9..].copy_from_slice(&secret.to_le_bytes());
         bytes
     }
 
     /// `None`: this is no order.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
-        let worker = u64::from_le_bytes(rest.try_into().ok()?);
-        (kind == Self::KIND).then_some(Self { worker })
+        let (worker, rest) = rest.split_first_chunk()?;
+        let (worker, secret) = (u64::from_le_bytes(*worker), u128::from_le_bytes(rest.try_into().ok()?));
+        match kind {
+            b'F' => Some(Self::Fork { worker, secret }),
+            b'R' => Some(Self::Remove { worker, secret }),
+            _ => None,
+        }
     }
+}
+
+/// What the temporary folder of a forked worker is called, in that of its template.
+pub fn folder_name(worker: u64, secret: u128) -> String {
+    format!("{worker}-{secret:032x}")
+}
+
+/// The worker whose folder is called so.
+pub fn worker_of_folder(name: &str) -> Option<u64> {
+    name.split_once('-')?.0.parse().ok()
 }
 
 /// What a template says, or a worker that it has forked.
@@ -57,12 +87,14 @@ pub enum Word<'a> {
         /// Its process.
         pid: u32,
     },
-    /// It could not.
+    /// It could not, or what it has forked could not become a worker.
     NotForked {
         /// The worker.
         worker: u64,
         /// Why.
         errno: i32,
+        /// What failed, if it is not the fork itself.
+        step: &'a str,
     },
     /// A worker says that it has begun; the kernel says which process it is.
     Born {
@@ -93,10 +125,11 @@ impl<'a> Word<'a> {
                 put(&worker.to_le_bytes());
                 put(&pid.to_le_bytes());
             }
-            Self::NotForked { worker, errno } => {
+            Self::NotForked { worker, errno, step } => {
                 put(b"X");
                 put(&worker.to_le_bytes());
                 put(&errno.to_le_bytes());
+                put(step.as_bytes());
             }
             Self::Born { worker } => {
                 put(b"B");
@@ -121,7 +154,10 @@ impl<'a> Word<'a> {
             b'M' => Self::Extend(u32::from_le_bytes(rest.try_into().ok()?)),
             b'D' => pair().map(|(worker, pid)| Self::Forked { worker, pid: u32::from_le_bytes(pid) })?,
             b'X' => {
-                pair().map(|(worker, errno)| Self::NotForked { worker, errno: i32::from_le_bytes(errno) })?
+                let (worker, rest) = rest.split_first_chunk()?;
+                let (errno, step) = rest.split_first_chunk()?;
+                let (worker, errno) = (u64::from_le_bytes(*worker), i32::from_le_bytes(*errno));
+                Self::NotForked { worker, errno, step: std::str::from_utf8(step).ok()? }
             }
             b'B' => Self::Born { worker: u64::from_le_bytes(rest.try_into().ok()?) },
             _ => return None,
@@ -141,7 +177,8 @@ mod tests {
             Word::Refused("threads"),
             Word::Extend(7),
             Word::Forked { worker: 8, pid: 9 },
-            Word::NotForked { worker: 8, errno: 11 },
+            Word::NotForked { worker: 8, errno: 11, step: "" },
+            Word::NotForked { worker: 8, errno: 11, step: "landlock" },
             Word::Born { worker: u64::MAX },
         ];
         for word in words {
@@ -152,8 +189,13 @@ mod tests {
         for garbage in [&b""[..], b"R1", b"B123", b"D12345678123", b"S\xff", b"?"] {
             assert_eq!(Word::decode(garbage), None, "{garbage:?}");
         }
-        assert_eq!(Order::decode(&Order { worker: 3 }.encode()), Some(Order { worker: 3 }));
+        let orders = [Order::Fork { worker: 3, secret: u128::MAX }, Order::Remove { worker: 3, secret: 1 }];
+        for order in orders {
+            assert_eq!(Order::decode(&order.encode()), Some(order));
+        }
         assert_eq!(Order::decode(b"F123"), None);
-        assert_eq!(Order::decode(b"G12345678"), None);
+        assert_eq!(Order::decode(&[b'G'; 25]), None);
+        assert_eq!(worker_of_folder(&folder_name(17, 5)), Some(17));
+        assert_eq!(worker_of_folder("x"), None);
     }
 }

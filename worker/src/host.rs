@@ -10,7 +10,6 @@ mod folder;
 mod launch;
 mod library;
 mod orphans;
-mod rules;
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::process::ExitCode;

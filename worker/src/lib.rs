@@ -20,6 +20,7 @@ mod link;
 mod pool;
 mod progress;
 mod reply;
+mod rules;
 mod seal;
 mod server;
 mod template;

@@ -174,7 +174,7 @@ impl<S: Send + Sync + 'static> Server<S> {
 
     /// Initialises once, and goes on in each process that is forked from here on.
     fn open_template(self, socket: OwnedFd) -> Result<ExitCode, String> {
-        let template = Arc::new(Template::new(socket));
+        let template = Arc::new(Template::new(socket)?);
         let Self { init, mut before_fork, after_fork, operations, fallback } = self;
         let context = StartCtx { to: Listener::Keeper(template.clone()) };
         let made = catch_unwind(AssertUnwindSafe(|| init(&context)))
@@ -187,7 +187,7 @@ impl<S: Send + Sync + 'static> Server<S> {
             .map_err(|error| refused(format!("initialisation failed: {}: {}", error.code, error.message)))?;
         let before = || before_fork.iter_mut().for_each(|hook| hook(&mut state));
         let link = template.serve(before).map_err(refused)?;
-        // From here on this is a worker. It gives its copy of the template's socket up.
+        // From here on this is a worker, and the link has taken the place of the template's socket.
         drop((context, template));
         let init: BoxedInit<S> = Box::new(move |start| {
             after_fork.map_or(Ok(()), |hook| hook(&mut state, start))?;

@@ -3,23 +3,36 @@
 //!
 //! A process is forked as its calling thread alone. So a template has one thread, or says which others it has and
 //! ends. What a worker does not inherit: the template's socket, parent-death signal, session and being a subreaper.
+//!
+//! In a sandbox, a worker puts itself under rules of its own, so that the others and the template are out of its reach,
+//! and the seal (`seal.rs`) takes the right to fork like its template from it, before its first job.
 #![expect(unsafe_code, reason = "fork as a sibling has no safe form, and descriptors change their numbers")]
 
+use std::collections::VecDeque;
+use std::ffi::CString;
 use std::io::{self, IoSliceMut, Write};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
 use bulkhead_shared::limits::cut;
 use bulkhead_shared::template_protocol::{
-    MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, TEMPLATE_VARIABLE, TEXT_BYTES_MAX, Word,
+    MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, TEMPLATE_VARIABLE, TEXT_BYTES_MAX, Word, folder_name,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use rustix::process::{Pid, Signal};
 
+use crate::rules::{Rules, Temporary};
+
 /// Threads that are named where there should be one.
 const THREADS_NAMED_MAX: usize = 8;
+
+/// Entries of a worker's temporary folder that are removed in one go.
+const ENTRIES_AT_ONCE: usize = 256;
+
+/// Variables that name the temporary folder, unless `env` sets them.
+const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];
 
 /// Whether this process is to be a template.
 pub(crate) fn is_wanted() -> bool {
@@ -28,19 +41,42 @@ pub(crate) fn is_wanted() -> bool {
 
 /// The template's end of the keeper's socket.
 pub(crate) struct Template {
-    socket: OwnedFd,
-    keeper: Option<Pid>,
+    /// Its number is the link's in a worker.
+    socket: ManuallyDrop<OwnedFd>,
+    /// The keeper, or the first process of the namespace.
+    parent: Option<Pid>,
+    /// What each worker is put under.
+    rules: Rules,
+}
+
+/// What failed, and why.
+type Failed = (&'static str, Errno);
+
+fn at(step: &'static str) -> impl Fn(Errno) -> Failed {
+    move |errno| (step, errno)
 }
 
 impl Template {
-    pub(crate) fn new(socket: OwnedFd) -> Self {
-        Self { socket, keeper: rustix::process::getppid() }
+    /// Reads what the keeper has left on standard input.
+    pub(crate) fn new(socket: OwnedFd) -> Result<Self, String> {
+        let failed = |error: io::Error| format!("what the keeper tells of the sandbox: {error}");
+        let rules = Rules::inherited_for_workers().map_err(failed)?;
+        if rules.are_any() {
+            let nothing = std::fs::File::open("/dev/null").map_err(failed)?;
+            put_at(&nothing.into(), libc::STDIN_FILENO).map_err(|errno| failed(errno.into()))?;
+            if rules.leave_temporary_files_open() {
+                eprintln!(
+                    "`read` or `write` give what the temporary folders lie in: workers reach each other's"
+                );
+            }
+        }
+        Ok(Self { socket: ManuallyDrop::new(socket), parent: rustix::process::getppid(), rules })
     }
 
     fn say(&self, word: Word<'_>) -> rustix::io::Result<()> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let length = word.encode(&mut bytes);
-        let send = || rustix::net::send(&self.socket, &bytes[..length], SendFlags::NOSIGNAL);
+        let send = || rustix::net::send(&*self.socket, &bytes[..length], SendFlags::NOSIGNAL);
         rustix::io::retry_on_intr(send).map(drop)
     }
 
@@ -64,40 +100,67 @@ impl Template {
         self.check_threads()?;
         let failed = |error: Errno| format!("the keeper's socket: {error}");
         self.say(Word::Ready).map_err(failed)?;
+        let template = rustix::process::getpid();
+        let mut doomed = VecDeque::new();
         loop {
-            let (worker, descriptors) = self.next().map_err(failed)?;
+            let ((worker, secret), descriptors) = self.next(&mut doomed).map_err(failed)?;
             before_fork();
             self.check_threads()?;
             // What is not written would be written twice.
             let _ = io::stdout().flush();
             match fork() {
                 Ok(0) => {
-                    if self.become_worker(worker, &descriptors).is_err() {
-                        // The keeper has given it up.
+                    if let Err((step, errno)) = self.become_worker((worker, secret), template, &descriptors) {
+                        // If that cannot be said, the keeper is gone.
+                        let _ = self.say(Word::NotForked { worker, errno: errno.raw_os_error(), step });
                         exit(1)
                     }
                     let [link, ..] = descriptors;
-                    return Ok(link);
+                    return self.give_way(&link).map_err(failed);
                 }
                 Ok(pid) => self.say(Word::Forked { worker, pid }).map_err(failed)?,
                 Err(errno) => {
-                    let word = Word::NotForked { worker, errno: errno.raw_os_error() };
+                    let word = Word::NotForked { worker, errno: errno.raw_os_error(), step: "" };
                     self.say(word).map_err(failed)?;
                 }
             }
         }
     }
 
-    /// Waits for an order.
-    fn next(&self) -> rustix::io::Result<(u64, [OwnedFd; ORDER_DESCRIPTORS])> {
+    /// Puts a worker's link where this socket was, which is where the environment says that it is.
+    fn give_way(&self, link: &OwnedFd) -> Result<OwnedFd, Errno> {
+        let number = self.socket.as_raw_fd();
+        // SAFETY: nothing of this process uses the socket any more, and it is never closed by that name.
+        match unsafe { libc::dup3(link.as_raw_fd(), number, libc::O_CLOEXEC) } {
+            -1 => {
+                Err(Errno::from_raw_os_error(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)))
+            }
+            // SAFETY: the call has made it, and the socket's owner does not drop it.
+            _ => Ok(unsafe { OwnedFd::from_raw_fd(number) }),
+        }
+    }
+
+    /// Waits for an order to fork, and removes folders meanwhile.
+    fn next(
+        &self,
+        doomed: &mut VecDeque<CString>,
+    ) -> rustix::io::Result<((u64, u128), [OwnedFd; ORDER_DESCRIPTORS])> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ORDER_DESCRIPTORS))];
         loop {
             let mut control = RecvAncillaryBuffer::new(&mut space);
+            let waits = if doomed.is_empty() { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
             let received = rustix::io::retry_on_intr(|| {
                 let slices = &mut [IoSliceMut::new(&mut bytes)];
-                rustix::net::recvmsg(&self.socket, slices, &mut control, RecvFlags::CMSG_CLOEXEC)
-            })?;
+                rustix::net::recvmsg(&*self.socket, slices, &mut control, RecvFlags::CMSG_CLOEXEC | waits)
+            });
+            let received = match received {
+                Err(Errno::AGAIN) => {
+                    self.remove_some(doomed);
+                    continue;
+                }
+                received => received?,
+            };
             if received.bytes == 0 {
                 return Err(Errno::CONNRESET);
             }
@@ -107,12 +170,32 @@ impl Template {
                     descriptors.extend(files);
                 }
             }
-            let Some(Order { worker }) = Order::decode(&bytes[..received.bytes]) else { continue };
+            let (worker, secret) = match Order::decode(&bytes[..received.bytes]) {
+                Some(Order::Fork { worker, secret }) => (worker, secret),
+                Some(Order::Remove { worker, secret }) => {
+                    doomed.extend(CString::new(folder_name(worker, secret)));
+                    continue;
+                }
+                None => continue,
+            };
             match descriptors.try_into() {
-                Ok(descriptors) => return Ok((worker, descriptors)),
+                Ok(descriptors) => return Ok(((worker, secret), descriptors)),
                 // It may not have that many.
-                Err(_) => self.say(Word::NotForked { worker, errno: Errno::MFILE.raw_os_error() })?,
+                Err(_) => {
+                    let errno = Errno::MFILE.raw_os_error();
+                    self.say(Word::NotForked { worker, errno, step: "descriptors" })?;
+                }
             }
+        }
+    }
+
+    /// Removes a piece of what a worker left behind.
+    fn remove_some(&self, doomed: &mut VecDeque<CString>) {
+        let (Some(name), Some(temporary)) = (doomed.front(), self.rules.temporary()) else {
+            return doomed.clear();
+        };
+        if temporary.remove(name, ENTRIES_AT_ONCE) {
+            doomed.pop_front();
         }
     }
 
@@ -146,20 +229,56 @@ impl Template {
     /// What a forked process does before it is a worker like others.
     fn become_worker(
         &self,
-        worker: u64,
+        (worker, secret): (u64, u128),
+        template: Pid,
         [_, stdout, stderr]: &[OwnedFd; ORDER_DESCRIPTORS],
-    ) -> Result<(), Errno> {
-        rustix::process::setsid()?;
+    ) -> Result<(), Failed> {
+        rustix::process::setsid().map_err(at("session"))?;
         // The kernel takes any number but zero for yes.
-        rustix::process::set_child_subreaper(Some(Pid::INIT))?;
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        if rustix::process::getppid() != self.keeper {
-            return Err(Errno::SRCH);
+        rustix::process::set_child_subreaper(Some(Pid::INIT)).map_err(at("child subreaper"))?;
+        let signal = Some(Signal::KILL);
+        rustix::process::set_parent_process_death_signal(signal).map_err(at("parent-death signal"))?;
+        if rustix::process::getppid() != self.parent {
+            return Err(("parent-death signal", Errno::SRCH));
         }
-        put_at(stdout, libc::STDOUT_FILENO)?;
-        put_at(stderr, libc::STDERR_FILENO)?;
-        reseed()?;
-        self.say(Word::Born { worker })
+        put_at(stdout, libc::STDOUT_FILENO).map_err(at("stdio"))?;
+        put_at(stderr, libc::STDERR_FILENO).map_err(at("stdio"))?;
+        reseed().map_err(at("random numbers"))?;
+        self.step_apart(worker, secret, template)?;
+        self.say(Word::Born { worker }).map_err(at("keeper"))
+    }
+
+    /// Takes a temporary folder of its own, and puts this process under rules that nothing else is under.
+    fn step_apart(&self, worker: u64, secret: u128, template: Pid) -> Result<(), Failed> {
+        if !self.rules.are_any() {
+            return Ok(());
+        }
+        let temporary = self.rules.temporary();
+        let folder = temporary.map(|temporary| {
+            let name = folder_name(worker, secret);
+            Ok((temporary.path.join(&name), temporary.make(&name)?))
+        });
+        let folder = folder.transpose().map_err(at("temporary folder"))?;
+        let failed = |error: io::Error| ("landlock", Errno::from_io_error(&error).unwrap_or(Errno::IO));
+        let ruleset =
+            self.rules.of_program(folder.as_ref().map(|(_, place)| place.as_fd())).map_err(failed)?;
+        let proof = temporary.map(Temporary::proof).transpose().map_err(failed)?.flatten();
+        if let Some(ruleset) = ruleset {
+            ruleset.restrict(proof.as_ref().map(AsFd::as_fd)).map_err(failed)?;
+        }
+        // The template is one that it must not reach.
+        if rustix::process::test_kill_process(template) != Err(Errno::PERM) {
+            return Err(("landlock read-back: it can signal its template", Errno::PERM));
+        }
+        if let (Some((path, _)), Some(temporary)) = (&folder, temporary) {
+            for variable in OF_FOLDER {
+                if std::env::var_os(variable).is_none_or(|value| value == temporary.path.as_os_str()) {
+                    // SAFETY: this process has one thread.
+                    unsafe { std::env::set_var(variable, path) };
+                }
+            }
+        }
+        Ok(())
     }
 }
 

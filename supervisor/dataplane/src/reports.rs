@@ -241,6 +241,7 @@ impl DataPlane {
 
     /// Nothing is left of a worker that was told to be gone.
     fn swept(&mut self, spawn: u64) {
+        self.template_is_swept(spawn);
         let Some(Sweeping { compartment, worker, id }) = self.links.sweeping.remove(&spawn) else { return };
         self.links.give_back(id);
         self.apply(compartment, Event::Swept { worker }, Incoming::None);

@@ -60,7 +60,7 @@ impl DataPlane {
             Command::Memory { bulkhead, pid, generation, rss_bytes } => {
                 self.memory(&bulkhead, pid, generation, rss_bytes);
             }
-            Command::Temporary { worker, bytes } => self.temporary(worker, bytes),
+            Command::Temporary { worker, bytes, apart, of } => self.temporary(worker, (bytes, apart), of),
             Command::Replay { order, accepted, done } => {
                 let _ = accepted.send(self.replay(order, done));
             }

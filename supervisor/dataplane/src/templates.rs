@@ -30,6 +30,8 @@ pub(super) struct Templates {
     by_spawn: HashMap<u64, Template>,
     /// Those that fork.
     current: HashMap<CompartmentIndex, u64>,
+    /// The user ids of those that have ended, until nothing is left of them and of what they have forked.
+    leaving: HashMap<u64, u32>,
 }
 
 struct Template {
@@ -193,9 +195,30 @@ impl DataPlane {
         let words = template.words.as_deref().map(|words| format!(": {words}")).unwrap_or_default();
         let message = format!("the template of {} {how}{words}", template.program.describe());
         let Some(template) = self.take_template(spawn) else { return true };
-        // Its id is given back when the keeper has swept.
+        if exit.is_some() {
+            self.templates.leaving.extend(template.id.map(|id| (spawn, id)));
+        } else {
+            self.links.give_back(template.id);
+        }
         self.fail_wanted(template.compartment, template.wanted, &message);
         true
+    }
+
+    /// Nothing is left of a template and of what it has forked.
+    pub(super) fn template_is_swept(&mut self, spawn: u64) {
+        let id = self.templates.leaving.remove(&spawn);
+        self.links.give_back(id);
+    }
+
+    /// A template has so much in its temporary folder, beside its workers'.
+    pub(super) fn template_holds(&mut self, spawn: u64, bytes: u64) {
+        let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return };
+        let is_too_much = template.program.sandbox().temporary_bytes().is_some_and(|most| bytes > most);
+        if is_too_much {
+            template.words = Some("it has more than `tmp` in its temporary folder".to_owned());
+            self.keeper.kill(spawn, self.now);
+            self.want_housekeeping();
+        }
     }
 
     fn take_template(&mut self, spawn: u64) -> Option<Template> {
@@ -291,9 +314,9 @@ impl DataPlane {
     pub(super) fn templates_are_gone(&mut self) {
         let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
         for spawn in spawns {
-            let id = self.templates.by_spawn.get(&spawn).and_then(|template| template.id);
             self.template_ended(spawn, None);
-            self.links.give_back(id);
         }
+        let leaving: Vec<u64> = self.templates.leaving.keys().copied().collect();
+        leaving.into_iter().for_each(|spawn| self.template_is_swept(spawn));
     }
 }

@@ -47,7 +47,7 @@ use std::io;
 
 pub use client::{Keeper, Report, TemplateWord, advice, become_subreaper, sweep_after_keeper};
 pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
-pub use probe::{Ability, TREE_END, probe};
+pub use probe::{Ability, FORKED, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
 pub use temporary::folders as temporary_folders;
@@ -225,13 +225,28 @@ pub fn call_name(number: u32) -> &'static str {
     syscalls::name(number).unwrap_or_default()
 }
 
-/// What a worker puts in force by itself when it is ready for its first job: a filter on top of
-/// [`Seccomp::Allow`], as the kernel takes it. `allow` are names of system calls.
-pub fn seal(network: bool, allow: &[&str]) -> Vec<u8> {
+/// What a worker puts in force by itself when it is ready for its first job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seal<'a> {
+    /// On top of [`Seccomp::Allow`]: no other program any more, and no socket.
+    pub is_strict: bool,
+    /// Whether it has the network, and so makes sockets.
+    pub network: bool,
+    /// Names of system calls that it may make all the same.
+    pub allow: &'a [&'a str],
+    /// Whether it was forked by a template, and may not fork as that does.
+    pub is_forked: bool,
+}
+
+/// That, as a filter that the kernel takes.
+pub fn seal(seal: &Seal<'_>) -> Vec<u8> {
+    let Seal { is_strict, network, allow, is_forked } = *seal;
     let known: Vec<&str> = allow.iter().copied().filter(|name| syscalls::is_known(name)).collect();
     // Only a name that is not known is an error.
-    let rules = confine::seccomp::sealed(network, &known);
-    rules.map(|rules| rules.compile(confine::seccomp::Ending::Kill).bytes()).unwrap_or_default()
+    let strict = is_strict.then(|| confine::seccomp::sealed(network, &known).ok()).flatten();
+    let rules = strict.unwrap_or_else(confine::seccomp::open);
+    let rules = if is_forked { confine::seccomp::without_siblings(rules) } else { rules };
+    rules.compile(confine::seccomp::Ending::Kill).bytes()
 }
 
 /// What a template says.

@@ -138,6 +138,21 @@ pub(super) fn process_of(thread: u32) -> io::Result<(u32, u32)> {
     Ok((process, inner.unwrap_or(process)))
 }
 
+/// Where a process stands: its parent, and its own number in its namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) parent: u32,
+    pub(super) inner: u32,
+}
+
+/// Says that of a process.
+pub(super) fn place(pid: u32) -> io::Result<Place> {
+    let text = read_small(&format!("/proc/{pid}/status"))?;
+    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().last());
+    let number = |name| field(name).and_then(|value| value.parse().ok()).ok_or(io::ErrorKind::InvalidData);
+    Ok(Place { parent: number("PPid:")?, inner: number("NSpid:")? })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -69,7 +69,26 @@ pub fn probe() -> Vec<Ability> {
     abilities.push(Ability::of("no_new_privs", no_new_privs, NEWER_KERNEL));
     withhold(&mut abilities, &std::env::var(WITHOUT).unwrap_or_default());
     abilities.push(tree_end(&abilities));
+    abilities.push(forked(&abilities));
     abilities
+}
+
+/// Whether workers can be forked from a template in a sandbox (`start.mode = "fork"`).
+pub const FORKED: &str = "forked workers";
+
+/// What keeps them from each other, and tells what they leave behind.
+fn forked(abilities: &[Ability]) -> Ability {
+    let has = |layer: &str| abilities.iter().any(|ability| ability.layer == layer && ability.is_available);
+    let layers = ["landlock scopes", "seccomp", "no_new_privs", TREE_END];
+    let tried = match layers.into_iter().find(|layer| !has(layer)) {
+        Some(layer) => Err(format!("there is no {layer}")),
+        None => super::spawn::first_process_sees_children()
+            .map(|()| None)
+            .map_err(|errno| format!("/proc does not tell the children of a thread: {}", explain(errno))),
+    };
+    let what_to_do = "`start.mode = \"fork\"` works with `profile = \"none\"` alone: see the layer that is missing, or run \
+                      a kernel built with CONFIG_PROC_CHILDREN";
+    Ability::of(FORKED, tried, what_to_do)
 }
 
 /// Whether the kernel ends all that a worker has started, under the profile `default`.

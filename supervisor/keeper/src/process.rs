@@ -4,13 +4,14 @@
 //! file system or on a process that will not die; and it restarts nothing.
 
 mod becoming;
+mod nests;
 mod precedence;
 mod starts;
 mod sweeping;
 mod templates;
 mod violations;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -25,6 +26,7 @@ use nix::sys::signal::SigSet;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use self::becoming::prepare;
+use self::nests::{Home, Nest};
 use self::precedence::Precedence;
 use self::sweeping::Sweep;
 use self::templates::{Held, Template};
@@ -56,6 +58,8 @@ const END: usize = 1 << 33;
 const STATUS: usize = 1 << 34;
 /// Of the socket of a template.
 const FORKS: usize = 1 << 35;
+/// Of the first process of a nest.
+const NEST: usize = 1 << 36;
 const NUMBER: usize = LISTENER - 1;
 
 // A worker's progress has its process number alone as token, and no worker is number 0 or 1.
@@ -102,6 +106,10 @@ struct Child {
     status: Option<OwnedFd>,
     /// If it forks other workers.
     template: Option<Template>,
+    /// If it does so in a namespace, where all of them live.
+    nest: Option<Nest>,
+    /// If it is one of them.
+    home: Option<Home>,
 }
 
 impl Child {
@@ -123,7 +131,8 @@ impl Child {
     /// registered. There is nothing to be done if it fails.
     fn forget_descriptors(&mut self, poll: &Poll) {
         let forks = self.template.as_ref().map(Template::socket);
-        let all = [self.listener.as_ref(), self.status.as_ref(), forks, Some(&self.pidfd)];
+        let nest = self.nest.as_ref().map(Nest::socket);
+        let all = [self.listener.as_ref(), self.status.as_ref(), forks, nest, Some(&self.pidfd)];
         for descriptor in all.into_iter().flatten() {
             let _ = poll.registry().deregister(&mut SourceFd(&descriptor.as_raw_fd()));
         }
@@ -163,6 +172,10 @@ struct Process {
     /// The user namespace of subordinate ids, if there is one.
     namespace: Option<Arc<OwnedFd>>,
     children: HashMap<u32, Child>,
+    /// The same by the supervisor's names for them.
+    by_worker: HashMap<u64, u32>,
+    /// Those of them that fork, or did.
+    templates: BTreeSet<u32>,
     own: observe::Own,
     filters: Filters,
     folders: Folders,
@@ -196,6 +209,8 @@ impl Process {
             forker,
             namespace: None,
             children: HashMap::new(),
+            by_worker: HashMap::new(),
+            templates: BTreeSet::new(),
             own: observe::Own::read(),
             filters: Filters::default(),
             folders: Folders::default(),
@@ -223,7 +238,8 @@ impl Process {
             }
         };
         self.precedence.take();
-        for &pid in self.children.keys() {
+        // What lives in a nest ends with that.
+        for (&pid, _) in self.children.iter().filter(|(_, child)| child.home.is_none()) {
             wait::kill_group(pid);
         }
         wait::end_all(END_PATIENCE)?;
@@ -252,6 +268,7 @@ impl Process {
                         LISTENER => self.look_at_violation(pid),
                         STATUS => self.hear_end(pid),
                         FORKS => self.hear_template(pid),
+                        NEST => self.hear_nest(pid),
                         END => self.reap_worker(pid, Instant::now()),
                         _ => self.look_at_start(pid),
                     }
@@ -269,6 +286,7 @@ impl Process {
         self.flush()?;
         self.sweep(now);
         self.end_hung_templates(now);
+        self.tidy_nests(now);
         self.fork_held();
         Ok(true)
     }
@@ -277,7 +295,7 @@ impl Process {
         if self.can_take_order() {
             return Some(Duration::ZERO);
         }
-        let due = self.sweep.due(now).into_iter().chain(self.forks_due()).min();
+        let due = self.sweep.due(now).into_iter().chain(self.forks_due()).chain(self.nests_due()).min();
         due.map(|due| due.saturating_duration_since(now))
     }
 
@@ -323,10 +341,12 @@ impl Process {
             }
             Some((Order::Kill { worker }, _)) => {
                 // A child in the table has not been waited for.
-                let child = self.children.iter().find(|(_, child)| child.worker == worker);
-                if let Some((&pid, _)) = child {
-                    // Given back when nothing is left of it.
-                    self.precedence.take();
+                if let Some(&pid) = self.by_worker.get(&worker) {
+                    let is_in_nest = |child: &Child| child.nest.is_some() || child.home.is_some();
+                    if !self.children.get(&pid).is_some_and(is_in_nest) {
+                        // Given back when nothing is left of it.
+                        self.precedence.take();
+                    }
                     self.kill(pid);
                 } else {
                     self.doom(worker);
@@ -339,6 +359,21 @@ impl Process {
             }
             None => Err(not_an_order()),
         }
+    }
+
+    fn insert(&mut self, pid: u32, child: Child) {
+        self.by_worker.insert(child.worker, pid);
+        if child.template.is_some() {
+            self.templates.insert(pid);
+        }
+        self.children.insert(pid, child);
+    }
+
+    fn remove(&mut self, pid: u32) -> Option<Child> {
+        let child = self.children.remove(&pid)?;
+        self.by_worker.remove(&child.worker);
+        self.templates.remove(&pid);
+        Some(child)
     }
 
     fn report_failure(&mut self, worker: u64, refusal: &Refusal) {

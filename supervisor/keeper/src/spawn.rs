@@ -13,6 +13,7 @@
 //! - `shown`: what it is given and its user cannot reach.
 //! - `entered`: the fork into a user namespace that there is already.
 //! - `ended`: the first process of a pid namespace, which the worker is a child of.
+//! - `nest`: the same with a template, which forks workers beside itself.
 #![expect(unsafe_code, reason = "fork, execve, and what a forked child may do, have no safe form")]
 
 mod barriers;
@@ -20,6 +21,7 @@ mod ended;
 mod entered;
 mod machine;
 mod mounts;
+mod nest;
 mod programs;
 mod progress;
 mod root;
@@ -49,6 +51,7 @@ use super::{Rlimit, SPAWN_DESCRIPTORS, SpawnOrder};
 
 pub(super) use self::barriers::{Barriers, Filters};
 pub(super) use self::ended::read as read_status;
+pub(super) use self::nest::{END_BYTES_MAX, End, NAMED_MAX, Order as NestOrder};
 pub(super) use self::progress::{Progress, go_on, read as read_progress};
 pub(super) use self::steps::put_at;
 
@@ -95,6 +98,8 @@ pub(super) struct Prepared {
     cgroup: Option<OwnedFd>,
     /// Where the first process of a pid namespace tells how the worker ended.
     status: Option<OwnedFd>,
+    /// The same of a template and all that it forks; it is told there what to kill.
+    nest: Option<OwnedFd>,
     barriers: Barriers,
 }
 
@@ -157,6 +162,8 @@ pub(super) struct Ends {
     pub(super) progress: OwnedFd,
     /// See [`read_status`].
     pub(super) status: Option<OwnedFd>,
+    /// See [`NestOrder`].
+    pub(super) nest: Option<OwnedFd>,
     /// To name what failed.
     root: Option<Arc<Root>>,
     shown: Option<Arc<Shown>>,
@@ -179,6 +186,7 @@ impl Prepared {
         descriptors: Vec<OwnedFd>,
         barriers: Barriers,
         cgroup: Option<OwnedFd>,
+        is_template: bool,
     ) -> Result<(Box<Self>, Ends), Refusal> {
         let in_the_way = descriptors.iter().any(|descriptor| descriptor.as_raw_fd() <= LINK_FD);
         let descriptors: [OwnedFd; SPAWN_DESCRIPTORS] =
@@ -188,7 +196,10 @@ impl Prepared {
         }
         let [link, stdout, stderr] = descriptors;
         let (ours, progress) = progress::pair().map_err(|errno| Refusal::new("fork", errno))?;
-        let status = barriers.terms.namespaces.pid.then(|| {
+        let has_first = barriers.terms.namespaces.pid;
+        let nest = (has_first && is_template).then(crate::socket::pair).transpose();
+        let (nest_ours, nest) = nest.map_err(|error| Refusal::of("fork", &error))?.unzip();
+        let status = (has_first && !is_template).then(|| {
             rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
                 .map_err(|errno| Refusal::new("fork", errno))
         });
@@ -213,9 +224,11 @@ impl Prepared {
             other_end: ours.as_raw_fd(),
             cgroup,
             status,
+            nest,
             barriers,
         };
-        Ok((Box::new(prepared), Ends { progress: ours, status: status_ours, root, shown, beside }))
+        let ends = Ends { progress: ours, status: status_ours, nest: nest_ours, root, shown, beside };
+        Ok((Box::new(prepared), ends))
     }
 }
 
@@ -339,6 +352,11 @@ fn clone_as(namespaces: Namespaces, cgroup: Option<&OwnedFd>, flag: libc::c_int)
     }
 }
 
+/// Whether the first process of a nest can tell its children.
+pub(super) fn first_process_sees_children() -> Result<(), Errno> {
+    nest::children().map(drop)
+}
+
 /// What it is called if the fork fails.
 pub(super) fn fork_step(namespaces: Namespaces) -> &'static str {
     if namespaces.any() { "fork into new namespaces" } else { "fork" }
@@ -410,11 +428,21 @@ impl Plan<'_> {
 
     /// The first process of the pid namespace stays behind; the worker is its child.
     fn become_two(&self) {
-        match (clone(Namespaces::default(), None), &self.prepared.status) {
-            (Ok(0), _) => {}
-            (Ok(worker), Some(status)) => ended::keep(worker, status),
-            (Ok(_), None) => exit(FAILED),
-            (Err(errno), _) => self.stop(steps::PID_NAMESPACE, errno.into()),
+        let failed = |step, errno: Errno| -> ! { self.stop(step, errno.into()) };
+        let fork =
+            || clone(Namespaces::default(), None).unwrap_or_else(|errno| failed(steps::PID_NAMESPACE, errno));
+        if let Some(nest) = &self.prepared.nest {
+            let children = nest::children().unwrap_or_else(|errno| failed(steps::NEST, errno));
+            match fork() {
+                0 => drop(children),
+                template => nest::keep(template, nest, children),
+            }
+            return;
+        }
+        match (fork(), &self.prepared.status) {
+            (0, _) => {}
+            (worker, Some(status)) => ended::keep(worker, status),
+            (_, None) => exit(FAILED),
         }
     }
 }

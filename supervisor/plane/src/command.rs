@@ -115,6 +115,10 @@ pub enum Command {
         worker: u64,
         /// What the folder takes on disk.
         bytes: u64,
+        /// The same without what in there is called like a folder of a forked worker.
+        apart: u64,
+        /// The folder that it lies in, by the number of the template that has it; what is called so can be anyone's.
+        of: Option<u64>,
     },
     /// Run a job of a crash report again, in a worker that is started for it alone.
     Replay {

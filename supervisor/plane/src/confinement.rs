@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::worker_ids::{self, Claim, Ids};
 use bulkhead_config::defaults::RLIMIT_NPROC;
-use bulkhead_config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, SupervisorConfig};
+use bulkhead_config::{BulkheadConfig, Layer, Profile, Program, SandboxUser, StartMode, SupervisorConfig};
 use bulkhead_keeper::{
     self as keeper, Ability, Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, SubordinateIds,
     Temporary, Terms,
@@ -199,6 +199,10 @@ impl Sandbox {
         let one_at_once = settling.program_scopes(bulkhead);
         let terms = Terms { cgroup: settling.cgroup(bulkhead), ..settling.terms(bulkhead, identity) };
         settling.want_no_signals(&terms, identity);
+        let is_forked = bulkhead.start.mode == StartMode::Fork;
+        if is_forked {
+            settling.want_forked_apart(sandbox.profile, &terms);
+        }
         let obstacle = settling.refused.take().or_else(|| settling.obstacle(sandbox.profile));
         let mut missing: Vec<&'static str> = settling.missing.iter().map(|layer| layer.name()).collect();
         if terms.landlock {
@@ -212,7 +216,8 @@ impl Sandbox {
         }
         let is_sealed = terms.seccomp == Seccomp::Allow && !matches!(bulkhead.program, Program::Exec { .. });
         let allow = sandbox.allow.iter().map(String::as_str).collect::<Vec<_>>();
-        let seal = is_sealed.then(|| keeper::seal(sandbox.network, &allow));
+        let seal = keeper::Seal { is_strict: is_sealed, network: sandbox.network, allow: &allow, is_forked };
+        let seal = (is_sealed || is_forked && terms.seccomp != Seccomp::Off).then(|| keeper::seal(&seal));
         Self {
             profile: sandbox.profile,
             terms,
@@ -449,6 +454,38 @@ impl Settling<'_> {
         if terms.landlock && identity != WorkerIdentity::Each && !terms.namespaces.pid {
             self.want(Layer::LandlockScopes);
         }
+    }
+
+    /// Forked workers share a user and process numbers. What keeps them from each other, and from forking as their
+    /// template does, there must be, whatever else may be missing; and the first process of a namespace to end what
+    /// they leave behind.
+    fn want_forked_apart(&mut self, profile: Profile, terms: &Terms) {
+        if profile == Profile::None || self.refused.is_some() {
+            return;
+        }
+        let rows = [
+            (terms.no_new_privs, Layer::NoNewPrivs),
+            (terms.seccomp != Seccomp::Off, Layer::Seccomp),
+            (terms.landlock, Layer::Landlock),
+            (self.support.has("landlock scopes"), Layer::LandlockScopes),
+            (terms.namespaces.pid, Layer::PidNamespace),
+        ];
+        let absent = rows.iter().find(|(is_there, _)| !is_there).map(|(_, layer)| *layer);
+        let why = match absent {
+            Some(layer) => {
+                let why = self.support.lack(layer).or_else(|| self.support.misses(keeper::TREE_END));
+                Some(format!("{} ({})", layer.name(), why.unwrap_or_default()))
+            }
+            None => self.support.misses(keeper::FORKED),
+        };
+        self.refused = why.map(|why| {
+            format!(
+                "`start.mode = \"fork\"` takes what cannot be had here under `profile = \"{}\"`, also with \
+                 `best_effort`, since workers of one template share a user: {why}; what it takes is in \
+                 `bulkhead-supervisor doctor`; to run without: no `start.mode`",
+                profile.name(),
+            )
+        });
     }
 
     fn identity(&mut self, bulkhead: &BulkheadConfig) -> WorkerIdentity {

@@ -16,9 +16,9 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::folder::{Folder, Folders};
 use super::launch::{self, Environment, Launch, Program};
 use super::orphans::Orphans;
-use super::rules::{Rules, Temporary};
 use crate::context::{Ctx, Job};
 use crate::reply::{HandlerError, Reply};
+use crate::rules::{Rules, Temporary};
 use crate::server::Server;
 
 /// Bytes of standard error that go into a job's message.

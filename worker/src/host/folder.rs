@@ -5,7 +5,7 @@
 //! program is given another one's folder, and removed on a thread of its own.
 
 use std::collections::hash_map::RandomState;
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,11 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
-use bulkhead_linux::folder::{self, FOLDER};
-use rustix::fs::{AtFlags, Mode, OFlags};
-use rustix::io::Errno;
-
-use super::rules::{Rules, Temporary};
+use crate::rules::Rules;
 
 /// Entries that are removed before a program's outcome is told.
 const AT_ONCE_MAX: usize = 256;
@@ -51,7 +47,7 @@ impl Folders {
         std::thread::Builder::new().name("remover".into()).spawn(move || {
             for name in names {
                 if let Some(temporary) = in_thread.temporary() {
-                    remove(temporary, &name, usize::MAX);
+                    temporary.remove(&name, usize::MAX);
                 }
             }
         })?;
@@ -61,10 +57,8 @@ impl Folders {
     /// Makes one, with a name that cannot be guessed. `None`: the worker has no temporary folder.
     pub(super) fn make(&self) -> io::Result<Option<Folder>> {
         let Some(temporary) = self.rules.temporary() else { return Ok(None) };
-        open_up(temporary);
         let name = format!("{:016x}", RandomState::new().build_hasher().finish());
-        rustix::fs::mkdirat(&temporary.folder, &name, Mode::RWXU)?;
-        let place = rustix::fs::openat(&temporary.folder, &name, FOLDER | OFlags::PATH, Mode::empty())?;
+        let place = temporary.make(&name)?;
         let path = temporary.path.join(&name);
         Ok(Some(Folder { name: CString::new(name)?, place, path }))
     }
@@ -73,38 +67,13 @@ impl Folders {
     pub(super) fn remove(&self, folder: Folder) {
         let Some(temporary) = self.rules.temporary() else { return };
         drop(folder.place);
-        if remove(temporary, &folder.name, AT_ONCE_MAX) {
+        if temporary.remove(&folder.name, AT_ONCE_MAX) {
             return;
         }
         if let Err(TrySendError::Full(name) | TrySendError::Disconnected(name)) =
             self.doomed.try_send(folder.name)
         {
-            remove(temporary, &name, usize::MAX);
+            temporary.remove(&name, usize::MAX);
         }
     }
-}
-
-/// Programs have the host's user, and may have shut the folder that theirs lie in.
-fn open_up(temporary: &Temporary) {
-    let is_open = rustix::fs::fstat(&temporary.folder)
-        .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
-    if !is_open {
-        let _ = folder::give_to_owner(&temporary.folder);
-    }
-}
-
-/// Removes a folder, unless it has many entries; whether nothing is left to do.
-fn remove(temporary: &Temporary, name: &CStr, entries_max: usize) -> bool {
-    let parent = temporary.folder.as_fd();
-    open_up(temporary);
-    if rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) != Err(Errno::NOTEMPTY) {
-        return true;
-    }
-    let Ok(folder) = folder::open(parent, name, Mode::RWXU) else { return true };
-    // What cannot be removed goes with the worker's own folder.
-    if folder::empty(&folder, entries_max) == Ok(false) {
-        return false;
-    }
-    let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
-    true
 }

@@ -14,8 +14,8 @@ use bulkhead_shared::worker_protocol::{LINK_VARIABLE, PROGRAM_VARIABLE};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, Signal, WaitOptions};
 
-use super::rules::Ruleset;
 use crate::context::Ctx;
+use crate::rules::Ruleset;
 
 /// Variables that name the temporary folder, unless `env` sets them.
 const OF_FOLDER: [&str; 2] = ["TMPDIR", "HOME"];

@@ -5,7 +5,6 @@ use bulkhead_policy::StartMode;
 use super::Checker;
 use crate::file::RawBulkhead;
 use crate::keys::bulkhead::{BulkheadConfig, Program};
-use crate::keys::confinement::Profile;
 use crate::values::Complaint;
 
 impl Checker<'_> {
@@ -15,34 +14,26 @@ impl Checker<'_> {
         }
         let Some(place) = raw.start.mode.given().map(|given| given.span.clone()) else { return };
         let name = &bulkhead.name;
-        let complaint = match (&bulkhead.program, bulkhead.sandbox.profile) {
-            (Program::Exec { .. }, _) => Complaint::new(
+        let complaint = match &bulkhead.program {
+            Program::Exec { .. } => Complaint::new(
                 format!(
                     "bulkhead `{name}` cannot fork its workers: with `exec` each job is a program of its own"
                 ),
                 "remove `mode`: each job has a fresh process as it is",
             ),
-            (Program::Library { .. }, _) => Complaint::new(
+            Program::Library { .. } => Complaint::new(
                 format!(
                     "bulkhead `{name}` cannot fork its workers: what a library starts with it cannot be asked"
                 ),
                 "remove `mode`, or write a worker with the SDK and name it in `command`",
             ),
-            (Program::Command { .. }, profile @ (Profile::Default | Profile::Strict)) => Complaint::new(
-                format!(
-                    "bulkhead `{name}` cannot fork its workers under `sandbox.profile = \"{}\"`: as yet they would \
-                     not be kept from each other",
-                    profile.name()
-                ),
-                "remove `mode`, or, if its workers may trust each other, write `sandbox = { profile = \"none\" }`",
-            ),
-            (Program::Command { .. }, Profile::None) if bulkhead.isolation().is_some() => Complaint::new(
+            Program::Command { .. } if bulkhead.isolation().is_some() => Complaint::new(
                 format!(
                     "bulkhead `{name}` cannot fork its workers: its tenants are isolated, and would share a template"
                 ),
                 "remove `mode`, or `tenants.isolate`",
             ),
-            (Program::Command { .. }, Profile::None) => return,
+            Program::Command { .. } => return,
         };
         self.complain(place, complaint);
     }

@@ -304,8 +304,6 @@ fn what_cannot_be_forked_is_said() {
     let folder = Folder::new();
     let text = |what: &str, keys: &str| format!("[bulkhead.b]\n{what}\nstart.mode = \"fork\"\n{keys}\n");
     let (command, none) = ("command = [\"/bin/true\"]", "sandbox.profile = \"none\"");
-    let default = text(command, "");
-    folder.refuse_one(&default, (3, 14), "not be kept from each other", "profile = \"none\"");
     let isolated = text(command, &format!("{none}\ntenants = {{ isolate = true, max_active = 2 }}"));
     folder.refuse_one(&isolated, (3, 14), "its tenants are isolated", "");
     let exec = text("exec = [\"/bin/true\"]", none);

@@ -3,12 +3,13 @@
 //! look costs a bounded number of entries, descriptors and, in the long run, a tenth of one processor.
 
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bulkhead_linux::folder;
+use bulkhead_shared::template_protocol::worker_of_folder;
 use rustix::fs::{AtFlags, Dir, FileType, Mode};
 use rustix::io::Errno;
 
@@ -27,6 +28,9 @@ const ENTRIES_MAX: u64 = 1 << 20;
 
 /// What an entry takes at least, be it empty: so a folder that holds many is full as well.
 const ENTRY_BYTES: u64 = 4096;
+
+/// Folders of forked workers in that of a template that are looked at one by one; with more, they are its own.
+const WORKERS_MAX: usize = 4096;
 
 /// Folders within each other that are looked at; what is deeper counts as too much.
 const DEPTH_MAX: usize = 128;
@@ -58,16 +62,38 @@ pub(super) async fn watch(control: Arc<Control>) {
 fn look(control: &Control, least: u64, most: u64) {
     let keeper = control.pulse.keeper.load(Ordering::Relaxed);
     for (worker, folder) in keeper::temporary_folders(keeper) {
-        let bytes = bytes_in(&folder, most);
-        if bytes > least {
-            // Lost if the data plane is busy; the next look comes soon.
-            let _ = control.commander.send(Command::Temporary { worker, bytes });
+        let bytes = bytes_in(&folder, most, false);
+        let parts = workers_in(&folder);
+        let apart = if parts.is_empty() { bytes } else { bytes_in(&folder, most, true) };
+        let tell = |worker, (bytes, apart), of| {
+            if bytes > least {
+                // Lost if the data plane is busy; the next look comes soon.
+                let _ = control.commander.send(Command::Temporary { worker, bytes, apart, of });
+            }
+        };
+        tell(worker, (bytes, apart), None);
+        for (part, path) in parts {
+            let bytes = bytes_in(&path, most, false);
+            tell(part, (bytes, bytes), Some(worker));
         }
     }
 }
 
-/// Bytes that a folder takes; it is not looked at further when that is more than `most`.
-fn bytes_in(path: &Path, most: u64) -> u64 {
+/// What in a folder is called like the folder of a forked worker. If that is too much, there is none.
+fn workers_in(path: &Path) -> Vec<(u64, PathBuf)> {
+    let Ok(top) = folder::open(rustix::fs::CWD, path, LOOKED_INTO) else { return Vec::new() };
+    let Ok(entries) = Dir::read_from(&top) else { return Vec::new() };
+    let named = entries.flatten().filter_map(|entry| {
+        let name = entry.file_name().to_str().ok()?;
+        Some((worker_of_folder(name)?, path.join(name)))
+    });
+    let named: Vec<_> = named.take(WORKERS_MAX + 1).collect();
+    if named.len() > WORKERS_MAX { Vec::new() } else { named }
+}
+
+/// Bytes that a folder takes, perhaps without those of forked workers; it is not looked at further when that is more
+/// than `most`.
+fn bytes_in(path: &Path, most: u64, without_workers: bool) -> u64 {
     let top = match folder::open(rustix::fs::CWD, path, LOOKED_INTO) {
         Ok(top) => top,
         // Locked again meanwhile: no honest worker does that.
@@ -77,13 +103,16 @@ fn bytes_in(path: &Path, most: u64) -> u64 {
     let Ok(entries) = Dir::read_from(&top) else { return 0 };
     let (mut bytes, mut seen) = (0_u64, 0);
     let mut open = vec![(top, entries)];
-    while let Some((here, entries)) = open.last_mut() {
+    while let (depth, Some((here, entries))) = (open.len(), open.last_mut()) {
         let Some(Ok(entry)) = entries.next() else {
             open.pop();
             continue;
         };
         let name = entry.file_name();
         if [c".", c".."].contains(&name) {
+            continue;
+        }
+        if without_workers && depth == 1 && name.to_str().is_ok_and(|name| worker_of_folder(name).is_some()) {
             continue;
         }
         seen += 1;
@@ -123,7 +152,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let enough = 1 << 30;
-        let empty = bytes_in(folder.path(), enough);
+        let empty = bytes_in(folder.path(), enough, false);
         assert_eq!(empty, 0);
         std::fs::create_dir_all(path("a/b/c")).unwrap();
         std::fs::write(path("a/b/c/file"), vec![1; 1 << 20]).unwrap();
@@ -131,19 +160,19 @@ mod tests {
         let mut bytes = 0;
         for (name, mode) in [("a/b", 0o000), ("a/b", 0o400), ("a/b/c", 0o300), ("", 0o300)] {
             std::fs::set_permissions(path(name), std::fs::Permissions::from_mode(mode)).unwrap();
-            bytes = bytes_in(folder.path(), enough);
+            bytes = bytes_in(folder.path(), enough, false);
             assert!((1 << 20..2 << 20).contains(&bytes), "{bytes} with {name} {mode:o}");
         }
         // A hole takes nothing.
         std::fs::File::create(path("hole")).unwrap().set_len(1 << 40).unwrap();
-        assert!(bytes_in(folder.path(), enough) < 2 << 20);
+        assert!(bytes_in(folder.path(), enough, false) < 2 << 20);
         for number in 0..1000 {
             std::fs::write(path(&format!("small-{number}")), "").unwrap();
         }
-        assert!(bytes_in(folder.path(), enough) > bytes + 1000 * ENTRY_BYTES);
-        assert!(bytes_in(folder.path(), 10 * ENTRY_BYTES) <= 12 * ENTRY_BYTES + (1 << 21));
+        assert!(bytes_in(folder.path(), enough, false) > bytes + 1000 * ENTRY_BYTES);
+        assert!(bytes_in(folder.path(), 10 * ENTRY_BYTES, false) <= 12 * ENTRY_BYTES + (1 << 21));
         let deep = (0..DEPTH_MAX + 1).fold(path("deep"), |path, _| path.join("d"));
         std::fs::create_dir_all(deep).unwrap();
-        assert_eq!(bytes_in(folder.path(), enough), u64::MAX);
+        assert_eq!(bytes_in(folder.path(), enough, false), u64::MAX);
     }
 }

@@ -30,7 +30,9 @@ use bulkhead_linux::syscalls;
 
 pub(crate) use self::flags::without_truncation;
 pub(crate) use self::notification::{News, Notification, is_waiting, news, receive, refuse};
-pub(crate) use self::profiles::{default, sealed, strict, without_unix_sockets};
+pub(crate) use self::profiles::{
+    default, open, sealed, strict, with_siblings, without_siblings, without_unix_sockets,
+};
 
 /// What the kernel calls this architecture, with 64 bits and little-endian.
 #[cfg(target_arch = "x86_64")]

@@ -11,8 +11,9 @@ use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
+use super::nests::Nest;
 use super::templates::Template;
-use super::{Child, END, LISTENER, Process, STATUS, Stage};
+use super::{Child, END, LISTENER, NEST, Process, STATUS, Stage};
 use crate::confine::cgroup::Leaf;
 use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
@@ -60,6 +61,9 @@ impl Process {
                 // If that fails, it is read when the first process has ended.
                 let told = status.as_ref().map(|status| self.register(status, pid as usize | STATUS));
                 debug_assert!(told.is_none_or(|told| told.is_ok()));
+                let nest = ends.nest.take().map(Nest::new);
+                let told = nest.as_ref().map(|nest| self.register(nest.socket(), pid as usize | NEST));
+                debug_assert!(told.is_none_or(|told| told.is_ok()));
                 let heard = template.as_ref().map(|it| self.register_template(pid, it.socket()));
                 debug_assert!(heard.is_none_or(|heard| heard.is_ok()));
                 let child = Child {
@@ -78,8 +82,10 @@ impl Process {
                     observed,
                     status,
                     template,
+                    nest,
+                    home: None,
                 };
-                self.children.insert(pid, child);
+                self.insert(pid, child);
                 Ok(())
             }
             Err(refusal) => {
@@ -111,7 +117,7 @@ impl Process {
         let program = spawn::Program::new(order, folder)?;
         let cgroup = leaf.map(|leaf| leaf.fd().try_clone_to_owned()).transpose();
         let cgroup = cgroup.map_err(|error| Refusal::of("cgroup", &error))?;
-        let (prepared, ends) = Prepared::new(program, descriptors, barriers, cgroup)?;
+        let (prepared, ends) = Prepared::new(program, descriptors, barriers, cgroup, order.is_template)?;
         let step = spawn::fork_step(order.confinement.terms.namespaces);
         let in_fork = |error: io::Error| Refusal::of(step, &error);
         let pid = self.forker.fork(Job::Worker(prepared)).map_err(in_fork)?;
@@ -170,6 +176,9 @@ impl Process {
         let Some(child) = self.children.get_mut(&pid) else { return Ok(()) };
         let failed = |error: io::Error| Refusal::of("read-back from /proc", &error);
         child.process = process;
+        if let Some(nest) = &mut child.nest {
+            nest.template = Some(observe::place(process).map_err(failed)?.inner);
+        }
         child.observed.namespaces = self.own.compare(process).map_err(failed)?;
         // Beside those it keeps there are this one's other end, and the listener.
         let executable = match &child.stage {

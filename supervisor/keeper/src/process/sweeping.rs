@@ -103,6 +103,7 @@ impl Process {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
             // What it said at the start, it said before it ended.
             self.look_at_start(pid);
+            while self.hear_ends(pid) {}
             wait::kill_group(pid);
             self.reap_one(pid, now);
         }
@@ -131,9 +132,9 @@ impl Process {
         match wait::take(pid) {
             Waited::NoChild | Waited::Nothing => return false,
             Waited::Stopped { pid } => wait::kill_child(pid),
-            Waited::Ended { pid, exit, usage } => match self.children.remove(&pid) {
-                Some(child) => self.left(child, (exit, usage), now),
-                None => self.fork_ended(pid),
+            Waited::Ended { pid, exit, usage } => match self.remove(pid) {
+                Some(child) => self.left(pid, child, (exit, usage), now),
+                None => self.any_fork_ended(pid),
             },
         }
         true
@@ -157,13 +158,14 @@ impl Process {
     }
 
     /// A child has been waited for: its death is told at once. What it leaves behind goes with it.
-    fn left(&mut self, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
+    fn left(&mut self, pid: u32, mut child: Child, (exit, usage): (Exit, Usage), now: Instant) {
         child.forget_descriptors(&self.poll);
         child.leaf.iter().for_each(|leaf| _ = leaf.kill());
         let is_reported = !matches!(child.stage, Stage::Failed);
         if let Some(template) = child.template.take() {
             self.template_ended(template);
         }
+        let nest = child.nest.take();
         match child.stage {
             Stage::Running => {
                 // The first process of a pid namespace has told of the worker; if not, it was killed first.
@@ -182,6 +184,8 @@ impl Process {
             Stage::Failed if child.is_confined => {}
             Stage::Failed => return self.failed(child),
         }
+        // Behind it: no worker is to be asked of a template that has ended.
+        nest.into_iter().for_each(|nest| self.nest_ended(pid, nest));
         let Child { worker, folder, leaf, .. } = child;
         let moment = self.sweep.hunt.moment();
         self.sweep.leaving.push(Leaving { worker, is_reported, folder, leaf, since: now, moment });
@@ -290,11 +294,16 @@ impl Process {
     }
 
     /// Kills a worker and all that it has started, as far as one call reaches.
-    pub(super) fn kill(&self, pid: u32) {
-        if let Some(Child { leaf: Some(leaf), .. }) = self.children.get(&pid) {
+    pub(super) fn kill(&mut self, pid: u32) {
+        let Some(child) = self.children.get(&pid) else { return };
+        if let Some(leaf) = &child.leaf {
             // What it misses the other ways reach.
             let _ = leaf.kill();
         }
-        wait::kill_group(pid);
+        match child.home {
+            Some(home) => self.kill_in_nest(home),
+            None if child.nest.is_some() => self.kill_template(pid),
+            None => wait::kill_group(pid),
+        }
     }
 }

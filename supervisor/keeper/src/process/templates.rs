@@ -10,21 +10,32 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word};
+use bulkhead_linux::errno;
+use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word, folder_name};
 use mio::unix::SourceFd;
 use mio::{Interest, Token};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, PidfdFlags};
+use rustix::rand::{GetRandomFlags, getrandom};
 
+use super::nests::Home;
 use super::{Child, END, FORKS, Process, Stage};
-use crate::confinement::Observed;
+use crate::confinement::{Observed, Temporary};
 use crate::socket::Outbox;
 use crate::spawn::Refusal;
-use crate::{ReportMessage, TemplateNews, wait};
+use crate::{ReportMessage, TemplateNews, observe, wait};
 
 /// A template that has not forked within this time hangs.
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A hunt waits so long for what is being forked. What is forked later, during a hunt, is taken for something that was
+/// left behind, and its start fails.
+const QUIET_PATIENCE: Duration = Duration::from_millis(500);
+
+/// What a template says while it initialises is told so many times in each interval.
+const TALK_MAX: u32 = 64;
+const TALK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Messages of a template that are read in one go.
 const WORDS_MAX: usize = 64;
@@ -35,10 +46,18 @@ pub(super) struct Template {
     outbox: Outbox,
     /// What is being forked.
     underway: VecDeque<Fork>,
+    /// Whether it was ended for taking too long.
+    is_hung: bool,
+    is_ready: bool,
+    /// Whether it has said why it cannot be one.
+    is_refused: bool,
+    /// Since when it has said how much of what is only for people.
+    talk: Option<(Instant, u32)>,
 }
 
 struct Fork {
     worker: u64,
+    secret: u128,
     since: Instant,
     /// Its process, as the template says.
     pid: Option<u32>,
@@ -55,7 +74,15 @@ pub(super) struct Held {
 
 impl Template {
     pub(super) fn new(socket: OwnedFd) -> Self {
-        Self { socket, outbox: Outbox::default(), underway: VecDeque::new() }
+        Self {
+            socket,
+            outbox: Outbox::default(),
+            underway: VecDeque::new(),
+            is_hung: false,
+            is_ready: false,
+            is_refused: false,
+            talk: None,
+        }
     }
 
     pub(super) fn socket(&self) -> &OwnedFd {
@@ -64,6 +91,21 @@ impl Template {
 
     pub(super) fn has_forks(&self) -> bool {
         !self.underway.is_empty()
+    }
+
+    /// Since when something is being forked.
+    pub(super) fn forks_since(&self) -> Option<Instant> {
+        self.underway.front().map(|fork| fork.since)
+    }
+
+    /// Whether it has not said too much of late.
+    fn may_be_heard(&mut self, now: Instant) -> bool {
+        let (since, count) = self.talk.get_or_insert((now, 0));
+        if now.saturating_duration_since(*since) >= TALK_INTERVAL {
+            (*since, *count) = (now, 0);
+        }
+        *count += 1;
+        *count <= TALK_MAX
     }
 
     fn take(&mut self, worker: u64) -> Option<Fork> {
@@ -84,24 +126,38 @@ impl Process {
 
     /// Has a template fork a worker.
     pub(super) fn fork(&mut self, held: Held) -> Result<(), Refusal> {
-        if self.sweep.wants_quiet() {
+        let found = self.by_worker.get(&held.template).copied();
+        let child = found.and_then(|pid| Some((pid, self.children.get(&pid)?)));
+        let Some((pid, child)) = child.filter(|(_, child)| matches!(child.stage, Stage::Running)) else {
+            return Err(Refusal::new("fork: its template has ended", Errno::CHILD));
+        };
+        if self.sweep.wants_quiet() && child.nest.is_none() {
             self.held.push_back(held);
             return Ok(());
         }
-        let Held { worker, template, descriptors } = held;
-        let mut templates = self.children.iter().filter(|(_, child)| child.worker == template);
-        let is_running = |child: &Child| matches!(child.stage, Stage::Running);
-        let Some(&pid) = templates.next().filter(|(_, child)| is_running(child)).map(|(pid, _)| pid) else {
-            return Err(Refusal::new("fork: its template has ended", Errno::CHILD));
-        };
+        let Held { worker, descriptors, .. } = held;
+        let mut secret = [0; 16];
+        let drawn = getrandom(&mut secret, GetRandomFlags::empty());
+        if drawn != Ok(secret.len()) {
+            return Err(Refusal::new("fork: random numbers", drawn.err().unwrap_or(Errno::IO)));
+        }
+        let secret = u128::from_ne_bytes(secret);
         let Some(template) = self.template_mut(pid) else {
             return Err(Refusal::new("fork: not by a template", Errno::INVAL));
         };
-        template.outbox.push(Order { worker }.encode().to_vec(), descriptors);
-        let fork = Fork { worker, since: Instant::now(), pid: None, is_doomed: false };
+        template.outbox.push(Order::Fork { worker, secret }.encode().to_vec(), descriptors);
+        let fork = Fork { worker, secret, since: Instant::now(), pid: None, is_doomed: false };
         template.underway.push_back(fork);
         self.send_orders(pid);
         Ok(())
+    }
+
+    /// Has a template remove the temporary folder of a worker of which nothing is left, where the keeper cannot.
+    pub(super) fn remove_folder(&mut self, pid: u32, worker: u64, secret: u128) {
+        if let Some(template) = self.template_mut(pid) {
+            template.outbox.push(Order::Remove { worker, secret }.encode().to_vec(), Vec::new());
+            self.send_orders(pid);
+        }
     }
 
     fn send_orders(&mut self, pid: u32) {
@@ -111,7 +167,7 @@ impl Process {
             Ok(true) => Interest::READABLE,
             Ok(false) => Interest::READABLE | Interest::WRITABLE,
             // Its end is near, and fails what it was to fork.
-            Err(_) => return wait::kill_group(pid),
+            Err(_) => return self.kill(pid),
         };
         let (token, socket) = (Token(pid as usize | FORKS), template.socket.as_raw_fd());
         let _ = self.poll.registry().reregister(&mut SourceFd(&socket), token, interest);
@@ -124,14 +180,28 @@ impl Process {
             self.report_failure(worker, &Refusal::new("fork: it was ended before", Errno::CANCELED));
             return true;
         }
-        let templates = self.children.values_mut().filter_map(|child| child.template.as_mut());
-        let mut forks = templates.flat_map(|template| template.underway.iter_mut());
-        forks.find(|fork| fork.worker == worker).map(|fork| fork.is_doomed = true).is_some()
+        for pid in &self.templates {
+            let template = self.children.get_mut(pid).and_then(|child| child.template.as_mut());
+            let mut forks = template.into_iter().flat_map(|template| template.underway.iter_mut());
+            if let Some(fork) = forks.find(|fork| fork.worker == worker) {
+                fork.is_doomed = true;
+                return true;
+            }
+        }
+        false
     }
 
-    /// Whether something is being forked.
+    fn forking(&self) -> impl Iterator<Item = (u32, &Child, Instant)> {
+        let of = |&pid: &u32| {
+            let child = self.children.get(&pid)?;
+            Some((pid, child, child.template.as_ref()?.forks_since()?))
+        };
+        self.templates.iter().filter_map(of)
+    }
+
+    /// Whether something is being forked that a hunt has to wait for. What lives in a nest is not hunted.
     pub(super) fn is_forking(&self) -> bool {
-        self.children.values().filter_map(|child| child.template.as_ref()).any(Template::has_forks)
+        self.forking().any(|(_, child, since)| child.nest.is_none() && since.elapsed() < QUIET_PATIENCE)
     }
 
     /// Orders that waited for the end of a hunt.
@@ -148,24 +218,27 @@ impl Process {
 
     /// When a template that forks counts as hung.
     pub(super) fn forks_due(&self) -> Option<Instant> {
-        let templates = self.children.values().filter_map(|child| child.template.as_ref());
-        templates.filter_map(|template| Some(template.underway.front()?.since + FORK_PATIENCE)).min()
+        let is_awaited = |child: &Child| child.template.as_ref().is_some_and(|template| !template.is_hung);
+        let forking = self.forking().filter(|(_, child, _)| is_awaited(child));
+        forking.map(|(_, _, since)| since + FORK_PATIENCE).min()
     }
 
     pub(super) fn end_hung_templates(&mut self, now: Instant) {
-        let is_late = |fork: &Fork| now >= fork.since + FORK_PATIENCE;
-        for (&pid, child) in &self.children {
-            if child.template.as_ref().and_then(|it| it.underway.front()).is_some_and(is_late) {
-                wait::kill_group(pid);
+        let late = self.forking().filter(|(.., since)| now >= *since + FORK_PATIENCE).map(|(pid, ..)| pid);
+        let late: Vec<u32> = late.collect();
+        for pid in late {
+            if let Some(template) = self.template_mut(pid)
+                && !std::mem::replace(&mut template.is_hung, true)
+            {
+                self.kill(pid);
             }
         }
     }
 
     /// Hears all templates that are forking: what a worker said of itself it said before it ended.
     pub(super) fn hear_forks(&mut self) {
-        let forking = |child: &Child| child.template.as_ref().is_some_and(Template::has_forks);
-        let pids: Vec<u32> =
-            self.children.iter().filter(|(_, child)| forking(child)).map(|(&pid, _)| pid).collect();
+        let pids = self.forking().filter(|(_, child, _)| child.nest.is_none()).map(|(pid, ..)| pid);
+        let pids: Vec<u32> = pids.collect();
         pids.into_iter().for_each(|pid| while self.hear_some(pid) {});
     }
 
@@ -184,7 +257,7 @@ impl Process {
     }
 
     /// Hears some messages. Returns whether there may be more.
-    fn hear_some(&mut self, pid: u32) -> bool {
+    pub(super) fn hear_some(&mut self, pid: u32) -> bool {
         for _ in 0..WORDS_MAX {
             let Some(template) = self.template_mut(pid) else { return false };
             let mut bytes = [0; MESSAGE_BYTES_MAX];
@@ -201,7 +274,8 @@ impl Process {
         true
     }
 
-    fn end_template(&mut self, pid: u32, text: &str) {
+    /// Ends a template for what it did; with it all that lives in its nest, since there is no telling who did it.
+    pub(super) fn end_template(&mut self, pid: u32, text: &str) {
         if let Some(child) = self.children.get(&pid) {
             let worker = child.worker;
             self.report(&ReportMessage::Template { worker, news: TemplateNews::Refused(text) }, None);
@@ -216,24 +290,39 @@ impl Process {
         let Some(template) = &mut child.template else { return true };
         let news = match word {
             Word::Born { worker } => return sender != process && self.born(pid, worker, sender),
-            _ if sender != process => return false,
-            Word::Ready => TemplateNews::Ready,
-            Word::Status(text) => TemplateNews::Status(text),
-            Word::Refused(text) => TemplateNews::Refused(text),
-            Word::Extend(more_ms) => TemplateNews::Extend(more_ms),
-            Word::NotForked { worker, errno } => {
+            Word::NotForked { worker, errno, step } => {
                 if template.take(worker).is_some() {
-                    self.report_failure(worker, &Refusal::new("fork", Errno::from_raw_os_error(errno)));
+                    let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
+                    self.report_failure(worker, &Refusal::new(&step, Errno::from_raw_os_error(errno)));
                 }
                 return true;
             }
+            _ if sender != process => return false,
+            Word::Ready if template.is_ready => return false,
+            Word::Ready => {
+                template.is_ready = true;
+                TemplateNews::Ready
+            }
+            Word::Refused(_) if template.is_refused => return false,
+            Word::Refused(text) => {
+                template.is_refused = true;
+                TemplateNews::Refused(text)
+            }
+            // As often as it likes: what is too much is not told.
+            Word::Status(_) | Word::Extend(_) if !template.may_be_heard(Instant::now()) => return true,
+            Word::Status(text) => TemplateNews::Status(text),
+            Word::Extend(more_ms) => TemplateNews::Extend(more_ms),
             Word::Forked { worker, pid: forked } => {
                 // One that was heard of itself already is none of these.
                 let fork = template.underway.iter_mut().find(|fork| fork.worker == worker);
                 if let Some(fork) = fork {
                     fork.pid = Some(forked);
-                    if !is_child(forked) {
-                        self.fork_ended(forked);
+                    let is_gone = match &child.nest {
+                        Some(nest) => nest.has_ended(forked),
+                        None => !bulkhead_linux::wait::is_child(forked),
+                    };
+                    if is_gone {
+                        self.fork_ended(pid, forked);
                     }
                 }
                 return true;
@@ -243,42 +332,110 @@ impl Process {
         true
     }
 
-    /// A process that is no worker has been waited for: if it was forked to be one, it has failed.
-    pub(super) fn fork_ended(&mut self, pid: u32) {
-        let templates = self.children.values_mut().filter_map(|child| child.template.as_mut());
-        let found = templates.flat_map(|template| {
-            let at = template.underway.iter().position(|fork| fork.pid == Some(pid));
-            at.and_then(|at| template.underway.remove(at))
-        });
-        let failed: Vec<u64> = found.map(|fork| fork.worker).collect();
-        for worker in failed {
-            self.report_failure(worker, &Refusal::new("fork: it ended at once", Errno::CHILD));
+    /// A process that is no worker has been waited for: if this template forked it to be one, it has failed.
+    pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
+        let Some(template) = self.template_mut(template) else { return };
+        let Some(at) = template.underway.iter().position(|fork| fork.pid == Some(pid)) else { return };
+        if let Some(fork) = template.underway.remove(at) {
+            self.report_failure(fork.worker, &Refusal::new("fork: it ended at once", Errno::CHILD));
         }
+    }
+
+    /// The same for any template whose workers are children of this process.
+    pub(super) fn any_fork_ended(&mut self, pid: u32) {
+        let of_nobody = |child: &Child| child.nest.is_none();
+        let templates = self.forking().filter(|(_, child, _)| of_nobody(child)).map(|(pid, ..)| pid);
+        let templates: Vec<u32> = templates.collect();
+        templates.into_iter().for_each(|template| self.fork_ended(template, pid));
     }
 
     /// A process says that it is a worker which a template was to fork. Returns whether that makes sense.
     fn born(&mut self, template: u32, worker: u64, pid: u32) -> bool {
-        if self.children.contains_key(&pid) || !is_child(pid) {
+        if self.children.contains_key(&pid) {
             return false;
         }
         let Some(child) = self.children.get_mut(&template) else { return true };
-        let (terms, rlimits) = (child.terms, child.rlimits.clone());
-        let observed = Observed { is_inherited: true, ..child.observed };
+        if child.nest.is_none() && !bulkhead_linux::wait::is_child(pid) {
+            return false;
+        }
         let Some(fork) = child.template.as_mut().and_then(|it| it.take(worker)) else { return false };
-        let opened = Pid::from_raw(pid as i32).ok_or(Errno::SRCH).and_then(|number| {
-            let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-            Ok((rustix::io::fcntl_dupfd_cloexec(&pidfd, 0)?, pidfd))
-        });
+        match self.adopt(template, &fork, pid) {
+            Ok(is_sense) => is_sense,
+            Err(refusal) => {
+                self.report_failure(worker, &refusal);
+                true
+            }
+        }
+    }
+
+    /// Takes such a process for the worker. Returns whether that makes sense; if it is an error, it is none.
+    fn adopt(&mut self, template: u32, fork: &Fork, pid: u32) -> Result<bool, Refusal> {
+        let Fork { worker, secret, is_doomed, .. } = *fork;
+        let Some(parent) = self.children.get(&template) else { return Ok(true) };
+        let (terms, rlimits) = (parent.terms, parent.rlimits.clone());
+        let observed = Observed { is_inherited: true, ..parent.observed };
+        let failed = |step: &'static str| move |errno: Errno| Refusal::new(step, errno);
+        let number = Pid::from_raw(pid as i32).ok_or(Refusal::new("fork", Errno::SRCH))?;
+        let opened = rustix::process::pidfd_open(number, PidfdFlags::empty())
+            .and_then(|pidfd| Ok((rustix::io::fcntl_dupfd_cloexec(&pidfd, 0)?, pidfd)));
         let (copy, pidfd) = match opened {
             Ok(opened) => opened,
             Err(errno) => {
-                wait::kill_group(pid);
-                self.report_failure(worker, &Refusal::new("descriptors", errno));
-                return true;
+                self.refuse_birth(template, pid);
+                let step = if errno == Errno::SRCH { "fork: it ended at once" } else { "descriptors" };
+                return Err(Refusal::new(step, errno));
             }
         };
-        let mut source = SourceFd(&pidfd.as_raw_fd());
-        let _ = self.poll.registry().register(&mut source, Token(pid as usize | END), Interest::READABLE);
+        let home = match &parent.nest {
+            None => None,
+            Some(nest) => {
+                let place = observe::place(pid);
+                let place = place.map_err(|_| Refusal::new("fork: it ended at once", Errno::CHILD))?;
+                if place.parent != template || nest.has(place.inner) {
+                    self.report_failure(worker, &Refusal::new("fork: by another process", Errno::PERM));
+                    return Ok(false);
+                }
+                Some(Home { nest: template, inner: place.inner, secret: None })
+            }
+        };
+        let folder = match (terms.temporary, &parent.folder) {
+            (Temporary::Folder, Some(folder)) => Some(folder.join(folder_name(worker, secret))),
+            _ => None,
+        };
+        let is_inside = matches!(terms.temporary, Temporary::FileSystem(_) | Temporary::Mounted(_));
+        let home = home.map(|home| Home { secret: is_inside.then_some(secret), ..home });
+        let leaf = terms.cgroup.map(|limits| self.groups.make(worker, &limits));
+        let leaf = leaf.map(|made| {
+            let leaf = made?;
+            match leaf.take_in(pid) {
+                Ok(()) => Ok(leaf),
+                Err(failure) => {
+                    self.groups.remove(leaf);
+                    Err(Refusal::new(&format!("cgroup: {}", failure.attempted), failure.errno))
+                }
+            }
+        });
+        let leaf = match leaf.transpose() {
+            Ok(leaf) => leaf,
+            Err(refusal) => {
+                self.refuse_birth(template, pid);
+                return Err(refusal);
+            }
+        };
+        match &home {
+            Some(home) => {
+                if let Some(nest) = self.children.get_mut(&template).and_then(|child| child.nest.as_mut()) {
+                    nest.born(home.inner, pid);
+                }
+            }
+            None => {
+                let mut source = SourceFd(&pidfd.as_raw_fd());
+                let token = Token(pid as usize | END);
+                let watched = self.poll.registry().register(&mut source, token, Interest::READABLE);
+                watched.map_err(|error| failed("descriptors")(errno::of(&error, Errno::IO)))?;
+            }
+        }
+        let observed = Observed { cgroup: leaf.is_some(), ..observed };
         let child = Child {
             worker,
             pidfd,
@@ -289,31 +446,42 @@ impl Process {
             process: pid,
             listener: None,
             violation: None,
-            folder: None,
-            leaf: None,
+            folder,
+            leaf,
             observed,
             status: None,
             template: None,
+            nest: None,
+            home,
         };
-        self.children.insert(pid, child);
+        self.insert(pid, child);
         self.report(&ReportMessage::Spawned { worker, pid, observed }, Some(copy));
-        if fork.is_doomed {
+        if is_doomed {
+            self.kill(pid);
+        }
+        self.tidy_nest(template, Instant::now());
+        Ok(true)
+    }
+
+    /// What was to be a worker is not to live.
+    fn refuse_birth(&mut self, template: u32, pid: u32) {
+        // In a nest it is what no one knows, and is killed as such.
+        if self.children.get(&template).is_some_and(|child| child.nest.is_none()) {
             wait::kill_group(pid);
         }
-        true
     }
 
     /// A template has ended: what it was to fork is not coming.
     pub(super) fn template_ended(&mut self, template: Template) {
-        for fork in template.underway {
-            self.report_failure(fork.worker, &Refusal::new("fork: its template has ended", Errno::CHILD));
+        let _ = self.poll.registry().deregister(&mut SourceFd(&template.socket.as_raw_fd()));
+        self.forks_failed(template.underway, "fork: its template has ended");
+    }
+
+    fn forks_failed(&mut self, forks: VecDeque<Fork>, step: &str) {
+        for fork in forks {
+            self.report_failure(fork.worker, &Refusal::new(step, Errno::CHILD));
         }
     }
-}
-
-/// Whether there is such a child that has not been waited for.
-fn is_child(pid: u32) -> bool {
-    bulkhead_linux::wait::is_child(pid)
 }
 
 /// A message, and which process has sent it.

@@ -2,6 +2,7 @@
 
 use std::os::fd::AsRawFd;
 
+use bulkhead_linux::process_tree;
 use mio::unix::SourceFd;
 use mio::{Interest, Token};
 use rustix::io::Errno;
@@ -9,7 +10,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{Child, LISTENER, Process, REPORTS_WAITING_MAX};
 use crate::confine::seccomp::{self, News};
-use crate::{ReportMessage, observe, wait};
+use crate::{ReportMessage, observe};
 
 impl Process {
     /// The kernel tells of forbidden calls.
@@ -32,33 +33,51 @@ impl Process {
 
     /// The process that made a forbidden call is killed, and the news goes out before that of its death can.
     pub(super) fn end_violator(&mut self, pid: u32, notification: &seccomp::Notification) {
-        let Some(child) = self.children.get_mut(&pid) else { return };
-        let (worker, worker_process, call) = (child.worker, child.process, notification.number);
+        let call = notification.number;
+        let Some(child) = self.children.get(&pid) else { return };
         let Some(listener) = &child.listener else { return };
         let found = observe::process_of(notification.thread).and_then(|(process, inner)| {
             let number = Pid::from_raw(process as i32).ok_or(Errno::SRCH)?;
-            Ok((process, inner, rustix::process::pidfd_open(number, PidfdFlags::empty())?))
+            let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
+            Ok((process, inner, self.worker_of(pid, process), pidfd))
         });
         // Still waiting: then numbers and descriptor are those of the thread that waits, and of its process.
         if seccomp::is_waiting(listener, notification.id).is_err() {
             return;
         }
         // A process that cannot be found is taken for the worker itself: then all of it goes.
-        let (process, inner, pidfd) = match found {
-            Ok((process, inner, pidfd)) => (process, inner, Some(pidfd)),
-            Err(_) => (worker_process, worker_process, None),
+        let (process, inner, of, pidfd) = match found {
+            Ok((process, inner, of, pidfd)) => (process, inner, of, Some(pidfd)),
+            Err(_) => (child.process, child.process, pid, None),
         };
-        let other = pidfd.filter(|_| process != worker_process);
+        let Some(child) = self.children.get_mut(&of) else { return };
+        let other = pidfd.filter(|_| process != child.process);
         if other.is_none() {
             child.violation.get_or_insert(call);
         }
+        let worker = child.worker;
         self.report_violation(worker, inner, call);
-        let Some(pidfd) = other else { return wait::kill_group(pid) };
+        let Some(pidfd) = other else { return self.kill(of) };
         if rustix::process::pidfd_send_signal(&pidfd, Signal::KILL).is_err()
             && let Some(Child { listener: Some(listener), .. }) = self.children.get(&pid)
         {
             let _ = seccomp::refuse(listener, notification.id, Errno::PERM);
         }
+    }
+
+    /// Which worker a process under the filter of this one belongs to: that of a template is that of all that it has
+    /// forked.
+    fn worker_of(&self, pid: u32, process: u32) -> u32 {
+        let is_nest = self.children.get(&pid).is_some_and(|child| child.nest.is_some());
+        if !is_nest {
+            return pid;
+        }
+        let is_worker = |pid: &u32| self.children.get(pid).is_some_and(|child| child.home.is_some());
+        if is_worker(&process) {
+            return process;
+        }
+        let line = process_tree::lineage(process, pid).unwrap_or_default();
+        line.into_iter().find(is_worker).unwrap_or(pid)
     }
 
     /// A worker can have as many processes made and killed as it likes: where the supervisor does not keep up,

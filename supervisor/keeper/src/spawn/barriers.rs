@@ -55,7 +55,7 @@ pub(crate) struct Barriers {
 #[derive(Default)]
 pub(crate) struct Filters(HashMap<FilterKey, Arc<Filter>>);
 
-type FilterKey = (Seccomp, bool, bool, Vec<String>, Vec<String>);
+type FilterKey = (Seccomp, bool, bool, bool, Vec<String>, Vec<String>);
 
 impl Barriers {
     /// Makes them ready for a worker. `temporary` is the folder of its own that [`Temporary::Folder`] asks for, or
@@ -129,8 +129,9 @@ impl Barriers {
             Root::prepare(&view).map(Arc::new).map_err(missing)
         });
         let ruleset = ruleset.transpose()?;
-        let program_rules =
-            terms.programs_apart.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
+        // A template puts what it forks under rules, as a host does with its programs.
+        let is_told = terms.programs_apart || order.is_template && terms != Terms::default();
+        let program_rules = is_told.then(|| programs::rules(&terms, ruleset.as_ref(), temporary));
         let shown = match root {
             _ if !may_mount => None,
             Some(_) => None,
@@ -142,7 +143,7 @@ impl Barriers {
             terms,
             program_rules: program_rules.transpose()?,
             ruleset,
-            filter: filters.get(ordered)?,
+            filter: filters.get(ordered, order.is_template)?,
             root: root.transpose()?,
             shown,
             executable,
@@ -213,11 +214,11 @@ fn unreachable(folder: &Path, identity: Option<Identity>) -> Refusal {
 }
 
 impl Filters {
-    fn get(&mut self, ordered: &Confinement<'_>) -> Result<Option<Arc<Filter>>, Refusal> {
+    fn get(&mut self, ordered: &Confinement<'_>, is_template: bool) -> Result<Option<Arc<Filter>>, Refusal> {
         let terms = &ordered.terms;
         let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
-        let key =
-            (terms.seccomp, terms.seccomp_names, terms.network, owned(&ordered.allow), owned(&ordered.deny));
+        let (allow, deny) = (owned(&ordered.allow), owned(&ordered.deny));
+        let key = (terms.seccomp, terms.seccomp_names, terms.network, is_template, allow, deny);
         if let Some(filter) = self.0.get(&key) {
             return Ok(Some(filter.clone()));
         }
@@ -236,6 +237,7 @@ impl Filters {
         } else {
             rules
         };
+        let rules = if is_template { seccomp::with_siblings(rules) } else { rules };
         let unknown =
             |name| Refusal::new(&format!("{}: there is no system call {name}", steps::SECCOMP), Errno::INVAL);
         let rules = rules.overridden(&ordered.allow, &ordered.deny).map_err(unknown)?;

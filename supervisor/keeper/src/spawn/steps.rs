@@ -107,6 +107,9 @@ const LANDLOCK_UNTRUE: u32 = 1;
 /// The number of the fork between the tables.
 pub(super) const PID_NAMESPACE: u32 = u32::MAX;
 
+/// The number of what the first process beside a template needs.
+pub(super) const NEST: u32 = u32::MAX - 1;
+
 /// What a child that failed was about.
 pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Shown>) -> String {
     let mut steps = OUTER.iter().chain(&INNER);
@@ -125,6 +128,11 @@ pub(super) fn describe(failure: &Failure, root: Option<&Root>, shown: Option<&Sh
         }
         Some(name) => name.to_owned(),
         None if failure.step == PID_NAMESPACE => "pid namespace".to_owned(),
+        None if failure.step == NEST => {
+            "read of the first process's children in /proc, which `start.mode = \"fork\"` \
+             takes (CONFIG_PROC_CHILDREN)"
+                .to_owned()
+        }
         None => "unknown".to_owned(),
     }
 }

@@ -29,6 +29,11 @@ impl Leaf {
         self.folder.as_fd()
     }
 
+    /// Moves a process there that has one thread.
+    pub(crate) fn take_in(&self, pid: u32) -> Result<(), Failure> {
+        self.folder.write("cgroup.procs", &pid.to_string())
+    }
+
     /// Kills all that is in there, in one go: nothing forks its way out, and what is frozen dies as well.
     pub(crate) fn kill(&self) -> Result<(), Failure> {
         self.folder.write("cgroup.kill", "1")

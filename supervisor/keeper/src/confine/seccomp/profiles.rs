@@ -92,6 +92,27 @@ pub(crate) fn sealed<'n>(network: bool, allow: &[&'n str]) -> Result<Rules, &'n 
     rules.overridden(allow, &[])
 }
 
+/// Nothing is refused.
+pub(crate) fn open() -> Rules {
+    Rules::new(Verdict::Allow)
+}
+
+/// What a template may more than others: to fork a sibling, by exactly these flags.
+pub(crate) fn with_siblings(mut rules: Rules) -> Rules {
+    const SIBLING: u32 = (libc::CLONE_PARENT | libc::SIGCHLD) as u32;
+    rules.narrow("clone", |otherwise| {
+        Check { argument: 0, mask: u32::MAX, cases: vec![(Is(SIBLING), Verdict::Allow.into())], otherwise }
+            .into()
+    });
+    rules
+}
+
+/// On top of what a template forks: it takes back what [`with_siblings`] gives.
+pub(crate) fn without_siblings(mut rules: Rules) -> Rules {
+    rules.set("clone", without(libc::CLONE_PARENT as u32));
+    rules
+}
+
 const REFUSE: Verdict = Verdict::Errno(Errno::PERM);
 
 /// Programs take it for a kernel built without that family, and do without.

@@ -90,6 +90,8 @@ fn all_profiles() -> Vec<Rules> {
         without_truncation(strict(false)),
         sealed(false, &["execve"]).unwrap(),
         sealed(true, &[]).unwrap(),
+        with_siblings(default(false)),
+        without_siblings(sealed(false, &[]).unwrap()),
         default(false).overridden(&allow, &deny).unwrap(),
         Rules::new(Verdict::Allow),
     ]
@@ -517,6 +519,38 @@ fn sealing_takes_programs_and_sockets_away_and_nothing_else() {
     assert_eq!(finished.outcomes(), names.map(|(_, errno)| errno), "{finished:?}");
     // The first filter's listener is told, whatever the second one is.
     assert_eq!(finished.named, ["bpf"], "{finished:?}");
+}
+
+/// The flags are looked at as a whole.
+#[test]
+fn a_template_forks_siblings_in_one_way_only_and_what_it_forks_in_none() {
+    let Some(clone) = syscalls::number("clone") else { panic!("there is no clone") };
+    let sibling = (libc::CLONE_PARENT | libc::SIGCHLD) as u64;
+    let refused = Verdict::Errno(Errno::PERM).action(Ending::Notify);
+    let allowed = Verdict::Allow.action(Ending::Notify);
+    for rules in [default(false), default(true), strict(false)] {
+        let template = with_siblings(rules.clone());
+        let of = |rules: &Rules, flags: i32| expected(rules, clone, [flags as u64, 0, 0, 0, 0, 0]);
+        assert_eq!(expected(&template, clone, [sibling, 0, 0, 0, 0, 0]), allowed);
+        let worker = without_siblings(Rules::new(Verdict::Allow));
+        assert_eq!(expected(&worker, clone, [sibling, 0, 0, 0, 0, 0]), refused);
+        for more in
+            [libc::CLONE_VM, libc::CLONE_FILES, libc::CLONE_NEWUSER, libc::CLONE_NEWPID, libc::CLONE_PTRACE]
+        {
+            let flags = libc::CLONE_PARENT | libc::SIGCHLD | more;
+            assert_eq!(of(&template, flags), refused, "{more:x}");
+        }
+        assert_eq!(of(&template, libc::CLONE_PARENT), refused);
+        assert_eq!(of(&template, libc::CLONE_PARENT | libc::SIGKILL), refused);
+        assert_eq!(of(&template, libc::SIGCHLD), allowed);
+        assert_eq!(of(&worker, libc::SIGCHLD), allowed);
+        let Some(clone3) = syscalls::number("clone3") else { continue };
+        let missing = Verdict::Errno(Errno::NOSYS).action(Ending::Notify);
+        assert_eq!(expected(&template, clone3, [0; 6]), missing);
+    }
+    // It is put in force for each worker, and to check a filter takes the longer, the longer it is.
+    let length = without_siblings(open()).compile(Ending::Kill).program.len();
+    assert!(length <= 20, "{length} instructions");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The rules of Landlock that each program of `exec` is put under, on top of the worker's own, so that the
-//! programs of one worker, and the host, are out of each other's reach.
+//! programs of one worker, and the host, are out of each other's reach. In the same way each worker that a template has
+//! forked is put under rules on top of the template's; below, that is a program, and the template the worker.
 //!
 //! Rules only ever take away, so each program's name again all that the worker has, but for its temporary
 //! folder: in place of that stands the folder of this program alone. They also scope: no signals to, no
@@ -8,14 +9,16 @@
 //! What the worker has is told by the keeper (see [`bulkhead_shared::program_rules`]). It is opened once, at
 //! the start, so that a program costs a system call for each path and no walk along it.
 
+use std::ffi::CStr;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use bulkhead_linux::folder::{self, FOLDER};
 use bulkhead_linux::landlock::{self, Withheld};
 use bulkhead_shared::program_rules::{Grant, PROGRAM_RULES_BYTES_MAX, ProgramRules};
-use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 /// To look at and to make rules of, and nothing else.
@@ -38,7 +41,7 @@ const DEPTH_MAX: usize = 256;
 
 /// What a worker has, ready to be given to programs.
 #[derive(Default)]
-pub(super) struct Rules {
+pub(crate) struct Rules {
     handled: u64,
     scoped: u64,
     given: Vec<(OwnedFd, u64)>,
@@ -46,9 +49,9 @@ pub(super) struct Rules {
 }
 
 /// The worker's temporary folder.
-pub(super) struct Temporary {
-    pub(super) path: PathBuf,
-    pub(super) folder: OwnedFd,
+pub(crate) struct Temporary {
+    pub(crate) path: PathBuf,
+    pub(crate) folder: OwnedFd,
     access: u64,
     /// Whether nothing else that is given leads to it.
     is_hidden: bool,
@@ -56,17 +59,40 @@ pub(super) struct Temporary {
 
 impl Rules {
     /// What the keeper left on standard input, which is the null device where there is nothing to tell.
-    pub(super) fn inherited() -> io::Result<Self> {
+    pub(crate) fn inherited() -> io::Result<Self> {
         let stdin = io::stdin();
         if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
             return Ok(Self::default());
         }
+        Self::open(Self::told(&stdin)?)
+    }
+
+    /// The same for workers that a template forks, with as few rules as do: what the template's own rules withhold
+    /// they need not withhold again, only the folders of the others.
+    pub(crate) fn inherited_for_workers() -> io::Result<Self> {
+        let stdin = io::stdin();
+        if FileType::from_raw_mode(rustix::fs::fstat(&stdin)?.st_mode) != FileType::RegularFile {
+            return Ok(Self::default());
+        }
+        let told = Self::told(&stdin)?;
+        let Some(temporary) = &told.temporary else {
+            return Self::open(ProgramRules { handled: 0, grants: Vec::new(), ..told });
+        };
+        let few = Self::open(ProgramRules { grants: widened(&told, &temporary.path), ..told.clone() })?;
+        if few.leave_temporary_files_open() { Self::open(told) } else { Ok(few) }
+    }
+
+    fn told(stdin: &io::Stdin) -> io::Result<ProgramRules> {
         let mut bytes = Vec::new();
-        File::from(rustix::io::fcntl_dupfd_cloexec(&stdin, 3)?)
+        File::from(rustix::io::fcntl_dupfd_cloexec(stdin, 3)?)
             .take(PROGRAM_RULES_BYTES_MAX)
             .read_to_end(&mut bytes)?;
-        let told = ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?;
-        Self::open(told)
+        Ok(ProgramRules::decode(&bytes).ok_or(io::ErrorKind::InvalidData)?)
+    }
+
+    /// Whether there is anything to put in force.
+    pub(crate) fn are_any(&self) -> bool {
+        self.handled != 0 || self.scoped != 0
     }
 
     fn open(told: ProgramRules) -> io::Result<Self> {
@@ -92,22 +118,22 @@ impl Rules {
     }
 
     /// Gives programs what they are executed from, where no path leads there.
-    pub(super) fn give_program(&mut self, program: OwnedFd) {
+    pub(crate) fn give_program(&mut self, program: OwnedFd) {
         self.given.push((program, EXECUTE | READ_FILE));
     }
 
-    pub(super) fn temporary(&self) -> Option<&Temporary> {
+    pub(crate) fn temporary(&self) -> Option<&Temporary> {
         self.temporary.as_ref()
     }
 
     /// Whether programs reach each other's temporary files, since `read` or `write` give a folder above.
-    pub(super) fn leave_temporary_files_open(&self) -> bool {
+    pub(crate) fn leave_temporary_files_open(&self) -> bool {
         self.handled != 0 && self.temporary.as_ref().is_some_and(|temporary| !temporary.is_hidden)
     }
 
     /// Rules for one program, whose temporary folder is this one. `None`: there is no Landlock.
-    pub(super) fn of_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
-        if self.handled == 0 {
+    pub(crate) fn of_program(&self, folder: Option<BorrowedFd<'_>>) -> io::Result<Option<Ruleset>> {
+        if !self.are_any() {
             return Ok(None);
         }
         // What the worker's own rules withhold of the network, they withhold from its programs.
@@ -125,6 +151,23 @@ impl Rules {
         }
         Ok(Some(Ruleset(ruleset)))
     }
+}
+
+/// The same paths by the folders at the top that they lie in, with all rights: but not by the one that the temporary
+/// folder lies in.
+fn widened(told: &ProgramRules, temporary: &Path) -> Vec<Grant> {
+    let top = |path: &Path| path.components().take(2).collect::<PathBuf>();
+    let other = top(temporary);
+    let mut wide: Vec<Grant> = Vec::new();
+    for grant in &told.grants {
+        let top = top(&grant.path);
+        if top == other || top == Path::new("/") {
+            wide.push(grant.clone());
+        } else if wide.iter().all(|known| known.path != top) {
+            wide.push(Grant { path: top, access: told.handled });
+        }
+    }
+    wide
 }
 
 /// Whether a folder lies in what is given to be listed.
@@ -154,12 +197,12 @@ fn name(stat: Stat) -> (u64, u64) {
 }
 
 /// Rules that are ready to be put in force.
-pub(super) struct Ruleset(OwnedFd);
+pub(crate) struct Ruleset(OwnedFd);
 
 impl Ruleset {
     /// Puts this process under them, for ever, and all that it starts; `worker` is the worker's temporary
     /// folder, which no program can list from then on. For a forked child: system calls and nothing else.
-    pub(super) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    pub(crate) fn restrict(&self, worker: Option<BorrowedFd<'_>>) -> io::Result<()> {
         landlock::restrict_self(self.0.as_fd(), NO_VERSION)?;
         let Some(folder) = worker else { return Ok(()) };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -173,7 +216,39 @@ impl Ruleset {
 
 impl Temporary {
     /// What proves that a program's rules are in force: that it cannot list this.
-    pub(super) fn proof(&self) -> io::Result<Option<OwnedFd>> {
+    pub(crate) fn proof(&self) -> io::Result<Option<OwnedFd>> {
         self.is_hidden.then(|| self.folder.try_clone()).transpose()
+    }
+
+    /// Makes a folder in it.
+    pub(crate) fn make(&self, name: &str) -> rustix::io::Result<OwnedFd> {
+        self.open_up();
+        rustix::fs::mkdirat(&self.folder, name, Mode::RWXU)?;
+        rustix::fs::openat(&self.folder, name, FOLDER | OFlags::PATH, Mode::empty())
+    }
+
+    /// Programs have the host's user, and may have shut the folder that theirs lie in.
+    fn open_up(&self) {
+        let is_open = rustix::fs::fstat(&self.folder)
+            .is_ok_and(|found| Mode::from_raw_mode(found.st_mode).contains(Mode::RWXU));
+        if !is_open {
+            let _ = folder::give_to_owner(&self.folder);
+        }
+    }
+
+    /// Removes a folder in it, unless that has many entries; whether nothing is left to do.
+    pub(crate) fn remove(&self, name: &CStr, entries_max: usize) -> bool {
+        let parent = self.folder.as_fd();
+        self.open_up();
+        if rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) != Err(Errno::NOTEMPTY) {
+            return true;
+        }
+        let Ok(folder) = folder::open(parent, name, Mode::RWXU) else { return true };
+        // What cannot be removed goes with the worker's own folder.
+        if folder::empty(&folder, entries_max) == Ok(false) {
+            return false;
+        }
+        let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
+        true
     }
 }

@@ -1,0 +1,313 @@
+//! Nests: pid namespaces, in each of which a template and the workers that it forks live, and nothing else.
+//!
+//! They are children of the first process in there (`spawn/nest.rs`), which tells of each end and of the children that
+//! are left. Those that are neither the template, nor a worker, nor can be a worker that is just being forked, were left
+//! behind: it is told to kill them. What does not go so is killed while all in there stands still, and then with
+//! all in there. So nothing of `/proc` is searched, and what a nest does concerns no other.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use mio::unix::SourceFd;
+use mio::{Interest, Token};
+
+use super::{Child, NEST, Process, Stage};
+use crate::confine::cgroup::Leaf;
+use crate::socket::{self, Outbox, Received};
+use crate::spawn::{END_BYTES_MAX, End, NAMED_MAX, NestOrder};
+use crate::{Exit, ReportMessage, Usage, wait};
+
+/// Ends that are heard in one go.
+const ENDS_MAX: usize = 64;
+
+/// Ends of unknown processes that are remembered: the template may be about to name them.
+const DEAD_MAX: usize = 64;
+
+/// The pauses between two orders to kill.
+const PAUSE_MIN: Duration = Duration::from_millis(2);
+const PAUSE_MAX: Duration = Duration::from_millis(64);
+
+/// What was not to be killed one by one within this time is killed while all stands still.
+const STUBBORN: Duration = Duration::from_millis(200);
+
+/// What was not to be killed at all within this time ends with all in there.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Of a template: where it and its workers live.
+pub(super) struct Nest {
+    socket: OwnedFd,
+    outbox: Outbox,
+    /// The template's number in there, once it is known.
+    pub(super) template: Option<u32>,
+    /// The workers by their numbers in there, with those that they have here.
+    workers: HashMap<u32, u32>,
+    /// Children of the first process that are neither, and since when that is known.
+    unknown: Vec<(u32, Instant)>,
+    /// Whether there may be more of these.
+    has_more: bool,
+    /// Unknown ones that have ended.
+    dead: VecDeque<u32>,
+    /// Workers that have ended, and are swept when nothing is left of any.
+    leaving: Vec<Leaving>,
+    /// Since there is something to kill, when the next order to do so is due, and what the pause is then.
+    hunt: Option<(Instant, Instant, Duration)>,
+}
+
+struct Leaving {
+    worker: u64,
+    folder: Option<PathBuf>,
+    secret: Option<u128>,
+    leaf: Option<Leaf>,
+}
+
+/// Of a worker: the nest that it lives in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Home {
+    /// The first process there.
+    pub(super) nest: u32,
+    /// The worker's number in there.
+    pub(super) inner: u32,
+    /// What its temporary folder is called by, where that is in there as well.
+    pub(super) secret: Option<u128>,
+}
+
+impl Nest {
+    pub(super) fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket,
+            outbox: Outbox::default(),
+            template: None,
+            workers: HashMap::new(),
+            unknown: Vec::new(),
+            has_more: false,
+            dead: VecDeque::new(),
+            leaving: Vec::new(),
+            hunt: None,
+        }
+    }
+
+    pub(super) fn socket(&self) -> &OwnedFd {
+        &self.socket
+    }
+
+    /// Whether a worker has this number in there.
+    pub(super) fn has(&self, inner: u32) -> bool {
+        self.template == Some(inner) || self.workers.contains_key(&inner)
+    }
+
+    /// Whether what had this number, and was unknown, has ended.
+    pub(super) fn has_ended(&self, inner: u32) -> bool {
+        self.dead.contains(&inner)
+    }
+
+    pub(super) fn born(&mut self, inner: u32, pid: u32) {
+        self.workers.insert(inner, pid);
+        self.unknown.retain(|(unknown, _)| *unknown != inner);
+    }
+
+    /// Takes note of the children that there are.
+    fn look(&mut self, children: &[u32], has_more: bool, now: Instant) {
+        let before = std::mem::take(&mut self.unknown);
+        let since =
+            |pid: u32| before.iter().find(|(known, _)| *known == pid).map_or(now, |(_, since)| *since);
+        self.unknown = children.iter().filter(|pid| !self.has(**pid)).map(|&pid| (pid, since(pid))).collect();
+        self.has_more = has_more;
+    }
+}
+
+impl Process {
+    fn nest_mut(&mut self, pid: u32) -> Option<&mut Nest> {
+        self.children.get_mut(&pid)?.nest.as_mut()
+    }
+
+    /// Hears the first process of a nest.
+    pub(super) fn hear_nest(&mut self, pid: u32) {
+        let has_more = self.hear_ends(pid);
+        self.order_nest(pid, has_more);
+    }
+
+    /// Sends what waits; `has_more` is to be heard of which there is no event.
+    fn order_nest(&mut self, pid: u32, has_more: bool) {
+        let Some(nest) = self.nest_mut(pid) else { return };
+        // One that has ended is reaped next.
+        let is_blocked = !nest.outbox.flush(&nest.socket).unwrap_or(true);
+        if !has_more && !is_blocked {
+            return;
+        }
+        let interest = if is_blocked { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
+        let (token, socket) = (Token(pid as usize | NEST), nest.socket.as_raw_fd());
+        let _ = self.poll.registry().reregister(&mut SourceFd(&socket), token, interest);
+    }
+
+    /// Hears some ends. Returns whether there may be more.
+    pub(super) fn hear_ends(&mut self, pid: u32) -> bool {
+        let mut buffer = vec![0; END_BYTES_MAX];
+        for _ in 0..ENDS_MAX {
+            let Some(nest) = self.nest_mut(pid) else { return false };
+            match socket::receive(&nest.socket, &mut buffer) {
+                Ok(Received::Message(length, _)) => match End::decode(&buffer[..length]) {
+                    Some(end) => self.ended_in_nest(pid, end),
+                    None => return false,
+                },
+                // When it has ended, so is it.
+                Ok(Received::Nothing | Received::Closed) | Err(_) => return false,
+            }
+        }
+        true
+    }
+
+    fn ended_in_nest(&mut self, pid: u32, end: End) {
+        // What a process said of itself it said before it ended.
+        while self
+            .children
+            .get(&pid)
+            .is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks()))
+            && self.hear_some(pid)
+        {}
+        let now = Instant::now();
+        let Some(nest) = self.nest_mut(pid) else { return };
+        if nest.template == Some(end.pid) {
+            self.template_left(pid, &end);
+        } else if let Some(worker) = nest.workers.remove(&end.pid) {
+            self.left_nest(pid, worker, end.exit, end.usage);
+        } else {
+            nest.dead.push_back(end.pid);
+            if nest.dead.len() > DEAD_MAX {
+                nest.dead.pop_front();
+            }
+            self.fork_ended(pid, end.pid);
+        }
+        if let Some(nest) = self.nest_mut(pid) {
+            nest.look(&end.children, end.has_more, now);
+        }
+        self.tidy_nest(pid, now);
+    }
+
+    /// The template is gone, and its workers live on.
+    fn template_left(&mut self, pid: u32, end: &End) {
+        self.look_at_start(pid);
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        if !matches!(child.stage, Stage::Running) {
+            // With it the first process ends.
+            return;
+        }
+        child.stage = Stage::Ended;
+        let (worker, exit, template) = (child.worker, child.cause(end.exit), child.template.take());
+        self.report(&ReportMessage::Exited { worker, exit, usage: end.usage }, None);
+        template.into_iter().for_each(|template| self.template_ended(template));
+    }
+
+    /// A worker of this nest has ended.
+    fn left_nest(&mut self, nest: u32, pid: u32, exit: Exit, usage: Usage) {
+        let Some(child) = self.remove(pid) else { return };
+        let (worker, exit) = (child.worker, child.cause(exit));
+        child.leaf.iter().for_each(|leaf| _ = leaf.kill());
+        self.report(&ReportMessage::Exited { worker, exit, usage }, None);
+        let Child { folder, leaf, home, .. } = child;
+        let secret = home.and_then(|home| home.secret);
+        if let Some(nest) = self.nest_mut(nest) {
+            nest.leaving.push(Leaving { worker, folder, secret, leaf });
+        }
+    }
+
+    /// Reports workers as swept of which nothing is left, and has what is left killed.
+    pub(super) fn tidy_nest(&mut self, pid: u32, now: Instant) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        let Some(nest) = &mut child.nest else { return };
+        // What came to light before something was to be forked is not that.
+        let forks_since = child.template.as_ref().and_then(|template| template.forks_since());
+        let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
+        if nest.unknown.is_empty() && !nest.has_more {
+            nest.hunt = None;
+            return self.nest_is_swept(pid);
+        }
+        let left: Vec<u32> =
+            nest.unknown.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
+        if left.is_empty() {
+            return;
+        }
+        let (since, due, pause) = *nest.hunt.get_or_insert((now, now, PAUSE_MIN));
+        if now < due {
+            return;
+        }
+        nest.hunt = Some((since, now + pause, (pause * 2).min(PAUSE_MAX)));
+        let workers: Vec<u32> = nest.workers.keys().copied().collect();
+        let order = match now.saturating_duration_since(since) {
+            age if age < STUBBORN => NestOrder::Kill(&left),
+            age if age < PATIENCE && workers.len() <= NAMED_MAX => NestOrder::KillAllBut(&workers),
+            _ => {
+                // What lives in there dies of it, and the template is to blame, if anything is.
+                return self.end_template(pid, "what its workers left behind could not be ended");
+            }
+        };
+        nest.outbox.push(order.encode(), Vec::new());
+        self.order_nest(pid, false);
+    }
+
+    /// When something in a nest is to be killed again.
+    pub(super) fn nests_due(&self) -> Option<Instant> {
+        let nests = self.templates.iter().filter_map(|pid| self.children.get(pid)?.nest.as_ref());
+        nests.filter_map(|nest| nest.hunt.map(|(_, due, _)| due)).min()
+    }
+
+    pub(super) fn tidy_nests(&mut self, now: Instant) {
+        let is_due = |pid: &&u32| {
+            let nest = self.children.get(pid).and_then(|child| child.nest.as_ref());
+            nest.and_then(|nest| nest.hunt).is_some_and(|(_, due, _)| due <= now)
+        };
+        let due: Vec<u32> = self.templates.iter().filter(is_due).copied().collect();
+        due.into_iter().for_each(|pid| self.tidy_nest(pid, now));
+    }
+
+    fn nest_is_swept(&mut self, pid: u32) {
+        let Some(nest) = self.nest_mut(pid) else { return };
+        for Leaving { worker, folder, secret, leaf } in std::mem::take(&mut nest.leaving) {
+            self.clear(folder, leaf);
+            if let Some(secret) = secret {
+                self.remove_folder(pid, worker, secret);
+            }
+            self.report(&ReportMessage::Swept { worker }, None);
+        }
+    }
+
+    /// Has a worker of a nest killed, with its process group.
+    pub(super) fn kill_in_nest(&mut self, Home { nest, inner, .. }: Home) {
+        if let Some(found) = self.nest_mut(nest) {
+            found.outbox.push(NestOrder::Kill(&[inner]).encode(), Vec::new());
+            self.order_nest(nest, false);
+        }
+    }
+
+    /// Has a template killed, while its workers live on.
+    pub(super) fn kill_template(&mut self, pid: u32) {
+        let Some(child) = self.children.get_mut(&pid) else { return };
+        match (&child.stage, &mut child.nest) {
+            (Stage::Running, Some(nest)) => {
+                nest.outbox.push(NestOrder::KillTemplate.encode(), Vec::new());
+                self.order_nest(pid, false);
+            }
+            // It has ended already.
+            (Stage::Ended, Some(_)) => {}
+            (Stage::Starting(_) | Stage::Running | Stage::Failed | Stage::Ended, _) => wait::kill_group(pid),
+        }
+    }
+
+    /// The first process of a nest has ended, and with it all that was in there.
+    pub(super) fn nest_ended(&mut self, pid: u32, nest: Nest) {
+        const KILLED: Exit = Exit::Signal { number: libc::SIGKILL, core_dumped: false };
+        let Nest { workers, mut leaving, .. } = nest;
+        for here in workers.into_values() {
+            let Some(child) = self.remove(here) else { continue };
+            let (worker, exit) = (child.worker, child.cause(KILLED));
+            self.report(&ReportMessage::Exited { worker, exit, usage: Usage::default() }, None);
+            leaving.push(Leaving { worker, folder: child.folder, secret: None, leaf: child.leaf });
+        }
+        debug_assert!(!self.children.contains_key(&pid));
+        for Leaving { worker, folder, leaf, .. } in leaving {
+            self.clear(folder, leaf);
+            self.report(&ReportMessage::Swept { worker }, None);
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The first process of a pid namespace in which a template and the workers that it forks live: the *nest*.
+//!
+//! All of them are its children, since a template forks siblings of itself. It tells of each end, with what children
+//! it has then, and kills those of its children that the keeper names: what a worker left behind comes to it. It
+//! decides nothing, and knows the template alone. With it, everything in there ends.
+//!
+//! It is a copy of the keeper without rights but the one to signal the others, and makes nothing but system calls.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use bulkhead_linux::wait::wait4;
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+use super::exit;
+use crate::wait;
+use crate::{Exit, Usage};
+
+/// Where the kernel tells a thread's children, on most machines.
+const CHILDREN: &std::ffi::CStr = c"/proc/thread-self/children";
+
+/// Numbers of children that are told with an end. If there are more, that is told.
+const CHILDREN_MAX: usize = 4096;
+
+/// Bytes of an end: the number, the status as of `wait(2)`, three numbers of the usage, and whether there are more
+/// children than follow.
+const HEAD_BYTES: usize = 4 + 4 + 3 * 8 + 1;
+
+/// Bytes of an end with all that follows.
+pub(crate) const END_BYTES_MAX: usize = HEAD_BYTES + 4 * CHILDREN_MAX;
+
+/// Children that are named in one order. More are named in the next.
+pub(crate) const NAMED_MAX: usize = 4096;
+
+const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_MAX;
+
+/// Rounds of killing while all stand still: each takes away one level of a tree.
+const ROUNDS_MAX: u32 = 10_000;
+
+/// What the keeper orders. Processes have the numbers that they have in there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order<'a> {
+    /// Kill these children, and their process groups.
+    Kill(&'a [u32]),
+    /// Kill the template.
+    KillTemplate,
+    /// Stop all, kill each child but the template and these, and what their death brings here, and let the others go
+    /// on.
+    KillAllBut(&'a [u32]),
+}
+
+impl Order<'_> {
+    /// The message. Names beyond [`NAMED_MAX`] are left out.
+    pub(crate) fn encode(self) -> Vec<u8> {
+        let (kind, named): (u8, &[u32]) = match self {
+            Self::Kill(named) => (b'K', named),
+            Self::KillTemplate => (b'T', &[]),
+            Self::KillAllBut(named) => (b'A', named),
+        };
+        let numbers = named.iter().take(NAMED_MAX).flat_map(|pid| pid.to_le_bytes());
+        std::iter::once(kind).chain(numbers).collect()
+    }
+}
+
+/// A child of the first process has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct End {
+    /// Its number in there.
+    pub(crate) pid: u32,
+    pub(crate) exit: Exit,
+    pub(crate) usage: Usage,
+    /// The children that there are now, by their numbers in there.
+    pub(crate) children: Vec<u32>,
+    /// Whether there are still more.
+    pub(crate) has_more: bool,
+}
+
+impl End {
+    /// `None`: that is none.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>()?;
+        let word = |at: usize| Some(u32::from_le_bytes(head.get(at..at + 4)?.try_into().ok()?));
+        let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
+        let (numbers, []) = rest.as_chunks::<4>() else { return None };
+        Some(Self {
+            pid: word(0)?,
+            exit: wait::exit(word(4)? as i32)?,
+            usage: Usage { user_us: number(8)?, system_us: number(16)?, maxrss_kib: number(24)? },
+            children: numbers.iter().map(|number| u32::from_le_bytes(*number)).collect(),
+            has_more: head[HEAD_BYTES - 1] != 0,
+        })
+    }
+}
+
+/// Where the first process can read who its children are.
+pub(super) fn children() -> Result<OwnedFd, Errno> {
+    rustix::fs::open(CHILDREN, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// Becomes the first process, whose child `template` is.
+pub(super) fn keep(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
+    // Its user may be another one than that of the processes in here; it sees no others.
+    let kill = CapabilitySet::KILL;
+    let few = CapabilitySets { effective: kill, permitted: kill, inheritable: CapabilitySet::empty() };
+    if rustix::thread::set_capabilities(None, few).is_err() {
+        let none = CapabilitySet::empty();
+        let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
+        let _ = rustix::thread::set_capabilities(None, none);
+    }
+    // What it is called in lists of processes. It cannot fail with a name this short.
+    let _ = rustix::thread::set_name(c"bulkhead-init");
+    // SAFETY: sets a flag of this process: no process in there is to look into it.
+    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
+    let Ok(deaths) = watch_deaths() else { exit(super::FAILED) };
+    close_all_but([socket.as_raw_fd(), children.as_raw_fd(), deaths.as_raw_fd()]);
+    let nest = Nest { template, socket, children };
+    loop {
+        nest.reap();
+        nest.obey();
+        let mut events = [PollFd::new(socket, PollFlags::IN), PollFd::new(&deaths, PollFlags::IN)];
+        match rustix::event::poll(&mut events, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => exit(0),
+        }
+        // One read takes them all, as there is one of each signal at most.
+        let mut news = [0; size_of::<libc::signalfd_siginfo>()];
+        let _ = rustix::io::read(&deaths, &mut news);
+    }
+}
+
+/// A descriptor that is readable when a child may have ended.
+fn watch_deaths() -> Result<OwnedFd, Errno> {
+    // SAFETY: the set is a local, which the calls fill and read; the descriptor is made for us alone.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGCHLD);
+        bulkhead_linux::errno::check(libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()))?;
+        let made = libc::signalfd(-1, &set, libc::SFD_NONBLOCK | libc::SFD_CLOEXEC);
+        bulkhead_linux::errno::check(made)?;
+        Ok(OwnedFd::from_raw_fd(made))
+    }
+}
+
+fn close_all_but(mut kept: [RawFd; 3]) {
+    kept.sort_unstable();
+    let mut low: libc::c_uint = 0;
+    for kept in kept {
+        let kept = kept as libc::c_uint;
+        if kept > low {
+            // SAFETY: nothing of this process uses any of them any more.
+            unsafe { libc::syscall(libc::SYS_close_range, low, kept - 1, 0) };
+        }
+        low = kept + 1;
+    }
+    // SAFETY: as above.
+    unsafe { libc::syscall(libc::SYS_close_range, low, libc::c_uint::MAX, 0) };
+}
+
+/// The first process's own.
+struct Nest<'s> {
+    template: u32,
+    socket: &'s OwnedFd,
+    children: OwnedFd,
+}
+
+impl Nest<'_> {
+    /// Waits for those that have ended, and tells of them. Ends when there is no child any more.
+    fn reap(&self) {
+        loop {
+            match wait4(-1, libc::WNOHANG) {
+                Ok((0, ..)) => return,
+                Ok((pid, status, rusage)) => {
+                    if libc::WIFSTOPPED(status) {
+                        // It asked to be traced by its parent, which no honest one does.
+                        kill(pid as i32);
+                    } else {
+                        self.tell(pid, status, &wait::usage(&rusage));
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(_) => exit(0),
+            }
+        }
+    }
+
+    fn tell(&self, pid: u32, status: i32, usage: &Usage) {
+        let mut bytes = [0; END_BYTES_MAX];
+        let mut length = 0;
+        let mut put = |more: &[u8]| {
+            bytes[length..length + more.len()].copy_from_slice(more);
+            length += more.len();
+        };
+        put(&pid.to_le_bytes());
+        put(&status.to_le_bytes());
+        [usage.user_us, usage.system_us, usage.maxrss_kib]
+            .iter()
+            .for_each(|number| put(&number.to_le_bytes()));
+        let mut numbers = [0; CHILDREN_MAX];
+        let (count, has_more) = self.children(&mut numbers);
+        put(&[u8::from(has_more)]);
+        numbers[..count].iter().for_each(|number| put(&number.to_le_bytes()));
+        match rustix::io::retry_on_intr(|| {
+            rustix::net::send(self.socket, &bytes[..length], SendFlags::NOSIGNAL)
+        }) {
+            Ok(_) => {}
+            // The keeper is gone: then all goes.
+            Err(_) => exit(0),
+        }
+    }
+
+    /// The children that there are, as many as fit, and whether there are more.
+    fn children(&self, numbers: &mut [u32; CHILDREN_MAX]) -> (usize, bool) {
+        let (mut count, mut offset, mut number) = (0, 0, 0_u32);
+        let mut text = [0; 4096];
+        loop {
+            let read = rustix::io::retry_on_intr(|| rustix::io::pread(&self.children, &mut text, offset));
+            let read = match read {
+                // What cannot be read is as bad as too many.
+                Err(_) => return (count, true),
+                Ok(0) => return (count, false),
+                Ok(read) => read,
+            };
+            offset += read as u64;
+            for byte in &text[..read] {
+                match byte {
+                    b'0'..=b'9' => number = number.wrapping_mul(10).wrapping_add((byte - b'0').into()),
+                    _ if number == 0 => {}
+                    _ if count == CHILDREN_MAX => return (count, true),
+                    _ => {
+                        numbers[count] = number;
+                        count += 1;
+                        number = 0;
+                    }
+                }
+            }
+        }
+    }
+
+    fn obey(&self) {
+        let mut bytes = [0; ORDER_BYTES_MAX];
+        loop {
+            let received =
+                rustix::io::retry_on_intr(|| rustix::net::recv(self.socket, &mut bytes, RecvFlags::DONTWAIT));
+            let length = match received {
+                Err(Errno::AGAIN) => return,
+                // The keeper is gone: then all goes.
+                Ok((0, _)) | Err(_) => exit(0),
+                Ok((length, _)) => length.min(ORDER_BYTES_MAX),
+            };
+            let (named, _) = bytes[1..length].as_chunks::<4>();
+            match bytes[0] {
+                b'T' => kill_child(self.template),
+                b'K' => named.iter().for_each(|pid| kill_child(u32::from_le_bytes(*pid))),
+                b'A' => self.kill_all_but(named),
+                _ => exit(0),
+            }
+        }
+    }
+
+    /// Nothing can be forked while all stand still, so that there is an end to it.
+    fn kill_all_but(&self, named: &[[u8; 4]]) {
+        // SAFETY: signals all processes in here but this one.
+        unsafe { libc::kill(-1, libc::SIGSTOP) };
+        for _ in 0..ROUNDS_MAX {
+            let mut numbers = [0; CHILDREN_MAX];
+            let (count, _) = self.children(&mut numbers);
+            let is_named = |pid: u32| pid == self.template || named.contains(&pid.to_le_bytes());
+            let mut is_clean = true;
+            for &pid in numbers[..count].iter().filter(|pid| !is_named(**pid)) {
+                is_clean = false;
+                kill(pid as i32);
+                // It dies at once, stopped or not.
+                if let Ok((_, status, rusage)) = wait4(pid as i32, 0) {
+                    self.tell(pid, status, &wait::usage(&rusage));
+                }
+            }
+            if is_clean {
+                break;
+            }
+        }
+        // SAFETY: as above.
+        unsafe { libc::kill(-1, libc::SIGCONT) };
+    }
+}
+
+/// Kills a child, and the process group that it may lead; one that has been waited for has no number any more.
+fn kill_child(pid: u32) {
+    if pid > 1 && bulkhead_linux::wait::is_child(pid) {
+        kill(-(pid as i32));
+        kill(pid as i32);
+    }
+}
+
+fn kill(pid: i32) {
+    // SAFETY: signals processes in here alone; that they have ended is no matter.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_told_and_ordered_is_understood() {
+        let (ours, theirs) = crate::socket::pair().unwrap();
+        let nest = Nest { template: 2, socket: &theirs, children: children().unwrap() };
+        let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
+        nest.tell(7, libc::SIGSEGV | 0x80, &usage);
+        let mut bytes = [0; END_BYTES_MAX];
+        let (length, _) = rustix::net::recv(&ours, &mut bytes, RecvFlags::empty()).unwrap();
+        let end = End::decode(&bytes[..length]).unwrap();
+        // This thread has no children.
+        let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
+        assert_eq!(end, End { pid: 7, exit, usage, children: Vec::new(), has_more: false });
+        assert_eq!(End::decode(&bytes[..length - 1]), None);
+        assert_eq!(End::decode(&bytes[..length + 3]), None);
+        assert_eq!(Order::Kill(&[1, 256]).encode(), [b'K', 1, 0, 0, 0, 0, 1, 0, 0]);
+        assert_eq!(Order::KillTemplate.encode(), *b"T");
+        assert_eq!(Order::KillAllBut(&[0; NAMED_MAX + 1]).encode().len(), ORDER_BYTES_MAX);
+    }
+
+    #[test]
+    fn children_are_told_however_many_there_are() {
+        std::thread::scope(|scope| {
+            let counted = scope.spawn(|| {
+                let nest = Nest {
+                    template: 2,
+                    socket: &rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap(),
+                    children: children().unwrap(),
+                };
+                // The children of this thread alone.
+                let mut sleeping: Vec<_> = (0..40)
+                    .map(|_| std::process::Command::new("sleep").arg("100").spawn().unwrap())
+                    .collect();
+                let mut numbers = [0; CHILDREN_MAX];
+                let (count, has_more) = nest.children(&mut numbers);
+                let spawned: Vec<u32> = sleeping.iter().map(std::process::Child::id).collect();
+                for child in &mut sleeping {
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                }
+                assert_eq!((&numbers[..count], has_more), (&spawned[..], false));
+            });
+            counted.join().unwrap();
+        });
+    }
+}
