@@ -322,20 +322,54 @@ pub const BETWEEN_PROGRAMS: &[Attempt] = &[
     plain("shut-temporary-folders", "shut the folder that theirs lie in (`chmod`; the host opens it again)", Refused(&["NOTHING"], "there is none"), Succeeds, Succeeds),
 ];
 
+/// What a worker that was forked tries against another one of the same template, which is `sibling`, and against the
+/// template.
+#[rustfmt::skip] // One row each.
+pub const BETWEEN_FORKED: &[Attempt] = &[
+    plain("list-temporary-folders", "list the temporary folders of all", Succeeds, LANDLOCK, LANDLOCK),
+    plain("read-temporary-file-of-sibling", "read a temporary file of another", Succeeds, LANDLOCK, LANDLOCK),
+    plain("write-temporary-file-of-sibling", "write to a temporary file of another", Succeeds, LANDLOCK, LANDLOCK),
+    plain("make-temporary-file-for-sibling", "make a file in the temporary folder of another", Succeeds, LANDLOCK, LANDLOCK),
+    plain("open-memory-of-sibling", "open the memory of another, and so its payload and its link", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("read-environment-of-sibling", "read the environment of another", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("look-at-descriptors-of-sibling", "see what another has open", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("write-result-of-sibling", "write to the standard output of another", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("trace-sibling", "trace another", Succeeds, Violation("ptrace"), Violation("ptrace")),
+    plain("read-sibling-directly", "read the memory of another (process_vm_readv)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("write-sibling-directly", "write the memory of another (process_vm_writev)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("take-descriptor-of-sibling", "take a descriptor out of another", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("signal-sibling", "signal another", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("signal-sibling-by-descriptor", "signal another by a pidfd", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("renice-sibling", "give another a lower priority", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("limit-sibling", "limit another's processor time (prlimit)", Succeeds, NOT_PERMITTED, NOT_PERMITTED),
+    plain("pin-sibling", "take processors from another", Succeeds, Succeeds, Succeeds),
+    plain("signal-template", "signal the template", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("open-memory-of-template", "open the memory of the template", Succeeds, NOT_TRACEABLE, NOT_TRACEABLE),
+    plain("kill-parent", "kill the parent of all", Succeeds, OUT_OF_SCOPE, OUT_OF_SCOPE),
+    plain("become-child-of-keeper", "fork a sibling, as the template does", Succeeds, Refused(&["EPERM"], "the filter of the worker's own"), Refused(&["EPERM"], "the filter of the worker's own")),
+];
+
 /// What the table above does not have, since it takes something of its own to be judged.
 pub const ELSEWHERE: &[&str] = &[
     "booby-trap-temporary-folder",
     "kill-sibling-by-input",
     "leave-processes-behind",
+    "limit-sibling",
     "list-temporary-folders",
     "make-many-processes",
+    "make-temporary-file-for-sibling",
     "open-memory-of-host",
+    "open-memory-of-template",
+    "pin-sibling",
     "read-environment-of-host",
     "read-temporary-file-of-sibling",
+    "renice-sibling",
     "run-set-user-id-program",
     "shut-temporary-folders",
+    "signal-template",
     "touch-much-memory",
     "write-result-of-sibling",
+    "write-temporary-file-of-sibling",
 ];
 
 /// What older kernels do not refuse, so that the supervisor ends the worker for it.
@@ -381,7 +415,10 @@ pub fn markdown() -> String {
     use fmt::Write as _;
     let mut text = String::new();
     let of_workers = ATTEMPTS.iter().map(|(heading, attempts)| (*heading, "worker", *attempts));
-    let all = of_workers.chain([("Programs of one worker", "program of `exec`", BETWEEN_PROGRAMS)]);
+    let all = of_workers.chain([
+        ("Programs of one worker", "program of `exec`", BETWEEN_PROGRAMS),
+        ("Workers of one template", "forked worker", BETWEEN_FORKED),
+    ]);
     for (heading, who, attempts) in all {
         let _ = write!(text, "\n**{heading}.** A {who} tries to …\n\n");
         text.push_str("| … | `none` | `default` | `strict` |\n| --- | --- | --- | --- |\n");

@@ -25,7 +25,7 @@ use worker::{Mark, Record};
 pub const AHEAD: &str = "ahead";
 
 /// The bulkheads under load, and how many jobs each may run at once. No chaos changes these numbers.
-pub const BULKHEADS: [Bulkhead; 7] = [
+pub const BULKHEADS: [Bulkhead; 9] = [
     Bulkhead { name: AHEAD, processes: 1, max_in_flight: 1, keys: "lookahead = \"20ms\"" },
     Bulkhead {
         name: "single",
@@ -51,6 +51,18 @@ pub const BULKHEADS: [Bulkhead; 7] = [
         processes: 3,
         max_in_flight: 1,
         keys: "adaptive = { max = 3, target = \"20ms\" }\nlookahead = \"50ms\"",
+    },
+    Bulkhead {
+        name: "forked",
+        processes: 2,
+        max_in_flight: 2,
+        keys: "recycle = { jobs = 50 }\nstart = { mode = \"fork\", spares = 1 }\nlookahead = \"20ms\"",
+    },
+    Bulkhead {
+        name: "forked-fresh",
+        processes: 2,
+        max_in_flight: 1,
+        keys: "recycle = { jobs = 1 }\nstart = { mode = \"fork\", spares = 2 }",
     },
     Bulkhead { name: "bare", processes: 1, max_in_flight: 2, keys: "sandbox = { profile = \"none\" }" },
 ];

@@ -13,6 +13,23 @@ const PLAIN: &str = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"
 const SPARED: &str =
     "[bulkhead.spared]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\nstart = { spares = 2 }\n";
 
+/// From templates, under each profile.
+const FORKED: [(&str, &str); 3] = [
+    ("forked-none", "profile = \"none\""),
+    ("forked-default", "profile = \"default\""),
+    ("forked-strict", "profile = \"strict\", best_effort = [\"identity\"]"),
+];
+
+fn forked() -> String {
+    let one = |(name, sandbox): &(&str, &str)| {
+        format!(
+            "[bulkhead.{name}]\ncommand = [\"MISBEHAVE\"]\ndeadline = \"20s\"\nstart.mode = \"fork\"\n\
+             sandbox = {{ {sandbox} }}\n"
+        )
+    };
+    FORKED.iter().map(one).collect()
+}
+
 /// Sends one bad job, says how it ended, and checks that the bulkhead and its neighbour still serve.
 fn after(operation: &str, payload: &str) -> String {
     let plain = after_in("b", operation, payload);
@@ -22,12 +39,15 @@ fn after(operation: &str, payload: &str) -> String {
     if operation != "die-answering" {
         assert_eq!(plain, spared, "a spare changes nothing for the job in hand");
         assert_eq!(plain, in_file, "nor does it where its payload is");
+        for (bulkhead, _) in FORKED {
+            assert_eq!(plain, after_in(bulkhead, operation, payload), "{bulkhead}: {operation}");
+        }
     }
     plain
 }
 
 fn after_in(bulkhead: &str, operation: &str, payload: &str) -> String {
-    let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}"));
+    let supervisor = Supervisor::start(&format!("{PLAIN}{SPARED}{}", forked()));
     run(async {
         let client = Client::connect(supervisor.socket()).await.unwrap();
         let place =

@@ -74,6 +74,10 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     }),
     ("shut-temporary-folders", |_| shut_temporary_folders()),
     ("read-temporary-file-of-sibling", |to| read(to.text("temporary file of sibling")?)),
+    ("write-temporary-file-of-sibling", |to| open_for_writing(to.text("temporary file of sibling")?)),
+    ("make-temporary-file-for-sibling", |to| {
+        write_and_remove(parent(to.text("temporary file of sibling")?)?)
+    }),
 ];
 
 /// Bytes that are read at most: enough to know.

@@ -39,12 +39,26 @@ impl Targets {
     }
 
     fn text(&self, name: &str) -> Result<&str, Refused> {
+        // Of several, the one that is not in the own temporary folder.
+        let own = std::env::temp_dir();
+        let mut several = self.0[name].as_array().into_iter().flatten().filter_map(Value::as_str);
+        let first = several.clone().next();
+        let other = several.find(|path| !path.starts_with(&*own.to_string_lossy()));
+        if let Some(other) = other.or(first) {
+            return Ok(other);
+        }
         self.0[name]
             .as_str()
             .ok_or_else(|| Refused::because("NOTARGET", format!("there is no target {name}")))
     }
 
     fn pid(&self, name: &str) -> Result<i32, Refused> {
+        // Of several, the one that is not this process.
+        let own = i64::from(std::process::id());
+        let several = self.0[name].as_array().into_iter().flatten();
+        if let Some(other) = several.filter_map(Value::as_i64).find(|pid| *pid != own) {
+            return Ok(other as i32);
+        }
         let number = self.0[name].as_i64().and_then(|pid| i32::try_from(pid).ok());
         number.ok_or_else(|| Refused::because("NOTARGET", format!("there is no target {name}")))
     }
@@ -130,14 +144,21 @@ fn tell(operation: &str, payload: &[u8]) -> Result<Vec<u8>, HandlerError> {
         "" => Ok(payload.to_vec()),
         "pid" => Ok(std::process::id().to_string().into_bytes()),
         "crash" => std::process::abort(),
+        "hang" => loop {
+            std::thread::park();
+        },
         "environment" => {
             let all: serde_json::Map<_, _> = std::env::vars().map(|(k, v)| (k, v.into())).collect();
             Ok(Value::from(all).to_string().into_bytes())
         }
+        "leave-a-runner" => resources::leave_a_runner(),
         // Leaves a file in its temporary folder, and tells where.
         "leave-a-file" => {
             let path = std::env::temp_dir().join("left");
             std::fs::write(&path, "left")?;
+            // So that two who are asked at the same time are not one.
+            let text = String::from_utf8_lossy(payload);
+            std::thread::sleep(std::time::Duration::from_millis(text.parse().unwrap_or(0)));
             Ok(path.to_string_lossy().into_owned().into_bytes())
         }
         "status" => Ok(std::fs::read("/proc/self/status")?),

@@ -36,12 +36,17 @@ pub(crate) const ATTEMPTS: &[(&str, Attempt)] = &[
     ("signal-sibling", |to| signal_nothing(to.pid("sibling")?)),
     ("signal-sibling-by-descriptor", signal_sibling_by_descriptor),
     ("kill-sibling-by-input", kill_sibling_by_input),
+    ("signal-template", |to| signal_nothing(to.pid("template")?)),
+    ("open-memory-of-template", |to| open_memory(to.pid("template")?)),
+    ("limit-sibling", |to| limit(to.pid("sibling")?)),
+    ("renice-sibling", |to| renice(to.pid("sibling")?)),
+    ("pin-sibling", |to| pin(to.pid("sibling")?)),
     ("kill-parent", kill_parent),
     ("kill-everything", kill_everything),
-    ("limit-supervisor", limit_supervisor),
-    ("renice-supervisor", renice_supervisor),
+    ("limit-supervisor", |to| limit(to.pid("supervisor")?)),
+    ("renice-supervisor", |to| renice(to.pid("supervisor")?)),
     ("reschedule-supervisor", reschedule_supervisor),
-    ("pin-supervisor", pin_supervisor),
+    ("pin-supervisor", |to| pin(to.pid("supervisor")?)),
     ("become-child-of-keeper", |_| become_child_of_keeper()),
     ("leave-the-session", |_| leave_the_session()),
 ];
@@ -191,20 +196,20 @@ fn kill_everything(_: &Targets) -> Tried {
 }
 
 /// Sets the limit that there is: a lower one could end the supervisor.
-fn limit_supervisor(to: &Targets) -> Tried {
-    let pid = to.pid("supervisor")? as usize;
+fn limit(pid: i32) -> Tried {
+    let pid = pid as usize;
     let resource = libc::RLIMIT_CPU as usize;
     let mut limit = [0_u64; 2];
-    let what = "limit the supervisor's processor time";
+    let what = "limit another's processor time";
     call(libc::SYS_prlimit64, [pid, resource, 0, address_mut(&mut limit)]).at(what)?;
     call(libc::SYS_prlimit64, [pid, resource, address(&limit), 0]).at(what)?;
     Ok("limited".into())
 }
 
 /// To the value that it has.
-fn renice_supervisor(to: &Targets) -> Tried {
-    let pid = to.pid("supervisor")? as usize;
-    let what = "change the supervisor's priority";
+fn renice(pid: i32) -> Tried {
+    let pid = pid as usize;
+    let what = "change another's priority";
     // The raw call answers 20 minus the value.
     let nice = call(libc::SYS_getpriority, [libc::PRIO_PROCESS as usize, pid]).at(what)?;
     let nice = 20_isize.wrapping_sub_unsigned(nice);
@@ -222,10 +227,10 @@ fn reschedule_supervisor(to: &Targets) -> Tried {
 }
 
 /// To the processors that it may use.
-fn pin_supervisor(to: &Targets) -> Tried {
+fn pin(pid: i32) -> Tried {
     const MASK_BYTES: usize = 128;
-    let pid = to.pid("supervisor")? as usize;
-    let what = "change the supervisor's processors";
+    let pid = pid as usize;
+    let what = "change another's processors";
     let mut mask = [0_u8; MASK_BYTES];
     call(libc::SYS_sched_getaffinity, [pid, MASK_BYTES, address_mut(&mut mask)]).at(what)?;
     call(libc::SYS_sched_setaffinity, [pid, MASK_BYTES, address(&mask)]).at(what)?;

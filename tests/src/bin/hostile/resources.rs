@@ -163,3 +163,24 @@ pub(crate) fn sleep_bounded() -> ExitCode {
     std::thread::sleep(std::time::Duration::from_secs(LIFETIME_S));
     ExitCode::SUCCESS
 }
+
+/// Leaves a process that makes another one and ends, again and again, so that whatever is looked up has ended when it
+/// is signalled. For some seconds at most. Says which process this one is.
+pub(crate) fn leave_a_runner() -> Result<Vec<u8>, bulkhead_worker::HandlerError> {
+    const LIFETIME: std::time::Duration = std::time::Duration::from_secs(20);
+    let began = std::time::Instant::now();
+    // SAFETY: the child makes nothing but system calls, and does not come back.
+    #[expect(unsafe_code, reason = "forks, in which nothing is allocated")]
+    unsafe {
+        if libc::fork() == 0 {
+            libc::setsid();
+            while began.elapsed() < LIFETIME {
+                if libc::fork() != 0 {
+                    libc::_exit(0);
+                }
+            }
+            libc::_exit(0);
+        }
+    }
+    Ok(std::process::id().to_string().into_bytes())
+}

@@ -1,0 +1,458 @@
+//! Workers that a template has forked (`start.mode = "fork"`), in a sandbox: what one of them tries against the others
+//! and against the template, and what each of them tries as any worker does.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_tests::attempts::{ATTEMPTS, Attempt, BETWEEN_FORKED, Expected, KERNELS_OWN, Setting};
+use bulkhead_tests::confined::{
+    DEFAULT_LAYERS, Ended, Place, STRICT_LAYERS, Setup, has_layers, is_root, status_field,
+};
+use bulkhead_tests::{is_alive, kill_pid, refuses_descriptors, wait_for};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+const NONE: &str = "profile = \"none\"";
+const DEFAULT: &str = "profile = \"default\"";
+const STRICT: &str = "profile = \"strict\"";
+
+fn bulkhead(name: &str, sandbox: &str, more: &str) -> String {
+    format!(
+        "[bulkhead.{name}]\ncommand = [\"HOSTILE\"]\ncwd = \"work\"\nmax_queue = 10\ndeadline = \"60s\"\n\
+         start.mode = \"fork\"\nrestart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n\
+         sandbox = {{ {sandbox} }}\n{more}\n"
+    )
+}
+
+fn start(bulkheads: &str) -> Place {
+    Setup { bulkheads, ..Setup::default() }.start()
+}
+
+/// The profiles that this machine has.
+fn profiles() -> impl Iterator<Item = &'static str> {
+    let all = [(DEFAULT, DEFAULT_LAYERS), (STRICT, STRICT_LAYERS)];
+    all.into_iter().filter(|(_, layers)| is_root() && has_layers(layers)).map(|(profile, _)| profile)
+}
+
+fn ask(client: &Client, bulkhead: &str, operation: &str) -> String {
+    let reply =
+        client.job(bulkhead, "").operation(operation).deadline(Duration::from_secs(30)).send().unwrap();
+    String::from_utf8(reply.payload().to_vec()).unwrap()
+}
+
+fn parent(pid: u32) -> u32 {
+    status_field(pid, "PPid").parse().unwrap()
+}
+
+/// A process's number in its namespace.
+fn inner(pid: u32) -> u32 {
+    status_field(pid, "NSpid").split(' ').next_back().unwrap().parse().unwrap()
+}
+
+/// The template whose workers live beside it: a child of the same process.
+fn template_of(worker: u32, workers: &[u32]) -> u32 {
+    let beside = bulkhead_tests::children(parent(worker));
+    let is_template = |pid: &u32| {
+        !workers.contains(pid)
+            && std::fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.ends_with("hostile"))
+    };
+    beside.into_iter().find(is_template).unwrap()
+}
+
+/// Two workers that run, by the machine's numbers.
+fn pair(place: &Place) -> [u32; 2] {
+    wait_for("two workers are ready", || {
+        let state = place.supervisor.state("pair");
+        let ready = state.workers.iter().filter(|worker| &*worker.state == "ready");
+        let pids: Vec<u32> = ready.filter_map(|worker| worker.pid).collect();
+        <[u32; 2]>::try_from(pids).ok()
+    })
+}
+
+/// What one of a pair can aim at in the other.
+fn targets(place: &Place, client: &Client) -> Value {
+    let workers = pair(place);
+    let template = template_of(workers[0], &workers);
+    let mut files = BTreeMap::new();
+    wait_for("each has left a file", || {
+        let leave =
+            || client.job("pair", "20").operation("leave-a-file").deadline(Duration::from_secs(30)).send();
+        let (one, other) = std::thread::scope(|scope| {
+            let one = scope.spawn(leave);
+            (leave(), one.join().unwrap())
+        });
+        let path = |reply: bulkhead_client::Reply| String::from_utf8(reply.payload().to_vec()).unwrap();
+        files.extend([one, other].into_iter().flatten().map(|reply| (path(reply), ())));
+        // Without a sandbox they have one folder.
+        (files.len() == 2 || files.keys().any(|path| path.ends_with("/outside/left"))).then_some(())
+    });
+    let files: Vec<&String> = files.keys().collect();
+    json!({ "sibling": workers.map(inner), "template": inner(template), "temporary file of sibling": files })
+}
+
+fn try_between(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
+    // Without a sandbox there is no folder but what all share.
+    let folder = if profile == NONE { "env = { TMPDIR = \"PLACE/outside\" }" } else { "" };
+    let place = start(&bulkhead("pair", profile, &format!("processes = 2\n{folder}")));
+    let client = place.client();
+    let mut wrong = Vec::new();
+    for attempt in BETWEEN_FORKED {
+        let ended = place.attempt(&client, "pair", attempt.name, &targets(&place, &client));
+        if !ended.is(expected(attempt)) {
+            wrong.push(format!("{}: {ended:?}, expected {:?}", attempt.name, expected(attempt)));
+        }
+    }
+    assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Also shows that the attempts work.
+#[test]
+fn without_a_sandbox_forked_workers_reach_each_other() {
+    if is_root() {
+        try_between(NONE, |attempt| attempt.none);
+    }
+}
+
+#[test]
+fn under_default_forked_workers_do_not_reach_each_other() {
+    if profiles().any(|profile| profile == DEFAULT) {
+        try_between(DEFAULT, |attempt| attempt.default);
+        // Where no id of their own stands between them and the supervisor either.
+        try_between("profile = \"default\", user = \"shared\"", |attempt| attempt.default);
+    }
+}
+
+#[test]
+fn under_strict_forked_workers_do_not_reach_each_other() {
+    if profiles().any(|profile| profile == STRICT) {
+        try_between(STRICT, |attempt| attempt.strict);
+        try_between("profile = \"strict\", user = \"shared\"", |attempt| attempt.strict);
+    }
+}
+
+/// The whole table, in workers that were forked.
+fn try_all(profile: &str, expected: impl Fn(&Attempt) -> Expected) {
+    let given = "read = [\"PLACE/read\"], write = [\"PLACE/write\"], tmp = \"1MiB\"";
+    let sandbox = format!("{profile}, user = \"shared\", {given}");
+    let limits = "recycle = { jobs = 1 }\nrlimits = { nofile = 64, fsize = \"1MiB\", as = \"1GiB\" }";
+    let bulkheads = bulkhead("plain", &sandbox, "recycle = { jobs = 1 }")
+        + &bulkhead("limited", &sandbox, limits)
+        + &bulkhead("sibling", &sandbox, "");
+    let place = start(&bulkheads);
+    let client = place.client();
+    let mut wrong = Vec::new();
+    let all = ATTEMPTS.iter().flat_map(|(_, attempts)| *attempts);
+    for attempt in all.filter(|attempt| refuses_descriptors() || !KERNELS_OWN.contains(&attempt.name)) {
+        let bulkhead = match attempt.setting {
+            Setting::Plain => "plain",
+            Setting::Limited => "limited",
+        };
+        let ended = place.attempt(&client, bulkhead, attempt.name, &place.targets("sibling"));
+        if !ended.is(expected(attempt)) {
+            wrong.push(format!("{}: {ended:?}, expected {:?}", attempt.name, expected(attempt)));
+        }
+    }
+    assert!(wrong.is_empty(), "{profile}: {} did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn default_stops_a_forked_worker_as_it_does_any() {
+    if profiles().any(|profile| profile == DEFAULT) {
+        try_all(DEFAULT, |attempt| attempt.default);
+    }
+}
+
+#[test]
+fn strict_stops_a_forked_worker_as_it_does_any() {
+    if profiles().any(|profile| profile == STRICT) {
+        // All of a template have one `/tmp`, in which each sees its own folder alone.
+        let of_all = Expected::Refused(&["EACCES"], "Landlock");
+        try_all(
+            STRICT,
+            |attempt| if attempt.name == "list-temporary-files" { of_all } else { attempt.strict },
+        );
+    }
+}
+
+#[test]
+fn forked_workers_are_told_as_confined_and_as_inheriting_it() {
+    for profile in profiles() {
+        let place = start(&bulkhead("pair", profile, "processes = 2"));
+        let workers = pair(&place);
+        let template = template_of(workers[0], &workers);
+        assert_eq!(parent(workers[0]), parent(workers[1]));
+        assert_eq!(parent(parent(template)), place.supervisor.keeper());
+        let state = place.supervisor.state("pair");
+        let mut sessions = BTreeSet::new();
+        for worker in &state.workers {
+            let pid = worker.pid.unwrap();
+            let confinement = worker.confinement.clone().unwrap();
+            assert!(confinement.inherited && confinement.no_new_privs, "{confinement:?}");
+            assert_eq!(confinement.capabilities, "0000000000000000");
+            let told = confinement.uid.unwrap().to_string();
+            for process in [pid, template] {
+                assert_eq!(status_field(process, "Uid"), [told.as_str(); 4].join(" "));
+                assert_eq!(status_field(process, "NoNewPrivs"), "1");
+            }
+            // Its own filter on top of what it has from its template.
+            let filters = |pid| status_field(pid, "Seccomp_filters").parse::<u32>().unwrap();
+            assert_eq!(filters(pid), filters(template) + 1, "{profile}");
+            sessions.insert(nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid as i32))).unwrap());
+        }
+        assert_eq!(sessions.len(), 2, "each leads a session");
+    }
+}
+
+#[test]
+fn each_forked_worker_has_a_temporary_folder_that_goes_with_it() {
+    for profile in profiles() {
+        let place =
+            start(&bulkhead("fresh", &format!("{profile}, tmp = \"1MiB\""), "recycle = { jobs = 1 }"));
+        let client = place.client();
+        let mut paths = BTreeSet::new();
+        for _ in 0..8 {
+            let environment: Value = serde_json::from_str(&ask(&client, "fresh", "environment")).unwrap();
+            let folder = environment["TMPDIR"].as_str().unwrap().to_owned();
+            assert_eq!(environment["HOME"], environment["TMPDIR"]);
+            assert!(folder.rsplit('/').next().unwrap().len() > 32, "{folder}");
+            paths.insert(folder);
+            ask(&client, "fresh", "leave-a-file");
+        }
+        assert_eq!(paths.len(), 8);
+        let worker = place.worker("fresh");
+        let within = |path: &String| format!("/proc/{worker}/root{path}");
+        wait_for("their folders are gone", || {
+            paths.iter().all(|path| !std::path::Path::new(&within(path)).exists()).then_some(())
+        });
+    }
+}
+
+#[test]
+fn who_fills_a_temporary_folder_ends_alone() {
+    if !profiles().any(|profile| profile == DEFAULT) {
+        return;
+    }
+    let place = start(&bulkhead("pair", &format!("{DEFAULT}, tmp = \"1MiB\""), "processes = 2"));
+    let client = place.client();
+    let before = pair(&place);
+    let template = template_of(before[0], &before);
+    let ended = place.attempt(&client, "pair", "fill-temporary-folder", &json!({}));
+    assert!(matches!(&ended, Ended::Violation(text) if text.contains("tmp")), "{ended:?}");
+    let after = pair(&place);
+    assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1, "{before:?} {after:?}");
+    assert!(is_alive(template));
+}
+
+#[test]
+fn a_violation_ends_one_forked_worker_and_is_told_of_it() {
+    for profile in profiles() {
+        let place = start(&bulkhead("pair", profile, "processes = 2"));
+        let client = place.client();
+        let before = pair(&place);
+        for attempt in ["load-bpf", "load-bpf-in-a-thread"] {
+            let ended = place.attempt(&client, "pair", attempt, &json!({}));
+            assert!(matches!(&ended, Ended::Violation(text) if text.contains("bpf")), "{profile}: {ended:?}");
+        }
+        // In a child, that alone ends.
+        let workers = pair(&place);
+        let ended = place.attempt(&client, "pair", "load-bpf-in-a-child", &json!({}));
+        assert!(matches!(&ended, Ended::Refused(how, _) if how == "SIGKILL"), "{profile}: {ended:?}");
+        assert_eq!(pair(&place), workers);
+        let template = template_of(workers[0], &workers);
+        assert!(parent(template) == parent(workers[0]) && before != workers);
+    }
+}
+
+/// Nothing is said of its template's end to a worker that runs, and its id stays its own.
+#[test]
+fn forked_workers_outlive_their_template_in_its_nest() {
+    for profile in profiles() {
+        let place = start(&bulkhead("pair", profile, "processes = 2"));
+        let before = pair(&place);
+        let (template, first) = (template_of(before[0], &before), parent(before[0]));
+        let user = status_field(template, "Uid");
+        kill_pid(template, Signal::SIGKILL);
+        wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+        assert_eq!(pair(&place), before);
+        kill_pid(before[0], Signal::SIGKILL);
+        let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
+        let other = *after.iter().find(|pid| **pid != before[1]).unwrap();
+        assert_ne!(parent(other), first);
+        assert_ne!(status_field(other, "Uid"), user, "an id that is in use was given to another template");
+        assert_eq!(status_field(before[1], "Uid"), user);
+        kill_pid(before[1], Signal::SIGKILL);
+        wait_for("its nest is gone", || (!is_alive(first)).then_some(()));
+        assert!(pair(&place).iter().all(|pid| parent(*pid) == parent(other)));
+    }
+}
+
+/// The first process takes all in there along; other bulkheads notice nothing.
+#[test]
+fn with_the_first_process_of_a_nest_all_in_there_ends_and_starts_again() {
+    for profile in profiles() {
+        let place = start(&(bulkhead("pair", profile, "processes = 2") + &bulkhead("other", profile, "")));
+        let client = place.client();
+        let (before, other) = (pair(&place), place.worker("other"));
+        let template = template_of(before[0], &before);
+        kill_pid(parent(before[0]), Signal::SIGKILL);
+        wait_for("all are gone", || {
+            (!before.iter().chain([&template]).any(|&pid| is_alive(pid))).then_some(())
+        });
+        let is_new = |now: &[u32; 2]| now.iter().all(|pid| !before.contains(pid));
+        wait_for("two others are there", || Some(pair(&place)).filter(is_new));
+        assert_eq!(place.worker("other"), other);
+        ask(&client, "pair", "pid");
+    }
+}
+
+#[test]
+fn what_forked_workers_leave_behind_is_ended_and_their_siblings_live() {
+    if !profiles().any(|profile| profile == DEFAULT) {
+        return;
+    }
+    let place = start(&(bulkhead("pair", DEFAULT, "processes = 2\nrecycle = { jobs = 1 }")));
+    let client = place.client();
+    for _ in 0..10 {
+        place.attempt(&client, "pair", "leave-processes-behind", &json!({}));
+    }
+    let workers = pair(&place);
+    let nest = parent(workers[0]);
+    wait_for("nothing is left but the template and its workers", || {
+        let workers = pair(&place);
+        let beside = bulkhead_tests::children(nest);
+        (beside.len() == 3 && workers.iter().all(|worker| beside.contains(worker))).then_some(())
+    });
+    assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
+}
+
+/// Each look at it comes too late: it takes all standing still to end it.
+#[test]
+fn what_runs_away_is_ended_and_siblings_live() {
+    if !profiles().any(|profile| profile == DEFAULT) {
+        return;
+    }
+    let place = start(&bulkhead("pair", DEFAULT, "processes = 2"));
+    let client = place.client();
+    let before = pair(&place);
+    let nest = parent(before[0]);
+    let from: u32 = ask(&client, "pair", "leave-a-runner").parse().unwrap();
+    let [from, sibling] = if inner(before[0]) == from { before } else { [before[1], before[0]] };
+    kill_pid(from, Signal::SIGKILL);
+    let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
+    // The template and two workers.
+    wait_for("it is gone", || (bulkhead_tests::children(nest).len() == 3).then_some(()));
+    assert!(after.contains(&sibling) && is_alive(sibling));
+    ask(&client, "pair", "pid");
+}
+
+/// A template that does not answer is its own bulkhead's trouble.
+#[test]
+fn a_template_that_hangs_holds_up_no_other_bulkhead() {
+    if !profiles().any(|profile| profile == DEFAULT) {
+        return;
+    }
+    let place = start(
+        &(bulkhead("pair", DEFAULT, "processes = 2") + &bulkhead("other", DEFAULT, "recycle = { jobs = 1 }")),
+    );
+    let client = place.client();
+    let before = pair(&place);
+    let template = template_of(before[0], &before);
+    kill_pid(template, Signal::SIGSTOP);
+    kill_pid(before[0], Signal::SIGKILL);
+    wait_for("its worker is gone", || (!is_alive(before[0])).then_some(()));
+    let mut seen = BTreeSet::new();
+    for _ in 0..20 {
+        place.attempt(&client, "other", "leave-processes-behind", &json!({}));
+        seen.insert(place.worker("other"));
+    }
+    assert!(seen.len() > 10);
+    // Nothing has come of it yet: it is given ten seconds.
+    assert_eq!(place.supervisor.events("worker_not_started").len(), 0);
+    place.supervisor.wait_events("worker_not_started", 1);
+    assert_ne!(pair(&place), before);
+}
+
+#[test]
+fn a_forked_worker_that_hangs_is_killed_at_its_deadline() {
+    for profile in profiles() {
+        let place =
+            start(&bulkhead("pair", profile, "processes = 2\ngrace = \"10ms\"").replace("60s", "200ms"));
+        let client = place.client();
+        let before = pair(&place);
+        let nest = parent(before[0]);
+        let job = client.job("pair", "").operation("hang").send();
+        assert_eq!(bulkhead_tests::outcome(&job), "deadline_exceeded/running");
+        let after = wait_for("another worker", || Some(pair(&place)).filter(|now| *now != before));
+        assert_eq!(before.iter().filter(|pid| after.contains(pid)).count(), 1);
+        assert_eq!(after.map(parent), [nest; 2]);
+    }
+}
+
+#[test]
+fn where_signals_cannot_be_scoped_nothing_is_forked_in_a_sandbox() {
+    if !is_root() {
+        return;
+    }
+    for layer in ["landlock_scopes", "landlock", "pid_namespace"] {
+        let best = "best_effort = [\"landlock\", \"landlock_scopes\", \"pid_namespace\"]";
+        let bulkheads = bulkhead("b", &format!("{DEFAULT}, {best}"), "");
+        let place = Setup { bulkheads: &bulkheads, without: layer, ..Setup::default() }.start();
+        let why = wait_for("it is told", || {
+            place.supervisor.events("worker_not_started").first().map(ToString::to_string)
+        });
+        assert!(why.contains("start.mode") && why.contains(layer), "{layer}: {why}");
+        assert!(place.supervisor.worker_pids("b").is_empty());
+    }
+}
+
+#[test]
+fn nothing_of_a_nest_outlives_the_supervisor() {
+    for profile in profiles() {
+        let mut place = start(&bulkhead("pair", profile, "processes = 2"));
+        let before = pair(&place);
+        let template = template_of(before[0], &before);
+        let keeper = place.supervisor.keeper();
+        kill_pid(keeper, Signal::SIGSTOP);
+        kill_pid(keeper, Signal::SIGKILL);
+        place.supervisor.signal(Signal::SIGKILL);
+        let _ = place.supervisor.wait();
+        wait_for("all are gone", || {
+            (!before.iter().chain([&template]).any(|&pid| is_alive(pid))).then_some(())
+        });
+    }
+}
+
+/// A supervisor without privileges, whose workers have its user, or ids of their own in a user namespace.
+#[test]
+fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
+    use bulkhead_tests::confined::NOBODY;
+    use bulkhead_tests::subuid::User;
+    let users = [(Some(NOBODY), None), (None, User::with_ids())];
+    for profile in profiles() {
+        let bulkheads = bulkhead("pair", profile, "processes = 2");
+        for (user, user_with_ids) in users.iter().filter(|(user, ids)| user.is_some() || ids.is_some()) {
+            let (user, user_with_ids) = (*user, *user_with_ids);
+            let place = Setup { bulkheads: &bulkheads, user, user_with_ids, ..Setup::default() }.start();
+            let client = place.client();
+            let before = pair(&place);
+            let template = template_of(before[0], &before);
+            for attempt in
+                ["signal-sibling", "open-memory-of-sibling", "become-child-of-keeper", "signal-template"]
+            {
+                let ended = place.attempt(&client, "pair", attempt, &targets(&place, &client));
+                assert!(matches!(ended, Ended::Refused(..)), "{profile} {user:?} {attempt}: {ended:?}");
+            }
+            place.attempt(&client, "pair", "leave-processes-behind", &json!({}));
+            assert_eq!(
+                bulkhead_tests::outcome(&client.job("pair", "").operation("crash").send()),
+                "crashed/signal"
+            );
+            let nest = parent(template);
+            wait_for("nothing is left but the template and its workers", || {
+                pair(&place);
+                (bulkhead_tests::children(nest).len() == 3).then_some(())
+            });
+        }
+    }
+}
