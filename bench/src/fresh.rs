@@ -20,27 +20,65 @@ const AT_ONCE: usize = 2;
 /// From one death to the next.
 const BETWEEN_DEATHS: Duration = Duration::from_millis(50);
 
-/// A way to the next worker: its bulkhead, what its name says, and its keys.
-const WAYS: [(&str, &str, &str); 3] = [
-    ("spawned", "spawned", ""),
-    ("spares", "spawned, spares", "start = { spares = 2 }"),
-    ("forked", "forked, spares", "start = { mode = \"fork\", spares = 2 }"),
+/// A way to the next worker.
+struct Way {
+    /// What its bulkheads' names begin with.
+    name: &'static str,
+    profile: &'static str,
+    /// What the measurements' names say.
+    told: &'static str,
+    keys: &'static str,
+    /// Fresh processes a second that are wanted; without a sandbox, of those of a bare fork server.
+    wanted: Option<f64>,
+}
+
+const SPAWNED: &str = "";
+const SPARES: &str = "start = { spares = 2 }";
+const FORKED: &str = "start = { mode = \"fork\", spares = 2 }";
+
+const fn way(
+    name: &'static str,
+    profile: &'static str,
+    told: &'static str,
+    keys: &'static str,
+    wanted: Option<f64>,
+) -> Way {
+    Way { name, profile, told, keys, wanted }
+}
+
+const WAYS: [Way; 7] = [
+    way("spawned", "none", "spawned", SPAWNED, None),
+    way("spares", "none", "spawned, spares", SPARES, None),
+    way("forked", "none", "forked, spares", FORKED, Some(0.45)),
+    way("default-spares", "default", "spawned, spares", SPARES, None),
+    way("default-forked", "default", "forked, spares", FORKED, Some(1_500.0)),
+    way("strict-spares", "strict", "spawned, spares", SPARES, None),
+    way("strict-forked", "strict", "forked, spares", FORKED, Some(800.0)),
 ];
+
+impl Way {
+    fn each(&self) -> String {
+        format!("{GROUP}: a process for each job, {AT_ONCE} at once, {}, {}", self.profile, self.told)
+    }
+
+    fn next(&self) -> String {
+        format!("{GROUP}: worker killed to next answer, {}, {}", self.profile, self.told)
+    }
+}
 
 /// Takes every measurement that is wanted; within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    let each = |way: &str| format!("{GROUP}: a process for each job, {AT_ONCE} at once, none, {way}");
-    let next = |way: &str| format!("{GROUP}: worker killed to next answer, none, {way}");
-    let is_wanted = |way: &str| report.wants(&each(way)) || report.wants(&next(way));
-    if !WAYS.iter().any(|(_, way, _)| is_wanted(way)) {
+    let is_wanted = |way: &&Way| report.wants(&way.each()) || report.wants(&way.next());
+    let ways: Vec<&Way> = WAYS.iter().filter(is_wanted).collect();
+    if ways.is_empty() {
         return Ok(());
     }
     let own = std::env::current_exe()?;
     let own = own.to_str().ok_or("this program has an odd path")?;
     let mut config = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
-    for (name, _, keys) in WAYS {
+    for Way { name, profile, keys, .. } in &ways {
         let common = format!(
-            "command = [{own:?}, \"worker\"]\nsandbox = {{ profile = \"none\" }}\nmax_queue = 16\n{keys}\n"
+            "command = [{own:?}, \"worker\"]\nsandbox = {{ profile = \"{profile}\" }}\nmax_queue = 16\n{keys}\n"
         );
         config +=
             &format!("[bulkhead.{name}-each]\n{common}processes = {AT_ONCE}\nrecycle = {{ jobs = 1 }}\n");
@@ -48,23 +86,34 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     }
     let bare = ForkServer::start()?;
     let chain = Rc::new(Chain::start(&processes::programs()?, &config).await?);
-    for (name, way, _) in WAYS {
-        if report.wants(&each(way)) {
+    for way in ways {
+        if report.wants(&way.each()) {
             let mut rates = Vec::new();
             for _ in plan.rounds() {
                 let bare = bare.run(AT_ONCE, plan.programs)?;
-                rates.push((bare, fresh(&chain, &format!("{name}-each"), plan.programs).await?));
+                rates.push((bare, fresh(&chain, &format!("{}-each", way.name), plan.programs).await?));
             }
-            let figure = paired(each(way), "jobs/s", &rates, Target::Told, f64::NAN);
-            report.tell(if name == "forked" { figure.wanted(Target::AtLeast, 0.45) } else { figure });
+            let figure = match way.profile {
+                "none" => paired(way.each(), "jobs/s", &rates, Target::Told, f64::NAN),
+                // The bare one has no layers.
+                _ => Figure::alone(
+                    way.each(),
+                    "jobs/s",
+                    load::median(rates.iter().map(|rate| rate.1).collect()),
+                ),
+            };
+            report.tell(match way.wanted {
+                Some(wanted) => figure.wanted(Target::AtLeast, wanted),
+                None => figure,
+            });
         }
-        if report.wants(&next(way)) {
+        if report.wants(&way.next()) {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
-                times.push(recovery(&chain, &format!("{name}-next")).await?);
+                times.push(recovery(&chain, &format!("{}-next", way.name)).await?);
             }
-            let figure = Figure::alone(next(way), "ms", load::median(times));
-            report.tell(if name == "spares" { figure.wanted(Target::AtMost, 0.3) } else { figure });
+            let figure = Figure::alone(way.next(), "ms", load::median(times));
+            report.tell(if way.keys == SPARES { figure.wanted(Target::AtMost, 0.3) } else { figure });
         }
     }
     Ok(())
