@@ -3,12 +3,11 @@
 //! The threads live as long as the data plane does: a keeper is told by the kernel when the thread that started it ends.
 
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use bulkhead_keeper::{Keeper, SubordinateIds, sweep_after_keeper};
+use bulkhead_keeper::{Keeper, KeeperOrigin, sweep_after_keeper};
 use bulkhead_plane::threads::Fate;
 use bulkhead_policy::WorkerId;
 use mio::Waker;
@@ -23,9 +22,6 @@ const LOOKS_WAITING_MAX: usize = 1024;
 /// To make memory files takes a processor: the thread that does it waits as long as it has worked, so many times.
 const FILES_PAUSE: u32 = 1;
 
-/// The program that a keeper is.
-const PROGRAM: &str = "/proc/self/exe";
-
 enum Task {
     /// Ends what a keeper that is lost has left behind.
     SweepKeeper {
@@ -34,7 +30,7 @@ enum Task {
     /// Starts another, after a pause, and hands it what the lost one had.
     StartKeeper {
         pause: Duration,
-        ids: Option<Arc<SubordinateIds>>,
+        origin: KeeperOrigin,
     },
     /// How long the threads of a worker have waited so far.
     Watch(Arc<Watch>),
@@ -97,9 +93,9 @@ impl Background {
 
     /// Ends what is left of a keeper, and starts another: [`Done::KeeperSwept`] and [`Done::Keeper`] follow.
     pub(super) fn replace_keeper(&mut self, lost: Box<Keeper>, pause: Duration) {
-        let ids = lost.given();
+        let origin = lost.origin();
         self.send(Task::SweepKeeper { lost });
-        self.send(Task::StartKeeper { pause, ids });
+        self.send(Task::StartKeeper { pause, origin });
     }
 
     /// Begins to watch a worker. Returns whether it is watched.
@@ -167,18 +163,12 @@ fn serve(
     Ok(tasks)
 }
 
-fn start_keeper(ids: Option<Arc<SubordinateIds>>) -> io::Result<Keeper> {
-    let mut keeper = Keeper::start(Path::new(PROGRAM))?;
-    ids.map_or(Ok(()), |ids| keeper.give(ids))?;
-    Ok(keeper)
-}
-
 fn perform(task: Task) -> Done {
     match task {
         Task::SweepKeeper { lost } => Done::KeeperSwept(sweep_after_keeper(*lost)),
-        Task::StartKeeper { pause, ids } => {
+        Task::StartKeeper { pause, origin } => {
             std::thread::sleep(pause);
-            Done::Keeper(start_keeper(ids).map(Box::new))
+            Done::Keeper(origin.start().map(Box::new))
         }
         Task::Watch(watch) => {
             watch.begin();

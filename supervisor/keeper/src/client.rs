@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,10 +16,11 @@ use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 
+use super::detached::{Detached, Found, IsFirst};
 use super::socket::{self, Outbox, Received};
 use super::{
     Exit, KEEPER_ARGUMENT, Observed, Order, REPORT_BYTES_MAX, ReportMessage, SpawnOrder, SubordinateIds,
-    TemplateNews, Usage, wait,
+    TemplateNews, Usage, WITHHELD, wait,
 };
 
 /// Orders that may wait for the keeper before no worker is ordered any more; it takes each within a millisecond or
@@ -33,10 +34,6 @@ const END_PATIENCE: Duration = Duration::from_secs(65);
 
 /// How long whatever a killed keeper left behind may take to die.
 const SWEEP_PATIENCE: Duration = Duration::from_secs(30);
-
-/// What the service manager tells the supervisor by its environment is not meant for other processes.
-const WITHHELD: [&str; 6] =
-    ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 /// What to do about a start that failed at this step, where that can be known.
 pub fn advice(step: &str, error: &io::Error) -> &'static str {
@@ -140,7 +137,9 @@ pub enum TemplateWord {
 /// Dropping it orders the keeper to end; [`Keeper::end`] also waits for that.
 #[derive(Debug)]
 pub struct Keeper {
-    process: Child,
+    process: Process,
+    /// How it was started.
+    program: PathBuf,
     socket: OwnedFd,
     outbox: Outbox,
     buffer: Vec<u8>,
@@ -150,7 +149,61 @@ pub struct Keeper {
     ids: Option<Arc<SubordinateIds>>,
 }
 
+/// The keeper's process.
+#[derive(Debug)]
+enum Process {
+    /// A child of this one.
+    Child(Child),
+    /// No child, and behind a guard.
+    Detached(Detached),
+}
+
+/// What it takes to start another keeper like one before.
+#[derive(Clone, Debug)]
+pub struct KeeperOrigin {
+    program: PathBuf,
+    is_detached: bool,
+    ids: Option<Arc<SubordinateIds>>,
+}
+
+impl KeeperOrigin {
+    /// Starts it, and hands over what the one before had.
+    pub fn start(self) -> io::Result<Keeper> {
+        let mut keeper = match self.is_detached {
+            true => Keeper::start_detached(&self.program, IsFirst::No)?.0,
+            false => Keeper::start(&self.program)?,
+        };
+        self.ids.map_or(Ok(()), |ids| keeper.give(ids))?;
+        Ok(keeper)
+    }
+}
+
 impl Keeper {
+    /// Starts the keeper of an application that goes on with its own work: no process of the application's is its
+    /// parent, and what it leaves behind when it is killed is ended by its guard. It ends when this process does, or
+    /// when it is dropped. `program` must call [`super::run_as_keeper`] first thing in `main` when its first argument is
+    /// [`KEEPER_ARGUMENT`], and be of this version.
+    ///
+    /// Waits until the keeper is there: some ten milliseconds.
+    pub fn start_beside(program: &Path) -> io::Result<(Self, Found)> {
+        Self::start_detached(program, IsFirst::Yes)
+    }
+
+    fn start_detached(program: &Path, is_first: IsFirst) -> io::Result<(Self, Found)> {
+        let (socket, theirs) = socket::pair()?;
+        let (process, found) = Detached::start(program, is_first, &socket, theirs)?;
+        let keeper = Self {
+            process: Process::Detached(process),
+            program: program.to_owned(),
+            socket,
+            outbox: Outbox::default(),
+            buffer: vec![0; REPORT_BYTES_MAX],
+            disowned: HashSet::new(),
+            ids: None,
+        };
+        Ok((keeper, found))
+    }
+
     /// Starts the keeper: `program`, which must call [`super::run_as_keeper`] when its first argument
     /// is [`KEEPER_ARGUMENT`]; normally `/proc/self/exe`. [`Report::Started`] follows.
     pub fn start(program: &Path) -> io::Result<Self> {
@@ -162,7 +215,8 @@ impl Keeper {
         }
         let process = command.spawn()?;
         Ok(Self {
-            process,
+            process: Process::Child(process),
+            program: program.to_owned(),
             socket,
             outbox: Outbox::default(),
             buffer: vec![0; REPORT_BYTES_MAX],
@@ -178,14 +232,18 @@ impl Keeper {
         Ok(())
     }
 
-    /// What was handed over: the keeper that follows this one needs it as well.
-    pub fn given(&self) -> Option<Arc<SubordinateIds>> {
-        self.ids.clone()
+    /// How the keeper that follows this one is started.
+    pub fn origin(&self) -> KeeperOrigin {
+        let is_detached = matches!(self.process, Process::Detached(_));
+        KeeperOrigin { program: self.program.clone(), is_detached, ids: self.ids.clone() }
     }
 
     /// The keeper's process.
     pub fn pid(&self) -> u32 {
-        self.process.id()
+        match &self.process {
+            Process::Child(process) => process.id(),
+            Process::Detached(process) => process.keeper_pid(),
+        }
     }
 
     /// Orders a worker. `link` becomes its descriptor 3; standard input is empty.
@@ -331,8 +389,14 @@ impl Keeper {
     /// Has the keeper end, with all workers and whatever descends from them, and waits for it: some
     /// milliseconds as a rule, up to a minute if processes cannot be killed.
     pub fn end(self) -> io::Result<()> {
-        let Self { mut process, socket, .. } = self;
+        let Self { process, socket, .. } = self;
         drop(socket);
+        let mut process = match process {
+            Process::Child(process) => process,
+            Process::Detached(process) => {
+                return if process.wait(END_PATIENCE)? { Ok(()) } else { process.sweep(SWEEP_PATIENCE) };
+            }
+        };
         if wait_for(&process, END_PATIENCE)? {
             let status = process.wait()?;
             return if status.success() {
@@ -381,8 +445,24 @@ pub fn become_subreaper() -> io::Result<()> {
 ///
 /// Only for a program that called [`become_subreaper`] and has no children of its own: they would be
 /// killed and waited for. Blocks, for some milliseconds as a rule.
-pub fn sweep_after_keeper(mut old: Keeper) -> io::Result<()> {
-    old.process.kill()?;
-    old.process.wait()?;
-    wait::end_all(SWEEP_PATIENCE)
+///
+/// With [`Keeper::start_beside`] it is the keeper's guard that does so, and it spares what is not the keeper's.
+pub fn sweep_after_keeper(old: Keeper) -> io::Result<()> {
+    match old.process {
+        Process::Child(mut process) => {
+            process.kill()?;
+            process.wait()?;
+            wait::end_all(SWEEP_PATIENCE)
+        }
+        Process::Detached(process) => process.sweep(SWEEP_PATIENCE),
+    }
+}
+
+impl Process {
+    fn kill(&mut self) -> io::Result<()> {
+        match self {
+            Self::Child(process) => process.kill(),
+            Self::Detached(process) => process.kill_keeper(),
+        }
+    }
 }

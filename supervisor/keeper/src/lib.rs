@@ -6,6 +6,8 @@
 //! the socket tells, and the keeper kills whatever descends from it before it ends.
 //!
 //! - [`client`](Keeper): the supervisor's end.
+//! - `detached`: the same in an application that is no supervisor otherwise; `process::guard`: the process that stands
+//!   between that and the keeper.
 //! - `process`: the keeper's loop: orders in, reports out, sweeping up after the dead in pieces.
 //! - `spawn`: the fork, and the steps of the child up to its `execve`, one table row each.
 //! - `confine`, [`confinement`](Confinement): what a worker is barred by, and how that is ordered.
@@ -29,6 +31,7 @@
 mod client;
 mod confine;
 mod confinement;
+mod detached;
 mod groups;
 mod maps;
 mod observe;
@@ -45,8 +48,9 @@ use bulkhead_linux::syscalls;
 use bulkhead_shared::codec;
 use std::io;
 
-pub use client::{Keeper, Report, TemplateWord, advice, become_subreaper, sweep_after_keeper};
+pub use client::{Keeper, KeeperOrigin, Report, TemplateWord, advice, become_subreaper, sweep_after_keeper};
 pub use confinement::{Cgroup, Confinement, Identity, Namespaces, Observed, Seccomp, Temporary, Terms};
+pub use detached::Found;
 pub use probe::{Ability, FORKED, TREE_END, probe};
 pub use process::run_as_keeper;
 pub use subordinate::{SUBORDINATE_IDS, SubordinateIds};
@@ -54,6 +58,10 @@ pub use temporary::folders as temporary_folders;
 
 /// The hidden first argument under which a program must call [`run_as_keeper`].
 pub const KEEPER_ARGUMENT: &str = "__keeper";
+
+/// What the service manager tells the supervisor by its environment is not meant for other processes.
+const WITHHELD: [&str; 6] =
+    ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 /// Bytes of one order: arguments and environment (96 KiB at most, says the configuration), the limits,
 /// and what is left for the paths of a sandbox.

@@ -4,6 +4,7 @@
 //! file system or on a process that will not die; and it restarts nothing.
 
 mod becoming;
+pub(crate) mod guard;
 mod nests;
 mod precedence;
 mod starts;
@@ -25,7 +26,8 @@ use mio::{Events, Interest, Poll, Token};
 use nix::sys::signal::SigSet;
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
-use self::becoming::prepare;
+use self::becoming::{Owners, prepare};
+use self::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, guard};
 use self::nests::{Home, Nest};
 use self::precedence::Precedence;
 use self::sweeping::Sweep;
@@ -62,6 +64,9 @@ const FORKS: usize = 1 << 35;
 const NEST: usize = 1 << 36;
 const NUMBER: usize = LISTENER - 1;
 
+/// Of the guard and the application, where there are some: their ends.
+const OWNERS: Token = Token(1 << 37);
+
 // A worker's progress has its process number alone as token, and no worker is number 0 or 1.
 const ORDERS: Token = Token(0);
 const DEATHS: Token = Token(1);
@@ -71,7 +76,16 @@ const DEATHS: Token = Token(1);
 /// A program that starts a [`super::Keeper`] of its own executable calls this first thing in `main`,
 /// before there is a thread, if its first argument is [`super::KEEPER_ARGUMENT`].
 pub fn run_as_keeper() -> ! {
-    let result = prepare().and_then(Process::start).and_then(Process::run);
+    let mut arguments = std::env::args().skip(2);
+    let guard = match arguments.next().as_deref() {
+        Some(GUARDED_ARGUMENT) => {
+            let version = arguments.next();
+            let is_first = arguments.next().as_deref() == Some(FIRST_ARGUMENT);
+            guard(version.as_deref(), is_first).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let result = guard.and_then(prepare).and_then(Process::start).and_then(Process::run);
     if let Err(error) = &result {
         // Standard error is the supervisor's own; if that is closed, the error cannot be reported.
         let _ = writeln!(io::stderr(), "bulkhead-keeper: failed to keep the workers: {error}");
@@ -167,6 +181,8 @@ enum Stage {
 struct Process {
     poll: Poll,
     socket: OwnedFd,
+    /// Whose ends are this one's.
+    owners: Option<Owners>,
     deaths: SignalFd,
     forker: Forker,
     /// The user namespace of subordinate ids, if there is one.
@@ -193,7 +209,7 @@ struct Process {
 }
 
 impl Process {
-    fn start((socket, standing): (OwnedFd, Standing)) -> io::Result<Self> {
+    fn start((socket, owners, standing): (OwnedFd, Option<Owners>, Standing)) -> io::Result<Self> {
         let forker = Forker::start(standing)?;
         let always = !wait::tells_orphans_apart(&forker)?;
         let mut blocked = SigSet::empty();
@@ -202,9 +218,13 @@ impl Process {
         let poll = Poll::new()?;
         poll.registry().register(&mut SourceFd(&deaths.as_raw_fd()), DEATHS, Interest::READABLE)?;
         poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), ORDERS, Interest::READABLE)?;
+        for owner in owners.iter().flat_map(Owners::each) {
+            poll.registry().register(&mut SourceFd(&owner.as_raw_fd()), OWNERS, Interest::READABLE)?;
+        }
         let mut process = Self {
             poll,
             socket,
+            owners,
             deaths,
             forker,
             namespace: None,
@@ -261,6 +281,7 @@ impl Process {
             match event.token() {
                 // Or closed, or writable: then the look is for nothing.
                 ORDERS => self.has_orders = true,
+                OWNERS if self.owners.is_some() => return Ok(false),
                 DEATHS => while self.deaths.read_signal()?.is_some() {},
                 Token(token) => {
                     let pid = (token & NUMBER) as u32;

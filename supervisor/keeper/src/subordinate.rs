@@ -76,6 +76,11 @@ impl SubordinateIds {
         Ok(Self { first, last, namespace })
     }
 
+    /// One that the guard has made.
+    pub(super) fn received((first, last): (u32, u32), namespace: OwnedFd) -> Self {
+        Self { first, last, namespace }
+    }
+
     /// A descriptor of the namespace.
     pub(super) fn namespace(&self) -> io::Result<OwnedFd> {
         self.namespace.try_clone()

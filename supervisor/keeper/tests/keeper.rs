@@ -22,7 +22,7 @@ const RLIMIT_CORE: u32 = 4;
 const RLIMIT_NOFILE: u32 = 7;
 const RLIMIT_AS: u32 = 9;
 
-const CASES: [(&str, fn()); 16] = [
+const CASES: [(&str, fn()); 19] = [
     ("a_worker_gets_what_was_ordered_and_its_exit_is_reported", exit_status),
     ("what_fails_before_the_program_runs_is_named", failures),
     ("limits_are_set", limits),
@@ -33,6 +33,9 @@ const CASES: [(&str, fn()); 16] = [
     ("dropping_the_keeper_leaves_nothing_within_a_second", dropped),
     ("ending_the_keeper_waits_until_nothing_is_left", ended),
     ("a_killed_keeper_takes_its_workers_along_and_can_be_replaced", killed),
+    ("a_keeper_beside_an_application_that_is_killed_takes_its_workers_and_no_other_along", killed_beside),
+    ("a_keeper_whose_guard_is_killed_ends_its_workers", guard_killed),
+    ("a_program_that_is_no_keeper_is_told", no_keeper),
     ("a_death_is_reported_before_what_others_left_behind_is_swept", told_at_once),
     ("a_death_in_a_pid_namespace_is_reported_before_all_others_in_there_are_gone", told_in_namespace),
     ("a_kill_is_never_refused", kills_have_room),
@@ -84,6 +87,14 @@ impl Fixture {
             }
             other => panic!("{other:?}"),
         }
+        this
+    }
+
+    fn start_beside() -> Self {
+        let (keeper, found) = Keeper::start_beside(Path::new("/proc/self/exe")).unwrap();
+        assert!(found.abilities.iter().any(|ability| ability.layer == "pidfd" && ability.is_available));
+        let mut this = Self { keeper, workers: 0 };
+        assert!(matches!(this.next(), Report::Started { .. }));
         this
     }
 
@@ -414,6 +425,54 @@ fn killed() {
     assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
     keeper::sweep_after_keeper(fixture.keeper).unwrap();
     assert_eq!(descendants_of(std::process::id()).unwrap(), Vec::<u32>::new());
+}
+
+fn killed_beside() {
+    let mut other = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+    let mut fixture = Fixture::start_beside();
+    let (_workers, pids) = populate(&mut fixture, 20);
+    fixture.signal_keeper(Signal::KILL);
+    wait_until("its end is told", PATIENCE, || fixture.keeper.receive().is_err());
+    let origin = fixture.keeper.origin();
+    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    assert!(!pids.iter().any(|&pid| is_there(pid)));
+    assert!(is_there(other.id()), "a process that is not the keeper's");
+    let mut fixture = Fixture { keeper: origin.start().unwrap(), workers: 0 };
+    assert!(matches!(fixture.next(), Report::Started { .. }));
+    let (worker, _) = fixture.run("exit 4");
+    assert_eq!(fixture.exit_of(&worker), Exit::Code(4));
+    let (_workers, pids) = populate(&mut fixture, 3);
+    fixture.keeper.end().unwrap();
+    assert!(!pids.iter().any(|&pid| is_there(pid)));
+    assert_eq!(descendants_of(std::process::id()).unwrap(), [other.id()]);
+    other.kill().unwrap();
+    other.wait().unwrap();
+}
+
+fn guard_killed() {
+    let mut fixture = Fixture::start_beside();
+    let (_workers, pids) = populate(&mut fixture, 3);
+    let stat = fs::read_to_string(format!("/proc/{}/stat", fixture.keeper.pid())).unwrap();
+    let guard = stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap().parse().unwrap();
+    send(guard, Signal::KILL);
+    wait_until("its end is told", PATIENCE, || fixture.keeper.receive().is_err());
+    keeper::sweep_after_keeper(fixture.keeper).unwrap();
+    assert!(!pids.iter().any(|&pid| is_there(pid)));
+}
+
+fn no_keeper() {
+    for program in ["/bin/true", "/bin/cat"] {
+        let error = Keeper::start_beside(Path::new(program)).unwrap_err().to_string();
+        assert!(error.contains("did not become a keeper"), "{error}");
+    }
+    let error = Keeper::start_beside(Path::new("/no/such/program")).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::NotFound, "{error}");
+    wait_until("nothing is left", PATIENCE, || {
+        while bulkhead_linux::wait::peek()
+            .is_some_and(|pid| bulkhead_linux::wait::wait4(pid as i32, 0).is_ok())
+        {}
+        descendants_of(std::process::id()).unwrap().is_empty()
+    });
 }
 
 /// Several have died before the keeper looks, and the first of them has left many behind.

@@ -39,7 +39,7 @@ pub struct Child {
 /// before, neither allocate nor take a lock nor panic, and leaves nothing that is to be dropped.
 pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     let mut call = Call { execute, caught: caught(), error: None };
-    let mut stack = Vec::<MaybeUninit<u128>>::with_capacity(STACK_BYTES / size_of::<u128>());
+    let mut stack = stack();
     let top = stack.spare_capacity_mut().as_mut_ptr_range().end;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let mut pidfd: RawFd = -1;
@@ -63,17 +63,80 @@ pub unsafe fn spawn<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
     }
 }
 
-struct Call<F> {
+/// The same for a process that is to be no child of this one: a child that starts it and ends at once makes it an orphan.
+/// Neither is seen by a `waitpid(-1)` of this process, and neither's end is told by SIGCHLD, unless this process is the
+/// one that adopts orphans. (An exit signal of 0 alone would not do: `execve` makes it SIGCHLD.)
+///
+/// # Safety
+/// That of [`spawn`].
+pub unsafe fn spawn_orphan<F: FnMut() -> Errno>(execute: F) -> Result<Child, Errno> {
+    let caught = look_up_caught();
+    let (mut inner, mut outer) = (stack(), stack());
+    let mut between = Between {
+        call: Call { execute, caught: &caught, error: None },
+        top: inner.spare_capacity_mut().as_mut_ptr_range().end.cast(),
+        pid: -1,
+        pidfd: -1,
+    };
+    let top = outer.spare_capacity_mut().as_mut_ptr_range().end;
+    // With our descriptors, so that the orphan's is put among them; and no exit signal.
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_FILES;
+    let blocked = Blocked::all();
+    // SAFETY: as above: the child has `outer` and `between` to itself until it is gone.
+    let pid =
+        unsafe { libc::clone(leave_orphan::<F>, top.cast(), flags, (&raw mut between).cast::<c_void>()) };
+    let failed = errno::check(pid);
+    drop(blocked);
+    failed?;
+    // It has ended, or is about to.
+    while wait::wait4(pid, 0).err() == Some(Errno::INTR) {}
+    // SAFETY: where there is one, the call has put a new descriptor there.
+    let pidfd = (between.pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(between.pidfd) });
+    match (between.call.error, Pid::from_raw(between.pid.max(0)), pidfd) {
+        (None, Some(pid), Some(pidfd)) => Ok(Child { pid, pidfd }),
+        (error, ..) => Err(error.unwrap_or(Errno::CHILD)),
+    }
+}
+
+struct Call<'c, F> {
     execute: F,
-    caught: &'static [c_int],
+    caught: &'c [c_int],
     error: Option<Errno>,
+}
+
+struct Between<'c, F> {
+    call: Call<'c, F>,
+    /// The stack of the orphan.
+    top: *mut c_void,
+    pid: c_int,
+    pidfd: RawFd,
+}
+
+fn stack() -> Vec<MaybeUninit<u128>> {
+    Vec::with_capacity(STACK_BYTES / size_of::<u128>())
+}
+
+/// The child that leaves an orphan.
+extern "C" fn leave_orphan<F: FnMut() -> Errno>(between: *mut c_void) -> c_int {
+    // SAFETY: it is the caller's, who stands still, as this child does while the orphan becomes a program; and it exits
+    // without unwinding anything.
+    unsafe {
+        let between = &mut *between.cast::<Between<'_, F>>();
+        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+        let call = (&raw mut between.call).cast::<c_void>();
+        between.pid = libc::clone(run::<F>, between.top, flags, call, &raw mut between.pidfd);
+        if between.pid < 0 {
+            between.call.error = Some(errno::last());
+        }
+        libc::_exit(0)
+    }
 }
 
 /// The child.
 extern "C" fn run<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
     // SAFETY: it is the caller's, who stands still; and it exits without unwinding anything.
     unsafe {
-        let call = &mut *call.cast::<Call<F>>();
+        let call = &mut *call.cast::<Call<'_, F>>();
         // All signals are blocked until no handler is left that one could run.
         let default: libc::sigaction = std::mem::zeroed();
         for &signal in call.caught {
@@ -91,18 +154,20 @@ extern "C" fn run<F: FnMut() -> Errno>(call: *mut c_void) -> c_int {
 /// are there before the first child.
 fn caught() -> &'static [c_int] {
     static CAUGHT: OnceLock<Vec<c_int>> = OnceLock::new();
-    CAUGHT.get_or_init(|| {
-        let is_caught = |&signal: &c_int| {
-            // SAFETY: all zeros is a valid `sigaction`, which the call fills.
-            let (result, action) = unsafe {
-                let mut action: libc::sigaction = std::mem::zeroed();
-                (libc::sigaction(signal, std::ptr::null(), &mut action), action)
-            };
-            let is_handled = ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction);
-            signal == libc::SIGPIPE || result == 0 && is_handled
+    CAUGHT.get_or_init(look_up_caught)
+}
+
+fn look_up_caught() -> Vec<c_int> {
+    let is_caught = |&signal: &c_int| {
+        // SAFETY: all zeros is a valid `sigaction`, which the call fills.
+        let (result, action) = unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            (libc::sigaction(signal, std::ptr::null(), &mut action), action)
         };
-        (1..=libc::SIGRTMAX()).filter(is_caught).collect()
-    })
+        let is_handled = ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction);
+        signal == libc::SIGPIPE || result == 0 && is_handled
+    };
+    (1..=libc::SIGRTMAX()).filter(is_caught).collect()
 }
 
 /// All signals of this thread, blocked until this is dropped.
@@ -159,6 +224,27 @@ mod tests {
         // What failed is waited for, and this thread goes on as before.
         let child = execute(c"/bin/sh", c"kill -TERM $$; exit 1").unwrap();
         assert_eq!(status(&child), libc::SIGTERM);
+    }
+
+    /// Its end is seen by its descriptor alone; no child is left to wait for.
+    #[test]
+    fn an_orphan_is_no_child_of_ours() {
+        use rustix::event::{PollFd, PollFlags, poll};
+        let arguments = [c"/bin/sh".as_ptr(), c"-c".as_ptr(), c"exit 7".as_ptr(), ptr::null()];
+        let environment = [ptr::null()];
+        let start = |program: &std::ffi::CStr| {
+            // SAFETY: one system call, with lists that end with a null pointer.
+            unsafe {
+                spawn_orphan(|| {
+                    libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr());
+                    errno::last()
+                })
+            }
+        };
+        let orphan = start(c"/bin/sh").unwrap();
+        assert!(!wait::is_child(orphan.pid.as_raw_pid() as u32));
+        poll(&mut [PollFd::new(&orphan.pidfd, PollFlags::IN)], None).unwrap();
+        assert_eq!(start(c"/no/such/program").err(), Some(Errno::NOENT));
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! What a process does to become the keeper, before it has a second thread.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
-use rustix::process::Pid;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::spawn::{LINK_FD, Oom, Standing, put_at};
 
@@ -18,15 +18,38 @@ const OOM_OWN_STEP: i32 = 100;
 /// How far the workers' is above the keeper's.
 const OOM_WORKER_STEP: i32 = 500;
 
+/// What the keeper watches beside its orders, each of whose ends is its own.
+pub(super) struct Owners {
+    application: OwnedFd,
+    guard: OwnedFd,
+}
+
+impl Owners {
+    /// For the keeper, while `application` is its standard output.
+    pub(super) fn find(guard: Pid, application: impl AsFd) -> io::Result<Self> {
+        let guard_process = pidfd_open(guard, PidfdFlags::empty())?;
+        if rustix::process::getppid() != Some(guard) {
+            return Err(io::Error::other("its guard has ended"));
+        }
+        let application = rustix::io::fcntl_dupfd_cloexec(application, LINK_FD)?;
+        Ok(Self { application, guard: guard_process })
+    }
+
+    pub(super) fn each(&self) -> [&OwnedFd; 2] {
+        [&self.application, &self.guard]
+    }
+}
+
 /// Makes the process what it has to be before its second thread starts. Returns the order socket, and
 /// how this process stands before it takes precedence.
-pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
+pub(super) fn prepare(guard: Option<Pid>) -> io::Result<(OwnedFd, Option<Owners>, Standing)> {
     rustix::thread::set_name(c"bulkhead-keeper")?;
     set_signals()?;
     close_inherited()?;
     // The socket came as standard input. Its number has to be this one: see `LINK_FD`.
     let socket = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), LINK_FD)?;
     assert_eq!(socket.as_raw_fd(), LINK_FD, "everything above standard error was just closed");
+    let owners = guard.map(|guard| Owners::find(guard, std::io::stdout())).transpose()?;
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     put_at(&null, libc::STDIN_FILENO)?;
     put_at(&null, libc::STDOUT_FILENO)?;
@@ -41,7 +64,7 @@ pub(super) fn prepare() -> io::Result<(OwnedFd, Standing)> {
         oom: stand_before_supervisor(),
         open_files: take_all_descriptors(),
     };
-    Ok((socket, standing))
+    Ok((socket, owners, standing))
 }
 
 /// When memory runs out, the kernel is to take the workers first, then this process, and the supervisor last: the
@@ -68,7 +91,7 @@ fn take_all_descriptors() -> (u64, u64) {
 /// a user who saw the process in a list, must not take the workers away. SIGCHLD is read from a
 /// descriptor, and must not be ignored by inheritance, which would let children vanish unseen.
 #[expect(unsafe_code, reason = "setting what a signal does")]
-fn set_signals() -> io::Result<()> {
+pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
     const IGNORED: [Signal; 12] = [
         Signal::SIGHUP,
@@ -100,7 +123,7 @@ fn set_signals() -> io::Result<()> {
 /// Descriptors that the supervisor's program did not mark to be closed would live as long as we do,
 /// and a connection that the supervisor closes has to be closed.
 #[expect(unsafe_code, reason = "closing descriptors by number")]
-fn close_inherited() -> io::Result<()> {
+pub(super) fn close_inherited() -> io::Result<()> {
     let last = libc::c_uint::MAX;
     // SAFETY: this process has just started and opened nothing of its own yet.
     match unsafe { libc::syscall(libc::SYS_close_range, LINK_FD as libc::c_uint, last, 0) } {

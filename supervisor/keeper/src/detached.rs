@@ -1,0 +1,213 @@
+//! The keeper of an application that has a supervisor in it: started so that the application has no child of ours, and
+//! known by descriptors of its process and its guard's.
+
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bulkhead_linux::{errno, vfork};
+use bulkhead_shared::codec;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
+
+use crate::process::guard::{FIRST_ARGUMENT, GUARDED_ARGUMENT, Ready, VERSION};
+use crate::socket::{self, Received};
+use crate::{Ability, KEEPER_ARGUMENT, ORDER_BYTES_MAX, SubordinateIds, WITHHELD};
+
+/// How long the keeper may take to be there: what it tries out takes milliseconds, and seconds if something is stuck.
+const READY_WITHIN: Duration = Duration::from_secs(60);
+
+/// Numbers from here on are not in the way of a new program's standard input and output.
+const DESCRIPTOR_MIN: i32 = 3;
+
+/// What the guard found out.
+#[derive(Debug)]
+pub struct Found {
+    /// What there is to confine workers by.
+    pub abilities: Vec<Ability>,
+    /// Ids for workers, or why there are none.
+    pub ids: Result<Arc<SubordinateIds>, String>,
+}
+
+/// Whether the guard is to find out what there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum IsFirst {
+    Yes,
+    No,
+}
+
+/// The keeper's process and its guard's.
+#[derive(Debug)]
+pub(super) struct Detached {
+    guard: OwnedFd,
+    keeper: OwnedFd,
+    keeper_pid: u32,
+}
+
+impl Detached {
+    /// Starts both, and waits until they are there. `theirs` becomes the keeper's end.
+    pub(super) fn start(
+        program: &Path,
+        is_first: IsFirst,
+        socket: &OwnedFd,
+        theirs: OwnedFd,
+    ) -> io::Result<(Self, Found)> {
+        let guard = start(program, is_first, theirs).map_err(|error| {
+            io::Error::new(error.kind(), format!("{} cannot be run: {error}", program.display()))
+        })?;
+        let started = receive_ready(&guard, socket).and_then(|(message, mut descriptors)| {
+            let (ready, _) = codec::decode::<Ready<'_>>(&message, &[]).map_err(|_| not_a_keeper(program))?;
+            let namespace = ready.ids.and_then(|_| descriptors.pop());
+            let keeper = descriptors.pop().ok_or_else(|| io::Error::from(rustix::io::Errno::MFILE))?;
+            let ids = match (ready.ids, namespace) {
+                (Some(ids), Some(namespace)) => Ok(Arc::new(SubordinateIds::received(ids, namespace))),
+                _ => Err(ready.no_ids.to_owned()),
+            };
+            let abilities = ready.abilities.iter().map(|told| told.ability()).collect();
+            Ok((keeper, ready.keeper, Found { abilities, ids }))
+        });
+        match started {
+            Ok((keeper, keeper_pid, found)) => Ok((Self { guard, keeper, keeper_pid }, found)),
+            Err(error) => {
+                // It may be any program. Its keeper, if there is one, ends with the socket.
+                let _ = pidfd_send_signal(&guard, Signal::KILL);
+                let is_mute = error.kind() == io::ErrorKind::UnexpectedEof;
+                Err(if is_mute { not_a_keeper(program) } else { error })
+            }
+        }
+    }
+
+    pub(super) fn keeper_pid(&self) -> u32 {
+        self.keeper_pid
+    }
+
+    pub(super) fn kill_keeper(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.keeper, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Waits until neither is there any more. Returns whether that is so in time.
+    pub(super) fn wait(&self, patience: Duration) -> io::Result<bool> {
+        let until = Instant::now() + patience;
+        for process in [&self.keeper, &self.guard] {
+            if !has_ended(process, until.saturating_duration_since(Instant::now()))? {
+                return Ok(false);
+            }
+            // Where this process is the one that adopts orphans, it is the one to wait for them; else it is not.
+            let _ = waitid(WaitId::PidFd(process.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+        }
+        Ok(true)
+    }
+
+    /// Kills the keeper, and waits until its guard has ended what it left behind.
+    pub(super) fn sweep(&self, patience: Duration) -> io::Result<()> {
+        self.kill_keeper()?;
+        // One that was stopped sweeps as well.
+        let _ = pidfd_send_signal(&self.guard, Signal::CONT);
+        if self.wait(patience)? {
+            return Ok(());
+        }
+        let _ = pidfd_send_signal(&self.guard, Signal::KILL);
+        Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the keeper's guard could not end what the keeper left behind",
+        ))
+    }
+}
+
+fn not_a_keeper(program: &Path) -> io::Error {
+    io::Error::other(format!(
+        "{} did not become a keeper: it must be of the same version of this library as the application, and call \
+         `keeper_main_if_asked` first thing in `main`; see what it wrote to the standard error",
+        program.display()
+    ))
+}
+
+fn has_ended(process: &OwnedFd, patience: Duration) -> io::Result<bool> {
+    let limit = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: patience.subsec_nanos().into() };
+    let mut polled = [PollFd::new(process, PollFlags::IN)];
+    Ok(rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&limit)))? > 0)
+}
+
+/// The guard's message. An end of file: it is no guard.
+fn receive_ready(guard: &OwnedFd, socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let until = Instant::now() + READY_WITHIN;
+    let mut buffer = vec![0; ORDER_BYTES_MAX];
+    loop {
+        match socket::receive(socket, &mut buffer)? {
+            Received::Message(length, descriptors) => {
+                buffer.truncate(length);
+                return Ok((buffer, descriptors));
+            }
+            Received::Closed => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Received::Nothing => {}
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut polled = [PollFd::new(socket, PollFlags::IN), PollFd::new(guard, PollFlags::IN)];
+        match rustix::event::poll(&mut polled, Some(&limit)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            // What another thread of the application forked just then may hold the socket open.
+            Ok(_) if polled[0].revents().is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => {}
+        }
+    }
+}
+
+/// Starts the program as an orphan.
+#[expect(unsafe_code, reason = "execve, and what is between, have no safe form")]
+fn start(program: &Path, is_first: IsFirst, theirs: OwnedFd) -> io::Result<OwnedFd> {
+    let application = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
+    // Above the numbers that they get, so that neither is in the other's way.
+    let above = |descriptor: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&descriptor, DESCRIPTOR_MIN);
+    let (socket, application) = (above(theirs)?, above(application)?);
+    let path = CString::new(program.as_os_str().as_bytes())?;
+    let mut arguments = vec![c"bulkhead-keeper".to_owned()];
+    for argument in [KEEPER_ARGUMENT, GUARDED_ARGUMENT, VERSION] {
+        arguments.push(CString::new(argument)?);
+    }
+    if is_first == IsFirst::Yes {
+        arguments.push(CString::new(FIRST_ARGUMENT)?);
+    }
+    let environment = environment();
+    let pointers = |texts: &[CString]| {
+        let ends = std::iter::once(std::ptr::null());
+        texts.iter().map(|text| text.as_ptr()).chain(ends).collect::<Vec<_>>()
+    };
+    let (argv, envp) = (pointers(&arguments), pointers(&environment));
+    let [socket_number, application_number] = [&socket, &application].map(|it| it.as_raw_fd());
+    // SAFETY: three system calls, with lists that were made before and end with a null pointer.
+    let started = unsafe {
+        vfork::spawn_orphan(|| {
+            for (from, to) in [(socket_number, libc::STDIN_FILENO), (application_number, libc::STDOUT_FILENO)]
+            {
+                if libc::dup2(from, to) < 0 {
+                    return errno::last();
+                }
+            }
+            libc::execve(path.as_ptr(), argv.as_ptr(), envp.as_ptr());
+            errno::last()
+        })
+    };
+    Ok(started?.pidfd)
+}
+
+/// This process's, without what is meant for it alone.
+fn environment() -> Vec<CString> {
+    let kept = std::env::vars_os().filter(|(name, _)| !WITHHELD.iter().any(|withheld| name == withheld));
+    let joined = kept.map(|(mut entry, value): (OsString, OsString)| {
+        entry.push("=");
+        entry.push(value);
+        CString::new(entry.into_vec())
+    });
+    // One with a NUL in it cannot be.
+    joined.filter_map(Result::ok).collect()
+}
