@@ -65,6 +65,13 @@ impl Client {
         Ok(Self { client, server: Arc::new(server) })
     }
 
+    /// A client of a supervisor in this process; see [`crate::Client::in_process`]. Errors are those of starting a thread.
+    pub fn in_process(connector: crate::Connector) -> io::Result<Self> {
+        let server = Server::start()?;
+        let client = server.wait(async { crate::Client::in_process(connector) });
+        Ok(Self { client, server: Arc::new(server) })
+    }
+
     /// Begins a job for a bulkhead.
     pub fn job(&self, bulkhead: impl Into<String>, payload: impl Into<Vec<u8>>) -> Job {
         Job { job: self.client.job(bulkhead, payload), server: self.server.clone() }

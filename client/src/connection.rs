@@ -85,9 +85,47 @@ pub struct Client {
     shared: Arc<Shared>,
 }
 
+/// What makes connections to a supervisor in this process.
+pub type Connector = Arc<dyn Fn() -> io::Result<std::os::unix::net::UnixStream> + Send + Sync>;
+
+/// Where the supervisor is.
+#[derive(Clone)]
+enum Target {
+    /// At this jobs socket.
+    Path(PathBuf),
+    /// In this process.
+    InProcess(Connector),
+}
+
+impl std::fmt::Debug for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.describe())
+    }
+}
+
+impl Target {
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::Path(path) => path.clone(),
+            Self::InProcess(_) => IN_PROCESS.into(),
+        }
+    }
+
+    /// What follows "the supervisor".
+    fn describe(&self) -> String {
+        match self {
+            Self::Path(path) => format!("at {}", path.display()),
+            Self::InProcess(_) => IN_PROCESS.to_owned(),
+        }
+    }
+}
+
+/// What stands in the place of a path.
+const IN_PROCESS: &str = "in this process";
+
 #[derive(Debug)]
 struct Shared {
-    path: PathBuf,
+    target: Target,
     current: watch::Receiver<Connection>,
     /// There is a job to send, and no connection.
     wanted: Arc<Notify>,
@@ -116,13 +154,32 @@ impl Client {
     /// second: jobs that are sent meanwhile wait for that, until five seconds after the connection was lost or
     /// until their deadline. Each job that is sent later waits for one more attempt, which is made for it.
     pub async fn connect(path: impl AsRef<Path>) -> Result<Self, ConnectError> {
-        let path = path.as_ref().to_owned();
-        let requests = open(&path).await?;
+        let target = Target::Path(path.as_ref().to_owned());
+        let requests = open(&target).await?;
         let (sender, current) = watch::channel(Connection::Up(requests.clone()));
         let wanted = Arc::<Notify>::default();
-        let driver = Driver { path: path.clone(), requests, current: sender, wanted: wanted.clone() };
+        let driver = Driver {
+            target: target.clone(),
+            requests: Some(requests),
+            current: sender,
+            wanted: wanted.clone(),
+        };
         tokio::spawn(driver.drive());
-        Ok(Self { shared: Arc::new(Shared { path, current, wanted }) })
+        Ok(Self { shared: Arc::new(Shared { target, current, wanted }) })
+    }
+
+    /// A client of a supervisor in this process, which takes the other end of each connection that `connector` makes:
+    /// see `Supervisor::client` of `bulkhead-supervisor`. It connects when the runtime gets to it; jobs wait for that.
+    /// For the rest it is as [`Client::connect`] makes it. Call it within a tokio runtime.
+    pub fn in_process(connector: Connector) -> Self {
+        let target = Target::InProcess(connector);
+        let loss = Loss { since: Instant::now(), attempts: 0, why: "it is not connected yet".to_owned() };
+        let (sender, current) = watch::channel(Connection::Down(loss));
+        let wanted = Arc::<Notify>::default();
+        let driver =
+            Driver { target: target.clone(), requests: None, current: sender, wanted: wanted.clone() };
+        tokio::spawn(driver.drive());
+        Self { shared: Arc::new(Shared { target, current, wanted }) }
     }
 
     /// Sends a job. Its progress is reported to the sender that is there.
@@ -219,9 +276,9 @@ impl Client {
     }
 
     fn unreachable(&self, why: &str) -> JobError {
-        let path = self.shared.path.display();
+        let place = self.shared.target.describe();
         let message = format!(
-            "the supervisor at {path} is not reachable ({why}); the job was not sent: \
+            "the supervisor {place} is not reachable ({why}); the job was not sent: \
              see that the supervisor runs, then send it again"
         );
         JobError::Disconnected { executed: Executed::No, message }
@@ -238,9 +295,18 @@ impl Shared {
 }
 
 /// Connects and shakes hands.
-async fn open(path: &Path) -> Result<Arc<Requests>, ConnectError> {
-    let socket = connect(path).await.map_err(|source| {
+async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
+    let path = &target.path();
+    let connected = match target {
+        Target::Path(path) => connect(path).await,
+        Target::InProcess(connector) => connector().and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            UnixStream::from_std(socket)
+        }),
+    };
+    let socket = connected.map_err(|source| {
         let hint = match source.kind() {
+            _ if matches!(target, Target::InProcess(_)) => "it takes no client",
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
             io::ErrorKind::ConnectionRefused => "nothing listens there; is the supervisor running?",
             io::ErrorKind::PermissionDenied => "you may not; see `socket_mode` in workers.toml",
@@ -353,8 +419,9 @@ async fn shake_hands(socket: &UnixStream) -> Result<(u32, u64), Unwelcome> {
 
 /// Serves connection after connection, as long as a caller wants something of it.
 struct Driver {
-    path: PathBuf,
-    requests: Arc<Requests>,
+    target: Target,
+    /// `None` before the first connection.
+    requests: Option<Arc<Requests>>,
     current: watch::Sender<Connection>,
     wanted: Arc<Notify>,
 }
@@ -363,28 +430,30 @@ impl Driver {
     async fn drive(mut self) {
         let mut pause = Duration::ZERO;
         loop {
-            let began = Instant::now();
-            let message = tokio::select! {
-                message = serve(&self.requests) => message,
-                () = self.unwanted() => return,
-            };
-            if began.elapsed() >= BACKOFF_MAX {
-                pause = Duration::ZERO;
+            if let Some(requests) = &self.requests {
+                let began = Instant::now();
+                let message = tokio::select! {
+                    message = serve(requests) => message,
+                    () = self.unwanted(requests) => return,
+                };
+                if began.elapsed() >= BACKOFF_MAX {
+                    pause = Duration::ZERO;
+                }
+                self.lose(&message);
             }
-            self.lose(&message);
             let reconnected = tokio::select! {
                 requests = self.reconnect(&mut pause) => requests,
                 () = self.current.closed() => return,
             };
-            self.requests = reconnected;
-            self.current.send_replace(Connection::Up(self.requests.clone()));
+            self.requests = Some(reconnected.clone());
+            self.current.send_replace(Connection::Up(reconnected));
         }
     }
 
     /// Waits until no clone can send a job any more, and no caller waits for one.
-    async fn unwanted(&self) {
+    async fn unwanted(&self, requests: &Requests) {
         self.current.closed().await;
-        self.requests.idle().await;
+        requests.idle().await;
     }
 
     /// First the connection is out of reach, then its waiters are told: a caller that tries again after that
@@ -392,7 +461,9 @@ impl Driver {
     fn lose(&self, message: &str) {
         let loss = Loss { since: Instant::now(), attempts: 0, why: message.to_owned() };
         self.current.send_replace(Connection::Down(loss));
-        self.requests.close(message);
+        if let Some(requests) = &self.requests {
+            requests.close(message);
+        }
     }
 
     async fn reconnect(&self, pause: &mut Duration) -> Arc<Requests> {
@@ -402,7 +473,7 @@ impl Driver {
                 () = self.asked() => {}
             }
             *pause = (*pause * 2).clamp(BACKOFF, BACKOFF_MAX);
-            match open(&self.path).await {
+            match open(&self.target).await {
                 Ok(requests) => return requests,
                 Err(error) => self.current.send_modify(|current| {
                     if let Connection::Down(loss) = current {

@@ -38,7 +38,7 @@ pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;
 pub use bulkhead_shared::{
     CrashReason, Executed, Fault, HandlerFailure, JobId, Outcome, Priority, RejectReason, Verdict,
 };
-pub use connection::{Client, ConnectError};
+pub use connection::{Client, ConnectError, Connector};
 pub use handle::JobHandle;
 pub use job::Job;
 pub use mapped::MappedResult;

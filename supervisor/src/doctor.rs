@@ -1,9 +1,10 @@
 //! `bulkhead-supervisor doctor`: which layers of confinement can be had here, and why not.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use bulkhead_config::defaults::WORKER_UIDS;
-use bulkhead_keeper::{Ability, probe};
+use bulkhead_keeper::{Ability, SubordinateIds, probe};
 use bulkhead_plane::worker_ids::{Claim, Ids, find_subordinate};
 use comfy_table::{ContentArrangement, Table, presets};
 
@@ -30,7 +31,7 @@ fn worker_ids(abilities: &[Ability]) -> Ability {
                 let lacking = abilities.iter().find(|one| one.layer == part && !one.is_available);
                 lacking.map(|one| format!("{part}: {}", one.why_not.as_deref().unwrap_or_default()))
             };
-            match find_subordinate(misses, None, Claim::Trial) {
+            match find_subordinate(misses, || SubordinateIds::find().map(Arc::new), None, Claim::Trial) {
                 Ok((ids, _)) => Ok(format!("each its own, of {}-{} (/etc/subuid)", ids.first, ids.last)),
                 Err(why) => Err(format!("workers share the supervisor's own user: {why}")),
             }

@@ -26,29 +26,32 @@ pub(crate) fn reset_signals() -> io::Result<()> {
 
 /// Raises limits as far as they go, and warns of those that stay too low.
 pub(crate) fn raise_limits(config: &Config) {
-    let buffered = config.supervisor.max_buffered;
-    let needed = [
-        (Resource::Fsize, "RLIMIT_FSIZE", FILE_BYTES, "crash reports and the log are cut off there"),
-        (
-            Resource::As,
-            "RLIMIT_AS",
-            buffered.saturating_add(ADDRESS_SPACE_BYTES),
-            "with less than max_buffered and 1 GiB the supervisor may find no memory, and end",
-        ),
-        (
-            Resource::Data,
-            "RLIMIT_DATA",
-            buffered.saturating_add(ADDRESS_SPACE_BYTES),
-            "with less than max_buffered and 1 GiB the supervisor may find no memory, and end",
-        ),
-    ];
-    for (resource, name, least, consequence) in needed {
+    for (resource, ..) in needed(config) {
         let limit = getrlimit(resource);
         if limit.current.is_some() {
             let _ = setrlimit(resource, Rlimit { current: limit.maximum, maximum: limit.maximum });
         }
+    }
+    warn_of_limits(config);
+}
+
+/// Warns of limits that are too low.
+pub(crate) fn warn_of_limits(config: &Config) {
+    for (resource, name, least, consequence) in needed(config) {
         if let Some(bytes) = getrlimit(resource).current.filter(|&bytes| bytes < least) {
             tracing::warn!("the inherited limit {name} is {bytes} bytes: {consequence}; raise it");
         }
     }
+}
+
+/// What a limit is to be at least, and why.
+fn needed(config: &Config) -> [(Resource, &'static str, u64, &'static str); 3] {
+    const NO_MEMORY: &str =
+        "with less than max_buffered and 1 GiB the supervisor may find no memory, and end";
+    let memory = config.supervisor.max_buffered.saturating_add(ADDRESS_SPACE_BYTES);
+    [
+        (Resource::Fsize, "RLIMIT_FSIZE", FILE_BYTES, "crash reports and the log are cut off there"),
+        (Resource::As, "RLIMIT_AS", memory, NO_MEMORY),
+        (Resource::Data, "RLIMIT_DATA", memory, NO_MEMORY),
+    ]
 }

@@ -11,6 +11,10 @@ pub use bulkhead_keeper as keeper;
 pub mod args;
 pub mod check;
 pub mod doctor;
+mod embedded;
 mod inherited;
 pub mod own_folder;
 pub mod supervisor;
+
+pub use embedded::{Builder, KeeperProgram, StartError, Supervisor, keeper_main_if_asked};
+pub use supervisor::RunError;

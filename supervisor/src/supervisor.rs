@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bulkhead_config::defaults::{ADMIN_MODE, FOLDER_MODE};
 use bulkhead_config::{Config, HttpConfig, Token};
-use bulkhead_control::control::{self, Options};
+use bulkhead_control::control::{self, Options, Place};
 use bulkhead_control::observe::{crashes, spans};
 use bulkhead_control::sockets::{Bound, Sockets};
 use bulkhead_dataplane::descriptors;
@@ -46,7 +46,7 @@ pub enum RunError {
 
 /// The slice of the supervisor, the keeper and all workers: the shortest that Linux grants, where the ordinary one has
 /// milliseconds, so that a process that waits for the processor of a busy one of them waits no longer than that.
-const SLICE: Duration = Duration::from_micros(100);
+pub(crate) const SLICE: Duration = Duration::from_micros(100);
 
 /// Runs a supervisor until it is told to stop by a signal, or at once when `lifeline` comes to its end. The process is this supervisor's alone: it
 /// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
@@ -96,7 +96,7 @@ pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunErro
     let parts = Parts {
         config,
         support,
-        listener: jobs.take_listener().map_err(system("take the jobs socket"))?,
+        listener: Some(jobs.take_listener().map_err(system("take the jobs socket"))?),
         keeper,
         notices,
         spans: span_sender,
@@ -120,8 +120,7 @@ pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunErro
     let admin_listener = admin.take_listener().map_err(system("take the admin socket"))?;
     let sockets = Arc::new(Sockets { jobs: jobs.into(), admin: admin.into() });
     let options = Options {
-        admin: admin_listener,
-        sockets,
+        place: Place::Process { admin: admin_listener, sockets },
         commander,
         notices: received,
         pulse,
@@ -140,7 +139,7 @@ pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunErro
 }
 
 /// A panic there ends all else as an error does. It has dropped the keeper, which ends the workers.
-fn run_data_plane(
+pub(crate) fn run_data_plane(
     run: impl FnOnce() -> std::io::Result<()>,
     fate: &Fate,
     pulse: &SharedCounters,

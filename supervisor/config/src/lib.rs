@@ -75,6 +75,18 @@ pub use units::{format_duration, format_size};
 /// assert!(errors.to_string().contains("/nonexistent/workers.toml"));
 /// ```
 pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
+    parse(&read(path)?, path)
+}
+
+/// The same for a supervisor in an application, which has no sockets: keys that are about them are refused.
+///
+/// # Errors
+/// Those of [`load`].
+pub fn load_embedded(path: &Path) -> Result<Config, ConfigErrors> {
+    parse_embedded(&read(path)?, path)
+}
+
+fn read(path: &Path) -> Result<String, ConfigErrors> {
     let bytes = read_bounded(path).map_err(|error| {
         let message = format!("cannot read {}: {error}", shown(&path.to_string_lossy()));
         ConfigErrors::of_file(path, message, "name a configuration file that this user can read")
@@ -84,10 +96,7 @@ pub fn load(path: &Path) -> Result<Config, ConfigErrors> {
         let message = format!("{} is larger than {max}", shown(&path.to_string_lossy()));
         return Err(ConfigErrors::of_file(path, message, "name a configuration file, which is text"));
     }
-    match String::from_utf8(bytes) {
-        Ok(text) => parse(&text, path),
-        Err(error) => Err(not_utf8(path, &error)),
-    }
+    String::from_utf8(bytes).map_err(|error| not_utf8(path, &error))
 }
 
 /// One byte more than is allowed is enough to know that it is too much. A FIFO is not waited for.
@@ -146,12 +155,33 @@ pub fn parse(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
     parse_in(text, path, &ProcessEnv::of_process())
 }
 
+/// The same for a supervisor in an application, which has no sockets: keys that are about them are refused.
+///
+/// # Errors
+/// Everything that is wrong with the text.
+///
+/// ```
+/// use bulkhead_config as config;
+/// let text = "
+///     [bulkhead.upper]
+///     exec = ['tr', 'a-z', 'A-Z']
+/// ";
+/// let config = config::parse_embedded(text, "/etc/workers.toml".as_ref())?;
+/// assert!(config.supervisor.socket.as_os_str().is_empty());
+/// # Ok::<(), config::ConfigErrors>(())
+/// ```
+pub fn parse_embedded(text: &str, path: &Path) -> Result<Config, ConfigErrors> {
+    parse_in(text, path, &ProcessEnv { is_embedded: true, ..ProcessEnv::of_process() })
+}
+
 /// What of the process a file depends on.
 #[derive(Debug, Clone)]
 struct ProcessEnv {
     root: bool,
     runtime_dir: Option<PathBuf>,
     search_path: Option<OsString>,
+    /// The supervisor is to be in an application, and has no sockets.
+    is_embedded: bool,
 }
 
 impl ProcessEnv {
@@ -163,6 +193,7 @@ impl ProcessEnv {
             root: rustix::process::geteuid().is_root(),
             runtime_dir,
             search_path: std::env::var_os("PATH"),
+            is_embedded: false,
         }
     }
 

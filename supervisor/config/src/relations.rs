@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::diagnostics::{Problems, nearest, shown, shown_key};
-use super::file::{RawBulkhead, RawFile, RawSupervisor};
+use super::file::{RawAccess, RawBulkhead, RawFile, RawSupervisor};
 use super::keys::life::RestartKeys;
 use super::keys::tenants::RawTenant;
 use super::reader::{Arguments, Field, Given, Written};
@@ -46,6 +46,9 @@ impl Checker<'_> {
         let payload = raw.supervisor.max_payload.resolved();
         let access = self.access(&raw.access, &raw.names);
         let supervisor = self.supervisor(&raw.supervisor, &payload, !access.is_empty());
+        if self.process_env.is_embedded {
+            self.refuse_sockets(&raw.supervisor, &raw.access);
+        }
         let bulkheads =
             raw.bulkheads.iter().map(|bulkhead| self.bulkhead(bulkhead, &payload, &raw)).collect();
         Config { path: path.to_owned(), supervisor, access, bulkheads }
@@ -111,7 +114,32 @@ impl Checker<'_> {
         }
     }
 
+    /// Keys of sockets that an embedded supervisor does not have, and of what clients may do there.
+    fn refuse_sockets(&mut self, raw: &RawSupervisor, access: &[RawAccess]) {
+        let span = |given: Option<&Given<String>>| given.map(|given| given.span.clone());
+        let given = [
+            ("socket", span(raw.socket.given())),
+            ("socket_mode", raw.socket_mode.field.given().map(|given| given.span.clone())),
+            ("admin", span(raw.admin.given())),
+            ("http", span(raw.http.given())),
+            ("http_token_file", span(raw.http_token_file.given())),
+            ("[[access]]", access.first().map(|entry| entry.heading.clone())),
+        ];
+        for (key, span) in given.into_iter().filter_map(|(key, span)| Some((key, span?))) {
+            let message =
+                format!("an embedded supervisor has no sockets, so that `{key}` would have no effect");
+            self.problems.report(
+                span,
+                message,
+                format!("remove `{key}`, or run bulkhead-supervisor with this file"),
+            );
+        }
+    }
+
     fn sockets(&mut self, raw: &RawSupervisor) -> (PathBuf, PathBuf) {
+        if self.process_env.is_embedded {
+            return (PathBuf::new(), PathBuf::new());
+        }
         let socket = match &raw.socket {
             Field::Given(given) => {
                 self.socket("socket", &given.span, programs::resolve(self.folder, &given.value))

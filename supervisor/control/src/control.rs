@@ -80,12 +80,23 @@ const LAST_WORDS_TURNS: u32 = 64;
 /// Bytes of a worker's last words in the event of its end; a crash report has more.
 const EVENT_TAIL_BYTES: usize = 2 * 1024;
 
+/// Where a supervisor runs.
+pub enum Place {
+    /// In a process of its own: signals are commands, the service manager is told, and there are sockets.
+    Process {
+        /// The bound admin socket.
+        admin: UnixListener,
+        /// Both sockets' files.
+        sockets: Arc<Sockets>,
+    },
+    /// In an application's, of which it takes nothing.
+    Application,
+}
+
 /// What the control plane needs.
 pub struct Options {
-    /// The bound admin socket.
-    pub admin: UnixListener,
-    /// Both sockets' files.
-    pub sockets: Arc<Sockets>,
+    /// Where it runs.
+    pub place: Place,
     /// The way to the data plane.
     pub commander: Commander,
     /// What the data plane says. Its end is ours.
@@ -125,6 +136,8 @@ pub(crate) struct Control {
     sockets: sockets::Watched,
     is_started: AtomicBool,
     is_stopping: AtomicBool,
+    /// Whether the process is an application's.
+    is_embedded: bool,
     /// The places for streams.
     streams: Arc<Semaphore>,
     /// What watchers see.
@@ -153,10 +166,14 @@ impl ControlThread {
 /// Starts the control plane. From here on signals are commands.
 pub fn start(options: Options) -> io::Result<ControlThread> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Options { admin, sockets, commander, notices, pulse, in_force, crashes, own, config, http, fate } =
-        options;
+    let Options { place, commander, notices, pulse, in_force, crashes, own, config, http, fate } = options;
     let (crashes, crash_thread) = crashes;
-    admin.set_nonblocking(true)?;
+    let (admin, sockets) = match place {
+        Place::Process { admin, sockets } => (Some(admin), Some(sockets)),
+        Place::Application => (None, None),
+    };
+    let is_embedded = admin.is_none();
+    admin.as_ref().map_or(Ok(()), |admin| admin.set_nonblocking(true))?;
     let control = Arc::new(Control {
         commander,
         events: Events::default(),
@@ -170,6 +187,7 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
         sockets: sockets::Watched::new(sockets),
         is_started: AtomicBool::new(false),
         is_stopping: AtomicBool::new(false),
+        is_embedded,
         streams: Arc::new(Semaphore::new(streams::STREAMS_MAX)),
         watch: watch::Watch::default(),
         jobs: Arc::new(Semaphore::new(jobs::JOBS_MAX)),
@@ -179,16 +197,19 @@ pub fn start(options: Options) -> io::Result<ControlThread> {
     });
     let (local, tcp, signals) = {
         let _within = runtime.enter();
-        let listener = tokio::net::UnixListener::from_std(admin)?;
+        let listener = admin.map(tokio::net::UnixListener::from_std).transpose()?;
         let tcp = http.map(|(socket, token)| tcp::open(socket, token)).transpose()?;
-        ((listener, own), tcp, Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?)
+        let taken = (!is_embedded).then(|| Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]));
+        (listener.map(|listener| (listener, own)), tcp, taken.transpose()?)
     };
     let (serving, entrances) = serving(local, tcp, &control.end);
     let readers = readers::start(control.clone(), entrances, &fate)?;
     let tasks = fate.clone();
     let run = move || {
         runtime.block_on(async {
-            tokio::spawn(tasks.task("signals", obey_signals(control.clone(), signals)));
+            if let Some(signals) = signals {
+                tokio::spawn(tasks.task("signals", obey_signals(control.clone(), signals)));
+            }
             let served = tokio::spawn(tasks.task("admin API", serve(control.clone(), serving)));
             tokio::spawn(tasks.task("reload", reload::obey(control.clone())));
             tokio::spawn(tasks.task("sockets", sockets::watch(control.clone())));
@@ -219,13 +240,13 @@ type Tcp = (tokio::net::TcpListener, tcp::Gate);
 
 /// What the control plane's own thread serves.
 struct Serving {
-    local: (Local, Ways<UnixStream>, Arrivals<UnixStream>),
+    local: (Option<Local>, Ways<UnixStream>, Arrivals<UnixStream>),
     tcp: Option<(Tcp, Ways<TcpStream>, Arrivals<TcpStream>)>,
 }
 
 /// Two ways from each door.
 fn serving(
-    local: Local,
+    local: Option<Local>,
     tcp: Option<Tcp>,
     end: &tokio::sync::watch::Sender<bool>,
 ) -> (Serving, readers::Entrances) {
@@ -243,10 +264,16 @@ fn serving(
 
 /// Lets in and serves until the control plane ends.
 async fn serve(control: Arc<Control>, serving: Serving) {
-    let Serving { local: ((listener, own), ways, arrivals), tcp } = serving;
+    let Serving { local: (door, ways, arrivals), tcp } = serving;
     let router = http::router(control.clone());
     let local = async {
-        tokio::join!(local::let_in(&control, listener, own, ways), connections::serve(arrivals, router))
+        let let_in = async {
+            match door {
+                Some((listener, own)) => local::let_in(&control, listener, own, ways).await,
+                None => control.until_end(std::future::pending()).await,
+            }
+        };
+        tokio::join!(let_in, connections::serve(arrivals, router))
     };
     let over_tcp = async {
         if let Some(((listener, gate), ways, arrivals)) = tcp {
@@ -294,7 +321,7 @@ async fn take_notices(control: &Control, mut notices: Listener, pulse: &SharedCo
             Heard::Milestone(Milestone::Started) => control.announce_start(),
             Heard::Milestone(Milestone::Stopping) => {
                 control.is_stopping.store(true, Ordering::SeqCst);
-                notify_systemd(&[NotifyState::Stopping]);
+                control.notify_systemd(&[NotifyState::Stopping]);
             }
         }
         let now_dropped = pulse.notices_dropped.load(Ordering::Relaxed);
@@ -359,7 +386,16 @@ impl Control {
     fn announce_start(&self) {
         self.is_started.store(true, Ordering::SeqCst);
         tracing::info!(bulkheads = self.reloads.count(), "ready");
-        notify_systemd(&[NotifyState::Ready]);
+        self.notify_systemd(&[NotifyState::Ready]);
+    }
+
+    /// Without a service manager nothing happens. That of an application is told by the application.
+    fn notify_systemd(&self, states: &[NotifyState<'_>]) {
+        if !self.is_embedded
+            && let Err(error) = sd_notify::notify(states)
+        {
+            tracing::warn!("the service manager could not be told: {error}");
+        }
     }
 
     fn announce_end(&self) {
@@ -423,13 +459,6 @@ fn add_usage(snapshot: &mut Snapshot) {
             worker.rss_bytes = Some(rss_bytes);
             worker.cpu_ms = Some(cpu_ms);
         }
-    }
-}
-
-/// Without a service manager nothing happens.
-fn notify_systemd(states: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(states) {
-        tracing::warn!("the service manager could not be told: {error}");
     }
 }
 

@@ -9,7 +9,7 @@ impl DataPlane {
     /// Every bulkhead has stopped, so that whatever is a job by now is rejected.
     pub(super) fn hear_the_last(&mut self) {
         while let Ok(command) = self.orders.commands.try_recv() {
-            if let Command::Client { .. } = command {
+            if let Command::Client { .. } | Command::Connect { .. } = command {
                 self.command(command);
             }
         }

@@ -17,7 +17,8 @@ use super::{DataPlane, LISTENER};
 use crate::descriptors::Intake;
 
 pub(super) struct Entrance {
-    pub(super) listener: UnixListener,
+    /// `None`: clients are those of the application that this is in.
+    pub(super) listener: Option<UnixListener>,
     pub(super) intake: Intake,
     pub(super) access: Access,
     pub(super) refusals: Refusals,
@@ -42,8 +43,8 @@ const TELL_AGAIN_AFTER: Duration = Duration::from_secs(10);
 const ACCEPT_PART: i64 = 8;
 
 impl Entrance {
-    pub(super) fn new(poll: &Poll, listener: UnixListener, access: Access) -> io::Result<Self> {
-        register(poll, &listener)?;
+    pub(super) fn new(poll: &Poll, listener: Option<UnixListener>, access: Access) -> io::Result<Self> {
+        listener.as_ref().map_or(Ok(()), |listener| register(poll, listener))?;
         let (intake, refusals) = (Intake::new()?, Refusals::default());
         Ok(Self {
             listener,
@@ -90,8 +91,9 @@ impl Entrance {
     pub(super) fn may_accept(&mut self, poll: &Poll, now: Time) -> bool {
         let may = self.allowance.may_work(now);
         if !may && !self.is_deaf {
-            let listener = self.listener.as_raw_fd();
-            self.is_deaf = poll.registry().deregister(&mut SourceFd(&listener)).is_ok();
+            let listener = self.listener.as_ref().map(AsRawFd::as_raw_fd);
+            self.is_deaf =
+                listener.is_some_and(|listener| poll.registry().deregister(&mut SourceFd(&listener)).is_ok());
         }
         may
     }
@@ -99,8 +101,10 @@ impl Entrance {
     /// No connection waits: the next one is announced, and one that came meanwhile at once. Errors are those of
     /// `epoll_ctl(2)`.
     pub(super) fn hear_arrivals(&mut self, poll: &Poll) -> io::Result<()> {
-        if self.is_deaf {
-            register(poll, &self.listener)?;
+        if self.is_deaf
+            && let Some(listener) = &self.listener
+        {
+            register(poll, listener)?;
             self.is_deaf = false;
         }
         Ok(())
@@ -119,8 +123,9 @@ impl DataPlane {
         if let Err(error) = register(&self.poll, &listener) {
             return self.note_trouble("the jobs socket cannot be listened to", &error.to_string());
         }
-        let _ = self.poll.registry().deregister(&mut SourceFd(&self.entrance.listener.as_raw_fd()));
-        self.entrance.listener = listener;
+        if let Some(before) = self.entrance.listener.replace(listener) {
+            let _ = self.poll.registry().deregister(&mut SourceFd(&before.as_raw_fd()));
+        }
         (self.entrance.accept_pending, self.entrance.is_deaf) = (true, false);
     }
 }
@@ -142,7 +147,7 @@ mod tests {
         let listener = UnixListener::bind_addr(&address).unwrap();
         let config = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n";
         let config = bulkhead_config::parse(config, std::path::Path::new("/workers.toml")).unwrap();
-        let mut entrance = Entrance::new(&poll, listener, Access::new(&config, 0)).unwrap();
+        let mut entrance = Entrance::new(&poll, Some(listener), Access::new(&config, 0)).unwrap();
         let mut events = Events::with_capacity(8);
         let mut is_announced = |poll: &mut Poll| {
             poll.poll(&mut events, Some(Duration::ZERO)).unwrap();
@@ -159,7 +164,7 @@ mod tests {
         let later = now + Duration::from_secs(1);
         for _ in 0..2 {
             assert!(entrance.may_accept(&poll, later));
-            entrance.listener.accept().unwrap();
+            entrance.listener.as_ref().unwrap().accept().unwrap();
         }
         // It comes between the last look and the next announcement.
         crowd.push(UnixStream::connect_addr(&address).unwrap());

@@ -291,8 +291,8 @@ pub struct Parts {
     pub config: Config,
     /// What there is to confine workers by.
     pub support: Arc<SandboxSupport>,
-    /// The bound jobs socket.
-    pub listener: UnixListener,
+    /// The bound jobs socket; none in an application, whose clients come by [`bulkhead_plane::command::Command::Connect`].
+    pub listener: Option<UnixListener>,
     /// The running keeper.
     pub keeper: Keeper,
     /// Where notices go.

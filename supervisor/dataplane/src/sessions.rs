@@ -126,7 +126,11 @@ impl DataPlane {
                 break;
             }
             let began = Instant::now();
-            let accepted = self.entrance.listener.accept();
+            let Some(listener) = &self.entrance.listener else {
+                self.entrance.all_accepted();
+                break;
+            };
+            let accepted = listener.accept();
             match accepted {
                 Ok((socket, _)) => {
                     self.entrance.count_accepted();
@@ -172,6 +176,28 @@ impl DataPlane {
             if refusal.reason != RejectReason::Overloaded {
                 self.note_refusal(SocketKind::Jobs, refusal);
             }
+        }
+    }
+
+    /// Serves a client of the application that this is in, as one of the jobs socket: only who it is is known.
+    pub(super) fn welcome_embedded(&mut self, socket: UnixStream) {
+        if self.entrance.intake.prepare(&socket).is_err() || socket.set_nonblocking(true).is_err() {
+            return;
+        }
+        let own = rustix::process::geteuid().as_raw();
+        let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
+        self.sessions.clients += 1;
+        self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
+        let stage = Stage::AwaitingHello { since: self.now };
+        let index = self.open_session(socket, (None, Grant::Everything), stage, None, own);
+        self.want_housekeeping();
+        if is_full {
+            let most = self.limits.clients_max;
+            let message = format!(
+                "{most} clients are connected already, which is as many as max_clients and the limit of open files \
+                 allow; share a client by cloning it"
+            );
+            self.refuse_session(index, RejectReason::Overloaded, &message);
         }
     }
 

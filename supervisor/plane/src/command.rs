@@ -138,6 +138,11 @@ pub enum Command {
         /// The user that it is for.
         uid: u32,
     },
+    /// Serve a client of the application that this supervisor is in.
+    Connect {
+        /// The data plane's end of the connection.
+        socket: UnixStream,
+    },
     /// A client was turned away at the admin socket.
     Refused {
         /// The client, and why.
@@ -173,7 +178,7 @@ impl Command {
     /// How much of a turn of the data plane it takes, compared with others.
     pub fn weight(&self) -> usize {
         match self {
-            Self::Client { .. } | Self::Refused { .. } | Self::Memory { .. } => 1,
+            Self::Client { .. } | Self::Connect { .. } | Self::Refused { .. } | Self::Memory { .. } => 1,
             Self::Snapshot { .. } | Self::Scrape { .. } | Self::Summarise => 8,
             _ => 4,
         }

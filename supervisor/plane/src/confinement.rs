@@ -48,6 +48,12 @@ impl IdSource {
 }
 
 impl SandboxSupport {
+    /// The same from what a keeper's guard has found: this process has threads, and forks nothing.
+    pub fn found(config: &bulkhead_config::Config, found: keeper::Found) -> Self {
+        let subordinate = move || found.ids;
+        Self::of(config, Claim::Lasting, found.abilities, subordinate)
+    }
+
     /// Finds out what there is, also where no bulkhead is confined yet: to find out takes a fork, and later this
     /// process has threads.
     pub fn find(config: &bulkhead_config::Config) -> Self {
@@ -60,7 +66,16 @@ impl SandboxSupport {
     }
 
     fn find_as(config: &bulkhead_config::Config, claim: Claim) -> Self {
-        let abilities = keeper::probe();
+        let subordinate = || SubordinateIds::find().map(Arc::new);
+        Self::of(config, claim, keeper::probe(), subordinate)
+    }
+
+    fn of(
+        config: &bulkhead_config::Config,
+        claim: Claim,
+        abilities: Vec<Ability>,
+        subordinate: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
+    ) -> Self {
         let abilities = abilities.into_iter().map(|ability| (ability.layer, ability)).collect();
         let withheld = secrets(&config.path, &config.supervisor);
         let ids = IdSource::Shared(String::new());
@@ -72,12 +87,13 @@ impl SandboxSupport {
         support.ids = IdSource::of(match support.lack(Layer::Identity) {
             None => Ids::new(worker_uids, claim),
             Some(why) if rustix::process::geteuid().is_root() => Err(why),
-            Some(_) => worker_ids::find_subordinate(|part| support.misses(part), worker_uids, claim).map(
-                |(found, ids)| {
-                    support.subordinate = Some(Arc::new(found));
+            Some(_) => {
+                let missing = |part: &str| support.misses(part);
+                worker_ids::find_subordinate(missing, subordinate, worker_uids, claim).map(|(found, ids)| {
+                    support.subordinate = Some(found);
                     ids
-                },
-            ),
+                })
+            }
         });
         support
     }
@@ -137,7 +153,9 @@ fn parts(layer: Layer) -> &'static [&'static str] {
 
 /// What no worker is given, though it may lie in a folder that is.
 fn secrets(config: &Path, supervisor: &SupervisorConfig) -> Vec<String> {
-    let mut paths: Vec<&Path> = vec![config, &supervisor.socket, &supervisor.admin];
+    let mut paths: Vec<&Path> = vec![config];
+    // An embedded supervisor has no sockets.
+    paths.extend([supervisor.socket.as_path(), &supervisor.admin].into_iter().filter(|path| path.has_root()));
     paths.extend(supervisor.crash_dir.as_deref());
     paths.extend(supervisor.http.as_ref().map(|http| http.token_file.as_path()));
     paths.into_iter().map(text).collect()

@@ -47,6 +47,11 @@ impl OpenFiles {
         let limit = getrlimit(Resource::Nofile);
         // Without the right to raise it, there is what there is; that it is used up is told then.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+        Self::keep(foreign, http)
+    }
+
+    /// The same with the limit as it is, which is an application's.
+    pub fn keep(foreign: u64, http: u64) -> Self {
         let limit = limit_in_force();
         Self { limit, foreign, http }
     }

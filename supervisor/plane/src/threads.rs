@@ -26,11 +26,18 @@ struct Shared {
     is_ending: AtomicBool,
     /// The one that ended first, and before that.
     lost: OnceLock<&'static str>,
+    /// The process is the application's, and goes on.
+    is_embedded: bool,
     /// Wakes the data plane.
     waker: OnceLock<Arc<mio::Waker>>,
 }
 
 impl Fate {
+    /// That of a supervisor in an application, whose process goes on whatever becomes of the supervisor.
+    pub fn of_embedded() -> Self {
+        Self(Arc::new(Shared { is_embedded: true, ..Shared::default() }))
+    }
+
     /// The waker that is called when a thread is lost.
     pub fn wake_by(&self, waker: Arc<mio::Waker>) {
         let _ = self.0.waker.set(waker);
@@ -95,8 +102,11 @@ impl Fate {
         self.end_in_time();
     }
 
-    /// Ends the process if the supervisor does not come to its end in order.
+    /// Ends the process if the supervisor does not come to its end in order, and the process is the supervisor's.
     pub fn end_in_time(&self) {
+        if self.0.is_embedded {
+            return;
+        }
         let hangs = || {
             std::thread::sleep(END_WITHIN);
             std::process::exit(HANGS);

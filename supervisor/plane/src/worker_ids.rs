@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -294,20 +294,21 @@ impl Named {
 }
 
 /// Those that `/etc/subuid` gives our user, if workers can be started with them; else why not. `misses` says why a part
-/// of what this machine can do cannot be had.
+/// of what this machine can do cannot be had; `find` finds them.
 pub fn find_subordinate(
     misses: impl Fn(&str) -> Option<String>,
+    find: impl FnOnce() -> Result<Arc<SubordinateIds>, String>,
     worker_uids: Option<UidRange>,
     claim: Claim,
-) -> Result<(SubordinateIds, Ids), String> {
+) -> Result<(Arc<SubordinateIds>, Ids), String> {
     const NEEDED: [&str; 3] = ["user namespace", TREE_END, "mount_setattr"];
-    let find = || {
+    let settle = || {
         NEEDED.into_iter().find_map(misses).map_or(Ok(()), Err)?;
-        let found = SubordinateIds::find()?;
+        let found = find()?;
         let ids = Ids::subordinate(&found, worker_uids, claim)?;
         Ok((found, ids))
     };
-    find().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
+    settle().map_err(|why: String| format!("{SUBORDINATE_IDS}: {why}"))
 }
 
 /// The file that this user locks ids in; its folder is made, unless this is only a look.

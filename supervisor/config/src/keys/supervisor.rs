@@ -63,13 +63,13 @@ section! {
 /// `[supervisor]`: sockets, and the bounds that all bulkheads share.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SupervisorConfig {
-    /// The jobs socket, absolute, short enough to bind.
+    /// The jobs socket, absolute, short enough to bind; empty for an embedded supervisor.
     pub socket: PathBuf,
     /// Its mode, for example `0o600`; what `access` asks for unless the file says otherwise.
     pub socket_mode: u32,
     /// The mode of its folder, if that is missing: `0o755` where `access` lets others in, else `0o700`.
     pub folder_mode: u32,
-    /// The admin socket, another path than `socket`.
+    /// The admin socket, another path than `socket`; empty for an embedded supervisor.
     pub admin: PathBuf,
     /// The admin API over TCP; `None`: it is not.
     pub http: Option<HttpConfig>,

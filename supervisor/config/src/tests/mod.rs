@@ -41,8 +41,12 @@ impl Folder {
         let dir = tempfile::tempdir().unwrap();
         let bin = dir.path().join("bin");
         fs::create_dir(&bin).unwrap();
-        let process_env =
-            ProcessEnv { root: true, runtime_dir: None, search_path: Some(bin.into_os_string()) };
+        let process_env = ProcessEnv {
+            root: true,
+            runtime_dir: None,
+            search_path: Some(bin.into_os_string()),
+            is_embedded: false,
+        };
         let folder = Self { dir, process_env };
         fs::create_dir(folder.path("work")).unwrap();
         for program in ["thumbnail-worker", "bin/pdftotext", "bin/tool"] {

@@ -15,9 +15,9 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{Notify, Semaphore, oneshot};
 
+use super::Control;
 use super::Shared;
 use super::answers::{problem, problem_with, stuck, switch};
-use super::{Control, notify_systemd};
 use bulkhead_config::{self as config, Config, ConfigErrors, Profile};
 use bulkhead_plane::command::{Command, Event, SteerError};
 use bulkhead_plane::confinement::SandboxSupport;
@@ -219,11 +219,11 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
     control.renew_sockets();
     let is_ready = control.is_started.load(Ordering::SeqCst);
     if is_ready {
-        announce_reload();
+        announce_reload(control);
     }
     let result = apply(control, &mut in_force).await;
     if is_ready {
-        notify_systemd(&[NotifyState::Ready]);
+        control.notify_systemd(&[NotifyState::Ready]);
     }
     control.tell_reload(&in_force.config.path, &result);
     result
@@ -290,9 +290,9 @@ fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
 }
 
 /// systemd waits for READY=1 that follows (`Type=notify-reload`).
-fn announce_reload() {
+fn announce_reload(control: &Control) {
     match NotifyState::monotonic_usec_now() {
-        Ok(now) => notify_systemd(&[NotifyState::Reloading, now]),
+        Ok(now) => control.notify_systemd(&[NotifyState::Reloading, now]),
         Err(error) => tracing::warn!("the service manager could not be told: {error}"),
     }
 }

@@ -17,7 +17,8 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The sockets, and the way of a new admin listener to where it is used.
 pub(super) struct Watched {
-    sockets: Arc<Sockets>,
+    /// None in an application.
+    sockets: Option<Arc<Sockets>>,
     next_admin: watch::Sender<Option<Arc<std::os::unix::net::UnixListener>>>,
     /// Which of them are known to be gone.
     gone: Mutex<[bool; 2]>,
@@ -42,7 +43,7 @@ impl NextAdmin {
 }
 
 impl Watched {
-    pub(super) fn new(sockets: Arc<Sockets>) -> Self {
+    pub(super) fn new(sockets: Option<Arc<Sockets>>) -> Self {
         Self { sockets, next_admin: watch::Sender::new(None), gone: Mutex::default() }
     }
 
@@ -50,8 +51,9 @@ impl Watched {
         NextAdmin(self.next_admin.subscribe())
     }
 
-    fn each(&self) -> [(&'static str, &Mutex<Bound>); 2] {
-        [("jobs", &self.sockets.jobs), ("admin", &self.sockets.admin)]
+    fn each(&self) -> impl Iterator<Item = (&'static str, &Mutex<Bound>)> {
+        let sockets = self.sockets.iter();
+        sockets.flat_map(|sockets| [("jobs", &sockets.jobs), ("admin", &sockets.admin)])
     }
 }
 
@@ -62,7 +64,7 @@ pub(super) async fn watch(control: Arc<Control>) {
 
 impl Control {
     fn look_at_sockets(&self) {
-        for (index, (socket, bound)) in self.sockets.each().into_iter().enumerate() {
+        for (index, (socket, bound)) in self.sockets.each().enumerate() {
             let bound = bound.lock().unwrap_or_else(PoisonError::into_inner);
             let is_gone = !bound.is_there();
             let mut gone = self.sockets.gone.lock().unwrap_or_else(PoisonError::into_inner);

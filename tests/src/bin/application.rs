@@ -1,0 +1,514 @@
+//! An application with a supervisor in it, and the keeper of that. The first argument says which; the folder that it runs
+//! in is its own, and the environment names the worker's program. What goes wrong is a panic.
+
+use std::io::{BufRead, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bulkhead_client::blocking::Client;
+use bulkhead_client::{JobError, Reply};
+use bulkhead_supervisor::{KeeperProgram, StartError, Supervisor, config, keeper_main_if_asked};
+use bulkhead_tests::{descriptors, is_alive, kill_pid, name, outcome, run, wait_for};
+use nix::sys::resource::{Resource, getrlimit};
+use nix::sys::signal::{SigHandler, Signal};
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if std::env::var_os("FORGETS").is_none() {
+        keeper_main_if_asked();
+    }
+    match arguments.first().map(String::as_str) {
+        Some("jobs") => jobs(),
+        Some("lends-files") => lends_files(),
+        Some("admission") => admission(),
+        Some("is-killed") => is_killed(),
+        Some("waits-for-all") => waits_for_all(),
+        Some("keeps-its-own") => keeps_its_own(),
+        Some("loses-its-keeper") => loses_its_keeper(),
+        Some("two") => two(),
+        Some("refused") => refused(),
+        Some("forgets") => forgets(),
+        Some("drains") => drains(),
+        Some("async") => run(in_a_runtime()),
+        Some("adopts") => adopts(),
+        Some("forks") => forks(),
+        other => panic!("{other:?}"),
+    }
+    println!("done");
+}
+
+/// A configuration with one bulkhead `a`, with further keys for the supervisor and for it.
+fn settings(supervisor_keys: &str, keys: &str) -> config::Config {
+    let worker = std::env::var("MISBEHAVE").unwrap();
+    let text = format!(
+        "[supervisor]\n{supervisor_keys}\n[defaults.sandbox]\nprofile = \"none\"\n\
+         [bulkhead.a]\ncommand = [\"{worker}\"]\n{keys}\n"
+    );
+    config::parse_embedded(&text, Path::new("workers.toml")).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+fn start(keys: &str) -> (Supervisor, Client) {
+    let supervisor = Supervisor::start(settings("drain_timeout = \"20s\"", keys)).unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    (supervisor, client)
+}
+
+fn send(client: &Client, operation: &str, payload: &str) -> Result<Reply, JobError> {
+    client.job("a", payload).operation(operation).deadline(Duration::from_secs(30)).send()
+}
+
+fn number(client: &Client, operation: &str) -> u32 {
+    let reply = send(client, operation, "").unwrap();
+    std::str::from_utf8(reply.payload()).unwrap().parse().unwrap()
+}
+
+fn parent(pid: u32) -> u32 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+/// A worker, its keeper, and the keeper's guard.
+fn line(client: &Client) -> [u32; 3] {
+    let worker = number(client, "pid");
+    let keeper = parent(worker);
+    let guard = parent(keeper);
+    assert_eq!([name(keeper), name(guard)].map(Option::unwrap), ["bulkhead-keeper", "bulkhead-guard"]);
+    [worker, keeper, guard]
+}
+
+fn assert_gone(processes: &[u32]) {
+    let left: Vec<_> = processes.iter().filter(|&&pid| is_alive(pid)).collect();
+    assert!(left.is_empty(), "{left:?} of {processes:?}");
+}
+
+fn jobs() {
+    let (supervisor, client) = start("processes = 1\ngrace = \"100ms\"");
+    assert_eq!(send(&client, "echo", "hello").unwrap().payload(), b"hello");
+    let large = "x".repeat(3 << 20);
+    assert_eq!(send(&client, "echo", &large).unwrap().payload(), large.as_bytes());
+    assert_eq!(outcome(&send(&client, "fail", "")), "failed/bad_input");
+    let [first, keeper, guard] = line(&client);
+    let hangs = client.job("a", "").operation("hang").deadline(Duration::from_millis(200)).send();
+    assert_eq!(outcome(&hangs), "deadline_exceeded/running");
+    wait_for("the worker that hung is killed", || (!is_alive(first)).then_some(()));
+    let [second, ..] = line(&client);
+    assert_eq!(outcome(&send(&client, "segv", "")), "crashed/signal");
+    let [third, same_keeper, _] = line(&client);
+    assert!(first != second && second != third && keeper == same_keeper);
+    assert_ne!(parent(guard), std::process::id());
+    supervisor.shutdown().unwrap();
+    assert_gone(&[first, second, third, keeper, guard]);
+    let late = send(&client, "echo", "");
+    assert!(matches!(late, Err(JobError::Disconnected { .. })), "{late:?}");
+}
+
+/// Large payloads travel in memory files here, too.
+fn lends_files() {
+    let supervisor = Supervisor::start(settings("max_pooled = \"64MiB\"", "")).unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    let large = "x".repeat(4 << 20);
+    wait_for("a payload is in a file", || {
+        (send(&client, "where", &large).unwrap().payload() == b"file").then_some(())
+    });
+    assert_eq!(send(&client, "echo", &large).unwrap().payload(), large.as_bytes());
+    supervisor.shutdown().unwrap();
+}
+
+/// What a client of a socket is refused, one of this process is too.
+fn admission() {
+    let keys = "max_in_flight = 1\nmax_queue = 1\nmax_payload = \"1KiB\"\n";
+    let config = settings("max_clients = 4", keys);
+    let supervisor = Supervisor::start(config).unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    assert_eq!(outcome(&client.job("b", "").send()), "rejected/not_found");
+    assert_eq!(outcome(&send(&client, "echo", &"x".repeat(2000))), "rejected/too_large");
+    let running = client.job("a", "").operation("steps:wait go").start().unwrap();
+    wait_for("one more waits and one is refused", || {
+        let results = [(); 2].map(|()| {
+            let job = client.job("a", "").operation("echo").deadline(Duration::from_millis(50));
+            job.start().unwrap()
+        });
+        let results = results.map(|handle| outcome(&handle.wait()));
+        results.contains(&"rejected/queue_full".to_owned()).then_some(())
+    });
+    // To drop it cancels it, and what is sent next runs.
+    drop(running);
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    // So does the end of its client.
+    let other = supervisor.blocking_client().unwrap();
+    let gone = other.job("a", "").operation("steps:wait go").start().unwrap();
+    std::mem::drop((gone, other));
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    wait_for("clients that are too many are turned away, and come in when there is room", || {
+        let crowd: Vec<_> = (0..8).map(|_| supervisor.blocking_client().unwrap()).collect();
+        let send = |client: &Client| client.job("a", "").deadline(Duration::from_secs(2)).send();
+        let threads: Vec<_> =
+            crowd.into_iter().map(|client| std::thread::spawn(move || (send(&client), client))).collect();
+        let results: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        let said = results.iter().any(|(result, _)| {
+            matches!(result, Err(JobError::Disconnected { message, .. }) if message.contains("max_clients"))
+        });
+        let served = results.iter().filter(|(result, _)| result.is_ok()).count();
+        (said && served >= 1).then_some(())
+    });
+    wait_for("there is room again", || supervisor.blocking_client().unwrap().job("a", "").send().ok());
+}
+
+/// Tells its processes, and waits to be killed; with the argument `forks`, a process that was forked off has all
+/// descriptors of this one meanwhile.
+fn is_killed() {
+    let (_supervisor, client) = start("processes = 2");
+    let mut told = line(&client).map(|pid| pid.to_string()).to_vec();
+    if std::env::args().any(|argument| argument == "forks") {
+        told.push(fork_and_sleep().to_string());
+    }
+    println!("{}", told.join(" "));
+    std::io::stdout().flush().unwrap();
+    let _ = std::io::stdin().lock().read_line(&mut String::new());
+}
+
+#[expect(unsafe_code, reason = "a fork has no safe form")]
+fn fork_and_sleep() -> i32 {
+    // SAFETY: the child makes two system calls.
+    unsafe {
+        match libc::fork() {
+            0 => {
+                libc::sleep(1000);
+                libc::_exit(0)
+            }
+            pid => pid,
+        }
+    }
+}
+
+static SEEN: AtomicUsize = AtomicUsize::new(0);
+static STRANGER: AtomicI32 = AtomicI32::new(0);
+static OWN: AtomicI32 = AtomicI32::new(0);
+
+#[expect(unsafe_code, reason = "what the kernel tells a handler")]
+extern "C" fn on_child(_: i32, told: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    SEEN.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: of SIGCHLD it has a process.
+    let pid = unsafe { (*told).si_pid() };
+    if pid != OWN.load(Ordering::SeqCst) {
+        STRANGER.store(pid, Ordering::SeqCst);
+    }
+}
+
+/// All that can end ends: a worker, a keeper, a supervisor. The application is told of its own child alone.
+#[expect(unsafe_code, reason = "a handler, and a wait for whatever there is")]
+fn waits_for_all() {
+    let action = nix::sys::signal::SigAction::new(
+        SigHandler::SigAction(on_child),
+        nix::sys::signal::SaFlags::SA_RESTART,
+        nix::sys::signal::SigSet::empty(),
+    );
+    // SAFETY: the handler touches atomics alone.
+    unsafe { nix::sys::signal::sigaction(Signal::SIGCHLD, &action) }.unwrap();
+    let found = Arc::new(Mutex::new(Vec::new()));
+    let seen = found.clone();
+    std::thread::spawn(move || {
+        loop {
+            // SAFETY: no status is asked for.
+            match unsafe { libc::waitpid(-1, std::ptr::null_mut(), 0) } {
+                pid if pid > 0 => seen.lock().unwrap().push(pid),
+                _ => std::thread::sleep(Duration::from_micros(100)),
+            }
+        }
+    });
+    let (supervisor, client) = start("");
+    let [worker, keeper, guard] = line(&client);
+    assert_eq!(outcome(&send(&client, "abort", "")), "crashed/signal");
+    wait_for("the worker is gone", || (!is_alive(worker)).then_some(()));
+    kill_pid(keeper, Signal::SIGKILL);
+    wait_for("its guard is gone", || (!is_alive(guard)).then_some(()));
+    wait_for("there is another keeper", || send(&client, "echo", "").ok());
+    let [_, _, second] = line(&client);
+    assert_ne!(guard, second);
+    supervisor.shutdown().unwrap();
+    assert_eq!((found.lock().unwrap().len(), SEEN.load(Ordering::SeqCst)), (0, 0));
+    // SAFETY: the child makes two system calls.
+    let own = unsafe {
+        match libc::fork() {
+            0 => {
+                libc::usleep(200_000);
+                libc::_exit(0)
+            }
+            pid => pid,
+        }
+    };
+    OWN.store(own, Ordering::SeqCst);
+    wait_for("the own child is seen", || found.lock().unwrap().contains(&own).then_some(()));
+    assert_eq!(*found.lock().unwrap(), [own]);
+    assert!(SEEN.load(Ordering::SeqCst) == 1 && STRANGER.load(Ordering::SeqCst) == 0);
+}
+
+/// Of a status in `/proc`: the masks of signals that are blocked, ignored and caught.
+fn signals(status: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(status).unwrap();
+    let wanted = |line: &&str| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|name| line.starts_with(name));
+    text.lines().filter(wanted).map(str::to_owned).collect()
+}
+
+/// What of the process must stay as it is.
+fn process_state() -> Vec<String> {
+    let mut state = signals("/proc/thread-self/status");
+    for resource in [Resource::RLIMIT_NOFILE, Resource::RLIMIT_FSIZE, Resource::RLIMIT_AS] {
+        state.push(format!("{resource:?} {:?}", getrlimit(resource).unwrap()));
+    }
+    state.push(format!("subreaper {:?}", rustix::process::child_subreaper().unwrap()));
+    state.push(format!("cwd {:?}", std::env::current_dir().unwrap()));
+    state.push(format!("session {:?}", nix::unistd::getsid(None).unwrap()));
+    state.extend(std::env::vars().map(|(name, value)| format!("{name}={value}")));
+    state.push(std::fs::read_to_string("/proc/self/oom_score_adj").unwrap());
+    state.push(std::fs::read_to_string("/proc/self/timerslack_ns").unwrap_or_default());
+    state
+}
+
+static HANDLED: AtomicUsize = AtomicUsize::new(0);
+static HANDLED_BY: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn on_signal(_: i32) {
+    HANDLED.fetch_add(1, Ordering::SeqCst);
+    HANDLED_BY.store(nix::unistd::gettid().as_raw(), Ordering::SeqCst);
+}
+
+/// The state of the process is as before; signals come to the application's threads; nothing is left open.
+#[expect(unsafe_code, reason = "handlers")]
+fn keeps_its_own() {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
+        // SAFETY: the handler touches atomics alone, and asks for a number.
+        unsafe { nix::sys::signal::signal(signal, SigHandler::Handler(on_signal)) }.unwrap();
+    }
+    once();
+    let (before, open) = (process_state(), descriptors(std::process::id()));
+    let (supervisor, client) = start("");
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    assert_same_state(&before);
+    for task in std::fs::read_dir("/proc/self/task").unwrap() {
+        let task = task.unwrap().path();
+        let name = std::fs::read_to_string(task.join("comm")).unwrap();
+        let masks = signals(task.join("status").to_str().unwrap());
+        let is_ours = task.ends_with(std::process::id().to_string()) || name.starts_with("bulkhead-client");
+        let blocked = u64::from_str_radix(masks[0].split_whitespace().last().unwrap(), 16).unwrap();
+        // All that a thread can block, but for two of the C library's own.
+        assert!(is_ours || blocked | 1 << 31 | 1 << 32 == !(1 << 8 | 1 << 18), "{name}: {masks:?}");
+    }
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1] {
+        let count = HANDLED.load(Ordering::SeqCst);
+        kill_pid(std::process::id(), signal);
+        wait_for("the application's handler runs", || (HANDLED.load(Ordering::SeqCst) > count).then_some(()));
+        let thread = format!("/proc/self/task/{}/comm", HANDLED_BY.load(Ordering::SeqCst));
+        let thread = std::fs::read_to_string(thread).unwrap();
+        assert!(thread.starts_with("application") || thread.starts_with("bulkhead-client"), "{thread}");
+    }
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    drop(client);
+    supervisor.shutdown().unwrap();
+    assert_nothing_open(open);
+    assert_same_state(&before);
+}
+
+/// With its first thread, the C library takes a signal for itself; with its first runtime, tokio makes a pair of sockets.
+fn once() {
+    std::thread::spawn(|| run(async {})).join().unwrap();
+}
+
+/// A client's thread ends in its own time.
+fn assert_nothing_open(before: usize) {
+    wait_for("nothing is left open", || (descriptors(std::process::id()) <= before).then_some(()));
+}
+
+fn assert_same_state(before: &[String]) {
+    for (now, before) in process_state().iter().zip(before) {
+        assert_eq!(now, before);
+    }
+}
+
+/// Jobs are told, another keeper is there, and the application's own children live.
+fn loses_its_keeper() {
+    let mut own =
+        Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let (supervisor, client) = start("processes = 1");
+    for lost in [1, 2] {
+        let line = line(&client);
+        let operation = format!("steps:count began-{lost};wait never");
+        let running = client.job("a", "").operation(operation).start().unwrap();
+        wait_for("it runs", || Path::new(&format!("began-{lost}")).exists().then_some(()));
+        kill_pid(line[lost], Signal::SIGKILL);
+        let told = outcome(&running.wait());
+        assert!(told.starts_with("crashed"), "{lost}: {told}");
+        wait_for("there is another keeper", || send(&client, "echo", "").ok());
+        assert_gone(&line);
+    }
+    assert!(own.try_wait().unwrap().is_none(), "it is not the supervisor's");
+    supervisor.shutdown().unwrap();
+    own.kill().unwrap();
+    own.wait().unwrap();
+}
+
+fn two() {
+    let (first, of_first) = start("");
+    let (second, of_second) = start("");
+    let (one, other) = (line(&of_first), line(&of_second));
+    assert!(one.iter().all(|pid| !other.contains(pid)));
+    assert_eq!(outcome(&send(&of_first, "abort", "")), "crashed/signal");
+    assert_eq!(line(&of_second), other);
+    first.shutdown().unwrap();
+    assert_gone(&one);
+    assert_eq!(line(&of_second), other);
+    second.shutdown().unwrap();
+    assert_gone(&other);
+    // And one after the other.
+    for _ in 0..3 {
+        let (third, client) = start("");
+        assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+        third.shutdown().unwrap();
+    }
+}
+
+/// Whatever is wrong is an error, and leaves nothing behind.
+fn refused() {
+    once();
+    let open = descriptors(std::process::id());
+    let parse = |text: &str| config::parse_embedded(text, Path::new("workers.toml"));
+    let errors = parse(
+        "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n[[access]]\nuid = 1\n",
+    );
+    let errors = errors.unwrap_err().to_string();
+    assert!(errors.contains("workers.toml:2") && errors.contains("no sockets"), "{errors}");
+    assert!(errors.contains("[[access]]"), "{errors}");
+    let missing = config::load_embedded(Path::new("/no/such/file")).unwrap_err().to_string();
+    assert!(missing.contains("/no/such/file"), "{missing}");
+    let of_process = "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.a]\ncommand = [\"/bin/true\"]\n";
+    let of_process = config::parse(of_process, Path::new("workers.toml")).unwrap();
+    assert!(matches!(Supervisor::start(of_process), Err(StartError::HasSockets)));
+    let started = |program: &str| {
+        let program = KeeperProgram::Program(program.into());
+        Supervisor::builder(settings("", "")).keeper(program).start().unwrap_err().to_string()
+    };
+    for (program, words) in [("/no/such/keeper", "/no/such/keeper"), ("/bin/true", "did not become a keeper")]
+    {
+        let error = started(program);
+        assert!(error.contains("failed to start the keeper") && error.contains(words), "{error}");
+    }
+    // An application that forgets to ask is told so in place of starting itself again and again.
+    let own = std::env::current_exe().unwrap();
+    let forgets = Command::new(&own).args(["forgets"]).env("FORGETS", "").output().unwrap();
+    assert!(forgets.status.success(), "{forgets:?}");
+    let crash_dir = settings("crash_dir = \"/proc/crashes\"", "");
+    let error = Supervisor::start(crash_dir).unwrap_err().to_string();
+    assert!(error.contains("/proc/crashes"), "{error}");
+    // And then one starts as if nothing had been.
+    let (supervisor, client) = start("");
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    drop(client);
+    supervisor.shutdown().unwrap();
+    assert_nothing_open(open);
+}
+
+/// Without the call at the beginning of `main`.
+fn forgets() {
+    let error = Supervisor::start(settings("", "")).unwrap_err();
+    assert!(matches!(error, StartError::NotAKeeper), "{error}");
+    let program = KeeperProgram::Program(std::env::current_exe().unwrap());
+    let error = Supervisor::builder(settings("", "")).keeper(program).start().unwrap_err().to_string();
+    assert!(error.contains("did not become a keeper"), "{error}");
+}
+
+/// What is in hand when it is dropped has its outcome.
+fn drains() {
+    let (supervisor, client) = start("max_in_flight = 2");
+    let line = line(&client);
+    let running = client.job("a", "").operation("steps:count began;wait go;echo").start().unwrap();
+    wait_for("it runs", || Path::new("began").exists().then_some(()));
+    let dropped = std::thread::spawn(move || drop(supervisor));
+    wait_for("no job is taken any more", || {
+        (outcome(&send(&client, "echo", "")) == "rejected/draining").then_some(())
+    });
+    std::fs::write("go", "").unwrap();
+    assert_eq!(outcome(&running.wait()), "ok");
+    dropped.join().unwrap();
+    assert_gone(&line);
+    // One that is stopped twice does not wait.
+    std::fs::remove_file("go").unwrap();
+    let (supervisor, client) = start("");
+    let running = client.job("a", "").operation("steps:wait go").start().unwrap();
+    supervisor.stop();
+    supervisor.shutdown().unwrap();
+    assert_ne!(outcome(&running.wait()), "ok");
+}
+
+/// Started within a runtime, in a process with many threads that all allocate.
+async fn in_a_runtime() {
+    let is_over = Arc::new(AtomicUsize::new(0));
+    let threads: Vec<_> = (0..50)
+        .map(|_| {
+            let is_over = is_over.clone();
+            std::thread::spawn(move || {
+                while is_over.load(Ordering::SeqCst) == 0 {
+                    std::hint::black_box(vec![0_u8; 10_000]);
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            })
+        })
+        .collect();
+    for _ in 0..3 {
+        let supervisor =
+            Supervisor::start(settings("", "processes = 2\nmax_in_flight = 8\nmax_queue = 200")).unwrap();
+        let client = supervisor.client();
+        let jobs = (0..200).map(|n: u32| {
+            let job = client.job("a", n.to_string()).operation("echo");
+            tokio::spawn(async move { (n, job.send().await) })
+        });
+        for job in jobs.collect::<Vec<_>>() {
+            let (n, reply) = job.await.unwrap();
+            assert_eq!(reply.unwrap().payload(), n.to_string().as_bytes());
+        }
+        tokio::task::spawn_blocking(|| supervisor.shutdown()).await.unwrap().unwrap();
+    }
+    is_over.store(1, Ordering::SeqCst);
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// An application that adopts orphans by its own will, as the first process of a container does.
+fn adopts() {
+    rustix::process::set_child_subreaper(Some(rustix::process::Pid::INIT)).unwrap();
+    let mut own =
+        Command::new("sleep").arg("1000").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let (supervisor, client) = start("");
+    let line = line(&client);
+    assert_eq!(parent(line[2]), std::process::id());
+    kill_pid(line[1], Signal::SIGKILL);
+    wait_for("there is another keeper", || send(&client, "echo", "").ok());
+    assert!(own.try_wait().unwrap().is_none());
+    supervisor.shutdown().unwrap();
+    own.kill().unwrap();
+    own.wait().unwrap();
+    let left = nix::sys::wait::waitpid(None, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+    assert_eq!(left, Err(nix::errno::Errno::ECHILD), "not even one that has ended");
+}
+
+/// A process that is forked off has a copy of the supervisor; to drop that does nothing.
+#[expect(unsafe_code, reason = "a fork has no safe form")]
+fn forks() {
+    let (supervisor, client) = start("");
+    let line = line(&client);
+    // SAFETY: the child drops what it has a copy of, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(supervisor);
+        // SAFETY: ends this process.
+        unsafe { libc::_exit(7) };
+    }
+    let mut status = 0;
+    // SAFETY: the status is a variable of this function.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(libc::WEXITSTATUS(status), 7);
+    assert_eq!(self::line(&client), line);
+    supervisor.shutdown().unwrap();
+    assert_gone(&line);
+}

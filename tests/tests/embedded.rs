@@ -1,0 +1,105 @@
+//! A supervisor in an application: `tests/src/bin/application.rs` is the application, a process of its own for each test.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use bulkhead_tests::{is_alive, kill_pid, programs, wait_for};
+use nix::sys::signal::Signal;
+use tempfile::TempDir;
+
+fn application(folder: &TempDir, arguments: &[&str]) -> Command {
+    let mut command = Command::new(programs().join("application"));
+    command.args(arguments).current_dir(folder.path()).env("MISBEHAVE", programs().join("misbehave"));
+    command
+}
+
+/// Runs it to its end, which is a good one.
+fn runs(scenario: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let ended = application(&folder, &[scenario]).stdin(Stdio::null()).output().unwrap();
+    let (said, error) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+    assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
+}
+
+#[test]
+fn jobs_have_the_outcomes_that_they_have_elsewhere_and_nothing_is_left() {
+    runs("jobs");
+}
+
+#[test]
+fn large_payloads_travel_in_memory_files() {
+    runs("lends-files");
+}
+
+#[test]
+fn clients_are_held_to_the_rules_of_the_jobs_socket() {
+    runs("admission");
+}
+
+#[test]
+fn an_application_that_waits_for_all_its_children_sees_its_own_alone() {
+    runs("waits-for-all");
+}
+
+#[test]
+fn signals_limits_and_descriptors_of_the_application_stay_as_they_are() {
+    runs("keeps-its-own");
+}
+
+#[test]
+fn a_keeper_or_its_guard_that_is_killed_is_replaced_and_the_application_keeps_its_children() {
+    runs("loses-its-keeper");
+}
+
+#[test]
+fn one_process_can_have_two() {
+    runs("two");
+}
+
+#[test]
+fn what_is_wrong_is_an_error_and_leaves_nothing() {
+    runs("refused");
+}
+
+#[test]
+fn to_drop_it_drains() {
+    runs("drains");
+}
+
+#[test]
+fn it_starts_in_a_runtime_beside_many_threads() {
+    runs("async");
+}
+
+#[test]
+fn an_application_that_adopts_orphans_is_left_with_none() {
+    runs("adopts");
+}
+
+#[test]
+fn a_process_that_is_forked_off_ends_nothing() {
+    runs("forks");
+}
+
+/// Also where a process that the application has forked holds all its descriptors open, so that none comes to its end.
+#[test]
+fn an_application_that_is_killed_leaves_nothing() {
+    for arguments in [&["is-killed"][..], &["is-killed", "forks"]] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut running =
+            application(&folder, arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut told = String::new();
+        BufReader::new(running.stdout.take().unwrap()).read_line(&mut told).unwrap();
+        let pids: Vec<u32> = told.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+        assert!(pids.len() >= 3 && pids.iter().all(|&pid| is_alive(pid)), "{told:?}");
+        running.kill().unwrap();
+        running.wait().unwrap();
+        wait_for("its workers, their keeper and its guard are gone", || {
+            (!pids[..3].iter().any(|&pid| is_alive(pid))).then_some(())
+        });
+        if let Some(&forked) = pids.get(3) {
+            assert!(is_alive(forked), "it is the application's");
+            kill_pid(forked, Signal::SIGKILL);
+        }
+    }
+}
