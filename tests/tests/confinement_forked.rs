@@ -456,3 +456,62 @@ fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
         }
     }
 }
+
+/// What a template does that forks without being asked, lies about what it has forked, or talks without end, is the
+/// trouble of its own bulkhead.
+#[test]
+fn a_hostile_template_harms_its_own_bulkhead_alone() {
+    let hows = ["forks-unasked", "names-a-grandchild", "invents-a-worker", "has-twins", "lies", "talks"];
+    let play = |profile: &str, how: &str| {
+        let bad = bulkhead("bad", profile, "").replace(
+            "command = [\"HOSTILE\"]",
+            &format!("command = [\"HOSTILE\", \"template\", \"{how}\"]\nprocesses = 2"),
+        );
+        let bad = bad.replace(
+            "start.mode = \"fork\"",
+            "start = { mode = \"fork\", ready = \"2s\", handshake = \"2s\" }",
+        );
+        let place = Setup {
+            bulkheads: &(bad + &bulkhead("other", profile, "recycle = { jobs = 1 }")),
+            ..Setup::default()
+        }
+        .launch();
+        let client = wait_for("the jobs socket", || Client::connect(place.supervisor.socket()).ok());
+        wait_for("the other bulkhead is there", || client.job("other", "").operation("pid").send().ok());
+        let failed = |how: &str| !place.supervisor.events(how).is_empty();
+        wait_for(&format!("{profile} {how}: it is told"), || {
+            ask(&client, "other", "pid");
+            (failed("worker_not_started") || failed("worker_exited")).then_some(())
+        });
+        // No more than it may have, and what it had goes with it.
+        place.supervisor.configure(
+            "",
+            &bulkhead("other", profile, "")
+                .replace("HOSTILE", &place.path().join("bin/hostile").to_string_lossy()),
+        );
+        place.supervisor.signal(Signal::SIGHUP);
+        wait_for(&format!("{profile} {how}: it is gone"), || {
+            let marker = format!("template\0{how}");
+            (bulkhead_tests::processes_with(&marker).iter().all(|pid| !below(&place, *pid))).then_some(())
+        });
+        ask(&client, "other", "pid");
+    };
+    for profile in profiles() {
+        std::thread::scope(|scope| {
+            let plays = hows.map(|how| scope.spawn(move || play(profile, how)));
+            plays.into_iter().for_each(|played| played.join().unwrap());
+        });
+    }
+}
+
+/// Whether a process descends from this supervisor.
+fn below(place: &Place, pid: u32) -> bool {
+    let mut here = pid;
+    while here > 1 {
+        if here == place.supervisor.pid() {
+            return true;
+        }
+        here = status_field(here, "PPid").parse().unwrap_or(0);
+    }
+    false
+}

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bulkhead_keeper::{Exit, TemplateWord};
 use bulkhead_plane::confinement::WorkerIdentity;
@@ -35,7 +36,11 @@ pub(super) struct Templates {
 }
 
 struct Template {
+    /// It may be gone before the template is; then nothing is wanted of that any more.
     compartment: CompartmentIndex,
+    bulkhead: Arc<str>,
+    /// How long it may take to be ready, or have more at a time.
+    ready: Duration,
     program: Arc<Program>,
     stage: Stage,
     /// Its user id, if that is its own.
@@ -109,9 +114,12 @@ impl DataPlane {
             return Err(error);
         }
         self.ask_keeper();
-        let until = self.now + self.compartments[compartment].policy.limits().start.ready;
+        let ready = self.compartments[compartment].policy.limits().start.ready;
+        let until = self.now + ready;
         let template = Template {
             compartment,
+            bulkhead: self.owner(compartment).name.clone(),
+            ready,
             program,
             stage: Stage::Starting { until },
             id,
@@ -164,12 +172,8 @@ impl DataPlane {
     pub(super) fn template_runs(&mut self, spawn: u64, pid: u32) -> bool {
         let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { return false };
         template.pid = Some(pid);
-        let compartment = template.compartment;
-        let until = self.now + self.compartments[compartment].policy.limits().start.ready;
-        if let Some(template) = self.templates.by_spawn.get_mut(&spawn)
-            && matches!(template.stage, Stage::Starting { .. })
-        {
-            template.stage = Stage::Starting { until };
+        if matches!(template.stage, Stage::Starting { .. }) {
+            template.stage = Stage::Starting { until: self.now + template.ready };
         }
         self.hand_template_outputs_over();
         self.want_housekeeping();
@@ -243,9 +247,8 @@ impl DataPlane {
         match word {
             TemplateWord::Status(text) | TemplateWord::Refused(text) => template.words = Some(text),
             TemplateWord::Extend(more) => {
-                let most = self.compartments[compartment].policy.limits().start.ready;
                 if let Stage::Starting { until } = &mut template.stage {
-                    *until = (*until).max(now + more.min(most));
+                    *until = (*until).max(now + more.min(template.ready));
                 }
             }
             TemplateWord::Ready => {
@@ -297,9 +300,9 @@ impl DataPlane {
         let spawns: Vec<u64> = self.templates.by_spawn.keys().copied().collect();
         for spawn in spawns {
             let Some(template) = self.templates.by_spawn.get_mut(&spawn) else { continue };
-            let (Some(pid), compartment) = (template.pid, template.compartment) else { continue };
+            let Some(pid) = template.pid else { continue };
             let Some((stdout, stderr)): Option<(OwnedFd, OwnedFd)> = template.output.take() else { continue };
-            let bulkhead = self.owner(compartment).name.clone();
+            let bulkhead = template.bulkhead.clone();
             let offered = self.reporter.notices.output(WorkerOutput { bulkhead, pid, stdout, stderr });
             if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
                 if let Some(template) = self.templates.by_spawn.get_mut(&spawn) {

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::limits::Limits;
+use crate::limits::{Limits, StartMode};
 use crate::messages::{KillReason, RecycleReason, RestartCause, WorkerId};
 use crate::restart::History;
 use crate::tenants::TenantId;
@@ -14,6 +14,10 @@ use crate::time::Time;
 /// How long it may take until an ordered process runs: the keeper starts one after the other.
 /// `start.handshake` begins when it runs.
 const SPAWN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// The same where it is forked: its template may ask for more time to initialise, and is ended when it takes too much by what
+/// owns the workers, with which the start fails.
+const FORK_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 pub(crate) struct Worker {
     pub(crate) id: WorkerId,
@@ -170,13 +174,17 @@ impl End {
 
 impl Worker {
     pub(crate) fn new(id: WorkerId, slot: u32, role: Role, now: Time, limits: &Limits) -> Self {
+        let patience = match limits.start.mode {
+            StartMode::Spawn => SPAWN_PATIENCE,
+            StartMode::Fork => FORK_PATIENCE,
+        };
         Self {
             id,
             slot,
             owes: slot,
             is_spare: false,
             role,
-            phase: Phase::Handshaking { until: now + limits.start.handshake.max(SPAWN_PATIENCE) },
+            phase: Phase::Handshaking { until: now + limits.start.handshake.max(patience) },
             pid: None,
             spawned_at: now,
             ready_at: None,

@@ -89,6 +89,21 @@ fn the_handshake_counts_from_the_spawn_and_not_from_the_order() {
     assert_eq!(stage.killed, [(worker, KillReason::NoHello)]);
 }
 
+/// A template may take as long as it asks for; what ends it fails the start.
+#[test]
+fn a_worker_that_is_to_be_forked_waits_for_its_template() {
+    let mut limits = limits(1, 1, 0);
+    limits.start.mode = bulkhead_policy::StartMode::Fork;
+    limits.start.handshake = SECOND;
+    let mut stage = Stage::starting(limits);
+    let worker = stage.newest_worker();
+    stage.wait(SECOND * 600);
+    assert_eq!(stage.killed, []);
+    stage.apply(Event::Spawned { worker, pid: 100 });
+    stage.wait(SECOND * 2);
+    assert_eq!(stage.killed, [(worker, KillReason::NoHello)]);
+}
+
 /// And yet an order is not waited for without end.
 #[test]
 fn an_order_that_becomes_no_process_is_given_up() {

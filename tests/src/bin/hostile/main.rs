@@ -3,6 +3,7 @@
 //!
 //! - `hostile`: a worker of the SDK. With `prepare`, it tries what the payload cannot name, while it starts.
 //! - `hostile once [ATTEMPT]`: an ordinary program for `exec`; the targets are its standard input.
+//! - `hostile template HOW`: a template that does what none does.
 //! - `hostile list`: the attempts that there are.
 //! - `hostile whoami`: its effective user, for attempts that run a set-user-id program.
 //!
@@ -20,6 +21,7 @@ mod namespaces;
 mod network;
 mod processes;
 mod resources;
+mod template;
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -103,6 +105,7 @@ fn main() -> ExitCode {
             println!("{}", nix::unistd::geteuid());
             ExitCode::SUCCESS
         }
+        ["template", how] => template::run(how),
         ["sleep"] => resources::sleep_bounded(),
         _ => ExitCode::from(2),
     }
