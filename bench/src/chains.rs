@@ -31,12 +31,7 @@ impl Chains {
     }
 
     pub(crate) async fn bare(&self, lanes: usize, total: usize, bytes: usize) -> Result<Round> {
-        let (client, payload) = (self.bare.clone(), Rc::new(vec![b'x'; bytes]));
-        load::run(lanes, total, move || {
-            let (client, payload) = (client.clone(), payload.clone());
-            async move { check(client.call(&payload).await?.len(), payload.len()) }
-        })
-        .await
+        bare_calls(&self.bare, lanes, total, bytes).await
     }
 
     pub(crate) async fn real(
@@ -90,6 +85,21 @@ impl Chains {
         })
         .await
     }
+}
+
+/// Calls of a bare client.
+pub(crate) async fn bare_calls(
+    client: &bare::Client,
+    lanes: usize,
+    total: usize,
+    bytes: usize,
+) -> Result<Round> {
+    let (client, payload) = (client.clone(), Rc::new(vec![b'x'; bytes]));
+    load::run(lanes, total, move || {
+        let (client, payload) = (client.clone(), payload.clone());
+        async move { check(client.call(&payload).await?.len(), payload.len()) }
+    })
+    .await
 }
 
 fn check(got: usize, wanted: usize) -> Result<()> {

@@ -10,6 +10,7 @@ mod attacks;
 mod bare;
 mod chains;
 mod confinement;
+mod embedded;
 mod fork_server;
 mod fresh;
 mod load;
@@ -136,6 +137,7 @@ enum Role {
 }
 
 fn main() -> ExitCode {
+    bulkhead_supervisor::keeper_main_if_asked();
     let args = Args::parse();
     let result = match &args.role {
         Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),

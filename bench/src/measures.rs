@@ -12,7 +12,7 @@ use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Report, Target};
-use crate::{Result, attacks, confinement, fresh, neighbours, policy, programs, watched};
+use crate::{Result, attacks, confinement, embedded, fresh, neighbours, policy, programs, watched};
 
 /// Takes every measurement that is wanted.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
@@ -78,6 +78,7 @@ async fn measure(plan: &Plan, report: &Report) -> Result<()> {
     if report.wants("hang: deadline + grace to next answer") {
         report.tell(hang(&chains, plan).await?);
     }
+    embedded::all(&chains, plan, report).await?;
     neighbours::all(&chains, plan, report).await
 }
 

@@ -24,6 +24,10 @@ use bulkhead_plane::threads::Fate;
 
 use crate::supervisor::{RunError, SLICE, run_data_plane};
 
+mod local;
+
+pub use local::LocalSupervisor;
+
 /// Whether [`keeper_main_if_asked`] was called in this process.
 static MAY_BE_KEEPER: AtomicBool = AtomicBool::new(false);
 
@@ -130,6 +134,20 @@ impl Builder {
         Ok(Supervisor { commander, thread: Some(thread), owner: std::process::id() })
     }
 
+    /// Starts the supervisor with its data plane on the caller's thread: it runs while it is driven, see
+    /// [`LocalSupervisor::run_until`], and a job takes one hop less. Its other threads are its own.
+    pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
+        let keeper = self.check()?;
+        let prepare = move || self.prepare(&keeper);
+        let failed = |error| RunError::System("start a thread", error);
+        // Not here: what is prepared blocks signals, and has a slice of its own.
+        let thread = std::thread::Builder::new().name("bulkhead".into()).spawn(prepare).map_err(failed)?;
+        let panicked =
+            || RunError::System("start", io::Error::other("the thread that starts it has panicked"));
+        let ready = thread.join().map_err(|_| panicked())??;
+        Ok(LocalSupervisor::new(ready))
+    }
+
     /// The keeper's program.
     fn check(&self) -> Result<PathBuf, StartError> {
         if is_asked_to_be_keeper() {
@@ -216,13 +234,13 @@ impl Builder {
 }
 
 /// All is started, and the data plane does not run yet.
-struct Ready {
-    data_plane: DataPlane,
-    commander: Commander,
-    control: ControlThread,
-    span_thread: Option<spans::SpanThread>,
-    fate: Fate,
-    pulse: Arc<SharedCounters>,
+pub(crate) struct Ready {
+    pub(crate) data_plane: DataPlane,
+    pub(crate) commander: Commander,
+    pub(crate) control: ControlThread,
+    pub(crate) span_thread: Option<spans::SpanThread>,
+    pub(crate) fate: Fate,
+    pub(crate) pulse: Arc<SharedCounters>,
 }
 
 impl Ready {
@@ -233,6 +251,16 @@ impl Ready {
         self.span_thread.into_iter().for_each(spans::SpanThread::settle);
         ran.map_err(|error| RunError::System("run the event loop", error))
     }
+}
+
+/// What connects a client.
+fn connector(commander: &Commander) -> Connector {
+    let commander = commander.clone();
+    Arc::new(move || {
+        let (here, there) = UnixStream::pair()?;
+        commander.send(Command::Connect { socket: there }).map_err(io::Error::other)?;
+        Ok(here)
+    })
 }
 
 /// A supervisor in this process, with threads of its own.
@@ -294,21 +322,12 @@ impl Supervisor {
     /// # }
     /// ```
     pub fn client(&self) -> Client {
-        Client::in_process(self.connector())
+        Client::in_process(connector(&self.commander))
     }
 
     /// The same without async. Errors are those of starting a thread.
     pub fn blocking_client(&self) -> io::Result<blocking::Client> {
-        blocking::Client::in_process(self.connector())
-    }
-
-    fn connector(&self) -> Connector {
-        let commander = self.commander.clone();
-        Arc::new(move || {
-            let (here, there) = UnixStream::pair()?;
-            commander.send(Command::Connect { socket: there }).map_err(io::Error::other)?;
-            Ok(here)
-        })
+        blocking::Client::in_process(connector(&self.commander))
     }
 
     /// Has it stop: jobs in hand get as long as `drain_timeout`, and new ones are told `draining`. A second time, all is

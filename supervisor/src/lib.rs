@@ -16,5 +16,5 @@ mod inherited;
 pub mod own_folder;
 pub mod supervisor;
 
-pub use embedded::{Builder, KeeperProgram, StartError, Supervisor, keeper_main_if_asked};
+pub use embedded::{Builder, KeeperProgram, LocalSupervisor, StartError, Supervisor, keeper_main_if_asked};
 pub use supervisor::RunError;

@@ -72,6 +72,16 @@ fn it_starts_in_a_runtime_beside_many_threads() {
 }
 
 #[test]
+fn its_data_plane_can_be_on_the_thread_of_the_application() {
+    runs("local");
+}
+
+#[test]
+fn on_the_thread_of_the_application_it_ends_in_order_too() {
+    runs("local-ends");
+}
+
+#[test]
 fn an_application_that_adopts_orphans_is_left_with_none() {
     runs("adopts");
 }
@@ -84,7 +94,7 @@ fn a_process_that_is_forked_off_ends_nothing() {
 /// Also where a process that the application has forked holds all its descriptors open, so that none comes to its end.
 #[test]
 fn an_application_that_is_killed_leaves_nothing() {
-    for arguments in [&["is-killed"][..], &["is-killed", "forks"]] {
+    for arguments in [&["is-killed"][..], &["is-killed", "forks"], &["local-is-killed"]] {
         let folder = tempfile::tempdir().unwrap();
         let mut running =
             application(&folder, arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();

@@ -58,7 +58,7 @@ mod view;
 mod worker_frames;
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -225,6 +225,9 @@ pub struct DataPlane {
     dirty: Vec<Endpoint>,
     limits: DataPlaneLimits,
     housekeeping_at: Option<Time>,
+    /// When something is due, as of the last look.
+    due: Option<Time>,
+    events: Events,
     pauses: held_up::Pauses,
     stopping: bool,
     started: bool,
@@ -341,6 +344,8 @@ impl DataPlane {
             dirty: Vec::new(),
             limits: DataPlaneLimits::new(&config.supervisor),
             housekeeping_at: None,
+            due: None,
+            events: Events::with_capacity(EVENTS_PER_TURN),
             pauses: held_up::Pauses::default(),
             stopping: false,
             started: false,
@@ -356,43 +361,82 @@ impl DataPlane {
         Ok((plane, commander))
     }
 
-    /// Runs until everything is stopped. Errors are those of `epoll_wait(2)`, and of a keeper that can
-    /// neither be reached nor started again.
+    /// Runs until everything is stopped. Errors are those of [`DataPlane::take_turn`] and [`DataPlane::end`].
     pub fn run(mut self) -> io::Result<()> {
+        self.start();
+        while self.goes_on() {
+            let patience = self.settle();
+            self.take_turn(patience)?;
+        }
+        self.end()
+    }
+
+    /// Orders the first workers. The rest of what [`DataPlane::run`] does is then, for a thread that has other work too, to
+    /// settle and take turns, as long as it goes on.
+    pub fn start(&mut self) {
         self.fate.begin();
         for index in self.compartments.indices() {
             self.apply(index, Event::Start, Incoming::None);
         }
         // Those without workers have nothing to say of themselves.
         self.check_started();
-        let mut events = Events::with_capacity(EVENTS_PER_TURN);
-        while !self.is_over() {
-            if let Some(name) = self.fate.lost() {
-                return Err(self.give_up(name));
+    }
+
+    /// Whether it has not come to its end.
+    pub fn goes_on(&self) -> bool {
+        !self.is_over() && self.fate.lost().is_none()
+    }
+
+    /// Does what the last turn left to be done, and writes what it produced. Returns for how long there is nothing to do
+    /// unless something comes, which [`DataPlane::arrivals`] tells.
+    pub fn settle(&mut self) -> Option<Duration> {
+        self.report_failed_spawns();
+        self.report_looks();
+        self.settle_tenants();
+        self.settle_replays();
+        self.settle_leaving();
+        self.settle_memory(None);
+        self.flush_dirty();
+        self.order_wanted();
+        self.set_timers();
+        self.tell_memory();
+        self.sessions.recycle();
+        self.links.recycle();
+        self.due = self.next_due();
+        self.patience(self.due)
+    }
+
+    /// A descriptor that is readable when something has come.
+    pub fn arrivals(&self) -> io::Result<OwnedFd> {
+        self.poll.registry().as_fd().try_clone_to_owned()
+    }
+
+    /// Waits as long as that for something to come, and applies it. Errors are those of `epoll_wait(2)`, and of a keeper
+    /// that can neither be reached nor started again.
+    pub fn take_turn(&mut self, patience: Option<Duration>) -> io::Result<()> {
+        let mut events = std::mem::replace(&mut self.events, Events::with_capacity(0));
+        let heard = match self.poll.poll(&mut events, patience) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+            Err(error) => Err(error),
+            Ok(()) => {
+                self.read_clock();
+                self.mind_pause(self.due);
+                self.turn(&events)
             }
-            self.report_failed_spawns();
-            self.report_looks();
-            self.settle_tenants();
-            self.settle_replays();
-            self.settle_leaving();
-            self.settle_memory(None);
-            self.flush_dirty();
-            self.order_wanted();
-            self.set_timers();
-            self.tell_memory();
-            self.sessions.recycle();
-            self.links.recycle();
-            let due = self.next_due();
-            match self.poll.poll(&mut events, self.patience(due)) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                other => other?,
+        };
+        self.events = events;
+        heard
+    }
+
+    /// Ends the keeper, and all workers with it. An error tells what else has ended before.
+    pub fn end(self) -> io::Result<()> {
+        match self.fate.lost() {
+            Some(name) => Err(self.give_up(name)),
+            None => {
+                self.finish();
+                Ok(())
             }
-            self.read_clock();
-            self.mind_pause(due);
-            self.turn(&events)?;
         }
-        self.finish();
-        Ok(())
     }
 
     fn turn(&mut self, events: &Events) -> io::Result<()> {

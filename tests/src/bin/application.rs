@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
 use bulkhead_client::{JobError, Reply};
-use bulkhead_supervisor::{KeeperProgram, StartError, Supervisor, config, keeper_main_if_asked};
+use bulkhead_supervisor::{
+    KeeperProgram, LocalSupervisor, StartError, Supervisor, config, keeper_main_if_asked,
+};
 use bulkhead_tests::{descriptors, is_alive, kill_pid, name, outcome, run, wait_for};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigHandler, Signal};
@@ -33,6 +35,9 @@ fn main() {
         Some("forgets") => forgets(),
         Some("drains") => drains(),
         Some("async") => run(in_a_runtime()),
+        Some("local") => on_this_thread(local()),
+        Some("local-ends") => on_this_thread(local_ends()),
+        Some("local-is-killed") => on_this_thread(local_is_killed()),
         Some("adopts") => adopts(),
         Some("forks") => forks(),
         other => panic!("{other:?}"),
@@ -472,6 +477,106 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+fn on_this_thread(future: impl Future<Output = ()>) {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future);
+}
+
+fn start_local(keys: &str) -> (LocalSupervisor, bulkhead_client::Client) {
+    let supervisor = Supervisor::builder(settings("drain_timeout = \"20s\"", keys)).start_local().unwrap();
+    let client = supervisor.client();
+    (supervisor, client)
+}
+
+async fn send_to(client: &bulkhead_client::Client, operation: &str) -> Result<Reply, JobError> {
+    client.job("a", "hello").operation(operation).deadline(Duration::from_secs(30)).send().await
+}
+
+async fn pid_of(client: &bulkhead_client::Client) -> u32 {
+    send_to(client, "pid").await.unwrap().outcome().worker_pid.unwrap()
+}
+
+/// The data plane is on this thread.
+async fn local() {
+    std::thread::spawn(|| run(async {})).join().unwrap();
+    let before = process_state();
+    let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100\ngrace = \"100ms\"");
+    let line = supervisor.run_until(async {
+        assert_eq!(send_to(&client, "echo").await.unwrap().payload(), b"hello");
+        assert_same_state(&before);
+        let jobs = (0..100).map(|_| client.job("a", vec![7; 100_000]).operation("echo"));
+        let jobs: Vec<_> = jobs.map(|job| tokio::spawn(job.send())).collect();
+        for job in jobs {
+            assert_eq!(job.await.unwrap().unwrap().payload(), [7; 100_000]);
+        }
+        let first = pid_of(&client).await;
+        let hangs = client.job("a", "").operation("hang").deadline(Duration::from_millis(200)).send().await;
+        assert_eq!(outcome(&hangs), "deadline_exceeded/running");
+        assert_eq!(outcome(&send_to(&client, "segv").await), "crashed/signal");
+        let second = pid_of(&client).await;
+        assert_ne!(first, second);
+        [second, parent(second), parent(parent(second))]
+    });
+    let line = line.await.unwrap();
+    // Nothing is heard, and no timer runs, while it is not driven; a worker is not taken for one that hangs.
+    let waits = client.job("a", "").operation("echo").deadline(Duration::from_millis(100));
+    let waits = tokio::spawn(waits.send());
+    std::thread::sleep(Duration::from_secs(6));
+    assert!(line.iter().all(|&pid| is_alive(pid)) && !waits.is_finished());
+    let (waited, pid) =
+        supervisor.run_until(async { (waits.await.unwrap(), pid_of(&client).await) }).await.unwrap();
+    assert_eq!(
+        (waited.is_ok() || outcome(&waited).starts_with("deadline_exceeded"), pid),
+        (true, line[0]),
+        "{waited:?}"
+    );
+    kill_pid(line[1], Signal::SIGKILL);
+    supervisor.run_until(async { while send_to(&client, "echo").await.is_err() {} }).await.unwrap();
+    let next = supervisor.run_until(pid_of(&client)).await.unwrap();
+    assert_gone(&line);
+    supervisor.shutdown().await.unwrap();
+    assert_gone(&[next]);
+    assert_same_state(&before);
+    assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
+}
+
+/// By a stop, by being dropped, and by the loss of what it cannot do without.
+async fn local_ends() {
+    let (mut supervisor, client) = start_local("max_in_flight = 2");
+    let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
+    let running = client.job("a", "").operation("steps:count began;wait go;echo").start();
+    let running = supervisor.run_until(running).await.unwrap().unwrap();
+    let began = async {
+        while !Path::new("began").exists() {
+            tokio::task::yield_now().await
+        }
+    };
+    supervisor.run_until(began).await.unwrap();
+    supervisor.stop();
+    let refused = supervisor.run_until(send_to(&client, "echo")).await.unwrap();
+    assert_eq!(outcome(&refused), "rejected/draining");
+    std::fs::write("go", "").unwrap();
+    assert_eq!(outcome(&supervisor.run_until(running).await.unwrap()), "ok");
+    supervisor.shutdown().await.unwrap();
+    assert_gone(&[pid]);
+
+    let (mut supervisor, client) = start_local("");
+    let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
+    let line = [pid, parent(pid), parent(parent(pid))];
+    drop(supervisor);
+    assert_gone(&line);
+    // One that has never been driven.
+    drop(start_local(""));
+}
+
+/// The end of the application is seen without the data plane.
+async fn local_is_killed() {
+    let (mut supervisor, client) = start_local("");
+    let pid = supervisor.run_until(pid_of(&client)).await.unwrap();
+    println!("{pid} {} {}", parent(pid), parent(parent(pid)));
+    std::io::stdout().flush().unwrap();
+    let _ = std::io::stdin().lock().read_line(&mut String::new());
 }
 
 /// An application that adopts orphans by its own will, as the first process of a container does.

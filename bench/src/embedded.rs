@@ -1,0 +1,75 @@
+//! A supervisor in this process: with threads of its own against the bare chain, and on this thread against an echo
+//! without a relay between.
+
+use std::path::Path;
+use std::rc::Rc;
+
+use bulkhead_client::Client;
+use bulkhead_supervisor::{Supervisor, config};
+
+use crate::chains::{Chains, bare_calls};
+use crate::load::{self, Round};
+use crate::pairs::paired;
+use crate::plan::Plan;
+use crate::processes::{self, Process};
+use crate::report::{Report, Target};
+use crate::{Result, bare, real};
+
+const OWN: &str = "embedded, own thread, 64 B, 1 in flight: p50";
+const LOCAL: &str = "embedded, caller's thread, 64 B, 1 in flight: p50";
+
+const BYTES: usize = 64;
+
+pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
+    if report.wants(OWN) {
+        let supervisor = Supervisor::start(settings()?)?;
+        let client = supervisor.client();
+        client.job(real::ONE, "ready?").send().await?;
+        let mut p50 = Vec::new();
+        for _ in plan.rounds() {
+            let bare = chains.bare(1, plan.small, BYTES).await?;
+            let own = calls(client.clone(), plan.small).await?;
+            p50.push((bare.quantile(0.5), own.quantile(0.5)));
+        }
+        report.tell(paired(OWN.into(), "µs", &p50, Target::AtMost, 1.3));
+        supervisor.shutdown()?;
+    }
+    if report.wants(LOCAL) {
+        let folder = tempfile::tempdir()?;
+        let socket = folder.path().join("echo");
+        let _echo = Process::role(&["echo", socket.to_str().ok_or("an odd path")?])?;
+        processes::wait_for(&socket)?;
+        let bare = bare::Client::connect(&socket).await?;
+        let mut supervisor = Supervisor::builder(settings()?).start_local()?;
+        let client = supervisor.client();
+        supervisor.run_until(client.job(real::ONE, "ready?").send()).await??;
+        let mut p50 = Vec::new();
+        for _ in plan.rounds() {
+            let bare = bare_calls(&bare, 1, plan.small, BYTES).await?;
+            let local = supervisor.run_until(calls(client.clone(), plan.small)).await??;
+            p50.push((bare.quantile(0.5), local.quantile(0.5)));
+        }
+        report.tell(paired(LOCAL.into(), "µs", &p50, Target::AtMost, 1.3));
+        supervisor.shutdown().await?;
+    }
+    Ok(())
+}
+
+async fn calls(client: Client, total: usize) -> Result<Round> {
+    let payload = Rc::new(vec![b'x'; BYTES]);
+    load::run(1, total, move || {
+        let (client, payload) = (client.clone(), payload.clone());
+        async move {
+            let reply = client.job(real::ONE, payload.as_slice()).send().await?;
+            if reply.payload().len() == BYTES { Ok(()) } else { Err("another payload came back".into()) }
+        }
+    })
+    .await
+}
+
+fn settings() -> Result<config::Config> {
+    let own = std::env::current_exe()?;
+    let own = own.to_str().ok_or("this program has an odd path")?;
+    let text = format!("[bulkhead.{}]\ncommand = [{own:?}, \"worker\"]\nmax_queue = 1\n", real::ONE);
+    Ok(config::parse_embedded(&text, Path::new("workers.toml"))?)
+}

@@ -1,0 +1,182 @@
+//! A supervisor whose data plane is on the caller's thread.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use bulkhead_dataplane::DataPlane;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::{Ready, connector};
+use crate::supervisor::RunError;
+
+/// A supervisor in this process whose data plane is on the caller's thread: [`super::Builder::start_local`].
+///
+/// It runs while [`LocalSupervisor::run_until`] does, and stands still in between, with every timer: no deadline passes, no
+/// worker is killed, started or heard. When it goes on after more than half a second too late, the event `held_up` tells
+/// so; workers are not held to have been silent. Its keeper, and with it the end of its workers when the application
+/// ends, does not depend on that.
+///
+/// Dropped without [`LocalSupervisor::shutdown`], it ends all workers at once, which takes some milliseconds.
+///
+/// ```no_run
+/// use bulkhead_supervisor::{Supervisor, config, keeper_main_if_asked};
+///
+/// fn main() -> Result<(), Box<dyn std::error::Error>> {
+///     keeper_main_if_asked();
+///     let config = config::load_embedded("workers.toml".as_ref())?;
+///     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+///     runtime.block_on(async {
+///         let mut supervisor = Supervisor::builder(config).start_local()?;
+///         let client = supervisor.client();
+///         let reply = supervisor.run_until(client.job("thumbnail", b"...".to_vec()).send()).await??;
+///         println!("{} bytes", reply.payload().len());
+///         Ok(supervisor.shutdown().await?)
+///     })
+/// }
+/// ```
+pub struct LocalSupervisor {
+    /// `None` once it has ended.
+    ready: Option<Ready>,
+    /// The process that has started it.
+    owner: u32,
+}
+
+impl std::fmt::Debug for LocalSupervisor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LocalSupervisor").field("has_ended", &self.ready.is_none()).finish()
+    }
+}
+
+impl LocalSupervisor {
+    pub(super) fn new(mut ready: Ready) -> Self {
+        ready.data_plane.start();
+        Self { ready: Some(ready), owner: std::process::id() }
+    }
+
+    /// A client of its own connection; clones of it share that. Call it within a tokio runtime, best one of the same
+    /// thread. Its jobs are served while the supervisor is driven. Once the supervisor has ended, jobs end as
+    /// `Disconnected`.
+    pub fn client(&self) -> Client {
+        match &self.ready {
+            Some(ready) => Client::in_process(connector(&ready.commander)),
+            None => {
+                Client::in_process(std::sync::Arc::new(|| Err(io::Error::other("the supervisor has ended"))))
+            }
+        }
+    }
+
+    /// Drives the supervisor until this future ends, in turns with whatever else the runtime's thread has to do.
+    ///
+    /// Once it has ended as it was told to, the future is merely awaited. Errors tell why it has ended otherwise; the
+    /// future is dropped.
+    pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
+        let mut future = pin!(future);
+        let ended = tokio::select! {
+            // What has come for the future may be all that it waits for.
+            biased;
+            output = &mut future => return Ok(output),
+            ended = self.drive() => ended,
+        };
+        self.end(ended)?;
+        // It was told to stop, which the future may wait for.
+        Ok(future.await)
+    }
+
+    /// Has it stop: jobs in hand get as long as `drain_timeout`, and new ones are told `draining`; a second time, all is
+    /// ended at once. It has to be driven for that.
+    pub fn stop(&self) {
+        if let Some(ready) = &self.ready {
+            // If it is not heard, it has ended.
+            let _ = ready.commander.stop();
+        }
+    }
+
+    /// Has it stop, as [`LocalSupervisor::stop`] does, and drives it until nothing of it is left. Errors tell what has
+    /// ended before.
+    pub async fn shutdown(mut self) -> Result<(), RunError> {
+        self.stop();
+        let ended = self.drive().await;
+        self.end(ended)
+    }
+
+    /// Returns when it has come to its end.
+    async fn drive(&mut self) -> io::Result<()> {
+        let Some(ready) = &mut self.ready else { return Ok(()) };
+        let data_plane = &mut ready.data_plane;
+        #[expect(
+            deprecated,
+            reason = "what follows it is unsafe; an owned descriptor is open as long as this"
+        )]
+        let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
+        while data_plane.goes_on() {
+            match guarded(data_plane, |it| Ok(it.settle()))? {
+                Some(Duration::ZERO) => tokio::task::yield_now().await,
+                patience => {
+                    let patience = patience.unwrap_or(Duration::MAX);
+                    if let Ok(readable) = tokio::time::timeout(patience, arrivals.readable()).await {
+                        readable?.clear_ready();
+                    }
+                }
+            }
+            guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+        }
+        Ok(())
+    }
+
+    /// It has come to its end: ends the keeper with all workers, and the other threads.
+    fn end(&mut self, ended: io::Result<()>) -> Result<(), RunError> {
+        let Some(Ready { data_plane, control, span_thread, fate, pulse, .. }) = self.ready.take() else {
+            return Ok(());
+        };
+        let over = catch_unwind(AssertUnwindSafe(|| data_plane.end())).unwrap_or_else(|_| Err(panicked()));
+        fate.expect_end();
+        pulse.is_over.store(true, Ordering::SeqCst);
+        control.join();
+        span_thread.into_iter().for_each(bulkhead_control::observe::spans::SpanThread::settle);
+        ended.and(over).map_err(|error| RunError::System("run the event loop", error))
+    }
+}
+
+/// A panic of the data plane is its end, and not the caller's.
+fn guarded<T>(
+    data_plane: &mut DataPlane,
+    act: impl FnOnce(&mut DataPlane) -> io::Result<T>,
+) -> io::Result<T> {
+    catch_unwind(AssertUnwindSafe(|| act(data_plane))).unwrap_or_else(|_| Err(panicked()))
+}
+
+fn panicked() -> io::Error {
+    io::Error::other("the data plane panicked")
+}
+
+impl Drop for LocalSupervisor {
+    fn drop(&mut self) {
+        if self.owner != std::process::id() {
+            // What is forked off has a copy, and no thread to wait for; the keeper is not its own.
+            std::mem::forget(self.ready.take());
+        }
+        if let Some(ready) = &self.ready {
+            ready.commander.stop().and_then(|()| ready.commander.stop()).unwrap_or_default();
+        }
+        let mut ended = Ok(());
+        while ended.is_ok()
+            && let Some(ready) = &mut self.ready
+            && ready.data_plane.goes_on()
+        {
+            ended = guarded(&mut ready.data_plane, |it| {
+                let patience = it.settle();
+                it.take_turn(patience)
+            });
+        }
+        if self.ready.is_some()
+            && let Err(error) = self.end(ended)
+        {
+            tracing::error!("{error}");
+        }
+    }
+}
