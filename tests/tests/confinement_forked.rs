@@ -287,6 +287,48 @@ fn forked_workers_outlive_their_template_in_its_nest() {
     }
 }
 
+/// Each is moved to a group of its own; that of the template has the first process as well.
+#[test]
+fn each_forked_worker_has_a_control_group_where_that_is_configured() {
+    if !has_layers(&["cgroup leaf"]) {
+        return;
+    }
+    let group = |pid: u32| {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+        text.lines().find_map(|line| line.strip_prefix("0::").map(str::to_owned)).unwrap()
+    };
+    for profile in [NONE].into_iter().filter(|_| is_root()).chain(profiles()) {
+        let place = start(&bulkhead("pair", profile, "processes = 2\ncgroup = {}"));
+        let before = pair(&place);
+        let template = template_of(before[0], &before);
+        let groups = BTreeSet::from([group(template), group(before[0]), group(before[1])]);
+        assert_eq!(groups.len(), 3, "{profile}: {groups:?}");
+        let state = place.supervisor.state("pair");
+        assert!(state.workers.iter().all(|worker| worker.confinement.as_ref().unwrap().cgroup));
+        place.supervisor.configure(
+            "",
+            &bulkhead("pair", profile, "processes = 2\ncgroup = {}\nenv = { A = \"1\" }")
+                .replace("HOSTILE", &place.path().join("bin/hostile").to_string_lossy()),
+        );
+        place.supervisor.signal(Signal::SIGHUP);
+        let is_new = |now: &[u32; 2]| now.iter().all(|pid| !before.contains(pid));
+        let after = wait_for("two others are there", || Some(pair(&place)).filter(is_new));
+        let other = template_of(after[0], &after);
+        kill_pid(other, Signal::SIGKILL);
+        wait_for("their template is gone", || (!is_alive(other)).then_some(()));
+        assert_eq!(pair(&place), after);
+        assert_eq!(
+            place
+                .supervisor
+                .events("worker_exited")
+                .iter()
+                .filter(|event| event["signal"] == "SIGKILL")
+                .count(),
+            0
+        );
+    }
+}
+
 /// The first process takes all in there along; other bulkheads notice nothing.
 #[test]
 fn with_the_first_process_of_a_nest_all_in_there_ends_and_starts_again() {

@@ -296,7 +296,9 @@ impl Process {
     /// Kills a worker and all that it has started, as far as one call reaches.
     pub(super) fn kill(&mut self, pid: u32) {
         let Some(child) = self.children.get(&pid) else { return };
-        if let Some(leaf) = &child.leaf {
+        // In the group of a template is the first process as well, with which its workers would go.
+        let is_alone = child.nest.is_none() || !matches!(child.stage, Stage::Running | Stage::Ended);
+        if let Some(leaf) = child.leaf.as_ref().filter(|_| is_alone) {
             // What it misses the other ways reach.
             let _ = leaf.kill();
         }
