@@ -1,0 +1,68 @@
+"""Bulkhead: functions in processes of their own, which may crash, hang and leak without harm to others.
+
+``BulkheadExecutor`` takes the place of ``concurrent.futures.ProcessPoolExecutor``; ``Client`` and ``AsyncClient`` send
+jobs to a supervisor; ``serve`` makes a program a worker. Everything is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._aio import AsyncClient as AsyncClient
+    from ._client import Client as Client
+    from ._client import Reply as Reply
+    from ._future import JobFuture as JobFuture
+    from .errors import Cancelled as Cancelled
+    from .errors import Crashed as Crashed
+    from .errors import DeadlineExceeded as DeadlineExceeded
+    from .errors import Disconnected as Disconnected
+    from .errors import Failed as Failed
+    from .errors import JobError as JobError
+    from .errors import Outcome as Outcome
+    from .errors import Rejected as Rejected
+    from .errors import SupervisorNotFound as SupervisorNotFound
+    from .worker import Context as Context
+    from .worker import HandlerError as HandlerError
+    from .worker import handler as handler
+    from .worker import serve as serve
+
+_MODULE_OF = {
+    "AsyncClient": "_aio",
+    "BulkheadExecutor": "executor",
+    "Cancelled": "errors",
+    "Client": "_client",
+    "Context": "worker",
+    "Crashed": "errors",
+    "DeadlineExceeded": "errors",
+    "Disconnected": "errors",
+    "Failed": "errors",
+    "HandlerError": "worker",
+    "JobError": "errors",
+    "JobFuture": "_future",
+    "Outcome": "errors",
+    "Rejected": "errors",
+    "Reply": "_client",
+    "SupervisorNotFound": "errors",
+    "WorkerCrashed": "executor",
+    "handler": "worker",
+    "serve": "worker",
+}
+
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,0 +1,122 @@
+"""The future of a job. Apart from the client, since ``concurrent.futures`` takes long to import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import _base as _states
+from typing import TYPE_CHECKING, Any
+
+from . import _wire
+from ._client import Reply
+
+if TYPE_CHECKING:
+    from ._client import Connection
+    from .errors import JobError
+
+__all__ = ["JobFuture"]
+
+
+class JobFuture(Future[Any]):
+    """A ``concurrent.futures.Future`` of a job: ``result()`` is a ``Reply``, or raises the ``JobError``.
+
+    ``cancel()`` also ends a job that runs: the worker is asked to stop, and is killed after the bulkhead's ``grace``
+    if it does not. It is False only if the future is done. ``running()`` is true as soon as the job was sent.
+    Callbacks run in the thread that reads the connection, or that cancels: they should be short.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._connection: Connection | None = None
+        self._number = 0
+        self._listeners: list[Callable[[float, str], object]] = []
+        self._heard: tuple[float, str] | None = None
+        self.is_withdrawn = False
+
+    def on_progress(self, listener: Callable[[float, str], object]) -> None:
+        """Has ``listener(fraction, text)`` called when the handler tells how far it is, and with the last it told."""
+        with self._condition:
+            self._listeners.append(listener)
+            heard = self._heard
+        if heard is not None:
+            listener(*heard)
+
+    def cancel(self) -> bool:
+        with self._condition:
+            if self._state == _states.FINISHED:
+                return False
+            if self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED):
+                return True
+            self._state = _states.CANCELLED_AND_NOTIFIED
+            self.is_withdrawn = True
+            for waiter in self._waiters:
+                waiter.add_cancelled(self)
+            self._condition.notify_all()
+        connection = self._connection
+        if connection is not None:
+            connection.cancel(self._number)
+        self._invoke_callbacks()  # type: ignore[attr-defined]
+        return True
+
+    # What the connection calls.
+
+    def started(self, connection: Connection, number: int) -> None:
+        """The job is about to be sent."""
+        self._connection, self._number = connection, number
+        with self._condition:
+            if self._state == _states.PENDING:
+                self._state = _states.RUNNING
+
+    def settle(self, metadata: bytes, payload: bytes | bytearray) -> None:
+        """Its outcome has come."""
+        try:
+            if _wire.is_ok(metadata):
+                self._resolve(self._value(metadata, payload), None)
+            else:
+                self._resolve(None, self._error(_wire.error(metadata, payload)))
+        except Exception as error:
+            self._resolve(None, error)
+
+    def progress(self, metadata: bytes) -> None:
+        """It has told how far it is."""
+        with self._condition:
+            self._heard = heard = _wire.progress(metadata)
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            try:
+                listener(*heard)
+            except Exception:
+                _states.LOGGER.exception("calling a listener for %r", self)
+
+    def lose(self, error: JobError) -> None:
+        """Its connection is lost."""
+        self._resolve(None, self._error(error))
+
+    def forget(self) -> None:
+        """This process was forked from the one that had the job; no other thread is here."""
+        import threading
+
+        self._connection = None
+        self._condition = threading.Condition()
+        self._done_callbacks = []
+
+    # What an executor does otherwise.
+
+    def _value(self, metadata: bytes, payload: bytes | bytearray) -> Any:
+        """The value of a job that ended ``ok``."""
+        return Reply(payload, metadata)
+
+    def _error(self, error: JobError) -> BaseException:
+        """What is raised for a job that did not."""
+        return error
+
+    def _resolve(self, value: Any, error: BaseException | None) -> None:
+        """Ends it, unless it was cancelled."""
+        self._connection = None
+        try:
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+        except _states.InvalidStateError:
+            pass

@@ -1,0 +1,275 @@
+"""How jobs end: ``Outcome``, and the exceptions for all but ``ok``."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = [
+    "Cancelled",
+    "Crashed",
+    "DeadlineExceeded",
+    "Disconnected",
+    "Failed",
+    "JobError",
+    "Outcome",
+    "Rejected",
+    "SupervisorNotFound",
+]
+
+_HTTP_STATUS = {"ok": 200, "failed": 422, "rejected": 503, "deadline_exceeded": 504, "crashed": 502, "cancelled": 499}
+_HTTP_STATUS_OF_REASON = {
+    "invalid": 400,
+    "too_large": 413,
+    "not_found": 404,
+    "unauthenticated": 401,
+    "forbidden": 403,
+    "rate_limited": 429,
+    "tenant_quota": 429,
+    "backpressure": 429,
+    "quarantined": 422,
+}
+
+
+class Outcome:
+    """What became of a job. It cannot be changed; all times are seconds.
+
+    ===============  =================================================================================================
+    ``outcome``      ``ok``, ``failed``, ``rejected``, ``deadline_exceeded``, ``crashed`` or ``cancelled``
+    ``reason``       why: ``queue_full``, ``running``, ``signal``, ...; the handler's code if it failed; else empty
+    ``message``      a sentence for people, possibly empty
+    ``executed``     whether the handler began: ``no``, ``yes`` or ``unknown``
+    ``retryable``    whether the same job may be sent again and end otherwise
+    ``retry_after``  how long to wait before that, if the supervisor said
+    ``fault``        ``caller`` or ``dependency`` if the job failed, else empty
+    ``attempts``     how often a worker was given the job
+    ``queued``       how long it waited for a permit
+    ``ran``          how long a worker had it
+    ``deadline``     the time limit that applied, end to end
+    ``run_limit``    the longest run of each attempt, if there was such a limit
+    ``worker_pid``   the process that ran it last, if one did
+    ``status``       the exit code or signal of a crash, if known
+    ``bulkhead``     the bulkhead that served it, or was asked to
+    ``job``          the job's number in log, events and crash reports, if it was taken
+    ``traceparent``  the job's own span, if it has one
+    ===============  =================================================================================================
+    """
+
+    __slots__ = (
+        "attempts",
+        "bulkhead",
+        "deadline",
+        "executed",
+        "fault",
+        "job",
+        "message",
+        "outcome",
+        "queued",
+        "ran",
+        "reason",
+        "retry_after",
+        "retryable",
+        "run_limit",
+        "status",
+        "traceparent",
+        "worker_pid",
+    )
+
+    outcome: str
+    reason: str
+    message: str
+    executed: str
+    retryable: bool
+    retry_after: float | None
+    fault: str
+    attempts: int
+    queued: float
+    ran: float
+    deadline: float
+    run_limit: float | None
+    worker_pid: int | None
+    status: int | None
+    bulkhead: str
+    job: str | None
+    traceparent: str | None
+
+    def __init__(
+        self,
+        outcome: str,
+        reason: str = "",
+        message: str = "",
+        *,
+        executed: str = "no",
+        retryable: bool = False,
+        retry_after: float | None = None,
+        fault: str = "",
+        attempts: int = 0,
+        queued: float = 0.0,
+        ran: float = 0.0,
+        deadline: float = 0.0,
+        run_limit: float | None = None,
+        worker_pid: int | None = None,
+        status: int | None = None,
+        bulkhead: str = "",
+        job: str | None = None,
+        traceparent: str | None = None,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "outcome", outcome)
+        put(self, "reason", reason)
+        put(self, "message", message)
+        put(self, "executed", executed)
+        put(self, "retryable", retryable)
+        put(self, "retry_after", retry_after)
+        put(self, "fault", fault)
+        put(self, "attempts", attempts)
+        put(self, "queued", queued)
+        put(self, "ran", ran)
+        put(self, "deadline", deadline)
+        put(self, "run_limit", run_limit)
+        put(self, "worker_pid", worker_pid)
+        put(self, "status", status)
+        put(self, "bulkhead", bulkhead)
+        put(self, "job", job)
+        put(self, "traceparent", traceparent)
+
+    @property
+    def http_status(self) -> int:
+        """The HTTP status that says the same: 429 and 503 go with ``Retry-After``."""
+        return _HTTP_STATUS_OF_REASON.get(self.reason, 503) if self.outcome == "rejected" else _HTTP_STATUS[self.outcome]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def __str__(self) -> str:
+        """One line for people: ``crashed (signal): killed by SIGSEGV``."""
+        reason = f" ({self.reason})" if self.reason else ""
+        message = f": {self.message}" if self.message else ""
+        return f"{self.outcome}{reason}{message}"
+
+    def __repr__(self) -> str:
+        return "Outcome(" + ", ".join(f"{name}={value!r}" for name, value in self.to_dict().items()) + ")"
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Outcome) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.to_dict().values()))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"an outcome cannot be changed ({name})")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an outcome cannot be changed ({name})")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _outcome_of, (self.to_dict(),)
+
+
+def _outcome_of(fields: dict[str, Any]) -> Outcome:
+    return Outcome(**fields)
+
+
+class JobError(Exception):
+    """A job that did not end ``ok``. The text says what happened and what to do.
+
+    ``payload`` is what a handler sent along with its failure.
+    """
+
+    outcome: Outcome
+    payload: bytes | bytearray
+
+    def __init__(self, outcome: Outcome, payload: bytes | bytearray = b"") -> None:
+        super().__init__(_sentence(outcome))
+        self.outcome = outcome
+        self.payload = payload
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.outcome, bytes(self.payload))
+
+    @property
+    def executed(self) -> str:
+        """Whether the handler began: ``no``, ``yes`` or ``unknown``."""
+        return self.outcome.executed
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same job may be sent again and end otherwise."""
+        return self.outcome.retryable
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds to wait before that, if the supervisor said."""
+        return self.outcome.retry_after
+
+    @property
+    def http_status(self) -> int:
+        """The HTTP status that says the same."""
+        return self.outcome.http_status
+
+
+class Failed(JobError):
+    """The handler said that it cannot: ``outcome.reason`` is its code, ``outcome.message`` its words."""
+
+
+class Rejected(JobError):
+    """The job was not taken, and did not run: ``outcome.reason`` says why, ``retry_after`` when to come again."""
+
+
+class Crashed(JobError):
+    """The worker died with the job in its hands. Whether the job ran is unknown."""
+
+
+class Cancelled(JobError):
+    """The job was cancelled, by this client or since it went away."""
+
+
+class DeadlineExceeded(JobError, TimeoutError):
+    """The job's deadline or run limit passed. Where it ran (``executed``), its process was ended if it did not yield."""
+
+
+class Disconnected(JobError, ConnectionError):
+    """The supervisor is not there, or went away: ``executed`` is ``no`` if the job was not sent, else ``unknown``."""
+
+    def __init__(self, message: str, executed: str = "no") -> None:
+        outcome = Outcome("disconnected", "", message, executed=executed, retryable=executed == "no")
+        super().__init__(outcome)
+        self.args = (message,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.outcome.message, self.outcome.executed)
+
+    @property
+    def http_status(self) -> int:
+        """502 if the job may have run, else 503."""
+        return 503 if self.retryable else 502
+
+
+class SupervisorNotFound(FileNotFoundError):
+    """The program ``bulkhead-supervisor`` is not installed; the text says what to do."""
+
+
+def _sentence(outcome: Outcome) -> str:
+    said = str(outcome)
+    if outcome.outcome == "rejected" and outcome.retryable and outcome.retry_after is not None:
+        return f"{said}; try again after {outcome.retry_after:.3f} s"
+    if outcome.outcome == "deadline_exceeded":
+        if outcome.run_limit is not None and outcome.ran >= outcome.run_limit:
+            return f"{said}: it ran for {outcome.run_limit:g} s, its run limit; allow more, or send less"
+        return f"{said}: not within {outcome.deadline:g} s; allow more time, or send less at once"
+    if outcome.outcome == "crashed":
+        if outcome.retryable:
+            return f"{said}; it may be sent again"
+        return f"{said}; whether the job ran is unknown: send it again only if it may run twice"
+    return said
+
+
+ERROR_OF_OUTCOME: dict[str, type[JobError]] = {
+    "failed": Failed,
+    "rejected": Rejected,
+    "deadline_exceeded": DeadlineExceeded,
+    "crashed": Crashed,
+    "cancelled": Cancelled,
+}
