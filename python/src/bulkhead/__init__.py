@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .worker import Context as Context
     from .worker import HandlerError as HandlerError
     from .worker import handler as handler
+    from .worker import initializer as initializer
     from .worker import serve as serve
 
 _MODULE_OF = {
@@ -47,6 +48,7 @@ _MODULE_OF = {
     "SupervisorNotFound": "errors",
     "WorkerCrashed": "executor",
     "handler": "worker",
+    "initializer": "worker",
     "serve": "worker",
 }
 

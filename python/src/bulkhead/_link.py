@@ -1,0 +1,125 @@
+"""A worker's end of its link: the handshake, the journal, and writing by any thread."""
+
+from __future__ import annotations
+
+import _socket
+import mmap
+import os
+import struct
+import threading
+import time
+
+from . import _wire
+
+__all__ = ["Journal", "Link", "Refused", "inherited", "shake_hands"]
+
+LINK_VARIABLE = "BULKHEAD_LINK_FD"
+JOURNAL_BYTES = 69_632
+_MSG_CMSG_CLOEXEC = _socket.MSG_CMSG_CLOEXEC
+_SCM_RIGHTS = 1
+
+
+class Refused(Exception):
+    """The supervisor did not welcome this worker; the text says why."""
+
+
+class Journal:
+    """Memory that outlives this process: what was begun, and when it was last alive."""
+
+    __slots__ = ("_map", "words")
+
+    def __init__(self, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size != JOURNAL_BYTES:
+            raise Refused("its journal has an odd size")
+        self._map = mmap.mmap(descriptor, JOURNAL_BYTES)
+        #: Each number is written by one store: 1 is the job begun last, 2 the time of the last heartbeat.
+        self.words = memoryview(self._map).cast("Q")
+
+    def beat(self) -> None:
+        """This process lives."""
+        self.words[2] = time.monotonic_ns()
+
+
+class Link:
+    """The socket, and who may write to it."""
+
+    __slots__ = ("_writing", "socket")
+
+    def __init__(self, socket: _socket.socket) -> None:
+        self.socket = socket
+        self._writing = threading.Lock()
+
+    def send(self, kind: int, number: int, metadata: bytes = _wire.EMPTY, payload: _wire.Buffer = b"") -> None:
+        """Sends a frame: when this returns, it outlives this process."""
+        try:
+            if len(payload) <= _wire.INLINE_BYTES_MAX:
+                data = _wire.frame(kind, number, metadata, payload)
+                with self._writing:
+                    self.socket.sendall(data)
+            else:
+                head = _wire.head(kind, number, metadata, len(payload))
+                with self._writing:
+                    self.socket.sendall(head)
+                    self.socket.sendall(payload)
+        except OSError:
+            # The supervisor is gone: nothing that this process does is of use any more.
+            os._exit(1)
+
+    def heartbeat(self) -> None:
+        """Says that this process lives, unless another thread is writing: then bytes flow, which say as much."""
+        if self._writing.acquire(False):
+            try:
+                self.socket.sendall(_wire.frame(_wire.HEARTBEAT, 0))
+            except OSError:
+                os._exit(1)
+            finally:
+                self._writing.release()
+
+
+def inherited() -> _socket.socket | None:
+    """The descriptor that the supervisor left; none if a person has started this program."""
+    try:
+        number = int(os.environ[LINK_VARIABLE])
+        if number <= 2:
+            return None
+        link = _socket.socket(fileno=number)
+        os.set_inheritable(number, False)
+    except (KeyError, ValueError, OSError):
+        return None
+    link.settimeout(None)
+    return link
+
+
+def shake_hands(link: Link, reader: _wire.Reader, version: str) -> tuple[_wire.WorkerWelcome, Journal | None]:
+    """Says hello and waits for the welcome; frames behind it stay with the reader. Raises ``Refused``."""
+    capabilities = _wire.WORKER_LIMITS | _wire.WORKER_AHEAD | _wire.WORKER_BEATS
+    link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
+    lent: list[int] = []
+    is_lent = False
+    while True:
+        while reader.frames:
+            kind, _, metadata, _ = reader.frames.popleft()
+            if kind == _wire.JOURNAL:
+                is_lent = True
+            elif kind == _wire.REFUSED:
+                raise Refused(": ".join(_wire.refused(metadata)))
+            elif kind == _wire.WORKER_WELCOME:
+                welcome = _wire.WorkerWelcome(metadata)
+                if not is_lent:
+                    return welcome, None
+                # The supervisor counts on it from here on.
+                if not lent:
+                    raise Refused("its journal did not come along: see `rlimits.nofile`")
+                journal = Journal(lent[-1])
+                for descriptor in lent:
+                    os.close(descriptor)
+                return welcome, journal
+        chunk, control, _, _ = link.socket.recvmsg(_wire.READ_BYTES, _socket.CMSG_SPACE(16), _MSG_CMSG_CLOEXEC)
+        for level, kind, data in control:
+            if level == _socket.SOL_SOCKET and kind == _SCM_RIGHTS:
+                lent.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
+        if not chunk:
+            raise Refused("the supervisor closed the link before it said welcome")
+        reader.take(chunk)
+
+

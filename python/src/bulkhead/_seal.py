@@ -1,0 +1,53 @@
+"""The seal: a filter of system calls that a strictly confined worker puts in force before its first job."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["put_in_force"]
+
+_SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_FILTER_FLAG_TSYNC = 1
+_PR_SET_DUMPABLE = 4
+_INSTRUCTION_BYTES = 8
+
+
+class SealFailed(Exception):
+    """The seal is not in force, so that the worker must not run jobs."""
+
+
+def put_in_force(instructions: bytes) -> None:
+    """Applies the filter to all threads of this process and those to come; other processes of its user cannot read its
+    memory from here on. Raises ``SealFailed``."""
+    try:
+        import ctypes
+    except ImportError as error:
+        raise SealFailed(f"a sealed worker needs ctypes: {error}") from None
+
+    machine = os.uname().machine
+    number = _SYS_SECCOMP.get(machine)
+    if number is None:
+        raise SealFailed(f"the number of seccomp(2) on {machine} is not known")
+    count, rest = divmod(len(instructions), _INSTRUCTION_BYTES)
+    if not 0 < count <= 0xFFFF or rest:
+        raise SealFailed("what the supervisor sent is no filter")
+
+    class Program(ctypes.Structure):
+        _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+    program = Program(count, instructions)
+    libc = ctypes.CDLL(None, use_errno=True)
+    # prctl(2) first: it may be among what is given up.
+    if libc.prctl(ctypes.c_int(_PR_SET_DUMPABLE), *[ctypes.c_ulong(0)] * 4) != 0:
+        raise SealFailed(f"prctl: {os.strerror(ctypes.get_errno())}")
+    result = libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_ulong(_SECCOMP_SET_MODE_FILTER),
+        ctypes.c_ulong(_SECCOMP_FILTER_FLAG_TSYNC),
+        ctypes.byref(program),
+    )
+    if result > 0:
+        raise SealFailed(f"thread {result} has a filter of its own")
+    if result != 0:
+        raise SealFailed(f"seccomp: {os.strerror(ctypes.get_errno())}")

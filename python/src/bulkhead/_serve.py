@@ -1,0 +1,532 @@
+"""How a worker's jobs find its threads.
+
+The main thread runs handlers; others help when more jobs may run at once. Idle handler threads wait for the link in one
+epoll instance, the *watcher* in another, both with ``EPOLLEXCLUSIVE``, the handlers' first: the kernel wakes the watcher
+only while all handlers are busy, which is when cancellations have to be seen. Between jobs that take no longer than
+``QUICK_SECONDS`` that would cost more than the jobs. So the watcher leaves the link alone then, and looks every
+``TICK_SECONDS`` whether a job is stuck.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+
+from . import _link, _wire
+from .worker import PROGRESS_SECONDS, Context, HandlerError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, NoReturn
+
+    from .worker import Handler
+
+#: Threads that run handlers at once.
+THREADS_MAX = 4096
+#: Handlers that take less on average are quick.
+QUICK_SECONDS = 0.0005
+#: How often the watcher looks while quick jobs run.
+TICK_SECONDS = 0.01
+#: How often the link is read between quick jobs.
+LOOK_SECONDS = 0.001
+#: How long a job counts as having taken when it was found stuck.
+STUCK_SECONDS = 1.0
+
+_COROUTINE_FLAG = 0x80
+
+
+class Server:
+    """A worker: its link, its jobs, and its threads."""
+
+    def __init__(self, socket: _socket.socket, version: str) -> None:
+        self._link = _link.Link(socket)
+        self._reader = _wire.Reader(socket.recv, socket.recv_into, _socket.MSG_DONTWAIT)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        self.welcome, self._journal = _link.shake_hands(self._link, self._reader, version)
+        self._result_bytes_max = self.welcome.result_bytes_max
+        self.state: Any = None
+        self._handler: Handler | None = None
+        self._operations: Mapping[str, Handler] = {}
+        self._loop: Any = None
+        self._reading = threading.Lock()
+        self._telling = threading.Lock()
+        # Guards all of the following.
+        self._lock = threading.Lock()
+        self._pending: deque[Context] = deque()
+        self._live: dict[int, Context] = {}
+        self._arrived = 0
+        self._begun = 0
+        self._running = 0
+        self._threads = 1
+        self._limit = self._within(self.welcome.max_in_flight)
+        self._idle = 0
+        self._is_searching = False
+        self._is_draining = False
+        self._is_over = False
+        # How long a handler takes, smoothed; threads may overwrite each other's.
+        self._typical = STUCK_SECONDS
+        self._looked_at = 0.0
+        self._is_child = False
+        self._make_epolls()
+
+    @staticmethod
+    def _within(limit: int) -> int:
+        return min(max(limit, 1), THREADS_MAX)
+
+    def _make_epolls(self) -> None:
+        link = self._link.socket.fileno()
+        wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake_read = wake_read
+        self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # In this order: see above.
+        self._handlers = select.epoll()
+        self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._handlers.register(wake_read, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._watcher = select.epoll()
+        self._watcher.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._watcher.register(self._signals, select.EPOLLIN)
+        self._link_descriptor = link
+
+    # Starting.
+
+    def say_status(self, text: str) -> None:
+        """Tells operators what this worker is doing."""
+        self._link.send(_wire.STATUS, 0, _wire.text(text, _wire.MESSAGE_BYTES_MAX) + _wire.EMPTY)
+
+    def extend_start(self, seconds: float) -> None:
+        """Asks for more time to start."""
+        more = _wire.LIMIT.pack(min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF))
+        self._link.send(_wire.EXTEND_START, 0, more + _wire.EMPTY)
+
+    def _give_up(self, text: str) -> NoReturn:
+        print(text, file=sys.stderr, flush=True)
+        self.say_status(text)
+        os._exit(1)
+
+    def run(self, prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]) -> None:
+        """Prepares, and serves until the supervisor wants no more."""
+        try:
+            self._handler, self._operations, self.state = prepare()
+            handlers = [*self._operations.values(), *([self._handler] if self._handler else [])]
+            for handler in handlers:
+                if not callable(handler):
+                    raise TypeError(f"a handler must be callable, which {handler!r} is not")
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            self._give_up(f"initialisation failed: {_told(error)}")
+        # Threads and loop come before the seal, which forbids to make a loop's sockets.
+        if any(map(_is_async, handlers)):
+            self._event_loop()
+        os.register_at_fork(after_in_child=self._leave_child)
+        self._listen_to_signals()
+        threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
+        if self.welcome.seal is not None:
+            from ._seal import SealFailed, put_in_force
+
+            try:
+                put_in_force(self.welcome.seal)
+            except SealFailed as error:
+                self._give_up(f"failed to seal the worker: {error}")
+        if self._journal is not None:
+            self._journal.beat()
+        self._link.send(_wire.READY, 0)
+        # What came with the welcome has been read, so that the link says nothing of it.
+        self._take_in()
+        self._run_handlers(is_main=True)
+
+    def _listen_to_signals(self) -> None:
+        def stop(number: int, _frame: object) -> None:
+            try:
+                os.write(self._signalled, bytes((number,)))
+            except OSError:
+                pass
+
+        # The C-level handler writes at once, the one in Python when the main thread comes to it.
+        signal.signal(signal.SIGTERM, stop)
+        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+
+    def _leave_child(self) -> None:
+        """A handler has forked: the child is no worker, and its signals are its own."""
+        self._is_child = True
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._link.socket.close()
+        self._handlers.close()
+        self._watcher.close()
+        for descriptor in (self._wake, self._wake_read, self._signals, self._signalled):
+            os.close(descriptor)
+
+    def _event_loop(self) -> Any:
+        """The loop of all async handlers."""
+        with self._telling:
+            if self._loop is None:
+                import asyncio
+
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="bulkhead-loop", daemon=True).start()
+            return self._loop
+
+    # Handler threads.
+
+    def _run_handlers(self, is_main: bool = False) -> None:
+        done: Context | None = None
+        while True:
+            job = self._next(done, is_main)
+            done = None
+            if job is not None:
+                if self._run_job(job):
+                    done = job
+                continue
+            with self._lock:
+                if self._is_over:
+                    return
+                if self._threads > self._limit and not is_main:
+                    self._threads -= 1
+                    if self._pending:
+                        self._call_help()
+                    return
+                if self._may_begin():
+                    continue
+                self._idle += 1
+            events = self._handlers.poll()
+            with self._lock:
+                self._idle -= 1
+                if self._is_searching and not self._is_over:
+                    self._is_searching = False
+                    _drain(self._wake_read)
+            for descriptor, _ in events:
+                if descriptor == self._link_descriptor:
+                    self._take_in()
+
+    def _may_begin(self) -> bool:
+        """Whether a job waits, and fewer run than may; the lock is held."""
+        return bool(self._pending) and self._running < self._limit
+
+    def _next(self, done: Context | None, is_main: bool) -> Context | None:
+        """The next job behind one that is answered. Another thread is on its way to those behind it."""
+        now = time.monotonic()
+        if self._pending and now - self._looked_at > LOOK_SECONDS:
+            self._take_in()
+        with self._lock:
+            if done is not None:
+                self._end(done)
+            if not is_main and self._threads > self._limit:
+                return None
+            while self._may_begin():
+                job = self._pending.popleft()
+                if self._journal is not None:
+                    if job._deadline <= now:
+                        # Its client has been told. Sent under the lock: before what came behind it is answered.
+                        del self._live[job.number]
+                        self._link.send(_wire.RETURNED, job.number)
+                        continue
+                    self._journal.words[1] = job._arrival
+                self._running += 1
+                self._begun += 1
+                if self._may_begin():
+                    self._call_help()
+                return job
+            if self._is_draining and not self._live:
+                self._finish()
+        return None
+
+    def _end(self, job: Context) -> None:
+        """The job is answered; the lock is held."""
+        del self._live[job.number]
+        self._running -= 1
+
+    def _finish(self) -> None:
+        """Nothing is left to do: all handler threads end. The lock is held."""
+        self._is_over = True
+        _write(self._wake)
+
+    def _call_help(self) -> None:
+        """Has another thread look for jobs, if there may be one; the lock is held."""
+        if self._idle:
+            if not self._is_searching:
+                self._is_searching = True
+                _write(self._wake)
+        elif self._threads < self._limit:
+            self._threads += 1
+            try:
+                threading.Thread(target=self._run_handlers, name="bulkhead-handler", daemon=True).start()
+            except RuntimeError:
+                # Without a further thread the jobs run one after the other, and their deadlines hold.
+                self._threads -= 1
+
+    def _run_job(self, job: Context) -> bool:
+        """Runs a handler and sends its answer. False: it goes on in the event loop."""
+        began = time.monotonic()
+        payload, job._payload = job._payload, b""
+        try:
+            handler = self._operations.get(job.operation, self._handler)
+            if handler is None:
+                sentence = f"this worker has no operation {job.operation!r}"
+                raise HandlerError("unknown_operation", sentence, fault="caller")
+            result = handler(payload, job)
+            if hasattr(result, "__await__"):
+                loop = self._event_loop()
+                loop.call_soon_threadsafe(self._begin_async, job, result)
+                return False
+        except BaseException as error:
+            if self._is_child:
+                _end_child(error)
+            self._fail(job, error)
+        else:
+            if self._is_child:
+                _end_child(None)
+            del payload
+            self._succeed(job, result)
+        self._typical += (min(time.monotonic() - began, STUCK_SECONDS) - self._typical) / 8
+        return True
+
+    # Answers.
+
+    def _succeed(self, job: Context, result: object) -> None:
+        if type(result) is not bytes:
+            if result is None:
+                result = b""
+            elif isinstance(result, str):
+                result = result.encode()
+            else:
+                try:
+                    view = memoryview(result)  # type: ignore[arg-type]
+                    result = view.cast("B") if view.c_contiguous else bytes(view)
+                except TypeError:
+                    given = type(result).__name__
+                    self._fail(job, TypeError(f"a handler returns bytes, str or None, not {given}"))
+                    return
+        assert isinstance(result, (bytes, memoryview))
+        if len(result) > self._result_bytes_max:
+            sentence = f"the result has {len(result)} bytes; max_result is {self._result_bytes_max}"
+            self._fail(job, HandlerError("result_too_large", sentence))
+            return
+        self._settle(job)
+        self._link.send(_wire.RESULT, job.number, _wire.EMPTY, result)
+
+    def _fail(self, job: Context, error: BaseException) -> None:
+        payload = b""
+        if isinstance(error, HandlerError):
+            metadata = _wire.failed(error.code, error.message, error.retryable, error.fault)
+            payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
+        else:
+            import traceback
+
+            try:
+                traceback.print_exception(type(error), error, error.__traceback__)
+            except Exception:
+                print("a handler raised what cannot be printed", file=sys.stderr)
+            metadata = _wire.failed("exception", _told(error), False, "dependency")
+        self._settle(job)
+        self._link.send(_wire.FAILED, job.number, metadata, payload)
+
+    # Progress.
+
+    def say_progress(self, job: Context, fraction: float, text: str) -> None:
+        """Sends it now, or keeps it."""
+        with self._telling:
+            if job._said is False:
+                return
+            job._said = fraction, text
+            now = time.monotonic()
+            if now - job._told_at >= PROGRESS_SECONDS:
+                job._told_at = now
+                self._tell(job)
+
+    def _tell(self, job: Context) -> None:
+        said, job._said = job._said, None
+        if isinstance(said, tuple):
+            self._link.send(_wire.PROGRESSED, job.number, _wire.progressed(*said))
+
+    def _settle(self, job: Context) -> None:
+        """The last word of a job that is about to be answered."""
+        with self._telling:
+            self._tell(job)
+            job._said = False
+
+    # Async handlers.
+
+    def _begin_async(self, job: Context, awaitable: Any) -> None:
+        async def run() -> object:
+            return await awaitable
+
+        task = self._loop.create_task(run())
+        job._task = task
+        if job.cancelled:
+            task.cancel()
+        task.add_done_callback(lambda _: self._end_async(job, task))
+
+    def _end_async(self, job: Context, task: Any) -> None:
+        try:
+            result = task.result()
+        except BaseException as error:
+            self._fail(job, error)
+        else:
+            self._succeed(job, result)
+        with self._lock:
+            self._end(job)
+            if self._may_begin():
+                self._call_help()
+            elif self._is_draining and not self._live:
+                self._finish()
+
+    # The link.
+
+    def _take_in(self) -> None:
+        """Reads all there is, and queues the jobs among it."""
+        with self._reading:
+            self._looked_at = time.monotonic()
+            try:
+                while self._reader.read():
+                    pass
+            except BlockingIOError:
+                pass
+            except (EOFError, OSError, _wire.struct.error):
+                # The supervisor is gone, or mad: nothing that this process does is of use any more.
+                os._exit(1)
+            frames = self._reader.frames
+            if frames:
+                with self._lock:
+                    while frames:
+                        self._take(*frames.popleft())
+
+    def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
+        if kind == _wire.JOB:
+            operation, tenant, remaining, trace = _wire.job(metadata)
+            self._arrived += 1
+            deadline = time.monotonic() + min(remaining / 1e6, _wire.SECONDS_MAX)
+            job = Context(self, self._arrived, number, operation, tenant, deadline, trace, payload)
+            self._live[number] = job
+            self._pending.append(job)
+        elif kind == _wire.CANCEL_JOB:
+            found = self._live.get(number)
+            if found is not None:
+                found.cancelled = True
+                if found._task is not None:
+                    self._loop.call_soon_threadsafe(found._task.cancel)
+        elif kind == _wire.RECALL:
+            # The newest are asked for, and first. Sent under the lock: before what came behind it is answered.
+            for index in range(len(self._pending) - 1, -1, -1):
+                if self._pending[index].number == number:
+                    del self._pending[index]
+                    del self._live[number]
+                    self._link.send(_wire.RETURNED, number)
+                    break
+        elif kind == _wire.LIMITS:
+            self._limit = self._within(_wire.LIMIT.unpack_from(metadata)[0])
+            if self._threads > self._limit and self._idle:
+                self._call_help()
+        elif kind == _wire.DRAIN:
+            self._is_draining = True
+            if not self._live:
+                self._finish()
+
+    # The watcher.
+
+    def _watch(self) -> None:
+        interval = self.welcome.heartbeat_ms / 1e3
+        next_beat = time.monotonic() + interval
+        is_on_link, seen = True, 0
+        while True:
+            patience = next_beat - time.monotonic() if interval else -1.0
+            if not is_on_link:
+                patience = min(patience, TICK_SECONDS) if interval else TICK_SECONDS
+            events = self._watcher.poll(max(patience, 0.0) if patience != -1.0 else None)
+            for descriptor, _ in events:
+                if descriptor == self._signals:
+                    if signal.SIGTERM in _drain(self._signals):
+                        self._link.send(_wire.STOPPING, 0)
+                elif self._typical < QUICK_SECONDS:
+                    self._watcher.unregister(self._link_descriptor)
+                    is_on_link, seen = False, self._begun
+                else:
+                    self._attend()
+            if not is_on_link and not events:
+                if seen == self._begun:
+                    # Idle, or stuck: then the link is read at once.
+                    if self._running:
+                        self._typical = STUCK_SECONDS
+                    self._watcher.register(self._link_descriptor, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+                    is_on_link = True
+                seen = self._begun
+            if interval and time.monotonic() >= next_beat:
+                if self._journal is not None and self.welcome.capabilities & _wire.BEATS_IN_JOURNAL:
+                    self._journal.beat()
+                else:
+                    self._link.heartbeat()
+                self._settle_progress()
+                next_beat = time.monotonic() + interval
+
+    def _attend(self) -> None:
+        """Reads the link on behalf of handlers that are busy."""
+        self._take_in()
+        with self._lock:
+            if self._may_begin():
+                self._call_help()
+
+    def _settle_progress(self) -> None:
+        """Sends what jobs have said and not told, because they had said something else just before."""
+        with self._lock:
+            telling = [job for job in self._live.values() if job._said]
+        for job in telling:
+            with self._telling:
+                if job._said:
+                    job._told_at = time.monotonic()
+                    self._tell(job)
+
+
+def _told(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    name = type(error).__qualname__
+    return f"{name}: {text}" if text else name
+
+
+def _is_async(handler: Any) -> bool:
+    """Whether calling it makes a coroutine, as far as its code says."""
+    for _ in range(8):
+        # A partial, a decorated function, a method, an instance with __call__.
+        inner = getattr(handler, "func", None) or getattr(handler, "__wrapped__", None)
+        if inner is None:
+            break
+        handler = inner
+    code = getattr(handler, "__code__", None)
+    if code is None:
+        code = getattr(getattr(type(handler), "__call__", None), "__code__", None)
+    return code is not None and bool(code.co_flags & _COROUTINE_FLAG)
+
+
+def _write(descriptor: int) -> None:
+    try:
+        os.write(descriptor, b"\0")
+    except BlockingIOError:
+        pass
+
+
+def _drain(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except BlockingIOError:
+        return b""
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """A child that a handler forked has come back here; it must not speak for the worker."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        os._exit(error.code or 0)
+    if error is not None:
+        import traceback
+
+        traceback.print_exception(type(error), error, error.__traceback__)
+    os._exit(1)
