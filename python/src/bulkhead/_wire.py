@@ -194,6 +194,11 @@ def is_ok(metadata: bytes) -> bool:
     return metadata[0] == 0
 
 
+def ran_us(metadata: bytes) -> int:
+    """How long a worker had the job of an OUTCOME, in µs."""
+    return int(_LENGTH.unpack_from(metadata, 17)[0])
+
+
 def outcome(metadata: bytes) -> Outcome:
     """Reads an OUTCOME."""
     try:
