@@ -134,7 +134,7 @@ class Connection:
     """One connection to the supervisor, and the jobs on it. Lost once, it stays lost."""
 
     def __init__(self, path: str) -> None:
-        self._socket, self._reader, self.capabilities = _open(path)
+        self._socket, self._reader, self.capabilities = open_connection(path)
         self._send = self._socket.send
         self._numbers = itertools.count(1)
         # Guards all of the following.
@@ -403,7 +403,7 @@ class Connection:
         self._futures, self._calls, self._sleeping = {}, {}, {}
 
 
-def _open(path: str) -> tuple[socket.socket, _wire.Reader, int]:
+def open_connection(path: str) -> tuple[socket.socket, _wire.Reader, int]:
     """Connects and shakes hands. Raises ``Disconnected`` (not executed) or ``Rejected``."""
     import socket
 

@@ -1,0 +1,367 @@
+"""The asyncio client: jobs of one event loop over one connection.
+
+Frames of one turn of the loop leave together. Nothing here blocks but the handshake, which a thread does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from . import _wire
+from ._client import Reply, as_buffer, default_socket, open_connection, submission_with
+from .errors import Disconnected, JobError
+
+if TYPE_CHECKING:
+    import socket
+    from types import TracebackType
+
+__all__ = ["AsyncClient", "AsyncJob"]
+
+#: Reads in one turn of the loop, which others want as well.
+READS_MAX = 16
+#: Buffers of one write; the kernel takes 1024.
+BUFFERS_MAX = 512
+
+
+class AsyncJob(asyncio.Future[Reply]):
+    """A job under way: awaiting it gives its ``Reply`` or raises its ``JobError``.
+
+    ``cancel()``, of it or of the task that awaits it, cancels the job: the worker is asked to stop, and is killed after
+    the bulkhead's ``grace`` if it does not.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._job_connection: _Connection | None = None
+        self._job_number = 0
+        self._job_listeners: list[Callable[[float, str], object]] = []
+
+    def on_progress(self, listener: Callable[[float, str], object]) -> None:
+        """Has ``listener(fraction, text)`` called, in the loop, when the handler tells how far it is."""
+        self._job_listeners.append(listener)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if not super().cancel(msg):
+            return False
+        if self._job_connection is not None:
+            self._job_connection.cancel(self._job_number)
+        return True
+
+
+class _Connection:
+    """One connection. Lost once, it stays lost."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        link: socket.socket,
+        reader: _wire.Reader,
+        capabilities: int,
+    ) -> None:
+        self._loop = loop
+        self._socket = link
+        self._reader = reader
+        self.capabilities = capabilities
+        self.is_lost = False
+        self._last = 0
+        self._jobs: dict[int, AsyncJob] = {}
+        self._outgoing: deque[_wire.Buffer] = deque()
+        self._is_flush_due = False
+        self._is_full = False
+        link.setblocking(False)
+        loop.add_reader(link, self._on_readable)
+
+    # Sending.
+
+    def start(self, job: AsyncJob, metadata: bytes, payload: _wire.Buffer) -> None:
+        """Sends a job."""
+        self._last = number = self._last + 1
+        job._job_connection, job._job_number = self, number
+        if len(payload) <= _wire.INLINE_BYTES_MAX:
+            self._outgoing.append(_wire.frame(_wire.SUBMIT, number, metadata, payload))
+        else:
+            self._outgoing.extend((_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload))
+        is_alone = not self._jobs
+        self._jobs[number] = job
+        self._flush_soon(is_alone)
+
+    def cancel(self, number: int) -> None:
+        """Asks that a job be ended."""
+        if not self.is_lost and number in self._jobs:
+            self._outgoing.append(_wire.frame(_wire.CANCEL, number))
+            # At once: the loop may not turn again.
+            self._flush_soon(at_once=True)
+
+    def _flush_soon(self, at_once: bool) -> None:
+        if self._is_full:
+            return
+        if at_once:
+            self._flush()
+        elif not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Sends what there is, as far as the supervisor takes it now."""
+        self._is_flush_due = False
+        outgoing = self._outgoing
+        try:
+            while outgoing and not self.is_lost:
+                if len(outgoing) == 1:
+                    sent = self._socket.send(outgoing[0])
+                else:
+                    sent = self._socket.sendmsg(islice(outgoing, BUFFERS_MAX))
+                while sent:
+                    size = len(outgoing[0])
+                    if sent < size:
+                        outgoing[0] = memoryview(outgoing[0])[sent:]
+                        break
+                    outgoing.popleft()
+                    sent -= size
+        except BlockingIOError:
+            if not self._is_full:
+                self._is_full = True
+                self._loop.add_writer(self._socket, self._flush)
+            return
+        except OSError as error:
+            self._loop.call_soon(self.lose, f"the supervisor closed it: {error.strerror}")
+            return
+        if self._is_full:
+            self._is_full = False
+            self._loop.remove_writer(self._socket)
+
+    # Reading.
+
+    def _on_readable(self) -> None:
+        reader = self._reader
+        try:
+            for _ in range(READS_MAX):
+                if not reader.read():
+                    break
+        except BlockingIOError:
+            pass
+        except EOFError:
+            self._take_all()
+            self.lose("the supervisor closed it")
+            return
+        except (OSError, _wire.struct.error) as error:
+            self.lose(str(error))
+            return
+        self._take_all()
+
+    def _take_all(self) -> None:
+        frames, jobs = self._reader.frames, self._jobs
+        while frames:
+            kind, number, metadata, payload = frames.popleft()
+            if kind == _wire.OUTCOME:
+                job = jobs.pop(number, None)
+                if job is None or job.done():
+                    continue
+                job._job_connection = None
+                try:
+                    if _wire.is_ok(metadata):
+                        job.set_result(Reply(payload, metadata))
+                    else:
+                        job.set_exception(_wire.error(metadata, payload))
+                except _wire.Malformed as error:
+                    job.set_exception(Disconnected(str(error), "unknown"))
+            elif kind == _wire.PROGRESS:
+                job = jobs.get(number)
+                if job is not None and not job.done() and job._job_listeners:
+                    told = _wire.progress(metadata)
+                    for listener in job._job_listeners:
+                        self._loop.call_soon(listener, *told)
+            elif kind == _wire.REFUSED:
+                reason, sentence = _wire.refused(metadata)
+                self.lose(f"the supervisor refused it ({reason}): {sentence}")
+
+    # The end.
+
+    def lose(self, why: str) -> None:
+        """Ends the connection, and tells all jobs on it."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+            if self._is_full:
+                self._loop.remove_writer(self._socket)
+        self._socket.close()
+        jobs, self._jobs = self._jobs, {}
+        self._outgoing.clear()
+        if self._loop.is_closed():
+            return
+        advice = "whether the job ran is unknown: send it again only if it may run twice"
+        for job in jobs.values():
+            job._job_connection = None
+            if not job.done():
+                sentence = f"the connection to the supervisor was lost ({why}); {advice}"
+                job.set_exception(Disconnected(sentence, "unknown"))
+
+    def abandon(self) -> None:
+        """In a forked child: loop and connection are the parent's, with the kernel's list of what the loop waits for."""
+        self.is_lost = True
+        self._socket.close()
+        self._jobs = {}
+
+
+class AsyncClient:
+    """Sends jobs to a supervisor from asyncio: see ``Client``, whose methods it has. One for a program is enough.
+
+    It belongs to the loop that uses it; when another one does, it connects anew. Cancelling a task that waits for a job
+    cancels the job, so ``asyncio.timeout`` ends it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = os.fspath(path) if path is not None else default_socket()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[AsyncJob, bytes, _wire.Buffer, bool]] = []
+        self._submissions: dict[tuple[Any, ...], bytes] = {}
+        self._is_closed = False
+        _clients.add(self)
+
+    async def call(
+        self,
+        bulkhead: str,
+        payload: _wire.Buffer = b"",
+        *,
+        operation: str = "",
+        tenant: str = "",
+        deadline: float | None = None,
+        run_limit: float | None = None,
+        priority: str = "normal",
+        idempotent: bool = False,
+        cost: int = 1,
+        traceparent: str | None = None,
+    ) -> Reply:
+        """Has a job done, and waits for its result: see ``Client.call``. Cancelling it cancels the job."""
+        options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
+        return await self._start(options, payload)
+
+    def submit(
+        self,
+        bulkhead: str,
+        payload: _wire.Buffer = b"",
+        *,
+        operation: str = "",
+        tenant: str = "",
+        deadline: float | None = None,
+        run_limit: float | None = None,
+        priority: str = "normal",
+        idempotent: bool = False,
+        cost: int = 1,
+        traceparent: str | None = None,
+    ) -> AsyncJob:
+        """As ``call``, but returns at once, with a future to be awaited. Call it in the loop."""
+        options = (bulkhead, operation, tenant, deadline, priority, idempotent, cost, traceparent, run_limit)
+        return self._start(options, payload)
+
+    def _start(self, options: tuple[Any, ...], payload: _wire.Buffer) -> AsyncJob:
+        metadata = submission_with(self._submissions, options)
+        has_run_limit = options[8] is not None
+        data = payload if type(payload) is bytes else bytes(as_buffer(payload))
+        if self._is_closed:
+            raise RuntimeError("the client is closed")
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._change_loop(loop)
+        job = AsyncJob(loop)
+        connection = self._connection
+        if connection is not None and not connection.is_lost:
+            _start_on(connection, job, metadata, data, has_run_limit)
+        else:
+            self._waiting.append((job, metadata, data, has_run_limit))
+            if self._connecting is None:
+                self._connecting = loop.create_task(self._connect(loop))
+        return job
+
+    def _change_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.lose("another event loop uses the client")
+        self._loop, self._connecting, self._waiting = loop, None, []
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            connection = _Connection(loop, *await loop.run_in_executor(None, open_connection, self.path))
+        except JobError as error:
+            self._fail_waiting(error)
+        except BaseException as error:
+            self._fail_waiting(Disconnected(f"the connection was not made: {error!r}; the job was not sent"))
+            raise
+        else:
+            waiting, self._waiting = self._waiting, []
+            self._connection, self._connecting = connection, None
+            if self._is_closed:
+                connection.lose("it was closed here")
+            for job, metadata, payload, has_run_limit in waiting:
+                if not job.done():
+                    _start_on(connection, job, metadata, payload, has_run_limit)
+
+    def _fail_waiting(self, error: JobError) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._connecting = None
+        for job, *_ in waiting:
+            if not job.done():
+                # Each gets one of its own, for its traceback.
+                kind, arguments = error.__reduce__()
+                job.set_exception(kind(*arguments))
+
+    def close(self) -> None:
+        """Ends the connection, and with it all jobs under way."""
+        self._is_closed = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.lose("it was closed here")
+
+    async def aclose(self) -> None:
+        """The same, for ``contextlib.aclosing``."""
+        self.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.path!r})"
+
+    def _after_fork(self) -> None:
+        connection, self._connection = self._connection, None
+        self._loop, self._connecting, self._waiting = None, None, []
+        if connection is not None:
+            connection.abandon()
+
+
+def _start_on(connection: _Connection, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool) -> None:
+    if connection.is_lost:
+        job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
+    elif has_run_limit and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
+        job.set_exception(Disconnected("the supervisor does not know run_limit: update it, or use deadline alone"))
+    else:
+        connection.start(job, metadata, payload)
+
+
+_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
