@@ -469,7 +469,7 @@ impl Worker {
             }
             "fail" => {
                 let failed = Meta::default().text("bad_input").text("größer als erlaubt").u8(1).u8(1);
-                self.send(FAILED, number, failed.end(), b"");
+                self.send(FAILED, number, failed.end(), &job.payload);
             }
             "progress" => {
                 self.send(STARTED, number, empty(), b"");
@@ -1063,9 +1063,16 @@ fn a_worker_by_hand_serves_a_client_by_hand() {
     client.send(SUBMIT, 3, traced, b"");
     assert!(client.outcome().payload.ends_with(TRACEPARENT.as_bytes()));
 
-    let failed = client.job("w", "fail", b"");
-    assert_eq!((failed.kind(), failed.fault, failed.retryable), ((FAILED_OUTCOME, 0), 1, 1), "{failed:?}");
-    assert_eq!((failed.code.as_str(), failed.message.as_str()), ("bad_input", "größer als erlaubt"));
+    for payload in [&b""[..], b"line 7", &[7; 60_000], &[8; 65_536]] {
+        let failed = client.job("w", "fail", payload);
+        assert_eq!(
+            (failed.kind(), failed.fault, failed.retryable),
+            ((FAILED_OUTCOME, 0), 1, 1),
+            "{failed:?}"
+        );
+        assert_eq!((failed.code.as_str(), failed.message.as_str()), ("bad_input", "größer als erlaubt"));
+        assert!(failed.payload == payload, "{} bytes came with the failure", failed.payload.len());
+    }
     let program = client.job("w", "program", b"");
     assert_eq!((program.kind(), program.status), ((CRASHED, 2), Some(11)), "{program:?}");
 

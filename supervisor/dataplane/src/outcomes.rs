@@ -18,9 +18,12 @@ use super::{DataPlane, Endpoint, Incoming, JobData};
 /// Places for requests that a client keeps when it has only a few.
 const REQUESTS_KEPT: usize = 1024;
 
-/// The payload of an answer.
+/// The payload of an answer: the result, or what the handler sent along with its failure.
 fn result_for<'p>(verdict: &Verdict, incoming: &mut Incoming<'p>) -> Payload<'p> {
-    if *verdict == Verdict::Ok { incoming.take() } else { Payload::NONE }
+    match verdict {
+        Verdict::Ok | Verdict::Failed(_) => incoming.take(),
+        _ => Payload::NONE,
+    }
 }
 
 /// What goes with an outcome beside the frozen structure.

@@ -228,7 +228,9 @@ impl DataPlane {
                         Fault::Dependency
                     },
                 };
-                self.reply(compartment, worker, number, Reply::Failed(failure), Incoming::None);
+                let is_allowed = payload.len() as u64 <= self.owner(compartment).max_result;
+                let payload = if is_allowed { payload } else { Incoming::None };
+                self.reply(compartment, worker, number, Reply::Failed(failure), payload);
             }
             kind::PROGRAM_CRASHED => {
                 let (crashed, extensions) =
