@@ -150,7 +150,7 @@ class _Connection:
             self._take_all()
             self.lose("the supervisor closed it")
             return
-        except (OSError, _wire.struct.error) as error:
+        except (OSError, _wire.Unreadable) as error:
             self.lose(str(error))
             return
         self._take_all()
@@ -205,7 +205,7 @@ class _Connection:
                 job.set_exception(Disconnected(sentence, "unknown"))
 
     def abandon(self) -> None:
-        """In a forked child: loop and connection are the parent's, with the kernel's list of what the loop waits for."""
+        """In a forked child: loop and connection are the parent's, and so is what the loop waits for."""
         self.is_lost = True
         self._socket.close()
         self._jobs = {}
@@ -347,7 +347,9 @@ class AsyncClient:
             connection.abandon()
 
 
-def _start_on(connection: _Connection, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool) -> None:
+def _start_on(
+    connection: _Connection, job: AsyncJob, metadata: bytes, payload: _wire.Buffer, has_run_limit: bool
+) -> None:
     if connection.is_lost:
         job.set_exception(Disconnected("the connection to the supervisor was lost; the job was not sent"))
     elif has_run_limit and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:

@@ -311,11 +311,11 @@ class Connection:
         """If no thread reads and one should, wakes it; the lock is held."""
         if self._is_read:
             return
-        if self._futures or self.lost is not None:
-            if self._thread_sleeps and self._thread_bell is not None:
-                self._thread_sleeps = False
-                self._thread_bell.release()
-                return
+        is_thread_wanted = self._futures or self.lost is not None
+        if is_thread_wanted and self._thread_sleeps and self._thread_bell is not None:
+            self._thread_sleeps = False
+            self._thread_bell.release()
+            return
         for number in self._sleeping:
             self._wake(self._sleeping.pop(number))
             return
@@ -337,7 +337,7 @@ class Connection:
                 frames.popleft()
         except EOFError:
             self.lose("the supervisor closed it")
-        except (OSError, _wire.struct.error) as error:
+        except (OSError, _wire.Unreadable) as error:
             self.lose(str(error))
 
     def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
@@ -428,7 +428,7 @@ def open_connection(path: str) -> tuple[socket.socket, _wire.Reader, int]:
     except EOFError:
         link.close()
         raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
-    except (JobError, OSError, _wire.struct.error) as error:
+    except (JobError, OSError, _wire.Unreadable) as error:
         link.close()
         if isinstance(error, JobError):
             raise

@@ -98,7 +98,7 @@ class JobFuture(Future[Any]):
 
         self._connection = None
         self._condition = threading.Condition()
-        self._done_callbacks = []
+        self._done_callbacks: list[Any] = []
 
     # What an executor does otherwise.
 

@@ -121,5 +121,3 @@ def shake_hands(link: Link, reader: _wire.Reader, version: str) -> tuple[_wire.W
         if not chunk:
             raise Refused("the supervisor closed the link before it said welcome")
         reader.take(chunk)
-
-

@@ -1,8 +1,8 @@
 """How a worker's jobs find its threads.
 
-The main thread runs handlers; others help when more jobs may run at once. Idle handler threads wait for the link in one
-epoll instance, the *watcher* in another, both with ``EPOLLEXCLUSIVE``, the handlers' first: the kernel wakes the watcher
-only while all handlers are busy, which is when cancellations have to be seen. Between jobs that take no longer than
+The main thread runs handlers; others help when more jobs may run at once. Idle handler threads wait for the link in
+one epoll instance, the *watcher* in another, both with ``EPOLLEXCLUSIVE``, the handlers' first: the kernel wakes the
+watcher only while all handlers are busy, which is when cancellations have to be seen. Between jobs that take no longer than
 ``QUICK_SECONDS`` that would cost more than the jobs. So the watcher leaves the link alone then, and looks every
 ``TICK_SECONDS`` whether a job is stuck.
 """
@@ -390,7 +390,7 @@ class Server:
                     pass
             except BlockingIOError:
                 pass
-            except (EOFError, OSError, _wire.struct.error):
+            except (EOFError, OSError, _wire.Unreadable):
                 # The supervisor is gone, or mad: nothing that this process does is of use any more.
                 os._exit(1)
             frames = self._reader.frames
@@ -503,7 +503,7 @@ def _is_async(handler: Any) -> bool:
         handler = inner
     code = getattr(handler, "__code__", None)
     if code is None:
-        code = getattr(getattr(type(handler), "__call__", None), "__code__", None)
+        code = getattr(getattr(type(handler), "__call__", None), "__code__", None)  # noqa: B004
     return code is not None and bool(code.co_flags & _COROUTINE_FLAG)
 
 

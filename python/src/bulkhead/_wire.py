@@ -61,9 +61,10 @@ OUTCOMES = ("ok", "failed", "rejected", "deadline_exceeded", "crashed", "cancell
 EXECUTED = ("no", "yes", "unknown")
 FAULTS = ("", "caller", "dependency")
 REJECTED = (
-    "invalid too_large not_found unauthenticated forbidden rate_limited tenant_quota backpressure queue_full"
-    " queue_timeout shed evicted circuit_open draining unavailable overloaded quarantined"
-).split()
+    *("invalid", "too_large", "not_found", "unauthenticated", "forbidden", "rate_limited", "tenant_quota"),
+    *("backpressure", "queue_full", "queue_timeout", "shed", "evicted", "circuit_open", "draining", "unavailable"),
+    *("overloaded", "quarantined"),
+)
 REASONS: dict[str, Sequence[str]] = {
     "rejected": REJECTED,
     "deadline_exceeded": ("queued", "running"),
@@ -83,6 +84,10 @@ NUMBER = _LENGTH
 LIMIT = struct.Struct("<I")
 #: An empty structure and no extensions.
 EMPTY = bytes(8)
+
+
+#: Raised for fields that are missing; `Malformed` for what makes no sense.
+Unreadable = struct.error
 
 
 class Malformed(ConnectionError):
@@ -291,7 +296,16 @@ def client_welcome(metadata: bytes) -> int:
 class WorkerWelcome:
     """What a WORKER_WELCOME said."""
 
-    __slots__ = ("bulkhead", "capabilities", "generation", "heartbeat_ms", "max_in_flight", "result_bytes_max", "seal", "slot")
+    __slots__ = (
+        "bulkhead",
+        "capabilities",
+        "generation",
+        "heartbeat_ms",
+        "max_in_flight",
+        "result_bytes_max",
+        "seal",
+        "slot",
+    )
 
     def __init__(self, metadata: bytes) -> None:
         fields = _WORKER_WELCOME.unpack_from(metadata)

@@ -137,7 +137,9 @@ class Outcome:
     @property
     def http_status(self) -> int:
         """The HTTP status that says the same: 429 and 503 go with ``Retry-After``."""
-        return _HTTP_STATUS_OF_REASON.get(self.reason, 503) if self.outcome == "rejected" else _HTTP_STATUS[self.outcome]
+        if self.outcome == "rejected":
+            return _HTTP_STATUS_OF_REASON.get(self.reason, 503)
+        return _HTTP_STATUS[self.outcome]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, by name."""
@@ -227,7 +229,7 @@ class Cancelled(JobError):
 
 
 class DeadlineExceeded(JobError, TimeoutError):
-    """The job's deadline or run limit passed. Where it ran (``executed``), its process was ended if it did not yield."""
+    """The job's deadline or run limit passed. Where it ran (``executed``), its process ends if it does not yield."""
 
 
 class Disconnected(JobError, ConnectionError):
