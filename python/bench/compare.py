@@ -1,0 +1,241 @@
+"""How fast pools and clients are, all in one run and in turns, so that a noisy moment is everyone's.
+
+    BULKHEAD_SUPERVISOR=... python bench/compare.py [--rounds 5] [--json FILE]
+
+Prints medians over the rounds, and what the design accepts (docs/python.md has the figures).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rivals import RIVALS, WORKERS, Rival, installed
+
+ONE_IN_FLIGHT_JOBS = 300
+OUTSTANDING = 64
+OUTSTANDING_JOBS = 4000
+MIB = 1 << 20
+
+
+def work(number: int) -> int:
+    return number + 1
+
+
+def latency_us(pool: Rival) -> float:
+    """Median time of a job, with one in flight."""
+    times = []
+    for number in range(ONE_IN_FLIGHT_JOBS):
+        began = time.perf_counter()
+        assert pool.submit(work, number).result(60) == number + 1
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def rate(pool: Rival) -> float:
+    """Jobs a second, with 64 outstanding."""
+    waiting: deque[Any] = deque()
+    began = time.perf_counter()
+    for number in range(OUTSTANDING_JOBS):
+        if len(waiting) == OUTSTANDING:
+            waiting.popleft().result(60)
+        waiting.append(pool.submit(work, number))
+    while waiting:
+        waiting.popleft().result(60)
+    return OUTSTANDING_JOBS / (time.perf_counter() - began)
+
+
+def first_result_ms(name: str) -> float:
+    """From making a pool to its first result, in this interpreter."""
+    began = time.perf_counter()
+    pool = RIVALS[name]()
+    pool.submit(work, 1).result(60)
+    elapsed = (time.perf_counter() - began) * 1e3
+    pool.close()
+    return elapsed
+
+
+WORKER = """
+from bulkhead import serve
+serve(lambda payload, context: payload)
+"""
+
+
+@contextlib.contextmanager
+def echo_supervisor() -> Iterator[str]:
+    """A supervisor with two workers that answer with what they were sent; its socket."""
+    from bulkhead._private import PrivateSupervisor
+
+    supervisor = PrivateSupervisor(
+        "echo",
+        {"processes": WORKERS, "max_queue": 1000, "sandbox": {"profile": "none"}, "env": {"PYTHONPATH": _paths()}},
+        {},
+    )
+    worker = supervisor.write("worker.py", WORKER.encode())
+    supervisor.start([sys.executable, worker])
+    try:
+        yield supervisor.socket
+    finally:
+        supervisor.stop()
+
+
+def _paths() -> str:
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+def client_latency_us(client: Any) -> float:
+    """Median time of ``Client.call`` with 64 bytes."""
+    payload = b"x" * 64
+    times = []
+    for _ in range(ONE_IN_FLIGHT_JOBS):
+        began = time.perf_counter()
+        assert client.call("echo", payload).payload == payload
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def client_mib_s(client: Any) -> float:
+    """MiB a second that ``Client.call`` sends, and gets back, of payloads of 1 MiB."""
+    payload, count = os.urandom(MIB), 100
+    began = time.perf_counter()
+    for _ in range(count):
+        assert len(client.call("echo", payload).payload) == MIB
+    return count / (time.perf_counter() - began)
+
+
+async def async_rate(socket: str) -> float:
+    """Calls a second of AsyncClient, with 64 outstanding."""
+    from bulkhead import AsyncClient
+
+    async with AsyncClient(socket) as client:
+        return await _in_loop(lambda number: client.call("echo", b"x" * 64))
+
+
+async def pool_rate_in_loop(pool: Any) -> float:
+    """Calls a second of run_in_executor, with 64 outstanding."""
+    loop = asyncio.get_running_loop()
+    return await _in_loop(lambda number: loop.run_in_executor(pool, work, number))
+
+
+async def _in_loop(call: Callable[[int], Any]) -> float:
+    numbers = iter(range(OUTSTANDING_JOBS))
+
+    async def lane() -> None:
+        for number in numbers:
+            await call(number)
+
+    await call(0)
+    began = time.perf_counter()
+    await asyncio.gather(*(lane() for _ in range(OUTSTANDING)))
+    return OUTSTANDING_JOBS / (time.perf_counter() - began)
+
+
+def import_cpu_ms() -> float:
+    """CPU time of ``import bulkhead``, beside an interpreter that imports nothing."""
+
+    def cpu(code: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return (
+        statistics.median(cpu("import bulkhead") for _ in range(9)) - statistics.median(cpu("pass") for _ in range(9))
+    ) * 1e3
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over the rounds, by row and column."""
+    there, missing = installed()
+    for name in missing:
+        print(f"not installed: {name}")
+    figures: dict[str, dict[str, list[float]]] = {}
+
+    def note(row: str, column: str, value: float) -> None:
+        figures.setdefault(row, {}).setdefault(column, []).append(value)
+
+    from bulkhead import Client
+
+    pools = {name: RIVALS[name]() for name in there}
+    with echo_supervisor() as socket, Client(socket) as client:
+        for pool in pools.values():
+            pool.submit(work, 0).result(60)
+            rate(pool)
+        client.call("echo", b"")
+        for _ in range(rounds):
+            for name, pool in pools.items():
+                note("one in flight, us", name, latency_us(pool))
+            note("one in flight, us", "Client.call", client_latency_us(client))
+            for name, pool in pools.items():
+                note("64 outstanding, jobs/s", name, rate(pool))
+            note("64 outstanding, jobs/s", "AsyncClient", asyncio.run(async_rate(socket)))
+            for name in ("ProcessPoolExecutor", "BulkheadExecutor"):
+                value = asyncio.run(pool_rate_in_loop(pools[name].pool))  # type: ignore[attr-defined]
+                note("64 outstanding in asyncio, jobs/s", name, value)
+            note("1 MiB, MiB/s", "Client.call", client_mib_s(client))
+    for pool in pools.values():
+        pool.close()
+    for _ in range(rounds):
+        for name in there:
+            note("first result, ms", name, first_result_ms(name))
+    note("import, ms of CPU", "bulkhead", import_cpu_ms())
+    return {
+        row: {column: statistics.median(values) for column, values in columns.items()}
+        for row, columns in figures.items()
+    }
+
+
+def accepted(figures: dict[str, dict[str, float]]) -> list[tuple[str, float, bool]]:
+    """What the design asks for: in words, the figure, and whether it holds."""
+    one, many = figures["one in flight, us"], figures["64 outstanding, jobs/s"]
+    in_loop = figures["64 outstanding in asyncio, jobs/s"]
+    standard = "ProcessPoolExecutor"
+    rows = [
+        (
+            "executor, one in flight, at most 1.1 x ProcessPoolExecutor",
+            one["BulkheadExecutor"] / one[standard],
+            1.1,
+            False,
+        ),
+        ("executor, 64 outstanding, at least 2.5 x (3 wanted)", many["BulkheadExecutor"] / many[standard], 2.5, True),
+        ("Client.call of 64 B, at most 0.7 x", one["Client.call"] / one[standard], 0.7, False),
+        ("AsyncClient at 64, at least 3 x run_in_executor", many["AsyncClient"] / in_loop[standard], 3.0, True),
+        ("Client.call of 1 MiB, at least 500 MiB/s", figures["1 MiB, MiB/s"]["Client.call"], 500.0, True),
+        ("import bulkhead, at most 15 ms of CPU", figures["import, ms of CPU"]["bulkhead"], 15.0, False),
+        ("first result, at most 200 ms", figures["first result, ms"]["BulkheadExecutor"], 200.0, False),
+    ]
+    return [(words, value, value >= bound if is_least else value <= bound) for words, value, bound, is_least in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    figures = measure(options.rounds)
+    version = sys.version.split()[0]
+    print(f"{os.cpu_count()} processors, {WORKERS} workers, medians of {options.rounds} rounds, Python {version}")
+    for row, columns in figures.items():
+        print(f"{row}: " + ", ".join(f"{column} {value:,.0f}" for column, value in columns.items()))
+    for words, value, is_met in accepted(figures):
+        print(f"{'met    ' if is_met else 'NOT MET'} {words}: {value:,.2f}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(figures, file, indent=2)
+
+
+if __name__ == "__main__":
+    tempfile.gettempdir()
+    main()

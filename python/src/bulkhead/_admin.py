@@ -1,0 +1,72 @@
+"""The admin socket of a supervisor: HTTP over a Unix socket, one request for each connection."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["AdminError", "follow", "get"]
+
+#: Seconds in which an answer must come.
+ANSWER_SECONDS_MAX = 10.0
+
+
+class AdminError(RuntimeError):
+    """The admin socket answered otherwise than by 200; the text says what it answered."""
+
+
+def _ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
+    """Sends a request; the connection, and what came of the answer's body with its head."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(ANSWER_SECONDS_MAX)
+        connection.connect(admin)
+        # By HTTP/1.0 the body is not sent in chunks: it ends with the connection.
+        connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\nAccept: application/json\r\n\r\n".encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            more = connection.recv(65536)
+            if not more:
+                raise AdminError(f"the admin socket closed the connection: GET {path}")
+            answer += more
+        head, _, body = answer.partition(b"\r\n\r\n")
+        status = head.split(b" ", 2)[1]
+        if status != b"200":
+            body += _rest(connection)
+            raise AdminError(f"GET {path}: {status.decode()} {body.decode(errors='replace')}")
+        return connection, body
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _rest(connection: socket.socket) -> bytes:
+    pieces = []
+    while piece := connection.recv(65536):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def get(admin: str, path: str) -> Any:
+    """What a path answers, as JSON. Raises ``AdminError``, or ``OSError`` if there is no supervisor."""
+    connection, body = _ask(admin, path)
+    with connection:
+        return json.loads(body + _rest(connection))
+
+
+def follow(admin: str, path: str) -> Iterator[Any]:
+    """The JSON lines of a path as they come, until the supervisor ends."""
+    connection, body = _ask(admin, path)
+    with connection:
+        connection.settimeout(None)
+        while True:
+            *lines, body = body.split(b"\n")
+            for line in lines:
+                if line:
+                    yield json.loads(line)
+            more = connection.recv(65536)
+            if not more:
+                return
+            body += more

@@ -1,0 +1,111 @@
+"""What workers of a private supervisor write, on its way to the caller's standard output and error.
+
+Without a sandbox workers write into two FIFOs, so that nothing is lost and a job's output is here before its result.
+Confined workers cannot open them: what they write comes by the supervisor, which takes 1,000 lines a second.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from typing import Any
+
+from . import _admin
+from ._private import PrivateSupervisor
+
+__all__ = ["Fifos", "Lines"]
+
+_READ_BYTES = 65536
+_NAMES = ("stdout", "stderr")
+
+
+def _write(name: str, data: bytes) -> None:
+    """Writes to what ``sys.stdout`` or ``sys.stderr`` is now: a terminal, a notebook's cell, a test's capture."""
+    stream: Any = getattr(sys, name, None)
+    try:
+        buffer = getattr(stream, "buffer", None)
+        if buffer is not None:
+            stream.flush()
+            buffer.write(data)
+        elif stream is not None:
+            stream.write(data.decode(errors="replace"))
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        # It is closed, or its reader has gone.
+        pass
+
+
+class Fifos:
+    """Two FIFOs in the supervisor's folder, and the thread that reads them."""
+
+    def __init__(self, supervisor: PrivateSupervisor) -> None:
+        self.paths = [supervisor.fifo(name) for name in _NAMES]
+        # With a writer of its own no reader sees an end, and no worker waits for one.
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+        self._readers = {os.open(path, flags): name for path, name in zip(self.paths, _NAMES, strict=True)}
+        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Writes what is left, when the workers are gone."""
+        os.eventfd_write(self._end, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for descriptor in (*self._readers, self._end):
+            os.close(descriptor)
+
+    def _forward(self) -> None:
+        poll = select.poll()
+        for descriptor in (*self._readers, self._end):
+            poll.register(descriptor, select.POLLIN)
+        is_over = False
+        while not is_over:
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            is_over = self._end in ready
+            for descriptor, name in self._readers.items():
+                if is_over or descriptor in ready:
+                    self._pass_on(descriptor, name, is_all=is_over)
+
+    def _pass_on(self, descriptor: int, name: str, *, is_all: bool) -> None:
+        while True:
+            try:
+                data = os.read(descriptor, _READ_BYTES)
+            except BlockingIOError:
+                return
+            _write(name, data)
+            if not is_all:
+                return
+
+
+class Lines:
+    """The lines that the supervisor has, as they come."""
+
+    def __init__(self, supervisor: PrivateSupervisor) -> None:
+        self._supervisor = supervisor
+        self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read. The supervisor listens already."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits for the last line: the stream ends with the supervisor."""
+        self._thread.join()
+
+    def _forward(self) -> None:
+        path = f"/v1/bulkheads/{self._supervisor.name}/logs?follow=true"
+        try:
+            for line in _admin.follow(self._supervisor.admin, path):
+                if "dropped" in line:
+                    _write("stderr", f"[{line['dropped']} lines of output were dropped]\n".encode())
+                else:
+                    _write(line["stream"], f"{line['line']}\n".encode(errors="replace"))
+        except (OSError, _admin.AdminError):
+            pass

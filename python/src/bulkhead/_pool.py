@@ -1,0 +1,458 @@
+"""What is behind a BulkheadExecutor: its calls, its private supervisor, and the thread that hears of outcomes.
+
+A call waits here, not yet pickled, until one of the places of the *window* is free; then it is with the supervisor.
+One thread, started with the supervisor, takes outcomes in, settles futures, and fills the window again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
+from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
+from typing import Any
+
+from . import _wire
+from ._channel import Channel, connect
+from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
+from ._private import PrivateSupervisor, SupervisorFailed
+from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
+
+__all__ = ["NAME", "Call", "CallTimeout", "Pool", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
+
+#: The name of the one bulkhead of the private supervisor.
+NAME = "pool"
+#: Calls that are with the supervisor beyond one for each worker: at first, while calls are quick (look-ahead needs
+#: them), and while they are not, so that most cancellations stay here.
+WINDOW_AT_FIRST, WINDOW_QUICK, WINDOW_SLOW = 16, 64, 1
+#: Mean run times, in µs, below which calls are quick and above which they are slow.
+QUICK_US, SLOW_US = 2_000, 20_000
+#: Bytes of payloads that are with the supervisor; a call that is larger goes when it is alone.
+WINDOW_BYTES_MAX = 256 << 20
+
+
+class WorkerCrashed(Crashed, BrokenProcessPool):
+    """The process that ran the call died: ``outcome`` says how. The executor goes on; only this call is lost."""
+
+
+class CallTimeout(DeadlineExceeded, concurrent.futures.TimeoutError):
+    """The call's ``timeout`` or ``deadline`` passed. Its process, and what that had started, is ended."""
+
+
+class PoolDisconnected(Disconnected, BrokenProcessPool):
+    """The private supervisor ended with the call under way. The next call starts another one."""
+
+
+class ResultUnreadable(BrokenProcessPool):
+    """The call, or what it returned or raised, could not be unpickled on the other side. Only this call is lost."""
+
+
+_ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
+
+
+class PoolFuture(Future[Any]):
+    """A future whose ``cancel()`` also ends a call that runs, with its process and what that has started."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._number = 0
+
+    def cancel(self) -> bool:
+        """Cancels the call; False only if it has its outcome already."""
+        with self._condition:
+            if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
+                return True
+            if self._state == FINISHED:
+                return False
+            self._state = CANCELLED_AND_NOTIFIED
+            for waiter in self._waiters:
+                waiter.add_cancelled(self)
+            self._condition.notify_all()
+        self._pool.cancelled(self)
+        self._invoke_callbacks()  # type: ignore[attr-defined]
+        return True
+
+    def _begin(self) -> bool:
+        """Makes it running, unless it was cancelled."""
+        with self._condition:
+            if self._state != PENDING:
+                return False
+            self._state = RUNNING
+            return True
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        """Gives it its outcome, unless it was cancelled meanwhile."""
+        with self._condition:
+            if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED):
+                return
+            self._result = value
+            self._exception = error
+            self._state = FINISHED
+            for waiter in self._waiters:
+                if error is None:
+                    waiter.add_result(self)
+                else:
+                    waiter.add_exception(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()  # type: ignore[attr-defined]
+
+
+class Call:
+    """A function with its arguments, and SUBMIT's metadata for it."""
+
+    __slots__ = ("arguments", "bytes", "function", "future", "keywords", "metadata")
+
+    def __init__(
+        self, future: PoolFuture, metadata: bytes, function: Callable[..., Any], arguments: Any, keywords: Any
+    ) -> None:
+        self.future = future
+        self.metadata = metadata
+        self.function: Callable[..., Any] | None = function
+        self.arguments = arguments
+        self.keywords = keywords
+        self.bytes = 0
+
+
+class Pool:
+    """See the module. ``launch`` starts a supervisor, and returns what is to be done when it has ended."""
+
+    def __init__(
+        self,
+        workers: int,
+        bulkhead: Mapping[str, Any],
+        supervisor: Mapping[str, Any],
+        pickler: str,
+        launch: Callable[[PrivateSupervisor], Callable[[], None]],
+    ) -> None:
+        self.workers = workers
+        self._bulkhead = bulkhead
+        self._supervisor_keys = supervisor
+        self._launch = launch
+        self.pickler = Pickler(pickler)
+        #: Why no call is taken any more.
+        self.broken: str | None = None
+        self.is_shut_down = False
+        self._reset()
+        _pools.add(self)
+
+    def _reset(self) -> None:
+        """The state of a pool that was never used; also that of one in a forked child."""
+        self._lock = threading.Lock()
+        self._waiting: deque[Call] = deque()
+        #: By number. Calls that are about to be sent are counted in `_pickling`.
+        self._sent: dict[int, Call] = {}
+        self._pickling = 0
+        self._next_number = 1
+        self._bytes = 0
+        self._run_us = float(QUICK_US)
+        self._window = self.workers + WINDOW_AT_FIRST
+        self._supervisor: PrivateSupervisor | None = None
+        self._channel: Channel | None = None
+        self._thread: threading.Thread | None = None
+        self._was_killed = False
+
+    def after_fork(self) -> None:
+        """In a forked child: the supervisor and all calls are the parent's."""
+        if self._channel is not None:
+            self._channel.close()
+        self._reset()
+
+    # Calls on their way out.
+
+    def submit(self, call: Call) -> None:
+        """Takes a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if none is taken any more."""
+        with self._lock:
+            self._refuse_if_over()
+            if self._channel is None:
+                self._start()
+            if self._waiting or not self._has_place():
+                self._waiting.append(call)
+                return
+            self._pickling += 1
+        if not self._send(call, may_wait=True):
+            self._fill(may_wait=True)
+
+    def _refuse_if_over(self) -> None:
+        if self.broken is not None:
+            raise BrokenProcessPool(self.broken)
+        if self.is_shut_down:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        if _interpreter_ends:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    def _has_place(self) -> bool:
+        return len(self._sent) + self._pickling < self._window and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
+
+    def _send(self, call: Call, *, may_wait: bool) -> bool:
+        """Pickles a call that has a place, and sends it; False if it does not need the place any more.
+
+        What cannot be pickled fails by itself.
+        """
+        future = call.future
+        payload, problem = b"", None
+        try:
+            payload = self.pickler.dumps((call.function, call.arguments, call.keywords))
+        except BaseException as error:
+            problem = error
+        # What the caller's objects hold on to is not held here.
+        call.function = call.arguments = call.keywords = None
+        call.bytes = len(payload)
+        with self._lock:
+            self._pickling -= 1
+            channel = self._channel
+            if problem is None and channel is None:
+                problem = PoolDisconnected("the supervisor ended before the call was sent")
+            # It may have been cancelled while it was pickled.
+            is_sent = problem is None and future._begin()
+            if is_sent:
+                number = future._number = self._next_number
+                self._next_number += 1
+                self._sent[number] = call
+                self._bytes += call.bytes
+        if problem is not None:
+            future._settle(None, problem)
+        if not is_sent or channel is None:
+            return False
+        channel.send((_wire.head(_wire.SUBMIT, number, call.metadata, len(payload)), payload), may_wait=may_wait)
+        if future.cancelled():
+            # By a thread that may have been before this one on the wire.
+            self._send_cancel(number)
+        return True
+
+    def _fill(self, *, may_wait: bool) -> None:
+        """Sends what waits, as far as there are places; and lets the pool end if it is to."""
+        while True:
+            with self._lock:
+                while self._waiting and self._waiting[0].future.cancelled():
+                    self._waiting.popleft()
+                if not self._waiting or not self._has_place() or self._channel is None:
+                    is_over = self._is_over()
+                    break
+                call = self._waiting.popleft()
+                self._pickling += 1
+            self._send(call, may_wait=may_wait)
+        if is_over:
+            self._end_channel()
+
+    def cancelled(self, future: PoolFuture) -> None:
+        """A future was cancelled: its call, if it is with the supervisor, is ended there."""
+        if future._number:
+            self._send_cancel(future._number)
+        elif self.is_shut_down:
+            self._fill(may_wait=False)
+
+    def _send_cancel(self, number: int) -> None:
+        channel = self._channel
+        if channel is not None and number in self._sent:
+            channel.send((_wire.frame(_wire.CANCEL, number),), may_wait=False)
+
+    # Outcomes.
+
+    def told(self, frames: list[_wire.Frame]) -> None:
+        """Settles what came, and fills the window."""
+        settled = []
+        with self._lock:
+            for kind, number, metadata, payload in frames:
+                call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
+                if call is not None:
+                    self._bytes -= call.bytes
+                    self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
+                    settled.append((call.future, metadata, payload))
+            quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
+            self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
+        # First what keeps the workers busy.
+        self._fill(may_wait=False)
+        for future, metadata, payload in settled:
+            self._settle(future, metadata, payload)
+
+    def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
+        if metadata[0] or payload[:1] != b"\x80":
+            future._settle(None, self._error(metadata, payload))
+            return
+        try:
+            value = self.pickler.loads(payload)
+        except BaseException as problem:
+            error = ResultUnreadable(f"the result cannot be unpickled: {problem!r}")
+            error.__cause__ = problem
+            future._settle(None, error)
+        else:
+            future._settle(value, None)
+
+    def _error(self, metadata: bytes, payload: _wire.Payload) -> BaseException:
+        if metadata[0]:
+            error = _wire.error(metadata, payload)
+            if error.outcome.outcome == "rejected" and error.outcome.reason == "unavailable":
+                self._break(f"no process of the pool can be started: {error.outcome.message}")
+                return BrokenProcessPool(self.broken)
+            kind = _ERRORS.get(type(error))
+            return error if kind is None else kind(error.outcome, error.payload)
+        letter = payload[:1]
+        if letter == RAISED:
+            end = 5 + int.from_bytes(payload[1:5], "little")
+            text = bytes(payload[5:end]).decode(errors="replace")
+            try:
+                raised: BaseException = self.pickler.loads(payload[end:])
+            except BaseException as problem:
+                raised = ResultUnreadable(f"the exception cannot be unpickled ({problem!r}): {_last_line(text)}")
+            raised.__cause__ = _remote(text)
+            return raised
+        text = bytes(payload[1:]).decode(errors="replace")
+        if letter == UNREADABLE:
+            error_read = ResultUnreadable(f"the call cannot be unpickled by the worker: {_last_line(text)}")
+            error_read.__cause__ = _remote(text)
+            return error_read
+        if letter == UNFIT:
+            self._break(f"the initializer failed: {_last_line(text)}")
+            broken = BrokenProcessPool(self.broken)
+            broken.__cause__ = _remote(text)
+            return broken
+        return ResultUnreadable("the worker answered with what is no result")
+
+    def _break(self, why: str) -> None:
+        """No call is taken any more, and those that wait fail."""
+        with self._lock:
+            self.broken = (
+                self.broken or f"A process in the process pool was terminated abruptly or did not start: {why}"
+            )
+            waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.future._settle(None, BrokenProcessPool(self.broken))
+
+    # Beginning and end.
+
+    def _start(self) -> None:
+        """Starts the supervisor and the thread, with the lock held."""
+        supervisor = PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys)
+        try:
+            finish = self._launch(supervisor)
+            channel = connect(supervisor.socket, _version())
+        except BaseException:
+            supervisor.stop(at_once=True)
+            raise
+        self._supervisor, self._channel = supervisor, channel
+        self._thread = threading.Thread(
+            target=_serve, args=(self, channel, supervisor, finish), name="bulkhead-executor", daemon=True
+        )
+        self._thread.start()
+
+    def lost(self, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
+        """The connection has ended: in order, or since the supervisor is gone."""
+        with self._lock:
+            self._channel = self._supervisor = None
+            left = list(self._sent.values())
+            self._sent.clear()
+            self._bytes = 0
+            over = self.is_shut_down or self.broken is not None or self._was_killed
+        channel.close()
+        supervisor.stop(at_once=bool(left) or self._was_killed)
+        finish()
+        for call in left:
+            told = "the pool was terminated" if self._was_killed else "the supervisor ended with the call under way"
+            call.future._settle(None, PoolDisconnected(told, "unknown"))
+        with self._lock:
+            if over or not self._waiting:
+                return
+            # What was never sent goes to another supervisor.
+            problem = None
+            try:
+                self._start()
+            except (OSError, SupervisorFailed, JobError) as error:
+                problem = str(error)
+        if problem is not None:
+            self._break(problem)
+        else:
+            self._fill(may_wait=False)
+
+    def _is_over(self) -> bool:
+        return (
+            (self.is_shut_down or self.broken is not None)
+            and not self._sent
+            and not self._pickling
+            and not self._waiting
+            and self._channel is not None
+        )
+
+    def _end_channel(self) -> None:
+        channel = self._channel
+        if channel is not None:
+            channel.end()
+
+    def shut_down(self, *, wait: bool, cancel: bool) -> None:
+        """Takes no further calls; ends the supervisor when the last one has its outcome."""
+        with self._lock:
+            self.is_shut_down = True
+            waiting: list[Call] = []
+            if cancel:
+                waiting, self._waiting = list(self._waiting), deque()
+        for call in waiting:
+            call.future.cancel()
+        self._fill(may_wait=False)
+        thread = self._thread
+        if wait and thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def terminate(self) -> None:
+        """Ends the supervisor and all workers at once; what has no outcome fails."""
+        self.is_shut_down = True
+        self._was_killed = True
+        self._break("the pool was terminated")
+        self._end_channel()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def supervisor(self) -> PrivateSupervisor:
+        """The supervisor that runs now. Raises ``RuntimeError`` if none does."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            raise RuntimeError("the pool has no supervisor: it starts with the first call, and ends with the pool")
+        return supervisor
+
+
+def _serve(pool: Pool, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
+    channel.read(pool.told)
+    pool.lost(channel, supervisor, finish)
+
+
+def _version() -> str:
+    from . import __version__
+
+    return __version__
+
+
+def _remote(text: str) -> BaseException:
+    """A traceback of another process, as the cause of an exception."""
+    made: BaseException = _RemoteTraceback(f'\n"""\n{text}"""')  # type: ignore[arg-type]
+    return made
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_interpreter_ends = False
+
+
+def _at_exit() -> None:
+    """As the standard executors do: what was submitted is finished, and no more is taken."""
+    global _interpreter_ends
+    _interpreter_ends = True
+    for pool in list(_pools):
+        pool.shut_down(wait=True, cancel=False)
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool.after_fork()
+
+
+threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_after_fork)

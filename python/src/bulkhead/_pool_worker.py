@@ -1,0 +1,168 @@
+"""The worker of BulkheadExecutor: prepares itself as ``multiprocessing`` does with "spawn", then serves calls.
+
+A job is ``(function, arguments, keywords)``, pickled. Its result is the pickle of the value, which begins with the byte
+0x80, or one of the letters below with what follows it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["main"]
+
+#: The function raised: u32 length, the traceback as text, then the exception, pickled.
+RAISED = b"E"
+#: The job could not be unpickled: the traceback as text.
+UNREADABLE = b"U"
+#: The initializer raised: the traceback as text. No job is ever run by this worker.
+UNFIT = b"I"
+
+_LENGTH = struct.Struct("<I")
+
+
+def process_chunk(fn: Callable[..., Any], chunk: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Runs a chunk of ``map``."""
+    return [fn(*arguments) for arguments in chunk]
+
+
+class Pickler:
+    """How values travel: by pickle, or by another module's ``dumps`` and ``loads``."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        if module == "pickle":
+            self.dumps: Callable[[Any], bytes] = _plain_dumps
+        else:
+            self.dumps = __import__(module, fromlist=["dumps"]).dumps
+        self.loads: Callable[[Any], Any] = (
+            pickle.loads if module in ("pickle", "cloudpickle") else __import__(module, fromlist=["loads"]).loads
+        )
+
+
+def _plain_dumps(value: Any) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def _raised(error: BaseException, pickler: Pickler) -> bytes:
+    """An exception as a result; if it cannot be pickled, the reason in its place."""
+    # The frame of `Calls.__call__` is none of the caller's.
+    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+    told = text.encode(errors="backslashreplace")
+    head = RAISED + _LENGTH.pack(len(told)) + told
+    try:
+        return head + pickler.dumps(error)
+    except BaseException as problem:
+        try:
+            return head + _plain_dumps(type(problem)(*problem.args))
+        except BaseException:
+            return head + _plain_dumps(pickle.PicklingError(f"the exception cannot be pickled: {type(error).__name__}"))
+
+
+class Calls:
+    """The handler: unpickles a call, runs it, pickles what it returns or raises."""
+
+    def __init__(self, pickler: Pickler) -> None:
+        self._pickler = pickler
+
+    def __call__(self, payload: Any, _context: Any) -> bytes:
+        pickler = self._pickler
+        try:
+            function, arguments, keywords = pickler.loads(payload)
+        except BaseException:
+            return UNREADABLE + traceback.format_exc().encode(errors="backslashreplace")
+        try:
+            value = function(*arguments, **keywords)
+            # What a result holds on to goes with it, and not with the next call.
+            del function, arguments, keywords
+            return pickler.dumps(value)
+        except BaseException as error:
+            try:
+                return _raised(error, pickler)
+            finally:
+                # A traceback and its frames hold each other.
+                error.__traceback__ = None
+
+
+def _prepare(preparation: dict[str, Any]) -> None:
+    """Makes this interpreter like the caller's: environment, paths, folder, authkey, and its main module."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
+    os.environ.clear()
+    os.environ.update(preparation["environment"])
+    os.environ.update(own)
+    from multiprocessing import process, spawn
+
+    current = process.current_process()
+    # What starts processes while it is imported is told so, as with "spawn": a script needs its guard.
+    current._inheriting = True  # type: ignore[attr-defined]
+    try:
+        spawn.prepare(preparation["multiprocessing"])
+    finally:
+        del current._inheriting  # type: ignore[attr-defined]
+
+
+def _join_output(paths: list[str]) -> None:
+    """Writes to the caller's FIFOs from here on; what a death says stays with the supervisor, for its report."""
+    import faulthandler
+
+    original = os.dup(2)
+    for descriptor, path in enumerate(paths, start=1):
+        fifo = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(fifo, descriptor)
+        os.close(fifo)
+    faulthandler.enable(file=original)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class _Worker:
+    """What ``serve`` is given: ``init`` prepares the process, and the instance is the handler."""
+
+    def __init__(self, preparation: dict[str, Any]) -> None:
+        self._preparation = preparation
+        self._calls: Callable[[Any, Any], bytes] = _refuse
+
+    def init(self) -> None:
+        preparation = self._preparation
+        if preparation["output"]:
+            _join_output(preparation["output"])
+        _prepare(preparation)
+        pickler = Pickler(preparation["pickler"])
+        self._calls = Calls(pickler)
+        try:
+            initializer, arguments = pickler.loads(preparation["initializer"])
+            if initializer is not None:
+                initializer(*arguments)
+        except BaseException:
+            # Told to the first call, which ends the pool: at once, and with the traceback.
+            told = UNFIT + traceback.format_exc().encode(errors="backslashreplace")
+            self._calls = lambda _payload, _context: told
+
+    def __call__(self, payload: Any, context: Any) -> bytes:
+        return self._calls(payload, context)
+
+
+def _refuse(_payload: Any, _context: Any) -> bytes:
+    raise RuntimeError("this worker is not prepared")
+
+
+def main(path: str) -> None:
+    """Serves the calls of the executor that wrote the file at ``path``; does not return. Without a path the same is
+    in a variable."""
+    if path:
+        with open(path, "rb") as file:
+            worker = _Worker(pickle.load(file))
+    else:
+        import base64
+        import zlib
+
+        worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(os.environ["PYTHON_BULKHEAD_PREPARATION"]))))
+    from .worker import serve
+
+    serve(worker, init=worker.init)

@@ -1,0 +1,267 @@
+"""A supervisor of this process's own: its folder, its program, its process and its end.
+
+It ends with this process, however that ends: the supervisor holds a pidfd of it (``--while-open``), stops at once when
+that says so, and removes the folder (``--own-folder``). Nothing here knows about jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import SupervisorNotFound
+
+__all__ = ["PrivateSupervisor", "SupervisorFailed", "find_supervisor", "to_toml"]
+
+#: Bytes of a Unix socket's path, less its closing NUL.
+SOCKET_PATH_BYTES_MAX = 107
+#: The longest name that is put into the folder.
+LONGEST_NAME = "admin.sock.lock"
+#: Seconds in which a supervisor has to listen.
+START_SECONDS_MAX = 30.0
+#: Seconds that workers without jobs have to exit by themselves.
+STOP_SECONDS_MAX = 10.0
+
+#: What is given to workers through the configuration; all other variables go by the preparation's file, since
+#: arguments and environment together have 96 KiB.
+_PASSED_VARIABLES = frozenset(
+    {"PATH", "HOME", "TMPDIR", "LANG", "LANGUAGE", "TZ", "MALLOC_ARENA_MAX", "VIRTUAL_ENV", "GLIBC_TUNABLES"}
+)
+_PASSED_PREFIXES = ("LD_", "PYTHON", "LC_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "ASAN_", "UBSAN_")
+
+
+class SupervisorFailed(RuntimeError):
+    """The supervisor's program could not be run, or refused what it was asked; the text is its own."""
+
+
+def find_supervisor() -> str:
+    """The path of ``bulkhead-supervisor``: of ``$BULKHEAD_SUPERVISOR``, the wheel, or ``PATH``.
+
+    Raises ``SupervisorNotFound`` with what to install.
+    """
+    named = os.environ.get("BULKHEAD_SUPERVISOR")
+    if named:
+        if _is_program(named):
+            return named
+        raise SupervisorNotFound(f"$BULKHEAD_SUPERVISOR is {named!r}, which is no program that can be run")
+    try:
+        import bulkhead_supervisor  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        pass
+    else:
+        return str(bulkhead_supervisor.path())
+    found = shutil.which("bulkhead-supervisor")
+    if found:
+        return found
+    raise SupervisorNotFound(
+        "the program bulkhead-supervisor is neither in $BULKHEAD_SUPERVISOR nor in PATH: "
+        "pip install 'bulkhead-py[supervisor]'"
+    )
+
+
+def _is_program(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def passed_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that a worker needs before its interpreter runs."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if (name in _PASSED_VARIABLES or name.startswith(_PASSED_PREFIXES)) and _is_text(name) and _is_text(value)
+    }
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` on top of ``base``: tables key by key, all else replaced; None takes a key away."""
+    result = dict(base)
+    for key, value in over.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def to_toml(value: Any) -> str:
+    """A value of the configuration as TOML, tables inline."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A TOML basic string is a JSON string, but for DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, os.PathLike):
+        return to_toml(os.fspath(value))
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(to_toml, value)) + "]"
+    raise TypeError(f"a configuration has no values such as {value!r}")
+
+
+def _document(supervisor: Mapping[str, Any], bulkheads: Mapping[str, Mapping[str, Any]]) -> str:
+    tables = [("[supervisor]", supervisor)]
+    tables += [(f"[bulkhead.{to_toml(name)}]", keys) for name, keys in bulkheads.items()]
+    lines: list[str] = []
+    for head, keys in tables:
+        lines += [head, *(f"{to_toml(key)} = {to_toml(value)}" for key, value in keys.items()), ""]
+    return "\n".join(lines)
+
+
+def _make_folder() -> str:
+    """A folder for this process alone, whose sockets have paths that are short enough."""
+    tried: list[str] = []
+    for parent in (None, os.environ.get("XDG_RUNTIME_DIR"), "/tmp", "/dev/shm"):
+        if parent is None:
+            parent = tempfile.gettempdir()
+        longest = os.path.join(parent, "bulkhead-12345678", LONGEST_NAME)
+        if len(os.fsencode(longest)) > SOCKET_PATH_BYTES_MAX:
+            continue
+        try:
+            return tempfile.mkdtemp(prefix="bulkhead-", dir=os.path.abspath(parent))
+        except OSError as error:
+            tried.append(f"{parent}: {error.strerror}")
+    raise SupervisorFailed("no folder for the supervisor's sockets could be made: " + "; ".join(tried))
+
+
+class PrivateSupervisor:
+    """A supervisor that this process starts and that ends with it.
+
+    Its folder is there when it is made, so that files can be put into it before it starts. A process that was forked
+    from this one leaves it alone.
+    """
+
+    def __init__(self, name: str, bulkhead: Mapping[str, Any], supervisor: Mapping[str, Any]) -> None:
+        self.name = name
+        self.folder = _make_folder()
+        self.socket = os.path.join(self.folder, "jobs.sock")
+        self.admin = os.path.join(self.folder, "admin.sock")
+        self._bulkhead = dict(bulkhead)
+        self._supervisor = {**supervisor, "socket": self.socket, "admin": self.admin}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        # In memory: the folder, and what is in it, goes with the supervisor.
+        self._log = open(os.memfd_create("bulkhead-log", os.MFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
+
+    def write(self, name: str, content: bytes) -> str:
+        """Puts a file into the folder, for this user alone."""
+        path = os.path.join(self.folder, name)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        return path
+
+    def fifo(self, name: str) -> str:
+        """Makes a FIFO in the folder."""
+        path = os.path.join(self.folder, name)
+        os.mkfifo(path, 0o600)
+        return path
+
+    def add_variable(self, name: str, value: str) -> None:
+        """Gives workers a further variable."""
+        self._bulkhead["env"] = {**self._bulkhead.get("env", {}), name: value}
+
+    def start(self, command: list[str]) -> None:
+        """Starts the program with workers that run ``command``. It listens when this returns, but may not be ready.
+
+        Raises ``SupervisorNotFound``, or ``SupervisorFailed`` with what it said.
+        """
+        try:
+            program = find_supervisor()
+            keys = {**self._bulkhead, "command": command}
+            config = self.write("workers.toml", _document(self._supervisor, {self.name: keys}).encode())
+            caller = os.pidfd_open(self._owner)
+            try:
+                ends = ["--while-open", str(caller), "--own-folder", self.folder]
+                self._process = subprocess.Popen(
+                    [program, "--config", config, "--log-level", "error", "--log-output", "off", *ends],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._log,
+                    pass_fds=[caller],
+                    # Ctrl-C is for this process: the supervisor ends with it, in order.
+                    start_new_session=True,
+                )
+            finally:
+                os.close(caller)
+            self._await_socket()
+        except BaseException:
+            self.stop(at_once=True)
+            raise
+
+    def _await_socket(self) -> None:
+        assert self._process is not None
+        give_up = time.monotonic() + START_SECONDS_MAX
+        pause = 0.001
+        while not _is_socket(self.socket) or not _is_socket(self.admin):
+            if self._process.poll() is not None:
+                raise SupervisorFailed(f"bulkhead-supervisor did not start: {self.log()}")
+            if time.monotonic() > give_up:
+                raise SupervisorFailed(f"bulkhead-supervisor did not listen in {START_SECONDS_MAX:.0f} s: {self.log()}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def log(self) -> str:
+        """The end of what the supervisor said to its standard error."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), 4096, max(size - 4096, 0)).decode(errors="replace").strip()
+
+    @property
+    def pid(self) -> int | None:
+        """The supervisor's process, while it is one."""
+        return None if self._process is None else self._process.pid
+
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ends it, its workers and its folder; ``at_once`` leaves jobs in flight no time. May be called again."""
+        if os.getpid() != self._owner:
+            return
+        process = self._process
+        give_up = time.monotonic() + STOP_SECONDS_MAX
+        while process is not None and process.poll() is None:
+            if time.monotonic() > give_up:
+                process.kill()
+            else:
+                process.send_signal(signal.SIGTERM)
+            try:
+                # A second signal ends all at once. Two that come together would count as one.
+                process.wait(0.01 if at_once else STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                at_once = True
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def get(self, path: str) -> Any:
+        """What the admin socket answers, as JSON."""
+        from ._admin import get
+
+        return get(self.admin, path)
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False

@@ -1,0 +1,377 @@
+"""``BulkheadExecutor``: a ``ProcessPoolExecutor`` that survives what its calls do.
+
+A call that segfaults, exits, hangs, eats the memory or cannot be pickled costs itself and no other; a timeout and a
+``cancel()`` end what runs, with all that it has started; the end of this process, however it comes, ends the workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import multiprocessing.spawn
+import os
+import pickle
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+from . import _wire
+from ._output import Fifos, Lines
+from ._pool import NAME, Call, CallTimeout, Pool, PoolDisconnected, PoolFuture, ResultUnreadable, WorkerCrashed
+from ._pool_worker import process_chunk
+from ._private import PrivateSupervisor, merged, passed_environment
+
+__all__ = ["BulkheadExecutor", "CallTimeout", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
+
+#: Most processes of one pool.
+WORKERS_MAX = 1024
+#: Bytes of what confined workers are given by a variable; others read a file.
+_PREPARATION_BYTES_MAX = 64 * 1024
+
+
+class _Calls(Executor):
+    """What takes calls: the executor, and each of its ``with_options``."""
+
+    _pool: Pool
+    _metadata: bytes
+    _options: dict[str, Any]
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture:
+        """Schedules ``fn(*args, **kwargs)`` in a worker process, and returns its future.
+
+        The future raises what ``fn`` raises, ``WorkerCrashed`` (a ``BrokenProcessPool``) if its process died,
+        ``CallTimeout`` (a ``TimeoutError``) if its ``timeout`` or ``deadline`` passed, ``ResultUnreadable`` if call or
+        result could not be unpickled. ``cancel()`` ends it also when it runs. Raises ``RuntimeError`` after
+        ``shutdown``, ``BrokenProcessPool`` after an initializer that failed, ``SupervisorNotFound``.
+        """
+        pool = self._pool
+        future = PoolFuture(pool)
+        pool.submit(Call(future, self._metadata, fn, args, kwargs))
+        return future
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[Any]:
+        """Like ``map(fn, *iterables)``, with the calls in worker processes.
+
+        ``timeout`` (seconds) is for the whole, from here. ``chunksize`` calls make one job. With ``buffersize`` so many
+        jobs are submitted ahead of the iterator; without, all at once. A call that raises, and an iterator that is
+        closed, cancel all that is left, also what runs.
+        """
+        if chunksize < 1:
+            raise ValueError("chunksize must be >= 1.")
+        if buffersize is not None and not isinstance(buffersize, int):
+            raise TypeError("buffersize must be an integer or None")
+        if buffersize is not None and buffersize < 1:
+            raise ValueError("buffersize must be None or > 0")
+        give_up = None if timeout is None else time.monotonic() + timeout
+        calls: Iterator[tuple[Any, ...]] = zip(*iterables, strict=False)
+        if chunksize > 1:
+            results = self._map(
+                partial(process_chunk, fn), ((chunk,) for chunk in _chunks(calls, chunksize)), buffersize
+            )
+            return _chained(_in_order(results, give_up, self._submit_next))
+        return _in_order(self._map(fn, calls, buffersize), give_up, self._submit_next)
+
+    def _map(
+        self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], buffersize: int | None
+    ) -> tuple[deque[PoolFuture], Callable[..., Any], Iterator[tuple[Any, ...]]]:
+        futures = deque(self.submit(fn, *arguments) for arguments in itertools.islice(calls, buffersize))
+        return futures, fn, calls
+
+    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> PoolFuture | None:
+        for arguments in calls:
+            return self.submit(fn, *arguments)
+        return None
+
+
+class BulkheadExecutor(_Calls):
+    """Runs calls in ``max_workers`` processes under a supervisor of its own, which starts with the first call.
+
+    The parameters of ``ProcessPoolExecutor`` mean what they mean there; ``mp_context`` may be "spawn" or "forkserver",
+    and workers are spawned in any case.
+
+    ``timeout``      seconds that a call may run; then its process and what it started are killed
+    ``memory``       bytes, or a size such as ``"512MiB"``, of data that a worker may have; beyond it: ``MemoryError``
+    ``sandbox``      ``"none"``, ``"default"``, ``"strict"`` or a table of keys, see docs/confinement.md
+    ``pickler``      ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or a module with dumps and loads
+    ``env``          variables of the workers, on top of this process's own
+    ``config``       keys of ``[bulkhead.NAME]`` (docs/configuration.md), over what is said here; its ``"supervisor"``
+                     has keys of ``[supervisor]``
+
+    After a fork the child's copy is as new: it starts a supervisor of its own. When this process ends, calls that were
+    submitted are finished first, as with the standard executors; when it is killed, the workers are too.
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        mp_context: Any = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        *,
+        max_tasks_per_child: int | None = None,
+        timeout: float | None = None,
+        memory: int | str | None = None,
+        sandbox: str | Mapping[str, Any] = "none",
+        pickler: str = "pickle",
+        env: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if max_workers is None:
+            max_workers = min(_processors(), WORKERS_MAX)
+        if max_workers <= 0:
+            raise ValueError("max_workers must be greater than 0")
+        if max_workers > WORKERS_MAX:
+            raise ValueError(f"max_workers must be <= {WORKERS_MAX}")
+        if initializer is not None and not callable(initializer):
+            raise TypeError("initializer must be a callable")
+        if max_tasks_per_child is not None:
+            if not isinstance(max_tasks_per_child, int):
+                raise TypeError("max_tasks_per_child must be an integer")
+            if max_tasks_per_child <= 0:
+                raise ValueError("max_tasks_per_child must be >= 1")
+        if mp_context is None:
+            mp_context = multiprocessing.get_context("spawn")
+        if mp_context.get_start_method(allow_none=False) == "fork":
+            raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
+        self._mp_context = mp_context
+        self._max_workers = max_workers
+        self._environment = dict(env or {})
+        self._initializer = (initializer, tuple(initargs))
+        self._options = {"timeout": timeout, "deadline": None, "priority": "normal", "tenant": "", "idempotent": False}
+        self._metadata = _submission(self._options)
+        given = dict(config or {})
+        supervisor = given.pop("supervisor", {})
+        self._is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
+        bulkhead = merged(self._keys(max_workers, max_tasks_per_child, memory, sandbox), given)
+        self._pool = Pool(
+            max_workers,
+            bulkhead,
+            {**_SUPERVISOR_KEYS, **supervisor},
+            pickler,
+            partial(_launch, weakref.ref(self), bulkhead),
+        )
+        # One that is dropped ends as by shutdown(wait=False).
+        weakref.finalize(self, self._pool.shut_down, wait=False, cancel=False).atexit = False
+
+    def _keys(
+        self, workers: int, tasks: int | None, memory: int | str | None, sandbox: str | Mapping[str, Any]
+    ) -> dict[str, Any]:
+        profile: dict[str, Any] = (
+            {"profile": sandbox} if isinstance(sandbox, str) else {"profile": "default", **sandbox}
+        )
+        keys: dict[str, Any] = {
+            "processes": workers,
+            "max_in_flight": 1,
+            "max_queue": workers + 128,
+            "deadline": "365d",
+            "grace": "0s",
+            "retry": {"attempts": 3, "budget": 1.0},
+            "env": passed_environment({**os.environ, **self._environment}),
+            "cwd": os.getcwd(),
+            "sandbox": profile,
+        }
+        if tasks is not None:
+            keys["recycle"] = {"jobs": tasks}
+        if memory is not None:
+            keys["rlimits"] = {"data": memory}
+        if self._is_confined:
+            profile["read"] = [*profile.get("read", []), *_readable_paths()]
+        return keys
+
+    def with_options(
+        self,
+        *,
+        timeout: float | None = None,
+        deadline: float | None = None,
+        priority: str = "normal",
+        tenant: str = "",
+        idempotent: bool = False,
+    ) -> Executor:
+        """An executor whose calls go to the same workers with these options.
+
+        ``timeout``: seconds that a call may run, instead of the executor's own. ``deadline``: seconds from its
+        submission to its outcome, the wait included. ``priority``: ``"best-effort"``, ``"normal"``, ``"critical"``.
+        ``tenant``: those for whom it is done; tenants take turns. ``idempotent``: a call whose process died is run
+        again, up to three times.
+        """
+        if timeout is None:
+            timeout = self._options["timeout"]
+        return _Configured(
+            self, timeout=timeout, deadline=deadline, priority=priority, tenant=tenant, idempotent=idempotent
+        )
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Takes no further calls. Those that were submitted are finished, unless ``cancel_futures``: then those that
+        are not with the supervisor yet are cancelled. With ``wait`` all processes are gone when this returns."""
+        self._pool.shut_down(wait=wait, cancel=cancel_futures)
+
+    def terminate_workers(self) -> None:
+        """Ends the supervisor and all workers at once. Futures without an outcome raise ``BrokenProcessPool``."""
+        self._pool.terminate()
+
+    def kill_workers(self) -> None:
+        """The same as ``terminate_workers``: workers are killed in any case."""
+        self._pool.terminate()
+
+    def status(self) -> dict[str, Any]:
+        """The pool as the supervisor sees it: workers, what runs and waits, how calls ended (docs/operations.md).
+
+        Raises ``RuntimeError`` before the first call and after the last."""
+        status: dict[str, Any] = self._pool.supervisor().get(f"/v1/bulkheads/{NAME}")
+        return status
+
+    def crashes(self) -> list[dict[str, Any]]:
+        """Reports of workers that died, the oldest first: how, and what they had said. Raises as ``status``."""
+        supervisor = self._pool.supervisor()
+        listed = supervisor.get("/v1/crashes")["crashes"]
+        return [supervisor.get(f"/v1/crashes/{crash['id']}") for crash in listed]
+
+    def _preparation(self, output: list[str]) -> bytes:
+        main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
+        main["authkey"] = bytes(main["authkey"])
+        preparation = {
+            "multiprocessing": main,
+            "environment": {**os.environ, **self._environment},
+            "initializer": self._pool.pickler.dumps(self._initializer),
+            "pickler": self._pool.pickler.module,
+            "output": output,
+        }
+        return pickle.dumps(preparation)
+
+
+class _Configured(_Calls):
+    """An executor's ``with_options``. Its end does not end the executor."""
+
+    def __init__(self, executor: BulkheadExecutor, **options: Any) -> None:
+        self._executor = executor
+        self._pool = executor._pool
+        self._options = options
+        self._metadata = _submission(options)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Does nothing: the executor is shut down where it was made."""
+
+
+#: Large results must pass; reports hold no payloads, which could be as large.
+_SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloads": False, "drain_timeout": "5s"}
+
+
+def _submission(options: Mapping[str, Any]) -> bytes:
+    given = dict(options)
+    return _wire.submission(NAME, run_limit=given.pop("timeout"), **given)
+
+
+def _launch(
+    made: weakref.ref[BulkheadExecutor], bulkhead: Mapping[str, Any], supervisor: PrivateSupervisor
+) -> Callable[[], None]:
+    """Starts a supervisor for an executor; what is returned is called when it has ended."""
+    executor = made()
+    if executor is None:
+        raise RuntimeError("the executor is gone")
+    current = multiprocessing.process.current_process()
+    if getattr(current, "_inheriting", False):
+        raise RuntimeError(
+            "the main module submits calls while it is imported by a worker: put what it does under "
+            "if __name__ == '__main__':"
+        )
+    output = Lines(supervisor) if executor._is_confined else Fifos(supervisor)
+    preparation = executor._preparation(output.paths if isinstance(output, Fifos) else [])
+    source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if executor._is_confined:
+        argument = _as_variable(supervisor, preparation)
+    else:
+        argument = supervisor.write("preparation", preparation)
+    code = f"import sys; sys.path.insert(0, {source!r}); from bulkhead._pool_worker import main; main({argument!r})"
+    try:
+        supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
+        output.start()
+    except BaseException:
+        if isinstance(output, Fifos):
+            output.finish()
+        raise
+    return output.finish
+
+
+def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:
+    """A preparation for workers that cannot open files of this user's own: in a variable of their environment."""
+    import base64
+    import zlib
+
+    text = base64.b64encode(zlib.compress(preparation)).decode()
+    if len(text) > _PREPARATION_BYTES_MAX:
+        raise ValueError("environment and initializer are too large for confined workers: let calls bring the data")
+    supervisor.add_variable("PYTHON_BULKHEAD_PREPARATION", text)
+    return ""
+
+
+def _flags() -> list[str]:
+    import subprocess
+
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def _processors() -> int:
+    count = getattr(os, "process_cpu_count", None)
+    return (count() if count is not None else len(os.sched_getaffinity(0))) or 1
+
+
+def _readable_paths() -> list[str]:
+    """What a confined interpreter reads beside the system's own files."""
+    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    paths += [os.path.abspath(path) for path in sys.path]
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+
+
+def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    while chunk := tuple(itertools.islice(calls, size)):
+        yield chunk
+
+
+def _in_order(
+    begun: tuple[deque[PoolFuture], Callable[..., Any], Iterator[tuple[Any, ...]]],
+    give_up: float | None,
+    submit_next: Callable[..., PoolFuture | None],
+) -> Iterator[Any]:
+    """The results in the order of the calls; no result is held once it was given out."""
+    futures, fn, calls = begun
+    try:
+        while futures:
+            following = submit_next(fn, calls)
+            if following is not None:
+                futures.append(following)
+                del following
+            yield _taken(futures, give_up)
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _taken(futures: deque[PoolFuture], give_up: float | None) -> Any:
+    future = futures.popleft()
+    try:
+        return future.result(None if give_up is None else give_up - time.monotonic())
+    except BaseException:
+        future.cancel()
+        raise
+    finally:
+        del future
+
+
+def _chained(chunks: Iterator[list[Any]]) -> Iterator[Any]:
+    for chunk in chunks:
+        chunk.reverse()
+        while chunk:
+            yield chunk.pop()

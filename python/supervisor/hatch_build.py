@@ -1,0 +1,57 @@
+"""Puts the stripped programs into the wheel, and sets its platform tag by what they need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+sys.path.insert(0, str(Path(__file__).parent))
+from elf import platform_tag
+
+PROGRAMS = ("bulkhead-supervisor", "bulkhead-worker", "bulkhead")
+
+
+def find_programs() -> Path:
+    """The folder of the programs: ``$BULKHEAD_PROGRAMS``, or the workspace's ``target/dist`` or ``target/release``."""
+    target = Path(__file__).resolve().parents[2] / "target"
+    named = os.environ.get("BULKHEAD_PROGRAMS")
+    folders = [Path(named)] if named else [target / "dist", target / "release"]
+    for folder in folders:
+        if all((folder / program).is_file() for program in PROGRAMS):
+            return folder
+    looked = ", ".join(map(str, folders))
+    raise FileNotFoundError(f"{', '.join(PROGRAMS)} are not in {looked}: cargo build --profile dist --workspace")
+
+
+class ProgramsHook(BuildHookInterface[Any]):
+    """Called by hatchling for each wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            raise RuntimeError("there is nothing to edit here: set $BULKHEAD_SUPERVISOR to the program instead")
+        source = find_programs()
+        self._folder = tempfile.TemporaryDirectory(prefix="bulkhead-wheel-")
+        stripped = [strip(source / program, Path(self._folder.name) / program) for program in PROGRAMS]
+        for path in stripped:
+            build_data["force_include"][str(path)] = f"bulkhead_supervisor/bin/{path.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag(stripped)}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        self._folder.cleanup()
+
+
+def strip(source: Path, target: Path) -> Path:
+    """Copies a program without its symbols, or as it is where there is no ``strip``."""
+    tool = shutil.which(os.environ.get("STRIP", "strip"))
+    if tool is None or subprocess.run([tool, "-o", target, source], check=False).returncode != 0:
+        shutil.copyfile(source, target)
+    target.chmod(0o755)
+    return target

@@ -1,0 +1,156 @@
+"""Functions that tests run in worker processes. Imports nothing that is slow: each new worker imports it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+STATE: list[object] = []
+
+
+def double(number: int) -> int:
+    return number * 2
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def add(one: int, *, other: int) -> int:
+    return one + other
+
+
+def fail(words: str) -> None:
+    raise ValueError(words)
+
+
+def segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(status: int = 0) -> None:
+    os._exit(status)
+
+
+def hang(note: str | None = None) -> None:
+    """Runs for ever, with a grandchild in a session of its own; ``note`` gets both process numbers."""
+    grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if note:
+        with open(note + ".new", "w") as file:
+            file.write(f"{os.getpid()} {grandchild.pid}")
+        os.rename(note + ".new", note)
+    while True:
+        pass
+
+
+def leak() -> None:
+    """Takes memory without end."""
+    kept = []
+    while True:
+        kept.append(bytearray(16 << 20))
+
+
+def note_once(path: str) -> str:
+    """Dies the first time that it is called with ``path``, and answers the second time."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "the second time"
+    os._exit(1)
+
+
+class TwoArguments(Exception):
+    """Cannot be unpickled: pickle calls it with one argument."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def raise_unreadable() -> None:
+    raise TwoArguments("the one", "the two")
+
+
+def raise_unpicklable() -> None:
+    error = ValueError("has a lambda")
+    error.what = lambda: None  # type: ignore[attr-defined]
+    raise error
+
+
+def return_unpicklable() -> Any:
+    return lambda: None
+
+
+def leave_by_exception() -> None:
+    sys.exit(3)
+
+
+def remember(value: object) -> None:
+    STATE.append(value)
+
+
+def remembered() -> list[object]:
+    return STATE
+
+
+def fail_to_start() -> None:
+    raise RuntimeError("no licence")
+
+
+def die_at_start() -> None:
+    os._exit(9)
+
+
+def say(words: str, count: int = 1) -> int:
+    for _ in range(count):
+        print(words)
+    return count
+
+
+def complain(words: str) -> None:
+    print(words, file=sys.stderr)
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def folder() -> str:
+    return os.getcwd()
+
+
+def arguments() -> list[str]:
+    return sys.argv
+
+
+def connect_out() -> str:
+    """Tries to reach the network."""
+    import socket
+
+    try:
+        socket.create_connection(("127.0.0.1", 9), timeout=1)
+    except ConnectionRefusedError:
+        return "refused by the other side"
+    except OSError as error:
+        return type(error).__name__
+    return "connected"
+
+
+def nested(number: int) -> int:
+    """A pool within a worker."""
+    from bulkhead import BulkheadExecutor
+
+    with BulkheadExecutor(1) as pool:
+        return int(pool.submit(double, number).result(60))

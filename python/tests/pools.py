@@ -1,0 +1,60 @@
+"""What tests of executors share: waiting for a condition, and looking at processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+#: Seconds that anything may take on a busy machine.
+LONG = 60.0
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, condition: Callable[[], T | None], seconds: float = LONG) -> T:
+    """What a condition says once it says something."""
+    give_up = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def read(path: os.PathLike[str] | str) -> str | None:
+    """What stands in a file, if it is there."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def tree(root: int) -> set[int]:
+    """A process and all its descendants, zombies left out."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                parents[int(name)] = int(fields[1])
+    found = {root} & parents.keys()
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found

@@ -1,0 +1,561 @@
+"""BulkheadExecutor as an executor: what concurrent.futures promises, options, threads, asyncio, fork, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
+from pathlib import Path
+
+import jobs
+import pytest
+from pools import LONG, is_running, read, tree, wait_for
+
+import bulkhead
+from bulkhead import BulkheadExecutor, SupervisorNotFound
+from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[BulkheadExecutor]:
+    """A pool that all tests of this file may use, and leave as they found it."""
+    with BulkheadExecutor(2) as executor:
+        yield executor
+
+
+def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that can import what tests can."""
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+
+
+# What every executor does.
+
+
+def test_calls_have_values_and_exceptions(pool: BulkheadExecutor) -> None:
+    assert pool.submit(jobs.double, 21).result(LONG) == 42
+    assert pool.submit(jobs.add, 1, other=2).result(LONG) == 3
+    future = pool.submit(jobs.fail, "no")
+    with pytest.raises(ValueError, match="^no$") as raised:
+        future.result(LONG)
+    assert isinstance(raised.value.__cause__, _RemoteTraceback)
+    assert "raise ValueError(words)" in str(raised.value.__cause__)
+    with pytest.raises(SystemExit):
+        pool.submit(jobs.leave_by_exception).result(LONG)
+
+
+def test_map(pool: BulkheadExecutor) -> None:
+    numbers = list(range(100))
+    expected = [number * 2 for number in numbers]
+    assert list(pool.map(jobs.double, numbers)) == expected
+    assert list(pool.map(jobs.double, numbers, chunksize=7)) == expected
+    assert list(pool.map(jobs.double, numbers, buffersize=3)) == expected
+    assert list(pool.map(jobs.double, numbers, chunksize=7, buffersize=2)) == expected
+    for wrong in ({"chunksize": 0}, {"buffersize": 0}):
+        with pytest.raises(ValueError):
+            pool.map(jobs.double, numbers, **wrong)
+    with pytest.raises(TypeError):
+        pool.map(jobs.double, numbers, buffersize=1.5)  # type: ignore[arg-type]
+
+
+def test_map_with_a_buffer_takes_no_more_of_its_iterable(pool: BulkheadExecutor) -> None:
+    taken: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(1000):
+            taken.append(number)
+            yield number
+
+    results = pool.map(jobs.double, numbers(), buffersize=4)
+    assert len(taken) == 4
+    assert next(results) == 0
+    assert len(taken) == 5
+    results.close()  # type: ignore[attr-defined]
+
+
+def test_large_values_travel_both_ways(pool: BulkheadExecutor) -> None:
+    data = os.urandom(1 << 20) * 20
+    assert pool.submit(jobs.echo, data).result(LONG) == data
+    # More at once than sockets and buffers hold: neither side may wait for the other.
+    futures = [pool.submit(jobs.echo, data[: 3 << 20]) for _ in range(40)]
+    assert all(future.result(LONG) == data[: 3 << 20] for future in futures)
+
+
+def test_what_cannot_be_pickled_or_read_costs_itself(pool: BulkheadExecutor) -> None:
+    before = pool.submit(jobs.pid).result(LONG)
+    bad = [
+        (pool.submit(lambda: 1), (pickle.PicklingError, AttributeError)),
+        (pool.submit(jobs.return_unpicklable), (pickle.PicklingError, AttributeError)),
+        (pool.submit(jobs.raise_unpicklable), (pickle.PicklingError, AttributeError)),
+        (pool.submit(jobs.raise_unreadable), ResultUnreadable),
+        (pool.submit(jobs.echo, Unreadable()), ResultUnreadable),
+    ]
+    for future, kind in bad:
+        with pytest.raises(kind):
+            future.result(LONG)
+    assert "the one" in str(bad[3][0].exception(LONG))
+    pids = {pool.submit(jobs.pid).result(LONG) for _ in range(20)}
+    assert before in pids
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[object, ...]:
+        return jobs.fail, ("while it is unpickled",)
+
+
+def test_a_thousand_unpicklable_calls_do_not_exhaust_the_stack(pool: BulkheadExecutor) -> None:
+    first = pool.submit(jobs.sleep, 0.2)
+    futures = [pool.submit(lambda: 1) for _ in range(3000)]
+    assert all(future.exception(LONG) is not None for future in futures)
+    assert first.result(LONG) == 0.2
+
+
+def test_no_reference_to_results_is_kept(pool: BulkheadExecutor) -> None:
+    import weakref
+
+    future = pool.submit(jobs.echo, {1, 2})
+    result = weakref.ref(future.result(LONG))
+    del future
+    gc.collect()
+    wait_for("the result is gone", lambda: result() is None)
+
+
+# Timeout and cancel.
+
+
+def test_a_timeout_ends_the_call_and_its_tree(pool: BulkheadExecutor, tmp_path: Path) -> None:
+    note = str(tmp_path / "note")
+    future = pool.with_options(timeout=1).submit(jobs.hang, note)
+    with pytest.raises(CallTimeout) as raised:
+        future.result(LONG)
+    assert isinstance(raised.value, concurrent.futures.TimeoutError)
+    assert isinstance(raised.value, bulkhead.DeadlineExceeded)
+    assert "1 s" in str(raised.value)
+    pids = list(map(int, (read(note) or "").split()))
+    assert len(pids) == 2
+    wait_for("the tree is gone", lambda: not any(map(is_running, pids)))
+    assert pool.submit(jobs.double, 2).result(LONG) == 4
+
+
+def test_how_long_a_timeout_and_a_cancel_take(tmp_path: Path) -> None:
+    """The design: 0.2 s on an endless loop raises within 0.25 s, the tree is gone within 0.5 s. On a busy machine the
+    best of some is asked for."""
+    raised, gone, cancelled = [], [], []
+    with BulkheadExecutor(1) as pool:
+        for number in range(6):
+            pool.submit(jobs.pid).result(LONG)
+            note = str(tmp_path / str(number))
+            is_cancelled = number % 2 == 1
+            executor = pool if is_cancelled else pool.with_options(timeout=0.2)
+            began = time.monotonic()
+            future = executor.submit(jobs.hang, note)
+            if is_cancelled:
+                wait_for("it runs", lambda: read(note))
+                began = time.monotonic()
+                assert future.cancel()
+            else:
+                with pytest.raises(CallTimeout):
+                    future.result(LONG)
+                raised.append(time.monotonic() - began)
+            text = wait_for("it had run", lambda: read(note) or (None if is_cancelled else "0 0"))
+            pids = [pid for pid in map(int, text.split()) if pid]
+            wait_for("its tree is gone", lambda: not any(map(is_running, pids)))
+            (cancelled if is_cancelled else gone).append(time.monotonic() - began)
+    assert min(raised) < 0.25, raised
+    assert min(gone) < 0.5, gone
+    assert min(cancelled) < 0.5, cancelled
+
+
+def test_cancel_at_each_stage(tmp_path: Path) -> None:
+    with BulkheadExecutor(1) as pool:
+        note = str(tmp_path / "note")
+        running = pool.submit(jobs.hang, note)
+        sent = pool.submit(jobs.double, 1)
+        waiting = [pool.submit(jobs.double, number) for number in range(500)]
+        pids = list(map(int, wait_for("it runs", lambda: read(note)).split()))
+        assert running.running()
+        for future in (sent, waiting[250], running):
+            assert future.cancel()
+            assert future.cancelled()
+            assert future.cancel()
+        with pytest.raises(concurrent.futures.CancelledError):
+            running.result(LONG)
+        rest = [future for future in waiting if not future.cancelled()]
+        assert [future.result(LONG) for future in rest] == [number * 2 for number in range(500) if number != 250]
+        assert not waiting[0].cancel()
+        wait_for("its tree is gone", lambda: not any(map(is_running, pids)))
+        done, _ = concurrent.futures.wait([running, sent, waiting[250]], timeout=LONG)
+        assert len(done) == 3
+
+
+def test_a_deadline_includes_the_wait() -> None:
+    with BulkheadExecutor(1) as pool:
+        first = pool.submit(jobs.sleep, 0.5)
+        late = pool.with_options(deadline=0.1).submit(jobs.double, 1)
+        with pytest.raises(CallTimeout):
+            late.result(LONG)
+        assert first.result(LONG) == 0.5
+
+
+# Options.
+
+
+def test_options_of_the_executor_and_of_calls(tmp_path: Path) -> None:
+    initial = ("made here", {"a": 1})
+    with BulkheadExecutor(
+        1, initializer=jobs.remember, initargs=(initial,), timeout=0.5, env={"GREETING": "hello"}, memory="512MiB"
+    ) as pool:
+        assert pool.submit(jobs.remembered).result(LONG) == [initial]
+        assert pool.submit(jobs.variable, "GREETING").result(LONG) == "hello"
+        assert pool.submit(jobs.variable, "HOME").result(LONG) == os.environ.get("HOME")
+        assert pool.submit(jobs.folder).result(LONG) == os.getcwd()
+        assert pool.submit(jobs.arguments).result(LONG) == sys.argv
+        with pytest.raises(CallTimeout):
+            pool.submit(jobs.hang).result(LONG)
+        with pytest.raises(MemoryError):
+            pool.submit(jobs.leak).result(LONG)
+        assert pool.with_options(timeout=LONG).submit(jobs.sleep, 0.7).result(LONG) == 0.7
+        again = pool.with_options(idempotent=True, timeout=LONG)
+        assert again.submit(jobs.note_once, str(tmp_path / "once")).result(LONG) == "the second time"
+        ordered = pool.with_options(priority="critical", tenant="acme", timeout=LONG)
+        assert list(ordered.map(jobs.double, range(5))) == [0, 2, 4, 6, 8]
+        ordered.shutdown()
+        assert pool.submit(jobs.double, 1).result(LONG) == 2
+        with pytest.raises(ValueError):
+            pool.with_options(priority="urgent")
+
+
+def test_wrong_arguments() -> None:
+    for arguments in ({"max_workers": 0}, {"max_workers": 5000}, {"max_tasks_per_child": 0}, {"timeout": 0}):
+        with pytest.raises(ValueError):
+            BulkheadExecutor(**arguments)  # type: ignore[arg-type]
+    for arguments in ({"initializer": 1}, {"max_tasks_per_child": 1.5}):
+        with pytest.raises(TypeError):
+            BulkheadExecutor(**arguments)  # type: ignore[arg-type]
+    import multiprocessing
+
+    with pytest.raises(ValueError, match="spawn"):
+        BulkheadExecutor(mp_context=multiprocessing.get_context("fork"))
+    with BulkheadExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        assert pool.submit(jobs.double, 1).result(LONG) == 2
+
+
+def test_a_configuration_that_is_refused_is_told_by_the_first_call() -> None:
+    with BulkheadExecutor(1, config={"max_qeue": 3}) as pool, pytest.raises(RuntimeError, match="max_queue"):
+        pool.submit(jobs.pid)
+
+
+def test_keys_of_the_configuration() -> None:
+    with BulkheadExecutor(1, config={"rlimits": {"nofile": 77}, "supervisor": {"max_clients": 5}}) as pool:
+        assert pool.submit(limit_of_files).result(LONG) == 77
+
+
+def limit_of_files() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_max_tasks_per_child_is_exact(tasks: int) -> None:
+    with BulkheadExecutor(2, max_tasks_per_child=tasks) as pool:
+        pids = [future.result(LONG) for future in [pool.submit(jobs.pid) for _ in range(12)]]
+    assert max(map(pids.count, pids)) <= tasks
+    if tasks == 1:
+        assert len(set(pids)) == 12
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="cloudpickle is not installed")
+def test_cloudpickle() -> None:
+    word = "closed over"
+    with BulkheadExecutor(1, pickler="cloudpickle") as pool:
+        assert pool.submit(lambda: word).result(LONG) == word
+        made = pool.submit(lambda: type("Made", (), {"word": word})()).result(LONG)
+        assert made.word == word
+
+
+# What goes wrong at the start.
+
+
+def test_an_initializer_that_fails_ends_the_pool() -> None:
+    for initializer in (jobs.fail_to_start, jobs.die_at_start):
+        with BulkheadExecutor(2, initializer=initializer) as pool:
+            future = pool.submit(jobs.pid)
+            with pytest.raises(BrokenProcessPool) as raised:
+                future.result(LONG)
+            if initializer is jobs.fail_to_start:
+                assert "no licence" in str(raised.value)
+            with pytest.raises(BrokenProcessPool):
+                wait_for("it takes no more", lambda: pool.submit(jobs.pid).exception(LONG) and None)
+
+
+def test_without_a_supervisor_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BULKHEAD_SUPERVISOR", str(tmp_path / "none"))
+    with BulkheadExecutor(1) as pool, pytest.raises(SupervisorNotFound, match="BULKHEAD_SUPERVISOR"):
+        pool.submit(jobs.pid)
+    monkeypatch.delenv("BULKHEAD_SUPERVISOR")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if importlib.util.find_spec("bulkhead_supervisor") is None:
+        with BulkheadExecutor(1) as pool, pytest.raises(SupervisorNotFound, match="pip install"):
+            pool.submit(jobs.pid)
+
+
+# Output, status.
+
+
+def test_output_comes_before_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+    with BulkheadExecutor(1) as pool:
+        pool.submit(jobs.complain, "worried").result(LONG)
+        assert pool.submit(jobs.say, "line", 20_000).result(LONG) == 20_000
+    told = capfd.readouterr()
+    assert told.out == "line\n" * 20_000
+    assert told.err == "worried\n"
+
+
+def test_status_and_crashes() -> None:
+    with BulkheadExecutor(1) as pool:
+        with pytest.raises(RuntimeError):
+            pool.status()
+        with pytest.raises(WorkerCrashed) as raised:
+            pool.submit(jobs.segfault).result(LONG)
+        assert raised.value.outcome.reason == "signal"
+        assert pool.submit(jobs.double, 1).result(LONG) == 2
+        status = pool.status()
+        assert (status["done"], status["crashed"]) == (1, 1)
+        (crash,) = wait_for("there is a report", pool.crashes)
+        # faulthandler's stack of the function that died.
+        assert "in segfault" in str(crash)
+
+
+# Threads, asyncio, nesting.
+
+
+def test_many_threads(pool: BulkheadExecutor) -> None:
+    def submits(base: int) -> None:
+        numbers = range(base, base + 200)
+        assert list(pool.map(jobs.double, numbers)) == [number * 2 for number in numbers]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for future in [threads.submit(submits, base) for base in range(0, 1600, 200)]:
+            future.result(LONG)
+
+
+def test_asyncio(pool: BulkheadExecutor, tmp_path: Path) -> None:
+    note = str(tmp_path / "note")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert await asyncio.gather(*(loop.run_in_executor(pool, jobs.double, n) for n in range(50))) == [
+            n * 2 for n in range(50)
+        ]
+        with pytest.raises((TimeoutError, asyncio.TimeoutError)):
+            await asyncio.wait_for(loop.run_in_executor(pool, jobs.hang, note), 1)
+        with pytest.raises(TimeoutError):
+            await loop.run_in_executor(pool.with_options(timeout=0.1), jobs.hang)
+
+    asyncio.run(main())
+    pids = list(map(int, (read(note) or "").split()))
+    wait_for("what was given up is gone", lambda: not any(map(is_running, pids)))
+
+
+def test_a_pool_within_a_worker(pool: BulkheadExecutor) -> None:
+    assert pool.submit(jobs.nested, 21).result(LONG) == 42
+
+
+# The end.
+
+
+def test_shutdown_finishes_or_cancels() -> None:
+    pool = BulkheadExecutor(1)
+    futures = [pool.submit(jobs.double, number) for number in range(300)]
+    pool.shutdown()
+    assert [future.result(0) for future in futures] == [number * 2 for number in range(300)]
+    for _ in range(2):
+        pool.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(jobs.pid)
+    pool = BulkheadExecutor(1)
+    futures = [pool.submit(jobs.sleep, 0.02) for _ in range(300)]
+    pool.shutdown(cancel_futures=True)
+    assert sum(future.cancelled() for future in futures) > 200
+    assert all(future.cancelled() or future.result(0) == 0.02 for future in futures)
+    BulkheadExecutor(1).shutdown()
+
+
+def test_nothing_is_left_of_a_pool() -> None:
+    before = {*os.listdir("/tmp")}, threading.active_count()
+    with BulkheadExecutor(3) as pool:
+        pool.submit(jobs.pid).result(LONG)
+        supervisor = pool._pool.supervisor()
+        pids = tree(supervisor.pid or 0)
+        assert len(pids) >= 5
+        assert os.path.isdir(supervisor.folder)
+    assert not any(map(is_running, pids))
+    assert not os.path.exists(supervisor.folder)
+    assert threading.active_count() <= before[1]
+    # One that is dropped without shutdown ends by itself, when its calls have.
+    pool = BulkheadExecutor(1)
+    future = pool.submit(jobs.sleep, 0.1)
+    supervisor = pool._pool.supervisor()
+    del pool
+    gc.collect()
+    assert future.result(LONG) == 0.1
+    wait_for("it ends", lambda: not supervisor.is_alive() and not os.path.exists(supervisor.folder))
+
+
+def test_terminate_workers(tmp_path: Path) -> None:
+    pool = BulkheadExecutor(1)
+    note = str(tmp_path / "note")
+    futures = [pool.submit(jobs.hang, note), *(pool.submit(jobs.pid) for _ in range(200))]
+    pids = list(map(int, wait_for("it runs", lambda: read(note)).split()))
+    pool.terminate_workers()
+    for future in futures:
+        with pytest.raises(BrokenProcessPool):
+            future.result(LONG)
+    assert not any(map(is_running, pids))
+    with pytest.raises((BrokenProcessPool, RuntimeError)):
+        pool.submit(jobs.pid)
+
+
+def test_a_supervisor_that_dies_costs_what_it_had() -> None:
+    with BulkheadExecutor(1) as pool:
+        running = pool.submit(jobs.sleep, 600)
+        rest = [pool.submit(jobs.double, number) for number in range(200)]
+        pid = pool._pool.supervisor().pid
+        assert pid is not None
+        os.kill(pid, 9)
+        with pytest.raises(BrokenProcessPool):
+            running.result(LONG)
+        # Those that it never had go to the next one.
+        outcomes = [future.exception(LONG) for future in rest]
+        assert outcomes[-1] is None
+        assert all(isinstance(each, (BrokenProcessPool, type(None))) for each in outcomes)
+        assert pool.submit(jobs.double, 4).result(LONG) == 8
+
+
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    ended = script("""
+        import os, jobs
+        from bulkhead import BulkheadExecutor
+        pool = BulkheadExecutor(1)
+        first = pool.submit(jobs.pid).result(60)
+        child = os.fork()
+        if not child:
+            second = pool.submit(jobs.pid).result(60)
+            assert second != first
+            pool.shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pool.submit(jobs.pid).result(60) == first
+        children = []
+        for _ in range(3):  # as gunicorn does, with a pool that was not used before
+            if not (pid := os.fork()):
+                with BulkheadExecutor(1) as own:
+                    assert own.submit(jobs.double, 2).result(60) == 4
+                assert pool.submit(jobs.double, 2).result(60) == 4
+                raise SystemExit(0)
+            children.append(pid)
+        assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+        assert pool.submit(jobs.pid).result(60) == first
+        print("served")
+    """)
+    assert (ended.stdout, ended.returncode) == ("served\n", 0), ended.stderr
+
+
+def test_the_interpreter_ends_with_work_pending() -> None:
+    ended = script("""
+        import jobs
+        from bulkhead import BulkheadExecutor
+        if __name__ == "__main__":
+            pool = BulkheadExecutor(2)
+            for number in range(100):
+                pool.submit(jobs.say, f"call {number}")
+            print(pool._pool.supervisor().folder, flush=True)
+    """)
+    folder, *lines = ended.stdout.splitlines()
+    assert (ended.stderr, ended.returncode) == ("", 0)
+    assert sorted(lines) == sorted(f"call {number}" for number in range(100))
+    assert not os.path.exists(folder)
+
+
+def test_functions_of_a_script_and_its_missing_guard(tmp_path: Path) -> None:
+    body = """
+        from bulkhead import BulkheadExecutor
+        def triple(number):
+            return number * 3
+        {guard}
+            with BulkheadExecutor(1) as pool:
+                print(pool.submit(triple, 14).result(60))
+    """
+    for guard, words in (('if __name__ == "__main__":', "42\n"), ("if True:", "")):
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(body).format(guard=guard))
+        ended = subprocess.run(
+            [sys.executable, str(path)],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            timeout=LONG,
+            check=False,
+        )
+        assert ended.stdout == words, ended.stderr
+        if not words:
+            assert "if __name__ == '__main__':" in ended.stderr
+
+
+def test_ctrl_c_ends_it_in_order() -> None:
+    code = """
+        import jobs, sys
+        from bulkhead import BulkheadExecutor
+        pool = BulkheadExecutor(1)
+        future = pool.submit(jobs.sleep, 600)
+        print(pool._pool.supervisor().pid, pool._pool.supervisor().folder, flush=True)
+        try:
+            future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            assert pool.submit(jobs.double, 2).result(60) == 4
+            print("served", flush=True)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    pid, folder = child.stdout.readline().split()
+    os.killpg(child.pid, 2)
+    assert child.stdout.read() == "served\n"
+    assert child.wait(LONG) == 0
+    wait_for("all is gone", lambda: not is_running(int(pid)) and not os.path.exists(folder))
+    child.stdout.close()
+
+
+def test_importing_it_is_cheap() -> None:
+    loaded = script(
+        "import bulkhead, sys; heavy = {'concurrent.futures', 'multiprocessing', 'ssl', 'asyncio'}; "
+        "print(list(heavy & sys.modules.keys()))"
+    )
+    assert loaded.stdout.strip() == "[]", loaded

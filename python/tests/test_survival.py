@@ -1,0 +1,139 @@
+"""What breaks other pools costs ours one call each: the rows of the design's table, many at once, and the worst ends.
+
+``BULKHEAD_SURVIVAL_JOBS`` sets how many calls the storms have: 1,500 here, 10,000 before a release.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import jobs
+import pytest
+from pools import LONG, is_running, read, tree, wait_for
+
+from bulkhead import BulkheadExecutor
+from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
+
+TESTS = Path(__file__).parent
+BENCH = TESTS.parent / "bench"
+JOBS = int(os.environ.get("BULKHEAD_SURVIVAL_JOBS", "1500"))
+
+
+def test_the_rows_of_the_table() -> None:
+    """The program's own words for our column."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        import survival
+    finally:
+        sys.path.remove(str(BENCH))
+    said = {case: survival.apart("BulkheadExecutor", case) for case in survival.CASES}
+    assert said == {
+        "segfaults": "its error",
+        "calls os._exit(0)": "its error",
+        "hangs": "timeout",
+        "raises what cannot be unpickled": "its error",
+        "hangs with a grandchild": "killed",
+    }
+
+
+#: Of the bad ones: what is called, with what timeout, and what it raises.
+BAD = [
+    (jobs.segfault, None, WorkerCrashed),
+    (jobs.leave, None, WorkerCrashed),
+    (jobs.hang, 0.05, CallTimeout),
+    (jobs.leak, None, MemoryError),
+    (jobs.raise_unreadable, None, ResultUnreadable),
+]
+
+
+def test_a_storm_of_bad_calls() -> None:
+    """One in twenty is bad; each has its own outcome, and every honest one is right."""
+    chance = random.Random(7)
+    with BulkheadExecutor(4, memory="256MiB") as pool:
+        expected = []
+        for number in range(JOBS):
+            bad = chance.choice(BAD) if chance.random() < 0.05 else None
+            if bad is None:
+                expected.append((pool.submit(jobs.double, number), number * 2))
+            else:
+                call, timeout, error = bad
+                executor = pool if timeout is None else pool.with_options(timeout=timeout)
+                expected.append((executor.submit(call), error))
+        ended: Counter[str] = Counter()
+        for future, wanted in expected:
+            error = future.exception(LONG * 5)
+            if isinstance(wanted, int):
+                assert error is None, error
+                assert future.result() == wanted
+                ended["honest"] += 1
+            else:
+                assert isinstance(error, wanted), (error, wanted)
+                ended[wanted.__name__] += 1
+        assert sum(ended.values()) == JOBS
+        assert len(ended) == 5, ended
+        supervisor = pool._pool.supervisor()
+        pids = tree(supervisor.pid or 0)
+    wait_for("nothing is left", lambda: not any(map(is_running, pids)) and not os.path.exists(supervisor.folder))
+
+
+def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
+    """In the midst of a storm, with grandchildren, and with a forked child of the caller that lives on."""
+    note = tmp_path / "note"
+    code = f"""
+        import os, sys, time, jobs
+        from bulkhead import BulkheadExecutor
+        pool = BulkheadExecutor(3)
+        hung = pool.submit(jobs.hang, {str(note)!r})
+        for number in range(2000):
+            pool.submit([jobs.double, jobs.segfault][number % 20 == 0], *([number] if number % 20 else []))
+        if not (child := os.fork()):
+            time.sleep(600)
+        print(child, pool._pool.supervisor().pid, pool._pool.supervisor().folder, flush=True)
+        time.sleep(600)
+    """
+    caller = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert caller.stdout is not None
+    child, supervisor, folder = caller.stdout.readline().split()
+    hung = list(map(int, wait_for("a call hangs", lambda: read(note)).split()))
+    pids = (tree(int(supervisor)) | set(hung)) - {int(child)}
+    assert len(pids) >= 4
+    os.kill(caller.pid, signal.SIGKILL)
+    caller.wait(LONG)
+    try:
+        wait_for("no process is left", lambda: not any(map(is_running, pids)))
+        wait_for("no folder is left", lambda: not os.path.exists(folder))
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        caller.stdout.close()
+
+
+def test_a_call_that_kills_its_parents_does_no_harm_to_others() -> None:
+    """Workers run as this user: one that stops or kills at random is answered for, and the next call is served."""
+    with BulkheadExecutor(2) as pool:
+        for _ in range(3):
+            assert isinstance(pool.submit(os.kill, 0, signal.SIGKILL).exception(LONG), WorkerCrashed)
+            assert pool.submit(jobs.double, 3).result(LONG) == 6
+
+
+@pytest.mark.parametrize("profile", ["default", "strict"])
+def test_a_sandbox(profile: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where this machine and the interpreter's place allow it."""
+    user = {"user": "shared"} if os.geteuid() == 0 else {}
+    sandbox = {"profile": profile, **user}
+    with BulkheadExecutor(1, sandbox=sandbox) as pool:
+        assert pool.submit(jobs.double, 4).result(LONG) == 8
+        assert pool.submit(jobs.connect_out).result(LONG) not in ("connected", "refused by the other side")
+        assert pool.submit(jobs.say, "from inside").result(LONG) == 1
+    assert "from inside" in capfd.readouterr().out
