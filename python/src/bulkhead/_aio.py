@@ -18,7 +18,7 @@ from ._client import Reply, as_buffer, default_socket, open_connection, submissi
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:
-    import socket
+    import _socket
     from types import TracebackType
 
 __all__ = ["AsyncClient", "AsyncJob"]
@@ -60,7 +60,7 @@ class _Connection:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        link: socket.socket,
+        link: _socket.socket,
         reader: _wire.Reader,
         capabilities: int,
     ) -> None:

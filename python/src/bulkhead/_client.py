@@ -6,8 +6,11 @@ when it has its own. Futures have a thread of their own, since nothing may wait 
 
 from __future__ import annotations
 
+import _socket
+import errno
 import itertools
 import os
+import select
 import threading
 import weakref
 from collections import deque
@@ -17,7 +20,6 @@ from .errors import Disconnected, JobError, Outcome, Rejected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
     from types import TracebackType
     from typing import Any, Protocol
 
@@ -42,6 +44,7 @@ __all__ = ["Client", "Reply", "default_socket"]
 HANDSHAKE_SECONDS_MAX = 10.0
 #: How many combinations of options are remembered.
 SUBMISSIONS_MAX = 1024
+_MSG_DONTWAIT = _socket.MSG_DONTWAIT
 
 
 class Reply:
@@ -143,6 +146,7 @@ class Connection:
         self._futures: dict[int, Waiter] = {}
         self._sleeping: dict[int, _Call] = {}
         self._is_read = False
+        self._reading_thread = 0
         self._thread_bell: threading.Lock | None = None
         self._thread_sleeps = False
         self.lost: Disconnected | None = None
@@ -155,6 +159,9 @@ class Connection:
     def _push(self, *buffers: _wire.Buffer) -> None:
         """Sends all, however long the supervisor takes to read it. After an exception of a signal's handler what is
         left goes before the next frame."""
+        if self._reading_thread == threading.get_ident():
+            self._push_from_reader(buffers)
+            return
         outgoing = self._outgoing
         with self._writing:
             if len(buffers) == 1 and not outgoing and len(buffers[0]) <= _wire.INLINE_BYTES_MAX:
@@ -170,6 +177,37 @@ class Connection:
                     counts.extend(map(self._send, (memoryview(buffer)[done:],)))
                 else:
                     outgoing.popleft()
+
+    def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
+        """The same in the thread that reads, from a callback: the supervisor takes nothing from a client that leaves its
+        results unread. So it goes on to receive."""
+        outgoing = self._outgoing
+        while not self._writing.acquire(timeout=0.005):
+            self._receive(0)
+        try:
+            outgoing.extend([(buffer, []) for buffer in buffers])
+            while outgoing:
+                buffer, counts = outgoing[0]
+                done = sum(counts)
+                if done == len(buffer):
+                    outgoing.popleft()
+                    continue
+                try:
+                    counts.extend(map(self._send, (memoryview(buffer)[done:],), (_MSG_DONTWAIT,)))
+                except BlockingIOError:
+                    self._receive(None)
+        finally:
+            self._writing.release()
+
+    def _receive(self, patience_ms: int | None) -> None:
+        """Receives what there is, to be looked at later, once that, or sending, is possible."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if patience_ms is None else 0))
+        if any(events & select.POLLIN for _, events in poll.poll(patience_ms)):
+            try:
+                self._reader.read()
+            except EOFError:
+                raise ConnectionResetError(errno.ECONNRESET, "it has closed") from None
 
     def _submit(self, number: int, metadata: bytes, payload: _wire.Buffer) -> None:
         try:
@@ -273,6 +311,7 @@ class Connection:
             bell.acquire()
             return
         try:
+            self._reading_thread = threading.get_ident()
             while call.answer is None and call.error is None:
                 self._read()
         finally:
@@ -294,6 +333,7 @@ class Connection:
                 bell.acquire()
                 continue
             try:
+                self._reading_thread = threading.get_ident()
                 while self._futures and self.lost is None:
                     self._read()
             finally:
@@ -302,6 +342,7 @@ class Connection:
     def _hand_over(self) -> None:
         with self._lock:
             self._is_read = False
+            self._reading_thread = 0
             self._wake_reader()
             is_over = self.lost is not None
         if is_over:
@@ -403,13 +444,15 @@ class Connection:
         self._futures, self._calls, self._sleeping = {}, {}, {}
 
 
-def open_connection(path: str) -> tuple[socket.socket, _wire.Reader, int]:
+def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
     """Connects and shakes hands. Raises ``Disconnected`` (not executed) or ``Rejected``."""
-    import socket
-
     from . import __version__
 
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    except OSError as error:
+        sentence = f"a socket cannot be made: {error.strerror}; the job was not sent"
+        raise Disconnected(sentence) from None
     try:
         link.settimeout(HANDSHAKE_SECONDS_MAX)
         link.connect(path)

@@ -2,7 +2,7 @@
 
 The main thread runs handlers; others help when more jobs may run at once. Idle handler threads wait for the link in
 one epoll instance, the *watcher* in another, both with ``EPOLLEXCLUSIVE``, the handlers' first: the kernel wakes the
-watcher only while all handlers are busy, which is when cancellations have to be seen. Between jobs that take no longer than
+watcher only while all handlers are busy, which is when cancellations have to be seen. Between jobs that take less than
 ``QUICK_SECONDS`` that would cost more than the jobs. So the watcher leaves the link alone then, and looks every
 ``TICK_SECONDS`` whether a job is stuck.
 """

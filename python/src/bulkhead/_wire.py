@@ -146,10 +146,10 @@ def read_extensions(data: bytes, at: int) -> dict[int, bytes]:
     return found
 
 
-def hello(role: int, capabilities: int, version: str) -> bytes:
+def hello(role: int, capabilities: int, version: str, name: str = "bulkhead-py") -> bytes:
     """The frame that opens a connection."""
     fixed = _HELLO.pack(VERSION, VERSION, role, FRAME_BYTES_MAX, capabilities)
-    return frame(HELLO, MAGIC, fixed + text("bulkhead-py") + text(version) + EMPTY)
+    return frame(HELLO, MAGIC, fixed + text(name) + text(version) + EMPTY)
 
 
 def submission(

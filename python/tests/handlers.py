@@ -1,0 +1,220 @@
+"""The handlers of workers in tests. Imports nothing that is slow."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import bulkhead
+from bulkhead.worker import Context, extend_start, status
+
+
+@bulkhead.initializer
+def init() -> dict[str, Any]:
+    how = os.environ.get("INIT", "")
+    if how == "fails":
+        raise RuntimeError("the model is missing")
+    if how == "exits":
+        sys.exit("no licence")
+    if how == "slow":
+        for step in range(8):
+            extend_start(1.0)
+            status(f"step {step}")
+            time.sleep(0.25)
+    return {"made": "by init", "thread": threading.get_ident()}
+
+
+@bulkhead.handler
+def echo(payload: bytes, ctx: Context) -> bytes:
+    return payload
+
+
+@bulkhead.handler("about")
+def about(payload: bytes, ctx: Context) -> str:
+    state = ctx.state
+    is_main = threading.current_thread() is threading.main_thread()
+    told = (ctx.operation, ctx.tenant, f"{ctx.number:x}", ctx.traceparent, ctx.remaining > 1, ctx.cancelled)
+    return repr((*told, state["made"], state["thread"] == threading.get_ident(), is_main))
+
+
+@bulkhead.handler("pid")
+def pid(payload: bytes, ctx: Context) -> str:
+    return str(os.getpid())
+
+
+@bulkhead.handler("kind")
+def kind(payload: bytes, ctx: Context) -> Any:
+    kinds: dict[bytes, Any] = {
+        b"none": None,
+        b"str": "größe",
+        b"bytearray": bytearray(b"ab"),
+        b"view": memoryview(b"abcd")[::2],
+        b"int": 7,
+    }
+    return kinds[bytes(payload)]
+
+
+@bulkhead.handler("size")
+def size(payload: bytes, ctx: Context) -> bytes:
+    return bytes(int(payload))
+
+
+@bulkhead.handler("sleep")
+def sleep(payload: bytes, ctx: Context) -> bytes:
+    time.sleep(float(payload))
+    return b"slept"
+
+
+@bulkhead.handler("asleep")
+async def asleep(payload: bytes, ctx: Context) -> str:
+    import asyncio
+
+    try:
+        await asyncio.sleep(float(payload))
+    except asyncio.CancelledError:
+        _note(f"cancelled {ctx.cancelled}")
+        raise
+    return "slept"
+
+
+@bulkhead.handler("until-cancelled")
+def until_cancelled(payload: bytes, ctx: Context) -> None:
+    while not ctx.cancelled:
+        time.sleep(0.005)
+    _note("saw it")
+
+
+@bulkhead.handler("spin")
+def spin(payload: bytes, ctx: Context) -> None:
+    while True:
+        pass
+
+
+@bulkhead.handler("once")
+def once(payload: bytes, ctx: Context) -> bytes:
+    """Notes that it ran; sleeps for some jobs, dies for others."""
+    word, _, rest = bytes(payload).partition(b" ")
+    _note(rest.decode())
+    if word == b"slow":
+        time.sleep(0.02)
+    if word == b"segv":
+        _segfault()
+    if word == b"exit":
+        os._exit(3)
+    return payload
+
+
+@bulkhead.handler("raise")
+def raises(payload: bytes, ctx: Context) -> None:
+    raise ValueError("no such page: 7")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+
+@bulkhead.handler("raise-unprintable")
+def raises_unprintable(payload: bytes, ctx: Context) -> None:
+    raise Unprintable
+
+
+@bulkhead.handler("exit")
+def exits(payload: bytes, ctx: Context) -> None:
+    sys.exit(4)
+
+
+@bulkhead.handler("error")
+def error(payload: bytes, ctx: Context) -> None:
+    raise bulkhead.HandlerError("bad_page", "größer", retryable=True, fault="caller", payload=bytes(payload))
+
+
+def _segfault() -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+@bulkhead.handler("segv")
+def segv(payload: bytes, ctx: Context) -> None:
+    _segfault()
+
+
+@bulkhead.handler("hold")
+def hold(payload: bytes, ctx: Context) -> bytes:
+    """Holds the interpreter's lock."""
+    import ctypes
+
+    libc = ctypes.PyDLL(None)
+    for _ in range(int(float(payload) * 10)):
+        libc.usleep(100_000)
+    return b"held"
+
+
+@bulkhead.handler("progress")
+def progress(payload: bytes, ctx: Context) -> bytes:
+    for step in range(5):
+        ctx.progress(step / 10, f"page {step}")
+    time.sleep(0.15)
+    ctx.progress(0.9, "almost")
+    ctx.progress(1.5, "the last word")
+    threading.Timer(0.3, ctx.progress, (0.1, "too late")).start()
+    return b"read"
+
+
+@bulkhead.handler("fork")
+def fork(payload: bytes, ctx: Context) -> str:
+    child = os.fork()
+    if child == 0:
+        if payload == b"exit":
+            sys.exit(7)
+        if payload == b"term":
+            time.sleep(60)
+        raise RuntimeError("in the child")
+    if payload == b"term":
+        time.sleep(0.2)
+        os.kill(child, 15)
+    return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@bulkhead.handler("client")
+def client(payload: bytes, ctx: Context) -> str:
+    """A worker is no client."""
+    try:
+        return str(bulkhead.Client(payload.decode()).call("plain", b"x").payload)
+    except bulkhead.JobError as error:
+        return type(error).__name__ + ": " + str(error)
+
+
+@bulkhead.handler("threads")
+def threads(payload: bytes, ctx: Context) -> str:
+    time.sleep(0.05)
+    return str(threading.active_count())
+
+
+@bulkhead.handler("libraries")
+def libraries(payload: bytes, ctx: Context) -> str:
+    """What programs do under a sandbox."""
+    import hashlib
+    import json
+    import sqlite3
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(abs, [-1, -2])) == [1, 2]
+    with tempfile.TemporaryFile() as file:
+        file.write(b"x")
+    database = sqlite3.connect(":memory:")
+    assert database.execute("select 1").fetchone() == (1,)
+    return json.dumps(hashlib.sha256(b"").hexdigest()[:4])
+
+
+def _note(text: str) -> None:
+    path = os.environ.get("NOTES")
+    if path:
+        with open(path, "a") as file:
+            file.write(text + "\n")

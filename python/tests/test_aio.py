@@ -1,0 +1,221 @@
+"""The asyncio client, with real supervisors: cancellation, many at once, loops that follow each other, fork, loss."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from pools import LONG, wait_for
+from running import WORKER, Supervisor, running
+
+import bulkhead
+from bulkhead import AsyncClient
+
+
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    with running(plain=WORKER, two={**WORKER, "processes": 2}) as one:
+        yield one
+
+
+async def until(what: str, condition: Callable[[], object]) -> None:
+    """Waits in a thread, so that the loop goes on."""
+    await asyncio.get_running_loop().run_in_executor(None, wait_for, what, condition)
+
+
+def run(test: Callable[[], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(test(), 2 * LONG)
+
+    return asyncio.run(limited())
+
+
+@asynccontextmanager
+async def connected(supervisor: Supervisor) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(supervisor.socket) as client:
+        yield client
+
+
+def test_payloads_come_back(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            for size in (0, 1, 64, 65_536, 65_537, 5_000_000):
+                payload = random.Random(size).randbytes(size)
+                reply = await client.call("plain", payload, deadline=30)
+                assert reply.payload == payload
+                assert reply.outcome.deadline == 30.0
+                assert (await client.submit("plain", bytearray(payload))).payload == payload
+
+    run(test)
+
+
+def test_many_at_once_get_their_own_answers(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+
+            async def work(seed: int) -> None:
+                chance = random.Random(seed)
+                for _ in range(40):
+                    payload = chance.randbytes(chance.choice([4, 100, 10_000, 200_000 if seed < 4 else 64]))
+                    assert (await client.call("two", payload)).payload == payload
+
+            await asyncio.gather(*map(work, range(64)))
+
+    run(test)
+
+
+def test_each_end_has_its_error(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            with pytest.raises(bulkhead.Failed, match="no such page"):
+                await client.call("plain", operation="raise")
+            with pytest.raises(bulkhead.Failed) as failed:
+                await client.call("plain", b"details", operation="error")
+            assert failed.value.payload == b"details"
+            with pytest.raises(bulkhead.Crashed, match="SIGSEGV"):
+                await client.call("plain", operation="segv")
+            with pytest.raises(bulkhead.DeadlineExceeded):
+                await client.call("plain", operation="spin", run_limit=0.1)
+            with pytest.raises(TypeError):
+                await client.call("plain", "text")  # type: ignore[arg-type]
+            with pytest.raises(bulkhead.Rejected):
+                await client.call("nowhere")
+
+    run(test)
+
+
+def test_cancelling_a_task_cancels_its_job(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            before = (await client.call("plain")).outcome.worker_pid
+            task = asyncio.ensure_future(client.call("plain", operation="spin"))
+            await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await client.call("plain")).outcome.worker_pid != before
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.call("plain", operation="spin"), 0.1)
+            await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            if sys.version_info >= (3, 11):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await client.call("plain", operation="spin")
+                await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            job = client.submit("plain", operation="spin")
+            await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+            assert job.cancel()
+            assert not job.cancel()
+            await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+            assert (await client.call("plain", b"goes on")).payload == b"goes on"
+
+    run(test)
+
+
+def test_a_job_that_is_cancelled_before_it_is_sent_is_not_sent(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            job = client.submit("plain", operation="spin")
+            assert job.cancel()
+            assert (await client.call("plain", b"free")).payload == b"free"
+
+    run(test)
+
+
+def test_progress_is_heard(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            heard: list[tuple[float, str]] = []
+            job = client.submit("plain", operation="progress")
+            job.on_progress(lambda fraction, words: heard.append((round(fraction, 3), words)))
+            assert (await job).payload == b"read"
+            await asyncio.sleep(0)
+            assert heard[-1] == (1.0, "the last word")
+
+    run(test)
+
+
+def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
+    client = AsyncClient(supervisor.socket)
+
+    async def test() -> bytes:
+        return bytes((await client.call("plain", b"x")).payload)
+
+    assert [run(test) for _ in range(3)] == [b"x"] * 3
+    client.close()
+
+    async def closed() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.call("plain")
+
+    run(closed)
+
+
+def test_a_forked_child_has_a_connection_and_a_loop_of_its_own(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        async with connected(supervisor) as client:
+            assert (await client.call("two", b"x")).payload == b"x"
+            mine = client.submit("two", b"0.3", operation="sleep")
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+
+                    async def in_child() -> bool:
+                        answers = [await client.call("two", b"%d" % n) for n in range(20)]
+                        return [answer.payload for answer in answers] == [b"%d" % n for n in range(20)]
+
+                    # This thread is inside of the parent's loop, which is none of the child's.
+                    asyncio._set_running_loop(None)
+                    loop = asyncio.new_event_loop()
+                    status = 0 if loop.run_until_complete(in_child()) else 2
+                finally:
+                    os._exit(status)
+            assert (await client.call("two", b"y")).payload == b"y"
+            waited = await asyncio.get_running_loop().run_in_executor(None, os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(waited[1]) == 0
+            assert (await mine).payload == b"slept"
+
+    run(test)
+
+
+def test_supervisors_that_go_away(tmp_path: os.PathLike[str]) -> None:
+    async def test() -> None:
+        with running(plain=WORKER) as own:
+            async with AsyncClient(own.socket) as client:
+                job = client.submit("plain", b"60", operation="sleep")
+                queued = asyncio.ensure_future(client.call("plain"))
+                await until("both are there", lambda: own.snapshot("plain")["queued"] == 1)
+                own.kill()
+                for lost in (job, queued):
+                    with pytest.raises(bulkhead.Disconnected) as caught:
+                        await lost
+                    assert caught.value.executed == "unknown"
+                with pytest.raises(bulkhead.Disconnected) as caught:
+                    await client.call("plain")
+                assert caught.value.executed == "no"
+                both = await asyncio.gather(client.call("plain"), client.call("plain"), return_exceptions=True)
+                assert [type(error) for error in both] == [bulkhead.Disconnected] * 2
+                await asyncio.get_running_loop().run_in_executor(None, own.start)
+                assert (await client.call("plain", b"again")).payload == b"again"
+
+    run(test)
+
+
+def test_a_client_that_is_closed_ends_its_jobs(supervisor: Supervisor) -> None:
+    async def test() -> None:
+        client = AsyncClient(supervisor.socket)
+        job = client.submit("plain", operation="spin")
+        await until("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+        await client.aclose()
+        with pytest.raises(bulkhead.Disconnected, match="closed here"):
+            await job
+        await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+
+    run(test)

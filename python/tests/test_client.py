@@ -1,0 +1,501 @@
+"""The client, with real supervisors: threads, futures, fork, signals, and supervisors that go away."""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import gc
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from pools import LONG, is_running, wait_for
+from running import SOURCE, WORKER, Supervisor, running
+
+import bulkhead
+from bulkhead import Client, JobError
+
+
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    tight = {**WORKER, "max_queue": 0}
+    limited = {**WORKER, "rate_limit": {"per_second": 0.1, "burst": 1}, "max_payload": "1KiB"}
+    free = {**WORKER, "sandbox": {"profile": "none"}}
+    with running(plain=WORKER, free=free, two={**WORKER, "processes": 2}, tight=tight, limited=limited) as one:
+        yield one
+
+
+@pytest.fixture
+def client(supervisor: Supervisor) -> Iterator[Client]:
+    with Client(supervisor.socket) as one:
+        yield one
+
+
+def error_of(client: Client, *arguments: object, **options: object) -> JobError:
+    with pytest.raises(JobError) as caught:
+        client.call(*arguments, **options)  # type: ignore[arg-type]
+    return caught.value
+
+
+# One job.
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 65_536, 65_537, 1 << 20, 5_000_000])
+def test_a_payload_comes_back(client: Client, size: int) -> None:
+    payload = random.Random(size).randbytes(size)
+    assert client.call("plain", payload).payload == payload
+    assert client.call("plain", bytearray(payload)).payload == payload
+    assert client.call("plain", memoryview(payload + payload)[::2]).payload == (payload + payload)[::2]
+    assert bytes(client.submit("plain", payload).result(LONG)) == payload
+
+
+def test_a_reply_says_how_it_went(client: Client, supervisor: Supervisor) -> None:
+    reply = client.call("plain", b"1", operation="echo", deadline=20, run_limit=5)
+    told = reply.outcome
+    assert (told.outcome, told.executed, told.attempts, told.bulkhead, told.http_status) == (
+        "ok",
+        "yes",
+        1,
+        "plain",
+        200,
+    )
+    assert (told.deadline, told.run_limit) == (20.0, 5.0)
+    assert told.worker_pid in supervisor.pids("plain")
+    assert 0 < told.ran < LONG
+    assert told.job is not None
+    int(told.job, 16)
+    assert pickle.loads(pickle.dumps(reply)).outcome == told
+
+
+def test_options_reach_the_worker(client: Client) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    reply = client.call("plain", operation="about", tenant="acme", traceparent=trace, deadline=30, priority="critical")
+    operation, tenant, number, traceparent, has_time, cancelled, made, own_thread, is_main = ast.literal_eval(
+        reply.payload.decode()
+    )
+    assert (operation, tenant, has_time, cancelled, made) == ("about", "acme", True, False, "by init")
+    assert number == reply.outcome.job
+    assert traceparent.split("-")[1] == trace.split("-")[1]
+    assert own_thread
+    assert is_main
+
+
+def test_each_end_has_its_error(client: Client) -> None:
+    failed = error_of(client, "plain", operation="raise")
+    assert type(failed) is bulkhead.Failed
+    assert (failed.outcome.reason, failed.outcome.message) == ("exception", "ValueError: no such page: 7")
+    assert (failed.executed, failed.retryable, failed.http_status, failed.outcome.fault) == (
+        "yes",
+        False,
+        422,
+        "dependency",
+    )
+    own = error_of(client, "plain", b"details", operation="error")
+    assert (own.outcome.reason, own.outcome.message, own.retryable, own.outcome.fault) == (
+        "bad_page",
+        "größer",
+        True,
+        "caller",
+    )
+    assert own.payload == b"details"
+    crashed = error_of(client, "plain", operation="segv")
+    assert type(crashed) is bulkhead.Crashed
+    assert (crashed.outcome.reason, crashed.outcome.status, crashed.executed) == ("signal", 11, "unknown")
+    assert "SIGSEGV" in str(crashed)
+    left = error_of(client, "plain", b"exit x", operation="once")
+    assert (left.outcome.reason, left.outcome.status) == ("exit", 3)
+    late = error_of(client, "plain", operation="spin", run_limit=0.1)
+    assert type(late) is bulkhead.DeadlineExceeded
+    assert isinstance(late, TimeoutError)
+    assert (late.outcome.reason, late.executed, late.http_status, late.outcome.run_limit) == (
+        "running",
+        "yes",
+        504,
+        0.1,
+    )
+    missing = error_of(client, "nowhere")
+    assert type(missing) is bulkhead.Rejected
+    assert (missing.http_status, missing.retryable, missing.executed) == (404, False, "no")
+    large = error_of(client, "limited", bytes(2000))
+    assert (large.outcome.reason, large.http_status) == ("too_large", 413)
+    client.call("limited")
+    rated = error_of(client, "limited")
+    assert rated.http_status == 429
+    assert rated.retryable
+    assert rated.retry_after is not None
+    assert rated.retry_after > 1
+    with_job = client.submit("tight", b"0.5", operation="sleep")
+    wait_for("a job is turned away", lambda: _is_full(client))
+    assert with_job.result(LONG).payload == b"slept"
+
+
+def _is_full(client: Client) -> bool:
+    try:
+        client.call("tight")
+    except bulkhead.Rejected as error:
+        assert error.outcome.reason == "queue_full"
+        assert error.http_status == 503
+        assert error.retry_after is not None
+        return True
+    return False
+
+
+def test_errors_can_be_pickled(client: Client) -> None:
+    for error in (
+        error_of(client, "plain", b"details", operation="error"),
+        error_of(client, "plain", operation="spin", run_limit=0.05),
+        error_of(Client("/nowhere/jobs.sock"), "plain"),
+    ):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), copy.outcome, copy.payload) == (
+            type(error),
+            str(error),
+            error.outcome,
+            error.payload,
+        )
+
+
+def test_wrong_arguments_are_told_before_anything_is_sent(client: Client) -> None:
+    for wrong in ("text", 7, None):
+        with pytest.raises(TypeError, match="payload"):
+            client.call("plain", wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="priority"):
+        client.call("plain", priority="urgent")
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.call("plain")
+
+
+# Many jobs.
+
+
+def test_threads_share_a_connection(client: Client) -> None:
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        for turn in range(60):
+            payload = chance.randbytes(chance.choice([0, 10, 1000, 70_000]))
+            if turn % 5 == 0:
+                futures = [client.submit("two", payload + bytes((n,))) for n in range(3)]
+                answers = [future.result(LONG).payload for future in futures]
+                wrong.extend(a for n, a in enumerate(answers) if a != payload + bytes((n,)))
+            elif turn % 7 == 0:
+                try:
+                    client.call("two", operation="raise")
+                    wrong.append("no error")
+                except bulkhead.Failed:
+                    pass
+            elif client.call("two", payload).payload != payload:
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_a_callback_that_sends_much_does_not_stop_the_reading(client: Client) -> None:
+    payload = bytes(300_000)
+    done: list[int] = []
+    futures: list[concurrent.futures.Future[object]] = []
+    lock = threading.Lock()
+
+    def again(future: concurrent.futures.Future[object]) -> None:
+        with lock:
+            done.append(len(future.result().payload))  # type: ignore[attr-defined]
+            count = len(done)
+        if count <= 60:
+            for _ in range(2):
+                following = client.submit("two", payload)
+                futures.append(following)
+                following.add_done_callback(again)
+
+    first = [client.submit("two", payload) for _ in range(30)]
+    for future in first:
+        future.add_done_callback(again)
+    wait_for("all are done", lambda: len(done) == 30 + 120)
+    assert set(done) == {300_000}
+
+
+# Futures.
+
+
+def test_a_future_is_one_of_the_standard_library(client: Client) -> None:
+    futures = [client.submit("two", b"%d" % n) for n in range(20)]
+    assert {bytes(f.result()) for f in concurrent.futures.as_completed(futures, LONG)} == {b"%d" % n for n in range(20)}
+    failing = client.submit("two", operation="raise")
+    assert isinstance(failing.exception(LONG), bulkhead.Failed)
+    assert not failing.cancel()
+
+
+def test_cancel_ends_a_job_that_runs(client: Client, supervisor: Supervisor) -> None:
+    before = client.call("plain").outcome.worker_pid
+    future = client.submit("plain", operation="spin")
+    wait_for("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+    assert future.running()
+    seen: list[bool] = []
+    future.add_done_callback(lambda f: seen.append(f.cancelled()))
+    assert future.cancel()
+    assert future.cancel()
+    assert future.cancelled()
+    assert seen == [True]
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert client.call("plain").outcome.worker_pid != before
+    waiting = client.submit("plain", b"0.3", operation="sleep")
+    queued = client.submit("plain", operation="spin")
+    assert queued.cancel()
+    assert concurrent.futures.wait([waiting, queued], LONG).done == {waiting, queued}
+
+
+def test_progress_is_heard(client: Client) -> None:
+    heard: list[tuple[float, str]] = []
+    future = client.submit("plain", operation="progress")
+    future.on_progress(lambda fraction, words: heard.append((round(fraction, 3), words)))
+    assert future.result(LONG).payload == b"read"
+    late: list[object] = []
+    future.on_progress(lambda *told: late.append(told))
+    assert heard[-1] == (1.0, "the last word")
+    assert len(late) == 1
+    # The handler's last try came after its answer.
+    client.call("plain", b"0.5", operation="sleep")
+    assert "too late" not in str(heard)
+
+
+# Signals.
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_keyboard_interrupt_cancels_the_job(client: Client, supervisor: Supervisor) -> None:
+    client.call("plain")
+    connection = client._connection
+
+    def interrupt() -> None:
+        wait_for("it runs", lambda: supervisor.snapshot("plain")["in_flight"] == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        client.call("plain", operation="until-cancelled")
+    thread.join()
+    wait_for("it was cancelled", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+    assert client.call("plain", b"goes on").payload == b"goes on"
+    assert client._connection is connection
+
+
+def test_exceptions_of_signal_handlers_lose_nothing(client: Client) -> None:
+    """As Celery's soft time limits do: the main thread leaves wherever it is, others must not notice."""
+    ended = threading.Event()
+    wrong: list[object] = []
+
+    def other(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            while not ended.is_set():
+                payload = chance.randbytes(chance.choice([10, 100_000]))
+                if client.call("two", payload).payload != payload:
+                    wrong.append("mixed up")
+        except BaseException as error:
+            wrong.append(error)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    threads = [threading.Thread(target=other, args=(seed,)) for seed in range(2)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    chance = random.Random(1)
+    interruptions = 0
+    try:
+        for thread in threads:
+            thread.start()
+        for turn in range(400):
+            payload = chance.randbytes(chance.choice([10, 10, 200_000]))
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00005, 0.002))
+                    assert client.call("two", payload).payload == payload, turn
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                interruptions += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        ended.set()
+        for thread in threads:
+            thread.join(LONG)
+    assert wrong == []
+    assert interruptions > 20
+    connection = client._connection
+    assert connection is not None
+    assert connection.lost is None
+    assert client.call("two", b"goes on").payload == b"goes on"
+
+
+# Fork.
+
+
+def test_a_forked_child_has_a_connection_of_its_own(client: Client, supervisor: Supervisor) -> None:
+    running_job = client.submit("two", b"0.5", operation="sleep")
+    children = []
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                answers = [client.call("two", b"%d %d" % (number, n)).payload for n in range(50)]
+                futures = [client.submit("two", b"%d" % n) for n in range(10)]
+                right = answers == [b"%d %d" % (number, n) for n in range(50)]
+                right &= [bytes(f.result(LONG)) for f in futures] == [b"%d" % n for n in range(10)]
+                # The parent's job is not the child's.
+                right &= isinstance(running_job.exception(LONG), bulkhead.Disconnected)
+                status = 0 if right else 2
+            finally:
+                os._exit(status)
+        children.append(child)
+    mine = [client.call("two", b"%d" % n).payload for n in range(50)]
+    assert mine == [b"%d" % n for n in range(50)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert running_job.result(LONG).payload == b"slept"
+
+
+def test_prefork_servers_use_one_client_of_the_module(supervisor: Supervisor) -> None:
+    """As under gunicorn: imported and used before the fork, used by threads in the children."""
+    program = f"""
+import os, threading, bulkhead
+client = bulkhead.Client({supervisor.socket!r})
+stop = threading.Event()
+def use():
+    while not stop.is_set():
+        assert client.call("two", b"x").payload == b"x"
+threads = [threading.Thread(target=use) for _ in range(3)]
+for thread in threads: thread.start()
+pids = []
+for n in range(6):
+    pid = os.fork()
+    if pid == 0:
+        ok = []
+        def work():
+            ok.extend(client.call("two", b"y").payload == b"y" for _ in range(30))
+        workers = [threading.Thread(target=work) for _ in range(3)]
+        for w in workers: w.start()
+        for w in workers: w.join()
+        os._exit(0 if ok == [True] * 90 else 1)
+    pids.append(pid)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+stop.set()
+for thread in threads: thread.join()
+print(codes)
+"""
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=120, check=False
+    )
+    assert run.stdout.strip() == b"[0, 0, 0, 0, 0, 0]", run.stderr.decode()
+
+
+# Supervisors that go away.
+
+
+def test_a_supervisor_that_is_not_there(tmp_path: os.PathLike[str]) -> None:
+    error = error_of(Client(os.path.join(tmp_path, "jobs.sock")), "plain")
+    assert type(error) is bulkhead.Disconnected
+    assert isinstance(error, ConnectionError)
+    assert (error.executed, error.retryable, error.http_status) == ("no", True, 503)
+    assert "jobs.sock" in str(error)
+
+
+def test_a_supervisor_that_dies_and_comes_back() -> None:
+    with running(plain=WORKER) as own, Client(own.socket) as client:
+        workers = own.pids("plain")
+        future = client.submit("plain", b"60", operation="sleep")
+        queued = client.submit("plain")
+        errors: list[JobError] = []
+        thread = threading.Thread(target=lambda: errors.append(error_of(client, "plain")))
+        thread.start()
+        wait_for("all are there", lambda: own.snapshot("plain")["queued"] == 2)
+        own.kill()
+        thread.join(LONG)
+        for error in (future.exception(LONG), queued.exception(LONG), errors[0]):
+            assert isinstance(error, bulkhead.Disconnected)
+            assert (error.executed, error.retryable, error.http_status) == ("unknown", False, 502)
+        wait_for("its workers are gone", lambda: not any(map(is_running, workers)))
+        assert error_of(client, "plain").executed == "no"
+        own.start()
+        assert client.call("plain", b"again").payload == b"again"
+        # Not even noticed by a client that rests meanwhile.
+        own.stop()
+        own.start()
+        assert client.call("plain", b"once more").payload == b"once more"
+        assert client.submit("plain", b"and more").result(LONG).payload == b"and more"
+
+
+def test_workers_are_no_clients(client: Client, supervisor: Supervisor) -> None:
+    said = client.call("free", supervisor.socket.encode(), operation="client").payload.decode()
+    assert said.startswith("Rejected: rejected (forbidden)"), said
+    said = client.call("plain", supervisor.socket.encode(), operation="client").payload.decode()
+    assert said.startswith("Disconnected: a socket cannot be made"), said
+
+
+def test_a_client_that_is_dropped_leaves_nothing(supervisor: Supervisor) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    Client(supervisor.socket).call("two")
+    gc.collect()
+    before = descriptors()
+    for _ in range(20):
+        with Client(supervisor.socket) as client:
+            client.call("two")
+            client.submit("two").result(LONG)
+    gc.collect()
+    wait_for("its threads are gone", lambda: not [t for t in threading.enumerate() if t.name == "bulkhead-client"])
+    assert descriptors() <= before
+
+
+# Importing.
+
+
+def test_to_import_it_costs_next_to_nothing() -> None:
+    program = """
+import sys, time
+before, began = set(sys.modules), time.process_time()
+import bulkhead
+spent = time.process_time() - began
+assert spent < 0.1, spent
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert loaded <= {"bulkhead", "__future__"}, loaded
+bulkhead.Client
+heavy = {"asyncio", "concurrent", "ctypes", "logging", "pickle", "typing", "inspect", "multiprocessing", "subprocess"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+for name in bulkhead.__all__: getattr(bulkhead, name)
+assert "Client" in dir(bulkhead)
+try: bulkhead.Nothing
+except AttributeError: print("ok")
+"""
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    assert run.stdout == b"ok\n", run.stderr.decode()
+
+
+def test_a_thousand_jobs_take_no_thread_and_little_time(client: Client) -> None:
+    began, threads = time.monotonic(), threading.active_count()
+    for _ in range(1000):
+        client.call("two", bytes(64))
+    assert threading.active_count() == threads
+    assert time.monotonic() - began < LONG
