@@ -24,7 +24,7 @@ SOURCE = os.path.dirname(os.path.dirname(os.path.abspath(bulkhead.__file__)))
 
 #: A worker of this interpreter.
 WORKER: dict[str, Any] = {
-    "command": [sys.executable, "-m", "bulkhead", "serve", "handlers"],
+    "command": [os.path.abspath(sys.executable), "-m", "bulkhead", "serve", "handlers"],
     "cwd": HERE,
     "env": {"PYTHONPATH": SOURCE},
     "max_queue": 1000,
@@ -36,8 +36,8 @@ WORKER: dict[str, Any] = {
 
 def sandboxed(profile: str) -> dict[str, Any]:
     """The keys of a worker that is confined."""
-    read = {HERE, SOURCE, sys.prefix, sys.base_prefix}
-    return {**WORKER, "sandbox": {"profile": profile, "read": sorted(read)}}
+    read = [] if profile == "none" else sorted({HERE, SOURCE, sys.prefix, sys.base_prefix})
+    return {**WORKER, "sandbox": {"profile": profile, **({"read": read} if read else {})}}
 
 
 class Supervisor:

@@ -137,14 +137,12 @@ def test_each_end_has_its_error(client: Client) -> None:
 
 
 def _is_full(client: Client) -> bool:
-    try:
-        client.call("tight")
-    except bulkhead.Rejected as error:
-        assert error.outcome.reason == "queue_full"
-        assert error.http_status == 503
-        assert error.retry_after is not None
-        return True
-    return False
+    error = client.submit("tight").exception(LONG)
+    if error is None:
+        return False
+    assert isinstance(error, bulkhead.Rejected)
+    assert (error.outcome.reason, error.http_status, error.retry_after is not None) == ("queue_full", 503, True)
+    return True
 
 
 def test_errors_can_be_pickled(client: Client) -> None:

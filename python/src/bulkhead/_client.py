@@ -179,8 +179,8 @@ class Connection:
                     outgoing.popleft()
 
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
-        """The same in the thread that reads, from a callback: the supervisor takes nothing from a client that leaves its
-        results unread. So it goes on to receive."""
+        """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
+        from a client that leaves its results unread."""
         outgoing = self._outgoing
         while not self._writing.acquire(timeout=0.005):
             self._receive(0)

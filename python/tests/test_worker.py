@@ -1,0 +1,377 @@
+"""The worker SDK, with real supervisors: threads, look-ahead, limits, ends, sandboxes, and what handlers do."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pools import LONG, is_running, read, wait_for
+from running import HERE, SOURCE, WORKER, Supervisor, running, sandboxed
+
+import bulkhead
+from bulkhead import Client, JobError
+
+
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    with running(
+        plain=WORKER,
+        many={**WORKER, "max_in_flight": 8},
+        strict=sandboxed("strict"),
+        none=sandboxed("none"),
+        small={**WORKER, "max_result": "1KiB"},
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+def client(supervisor: Supervisor) -> Iterator[Client]:
+    with Client(supervisor.socket) as one:
+        yield one
+
+
+def failure(client: Client, name: str, operation: str, payload: bytes = b"") -> JobError:
+    with pytest.raises(JobError) as caught:
+        client.call(name, payload, operation=operation)
+    return caught.value
+
+
+# Handlers.
+
+
+@pytest.mark.parametrize("name", ["plain", "many", "strict", "none"])
+def test_handlers_answer(client: Client, name: str) -> None:
+    assert client.call(name, b"x").payload == b"x"
+    assert client.call(name, b"none", operation="kind").payload == b""
+    assert client.call(name, b"str", operation="kind").payload.decode() == "größe"
+    assert client.call(name, b"bytearray", operation="kind").payload == b"ab"
+    assert client.call(name, b"view", operation="kind").payload == b"ac"
+    assert client.call(name, b"0.01", operation="asleep").payload == b"slept"
+    assert client.call(name, b"5000000", operation="size").payload == bytes(5_000_000)
+    wrong = failure(client, name, "kind", b"int")
+    assert wrong.outcome.message == "TypeError: a handler returns bytes, str or None, not int"
+    assert failure(client, name, "raise").outcome.message == "ValueError: no such page: 7"
+    assert failure(client, name, "raise-unprintable").outcome.message.startswith("Unprintable: ")
+    assert failure(client, name, "exit").outcome.message == "SystemExit: 4"
+    assert client.call(name, operation="libraries").payload == b'"e3b0"'
+
+
+def test_a_failure_says_what_its_handler_says(client: Client) -> None:
+    error = failure(client, "plain", "error", b"x" * 65_536)
+    assert (error.outcome.reason, error.outcome.fault, error.retryable, error.payload) == (
+        "bad_page",
+        "caller",
+        True,
+        b"x" * 65_536,
+    )
+    with pytest.raises(ValueError, match="fault"):
+        bulkhead.HandlerError("x", fault="nobody")
+
+
+def test_a_result_that_is_too_large(client: Client, supervisor: Supervisor) -> None:
+    error = failure(client, "small", "size", b"1025")
+    assert error.outcome.reason == "result_too_large"
+    assert error.outcome.message == "the result has 1025 bytes; max_result is 1024"
+    assert len(client.call("small", b"1024", operation="size").payload) == 1024
+    assert supervisor.snapshot("small")["restarts"] == 0
+
+
+def test_an_operation_without_a_handler() -> None:
+    with (
+        running(one={**WORKER, "command": [*WORKER["command"][:-1], "handlers:about"]}) as own,
+        Client(own.socket) as client,
+    ):
+        assert b"by init" in client.call("one", operation="whatever").payload
+    program = "from bulkhead import serve; serve(operations={'a': lambda payload, ctx: b'A'})"
+    with running(one={**WORKER, "command": [sys.executable, "-c", program]}) as own, Client(own.socket) as client:
+        assert client.call("one", operation="a").payload == b"A"
+        error = failure(client, "one", "b")
+        assert (error.outcome.reason, error.outcome.fault) == ("unknown_operation", "caller")
+        assert "'b'" in str(error)
+
+
+def test_a_crash_report_has_the_python_stack(client: Client, supervisor: Supervisor) -> None:
+    error = failure(client, "plain", "segv")
+    assert error.outcome.reason == "signal"
+
+    def reported() -> bool:
+        _, listed = supervisor.request("GET", "/v1/crashes")
+        ids = [report["id"] for report in listed["crashes"]]
+        return any("in segv" in json.dumps(supervisor.request("GET", f"/v1/crashes/{one}")[1]) for one in ids)
+
+    wait_for("the report tells where", reported)
+
+
+# Many at once.
+
+
+def test_as_many_run_at_once_as_may(client: Client) -> None:
+    began = time.monotonic()
+    jobs = [client.submit("many", b"0.5", operation="sleep") for _ in range(8)]
+    wait_for("all run", lambda: all(job.done() for job in jobs))
+    assert time.monotonic() - began < 8 * 0.5
+    assert int(client.call("many", operation="threads").payload) >= 8
+
+
+def test_async_handlers_share_one_loop() -> None:
+    with running(many={**WORKER, "max_in_flight": 100}) as own, Client(own.socket) as client:
+        jobs = [client.submit("many", b"1", operation="asleep") for _ in range(100)]
+        wait_for("all run", lambda: own.snapshot("many")["in_flight"] == 100)
+        assert [bytes(job.result(LONG).payload) for job in jobs] == [b"slept"] * 100
+
+
+def test_a_cancellation_reaches_the_handler(tmp_path: pathlib.Path) -> None:
+    notes = tmp_path / "notes"
+    keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "grace": "20s", "max_in_flight": 2}
+    with running(one=keys) as own, Client(own.socket) as client:
+        job = client.submit("one", operation="until-cancelled")
+        wait_for("it runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        job.cancel()
+        wait_for("it saw it", lambda: read(notes) == "saw it\n")
+        job = client.submit("one", b"100", operation="asleep")
+        wait_for("it runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        job.cancel()
+        wait_for("it was cancelled", lambda: read(notes) == "saw it\ncancelled True\n")
+        assert client.call("one", b"goes on").payload == b"goes on"
+        assert own.snapshot("one")["restarts"] == 0
+
+
+def test_other_limits_while_it_runs(supervisor: Supervisor) -> None:
+    with running(one={**WORKER, "max_in_flight": 1}) as own, Client(own.socket) as client:
+        for limit in (6, 2, 5, 1, 3):
+            assert own.request("PATCH", "/v1/bulkheads/one", {"max_in_flight": limit})[0] == 200
+            jobs = [client.submit("one", b"0.3", operation="sleep") for _ in range(limit)]
+            wait_for("all run", lambda limit=limit: own.snapshot("one")["in_flight"] == limit)  # type: ignore[misc]
+            assert {bytes(job.result(LONG).payload) for job in jobs} == {b"slept"}
+        assert own.snapshot("one")["restarts"] == 0
+        assert own.snapshot("one")["late_replies"] == 0
+
+
+# Jobs ahead.
+
+
+def test_jobs_ahead_run_once_whatever_happens(tmp_path: pathlib.Path) -> None:
+    """Quick and slow ones, calls back, other limits, more urgent ones, restarts: each runs once, and is answered."""
+    notes = tmp_path / "notes"
+    keys = {**sandboxed("none"), "env": {"PYTHONPATH": SOURCE, "NOTES": str(notes)}, "processes": 2}
+    with running(one=keys) as own, Client(own.socket) as client:
+        chance = random.Random(3)
+        jobs = {}
+        for number in range(1500):
+            word = "slow" if chance.random() < 0.04 else "quick"
+            payload = f"{word} {number}".encode()
+            priority = chance.choice(["normal"] * 20 + ["critical", "best-effort"])
+            jobs[payload] = client.submit("one", payload, operation="once", priority=priority)
+            if number in (300, 900):
+                assert own.request("PATCH", "/v1/bulkheads/one", {"max_in_flight": 3 if number == 300 else 1})[0] == 200
+            if number == 600:
+                assert own.request("POST", "/v1/bulkheads/one/restart")[0] < 300
+            while len([job for job in jobs.values() if not job.done()]) > 200:
+                time.sleep(0.001)
+        for payload, job in jobs.items():
+            assert job.result(LONG).payload == payload
+        ran = collections.Counter(notes.read_text().split("\n")[:-1])
+        assert set(ran.values()) == {1}
+        assert len(ran) == 1500
+        assert own.snapshot("one")["crashed"] == 0
+
+
+def test_a_death_costs_the_job_that_ran_and_no_other() -> None:
+    with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as client:
+        chance = random.Random(5)
+        jobs = []
+        for number in range(600):
+            word = chance.choices(["quick", "segv", "exit"], [0.95, 0.025, 0.025])[0]
+            jobs.append((word, client.submit("one", f"{word} {number}".encode(), operation="once")))
+        for word, job in jobs:
+            error = job.exception(LONG)
+            if word == "quick":
+                assert error is None, error
+            else:
+                assert isinstance(error, bulkhead.Crashed)
+                assert error.outcome.reason == ("signal" if word == "segv" else "exit")
+
+
+def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
+    blocking = client.submit("plain", b"0.5", operation="sleep")
+    late = [client.submit("plain", deadline=0.1) for _ in range(5)]
+    for job in late:
+        error = job.exception(LONG)
+        assert isinstance(error, bulkhead.DeadlineExceeded)
+        assert error.outcome.reason == "queued"
+    assert blocking.result(LONG).payload == b"slept"
+    assert client.call("plain", b"x").payload == b"x"
+
+
+# Starting and ending.
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("fails", "RuntimeError: the model is missing"), ("exits", "SystemExit: no licence")],
+)
+def test_a_failed_init_is_told_to_callers(how: str, said: str) -> None:
+    keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": how}, "restart": {"max": 1, "within": "30s"}}
+    with running(one=keys) as own, Client(own.socket) as client:
+        error = failure(client, "one", "")
+        assert (error.outcome.reason, error.http_status) == ("unavailable", 503)
+        assert said in str(error)
+
+
+def test_a_module_that_cannot_be_imported_is_told_to_callers() -> None:
+    for module, said in (("nowhere", "No module named 'nowhere'"), ("pools", "no function with @bulkhead.handler")):
+        keys = {**WORKER, "command": [*WORKER["command"][:-1], module], "restart": {"max": 1, "within": "30s"}}
+        with running(one=keys) as own, Client(own.socket) as client:
+            assert said in str(failure(client, "one", ""))
+
+
+def test_init_may_ask_for_more_time() -> None:
+    keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": "slow"}, "start": {"ready": "1s"}}
+    with running(one=keys) as own, Client(own.socket) as client:
+        assert client.call("one", b"x").payload == b"x"
+        assert own.snapshot("one")["workers"][0]["status"] == "step 7"
+        assert own.snapshot("one")["restarts"] == 0
+
+
+def test_a_template_is_refused_with_words() -> None:
+    keys = {**sandboxed("none"), "start": {"mode": "fork"}, "restart": {"max": 1, "within": "30s"}}
+    with running(one=keys) as own, Client(own.socket) as client:
+        assert "bulkhead for Python does not know `start.mode" in str(failure(client, "one", ""))
+
+
+def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
+    with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as many:
+        ended = threading.Event()
+        wrong: list[object] = []
+        answered = [0]
+
+        def load() -> None:
+            while not ended.is_set():
+                try:
+                    if many.call("one", b"x").payload != b"x":
+                        wrong.append("mixed up")
+                    answered[0] += 1
+                except BaseException as error:
+                    wrong.append(error)
+                    return
+
+        threads = [threading.Thread(target=load) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for _ in range(4):
+            before = answered[0]
+            wait_for("it goes on", lambda before=before: answered[0] > before + 50 or wrong)  # type: ignore[misc]
+            victim = wait_for("a worker", lambda: own.pids("one"))[0]
+            os.kill(victim, signal.SIGTERM)
+            wait_for("it is gone", lambda victim=victim: not is_running(victim))  # type: ignore[misc]
+        ended.set()
+        for thread in threads:
+            thread.join(LONG)
+        assert wrong == []
+        assert own.snapshot("one")["crashed"] == 0
+        assert '"exit_code":1' not in own.log()
+
+
+def test_sigterm_is_heard_while_a_handler_runs(client: Client) -> None:
+    with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as many:
+        job = many.submit("one", b"1", operation="sleep")
+        victim = wait_for("it runs", lambda: [w["pid"] for w in own.snapshot("one")["workers"] if w["in_flight"]])[0]
+        os.kill(victim, signal.SIGTERM)
+        assert job.result(LONG).payload == b"slept"
+        wait_for("it is gone", lambda: not is_running(victim))
+        assert own.snapshot("one")["crashed"] == 0
+
+
+def test_workers_end_with_their_supervisor() -> None:
+    with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as client:
+        job = client.submit("one", operation="spin")
+        pids = own.pids("one")
+        assert len(pids) == 2
+        own.kill()
+        wait_for("they are gone", lambda: not any(map(is_running, pids)))
+        assert isinstance(job.exception(LONG), bulkhead.Disconnected)
+
+
+def test_a_drain_finishes_what_runs() -> None:
+    with running(one=WORKER) as own, Client(own.socket) as client:
+        jobs = [client.submit("one", b"0.2", operation="sleep") for _ in range(3)]
+        wait_for("one runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        assert own.process is not None
+        own.process.terminate()
+        errors = [job.exception(LONG) for job in jobs]
+        assert errors[0] is None
+        assert all(isinstance(error, bulkhead.Rejected) for error in errors[1:])
+        assert own.process.wait(LONG) == 0
+        assert own.log().count("worker_exited") == 0 or "exit_code=0" in own.log()
+
+
+# Heartbeats.
+
+
+def test_a_handler_may_hold_the_interpreter() -> None:
+    keys = {**WORKER, "health": {"heartbeat": "100ms", "missed": 2}, "max_in_flight": 2}
+    with running(one=keys) as own, Client(own.socket) as client:
+        assert client.call("one", b"1.5", operation="hold").payload == b"held"
+        # Idle for longer than it may be silent.
+        pid = client.call("one").outcome.worker_pid
+        time.sleep(1)
+        assert client.call("one").outcome.worker_pid == pid
+        assert own.snapshot("one")["restarts"] == 0
+
+
+# Fork in a handler.
+
+
+@pytest.mark.parametrize("name", ["plain", "many", "strict", "none"])
+def test_a_forked_child_of_a_handler_is_no_worker(client: Client, supervisor: Supervisor, name: str) -> None:
+    assert client.call(name, b"exit", operation="fork").payload == b"7"
+    assert client.call(name, b"raise", operation="fork").payload == b"1"
+    assert client.call(name, b"term", operation="fork").payload == b"-15"
+    assert client.call(name, b"goes on").payload == b"goes on"
+    assert supervisor.snapshot(name)["late_replies"] == 0
+
+
+# By hand.
+
+
+def by_hand(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": SOURCE, **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
+
+
+def test_a_worker_that_is_started_by_hand_says_what_to_do() -> None:
+    run = by_hand("-m", "bulkhead", "serve", "handlers")
+    assert run.returncode == 2
+    assert "[bulkhead.NAME]" in run.stderr
+    run = by_hand("-m", "bulkhead", "serve", "handlers", BULKHEAD_LINK_FD="77")
+    assert run.returncode == 2
+    run = by_hand("-m", "bulkhead", "frobnicate")
+    assert run.returncode == 2
+    assert "usage:" in run.stderr
+    assert by_hand("-m", "bulkhead", "--help").returncode == 0
+    assert by_hand("-m", "bulkhead", "--version").stdout.startswith("bulkhead-py ")
+    with pytest.raises(TypeError, match="handler"):
+        bulkhead.serve()
+
+
+def test_prints_of_handlers_are_in_the_log_at_once() -> None:
+    program = "from bulkhead import serve\ndef h(p, c): print('said', p.decode()); return b''\nserve(h)"
+    with running(one={**WORKER, "command": [sys.executable, "-c", program]}) as own, Client(own.socket) as client:
+        client.call("one", b"hello")
+        wait_for("it is there", lambda: "said hello" in json.dumps(_logs(own)))
+
+
+def _logs(own: Supervisor) -> Any:
+    return str(own.request("GET", "/v1/bulkheads/one/logs")[1])
