@@ -12,11 +12,9 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -142,18 +140,11 @@ async def _in_loop(call: Callable[[int], Any]) -> float:
     return OUTSTANDING_JOBS / (time.perf_counter() - began)
 
 
-def import_cpu_ms() -> float:
-    """CPU time of ``import bulkhead``, beside an interpreter that imports nothing."""
-
-    def cpu(code: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    return (
-        statistics.median(cpu("import bulkhead") for _ in range(9)) - statistics.median(cpu("pass") for _ in range(9))
-    ) * 1e3
+def import_cpu_ms(statement: str) -> float:
+    """CPU time of an import, in a fresh interpreter."""
+    code = f"import time; began = time.process_time(); {statement}; print(time.process_time() - began)"
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True) for _ in range(9)]
+    return statistics.median(float(run.stdout) for run in runs) * 1e3
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
@@ -190,7 +181,11 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     for _ in range(rounds):
         for name in there:
             note("first result, ms", name, first_result_ms(name))
-    note("import, ms of CPU", "bulkhead", import_cpu_ms())
+    note("import, ms of CPU", "bulkhead", import_cpu_ms("import bulkhead"))
+    note("import, ms of CPU", "BulkheadExecutor", import_cpu_ms("from bulkhead import BulkheadExecutor"))
+    note(
+        "import, ms of CPU", "ProcessPoolExecutor", import_cpu_ms("from concurrent.futures import ProcessPoolExecutor")
+    )
     return {
         row: {column: statistics.median(values) for column, values in columns.items()}
         for row, columns in figures.items()
@@ -237,5 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    tempfile.gettempdir()
     main()

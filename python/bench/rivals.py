@@ -101,7 +101,7 @@ class Billiard(Rival):
     has_timeout = True
 
     def __init__(self) -> None:
-        billiard = importlib.import_module("billiard")
+        billiard = importlib.import_module("billiard.pool")
         self.timeout_error = importlib.import_module("billiard.exceptions").TimeoutError
         self.pool = billiard.Pool(WORKERS, enable_timeouts=True)
 

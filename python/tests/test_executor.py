@@ -233,7 +233,7 @@ def test_options_of_the_executor_and_of_calls(tmp_path: Path) -> None:
         with pytest.raises(CallTimeout):
             pool.submit(jobs.hang).result(LONG)
         with pytest.raises(MemoryError):
-            pool.submit(jobs.leak).result(LONG)
+            pool.with_options(timeout=LONG).submit(jobs.leak).result(LONG)
         assert pool.with_options(timeout=LONG).submit(jobs.sleep, 0.7).result(LONG) == 0.7
         again = pool.with_options(idempotent=True, timeout=LONG)
         assert again.submit(jobs.note_once, str(tmp_path / "once")).result(LONG) == "the second time"

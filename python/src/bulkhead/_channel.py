@@ -58,10 +58,14 @@ class Channel:
 
     # Sending.
 
-    def send(self, pieces: Sequence[_wire.Buffer], *, may_wait: bool = True) -> None:
-        """Sends a frame, in pieces. Frames leave in the order of the calls. A lost connection is told by ``read``."""
+    def put(self, *pieces: _wire.Buffer) -> None:
+        """Puts a frame, in pieces, behind those that wait to be sent. It leaves with the next ``flush``."""
+        self._outgoing.append(pieces)
+
+    def flush(self, *, may_wait: bool) -> None:
+        """Sends what waits. With ``may_wait`` it may take as long as the supervisor does not listen; without, another
+        thread takes over. A lost connection is told by ``read``."""
         outgoing = self._outgoing
-        outgoing.append(pieces)
         while outgoing and self._writing.acquire(blocking=False):
             try:
                 is_stuck = not self._drain(may_wait)
@@ -75,8 +79,7 @@ class Channel:
         with self._writing:
             self._drain(may_wait=True)
         # What came between the last look and the release.
-        if self._outgoing:
-            self.send(())
+        self.flush(may_wait=True)
 
     def _drain(self, may_wait: bool) -> bool:
         """Writes what waits; whether all of it was taken."""

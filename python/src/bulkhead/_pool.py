@@ -34,6 +34,8 @@ WINDOW_AT_FIRST, WINDOW_QUICK, WINDOW_SLOW = 16, 64, 1
 QUICK_US, SLOW_US = 2_000, 20_000
 #: Bytes of payloads that are with the supervisor; a call that is larger goes when it is alone.
 WINDOW_BYTES_MAX = 256 << 20
+#: Small calls that may wait here for company, while the supervisor has so many more than workers that none sleeps.
+DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 
 
 class WorkerCrashed(Crashed, BrokenProcessPool):
@@ -106,13 +108,21 @@ class PoolFuture(Future[Any]):
 class Call:
     """A function with its arguments, and SUBMIT's metadata for it."""
 
-    __slots__ = ("arguments", "bytes", "function", "future", "keywords", "metadata")
+    __slots__ = ("arguments", "bytes", "function", "future", "is_ordered", "keywords", "metadata")
 
     def __init__(
-        self, future: PoolFuture, metadata: bytes, function: Callable[..., Any], arguments: Any, keywords: Any
+        self,
+        future: PoolFuture,
+        metadata: bytes,
+        is_ordered: bool,
+        function: Callable[..., Any],
+        arguments: Any,
+        keywords: Any,
     ) -> None:
         self.future = future
         self.metadata = metadata
+        #: It goes to the supervisor at once, which knows when it is its turn: by deadline, priority and tenant.
+        self.is_ordered = is_ordered
         self.function: Callable[..., Any] | None = function
         self.arguments = arguments
         self.keywords = keywords
@@ -138,6 +148,7 @@ class Pool:
         #: Why no call is taken any more.
         self.broken: str | None = None
         self.is_shut_down = False
+        self._deferrable = workers + DEFERRED_BEHIND
         self._reset()
         _pools.add(self)
 
@@ -145,9 +156,11 @@ class Pool:
         """The state of a pool that was never used; also that of one in a forked child."""
         self._lock = threading.Lock()
         self._waiting: deque[Call] = deque()
-        #: By number. Calls that are about to be sent are counted in `_pickling`.
+        #: By number. Those on their way there are counted in `_pickling`, those that have a place in `_placed`.
         self._sent: dict[int, Call] = {}
         self._pickling = 0
+        self._placed = 0
+        self._deferred = 0
         self._next_number = 1
         self._bytes = 0
         self._run_us = float(QUICK_US)
@@ -171,9 +184,11 @@ class Pool:
             self._refuse_if_over()
             if self._channel is None:
                 self._start()
-            if self._waiting or not self._has_place():
-                self._waiting.append(call)
-                return
+            if not call.is_ordered:
+                if self._waiting or not self._has_place():
+                    self._waiting.append(call)
+                    return
+                self._placed += 1
             self._pickling += 1
         if not self._send(call, may_wait=True):
             self._fill(may_wait=True)
@@ -187,7 +202,7 @@ class Pool:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     def _has_place(self) -> bool:
-        return len(self._sent) + self._pickling < self._window and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
+        return self._placed < self._window and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
 
     def _send(self, call: Call, *, may_wait: bool) -> bool:
         """Pickles a call that has a place, and sends it; False if it does not need the place any more.
@@ -210,16 +225,30 @@ class Pool:
                 problem = PoolDisconnected("the supervisor ended before the call was sent")
             # It may have been cancelled while it was pickled.
             is_sent = problem is None and future._begin()
-            if is_sent:
+            is_deferred = False
+            if is_sent and channel is not None:
+                # Enough is there for all workers: it leaves with the next ones, or when an outcome comes.
+                is_deferred = (
+                    len(self._sent) - self._deferred >= self._deferrable
+                    and self._deferred < DEFERRED_MAX
+                    and len(payload) <= DEFERRED_BYTES_MAX
+                    and not call.is_ordered
+                )
+                self._deferred = self._deferred + 1 if is_deferred else 0
                 number = future._number = self._next_number
                 self._next_number += 1
                 self._sent[number] = call
                 self._bytes += call.bytes
+                # With the lock held, so that the thread that hears of those before it sends it.
+                channel.put(_wire.head(_wire.SUBMIT, number, call.metadata, len(payload)), payload)
+            elif not call.is_ordered:
+                self._placed -= 1
         if problem is not None:
             future._settle(None, problem)
         if not is_sent or channel is None:
             return False
-        channel.send((_wire.head(_wire.SUBMIT, number, call.metadata, len(payload)), payload), may_wait=may_wait)
+        if not is_deferred:
+            channel.flush(may_wait=may_wait)
         if future.cancelled():
             # By a thread that may have been before this one on the wire.
             self._send_cancel(number)
@@ -236,6 +265,7 @@ class Pool:
                     break
                 call = self._waiting.popleft()
                 self._pickling += 1
+                self._placed += 1
             self._send(call, may_wait=may_wait)
         if is_over:
             self._end_channel()
@@ -250,7 +280,8 @@ class Pool:
     def _send_cancel(self, number: int) -> None:
         channel = self._channel
         if channel is not None and number in self._sent:
-            channel.send((_wire.frame(_wire.CANCEL, number),), may_wait=False)
+            channel.put(_wire.frame(_wire.CANCEL, number))
+            channel.flush(may_wait=False)
 
     # Outcomes.
 
@@ -262,12 +293,18 @@ class Pool:
                 call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
                 if call is not None:
                     self._bytes -= call.bytes
+                    if not call.is_ordered:
+                        self._placed -= 1
                     self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
                     settled.append((call.future, metadata, payload))
             quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
             self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
+            self._deferred = 0
+            channel = self._channel
         # First what keeps the workers busy.
         self._fill(may_wait=False)
+        if channel is not None:
+            channel.flush(may_wait=False)
         for future, metadata, payload in settled:
             self._settle(future, metadata, payload)
 
@@ -347,7 +384,8 @@ class Pool:
             self._channel = self._supervisor = None
             left = list(self._sent.values())
             self._sent.clear()
-            self._bytes = 0
+            self._placed -= sum(not call.is_ordered for call in left)
+            self._bytes = self._deferred = 0
             over = self.is_shut_down or self.broken is not None or self._was_killed
         channel.close()
         supervisor.stop(at_once=bool(left) or self._was_killed)

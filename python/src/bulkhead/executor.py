@@ -39,6 +39,8 @@ class _Calls(Executor):
 
     _pool: Pool
     _metadata: bytes
+    #: Whether the supervisor decides when it is a call's turn.
+    _is_ordered = False
     _options: dict[str, Any]
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture:
@@ -51,7 +53,7 @@ class _Calls(Executor):
         """
         pool = self._pool
         future = PoolFuture(pool)
-        pool.submit(Call(future, self._metadata, fn, args, kwargs))
+        pool.submit(Call(future, self._metadata, self._is_ordered, fn, args, kwargs))
         return future
 
     def map(
@@ -174,7 +176,7 @@ class BulkheadExecutor(_Calls):
         keys: dict[str, Any] = {
             "processes": workers,
             "max_in_flight": 1,
-            "max_queue": workers + 128,
+            "max_queue": 1_000_000,
             "deadline": "365d",
             "grace": "0s",
             "retry": {"attempts": 3, "budget": 1.0},
@@ -204,7 +206,8 @@ class BulkheadExecutor(_Calls):
         ``timeout``: seconds that a call may run, instead of the executor's own. ``deadline``: seconds from its
         submission to its outcome, the wait included. ``priority``: ``"best-effort"``, ``"normal"``, ``"critical"``.
         ``tenant``: those for whom it is done; tenants take turns. ``idempotent``: a call whose process died is run
-        again, up to three times.
+        again, up to three times. Calls with a deadline, priority or tenant are with the supervisor at once, which
+        holds at most 4 GiB of them; all others wait here until it wants them.
         """
         if timeout is None:
             timeout = self._options["timeout"]
@@ -259,6 +262,7 @@ class _Configured(_Calls):
         self._pool = executor._pool
         self._options = options
         self._metadata = _submission(options)
+        self._is_ordered = bool(options["deadline"] or options["tenant"] or options["priority"] != "normal")
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Does nothing: the executor is shut down where it was made."""
