@@ -1,8 +1,8 @@
 """CPython's own tests of ProcessPoolExecutor, run from an installed interpreter, with BulkheadExecutor in its place.
 
-They are never copied: an interpreter of 3.12 or later with its ``test`` package is looked for, and a virtual
-environment of it gets a ``.pth`` file that puts our executor into ``concurrent.futures`` before all else. Where there is
-no such interpreter, the test says so loudly and is skipped.
+They are never copied: an interpreter of 3.12 or later with its ``test`` package is looked for, and an environment of it
+gets a ``.pth`` file that puts our executor into ``concurrent.futures`` before all else. Where there is no such
+interpreter, the test says so loudly and is skipped.
 """
 
 from __future__ import annotations

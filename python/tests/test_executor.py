@@ -39,6 +39,8 @@ def pool() -> Iterator[BulkheadExecutor]:
 def script(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs a program that can import what tests can."""
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", **variables}
+    # With it, lines of several processes run into each other.
+    environment.pop("PYTHONUNBUFFERED", None)
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=environment,

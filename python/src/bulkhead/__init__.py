@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .errors import Outcome as Outcome
     from .errors import Rejected as Rejected
     from .errors import SupervisorNotFound as SupervisorNotFound
+    from .executor import BulkheadExecutor as BulkheadExecutor
+    from .executor import CallTimeout as CallTimeout
+    from .executor import ResultUnreadable as ResultUnreadable
+    from .executor import WorkerCrashed as WorkerCrashed
     from .worker import Context as Context
     from .worker import HandlerError as HandlerError
     from .worker import handler as handler
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AsyncClient": "_aio",
     "BulkheadExecutor": "executor",
+    "CallTimeout": "executor",
     "Cancelled": "errors",
     "Client": "_client",
     "Context": "worker",
@@ -45,6 +50,7 @@ _MODULE_OF = {
     "Outcome": "errors",
     "Rejected": "errors",
     "Reply": "_client",
+    "ResultUnreadable": "executor",
     "SupervisorNotFound": "errors",
     "WorkerCrashed": "executor",
     "handler": "worker",

@@ -65,6 +65,16 @@ def _raised(error: BaseException, pickler: Pickler) -> bytes:
             return head + _plain_dumps(pickle.PicklingError(f"the exception cannot be pickled: {type(error).__name__}"))
 
 
+def _flush() -> None:
+    """What a call has written is out before its result."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            # The call has closed or replaced it.
+            pass
+
+
 class Calls:
     """The handler: unpickles a call, runs it, pickles what it returns or raises."""
 
@@ -79,6 +89,7 @@ class Calls:
             return UNREADABLE + traceback.format_exc().encode(errors="backslashreplace")
         try:
             value = function(*arguments, **keywords)
+            _flush()
             # What a result holds on to goes with it, and not with the next call.
             del function, arguments, keywords
             return pickler.dumps(value)

@@ -1,0 +1,130 @@
+"""Both wheels are built, installed into a fresh virtual environment, and used there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from pools import LONG
+
+PYTHON = Path(__file__).resolve().parents[1]
+ROOT = PYTHON.parent
+#: The folder of the programs that tests are run against.
+SUPERVISOR = os.environ.get("BULKHEAD_SUPERVISOR", "")
+PROGRAMS = ("bulkhead-supervisor", "bulkhead-worker", "bulkhead")
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    """Runs a program that is to succeed; what it printed."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "BULKHEAD"))}
+    ended = subprocess.run(
+        command, env={**kept, **variables}, capture_output=True, text=True, timeout=5 * LONG, check=False
+    )
+    assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Both, built here by hatchling without a look at an index."""
+    if subprocess.run([sys.executable, "-c", "import hatchling, pip"], capture_output=True, check=False).returncode:
+        message = "THE WHEELS ARE NOT TESTED: pip install hatchling"
+        print(f"\n{message}", file=sys.__stderr__)
+        pytest.skip(message)
+    folder = Path(SUPERVISOR).parent
+    if not all((folder / program).is_file() for program in PROGRAMS):
+        message = f"THE WHEELS ARE NOT TESTED: {', '.join(PROGRAMS)} are not all beside $BULKHEAD_SUPERVISOR"
+        print(f"\n{message}", file=sys.__stderr__)
+        pytest.skip(message)
+    made = tmp_path_factory.mktemp("wheels")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    run(*build, "--wheel-dir", made, PYTHON, PYTHON / "supervisor", BULKHEAD_PROGRAMS=str(folder))
+    return sorted(made.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh virtual environment with both."""
+    folder = tmp_path_factory.mktemp("fresh") / "v"
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", *wheels)
+    return python
+
+
+def test_names_and_contents(wheels: list[Path]) -> None:
+    package, programs = wheels
+    version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert package.name == f"bulkhead_py-{version[1]}-py3-none-any.whl"
+    # As what the programs need, by the host's own tools where they are.
+    tag = re.fullmatch(rf"bulkhead_supervisor-{re.escape(version[1])}-py3-none-(\w+)\.whl", programs.name)
+    assert tag is not None, programs.name
+    assert re.fullmatch(r"manylinux_2_\d+_\w+|musllinux_1_2_\w+", tag[1])
+    assert f'__version__ = "{version[1]}"' in (PYTHON / "src/bulkhead/__init__.py").read_text()
+    with zipfile.ZipFile(package) as archive:
+        names = archive.namelist()
+    assert "bulkhead/py.typed" in names
+    assert not [name for name in names if not name.startswith(("bulkhead/", "bulkhead_py-"))]
+    with zipfile.ZipFile(programs) as archive:
+        held = {name: archive.getinfo(name) for name in archive.namelist()}
+    for program in PROGRAMS:
+        assert held[f"bulkhead_supervisor/bin/{program}"].external_attr >> 16 & 0o111
+    try:
+        dump = subprocess.run(
+            ["readelf", "-V", SUPERVISOR], capture_output=True, text=True, timeout=LONG, check=False
+        ).stdout
+    except FileNotFoundError:
+        return
+    newest = max((int(minor) for minor in re.findall(r"GLIBC_2\.(\d+)", dump)), default=17)
+    found = re.match(r"manylinux_2_(\d+)_", tag[1])
+    assert found is None or int(found[1]) >= newest
+
+
+def test_the_example_ends_and_tells_each_apart(installed: Path) -> None:
+    """The design asks for two seconds; on a busy machine it may take longer."""
+    told = run(installed, PYTHON / "examples" / "example.py", HOME=os.environ.get("HOME", "/"))
+    lines = told.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["segfaults", "hangs", "leaks", "honest"], told
+    for line, words in zip(lines, ("SIGSEGV", "run limit", "memory", "all 100"), strict=False):
+        assert words in line, told
+    assert lines[-1].endswith(" s in all")
+
+
+def test_programs_of_the_wheel(installed: Path) -> None:
+    for program in ("bulkhead", "bulkhead-supervisor"):
+        assert "Usage" in run(installed.with_name(program), "--help")
+    code = "import bulkhead_supervisor as s, os; print(os.access(s.path(), os.X_OK), s.path('bulkhead-worker'))"
+    assert run(installed, "-c", code).startswith("True ")
+    code = "from bulkhead._private import find_supervisor as f; import bulkhead_supervisor as s; assert f() == s.path()"
+    run(installed, "-c", code)
+
+
+def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
+    """A program of a user that mypy checks against the installed package."""
+    if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
+        pytest.skip("mypy is not installed")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from bulkhead import BulkheadExecutor, Client, Crashed\n"
+        "with BulkheadExecutor(2, timeout=1.0) as pool:\n"
+        "    reveal_type(pool.submit(len, 'x').cancel())\n"
+        "client: Client = Client()\n"
+    )
+    told = run(
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        tmp_path / "cache",
+        "--python-executable",
+        installed,
+        program,
+    )
+    assert 'Revealed type is "bool"' in told or 'Revealed type is "builtins.bool"' in told, told

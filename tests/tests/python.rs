@@ -1,0 +1,51 @@
+//! The Python package: its own tests, run by pytest against the supervisor of this build, and its style and types.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use bulkhead_tests::programs;
+
+/// The interpreter of the environment that `.ci/run` makes in the target folder, or of `BULKHEAD_PYTHON`.
+fn interpreter() -> Option<PathBuf> {
+    let named = std::env::var_os("BULKHEAD_PYTHON").map(PathBuf::from);
+    let found = named.unwrap_or_else(|| programs().join("../python/bin/python"));
+    let has_pytest = Command::new(&found).args(["-c", "import pytest, mypy"]).output();
+    if has_pytest.is_ok_and(|ran| ran.status.success()) {
+        return Some(found);
+    }
+    eprintln!(
+        "SKIPPED: the Python package is not tested: {} has no pytest and mypy. `.ci/run` makes it; or name another \
+         interpreter of 3.10 or later by BULKHEAD_PYTHON",
+        found.display()
+    );
+    None
+}
+
+fn run(command: &mut Command) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python");
+    let ran = command
+        .current_dir(&folder)
+        .env("BULKHEAD_SUPERVISOR", programs().join("bulkhead-supervisor"))
+        .env("PYTHONPATH", folder.join("src"))
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .output()
+        .expect("the interpreter runs");
+    let said = format!("{}{}", String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    println!("{said}");
+    assert!(ran.status.success(), "{command:?}: {}\n{said}", ran.status);
+}
+
+#[test]
+fn the_tests_of_the_package_pass() {
+    let Some(python) = interpreter() else { return };
+    run(Command::new(python).args(["-m", "pytest", "-p", "no:cacheprovider", "-rs", "--durations=5"]));
+}
+
+#[test]
+fn its_types_and_its_style_are_clean() {
+    let Some(python) = interpreter() else { return };
+    let caches = tempfile::tempdir().unwrap();
+    run(Command::new(&python).args(["-m", "mypy", "--cache-dir"]).arg(caches.path()));
+    run(Command::new(&python).args(["-m", "ruff", "check", "--no-cache", "."]));
+    run(Command::new(&python).args(["-m", "ruff", "format", "--no-cache", "--check", "."]));
+}
