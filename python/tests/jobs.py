@@ -20,6 +20,17 @@ def echo(value: Any) -> Any:
     return value
 
 
+def draw() -> tuple[int, float]:
+    """This process, and a random number of it."""
+    import random
+
+    return os.getpid(), random.random()
+
+
+def loaded(module: str) -> bool:
+    return module in sys.modules
+
+
 def pid() -> int:
     return os.getpid()
 

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -254,8 +255,6 @@ def test_wrong_arguments() -> None:
     for arguments in ({"initializer": 1}, {"max_tasks_per_child": 1.5}):
         with pytest.raises(TypeError):
             BulkheadExecutor(**arguments)  # type: ignore[arg-type]
-    import multiprocessing
-
     with pytest.raises(ValueError, match="spawn"):
         BulkheadExecutor(mp_context=multiprocessing.get_context("fork"))
     with BulkheadExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
@@ -285,6 +284,47 @@ def test_max_tasks_per_child_is_exact(tasks: int) -> None:
     assert max(map(pids.count, pids)) <= tasks
     if tasks == 1:
         assert len(set(pids)) == 12
+
+
+@pytest.mark.parametrize("tasks", [None, 1, 3])
+def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With "forkserver" they come of a template: each is one of its own all the same."""
+    note = str(tmp_path / "note")
+    with BulkheadExecutor(
+        2,
+        mp_context=multiprocessing.get_context("forkserver"),
+        max_tasks_per_child=tasks,
+        preload=["decimal"],
+        initializer=jobs.remember,
+        initargs=("made",),
+    ) as pool:
+        drawn = [future.result(LONG) for future in [pool.submit(jobs.draw) for _ in range(40)]]
+        pids = [pid for pid, _ in drawn]
+        assert len({number for _, number in drawn}) == 40
+        assert tasks is None or max(map(pids.count, pids)) <= tasks
+        assert pool.submit(jobs.loaded, "decimal").result(LONG)
+        assert pool.submit(jobs.remembered).result(LONG) == ["made"]
+        assert pool.submit(jobs.variable, "OMP_NUM_THREADS").result(LONG) == os.environ.get("OMP_NUM_THREADS", "1")
+        assert pool.submit(jobs.say, "forked").result(LONG) == 1
+        with pytest.raises(WorkerCrashed):
+            pool.submit(jobs.segfault).result(LONG)
+        with pytest.raises(CallTimeout):
+            pool.with_options(timeout=1).submit(jobs.hang, note).result(LONG)
+        hung = list(map(int, (read(note) or "").split()))
+        wait_for("its tree is gone", lambda: not any(map(is_running, hung)))
+        assert list(pool.map(jobs.double, range(20))) == [number * 2 for number in range(20)]
+        supervised = tree(pool._pool.supervisor().pid or 0)
+    assert not any(map(is_running, supervised))
+    assert capfd.readouterr().out == "forked\n"
+
+
+def test_what_cannot_be_forked_is_told() -> None:
+    forkserver = multiprocessing.get_context("forkserver")
+    with pytest.raises(ValueError, match="sandbox"):
+        BulkheadExecutor(1, mp_context=forkserver, sandbox="strict")
+    threaded = BulkheadExecutor(1, mp_context=forkserver, preload=["threaded"])
+    with threaded, pytest.raises(BrokenProcessPool, match="one thread"):
+        threaded.submit(jobs.pid).result(LONG)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="cloudpickle is not installed")
@@ -531,8 +571,8 @@ def test_ctrl_c_ends_it_in_order() -> None:
         from bulkhead import BulkheadExecutor
         pool = BulkheadExecutor(1)
         future = pool.submit(jobs.sleep, 600)
-        print(pool._pool.supervisor().pid, pool._pool.supervisor().folder, flush=True)
         try:
+            print(pool._pool.supervisor().pid, pool._pool.supervisor().folder, flush=True)
             future.result()
         except KeyboardInterrupt:
             future.cancel()

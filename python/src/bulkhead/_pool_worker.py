@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from . import _template
+
 __all__ = ["main"]
 
 #: The function raised: u32 length, the traceback as text, then the exception, pickled.
@@ -104,6 +106,9 @@ class Calls:
 def _prepare(preparation: dict[str, Any]) -> None:
     """Makes this interpreter like the caller's: environment, paths, folder, authkey, and its main module."""
     own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
+    if _template.is_wanted():
+        # They are set there unless the caller has set them.
+        own |= {name: os.environ[name] for name in _template.THREAD_VARIABLES if name in os.environ}
     os.environ.clear()
     os.environ.update(preparation["environment"])
     os.environ.update(own)
@@ -138,13 +143,31 @@ class _Worker:
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
         self._calls: Callable[[Any, Any], bytes] = _refuse
+        self._pickler = Pickler("pickle")
 
     def init(self) -> None:
+        """Before the first call. With a template that is all it does, and ``after_fork`` the rest."""
+        is_template = _template.is_wanted()
         preparation = self._preparation
-        if preparation["output"]:
-            _join_output(preparation["output"])
+        self._join_output()
         _prepare(preparation)
-        pickler = Pickler(preparation["pickler"])
+        for module in preparation["preload"]:
+            __import__(module)
+        self._pickler = Pickler(preparation["pickler"])
+        if not is_template:
+            self._initialize()
+
+    def after_fork(self) -> None:
+        """In a worker that was forked of a template."""
+        self._join_output()
+        self._initialize()
+
+    def _join_output(self) -> None:
+        if self._preparation["output"]:
+            _join_output(self._preparation["output"])
+
+    def _initialize(self) -> None:
+        preparation, pickler = self._preparation, self._pickler
         self._calls = Calls(pickler)
         try:
             initializer, arguments = pickler.loads(preparation["initializer"])
@@ -176,4 +199,4 @@ def main(path: str) -> None:
         worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(os.environ["PYTHON_BULKHEAD_PREPARATION"]))))
     from .worker import serve
 
-    serve(worker, init=worker.init)
+    serve(worker, init=worker.init, after_fork=worker.after_fork)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[..., Any]
     H = TypeVar("H", bound=Callable[..., Any])
+    T = TypeVar("T")
 
 __all__ = ["Context", "HandlerError", "extend_start", "handler", "initializer", "serve", "status"]
 
@@ -184,6 +185,7 @@ def serve(
     *,
     operations: Mapping[str, Handler] | None = None,
     init: Callable[[], Any] | None = None,
+    after_fork: Callable[[], object] | None = None,
 ) -> NoReturn:
     """Serves jobs until the supervisor ends the worker; call it in the main thread.
 
@@ -191,6 +193,11 @@ def serve(
     job, in the main thread; what it returns is ``ctx.state``. If it raises, the worker does not start, and clients are
     told why. With ``max_in_flight`` over 1 handlers run in threads beside the main one; async handlers share one event
     loop, which is a thread of its own.
+
+    With ``start.mode = "fork"`` ``init`` runs once in a template, which must be left with one thread; ``after_fork``
+    runs in each worker that is forked of it: there open and start what they must not share. ``random`` and
+    ``numpy.random`` are seeded anew before it; libraries of linear algebra start no threads in the template, unless
+    OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or MKL_NUM_THREADS say otherwise.
 
     Exits with status 0 when the supervisor asks for it (DRAIN, SIGTERM), 1 if it cannot start, 2 if the program was
     not started by a supervisor. When the supervisor is gone the process ends at once.
@@ -202,7 +209,7 @@ def serve(
 
     if handler is None and not given:
         raise TypeError("serve() takes a handler, or operations")
-    run(prepare)
+    run(prepare, after_fork)
 
 
 def serve_module(name: str, entry: str | None = None) -> NoReturn:
@@ -224,13 +231,16 @@ def serve_module(name: str, entry: str | None = None) -> NoReturn:
     run(prepare)
 
 
-def run(prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]) -> NoReturn:
-    """Shakes hands, prepares, serves, exits."""
+def run(
+    prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]],
+    after_fork: Callable[[], object] | None = None,
+) -> NoReturn:
+    """Shakes hands, prepares, serves, exits. A template prepares, and each worker that it forks does the rest."""
     from . import __version__, _link
 
-    # Before anything else of this process: it says nothing of it.
-    if os.environ.get("BULKHEAD_TEMPLATE") is not None:
-        _refuse_template()
+    is_forked = os.environ.get("BULKHEAD_TEMPLATE") is not None
+    if is_forked:
+        prepare = _forked(prepare, after_fork)
     socket = _link.inherited()
     if socket is None:
         program = " ".join(["python3", *sys.argv])
@@ -255,13 +265,37 @@ def run(prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]]
         sys.exit(1)
     _serving.append(server)
     server.run(prepare)
+    if is_forked:
+        _leave()
     sys.exit(0)
 
 
-def _refuse_template() -> NoReturn:
-    from . import _link
+def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -> Callable[[], T]:
+    """Returns in workers that this template forks, with what is left for each to prepare."""
+    # For all workers at once.
+    from . import _link, _serve, _template  # noqa: F401
 
     socket = _link.inherited()
-    if socket is not None:
-        socket.send(b'Ebulkhead for Python does not know `start.mode = "fork"`: leave it out')
-    sys.exit(1)
+    if socket is None:
+        sys.exit(USAGE)
+    prepared = _template.serve_forks(socket, prepare)
+
+    def rest() -> T:
+        if after_fork is not None:
+            after_fork()
+        return prepared
+
+    return rest
+
+
+def _leave() -> NoReturn:
+    """Ends a forked worker. The interpreter is not taken down: that would touch, and copy, all memory it shares."""
+    import atexit
+
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass
+    os._exit(0)
