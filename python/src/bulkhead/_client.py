@@ -456,7 +456,11 @@ def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
     try:
         link.settimeout(HANDSHAKE_SECONDS_MAX)
         link.connect(path)
-        link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
+        try:
+            link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
+        except BrokenPipeError:
+            # It was refused before it said hello. Why is there to be read.
+            pass
         reader = _wire.Reader(link.recv, link.recv_into)
         while not reader.frames:
             reader.read()

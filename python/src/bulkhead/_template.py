@@ -90,6 +90,21 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         os._exit(1)
 
 
+class Starting:
+    """What ``init`` may say of itself in a template."""
+
+    def __init__(self, socket: _socket.socket) -> None:
+        self._socket = socket
+
+    def say_status(self, text: str) -> None:
+        """Tells operators what this template is doing."""
+        self._socket.send(b"S" + text.encode(errors="replace")[:_TEXT_BYTES_MAX].decode(errors="ignore").encode())
+
+    def extend_start(self, seconds: float) -> None:
+        """Asks for more time to start."""
+        self._socket.send(b"M" + struct.pack("<I", min(max(round(seconds * 1e3), 0), 0xFFFF_FFFF)))
+
+
 def _end(socket: _socket.socket, text: str) -> NoReturn:
     try:
         socket.send(b"E" + text.encode(errors="replace")[:_TEXT_BYTES_MAX])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, TypeVar
 
     from ._serve import Server
+    from ._template import Starting
 
     Handler = Callable[..., Any]
     H = TypeVar("H", bound=Callable[..., Any])
@@ -165,7 +166,8 @@ def initializer(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-_serving: list[Server] = []
+#: What hears of a start: this worker, or this template.
+_serving: list[Server | Starting] = []
 
 
 def status(text: str) -> None:
@@ -278,7 +280,9 @@ def _forked(prepare: Callable[[], T], after_fork: Callable[[], object] | None) -
     socket = _link.inherited()
     if socket is None:
         sys.exit(USAGE)
+    _serving.append(_template.Starting(socket))
     prepared = _template.serve_forks(socket, prepare)
+    _serving.clear()
 
     def rest() -> T:
         if after_fork is not None:

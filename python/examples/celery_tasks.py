@@ -1,0 +1,32 @@
+"""Tasks of Celery that hand what may crash to a bulkhead: the worker's own processes live on.
+
+celery -A celery_tasks worker
+"""
+
+import os
+
+from celery import Celery
+
+import bulkhead
+
+app = Celery("pictures", broker=os.environ["CELERY_BROKER"], backend=os.environ["CELERY_BACKEND"])
+app.conf.broker_transport_options = {
+    "data_folder_in": os.environ.get("CELERY_FOLDER", ""),
+    "data_folder_out": os.environ.get("CELERY_FOLDER", ""),
+}
+
+# One for the module: each process that Celery forks connects anew.
+client = bulkhead.Client()
+
+
+@app.task(bind=True, max_retries=5)
+def thumbnail(self, picture: str) -> int:
+    """Bytes of the thumbnail. What was not taken is tried again when the supervisor says."""
+    with open(picture, "rb") as file:
+        content = file.read()
+    try:
+        return len(client.call("thumbnail", content, deadline=5, priority="best-effort").payload)
+    except bulkhead.Rejected as error:
+        if error.retryable:
+            raise self.retry(exc=error, countdown=error.retry_after or 1) from error
+        raise

@@ -1,0 +1,39 @@
+"""Pictures in a web service: what becomes of a job is the answer.
+
+bulkhead-supervisor --config thumbnails/workers.toml &
+BULKHEAD_SOCKET=... uvicorn fastapi_app:app
+"""
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+import bulkhead
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async with bulkhead.AsyncClient() as app.state.bulkhead:
+        yield
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.post("/thumbnail")
+async def thumbnail(request: Request, tenant: str = "") -> Response:
+    picture = await request.body()
+    # A client that goes away cancels the request, and with it the job.
+    reply = await request.app.state.bulkhead.call("thumbnail", picture, tenant=tenant, deadline=2.0)
+    return Response(bytes(reply.payload), media_type="image/jpeg")
+
+
+@app.exception_handler(bulkhead.JobError)
+async def tell(request: Request, error: bulkhead.JobError) -> Response:
+    """429 and 503 with Retry-After, 504 for a timeout, 422 for a picture that is none, 502 for one that kills."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(math.ceil(error.retry_after))}
+    said = {"outcome": error.outcome.outcome, "reason": error.outcome.reason, "detail": str(error)}
+    return JSONResponse(said, error.http_status, headers)

@@ -1,0 +1,30 @@
+"""Thumbnails of pictures from strangers."""
+
+import io
+
+from PIL import Image
+
+import bulkhead
+
+#: A picture of more pixels is refused before it is decoded.
+PIXELS_MAX = 50_000_000
+
+
+@bulkhead.initializer
+def load() -> None:
+    # Pillow looks for its decoders when it needs them; the sandbox is there before that.
+    Image.init()
+
+
+@bulkhead.handler
+def thumbnail(payload: bytes, ctx: bulkhead.Context) -> bytes:
+    try:
+        with Image.open(io.BytesIO(payload)) as picture:
+            if picture.width * picture.height > PIXELS_MAX:
+                raise bulkhead.HandlerError("too_many_pixels", f"{picture.size} pixels", fault="caller")
+            picture.thumbnail((128, 128))
+            result = io.BytesIO()
+            picture.convert("RGB").save(result, "JPEG")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise bulkhead.HandlerError("no_picture", str(error), fault="caller") from error
+    return result.getvalue()
