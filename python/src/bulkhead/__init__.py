@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .errors import SupervisorNotFound as SupervisorNotFound
     from .executor import BulkheadExecutor as BulkheadExecutor
     from .executor import CallTimeout as CallTimeout
+    from .executor import PoolDisconnected as PoolDisconnected
     from .executor import ResultUnreadable as ResultUnreadable
     from .executor import WorkerCrashed as WorkerCrashed
     from .worker import Context as Context
@@ -48,6 +49,7 @@ _MODULE_OF = {
     "JobError": "errors",
     "JobFuture": "_future",
     "Outcome": "errors",
+    "PoolDisconnected": "executor",
     "Rejected": "errors",
     "Reply": "_client",
     "ResultUnreadable": "executor",
