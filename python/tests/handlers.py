@@ -72,6 +72,8 @@ def sleep(payload: bytes, ctx: Context) -> bytes:
 async def asleep(payload: bytes, ctx: Context) -> str:
     import asyncio
 
+    if float(payload) > 10:
+        _note("began")
     try:
         await asyncio.sleep(float(payload))
     except asyncio.CancelledError:

@@ -140,11 +140,15 @@ def test_a_cancellation_reaches_the_handler(tmp_path: pathlib.Path) -> None:
         job.cancel()
         wait_for("it saw it", lambda: read(notes) == "saw it\n")
         job = client.submit("one", b"100", operation="asleep")
-        wait_for("it runs", lambda: own.snapshot("one")["in_flight"] == 1)
+        wait_for("it runs", lambda: read(notes) == "saw it\nbegan\n")
         job.cancel()
-        wait_for("it was cancelled", lambda: read(notes) == "saw it\ncancelled True\n")
+        wait_for("it was cancelled", lambda: read(notes) == "saw it\nbegan\ncancelled True\n")
+        for _ in range(20):
+            client.submit("one", b"100", operation="asleep").cancel()
         assert client.call("one", b"goes on").payload == b"goes on"
+        wait_for("all are answered", lambda: own.snapshot("one")["available"] == 2)
         assert own.snapshot("one")["restarts"] == 0
+        assert "never awaited" not in own.log()
 
 
 def test_other_limits_while_it_runs(supervisor: Supervisor) -> None:

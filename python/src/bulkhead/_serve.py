@@ -356,22 +356,32 @@ class Server:
     # Async handlers.
 
     def _begin_async(self, job: Context, awaitable: Any) -> None:
+        if job.cancelled:
+            if hasattr(awaitable, "close"):
+                awaitable.close()
+            self._fail(job, _was_cancelled())
+            self._leave_loop(job)
+            return
+
         async def run() -> object:
             return await awaitable
 
-        task = self._loop.create_task(run())
-        job._task = task
+        task = job._task = self._loop.create_task(run())
         if job.cancelled:
-            task.cancel()
+            # Meanwhile. Behind its first step, as one that comes from here on is.
+            self._loop.call_soon(task.cancel)
         task.add_done_callback(lambda _: self._end_async(job, task))
 
     def _end_async(self, job: Context, task: Any) -> None:
         try:
             result = task.result()
         except BaseException as error:
-            self._fail(job, error)
+            self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
         else:
             self._succeed(job, result)
+        self._leave_loop(job)
+
+    def _leave_loop(self, job: Context) -> None:
         with self._lock:
             self._end(job)
             if self._may_begin():
@@ -482,6 +492,10 @@ class Server:
                 if job._said:
                     job._told_at = time.monotonic()
                     self._tell(job)
+
+
+def _was_cancelled() -> HandlerError:
+    return HandlerError("cancelled", "no client waits any more", fault="caller")
 
 
 def _told(error: BaseException) -> str:
