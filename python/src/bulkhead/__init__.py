@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._aio import AsyncClient as AsyncClient
     from ._client import Client as Client
-    from ._client import Reply as Reply
+    from ._connection import Reply as Reply
     from ._future import JobFuture as JobFuture
     from .errors import Cancelled as Cancelled
     from .errors import Crashed as Crashed
@@ -51,7 +51,7 @@ _MODULE_OF = {
     "Outcome": "errors",
     "PoolDisconnected": "executor",
     "Rejected": "errors",
-    "Reply": "_client",
+    "Reply": "_connection",
     "ResultUnreadable": "executor",
     "SupervisorNotFound": "errors",
     "WorkerCrashed": "executor",

@@ -14,7 +14,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import _wire
-from ._client import Reply, as_buffer, default_socket, open_connection, submission_with
+from ._client import as_buffer, default_socket, submission_with
+from ._connection import Reply, open_connection
 from .errors import Disconnected, JobError
 
 if TYPE_CHECKING:

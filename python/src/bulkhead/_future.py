@@ -8,10 +8,10 @@ from concurrent.futures import _base as _states
 from typing import TYPE_CHECKING, Any
 
 from . import _wire
-from ._client import Reply
+from ._connection import Reply
 
 if TYPE_CHECKING:
-    from ._client import Connection
+    from ._connection import Connection
     from .errors import JobError
 
 __all__ = ["JobFuture"]

@@ -1,0 +1,445 @@
+"""One connection to the supervisor, and the jobs of all threads on it.
+
+The thread that waits reads: of all that wait for outcomes one reads the socket, settles what it reads, and hands over
+when it has its own. Futures have a thread of their own, since nothing may wait for them.
+"""
+
+from __future__ import annotations
+
+import _socket
+import errno
+import itertools
+import select
+import threading
+from collections import deque
+
+from . import _wire
+from .errors import Disconnected, JobError, Outcome, Rejected
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Protocol
+
+    class Waiter(Protocol):
+        """What a connection tells of a job that is a future. It ends with ``settle`` or ``lose``."""
+
+        #: Whether it was cancelled, perhaps before it was sent.
+        is_withdrawn: bool
+
+        def started(self, connection: Connection, number: int) -> None: ...
+        def settle(self, metadata: bytes, payload: bytes | bytearray) -> None: ...
+        def progress(self, metadata: bytes) -> None: ...
+        def lose(self, error: JobError) -> None: ...
+        def forget(self) -> None: ...
+
+
+__all__ = ["Connection", "NotSent", "Reply", "open_connection"]
+
+#: Seconds in which a supervisor has to welcome.
+HANDSHAKE_SECONDS_MAX = 10.0
+_MSG_DONTWAIT = _socket.MSG_DONTWAIT
+
+
+class Reply:
+    """The result of a job that ended ``ok``: ``payload``, and ``outcome`` with times, attempts and worker."""
+
+    __slots__ = ("_metadata", "_outcome", "payload")
+
+    #: ``bytearray`` if it is large.
+    payload: bytes | bytearray
+
+    def __init__(self, payload: bytes | bytearray, metadata: bytes) -> None:
+        self.payload = payload
+        self._metadata = metadata
+        self._outcome: Outcome | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        if self._outcome is None:
+            self._outcome = _wire.outcome(self._metadata)
+        return self._outcome
+
+    def __bytes__(self) -> bytes:
+        return bytes(self.payload)
+
+    def __repr__(self) -> str:
+        return f"<Reply of {len(self.payload)} bytes>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reply, (self.payload, self._metadata)
+
+
+def refusal(reason: str, sentence: str) -> Rejected:
+    """The error for a connection that the supervisor did not take."""
+    retryable = reason in ("draining", "unavailable", "overloaded")
+    return Rejected(Outcome("rejected", reason, sentence, retryable=retryable))
+
+
+class NotSent(Exception):
+    """The connection was gone before the job was there; the supervisor has not taken it."""
+
+
+class _Call:
+    """A thread that waits for one job."""
+
+    __slots__ = ("answer", "bell", "error")
+
+    def __init__(self) -> None:
+        self.answer: tuple[bytes, bytes | bytearray] | None = None
+        self.error: JobError | None = None
+        #: Locked while its thread sleeps.
+        self.bell: threading.Lock | None = None
+
+
+class Connection:
+    """One connection to the supervisor, and the jobs on it. Lost once, it stays lost."""
+
+    def __init__(self, path: str) -> None:
+        self._socket, self._reader, self.capabilities = open_connection(path)
+        self._send = self._socket.send
+        self._numbers = itertools.count(1)
+        # Guards all of the following.
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._futures: dict[int, Waiter] = {}
+        self._sleeping: dict[int, _Call] = {}
+        self._is_read = False
+        self._reading_thread = 0
+        self._thread_bell: threading.Lock | None = None
+        self._thread_sleeps = False
+        self.lost: Disconnected | None = None
+        # Guards what is sent: buffers, each with the counts of its bytes that have left.
+        self._writing = threading.Lock()
+        self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
+
+    # Sending.
+
+    def _push(self, *buffers: _wire.Buffer) -> None:
+        """Sends all, however long the supervisor takes to read it. After an exception of a signal's handler what is
+        left goes before the next frame."""
+        if self._reading_thread == threading.get_ident():
+            self._push_from_reader(buffers)
+            return
+        outgoing = self._outgoing
+        with self._writing:
+            if len(buffers) == 1 and not outgoing and len(buffers[0]) <= _wire.INLINE_BYTES_MAX:
+                entry: tuple[_wire.Buffer, list[int]] = (buffers[0], [])
+                outgoing.append(entry)
+                entry[1].extend(map(self._send, (buffers[0],)))
+            else:
+                outgoing.extend([(buffer, []) for buffer in buffers])
+            while outgoing:
+                buffer, counts = outgoing[0]
+                done = sum(counts)
+                if done < len(buffer):
+                    counts.extend(map(self._send, (memoryview(buffer)[done:],)))
+                else:
+                    outgoing.popleft()
+
+    def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
+        """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
+        from a client that leaves its results unread."""
+        outgoing = self._outgoing
+        while not self._writing.acquire(timeout=0.005):
+            self._receive(0)
+        try:
+            outgoing.extend([(buffer, []) for buffer in buffers])
+            while outgoing:
+                buffer, counts = outgoing[0]
+                done = sum(counts)
+                if done == len(buffer):
+                    outgoing.popleft()
+                    continue
+                try:
+                    counts.extend(map(self._send, (memoryview(buffer)[done:],), (_MSG_DONTWAIT,)))
+                except BlockingIOError:
+                    self._receive(None)
+        finally:
+            self._writing.release()
+
+    def _receive(self, patience_ms: int | None) -> None:
+        """Receives what there is, to be looked at later, once that, or sending, is possible."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if patience_ms is None else 0))
+        if any(events & select.POLLIN for _, events in poll.poll(patience_ms)):
+            try:
+                self._reader.read()
+            except EOFError:
+                raise ConnectionResetError(errno.ECONNRESET, "it has closed") from None
+
+    def _submit(self, number: int, metadata: bytes, payload: _wire.Buffer) -> None:
+        try:
+            if len(payload) <= _wire.INLINE_BYTES_MAX:
+                self._push(_wire.frame(_wire.SUBMIT, number, metadata, payload))
+            else:
+                self._push(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
+        except OSError as error:
+            self.lose(f"the supervisor closed it: {error.strerror}")
+            raise NotSent from None
+
+    def cancel(self, number: int) -> None:
+        """Asks that a job be ended; it still gets its outcome."""
+        if self.lost is None:
+            try:
+                self._push(_wire.frame(_wire.CANCEL, number))
+            except OSError as error:
+                self.lose(f"the supervisor closed it: {error.strerror}")
+
+    # Jobs.
+
+    def call(self, metadata: bytes, payload: _wire.Buffer) -> Reply:
+        """Has a job done and waits for it. Raises ``JobError``, or ``NotSent``."""
+        number = next(self._numbers)
+        call = _Call()
+        with self._lock:
+            if self.lost is not None:
+                raise NotSent
+            self._calls[number] = call
+        try:
+            self._submit(number, metadata, payload)
+            while call.answer is None:
+                if call.error is not None:
+                    raise call.error
+                self._read_or_sleep(number, call)
+        except NotSent:
+            self._forget(number)
+            raise
+        except JobError:
+            raise
+        except BaseException:
+            # KeyboardInterrupt, or what else a signal's handler raises.
+            self._forget(number)
+            self.cancel(number)
+            raise
+        metadata, result = call.answer
+        if metadata[0] == 0:
+            return Reply(result, metadata)
+        raise _wire.error(metadata, result)
+
+    def start(self, metadata: bytes, payload: _wire.Buffer, waiter: Waiter) -> None:
+        """Has a job done that a future waits for. Raises ``NotSent``."""
+        number = next(self._numbers)
+        with self._lock:
+            if self.lost is not None:
+                raise NotSent
+            if self._thread_bell is None:
+                self._thread_bell = threading.Lock()
+                self._thread_bell.acquire()
+                threading.Thread(target=self._read_for_futures, name="bulkhead-client", daemon=True).start()
+            waiter.started(self, number)
+            self._futures[number] = waiter
+            self._wake_reader()
+        try:
+            self._submit(number, metadata, payload)
+            if waiter.is_withdrawn:
+                self.cancel(number)
+        except NotSent:
+            # Whoever lost the connection may have told the future already.
+            with self._lock:
+                is_untold = self._futures.pop(number, None) is not None
+            if is_untold:
+                raise
+        except BaseException:
+            with self._lock:
+                self._futures.pop(number, None)
+            self.cancel(number)
+            raise
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._calls.pop(number, None)
+            self._sleeping.pop(number, None)
+            self._wake_reader()
+
+    # Reading.
+
+    def _read_or_sleep(self, number: int, call: _Call) -> None:
+        """Reads until the call is settled, or sleeps while another thread reads."""
+        bell: threading.Lock | None = None
+        with self._lock:
+            if call.answer is not None or call.error is not None:
+                return
+            if self._is_read:
+                bell = call.bell = threading.Lock()
+                bell.acquire()
+                self._sleeping[number] = call
+            else:
+                self._is_read = True
+        if bell is not None:
+            bell.acquire()
+            return
+        try:
+            self._reading_thread = threading.get_ident()
+            while call.answer is None and call.error is None:
+                self._read()
+        finally:
+            self._hand_over()
+
+    def _read_for_futures(self) -> None:
+        bell = self._thread_bell
+        assert bell is not None
+        while True:
+            with self._lock:
+                if self.lost is not None:
+                    return
+                reads = bool(self._futures) and not self._is_read
+                if reads:
+                    self._is_read = True
+                else:
+                    self._thread_sleeps = True
+            if not reads:
+                bell.acquire()
+                continue
+            try:
+                self._reading_thread = threading.get_ident()
+                while self._futures and self.lost is None:
+                    self._read()
+            finally:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            self._is_read = False
+            self._reading_thread = 0
+            self._wake_reader()
+            is_over = self.lost is not None
+        if is_over:
+            self._close()
+
+    def _wake_reader(self) -> None:
+        """If no thread reads and one should, wakes it; the lock is held."""
+        if self._is_read:
+            return
+        is_thread_wanted = self._futures or self.lost is not None
+        if is_thread_wanted and self._thread_sleeps and self._thread_bell is not None:
+            self._thread_sleeps = False
+            self._thread_bell.release()
+            return
+        for number in self._sleeping:
+            self._wake(self._sleeping.pop(number))
+            return
+
+    @staticmethod
+    def _wake(call: _Call) -> None:
+        bell, call.bell = call.bell, None
+        if bell is not None:
+            bell.release()
+
+    def _read(self) -> None:
+        reader = self._reader
+        frames = reader.frames
+        try:
+            if not frames:
+                reader.read()
+            while frames:
+                self._take(*frames[0])
+                frames.popleft()
+        except EOFError:
+            self.lose("the supervisor closed it")
+        except (OSError, _wire.Unreadable) as error:
+            self.lose(str(error))
+
+    def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:
+        if kind == _wire.OUTCOME:
+            with self._lock:
+                call = self._calls.get(number)
+                if call is not None:
+                    call.answer = metadata, payload
+                    self._calls.pop(number)
+                    if self._sleeping.pop(number, None) is not None:
+                        self._wake(call)
+                    return
+                waiter = self._futures.pop(number, None)
+            if waiter is not None:
+                waiter.settle(metadata, payload)
+        elif kind == _wire.PROGRESS:
+            waiter = self._futures.get(number)
+            if waiter is not None:
+                waiter.progress(metadata)
+        elif kind == _wire.REFUSED:
+            reason, sentence = _wire.refused(metadata)
+            self.lose(f"the supervisor refused it ({reason}): {sentence}")
+
+    # The end.
+
+    def lose(self, why: str) -> None:
+        """Ends the connection, and tells all jobs on it."""
+        advice = "whether the job ran is unknown: send it again only if it may run twice"
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = Disconnected(f"the connection to the supervisor was lost ({why}); {advice}", "unknown")
+            calls, self._calls = self._calls, {}
+            futures, self._futures = self._futures, {}
+            for call in calls.values():
+                call.error = Disconnected(self.lost.outcome.message, "unknown")
+                self._wake(call)
+            self._sleeping.clear()
+            self._wake_reader()
+        try:
+            # A thread that reads it is woken by that, and not by close().
+            self._socket.shutdown(2)
+        except OSError:
+            pass
+        self._close()
+        for waiter in futures.values():
+            waiter.lose(Disconnected(self.lost.outcome.message, "unknown"))
+
+    def _close(self) -> None:
+        """Closes the descriptor once no thread uses it, since its number may soon be another file's."""
+        with self._writing, self._lock:
+            if not self._is_read:
+                self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the connection is the parent's."""
+        self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
+        self._socket.close()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        for waiter in self._futures.values():
+            waiter.forget()
+            waiter.lose(self.lost)
+        self._futures, self._calls, self._sleeping = {}, {}, {}
+
+
+def open_connection(path: str) -> tuple[_socket.socket, _wire.Reader, int]:
+    """Connects and shakes hands. Raises ``Disconnected`` (not executed) or ``Rejected``."""
+    from . import __version__
+
+    try:
+        link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    except OSError as error:
+        sentence = f"a socket cannot be made: {error.strerror}; the job was not sent"
+        raise Disconnected(sentence) from None
+    try:
+        link.settimeout(HANDSHAKE_SECONDS_MAX)
+        link.connect(path)
+        try:
+            link.sendall(_wire.hello(_wire.CLIENT, 0, __version__))
+        except BrokenPipeError:
+            # It was refused before it said hello. Why is there to be read.
+            pass
+        reader = _wire.Reader(link.recv, link.recv_into)
+        while not reader.frames:
+            reader.read()
+        kind, _, metadata, _ = reader.frames.popleft()
+        if kind == _wire.REFUSED:
+            raise refusal(*_wire.refused(metadata))
+        if kind != _wire.CLIENT_WELCOME:
+            raise _wire.Malformed(f"it answered by a frame of kind {kind}")
+        capabilities = _wire.client_welcome(metadata)
+        link.settimeout(None)
+        return link, reader, capabilities
+    except EOFError:
+        link.close()
+        raise Disconnected(f"the supervisor at {path} closed the connection before it said welcome") from None
+    except (JobError, OSError, _wire.Unreadable) as error:
+        link.close()
+        if isinstance(error, JobError):
+            raise
+        said = getattr(error, "strerror", None) or error
+        raise Disconnected(f"the supervisor is not reachable at {path}: {said}; the job was not sent") from None
+    except BaseException:
+        link.close()
+        raise
