@@ -567,8 +567,10 @@ def test_functions_of_a_script_and_its_missing_guard(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_in_order() -> None:
     code = """
-        import jobs, sys
+        import jobs, signal, sys
         from bulkhead import BulkheadExecutor
+        # What starts tests in the background has it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         pool = BulkheadExecutor(1)
         future = pool.submit(jobs.sleep, 600)
         try:
