@@ -567,10 +567,8 @@ def test_functions_of_a_script_and_its_missing_guard(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_in_order() -> None:
     code = """
-        import jobs, signal, sys
+        import jobs, sys
         from bulkhead import BulkheadExecutor
-        # What starts tests in the background has it ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         pool = BulkheadExecutor(1)
         future = pool.submit(jobs.sleep, 600)
         try:
