@@ -52,6 +52,11 @@ fn a_keeper_or_its_guard_that_is_killed_is_replaced_and_the_application_keeps_it
 }
 
 #[test]
+fn whatever_is_killed_each_job_has_one_outcome_and_none_is_begun_twice() {
+    runs("holds");
+}
+
+#[test]
 fn one_process_can_have_two() {
     runs("two");
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_client::{JobError, Reply};
+use bulkhead_client::{Executed, JobError, Reply};
 use bulkhead_supervisor::{
     KeeperProgram, LocalSupervisor, StartError, Supervisor, config, keeper_main_if_asked,
 };
@@ -30,6 +30,7 @@ fn main() {
         Some("waits-for-all") => waits_for_all(),
         Some("keeps-its-own") => keeps_its_own(),
         Some("loses-its-keeper") => loses_its_keeper(),
+        Some("holds") => holds(),
         Some("two") => two(),
         Some("refused") => refused(),
         Some("forgets") => forgets(),
@@ -71,8 +72,12 @@ fn number(client: &Client, operation: &str) -> u32 {
 }
 
 fn parent(pid: u32) -> u32 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap().parse().unwrap()
+    parent_of(pid).unwrap()
+}
+
+fn parent_of(pid: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
 /// A worker, its keeper, and the keeper's guard.
@@ -346,7 +351,10 @@ fn loses_its_keeper() {
         kill_pid(line[lost], Signal::SIGKILL);
         let told = outcome(&running.wait());
         assert!(told.starts_with("crashed"), "{lost}: {told}");
-        wait_for("there is another keeper", || send(&client, "echo", "").ok());
+        wait_for("there is another worker", || {
+            let pid = send(&client, "pid", "").ok()?.outcome().worker_pid;
+            (pid != Some(line[0])).then_some(())
+        });
         assert_gone(&line);
     }
     assert!(own.try_wait().unwrap().is_none(), "it is not the supervisor's");
@@ -354,6 +362,63 @@ fn loses_its_keeper() {
     own.kill().unwrap();
     own.wait().unwrap();
 }
+
+/// While workers, keepers and guards are killed, each job has one outcome, none is begun twice, and none that is said not
+/// to have run has.
+fn holds() {
+    const LANES: usize = 8;
+    const JOBS: usize = 60;
+    let (supervisor, client) = start("processes = 2\nmax_in_flight = 2\nmax_queue = 100");
+    let is_over = Arc::new(AtomicUsize::new(0));
+    let killed = std::thread::spawn({
+        let (client, is_over) = (client.clone(), is_over.clone());
+        move || {
+            let mut killed = 0;
+            while is_over.load(Ordering::SeqCst) == 0 {
+                let found = send(&client, "pid", "").ok().and_then(|reply| reply.outcome().worker_pid);
+                let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
+                let ancestor = (0..killed % 3).try_fold(worker, |pid, _| parent_of(pid));
+                // What it was may have ended since, and all else here is ours.
+                let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
+                else {
+                    continue;
+                };
+                let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(victim as i32), Signal::SIGKILL);
+                killed += 1;
+                std::thread::sleep(Duration::from_millis(30));
+            }
+            killed
+        }
+    });
+    let lanes: Vec<_> = (0..LANES)
+        .map(|lane| {
+            let client = client.clone();
+            std::thread::spawn(move || {
+                for job in 0..JOBS {
+                    let file = format!("job-{lane}-{job}");
+                    let told = send(&client, &format!("steps:count {file};sleep 5;count {file}-end"), "");
+                    let bytes = |name: &str| std::fs::metadata(name).map_or(0, |found| found.len());
+                    let (began, ended) = (bytes(&file), bytes(&format!("{file}-end")));
+                    assert!(began <= 1 && ended <= began, "{file}: {began}, {ended}");
+                    match &told {
+                        Ok(_) => assert_eq!((began, ended), (1, 1), "{file}"),
+                        Err(error) if error.executed() == Executed::No => {
+                            assert_eq!(began, 0, "{file}: {error}")
+                        }
+                        Err(error) => assert!(error.outcome().is_some(), "{file}: {error}"),
+                    }
+                }
+            })
+        })
+        .collect();
+    lanes.into_iter().for_each(|lane| lane.join().unwrap());
+    is_over.store(1, Ordering::SeqCst);
+    assert!(killed.join().unwrap() >= 3);
+    supervisor.shutdown().unwrap();
+}
+
+/// Processes of a supervisor.
+const OURS: [&str; 3] = ["misbehave", "bulkhead-keeper", "bulkhead-guard"];
 
 fn two() {
     let (first, of_first) = start("");
@@ -532,8 +597,17 @@ async fn local() {
         "{waited:?}"
     );
     kill_pid(line[1], Signal::SIGKILL);
-    supervisor.run_until(async { while send_to(&client, "echo").await.is_err() {} }).await.unwrap();
-    let next = supervisor.run_until(pid_of(&client)).await.unwrap();
+    let next = supervisor.run_until(async {
+        loop {
+            match send_to(&client, "pid").await.map(|reply| reply.outcome().worker_pid.unwrap()) {
+                // It may answer once more before the kernel ends it.
+                Ok(pid) if pid == line[0] => {}
+                Ok(pid) => return pid,
+                Err(_) => {}
+            }
+        }
+    });
+    let next = next.await.unwrap();
     assert_gone(&line);
     supervisor.shutdown().await.unwrap();
     assert_gone(&[next]);
