@@ -267,8 +267,10 @@ impl Template {
             ruleset.restrict(proof.as_ref().map(AsFd::as_fd)).map_err(failed)?;
         }
         // The template is one that it must not reach.
-        if rustix::process::test_kill_process(template) != Err(Errno::PERM) {
-            return Err(("landlock read-back: it can signal its template", Errno::PERM));
+        match rustix::process::test_kill_process(template) {
+            Err(Errno::PERM) => {}
+            Err(errno) => return Err(("its template has ended", errno)),
+            Ok(()) => return Err(("landlock read-back: it can signal its template", Errno::PERM)),
         }
         if let (Some((path, _)), Some(temporary)) = (&folder, temporary) {
             for variable in OF_FOLDER {

@@ -291,9 +291,10 @@ impl Process {
         let news = match word {
             Word::Born { worker } => return sender != process && self.born(pid, worker, sender),
             Word::NotForked { worker, errno, step } => {
-                if template.take(worker).is_some() {
+                if let Some(fork) = template.take(worker) {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
-                    self.report_failure(worker, &Refusal::new(&step, Errno::from_raw_os_error(errno)));
+                    let refusal = Refusal::new(&step, Errno::from_raw_os_error(errno));
+                    self.fork_failed(pid, &fork, &refusal);
                 }
                 return true;
             }
@@ -334,11 +335,28 @@ impl Process {
 
     /// A process that is no worker has been waited for: if this template forked it to be one, it has failed.
     pub(super) fn fork_ended(&mut self, template: u32, pid: u32) {
-        let Some(template) = self.template_mut(template) else { return };
-        let Some(at) = template.underway.iter().position(|fork| fork.pid == Some(pid)) else { return };
-        if let Some(fork) = template.underway.remove(at) {
-            self.report_failure(fork.worker, &Refusal::new("fork: it ended at once", Errno::CHILD));
+        let Some(found) = self.template_mut(template) else { return };
+        let Some(at) = found.underway.iter().position(|fork| fork.pid == Some(pid)) else { return };
+        if let Some(fork) = found.underway.remove(at) {
+            self.fork_failed(template, &fork, &Refusal::new("fork: it ended at once", Errno::CHILD));
         }
+    }
+
+    /// What was to be a worker is none, and may have made its temporary folder.
+    fn fork_failed(&mut self, template: u32, fork: &Fork, refusal: &Refusal) {
+        let Fork { worker, secret, .. } = *fork;
+        if let Some(child) = self.children.get(&template) {
+            match (child.terms.temporary, &child.folder) {
+                (Temporary::Folder, Some(folder)) => {
+                    self.folders.remove(folder.join(folder_name(worker, secret)));
+                }
+                (Temporary::FileSystem(_) | Temporary::Mounted(_), _) => {
+                    self.remove_folder(template, worker, secret);
+                }
+                (Temporary::Folder | Temporary::None, _) => {}
+            }
+        }
+        self.report_failure(worker, refusal);
     }
 
     /// The same for any template whose workers are children of this process.
@@ -362,7 +380,7 @@ impl Process {
         match self.adopt(template, &fork, pid) {
             Ok(is_sense) => is_sense,
             Err(refusal) => {
-                self.report_failure(worker, &refusal);
+                self.fork_failed(template, &fork, &refusal);
                 true
             }
         }
