@@ -26,8 +26,11 @@ const CRASH_LANES: usize = 16;
 
 /// Takes every measurement that is wanted.
 pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result<()> {
-    if report.wants("sibling's p99") {
-        report.tell(sibling(chains, plan).await?);
+    for (bulkhead, way) in [(real::CRASHES, "spawned"), (real::FORKED_CRASHES, "forked")] {
+        let name = format!("sibling's p99 beside crashes (50/s) and without, {way}");
+        if report.wants(&name) {
+            report.tell(sibling(chains, plan, (bulkhead, name)).await?);
+        }
     }
     if report.wants_slow("siblings' p99 in a crowd") {
         report.tell(crowd(chains, plan).await?);
@@ -82,16 +85,16 @@ impl Crashes {
 }
 
 /// What jobs notice of a neighbour whose worker dies of every job, against the same without it.
-async fn sibling(chains: &Chains, plan: &Plan) -> Result<Figure> {
+async fn sibling(chains: &Chains, plan: &Plan, (crashes, name): (&'static str, String)) -> Result<Figure> {
     let mut pairs = Vec::new();
     for _ in plan.rounds() {
         let quiet = chains.real(real::ONE, 1, plan.small, 64).await?;
-        let crashes = Crashes::begin(&chains.real, real::CRASHES, 1, Duration::from_millis(20));
+        let crashes = Crashes::begin(&chains.real, crashes, 1, Duration::from_millis(20));
         let beside = chains.real(real::ONE, 1, plan.small, 64).await?;
         crashes.end().await?;
         pairs.push((quiet.quantile(0.99), beside.quantile(0.99)));
     }
-    Ok(paired("sibling's p99 beside crashes (50/s) and without".into(), "µs", &pairs, Target::AtMost, 1.5))
+    Ok(paired(name, "µs", &pairs, Target::AtMost, 1.5))
 }
 
 /// Rounds of [`crowd`], which are long.

@@ -21,6 +21,9 @@ pub(crate) const ONE: &str = "one";
 pub(crate) const HANGS: &str = "hangs";
 pub(crate) const CRASHES: &str = "crashes";
 
+/// The same with a template that forks its workers.
+pub(crate) const FORKED_CRASHES: &str = "forked-crashes";
+
 /// Three bulkheads that are honest, and one that need not be.
 pub(crate) const CROWD: [&str; 4] = ["crowd-a", "crowd-b", "crowd-c", "crowd-d"];
 
@@ -44,7 +47,7 @@ impl Chain {
     /// Starts a supervisor with the bulkheads of the bench, and a worker in each.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
         let chain = Self::start(programs, &config(&std::env::current_exe()?)?).await?;
-        for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES] {
+        for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
             chain.client.job(bulkhead, "ready?").send().await?;
         }
         Ok(chain)
@@ -131,6 +134,10 @@ fn config(own: &Path) -> Result<String> {
         bulkhead(&wide(1024), "max_in_flight = 1024"),
         bulkhead(HANGS, &hangs),
         bulkhead(CRASHES, "max_queue = 8"),
+        bulkhead(
+            FORKED_CRASHES,
+            "max_queue = 8\nstart = { mode = \"fork\" }\nsandbox = { profile = \"none\" }",
+        ),
         CROWD[..3].iter().map(|name| bulkhead(name, "max_in_flight = 8\nmax_queue = 1000")).collect(),
         bulkhead(CROWD[3], "processes = 2\nmax_queue = 1000\nmax_in_flight = 1"),
     ]
