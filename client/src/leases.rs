@@ -11,6 +11,10 @@ use bulkhead_shared::memory_files::{FILES, Mapping, Named, is_whole};
 /// Leases that this client asks for at once.
 const ASKED_MAX: usize = 4;
 
+/// A lease that has rested so long may have been called back, in a program that does not hear of it: such a one is lost
+/// five seconds after that.
+const FRESH_FOR: Duration = Duration::from_secs(4);
+
 /// How long after a refusal it asks again.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
 
@@ -23,9 +27,15 @@ pub(crate) struct Lease {
     pub(crate) payload: Mapping,
     pub(crate) result: Mapping,
     result_file: OwnedFd,
+    /// When a job had it last.
+    used_at: Instant,
 }
 
 impl Lease {
+    fn is_fresh(&self) -> bool {
+        self.used_at.elapsed() < FRESH_FOR
+    }
+
     /// Whether what was read of the result before this was there.
     pub(crate) fn is_whole(&self) -> bool {
         is_whole(&self.result_file)
@@ -57,9 +67,18 @@ pub(crate) struct Leases {
 }
 
 impl Leases {
-    /// A lease for such a payload, and one to be given back for a larger one.
-    pub(crate) fn take(&mut self, bulkhead: &str, tenant: &str, bytes: usize) -> Taken {
+    /// A lease for such a payload, and one to be given back for a larger one. `hears` says whether all is read that the
+    /// supervisor has sent.
+    pub(crate) fn take(
+        &mut self,
+        (bulkhead, tenant): (&str, &str),
+        bytes: usize,
+        hears: impl Fn() -> bool,
+    ) -> Taken {
         let is_for = |lease: &Lease| lease.is_for(bulkhead, tenant);
+        if self.free.iter().any(|lease| is_for(lease) && !lease.is_fresh()) && !hears() {
+            return Taken::Doubtful;
+        }
         let fits = |lease: &Lease| is_for(lease) && lease.payload.len() >= bytes;
         if let Some(at) = self.free.iter().rposition(fits) {
             return Taken::Lease(self.free.swap_remove(at));
@@ -94,7 +113,8 @@ impl Leases {
         let is_good = mapped.is_ok();
         if let Ok((payload, result, result_file)) = mapped {
             let number = named.lease;
-            self.free.push(Lease { number, bulkhead, tenant, payload, result, result_file });
+            let used_at = Instant::now();
+            self.free.push(Lease { number, bulkhead, tenant, payload, result, result_file, used_at });
         } else {
             self.refused_at = Some(Instant::now());
         }
@@ -123,7 +143,7 @@ impl Leases {
             self.called_back.swap_remove(at);
             return Some(number);
         }
-        self.free.push(lease);
+        self.free.push(Lease { used_at: Instant::now(), ..lease });
         None
     }
 
@@ -137,6 +157,8 @@ impl Leases {
 pub(crate) enum Taken {
     Lease(Lease),
     TooSmall(Lease),
+    /// It may be over, and what says so was not heard yet.
+    Doubtful,
     None,
 }
 

@@ -24,21 +24,28 @@ impl MappedResult {
         self.bytes == 0
     }
 
-    /// Copies bytes from `at` on, as many as `into` has. Panics if there are not so many.
-    pub fn read(&self, at: usize, into: &mut [u8]) {
+    /// Copies bytes from `at` on, as many as `into` has. Panics if there are not so many. An error means that the
+    /// supervisor has taken the file back, which it may do after five seconds, or when the connection is lost: what is in
+    /// `into` may be zeros then.
+    pub fn read(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
         assert!(at <= self.bytes && into.len() <= self.bytes - at, "beyond the end of the result");
         if let Some(lease) = &self.lease {
             lease.result.read(at, into);
         }
+        if self.is_whole() {
+            Ok(())
+        } else {
+            Err(std::io::Error::other("the result was taken back before it was read"))
+        }
     }
 
-    /// Whether all that was read of it before this was there: a client that is stopped for many seconds, or keeps a
-    /// result for so long, can have its file taken back by the supervisor, which is zeros from then on.
+    /// Whether all that was read of it before this was there, be it by [`MappedResult::as_ptr`]: five seconds after its
+    /// job has ended, or with the connection, the supervisor may take the file back, which is zeros from then on.
     pub fn is_whole(&self) -> bool {
         self.lease.as_ref().is_none_or(|lease| lease.is_whole())
     }
 
-    /// Its first byte, for those that read it as it is.
+    /// Its first byte, for those that read it as it is, and ask [`MappedResult::is_whole`] when they have.
     pub fn as_ptr(&self) -> *const u8 {
         self.lease.as_ref().map_or(std::ptr::null(), |lease| lease.result.as_ptr())
     }

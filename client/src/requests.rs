@@ -220,9 +220,11 @@ impl Requests {
 
     /// A lease for a job, if there is one. If not, one is asked for, for the jobs to come.
     fn lease_for(&self, state: &mut State, job: &Order, bytes: usize) -> Option<Box<Lease>> {
-        match state.leases.take(&job.bulkhead, &job.tenant, bytes) {
+        let hears = || rustix::io::ioctl_fionread(&self.socket).is_ok_and(|unread| unread == 0);
+        match state.leases.take((&job.bulkhead, &job.tenant), bytes, hears) {
             Taken::Lease(lease) => return Some(Box::new(lease)),
             Taken::TooSmall(lease) => state.tell(kind::LEASE_RETURNED, lease.number),
+            Taken::Doubtful => return None,
             Taken::None => {}
         }
         let number = state.leases.ask(&job.bulkhead, &job.tenant)?;

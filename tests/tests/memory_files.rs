@@ -126,7 +126,7 @@ fn a_payload_can_come_from_a_file_or_a_function_and_a_result_stay_where_it_is() 
                 match reply.mapped() {
                     Some(mapped) => {
                         let mut copy = vec![0; mapped.len()];
-                        mapped.read(0, &mut copy);
+                        mapped.read(0, &mut copy).unwrap();
                         assert!(copy == inverted && reply.payload().is_empty());
                         was_mapped = true;
                     }
@@ -422,6 +422,10 @@ impl Raw {
             let (_, mut batch) = read.unwrap();
             let Some(item) = batch.next().unwrap() else { continue };
             let Item::Frame { header, metadata, .. } = item else { panic!("{item:?}") };
+            if header.kind == kind::PROGRESS {
+                batch.leave_rest();
+                continue;
+            }
             let told = match header.kind {
                 kind::CLIENT_WELCOME => {
                     let (welcome, _) = codec::decode::<ClientWelcome<'_>>(metadata, &[]).unwrap();
@@ -628,4 +632,147 @@ fn a_worker_is_lent_a_part_of_what_it_may_hold() {
             assert_eq!(job.send().await.unwrap().payload(), b"bytes");
         }
     });
+}
+
+/// Its connection turns out to be broken while its frames are read, with leases on their way to it.
+#[test]
+fn a_client_that_breaks_off_in_the_midst_of_leases_ends_nothing_else() {
+    let supervisor = one("");
+    for _ in 0..5 {
+        let (mut raw, mut after) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
+        raw.ask(1, "", MIB);
+        raw.ask(2, "", MIB);
+        let Told::Leased(1, named) = raw.told() else { panic!("no lease") };
+        // They are made one after the other.
+        after.lease("");
+        raw.socket.shutdown(std::net::Shutdown::Read).unwrap();
+        let mut outbox = Outbox::default();
+        let submit = Submit {
+            bulkhead: "missing",
+            operation: "",
+            tenant: "",
+            deadline_us: 0,
+            priority: 1,
+            idempotent: 0,
+            cost: 1,
+        };
+        outbox.push(kind::SUBMIT, 7, &submit, &[], Payload::NONE).unwrap();
+        outbox.push(kind::LEASE_TAKEN, named.lease, &Empty, &[], Payload::NONE).unwrap();
+        outbox.push(kind::CANCEL, 9, &Empty, &[], Payload::NONE).unwrap();
+        outbox.flush(&raw.socket, &mut BufferPool::default()).unwrap();
+        wait_for("its leases are over", || (file_bytes(&supervisor) <= 2 << 20).then_some(()));
+    }
+    run(async { assert!(connect(&supervisor).await.job("b", "x").send().await.is_ok()) });
+}
+
+/// What a worker has in a file waits for nothing, and is in no crash report.
+#[test]
+fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
+    let supervisor = one("max_queue = 4");
+    let buffered = || {
+        let (_, page) = supervisor.try_get("/metrics").unwrap();
+        let line = page.lines().find_map(|line| line.strip_prefix("bulkhead_buffered_bytes ")).unwrap();
+        line.parse::<f64>().unwrap() as usize
+    };
+    let mut raw = Raw::connect(&supervisor);
+    let (lease, ..) = raw.lease("");
+    raw.submit(1, "", "hang", Named { bytes: MIB as u64, ..lease });
+    supervisor.wait_number("b", "in_flight", 1);
+    assert!(buffered() < MIB / 2, "{}", buffered());
+    let (waits, ..) = raw.lease("");
+    raw.submit(2, "", "", Named { bytes: MIB as u64, ..waits });
+    supervisor.wait_number("b", "queued", 1);
+    assert!(buffered() >= MIB, "{}", buffered());
+    kill_pid(supervisor.worker_pids("b")[0], Signal::SIGKILL);
+    wait_for("both are told", || {
+        let told = raw.told();
+        matches!(told, Told::Outcome(2, OK, _)).then_some(())
+    });
+    let report = wait_for("the report", || {
+        let listed = supervisor.get("/v1/crashes")["crashes"].as_array().cloned().unwrap_or_default();
+        let id = listed.first()?["id"].as_str()?.to_owned();
+        Some(supervisor.get(&format!("/v1/crashes/{id}")))
+    });
+    let job = &report["jobs"][0];
+    assert_eq!(job["payload_bytes"], MIB, "{job}");
+    assert!(job["payload"].is_null() && job["blake3"].is_null(), "{job}");
+}
+
+/// A program that has died reads nothing any more, wherever its job ends.
+#[test]
+fn a_job_that_ends_elsewhere_leaves_no_file_behind() {
+    let supervisor = start(
+        "[defaults]\ndeadline = \"120s\"\n\
+         [bulkhead.b]\nexec = [\"/bin/sh\", \"-c\", \"kill -SEGV $$\"]\nfallback = [\"second\"]\n\
+         [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\n",
+    );
+    run(async {
+        let client = connect(&supervisor).await;
+        let busy = client.job("second", "").operation("hang").start().await.unwrap();
+        supervisor.wait_number("second", "in_flight", 1);
+        for _ in 0..4 {
+            let mut raw = Raw::connect(&supervisor);
+            let (lease, ..) = raw.lease("");
+            let submit = Submit {
+                bulkhead: "b",
+                operation: "",
+                tenant: "",
+                deadline_us: 1_000_000,
+                priority: 1,
+                idempotent: 1,
+                cost: 1,
+            };
+            let named = Named { bytes: MIB as u64, ..lease };
+            raw.send(kind::SUBMIT, 5, &submit, &[(tag::LEASE, &named.to_bytes())]);
+            while !matches!(raw.told(), Told::Outcome(5, ..)) {}
+        }
+        wait_for("nothing is left", || (file_bytes(&supervisor) == 0).then_some(()));
+        drop(busy);
+    });
+}
+
+/// Leases that were given back while their jobs wait have their descriptors all the same.
+#[test]
+fn leases_that_were_given_back_count_until_their_jobs_are_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let bulkheads = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 1000\n";
+    let supervisor =
+        Supervisor::launch_under(&["prlimit", "--nofile=1024:1024"], folder, "", bulkheads).until_ready();
+    let before = descriptors(supervisor.pid());
+    let mut raw = Raw::connect(&supervisor);
+    let mut count = 0;
+    let refused = loop {
+        count += 1;
+        raw.ask(count, "", MIB / 4);
+        let named = match raw.told() {
+            Told::Leased(_, named) => named,
+            told => break told,
+        };
+        raw.files.clear();
+        raw.send(kind::LEASE_TAKEN, named.lease, &Empty, &[]);
+        raw.submit(count, "", "hang", Named { bytes: 65_537, ..named });
+        raw.send(kind::LEASE_RETURNED, named.lease, &Empty, &[]);
+        assert!(count <= 64, "there is no end to it");
+    };
+    assert_eq!(refused, Told::Refused(count));
+    assert!(descriptors(supervisor.pid()) <= before + 4 * 64 + 8);
+    let mut other = Raw::connect(&supervisor);
+    other.ask(1, "", MIB);
+    assert_eq!(other.told(), Told::Refused(1));
+}
+
+/// A client whose thread does other things for a while has not heard that its lease is over.
+#[test]
+fn a_client_that_has_not_listened_for_long_uses_the_socket() {
+    let supervisor = one("");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let client = runtime.block_on(async {
+        let client = connect(&supervisor).await;
+        until_in_file(&client, "").await;
+        client
+    });
+    wait_for("its files are taken back", || (file_bytes(&supervisor) == 0).then_some(()));
+    let payload = pattern(3, MIB);
+    let reply = runtime.block_on(client.job("b", payload.clone()).send());
+    assert!(reply.map(|reply| reply.payload() == payload).unwrap());
 }

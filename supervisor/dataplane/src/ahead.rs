@@ -64,7 +64,7 @@ impl DataPlane {
             link.stray();
         }
         let spawn = self.links[index].spawn;
-        self.leave_files(spawn, job);
+        self.leave_files((compartment, spawn), job);
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
         self.apply(compartment, Event::Returned { worker, job }, Incoming::None);

@@ -63,7 +63,7 @@ pub(super) struct Background {
     tasks: Sender<Task>,
     files: Sender<Task>,
     done: Receiver<Done>,
-    /// Tasks of which nothing was heard yet.
+    /// Tasks of which nothing was heard yet, but for those of memory files.
     waiting: usize,
     fate: Fate,
 }
@@ -85,8 +85,8 @@ impl Background {
     }
 
     fn send(&mut self, task: Task) {
-        self.waiting += 1;
         let is_of_files = matches!(task, Task::MakeFiles { .. } | Task::FreeFiles(_));
+        self.waiting += usize::from(!is_of_files);
         // A thread that has ended ends the supervisor, see `Fate`.
         let _ = if is_of_files { self.files.send(task) } else { self.tasks.send(task) };
     }
@@ -125,7 +125,7 @@ impl Background {
     /// What came of a task, if one is done.
     pub(super) fn done(&mut self) -> Option<Done> {
         let done = self.done.try_recv().ok()?;
-        self.waiting -= 1;
+        self.waiting -= usize::from(!matches!(done, Done::FilesMade { .. } | Done::FilesFreed));
         Some(done)
     }
 

@@ -37,9 +37,6 @@ const LEASES_MAX: usize = 64;
 /// Leases of one client whose files are being made.
 const MAKING_MAX: usize = 4;
 
-/// One in so many open files may be a lend that its receiver has not read yet.
-const LIMIT_PER_UNREAD: u64 = 32;
-
 /// The least bytes of a file.
 const FILE_BYTES_MIN: u64 = 256 * 1024;
 
@@ -59,6 +56,10 @@ pub(super) struct Leases {
     last: u64,
     /// Bytes of all files, also of those that are over for their clients and not for a job.
     bytes: u64,
+    /// How many leases these are.
+    live: u64,
+    /// Clients that may be offered one, once all that was answered is sent.
+    to_offer: Vec<SessionId>,
     /// Files of jobs whose clients were told while a worker had them, by the keeper's name for it, and which it has not
     /// answered for: it may still read them.
     left: Vec<(u64, JobId, Arc<Files>)>,
@@ -132,13 +133,15 @@ impl Leased {
 
 impl Leases {
     pub(super) fn new() -> Self {
-        let open_files = open_files::limit_in_force();
+        let limit = open_files::limit_in_force();
         Self {
             by_number: HashMap::default(),
-            open_files,
-            lends: Lends::new(usize::try_from(open_files / LIMIT_PER_UNREAD).unwrap_or(usize::MAX)),
+            open_files: limit,
+            lends: Lends::new(usize::try_from(limit / open_files::LIMIT_PER_UNREAD).unwrap_or(usize::MAX)),
             last: 0,
             bytes: 0,
+            live: 0,
+            to_offer: Vec::new(),
             left: Vec::new(),
         }
     }
@@ -152,9 +155,9 @@ impl Leases {
         self.by_number.len()
     }
 
-    /// Whether a worker may still read the payload of a job whose client was told.
-    pub(super) fn are_left(&self) -> bool {
-        !self.left.is_empty()
+    /// Whether there are files that a client or a worker may have.
+    pub(super) fn are_there(&self) -> bool {
+        self.live > 0
     }
 
     fn of_session(&self, session: SessionId) -> impl Iterator<Item = (u64, &Lease)> {
@@ -233,6 +236,7 @@ impl DataPlane {
             return false;
         }
         self.leases.last += 1;
+        self.leases.live += 1;
         self.leases.bytes += 2 * bytes;
         let (number, used_at) = (self.leases.last, self.now);
         let lease = Lease {
@@ -255,12 +259,14 @@ impl DataPlane {
     /// Whether so much more may be had by memory files. If not, leases that are of no use are called back for the next
     /// one that asks.
     fn make_room_for_files(&mut self, more: u64) -> bool {
-        let most = self.limits.pooled_bytes_max;
+        let (most, waiting) = (self.limits.pooled_bytes_max, self.memory.shares.held() as u64);
+        let most = most.min((self.limits.buffered_bytes_max as u64).saturating_sub(waiting));
         if more > most {
             return false;
         }
         let over = (self.leases.bytes + more).saturating_sub(most);
-        let is_full = self.leases.len() as u64 >= open_files::leases_max(self.leases.open_files, most);
+        let live_max = open_files::leases_max(self.leases.open_files, self.limits.pooled_bytes_max);
+        let is_full = self.leases.live >= live_max;
         self.call_back_idle(over.max(u64::from(is_full)));
         over == 0 && !is_full
     }
@@ -313,6 +319,7 @@ impl DataPlane {
             }
             (made, lease) => {
                 self.leases.bytes -= 2 * bytes;
+                self.leases.live -= 1;
                 if let Ok(files) = made {
                     self.background.free_files(files);
                 }
@@ -325,15 +332,27 @@ impl DataPlane {
         }
     }
 
-    /// Sends a client the next lease that is there for it, if it has received the one before.
+    /// Has a client offered the next lease at the end of this turn.
     fn offer_next(&mut self, session: SessionId) {
+        self.leases.to_offer.push(session);
+    }
+
+    /// Offers leases to clients that may be. Not while their frames are read: a connection that turns out to be broken
+    /// when it is written to goes at once.
+    pub(super) fn offer_leases(&mut self) {
+        for session in std::mem::take(&mut self.leases.to_offer) {
+            self.offer_one(session);
+        }
+        // What was refused.
+        self.flush_dirty();
+    }
+
+    /// Sends a client the next lease that is there for it, if it has received the one before.
+    fn offer_one(&mut self, session: SessionId) {
         let of = || self.leases.of_session(session);
         let made = of().find(|(_, lease)| matches!(lease.stage, Stage::Made(_))).map(|(number, _)| number);
         let is_behind = of().any(|(_, lease)| matches!(lease.stage, Stage::Offered(_)));
         let Some(number) = made.filter(|_| !is_behind) else { return };
-        if self.sessions.of(session).is_some_and(|session| !session.outbox.is_empty()) {
-            self.flush_session(session.index);
-        }
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
         let Stage::Made(files) = &lease.stage else { return };
         // A reload may have come between.
@@ -415,6 +434,7 @@ impl DataPlane {
     fn let_go(&mut self, files: Arc<Files>) {
         if let Some(files) = Arc::into_inner(files) {
             self.leases.bytes -= 2 * files.bytes;
+            self.leases.live -= 1;
             self.background.free_files(files);
         }
     }
@@ -423,6 +443,7 @@ impl DataPlane {
     pub(super) fn drop_leases_of(&mut self, session: SessionId) {
         if let Some(client) = self.sessions.of_mut(session) {
             self.leases.lends.close(&client.socket, &mut client.unread);
+            self.want_housekeeping();
         }
         if self.leases.len() > 0 {
             let numbers: Vec<_> = self.leases.of_session(session).map(|(number, _)| number).collect();
@@ -471,7 +492,12 @@ impl DataPlane {
                 && !lease.is_busy
                 && now.since(lease.used_at) >= RETURN_WITHIN
         };
-        self.leases.numbers(is_late).into_iter().for_each(|number| self.drop_lease(number));
+        for number in self.leases.numbers(is_late) {
+            let session = self.leases.by_number.get(&number).map(|lease| lease.session);
+            self.drop_lease(number);
+            // One that was made for it waited for an answer to this one.
+            session.into_iter().for_each(|session| self.offer_next(session));
+        }
         self.want_housekeeping();
     }
 
@@ -626,8 +652,16 @@ impl DataPlane {
         }
     }
 
-    /// A worker has answered for a job, or given it back: it reads its payload no more.
-    pub(super) fn leave_files(&mut self, spawn: u64, job: JobId) {
+    /// A worker has answered for a job, or given it back: it reads its payload no more, nor writes its result, also if
+    /// the job is tried again and ends elsewhere.
+    pub(super) fn leave_files(&mut self, (compartment, spawn): (CompartmentIndex, u64), job: JobId) {
+        if let Some(record) = self.compartments[compartment].policy.cargo_mut(job)
+            && let Some(leased) = record.held.file.as_deref_mut()
+            && leased.at == Some(spawn)
+        {
+            (leased.at, leased.given_to) = (None, None);
+        }
+        // Its client may have been told before.
         while let Some(at) = self.leases.left.iter().position(|(at, left, _)| (*at, *left) == (spawn, job)) {
             let (_, _, files) = self.leases.left.swap_remove(at);
             self.let_go(files);

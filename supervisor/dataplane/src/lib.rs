@@ -141,6 +141,7 @@ impl JobData {
     fn payload(&self) -> Option<&[u8]> {
         match self.payload_bytes {
             0 => Some(&[]),
+            _ if self.held.file.is_some() => None,
             _ => self.held.copy.as_deref().or(self.held.payload.as_deref()),
         }
     }
@@ -397,6 +398,7 @@ impl DataPlane {
         self.settle_leaving();
         self.settle_memory(None);
         self.flush_dirty();
+        self.offer_leases();
         self.order_wanted();
         self.set_timers();
         self.tell_memory();
@@ -619,8 +621,15 @@ impl DataPlane {
         job
     }
 
-    /// A job that was taken but not dispatched keeps its payload here.
+    /// A job that was taken but not dispatched keeps its payload here, unless it stands in a file.
     fn keep_payload(&mut self, index: CompartmentIndex, job: JobId, incoming: Incoming<'_>) {
+        let policy = &mut self.compartments[index].policy;
+        if policy.cargo_mut(job).is_some_and(|record| record.held.file.is_some()) {
+            if policy.is_waiting(job) {
+                self.charge_waiting(index, job);
+            }
+            return;
+        }
         let payload = match incoming {
             Incoming::None => return,
             Incoming::Borrowed([]) => Vec::new(),

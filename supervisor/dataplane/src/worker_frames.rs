@@ -390,15 +390,15 @@ impl DataPlane {
         let is_owed = self.compartments[compartment].policy.holds(worker, JobId(number));
         let late = |plane: &Self| plane.compartments[compartment].policy.counters().late_replies;
         let before = late(self);
+        if self.leases.are_there()
+            && let Some(index) = self.link_of(compartment, worker)
+        {
+            self.leave_files((compartment, self.links[index].spawn), JobId(number));
+        }
         self.apply(compartment, Event::Replied { worker, job: JobId(number), reply }, payload);
         if !self.compartments[compartment].is_replay {
             let count = late(self) - before;
             self.tally_of(compartment).late_replies += count;
-        }
-        if self.leases.are_left()
-            && let Some(index) = self.link_of(compartment, worker)
-        {
-            self.leave_files(self.links[index].spawn, JobId(number));
         }
         if !is_owed
             && let Some(index) = self.link_of(compartment, worker)

@@ -12,6 +12,9 @@ const DESCRIPTORS_PER_LEASE: u64 = 4;
 /// A part of the limit, one to so many, may be leases; and another may be lends on their way.
 const LIMIT_PER_LEASE: u64 = 16;
 
+/// One in so many open files may be a connection that is closed and holds a lend that its receiver has not read.
+pub const LIMIT_PER_UNREAD: u64 = 32;
+
 /// Leases of memory files that there may be at once, with such a limit of open files.
 pub fn leases_max(limit: u64, max_pooled: u64) -> u64 {
     (max_pooled / LEASE_BYTES_MIN).min(limit / LIMIT_PER_LEASE)
@@ -67,6 +70,7 @@ impl OpenFiles {
             + http
             + foreign
             + leases * DESCRIPTORS_PER_LEASE
+            + if leases > 0 { limit / LIMIT_PER_UNREAD } else { 0 }
             + workers * DESCRIPTORS_PER_WORKER;
         let room = usize::try_from(limit.saturating_sub(kept)).unwrap_or(usize::MAX).max(1);
         if room < config.supervisor.max_clients {
