@@ -680,7 +680,7 @@ fn a_job_in_a_file_that_runs_does_not_count_as_one_that_waits() {
     supervisor.wait_number("b", "in_flight", 1);
     assert!(buffered() < MIB / 2, "{}", buffered());
     let (waits, ..) = raw.lease("");
-    raw.submit(2, "", "", Named { bytes: MIB as u64, ..waits });
+    raw.submit(2, "", "pid", Named { bytes: MIB as u64, ..waits });
     supervisor.wait_number("b", "queued", 1);
     assert!(buffered() >= MIB, "{}", buffered());
     kill_pid(supervisor.worker_pids("b")[0], Signal::SIGKILL);
