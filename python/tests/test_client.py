@@ -338,6 +338,7 @@ def test_exceptions_of_signal_handlers_lose_nothing(client: Client) -> None:
         for thread in threads:
             thread.join(LONG)
     assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
     assert interruptions > 20
     connection = client._connection
     assert connection is not None

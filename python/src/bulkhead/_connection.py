@@ -100,17 +100,18 @@ class Connection:
         self._send = self._socket.send
         self._numbers = itertools.count(1)
         # Guards all of the following.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._calls: dict[int, _Call] = {}
         self._futures: dict[int, Waiter] = {}
         self._sleeping: dict[int, _Call] = {}
-        self._is_read = False
+        # The call whose thread reads, or this connection for the thread of futures.
+        self._leader: object = None
         self._reading_thread = 0
         self._thread_bell: threading.Lock | None = None
         self._thread_sleeps = False
         self.lost: Disconnected | None = None
         # Guards what is sent: buffers, each with the counts of its bytes that have left.
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
 
     # Sending.
@@ -192,24 +193,24 @@ class Connection:
         """Has a job done and waits for it. Raises ``JobError``, or ``NotSent``."""
         number = next(self._numbers)
         call = _Call()
-        with self._lock:
-            if self.lost is not None:
-                raise NotSent
-            self._calls[number] = call
         try:
+            with self._lock:
+                if self.lost is not None:
+                    raise NotSent
+                self._calls[number] = call
             self._submit(number, metadata, payload)
             while call.answer is None:
                 if call.error is not None:
                     raise call.error
                 self._read_or_sleep(number, call)
         except NotSent:
-            self._forget(number)
+            self._forget(number, call)
             raise
         except JobError:
             raise
         except BaseException:
-            # KeyboardInterrupt, or what else a signal's handler raises.
-            self._forget(number)
+            # KeyboardInterrupt, or what else a signal's handler raises, wherever that was.
+            self._forget(number, call)
             self.cancel(number)
             raise
         metadata, result = call.answer
@@ -246,11 +247,16 @@ class Connection:
             self.cancel(number)
             raise
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, call: _Call) -> None:
+        """The call is given up; what its thread was to do for others, another one does."""
+        # A signal's exception that comes as a lock is taken can leave it taken.
+        for lock in (self._writing, self._lock):
+            while lock._is_owned():  # type: ignore[attr-defined]
+                lock.release()
         with self._lock:
             self._calls.pop(number, None)
             self._sleeping.pop(number, None)
-            self._wake_reader()
+        self._hand_over(call)
 
     # Reading.
 
@@ -260,12 +266,12 @@ class Connection:
         with self._lock:
             if call.answer is not None or call.error is not None:
                 return
-            if self._is_read:
+            if self._leader is None:
+                self._leader = call
+            else:
                 bell = call.bell = threading.Lock()
                 bell.acquire()
                 self._sleeping[number] = call
-            else:
-                self._is_read = True
         if bell is not None:
             bell.acquire()
             return
@@ -274,7 +280,7 @@ class Connection:
             while call.answer is None and call.error is None:
                 self._read()
         finally:
-            self._hand_over()
+            self._hand_over(call)
 
     def _read_for_futures(self) -> None:
         bell = self._thread_bell
@@ -283,9 +289,9 @@ class Connection:
             with self._lock:
                 if self.lost is not None:
                     return
-                reads = bool(self._futures) and not self._is_read
+                reads = bool(self._futures) and self._leader is None
                 if reads:
-                    self._is_read = True
+                    self._leader = self
                 else:
                     self._thread_sleeps = True
             if not reads:
@@ -296,35 +302,48 @@ class Connection:
                 while self._futures and self.lost is None:
                     self._read()
             finally:
-                self._hand_over()
+                self._hand_over(self)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, leader: object) -> None:
+        """If it was this one that reads, another one does."""
         with self._lock:
-            self._is_read = False
-            self._reading_thread = 0
+            if self._leader is leader:
+                self._reading_thread = 0
+                self._leader = None
             self._wake_reader()
             is_over = self.lost is not None
         if is_over:
             self._close()
 
     def _wake_reader(self) -> None:
-        """If no thread reads and one should, wakes it; the lock is held."""
-        if self._is_read:
+        """If no thread reads and one should, wakes it; the lock is held.
+
+        Here and in what follows a signal's exception may come between any two steps: then they are done again.
+        """
+        if self._leader is not None:
             return
         is_thread_wanted = self._futures or self.lost is not None
         if is_thread_wanted and self._thread_sleeps and self._thread_bell is not None:
+            if self._thread_bell.locked():
+                self._thread_bell.release()
             self._thread_sleeps = False
-            self._thread_bell.release()
             return
-        for number in self._sleeping:
-            self._wake(self._sleeping.pop(number))
-            return
+        for number, call in list(self._sleeping.items()):
+            is_woken = self._wake(call)
+            self._sleeping.pop(number, None)
+            if is_woken:
+                return
 
     @staticmethod
-    def _wake(call: _Call) -> None:
-        bell, call.bell = call.bell, None
-        if bell is not None:
+    def _wake(call: _Call) -> bool:
+        """Whether its thread slept."""
+        bell = call.bell
+        if bell is None:
+            return False
+        if bell.locked():
             bell.release()
+        call.bell = None
+        return True
 
     def _read(self) -> None:
         reader = self._reader
@@ -346,13 +365,15 @@ class Connection:
                 call = self._calls.get(number)
                 if call is not None:
                     call.answer = metadata, payload
+                    self._wake(call)
+                    self._sleeping.pop(number, None)
                     self._calls.pop(number)
-                    if self._sleeping.pop(number, None) is not None:
-                        self._wake(call)
                     return
-                waiter = self._futures.pop(number, None)
+                waiter = self._futures.get(number)
             if waiter is not None:
                 waiter.settle(metadata, payload)
+                with self._lock:
+                    self._futures.pop(number, None)
         elif kind == _wire.PROGRESS:
             waiter = self._futures.get(number)
             if waiter is not None:
@@ -389,14 +410,14 @@ class Connection:
     def _close(self) -> None:
         """Closes the descriptor once no thread uses it, since its number may soon be another file's."""
         with self._writing, self._lock:
-            if not self._is_read:
+            if self._leader is None:
                 self._socket.close()
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's."""
         self.lost = Disconnected("this process was forked from the one that had the job", "unknown")
         self._socket.close()
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock, self._writing = threading.RLock(), threading.RLock()
         for waiter in self._futures.values():
             waiter.forget()
             waiter.lose(self.lost)
