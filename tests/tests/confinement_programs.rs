@@ -444,3 +444,19 @@ fn the_temporary_folder_is_the_workers_own_and_goes_with_it() {
         wait_for("what it left is gone", || (!Path::new(&left).exists()).then_some(()));
     }
 }
+
+/// A strict worker's root has only the folders on the way to its program, and those that the path goes through.
+#[test]
+fn a_program_whose_path_goes_up_again_starts_under_every_profile() {
+    let program = programs().join("deps/../misbehave");
+    for profile in ["none", "default", "strict"] {
+        let supervisor = bulkhead_tests::Supervisor::start(&format!(
+            "[bulkhead.b]\ncommand = [{program:?}]\nsandbox.profile = \"{profile}\"\n"
+        ));
+        bulkhead_tests::run(async {
+            let client = bulkhead_client::Client::connect(supervisor.socket()).await.unwrap();
+            let told = outcome(&client.job("b", "x").send().await);
+            assert_eq!(told, "ok", "{profile}: {}", supervisor.log());
+        });
+    }
+}

@@ -399,13 +399,19 @@ fn folders_above(path: &Path) -> Vec<CString> {
     path.parent().map(folders_to).unwrap_or_default()
 }
 
-/// The same, and the path itself.
+/// The same, and the path itself. With `..` in it, also those that it goes through and out of again.
 fn folders_to(path: &Path) -> Vec<CString> {
     let mut folders = Vec::new();
     let mut so_far = PathBuf::from("/");
-    for part in path.components().filter(|part| matches!(part, Component::Normal(_))) {
-        so_far.push(part);
-        folders.extend(text(&so_far));
+    for part in path.components() {
+        match part {
+            Component::Normal(_) => {
+                so_far.push(part);
+                folders.extend(text(&so_far));
+            }
+            Component::ParentDir => so_far.push(part),
+            _ => {}
+        }
     }
     folders
 }
