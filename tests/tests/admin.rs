@@ -769,7 +769,7 @@ fn a_bad_file_is_refused_with_all_its_errors() {
     let config = "[supervisor]\nmax_client = 5\ndrain_timeout = 30\n\n\
                   [bulkhead.one]\nexec = [\"no-such-program\"]\nprocesses = 0\nfallback = [\"nobody\"]\n\n\
                   [bulkhead.TWO]\ncommand = \"x\"\n\n\
-                  [bulkhead.three]\ncommand = [\"sh\"]\nmax_in_flight = 0\nmax_queue = 5\n\
+                  [bulkhead.three]\nexec = [\"sh\"]\nmax_in_flight = 0\nmax_queue = 5\n\
                   start = { mode = \"fork\" }\n";
     let folder = configured(config);
     let path = folder.path().join("workers.toml");
