@@ -123,6 +123,8 @@ pub(super) struct Leased {
     given_to: Option<u64>,
     /// Bytes of the result, if it is in the other file.
     result: Option<u64>,
+    /// Whether it may be tried again, so that it counts as kept while a worker has it.
+    pub(super) is_kept: bool,
 }
 
 impl Leased {
@@ -558,7 +560,15 @@ impl DataPlane {
         let files = lease.files()?.clone();
         lease.is_busy = true;
         let bytes = usize::try_from(named.bytes).unwrap_or(usize::MAX);
-        Some(Box::new(Leased { lease: named.lease, files, bytes, at: None, given_to: None, result: None }))
+        Some(Box::new(Leased {
+            lease: named.lease,
+            files,
+            bytes,
+            at: None,
+            given_to: None,
+            result: None,
+            is_kept: false,
+        }))
     }
 
     /// The worker that has the files of a lease.

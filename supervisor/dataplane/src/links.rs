@@ -396,6 +396,9 @@ impl DataPlane {
         let pushed = link.outbox.push(kind::JOB, job.0, &message, &extensions, payload);
         debug_assert!(pushed.is_ok(), "a job did not fit");
         link.notices.add_job();
+        if record.held.file.as_ref().is_some_and(|file| file.is_kept) {
+            self.charge_kept(compartment, job);
+        }
         self.mark_dirty(Endpoint::Link(index));
     }
 

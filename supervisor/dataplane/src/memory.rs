@@ -177,7 +177,8 @@ impl DataPlane {
         let Some(record) = self.compartments[compartment].policy.cargo_mut(job) else {
             return debug_assert!(false, "{job} was just dispatched, and is not there");
         };
-        let (session, bytes) = (record.session, record.held.bytes());
+        let in_file = record.held.file.as_ref().map_or(0, |file| file.bytes());
+        let (session, bytes) = (record.session, record.held.bytes() + in_file);
         let holder = self.holder_of(session, bulkhead);
         self.memory.shares.add(holder, Kind::Fixed, bytes);
         if let Some(record) = self.compartments[compartment].policy.cargo_mut(job) {

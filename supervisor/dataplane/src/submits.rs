@@ -62,7 +62,7 @@ impl DataPlane {
                 return Ok(());
             }
         };
-        let file = extras.leased.and_then(|named| self.use_lease(named));
+        let mut file = extras.leased.and_then(|named| self.use_lease(named));
         let prefers = extras.leased.and_then(|named| self.user_of(named.lease));
         let payload_bytes = file.as_ref().map_or(payload.len(), |file| file.bytes());
         let (priority, idempotent) =
@@ -74,6 +74,7 @@ impl DataPlane {
         entry.tally.submit(priority);
         let has_chain = !entry.fallback.is_empty();
         let keeps = idempotent && (entry.retries || has_chain);
+        file.iter_mut().for_each(|file| file.is_kept = keeps);
         let is_repeatable = keeps || payload.len() <= INLINE_PAYLOAD_BYTES_MAX;
         let digest = if file.is_none() { entry.digest(submit.operation, payload.bytes()) } else { None };
         let deadline = (submit.deadline_us > 0).then(|| Duration::from_micros(submit.deadline_us));
