@@ -165,3 +165,18 @@ def nested(number: int) -> int:
 
     with BulkheadExecutor(1) as pool:
         return int(pool.submit(double, number).result(60))
+
+
+def fork_twice(folder: str) -> list[str]:
+    """What a child's child writes into files that the child has opened."""
+    if (child := os.fork()) == 0:
+        files = [open(f"{folder}/{number}", "w") for number in range(8)]  # noqa: SIM115
+        if os.fork() == 0:
+            for file in files:
+                file.write("written")
+                file.flush()
+            os._exit(0)
+        os.wait()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return [open(f"{folder}/{number}").read() for number in range(8)]

@@ -601,3 +601,64 @@ def test_importing_it_is_cheap() -> None:
         "print(list(heavy & sys.modules.keys()))"
     )
     assert loaded.stdout.strip() == "[]", loaded
+
+
+def test_a_child_of_a_child_keeps_its_files(pool: BulkheadExecutor, tmp_path: Path) -> None:
+    assert pool.submit(jobs.fork_twice, str(tmp_path)).result(LONG) == ["written"] * 8
+
+
+def test_a_pool_whose_workers_cannot_be_started_for_a_while_goes_on(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    main = tmp_path / "main.py"
+    main.write_text(
+        textwrap.dedent("""
+        import os, sys, time
+        if os.path.exists(sys.argv[1]):
+            raise OSError("it cannot be imported for a while")
+        from bulkhead import BulkheadExecutor
+        if __name__ == "__main__":
+            with BulkheadExecutor(1) as pool:
+                assert pool.submit(pow, 2, 2).result(30) == 4
+                open(sys.argv[1], "w").close()
+                pool.submit(os._exit, 1).exception(30)
+                print(type(pool.submit(pow, 2, 3).exception(30)).__name__)
+                os.unlink(sys.argv[1])
+                until = time.monotonic() + 60
+                while pool.submit(pow, 2, 3).exception(30) is not None:
+                    assert time.monotonic() < until
+                    time.sleep(0.1)
+                print("goes on")
+        """)
+    )
+    ran = subprocess.run(
+        [sys.executable, main, flag],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+    assert ran.stdout.split("\n")[:2] == ["BrokenProcessPool", "goes on"], ran.stdout + ran.stderr
+
+
+def test_a_script_from_standard_input_can_use_functions_of_modules() -> None:
+    code = "from bulkhead import BulkheadExecutor\npool = BulkheadExecutor(1)\nprint(pool.submit(pow, 2, 3).result(30))"
+    ran = subprocess.run(
+        [sys.executable, "-"],
+        input=code,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+    assert ran.stdout == "8\n", ran.stdout + ran.stderr
+
+
+def test_options_of_a_wrong_type_are_named() -> None:
+    with pytest.raises(TypeError, match="env: 'A'"):
+        BulkheadExecutor(1, env={"A": 1})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+        BulkheadExecutor(1, timeout="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout must be more than 0"):
+        BulkheadExecutor(1, timeout=0)

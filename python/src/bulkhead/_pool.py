@@ -147,6 +147,8 @@ class Pool:
         self.pickler = Pickler(pickler)
         #: Why no call is taken any more.
         self.broken: str | None = None
+        #: Whether a worker has done a call: what keeps others from being started may pass.
+        self._has_answered = False
         self.is_shut_down = False
         self._deferrable = workers + DEFERRED_BEHIND
         self._reset()
@@ -310,8 +312,10 @@ class Pool:
 
     def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
         if metadata[0] or payload[:1] != b"\x80":
+            self._has_answered = self._has_answered or not metadata[0]
             future._settle(None, self._error(metadata, payload))
             return
+        self._has_answered = True
         try:
             value = self.pickler.loads(payload)
         except BaseException as problem:
@@ -325,7 +329,10 @@ class Pool:
         if metadata[0]:
             error = _wire.error(metadata, payload)
             if error.outcome.outcome == "rejected" and error.outcome.reason == "unavailable":
-                self._break(f"no process of the pool can be started: {error.outcome.message}")
+                problem = f"no process of the pool can be started: {error.outcome.message}"
+                if self._has_answered:
+                    return BrokenProcessPool(problem)
+                self._break(problem)
                 return BrokenProcessPool(self.broken)
             kind = _ERRORS.get(type(error))
             return error if kind is None else kind(error.outcome, error.payload)

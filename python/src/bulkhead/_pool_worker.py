@@ -190,8 +190,12 @@ def main(path: str) -> None:
     """Serves the calls of the executor that wrote the file at ``path``; does not return. Without a path the same is
     in a variable."""
     if path:
-        with open(path, "rb") as file:
-            worker = _Worker(pickle.load(file))
+        try:
+            with open(path, "rb") as file:
+                preparation = pickle.load(file)
+        except FileNotFoundError:
+            sys.exit(f"{path} is gone: the folder of this pool was removed while it was in use")
+        worker = _Worker(preparation)
     else:
         import base64
         import zlib

@@ -155,7 +155,9 @@ class Server:
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
 
     def _leave_child(self) -> None:
-        """A handler has forked: the child is no worker, and its signals are its own."""
+        """A handler has forked: the child is no worker, and its signals are its own. So are the children's children."""
+        if self._is_child:
+            return
         self._is_child = True
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -160,6 +160,9 @@ class BulkheadExecutor(_Calls):
         self._mp_context = mp_context
         self._max_workers = max_workers
         self._environment = dict(env or {})
+        for name, value in self._environment.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"env: {name!r} and its value must be str, not {type(value).__name__}")
         self._initializer = (initializer, tuple(initargs))
         self._options = {"timeout": timeout, "deadline": None, "priority": "normal", "tenant": "", "idempotent": False}
         self._metadata = _submission(self._options)
@@ -262,6 +265,9 @@ class BulkheadExecutor(_Calls):
     def _preparation(self, output: list[str]) -> bytes:
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
         main["authkey"] = bytes(main["authkey"])
+        if os.path.basename(main.get("init_main_from_path", "")) == "<stdin>":
+            # There is no file to read it from.
+            del main["init_main_from_path"]
         preparation = {
             "multiprocessing": main,
             "environment": {**os.environ, **self._environment},
@@ -293,6 +299,12 @@ _SUPERVISOR_KEYS = {"max_payload": "1GiB", "max_buffered": "4GiB", "crash_payloa
 
 def _submission(options: Mapping[str, Any]) -> bytes:
     given = dict(options)
+    for name in ("timeout", "deadline"):
+        seconds = given[name]
+        if seconds is not None and not isinstance(seconds, (int, float)):
+            raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name} must be more than 0 seconds")
     return _wire.submission(NAME, run_limit=given.pop("timeout"), **given)
 
 
