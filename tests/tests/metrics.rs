@@ -168,7 +168,8 @@ async fn connect(supervisor: &Supervisor) -> Client {
 
 // What is there.
 
-const TWO: &str = "[bulkhead.plain]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"apart\"]\n\
+const TWO: &str = "[defaults]\nmax_queue = 4\noverflow = \"evict-oldest\"\nbreaker = {}\n\
+                   [bulkhead.plain]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"apart\"]\n\
                    [bulkhead.plain.tenant.acme]\nmax_in_flight = 1\n\
                    [bulkhead.plain.recycle]\nrss = \"1GiB\"\n\
                    [bulkhead.apart]\ncommand = [\"MISBEHAVE\"]\ntenants = { isolate = true }\n";
@@ -253,6 +254,62 @@ fn every_name_is_there_from_the_first_scrape_on() {
     for (series, value) in counted {
         assert_eq!(value, 0.0, "{series:?}");
     }
+}
+
+#[test]
+fn what_cannot_be_counted_is_left_out_until_it_can() {
+    let plain = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_payload = 16\n";
+    let supervisor = Supervisor::start(plain);
+    let there = |name: &str, labels: &[(&str, &str)]| {
+        let page = page(&supervisor);
+        check_books(&page);
+        page.samples(name, labels).count()
+    };
+    let rejected = |reason: &str| there("bulkhead_rejected_total", &[("reason", reason)]);
+    for reason in ["rate_limited", "tenant_quota", "backpressure", "evicted", "circuit_open", "quarantined"] {
+        assert_eq!(rejected(reason), 0, "{reason}");
+    }
+    assert_eq!((rejected("forbidden"), rejected("queue_timeout"), rejected("too_large")), (0, 0, 1));
+    for cause in ["jobs", "rss", "age"] {
+        assert_eq!(there("bulkhead_worker_restarts_total", &[("cause", cause)]), 0, "{cause}");
+    }
+    for name in
+        ["bulkhead_evicted_total", "bulkhead_spares", "bulkhead_jobs_elsewhere", "bulkhead_jobs_guests"]
+    {
+        assert_eq!(there(name, &[]), 0, "{name}");
+    }
+    assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 2);
+    assert_eq!(there("bulkhead_execution_seconds_bucket", &[]), 1);
+    // What a rate needs is there all the same.
+    let critical = [("priority", "critical"), ("outcome", "rejected")];
+    assert_eq!(there("bulkhead_jobs_total", &critical), 1);
+    let of_critical = [("priority", "critical"), ("reason", "too_large")];
+    assert_eq!(there("bulkhead_rejected_total", &of_critical), 0);
+    run(async {
+        let client = connect(&supervisor).await;
+        client.job("b", "").send().await.unwrap();
+        let large = client.job("b", vec![0; 17]).priority(Priority::Critical).send().await;
+        assert_eq!(outcome(&large), "rejected/too_large");
+    });
+    let of_all = page(&supervisor);
+    assert_eq!(of_all.sum("bulkhead_rejected_total", &of_critical), 1);
+    assert_eq!(of_all.samples("bulkhead_rejected_total", &[("priority", "best-effort")]).count(), 0);
+    assert_eq!(of_all.samples("bulkhead_execution_seconds_bucket", &[]).count(), 22);
+    assert_eq!(of_all.sum("bulkhead_execution_seconds_count", &[]), 1);
+    // Operators can open a breaker that is not configured: the zero comes before the first rejection.
+    supervisor.resize("b", r#"{"breaker": "forced_open"}"#);
+    assert_eq!((rejected("circuit_open"), there("bulkhead_breaker_state", &[])), (2, 2));
+    supervisor.resize("b", r#"{"breaker": "auto"}"#);
+    let more = "breaker = {}\noverflow = \"evict-oldest\"\nmax_queue = 2\nrecycle = { jobs = 1000 }\n";
+    supervisor.configure("", &format!("{plain}{more}"));
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    assert_eq!((rejected("circuit_open"), rejected("evicted")), (2, 2));
+    assert_eq!(there("bulkhead_breaker_transitions_total", &[]), 9);
+    assert_eq!(there("bulkhead_worker_restarts_total", &[("cause", "jobs")]), 1);
+    // What was told stays.
+    supervisor.configure("", plain);
+    assert_eq!(supervisor.post("/v1/reload").0, 200);
+    assert_eq!((rejected("evicted"), there("bulkhead_breaker_transitions_total", &[])), (2, 9));
 }
 
 #[test]

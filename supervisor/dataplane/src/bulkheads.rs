@@ -7,6 +7,7 @@ use std::time::Duration;
 use bulkhead_config::TenantConfig;
 use bulkhead_plane::demand::{Demand, Level};
 use bulkhead_plane::latency::Latency;
+use bulkhead_plane::possible::Possible;
 use bulkhead_plane::program::Program;
 use bulkhead_plane::reload::BulkheadSpec;
 use bulkhead_plane::service::Window;
@@ -63,6 +64,8 @@ pub(super) struct BulkheadEntry {
     pub(super) service: Window,
     /// What its metrics count.
     pub(super) tally: Tally,
+    /// What could be counted at any scrape so far.
+    pub(super) possible: Possible,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
     pub(super) memory_limit: Option<u64>,
     /// Bytes of memory files that one worker may be lent.
@@ -220,6 +223,7 @@ impl BulkheadEntry {
             latency: Latency::default(),
             service: Window::default(),
             tally: Tally::new(spec.limits.tenants.labelled.len()),
+            possible: Possible::default(),
             memory_limit: None,
             lent_max: None,
             demand: Demand::default(),

@@ -1,8 +1,12 @@
 //! Copies the numbers behind the metrics: of all bulkheads at one moment, so that they add up.
 
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use bulkhead_plane::possible::Possible;
 use bulkhead_plane::scrape::{BulkheadNumbers, Scrape};
 use bulkhead_plane::tally::Tally;
-use bulkhead_policy::{Activity, Answer, Note, RestartCause, StaffView};
+use bulkhead_policy::{Activity, Answer, BreakerState, Note, RestartCause, StaffView};
 use bulkhead_shared::{RejectReason, Verdict};
 
 use super::bulkheads::BulkheadEntry;
@@ -14,13 +18,25 @@ use super::{DataPlane, JobData};
 const WORKERS_SHOWN_MAX: usize = 4096;
 
 impl DataPlane {
-    pub(super) fn scrape(&self) -> Scrape {
+    pub(super) fn scrape(&mut self) -> Scrape {
+        self.settle_possible();
         Scrape {
             clients: self.sessions.clients as u64,
             buffered_bytes: self.memory.shares.held() as u64,
             memory_file_bytes: self.leases.bytes(),
             labels: self.bulkheads.labels.clone(),
             bulkheads: self.told().map(|bulkhead| self.numbers(bulkhead)).collect(),
+        }
+    }
+
+    /// Finds out what can be counted of each bulkhead now.
+    fn settle_possible(&mut self) {
+        let hosts: HashSet<Arc<str>> =
+            self.bulkheads.iter().flat_map(|(_, entry)| entry.fallback.iter().cloned()).collect();
+        let all: Vec<BulkheadIndex> = self.told().collect();
+        for index in all {
+            let possible = self.possible(index, &hosts);
+            self.bulkheads[index].possible.add(&possible);
         }
     }
 
@@ -47,6 +63,7 @@ impl DataPlane {
         BulkheadNumbers {
             name: bulkhead.name.clone(),
             tally: bulkhead.tally.clone(),
+            possible: bulkhead.possible,
             active: policies().map(|policy| policy.in_flight()).sum(),
             limit: policies().map(|policy| policy.limit()).sum(),
             adaptive: self.adaptive_of(index),
@@ -59,6 +76,16 @@ impl DataPlane {
             slots: if is_shared { self.limits_of(index).processes } else { 1 },
             memory_limit: bulkhead.memory_limit,
         }
+    }
+
+    fn possible(&self, index: BulkheadIndex, hosts: &HashSet<Arc<str>>) -> Possible {
+        let bulkhead = &self.bulkheads[index];
+        let mut possible = Possible::new(self.limits_of(index), bulkhead.own_numbers().values());
+        possible.has_access = self.entrance.access.has_entries();
+        possible.has_fallback = !bulkhead.fallback.is_empty();
+        possible.has_guests = hosts.contains(&bulkhead.name);
+        possible.was_opened = self.breaker_of(index) == BreakerState::ForcedOpen;
+        possible
     }
 
     pub(super) fn tally_of(&mut self, compartment: CompartmentIndex) -> &mut Tally {

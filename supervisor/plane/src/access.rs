@@ -53,6 +53,11 @@ impl Access {
         Self { own, entries: config.access.iter().map(entry).collect(), outsiders: Outsiders::default() }
     }
 
+    /// Whether some clients may do less than others.
+    pub fn has_entries(&self) -> bool {
+        !self.entries.is_empty()
+    }
+
     /// Whether it is the user that workers share, unless they are given another.
     pub fn is_own(&self, peer: Peer) -> bool {
         peer.uid == self.own

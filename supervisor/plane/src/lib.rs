@@ -21,6 +21,7 @@ pub mod limits;
 pub mod lock;
 pub mod notices;
 pub mod open_files;
+pub mod possible;
 pub mod program;
 pub mod reload;
 pub mod scrape;

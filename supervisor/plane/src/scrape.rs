@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bulkhead_api::{Adaptive, Service};
 use bulkhead_policy::{BreakerState, BulkheadState, StaffView};
 
+use crate::possible::Possible;
 use crate::tally::Tally;
 
 /// All numbers of the data plane, of one moment.
@@ -43,6 +44,8 @@ impl Default for ReloadCounts {
 pub struct BulkheadNumbers {
     pub name: Arc<str>,
     pub tally: Tally,
+    /// What can be counted as it is configured.
+    pub possible: Possible,
     pub active: u64,
     pub limit: u64,
     /// The limit that follows how long jobs take, if there is one.

@@ -79,16 +79,22 @@ fn write_jobs(page: &mut Page, of: &BulkheadNumbers) {
 
 fn write_rejected(page: &mut Page, of: &BulkheadNumbers) {
     for priority in Priority::ALL {
+        // How many were rejected is told from the start, by `bulkhead_jobs`.
+        if priority != Priority::Normal && of.tally.submitted[priority as usize] == 0 {
+            continue;
+        }
         let rejected = &of.tally.rejected[priority as usize];
-        let reasons = RejectReason::ALL.into_iter().filter(|reason| can_be_counted(*reason));
-        let counts = reasons.map(|reason| (reason.name(), rejected[usize::from(reason.code())]));
+        let counts = RejectReason::ALL.into_iter().filter_map(|reason| {
+            let is_possible = of.possible.rejects(priority, reason);
+            told(is_possible, reason.name(), rejected[usize::from(reason.code())])
+        });
         page.samples(&[&of.name, priority.name()], counts);
     }
 }
 
-/// A job for a bulkhead that there is not, or of a client that was not let in, belongs to no bulkhead.
-const fn can_be_counted(reason: RejectReason) -> bool {
-    !matches!(reason, RejectReason::NotFound | RejectReason::Unauthenticated)
+/// A count, unless it is zero and cannot be anything else.
+fn told(is_possible: bool, name: &'static str, count: u64) -> Option<(&'static str, u64)> {
+    (is_possible || count > 0).then_some((name, count))
 }
 
 fn write_crashed(page: &mut Page, of: &BulkheadNumbers) {
@@ -110,8 +116,10 @@ fn write_tenant_jobs(page: &mut Page, now: &Moment<'_>) {
 
 fn write_evicted(page: &mut Page, now: &Moment<'_>) {
     for of in &now.scrape.bulkheads {
+        let is_possible = of.possible.evicts();
         let evicted = of.tally.tenants.iter().map(|tenant| tenant.evicted);
-        page.samples(&[&of.name], tenant_labels(now).zip(evicted));
+        let counts = tenant_labels(now).zip(evicted).filter(|(_, count)| is_possible || *count > 0);
+        page.samples(&[&of.name], counts);
     }
 }
 
@@ -122,16 +130,17 @@ fn write_fallback(page: &mut Page, of: &BulkheadNumbers) {
 }
 
 fn write_restarts(page: &mut Page, of: &BulkheadNumbers) {
-    page.samples(
-        &[&of.name],
-        RestartCause::ALL.map(|cause| (cause.name(), of.tally.restarts[cause as usize])),
-    );
+    let counts = RestartCause::ALL.into_iter().filter_map(|cause| {
+        told(of.possible.restarts(cause), cause.name(), of.tally.restarts[cause as usize])
+    });
+    page.samples(&[&of.name], counts);
 }
 
 fn write_transitions(page: &mut Page, of: &BulkheadNumbers) {
     for from in BreakerState::ALL {
-        let others = BreakerState::ALL.into_iter().filter(|to| *to != from);
-        let counts = others.map(|to| (to.name(), of.tally.breaker[from as usize][to as usize]));
+        let counts = BreakerState::ALL.into_iter().filter_map(|to| {
+            told(of.possible.goes(from, to), to.name(), of.tally.breaker[from as usize][to as usize])
+        });
         page.samples(&[&of.name, from.name()], counts);
     }
 }
@@ -142,7 +151,10 @@ fn write_reloads(page: &mut Page, now: &Moment<'_>) {
 }
 
 fn write_breaker(page: &mut Page, of: &BulkheadNumbers) {
-    page.samples(&[&of.name], BreakerState::ALL.map(|state| (state.name(), u64::from(state == of.breaker))));
+    let states = BreakerState::ALL
+        .into_iter()
+        .filter_map(|state| told(of.possible.is_state(state), state.name(), u64::from(state == of.breaker)));
+    page.samples(&[&of.name], states);
 }
 
 fn write_state(page: &mut Page, of: &BulkheadNumbers) {
@@ -155,7 +167,29 @@ fn write_service(page: &mut Page, of: &BulkheadNumbers) {
 
 fn write_workers(page: &mut Page, of: &BulkheadNumbers) {
     let count = |state| of.workers.iter().filter(|worker| worker.state == state).count() as u64;
-    page.samples(&[&of.name], WORKER_STATES.map(|state| (state, count(state))));
+    let is_lasting = |state| matches!(state, "ready" | "busy");
+    let counts = WORKER_STATES.into_iter().filter_map(|state| told(is_lasting(state), state, count(state)));
+    page.samples(&[&of.name], counts);
+}
+
+/// A number that is left out while it is zero, if it cannot be anything else.
+fn write_possible(page: &mut Page, of: &BulkheadNumbers, is_possible: bool, number: u64) {
+    if is_possible || number > 0 {
+        page.sample(&[&of.name], number);
+    }
+}
+
+fn write_elsewhere(page: &mut Page, of: &BulkheadNumbers) {
+    write_possible(page, of, of.possible.has_fallback, of.tally.elsewhere);
+}
+
+fn write_guests(page: &mut Page, of: &BulkheadNumbers) {
+    write_possible(page, of, of.possible.has_guests, of.tally.guests);
+}
+
+fn write_spares(page: &mut Page, of: &BulkheadNumbers) {
+    let spares = of.workers.iter().filter(|worker| worker.is_ready_spare).count();
+    write_possible(page, of, of.possible.has_spares, spares as u64);
 }
 
 fn write_memory(page: &mut Page, now: &Moment<'_>) {
@@ -201,12 +235,14 @@ fn memory_by_slot(bulkhead: &BulkheadNumbers, residents: &Residents) -> Vec<u64>
 fn write_histogram(page: &mut Page, of: &BulkheadNumbers, Histogram { buckets, sum_ns }: &Histogram) {
     let labels: &[&str] = &[&of.name];
     let mut count = 0;
+    // Of one without a value the last bucket tells as much as all of them.
+    let first = if buckets.iter().all(|own| *own == 0) { BOUNDS.len() } else { 0 };
     let bounds = BOUNDS.iter().map(|(_, text)| *text).chain(["+Inf"]);
     let up_to = |(bound, own): (&'static str, &u64)| {
         count += own;
         (bound, count)
     };
-    page.buckets(labels, bounds.zip(buckets).map(up_to));
+    page.buckets(labels, bounds.zip(buckets).skip(first).map(up_to));
     page.line("_count", labels, count);
     page.line("_sum", labels, *sum_ns as f64 / 1e9);
 }

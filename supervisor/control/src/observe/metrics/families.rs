@@ -44,7 +44,7 @@ families! {
     Counter "bulkhead_jobs" ["bulkhead", "priority", "outcome"] Of super::write_jobs,
         "Jobs by how they ended, where their clients sent them.";
     Counter "bulkhead_rejected" ["bulkhead", "priority", "reason"] Of super::write_rejected,
-        "Jobs that were not taken, or had to leave the queue, by why.";
+        "Jobs that were not taken, or had to leave the queue, by why. Of best-effort and critical, from the first job on.";
     Counter "bulkhead_crashed" ["bulkhead", "reason"] Of super::write_crashed,
         "Jobs whose worker or program died, by how.";
     Counter "bulkhead_tenant_jobs" ["bulkhead", "tenant", "outcome"] All super::write_tenant_jobs,
@@ -75,20 +75,20 @@ families! {
         "Jobs that wait.";
     Gauge "bulkhead_queue_capacity" ["bulkhead"] Each |of| of.queue_capacity,
         "Jobs that may wait; where tenants are apart, of those that have workers.";
-    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Each |of| of.tally.elsewhere,
-        "Jobs that a fallback has now, and whose outcome will count here.";
-    Gauge "bulkhead_jobs_guests" ["bulkhead"] Each |of| of.tally.guests,
-        "Jobs of other bulkheads that are active or queued here as their fallback, and count there.";
+    Gauge "bulkhead_jobs_elsewhere" ["bulkhead"] Of super::write_elsewhere,
+        "Jobs that a fallback has now, and whose outcome will count here. Absent without a fallback.";
+    Gauge "bulkhead_jobs_guests" ["bulkhead"] Of super::write_guests,
+        "Jobs of other bulkheads that are active or queued here as their fallback, and count there. Absent where it is none.";
     Gauge "bulkhead_breaker_state" ["bulkhead", "state"] Of super::write_breaker,
-        "1 for the state of the breaker, 0 for all others; of several breakers the one that matters most.";
+        "1 for the state of the breaker, 0 for all others that it can have; of several breakers the one that matters most.";
     Gauge "bulkhead_state" ["bulkhead", "state"] Of super::write_state,
         "1 for the state of its workers (starting, ready, degraded, failed, draining), 0 for the others.";
     Gauge "bulkhead_service" ["bulkhead", "state"] Of super::write_service,
         "1 for how well it serves (ok, degraded, failing: by how the jobs of the last minute ended), 0 for the others.";
     Gauge "bulkhead_workers" ["bulkhead", "state"] Of super::write_workers,
-        "Worker processes by what they are doing.";
-    Gauge "bulkhead_spares" ["bulkhead"] Each |of| of.workers.iter().filter(|worker| worker.is_ready_spare).count() as u64,
-        "Spares that are ready to take over; bulkhead_workers counts them as well.";
+        "Worker processes by what they are doing. Of states other than ready and busy, those that there are.";
+    Gauge "bulkhead_spares" ["bulkhead"] Of super::write_spares,
+        "Spares that are ready to take over; bulkhead_workers counts them as well. Absent where none are kept.";
     Gauge "bulkhead_worker_rss_bytes" ["bulkhead", "slot"] All super::write_memory,
         "Resident memory of the worker in a slot; 0 if there is none.";
     Gauge "bulkhead_worker_memory_limit_bytes" ["bulkhead"] Of super::write_memory_limit,
