@@ -22,6 +22,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -39,6 +40,7 @@ use bulkhead_shared::worker_protocol::{Empty, Failed, Limits, ProgramCrashed, St
 use bulkhead_shared::{Fault, worker_protocol};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::thread::set_current_timer_slack;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use crate::context::{Ctx, Handle, Job, Listener, Order, StartCtx};
@@ -692,7 +694,8 @@ impl<S: Send + Sync + 'static> Pool<S> {
             if matches!(stopping, Stopping::ToSay | Stopping::Said) {
                 patience = Some(patience.unwrap_or(SAY_AGAIN).min(SAY_AGAIN));
             }
-            match wait_one(&self.dispatch, patience) {
+            let late = if stopping == Stopping::No { interval / 8 } else { Duration::ZERO };
+            match wait_idly(&self.dispatch, patience, late) {
                 Some(LINK) => self.attend_link(),
                 Some(WATCHDOG) => self.look(),
                 Some(_) => {
@@ -842,6 +845,17 @@ impl State {
 fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// The same for a thread that need not be woken on time: with others that need not either, so that many idle workers
+/// do not each wake a processor. Threads that this one starts do not inherit it.
+fn wait_idly(epoll: &impl AsFd, patience: Option<Duration>, late: Duration) -> Option<u64> {
+    let slack = patience.and(NonZeroU64::new(u64::try_from(late.as_nanos()).unwrap_or(u64::MAX)));
+    // Without it the thread is woken on time, which does no harm.
+    let _ = slack.map(|slack| set_current_timer_slack(Some(slack)));
+    let woken_by = wait_one(epoll, patience);
+    let _ = slack.map(|_| set_current_timer_slack(None));
+    woken_by
 }
 
 /// Waits for one event of an epoll instance; `None` if the time ran out.

@@ -1,12 +1,12 @@
 //! Keeping account of how many jobs each bulkhead has: once in a turn for those where something happened.
 
-use std::sync::Arc;
-
+use bulkhead_plane::command::WorkerProcess;
 use bulkhead_plane::demand::{Level, Observation, numbers_of};
 use bulkhead_policy::Counters;
 
 use super::DataPlane;
 use super::bulkheads::Layout;
+use super::links::Link;
 use super::slab::{BulkheadIndex, CompartmentIndex};
 
 impl DataPlane {
@@ -56,8 +56,16 @@ impl DataPlane {
     }
 
     /// The processes of all workers, and whose they are.
-    pub(super) fn worker_processes(&self) -> Vec<(Arc<str>, u32)> {
-        let links = self.links.values();
-        links.filter_map(|link| Some((self.owner(link.compartment).name.clone(), link.pid()?))).collect()
+    pub(super) fn worker_processes(&self) -> Vec<WorkerProcess> {
+        let process = |link: &Link| {
+            let owner = self.owner(link.compartment);
+            Some(WorkerProcess {
+                bulkhead: owner.name.clone(),
+                pid: link.pid()?,
+                answered: owner.tally.duration.buckets.iter().sum(),
+                is_busy: self.compartments[link.compartment].policy.in_flight() > 0,
+            })
+        };
+        self.links.values().filter_map(process).collect()
     }
 }

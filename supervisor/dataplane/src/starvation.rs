@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use bulkhead_policy::{Event, WorkerId};
+use bulkhead_policy::{Event, Time, WorkerId};
 
 use super::journal::Journal;
 use super::slab::{CompartmentIndex, LinkIndex, SlabIndex};
@@ -17,6 +17,9 @@ const THREADS_MAX: usize = 256;
 
 /// Workers of which it is looked up at once when they were alive.
 const BEATS_AT_ONCE: usize = 128;
+
+/// In the time of a heartbeat it is looked so often which workers are silent.
+const LOOKS_PER_BEAT: u128 = 4;
 
 /// A worker's threads since its silence was noticed.
 pub(super) struct Watch {
@@ -54,10 +57,19 @@ impl DataPlane {
             let (compartment, worker) = (link.compartment, link.worker);
             let journal = link.journal.as_ref().filter(|_| link.has_beats);
             if let Some(since) = journal.and_then(Journal::since_beat) {
-                let at = self.now - since;
+                let at = self.beat_at(compartment, since);
                 self.apply(compartment, Event::WasAlive { worker, at }, Incoming::None);
             }
         }
+    }
+
+    /// When a worker was alive, to a part of its heartbeat: those that were so at nearly the same time are due together
+    /// for the next look, in place of a wake-up for each.
+    fn beat_at(&self, compartment: CompartmentIndex, since: Duration) -> Time {
+        let heartbeat = self.owner(compartment).heartbeat;
+        let grid = u64::try_from(heartbeat.as_nanos() / LOOKS_PER_BEAT).unwrap_or(u64::MAX).max(1);
+        let at = self.now - since;
+        Time(at.0.checked_next_multiple_of(grid).unwrap_or(at.0)).min(self.now)
     }
 
     /// Compares; policy is told in a later turn.

@@ -347,6 +347,10 @@ impl DataPlane {
             self.compartments[compartment].policy.limits().max_in_flight,
         );
         link.has_beats = link.journal.is_some() && hello.capabilities & capability::JOURNAL_BEATS != 0;
+        // Each is a wake-up of the worker. Of those that are looked up, three in the time that it may be silent will do.
+        let missed = self.compartments[compartment].policy.limits().health.missed;
+        let can_be_rarer = link.has_beats && missed >= 5;
+        let interval = entry.heartbeat.saturating_mul(if can_be_rarer { 2 } else { 1 });
         let welcome = WorkerWelcome {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (entry.max_result + FRAME_OVERHEAD_BYTES_MAX as u64).min(u64::from(u32::MAX))
@@ -355,7 +359,7 @@ impl DataPlane {
             slot: link.slot,
             generation: worker.generation,
             max_in_flight,
-            heartbeat_ms: u32::try_from(entry.heartbeat.as_millis()).unwrap_or(u32::MAX),
+            heartbeat_ms: u32::try_from(interval.as_millis()).unwrap_or(u32::MAX),
             result_bytes_max: entry.max_result,
             bulkhead: &entry.name,
         };

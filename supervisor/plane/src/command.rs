@@ -26,6 +26,19 @@ pub const COMMANDS_MAX: usize = 1024;
 /// How long the data plane may take for an answer before it counts as stuck.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
+/// The process of a worker, and whether it has had work.
+#[derive(Clone, Debug)]
+pub struct WorkerProcess {
+    /// Whose it is.
+    pub bulkhead: Arc<str>,
+    /// Its number.
+    pub pid: u32,
+    /// Jobs that its bulkhead has answered.
+    pub answered: u64,
+    /// Whether its bulkhead has jobs in flight.
+    pub is_busy: bool,
+}
+
 /// What the control plane may ask of the data plane.
 #[derive(Debug)]
 pub enum Command {
@@ -94,10 +107,7 @@ pub enum Command {
         reply: oneshot::Sender<Option<Box<Observation>>>,
     },
     /// The processes of all workers.
-    WorkerProcesses {
-        /// Their bulkheads, and their numbers.
-        reply: oneshot::Sender<Vec<(Arc<str>, u32)>>,
-    },
+    WorkerProcesses { reply: oneshot::Sender<Vec<WorkerProcess>> },
     /// How much memory a worker holds, as read from `/proc`.
     Memory {
         /// The worker's bulkhead.

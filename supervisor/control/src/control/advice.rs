@@ -14,7 +14,7 @@ use super::{Control, Shared};
 use crate::advice::{Machine, Setup, Work, advise, seen};
 use crate::observe::process;
 use bulkhead_config::{BulkheadConfig, Program, Resource};
-use bulkhead_plane::command::Command;
+use bulkhead_plane::command::{Command, WorkerProcess};
 use bulkhead_plane::demand::InForce;
 use bulkhead_plane::windows::Pair;
 
@@ -28,15 +28,24 @@ const LOOKED_AT_MAX: usize = 512;
 pub(super) struct Works {
     origin: Instant,
     by_bulkhead: HashMap<Arc<str>, Pair<Work>>,
-    /// By process: the milliseconds of processor time it had used when it was looked at last.
-    cpu_ms: HashMap<u32, u64>,
+    /// By process: as it was when it was looked at last.
+    looks: HashMap<u32, Look>,
     /// Where the next look begins.
     next: usize,
 }
 
+/// A look at a process.
+#[derive(Clone, Copy)]
+struct Look {
+    /// The milliseconds of processor time it had used.
+    cpu_ms: u64,
+    /// Jobs that its bulkhead had answered.
+    answered: u64,
+}
+
 impl Default for Works {
     fn default() -> Self {
-        Self { origin: Instant::now(), by_bulkhead: HashMap::new(), cpu_ms: HashMap::new(), next: 0 }
+        Self { origin: Instant::now(), by_bulkhead: HashMap::new(), looks: HashMap::new(), next: 0 }
     }
 }
 
@@ -45,23 +54,29 @@ impl Works {
         Time::ZERO + self.origin.elapsed()
     }
 
-    /// Looks at as many of all workers as may be.
-    fn look(&mut self, processes: &[(Arc<str>, u32)]) {
-        let there: HashSet<u32> = processes.iter().map(|(_, pid)| *pid).collect();
-        self.cpu_ms.retain(|pid, _| there.contains(pid));
-        let first = if self.next < processes.len() { self.next } else { 0 };
+    /// Looks at as many as may be of the workers that may have worked since they were looked at last.
+    fn look(&mut self, processes: &[WorkerProcess]) {
+        let there: HashSet<u32> = processes.iter().map(|process| process.pid).collect();
+        self.looks.retain(|pid, _| there.contains(pid));
+        let may_have_worked = |process: &&WorkerProcess| {
+            let last = self.looks.get(&process.pid);
+            process.is_busy || last.is_none_or(|last| last.answered != process.answered)
+        };
+        let worked: Vec<&WorkerProcess> = processes.iter().filter(may_have_worked).collect();
+        let first = if self.next < worked.len() { self.next } else { 0 };
         self.next = first + LOOKED_AT_MAX;
-        for (bulkhead, pid) in processes.iter().skip(first).take(LOOKED_AT_MAX) {
-            self.look_at(bulkhead, *pid);
+        for process in worked.into_iter().skip(first).take(LOOKED_AT_MAX) {
+            self.look_at(process);
         }
     }
 
-    fn look_at(&mut self, bulkhead: &Arc<str>, pid: u32) {
-        let Some((rss_bytes, cpu_ms)) = process::work(pid) else { return };
+    fn look_at(&mut self, process: &WorkerProcess) {
+        let Some((rss_bytes, cpu_ms)) = process::work(process.pid) else { return };
+        let look = Look { cpu_ms, answered: process.answered };
         // What it used before the first look was as a rule its start.
-        let before = self.cpu_ms.insert(pid, cpu_ms).unwrap_or(cpu_ms);
+        let before = self.looks.insert(process.pid, look).map_or(cpu_ms, |last| last.cpu_ms);
         let now = self.now();
-        let pair = self.by_bulkhead.entry(bulkhead.clone()).or_default();
+        let pair = self.by_bulkhead.entry(process.bulkhead.clone()).or_default();
         pair.roll(now);
         let work = &mut pair.current;
         work.cpu_ms += cpu_ms.saturating_sub(before);
@@ -105,10 +120,10 @@ pub(super) async fn show(State(control): State<Shared>, Path(name): Path<String>
     let Some(processes) = control.commander.ask(|reply| Command::WorkerProcesses { reply }).await else {
         return stuck();
     };
-    let own = processes.iter().filter(|(owner, _)| **owner == *name).take(LOOKED_AT_MAX);
+    let own = processes.iter().filter(|process| *process.bulkhead == *name).take(LOOKED_AT_MAX);
     let mut work = {
         let mut works = control.works();
-        own.for_each(|(owner, pid)| works.look_at(owner, *pid));
+        own.for_each(|process| works.look_at(process));
         works.of(&name)
     };
     // The host's own memory says nothing about that of the programs.
