@@ -182,6 +182,64 @@ def fork(payload: bytes, ctx: Context) -> str:
     return str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+@bulkhead.handler("reach")
+def reach(payload: bytes, ctx: Context) -> str:
+    """What this process can do to others, to their temporary folders, and as a template."""
+    import ctypes
+    import json
+    import tempfile
+
+    libc = ctypes.PyDLL(None, use_errno=True)
+    done: list[str] = []
+
+    def attempt(what: str, action: Any, *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            if error.errno not in (1, 13):  # EPERM, EACCES
+                done.append(f"{what}: {error}")
+        else:
+            done.append(what)
+
+    def call(number: int, *arguments: int) -> int:
+        result = int(libc.syscall(*map(ctypes.c_long, (number, *arguments))))
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "syscall")
+        return result
+
+    def fork_a_sibling() -> None:
+        if call({"x86_64": 56}.get(os.uname().machine, 220), 0x8000 | 17, 0, 0, 0, 0) == 0:
+            os._exit(0)
+
+    for pid in set(json.loads(payload)) - {os.getpid()}:
+        attempt("signal", os.kill, pid, 0)
+        attempt("environment", lambda pid=pid: os.close(os.open(f"/proc/{pid}/environ", os.O_RDONLY)))
+        attempt("descriptors", os.listdir, f"/proc/{pid}/fd")
+        attempt("memory", lambda pid=pid: os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY)))
+    above = os.path.dirname(tempfile.gettempdir())
+    attempt("folder", os.listdir, above)
+    attempt("file", lambda: open(f"{above}/new", "w").close())
+    attempt("fork", fork_a_sibling)
+    return json.dumps(sorted(set(done)))
+
+
+@bulkhead.handler("litter")
+def litter(payload: bytes, ctx: Context) -> str:
+    """Leaves what is hard to remove in its temporary folder, so many levels deep."""
+    import tempfile
+
+    here = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY)
+    for level in range(int(payload)):
+        os.mkdir("deep", dir_fd=here)
+        below = os.open("deep", os.O_RDONLY | os.O_DIRECTORY, dir_fd=here)
+        os.symlink("/etc", "link", dir_fd=below)
+        os.close(os.open(f".bulkhead-{level % 9}", os.O_CREAT | os.O_WRONLY, 0, dir_fd=below))
+        os.fchmod(here, 0)
+        os.close(here)
+        here = below
+    return os.environ["TMPDIR"]
+
+
 @bulkhead.handler("client")
 def client(payload: bytes, ctx: Context) -> str:
     """A worker is no client."""

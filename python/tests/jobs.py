@@ -180,3 +180,11 @@ def fork_twice(folder: str) -> list[str]:
         os._exit(0)
     os.waitpid(child, 0)
     return [open(f"{folder}/{number}").read() for number in range(8)]
+
+
+def temporary_file() -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w+") as file:
+        file.write("x")
+        return os.path.dirname(file.name)

@@ -318,10 +318,30 @@ def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tm
     assert capfd.readouterr().out == "forked\n"
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("sandbox", ["default", "strict"])
+def test_confined_workers_of_both_kinds(
+    method: str, sandbox: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The caller's folders are not theirs.
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    context = multiprocessing.get_context(method)
+    with BulkheadExecutor(2, mp_context=context, sandbox=sandbox, max_tasks_per_child=1) as pool:
+        folders = [future.result(LONG) for future in [pool.submit(jobs.temporary_file) for _ in range(8)]]
+        assert str(tmp_path) not in folders
+        assert method == "spawn" or len(set(folders)) == 8
+        with pytest.raises(WorkerCrashed):
+            pool.submit(jobs.segfault).result(LONG)
+    with BulkheadExecutor(1, mp_context=context, sandbox=sandbox, env={"HOME": "/nowhere"}) as pool:
+        assert pool.submit(jobs.variable, "HOME").result(LONG) == "/nowhere"
+        confinement = pool.status()["workers"][0]["confinement"]
+        assert confinement["profile"] == sandbox
+        assert confinement["inherited"] == (method == "forkserver")
+
+
 def test_what_cannot_be_forked_is_told() -> None:
     forkserver = multiprocessing.get_context("forkserver")
-    with pytest.raises(ValueError, match="sandbox"):
-        BulkheadExecutor(1, mp_context=forkserver, sandbox="strict")
     threaded = BulkheadExecutor(1, mp_context=forkserver, preload=["threaded"])
     with threaded, pytest.raises(BrokenProcessPool, match="one thread"):
         threaded.submit(jobs.pid).result(LONG)

@@ -248,23 +248,6 @@ def test_init_may_ask_for_more_time() -> None:
         assert own.snapshot("one")["restarts"] == 0
 
 
-def test_forked_workers_are_workers_like_others() -> None:
-    keys = {**sandboxed("none"), "start": {"mode": "fork", "ready": "1s"}, "max_in_flight": 4, "processes": 2}
-    keys["env"] = {"PYTHONPATH": SOURCE, "INIT": "slow"}
-    with running(one=keys) as own, Client(own.socket) as client:
-        assert client.call("one", b"x").payload == b"x"
-        assert b"by init" in client.call("one", operation="about").payload
-        jobs = [client.submit("one", b"0.3", operation=how) for how in ("sleep", "asleep") * 4]
-        wait_for("all run", lambda: own.snapshot("one")["in_flight"] == 8)
-        assert {bytes(job.result(LONG).payload) for job in jobs} == {b"slept"}
-        for _ in range(3):
-            assert failure(client, "one", "segv").outcome.reason == "signal"
-        before = own.pids("one")
-        os.kill(before[0], signal.SIGTERM)
-        wait_for("it is gone", lambda: not is_running(before[0]))
-        assert client.call("one", b"goes on").payload == b"goes on"
-
-
 def test_sigterm_ends_a_worker_without_losing_a_job(client: Client) -> None:
     with running(one={**WORKER, "processes": 2}) as own, Client(own.socket) as many:
         ended = threading.Event()

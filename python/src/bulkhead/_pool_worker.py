@@ -105,7 +105,8 @@ class Calls:
 
 def _prepare(preparation: dict[str, Any]) -> None:
     """Makes this interpreter like the caller's: environment, paths, folder, authkey, and its main module."""
-    own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_")}
+    kept = preparation["kept"]
+    own = {name: value for name, value in os.environ.items() if name.startswith("BULKHEAD_") or name in kept}
     if _template.is_wanted():
         # They are set there unless the caller has set them.
         own |= {name: os.environ[name] for name in _template.THREAD_VARIABLES if name in os.environ}

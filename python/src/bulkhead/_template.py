@@ -2,7 +2,8 @@
 
 What it says to the keeper, and hears, is in ``shared/src/template_protocol.rs``: whole messages on a SOCK_SEQPACKET
 socket. Workers are forked as siblings, so that they are the keeper's children, which ``os.fork`` cannot do: CPython's
-own preparations for a fork stand around the system call. Without a sandbox only.
+own preparations for a fork stand around the system call. In a sandbox each worker steps apart from the others
+(``_rules.py``), and its seal takes the right to fork like its template from it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import platform
 import stat
 import struct
 import sys
+from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn, TypeVar
+
+    from ._rules import Rules
 
     T = TypeVar("T")
 
@@ -32,7 +36,9 @@ _ORDER_BYTES_MAX = 512
 _TEXT_BYTES_MAX = 512
 _DESCRIPTORS = 3
 _CLONE_PARENT, _SIGCHLD, _SIGKILL = 0x8000, 17, 9
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+#: Variables that name the temporary folder, unless ``env`` sets them.
+_OF_FOLDER = (b"TMPDIR", b"HOME")
 #: Of clone(2).
 _CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}
 
@@ -49,11 +55,9 @@ def is_wanted() -> bool:
 def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     """Prepares, and forks a worker for each order. Returns only in workers: what ``prepare`` did; the template's
     socket has become the worker's link."""
-    parent = os.getppid()
     try:
-        if stat.S_ISREG(os.fstat(0).st_mode):
-            raise _Unfit('Python has `start.mode = "fork"` only with `sandbox.profile = "none"`: leave one out')
         system = _System()
+        rules = _sandbox(system)
         for variable in THREAD_VARIABLES:
             os.environ.setdefault(variable, "1")
         prepared = prepare()
@@ -69,13 +73,14 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
     gc.freeze()
     try:
         socket.send(b"R")
+        newcomer = _Newcomer(socket, system, rules)
         while True:
-            worker, descriptors = _next_order(socket)
+            worker, secret, descriptors = _next_order(socket, rules)
             _check_threads()
             _flush()
             pid = system.fork()
             if pid == 0:
-                _become_worker(socket, system, parent, worker, descriptors)
+                newcomer.become_worker(worker, secret, descriptors)
                 return prepared
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -83,11 +88,32 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
                 socket.send(b"D" + struct.pack("<QI", worker, pid))
             else:
                 socket.send(b"X" + struct.pack("<Qi", worker, -pid))
+            newcomer.renew_rules()
     except _Unfit as error:
         _end(socket, str(error))
     except OSError:
         # The keeper is gone, and this process goes with it.
         os._exit(1)
+
+
+def _sandbox(system: _System) -> Rules | None:
+    """What the keeper tells of the sandbox, if there is one."""
+    if not stat.S_ISREG(os.fstat(0).st_mode):
+        return None
+    from . import _rules
+
+    rules = _rules.told(system.call)
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    if rules is not None:
+        # Others of this user are not to read this memory, or take these descriptors.
+        system.control(_PR_SET_DUMPABLE, 0)
+        if rules.leave_temporary_files_open():
+            print(
+                "`read` or `write` give what the temporary folders lie in: workers reach each other's", file=sys.stderr
+            )
+    return rules
 
 
 class Starting:
@@ -139,6 +165,7 @@ class _System:
         self._library = library
         self._interpreter: Any = ctypes.pythonapi
         self._errno = ctypes.get_errno
+        self._long = ctypes.c_long
         self._arguments = [ctypes.c_long(value) for value in (_CLONE[platform.machine()], _CLONE_PARENT | _SIGCHLD)]
         self._arguments += [ctypes.c_long(0)] * 4
 
@@ -152,6 +179,13 @@ class _System:
         error = self._errno()
         self._interpreter.PyOS_AfterFork_Parent()
         return pid if pid > 0 else -error
+
+    def call(self, number: int, *arguments: int | bytes) -> int:
+        """A system call; raises OSError."""
+        result = int(self._library.syscall(*(self._long(a) if isinstance(a, int) else a for a in (number, *arguments))))
+        if result < 0:
+            raise OSError(self._errno(), f"system call {number}")
+        return result
 
     def control(self, option: int, value: int) -> None:
         """prctl(2)."""
@@ -172,11 +206,11 @@ class _System:
 
 
 def _check_threads() -> None:
-    threads = os.listdir("/proc/self/task")
-    if len(threads) == 1:
+    # With the folder itself and its own folders, its links are two more than threads.
+    if os.stat("/proc/self/task").st_nlink == 3:
         return
     names = []
-    for thread in threads:
+    for thread in os.listdir("/proc/self/task"):
         if int(thread) != os.getpid():
             try:
                 with open(f"/proc/self/task/{thread}/comm") as file:
@@ -190,49 +224,129 @@ def _check_threads() -> None:
         )
 
 
-def _next_order(socket: _socket.socket) -> tuple[int, list[int]]:
-    """Waits for an order to fork: the worker's name, and its link, standard output and error."""
+def _next_order(socket: _socket.socket, rules: Rules | None) -> tuple[int, bytes, list[int]]:
+    """Waits for an order to fork: the worker's name, what makes its folder's one that cannot be guessed, and its link,
+    standard output and error. Removes folders meanwhile."""
     while True:
-        message, control, _, _ = socket.recvmsg(
-            _ORDER_BYTES_MAX, _socket.CMSG_SPACE(4 * _DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC
-        )
+        waits = _socket.MSG_DONTWAIT if _doomed else 0
+        try:
+            message, control, _, _ = socket.recvmsg(
+                _ORDER_BYTES_MAX, _socket.CMSG_SPACE(4 * _DESCRIPTORS), _socket.MSG_CMSG_CLOEXEC | waits
+            )
+        except BlockingIOError:
+            temporary = None if rules is None else rules.temporary
+            if temporary is None or temporary.remove(_doomed[0]):
+                _doomed.popleft()
+            continue
         if not message:
             raise ConnectionResetError
         descriptors: list[int] = []
         for level, kind, data in control:
             if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                 descriptors.extend(struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4]))
-        if message[:1] == b"F" and len(message) >= 9:
+        if message[:1] in (b"F", b"R") and len(message) == 25:
             (worker,) = struct.unpack_from("<Q", message, 1)
-            if len(descriptors) == _DESCRIPTORS:
-                return worker, descriptors
-            socket.send(b"X" + struct.pack("<Qi", worker, 24))  # EMFILE
+            if message[:1] == b"R":
+                _doomed.append(_folder_name(worker, message[9:]))
+            elif len(descriptors) == _DESCRIPTORS:
+                return worker, message[9:], descriptors
+            else:
+                socket.send(b"X" + struct.pack("<Qi", worker, 24) + b"descriptors")  # EMFILE
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _become_worker(socket: _socket.socket, system: _System, parent: int, worker: int, descriptors: list[int]) -> None:
-    """What a forked process does before it is a worker like others."""
-    try:
-        os.setsid()
-        system.control(_PR_SET_CHILD_SUBREAPER, 1)
-        system.control(_PR_SET_PDEATHSIG, _SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        link, stdout, stderr = descriptors
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        system.reseed()
-        socket.send(b"B" + struct.pack("<Q", worker))
-        # The environment says that the link is where the socket was.
-        number = socket.detach()
-        os.dup2(link, number, inheritable=False)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        del os.environ[TEMPLATE_VARIABLE]
-    except OSError as error:
+#: Names of folders that are to be removed.
+_doomed: deque[bytes] = deque()
+
+
+def _folder_name(worker: int, secret: bytes) -> bytes:
+    return b"%d-%032x" % (worker, int.from_bytes(secret, "little"))
+
+
+class _Newcomer:
+    """What makes a forked process a worker like others."""
+
+    def __init__(self, socket: _socket.socket, system: _System, rules: Rules | None) -> None:
+        self._socket = socket
+        self._system = system
+        self._rules = rules
+        self._parent, self._template = os.getppid(), os.getpid()
+        self._ruleset = None if rules is None else rules.prepare()
+
+    def renew_rules(self) -> None:
+        """In the template: what was prepared is the last worker's."""
+        if self._rules is not None and self._ruleset is not None:
+            os.close(self._ruleset)
+            self._ruleset = self._rules.prepare()
+
+    def become_worker(self, worker: int, secret: bytes, descriptors: list[int]) -> None:
+        """In the forked process: does all, or says what failed and ends."""
+        step = "session"
         try:
-            socket.send(b"X" + struct.pack("<Qi", worker, error.errno or 5))
-        except OSError:
+            os.setsid()
+            step = "child subreaper"
+            self._system.control(_PR_SET_CHILD_SUBREAPER, 1)
+            step = "parent-death signal"
+            self._system.control(_PR_SET_PDEATHSIG, _SIGKILL)
+            if os.getppid() != self._parent:
+                os._exit(1)
+            step = "stdio"
+            link, stdout, stderr = descriptors
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            step = "random numbers"
+            self._system.reseed()
+            step = "temporary folder"
+            name, folder = self._make_folder(worker, secret)
+            step = "landlock"
+            self._step_apart(name, folder)
+            step = "keeper"
+            self._socket.send(b"B" + struct.pack("<Q", worker))
+            # The environment says that the link is where the socket was.
+            number = self._socket.detach()
+            os.dup2(link, number, inheritable=False)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            del os.environ[TEMPLATE_VARIABLE]
+        except BaseException as error:
+            number = (isinstance(error, OSError) and error.errno) or 5  # EIO
+            try:
+                self._socket.send(b"X" + struct.pack("<Qi", worker, number) + step.encode())
+            except OSError:
+                pass
+            os._exit(1)
+
+    def _make_folder(self, worker: int, secret: bytes) -> tuple[bytes, int | None]:
+        """A temporary folder for this worker alone."""
+        name = _folder_name(worker, secret)
+        temporary = None if self._rules is None else self._rules.temporary
+        return name, None if temporary is None else temporary.make(name)
+
+    def _step_apart(self, name: bytes, folder: int | None) -> None:
+        """Puts this process under rules that nothing else is under."""
+        rules, ruleset = self._rules, self._ruleset
+        if rules is None or ruleset is None:
+            return
+        rules.put_in_force(ruleset, folder)
+        os.close(ruleset)
+        if folder is not None:
+            os.close(folder)
+        try:
+            os.kill(self._template, 0)
+        except PermissionError:
             pass
-        os._exit(1)
+        else:
+            raise OSError(131, "landlock")  # ENOTRECOVERABLE: the template is one that it must not reach.
+        temporary = rules.temporary
+        if temporary is not None:
+            for variable in _OF_FOLDER:
+                if os.environb.get(variable) in (None, temporary.path):
+                    os.environb[variable] = os.path.join(temporary.path, name)
+            _forget_temporary_folder()
+
+
+def _forget_temporary_folder() -> None:
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None

@@ -32,6 +32,8 @@ __all__ = ["BulkheadExecutor", "CallTimeout", "PoolDisconnected", "PoolFuture", 
 SPARES_MAX = 64
 #: Most processes of one pool.
 WORKERS_MAX = 1024
+#: Variables that a sandbox sets.
+_OF_SANDBOX = ("TMPDIR", "HOME")
 #: Bytes of what confined workers are given by a variable; others read a file.
 _PREPARATION_BYTES_MAX = 64 * 1024
 
@@ -103,7 +105,7 @@ class BulkheadExecutor(_Calls):
     """Runs calls in ``max_workers`` processes under a supervisor of its own, which starts with the first call.
 
     The parameters of ``ProcessPoolExecutor`` mean what they mean there. With an ``mp_context`` of "spawn", which is the
-    default, each worker is an interpreter of its own; with "forkserver" (without a sandbox only) workers are forked
+    default, each worker is an interpreter of its own; with "forkserver" workers are forked
     from one that has imported the main module and ``preload``: then a start takes a millisecond or two, and
     ``max_tasks_per_child=1`` some 2 ms a call.
 
@@ -155,8 +157,6 @@ class BulkheadExecutor(_Calls):
             raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
         is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
         is_forked = mp_context.get_start_method(allow_none=False) == "forkserver"
-        if is_forked and is_confined:
-            raise ValueError("workers are forked only without a sandbox: mp_context must be 'spawn'")
         self._mp_context = mp_context
         self._max_workers = max_workers
         self._environment = dict(env or {})
@@ -168,8 +168,8 @@ class BulkheadExecutor(_Calls):
         self._metadata = _submission(self._options)
         given = dict(config or {})
         supervisor = given.pop("supervisor", {})
-        self._is_confined = is_confined
         self._preload = list(preload)
+        self._is_confined = is_confined
         keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
         if is_forked:
             # What takes over when a worker has done its last call.
@@ -201,7 +201,7 @@ class BulkheadExecutor(_Calls):
             # An initializer takes what it takes.
             "start": {"handshake": "1m", "ready": "1h"},
             "retry": {"attempts": 3, "budget": 1.0},
-            "env": passed_environment({**os.environ, **self._environment}),
+            "env": passed_environment(self._variables()),
             "cwd": os.getcwd(),
             "sandbox": profile,
         }
@@ -262,6 +262,11 @@ class BulkheadExecutor(_Calls):
         listed = supervisor.get("/v1/crashes")["crashes"]
         return [supervisor.get(f"/v1/crashes/{crash['id']}") for crash in listed]
 
+    def _variables(self) -> dict[str, str]:
+        """The environment of workers."""
+        own = {name: value for name, value in os.environ.items() if not self._is_confined or name not in _OF_SANDBOX}
+        return {**own, **self._environment}
+
     def _preparation(self, output: list[str]) -> bytes:
         main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
         main["authkey"] = bytes(main["authkey"])
@@ -270,7 +275,9 @@ class BulkheadExecutor(_Calls):
             del main["init_main_from_path"]
         preparation = {
             "multiprocessing": main,
-            "environment": {**os.environ, **self._environment},
+            "environment": self._variables(),
+            # The sandbox says where these are, unless this pool's `env` does.
+            "kept": [name for name in _OF_SANDBOX if self._is_confined and name not in self._environment],
             "initializer": self._pool.pickler.dumps(self._initializer),
             "pickler": self._pool.pickler.module,
             "output": output,

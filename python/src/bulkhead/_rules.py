@@ -1,0 +1,281 @@
+"""What a worker that a template has forked puts itself under in a sandbox: rules of Landlock of its own, on top of the
+template's, so that it and the others are out of each other's reach.
+
+Rules only ever take away: these give again what the template has, but of its temporary folder one folder for this
+worker alone. They also scope: no signals to, no abstract sockets of, and no tracing of the others. What the template
+has is told by the keeper, in a file that is standard input (``shared/src/program_rules.rs``).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Rules", "Temporary", "told"]
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_PATH_BENEATH = 1
+_READ_DIR = 1 << 3
+#: Rights that there are for single files: to execute, write, read, truncate, and ioctl(2).
+_OF_FILES = 1 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+_TOLD_BYTES_MAX = 64 << 20
+_DEPTH_MAX = 256
+#: Entries of a folder that are removed in one go.
+ENTRIES_AT_ONCE = 256
+
+_PLACE = os.O_PATH | os.O_CLOEXEC
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Temporary:
+    """The template's temporary folder, in which each worker has one."""
+
+    def __init__(self, path: bytes, access: int) -> None:
+        self.path = path
+        self.access = access
+        self._folder = os.open(path, _PLACE | os.O_DIRECTORY)
+        #: Whether nothing else that is given leads to it.
+        self.is_hidden = False
+
+    def fileno(self) -> int:
+        return self._folder
+
+    def make(self, name: bytes) -> int:
+        """Makes a folder in it."""
+        self._open_up()
+        os.mkdir(name, 0o700, dir_fd=self._folder)
+        return os.open(name, _FOLDER | os.O_PATH, dir_fd=self._folder)
+
+    def is_listable(self) -> bool:
+        """Whether this process can list it."""
+        try:
+            os.close(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder))
+        except PermissionError:
+            return False
+        return True
+
+    def remove(self, name: bytes) -> bool:
+        """Removes a folder in it, with up to ``ENTRIES_AT_ONCE`` entries; whether nothing is left to do."""
+        self._open_up()
+        try:
+            os.rmdir(name, dir_fd=self._folder)
+        except OSError:
+            pass
+        else:
+            return True
+        try:
+            folder = _opened(name, self._folder)
+        except OSError:
+            return True
+        try:
+            if not _emptied(folder, ENTRIES_AT_ONCE):
+                return False
+            os.rmdir(name, dir_fd=self._folder)
+        except OSError:
+            # What cannot be removed goes with the template's own folder.
+            pass
+        finally:
+            os.close(folder)
+        return True
+
+    def _open_up(self) -> None:
+        """Workers have the template's user, and may have shut it."""
+        if os.fstat(self._folder).st_mode & 0o700 != 0o700:
+            _unlock(self._folder)
+
+
+def _unlock(folder: int) -> None:
+    try:
+        os.chmod(f"/proc/self/fd/{folder}", 0o700)
+    except OSError:
+        pass
+
+
+def _opened(name: bytes, parent: int) -> int:
+    """A folder to list and to change, whatever its mode was."""
+    place = os.open(name, _FOLDER | os.O_PATH, dir_fd=parent)
+    try:
+        if os.fstat(place).st_mode & 0o700 != 0o700:
+            _unlock(place)
+    finally:
+        os.close(place)
+    return os.open(name, _FOLDER | os.O_RDONLY, dir_fd=parent)
+
+
+def _entries(folder: int) -> Iterator[tuple[bytes, bool]]:
+    """The names of a folder's entries, and which are folders."""
+    with os.scandir(folder) as entries:
+        yield from [(os.fsencode(entry.name), entry.is_dir(follow_symlinks=False)) for entry in _first(entries)]
+
+
+def _first(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+    for _, entry in zip(range(ENTRIES_AT_ONCE), entries, strict=False):
+        yield entry
+
+
+def _emptied(top: int, entries_max: int) -> bool:
+    """Empties a folder, however deep it is and whatever the modes in it are; False if it has more entries. What is in a
+    folder in it is brought up first, so that there are two levels at any time."""
+    number = seen = 0
+    while True:
+        found = list(_entries(top))
+        if not found:
+            return True
+        for name, is_folder in found:
+            seen += 1
+            if seen > entries_max:
+                return False
+            if not is_folder:
+                os.unlink(name, dir_fd=top)
+                continue
+            folder = _opened(name, top)
+            try:
+                for inner, is_inner_folder in _entries(folder):
+                    seen += 1
+                    if seen > entries_max:
+                        return False
+                    if not is_inner_folder:
+                        os.unlink(inner, dir_fd=folder)
+                        continue
+                    number += 1
+                    _bring_up(inner, folder, top, number)
+            finally:
+                os.close(folder)
+            try:
+                os.rmdir(name, dir_fd=top)
+            except OSError:
+                # In the next round.
+                pass
+
+
+def _bring_up(inner: bytes, folder: int, top: int, number: int) -> None:
+    """Moves a folder to the top. If the name is taken, the next round tries another."""
+    free = b".bulkhead-%d" % number
+    try:
+        try:
+            os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
+        except PermissionError:
+            # To move a folder takes the right to write to it, since that is where its parent is noted.
+            os.close(_opened(inner, folder))
+            os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        if error.errno != 39:  # ENOTEMPTY
+            raise
+
+
+class Rules:
+    """What the template has, ready to be given to workers."""
+
+    def __init__(
+        self,
+        call: Callable[..., int],
+        handled: int,
+        scoped: int,
+        temporary: tuple[bytes, int] | None,
+        grants: list[tuple[bytes, int]],
+    ) -> None:
+        self._call = call
+        self._handled = handled
+        self._scoped = scoped
+        self._given: list[tuple[int, int]] = []
+        for path, access in grants:
+            try:
+                place = os.open(path, _PLACE)
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                # It may be gone since.
+                continue
+            self._given.append((place, access))
+        self.temporary = None if temporary is None else Temporary(*temporary)
+        if self.temporary is not None:
+            self.temporary.is_hidden = not self._leads_to(self.temporary.fileno())
+
+    def leave_temporary_files_open(self) -> bool:
+        """Whether workers reach each other's temporary files, since what is given has a folder above."""
+        return bool(self._handled) and self.temporary is not None and not self.temporary.is_hidden
+
+    def _leads_to(self, folder: int) -> bool:
+        """Whether a folder lies in what is given to be listed."""
+        listed = {_identity(place) for place, access in self._given if access & _READ_DIR}
+        here, last = os.dup(folder), None
+        try:
+            for _ in range(_DEPTH_MAX):
+                this = _identity(here)
+                if this in listed:
+                    return True
+                if this == last:
+                    return False
+                last = this
+                above = os.open(b"..", _PLACE | os.O_DIRECTORY, dir_fd=here)
+                os.close(here)
+                here = above
+        finally:
+            os.close(here)
+        return True
+
+    def prepare(self) -> int:
+        """Rules with all but a temporary folder."""
+        ruleset = self._call(_CREATE_RULESET, struct.pack("<QQQ", self._handled, 0, self._scoped), 24, 0)
+        try:
+            for place, access in self._given:
+                self._give(ruleset, place, access)
+        except OSError:
+            os.close(ruleset)
+            raise
+        return ruleset
+
+    def put_in_force(self, ruleset: int, folder: int | None) -> None:
+        """Puts this process under them, for ever, and all that it starts. It reaches this temporary folder, and no
+        other from then on."""
+        temporary = self.temporary
+        if folder is not None and temporary is not None:
+            self._give(ruleset, folder, temporary.access)
+        self._call(_RESTRICT_SELF, ruleset, 0)
+        if temporary is not None and temporary.is_hidden and temporary.is_listable():
+            # Said to be in force, and are not.
+            raise OSError(131, "landlock")  # ENOTRECOVERABLE
+
+    def _give(self, ruleset: int, place: int, access: int) -> None:
+        rule = struct.pack("<Qi", access, place)
+        try:
+            self._call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+        except OSError as error:
+            if error.errno != 22:  # EINVAL: rights of folders, and it is none.
+                raise
+            self._call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("<Qi", access & _OF_FILES, place), 0)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def told(call: Callable[..., int]) -> Rules | None:
+    """What the keeper left on standard input; None without a sandbox. ``call`` makes a system call, or raises
+    OSError."""
+    if not stat.S_ISREG(os.fstat(0).st_mode):
+        return None
+    data = b""
+    while len(data) < _TOLD_BYTES_MAX and (more := os.pread(0, 1 << 20, len(data))):
+        data += more
+    handled, scoped = struct.unpack_from("<QQ", data)
+    grants: list[tuple[bytes, int]] = []
+    at = 16
+    while at < len(data):
+        access, length = struct.unpack_from("<QI", data, at)
+        at += 12 + length
+        if at > len(data):
+            raise ValueError("the keeper's rules end too early")
+        grants.append((data[at - length : at], access))
+    if not grants:
+        raise ValueError("the keeper's rules end too early")
+    (path, access), *others = grants
+    if not handled and not scoped:
+        return None
+    return Rules(call, handled, scoped, (path, access) if path else None, others if handled else [])
