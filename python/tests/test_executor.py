@@ -9,6 +9,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -316,6 +317,27 @@ def test_forked_workers(tasks: int | None, capfd: pytest.CaptureFixture[str], tm
         supervised = tree(pool._pool.supervisor().pid or 0)
     assert not any(map(is_running, supervised))
     assert capfd.readouterr().out == "forked\n"
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_for_one_call_are_heard_while_they_wait_and_run(method: str) -> None:
+    health = {"heartbeat": "50ms", "missed": 20}
+    context = multiprocessing.get_context(method)
+    with BulkheadExecutor(1, mp_context=context, max_tasks_per_child=1, config={"health": health}) as pool:
+        first = pool.submit(jobs.pid).result(LONG)
+
+        def ready() -> int | None:
+            found = [worker for worker in pool.status()["workers"] if worker["state"] == "ready"]
+            return found[0]["pid"] if found else None
+
+        waiting = wait_for("the next one waits", ready)
+        time.sleep(2)
+        assert ready() == waiting != first
+        assert pool.submit(jobs.sleep, 2).result(LONG) == 2
+        os.kill(wait_for("another waits", ready), signal.SIGTERM)
+        assert pool.submit(jobs.double, 2).result(LONG) == 4
+        status = pool.status()
+        assert (status["crashed"], pool.crashes()) == (0, [])
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -90,9 +90,13 @@ def inherited() -> _socket.socket | None:
     return link
 
 
-def shake_hands(link: Link, reader: _wire.Reader, version: str) -> tuple[_wire.WorkerWelcome, Journal | None]:
+def shake_hands(
+    link: Link, reader: _wire.Reader, version: str, *, takes_ahead: bool
+) -> tuple[_wire.WorkerWelcome, Journal | None]:
     """Says hello and waits for the welcome; frames behind it stay with the reader. Raises ``Refused``."""
-    capabilities = _wire.WORKER_LIMITS | _wire.WORKER_AHEAD | _wire.WORKER_BEATS
+    capabilities = _wire.WORKER_LIMITS
+    if takes_ahead:
+        capabilities |= _wire.WORKER_AHEAD | _wire.WORKER_BEATS
     link.socket.sendall(_wire.hello(_wire.WORKER, capabilities, version))
     lent: list[int] = []
     is_lent = False

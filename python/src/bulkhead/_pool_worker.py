@@ -143,6 +143,7 @@ class _Worker:
 
     def __init__(self, preparation: dict[str, Any]) -> None:
         self._preparation = preparation
+        self.is_for_one_job = preparation["tasks"] == 1
         self._calls: Callable[[Any, Any], bytes] = _refuse
         self._pickler = Pickler("pickle")
 
@@ -202,6 +203,10 @@ def main(path: str) -> None:
         import zlib
 
         worker = _Worker(pickle.loads(zlib.decompress(base64.b64decode(os.environ["PYTHON_BULKHEAD_PREPARATION"]))))
-    from .worker import serve
+    from .worker import run
 
-    serve(worker, init=worker.init, after_fork=worker.after_fork)
+    def prepare() -> tuple[_Worker, dict[str, Any], None]:
+        worker.init()
+        return worker, {}, None
+
+    run(prepare, worker.after_fork, is_for_one_job=worker.is_for_one_job)

@@ -45,11 +45,14 @@ _COROUTINE_FLAG = 0x80
 class Server:
     """A worker: its link, its jobs, and its threads."""
 
-    def __init__(self, socket: _socket.socket, version: str) -> None:
+    def __init__(self, socket: _socket.socket, version: str, *, is_for_one_job: bool = False) -> None:
+        #: Whether nothing can come while a job runs that it would hear of: there is no watcher then.
+        self._is_for_one_job = is_for_one_job
         self._link = _link.Link(socket)
         self._reader = _wire.Reader(socket.recv, socket.recv_into, _socket.MSG_DONTWAIT)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        self.welcome, self._journal = _link.shake_hands(self._link, self._reader, version)
+        takes_ahead = not is_for_one_job
+        self.welcome, self._journal = _link.shake_hands(self._link, self._reader, version, takes_ahead=takes_ahead)
         self._result_bytes_max = self.welcome.result_bytes_max
         self.state: Any = None
         self._handler: Handler | None = None
@@ -89,10 +92,13 @@ class Server:
         self._handlers = select.epoll()
         self._handlers.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._handlers.register(wake_read, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._link_descriptor = link
+        if self._is_for_one_job:
+            self._handlers.register(self._signals, select.EPOLLIN)
+            return
         self._watcher = select.epoll()
         self._watcher.register(link, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         self._watcher.register(self._signals, select.EPOLLIN)
-        self._link_descriptor = link
 
     # Starting.
 
@@ -128,7 +134,8 @@ class Server:
             self._event_loop()
         os.register_at_fork(after_in_child=self._leave_child)
         self._listen_to_signals()
-        threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
+        if not self._is_for_one_job:
+            threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
         if self.welcome.seal is not None:
             from ._seal import SealFailed, put_in_force
 
@@ -163,7 +170,8 @@ class Server:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._link.socket.close()
         self._handlers.close()
-        self._watcher.close()
+        if not self._is_for_one_job:
+            self._watcher.close()
         for descriptor in (self._wake, self._wake_read, self._signals, self._signalled):
             os.close(descriptor)
 
@@ -199,7 +207,7 @@ class Server:
                 if self._may_begin():
                     continue
                 self._idle += 1
-            events = self._handlers.poll()
+            events = self._wait_alone() if self._is_for_one_job else self._handlers.poll()
             with self._lock:
                 self._idle -= 1
                 if self._is_searching and not self._is_over:
@@ -208,6 +216,15 @@ class Server:
             for descriptor, _ in events:
                 if descriptor == self._link_descriptor:
                     self._take_in()
+
+    def _wait_alone(self) -> list[tuple[int, int]]:
+        """Waits for the link without a watcher, and does what that would."""
+        interval = self.welcome.heartbeat_ms / 1e3 or None
+        while not (events := self._handlers.poll(interval)):
+            self._link.heartbeat()
+        if any(descriptor == self._signals for descriptor, _ in events) and signal.SIGTERM in _drain(self._signals):
+            self._link.send(_wire.STOPPING, 0)
+        return events
 
     def _may_begin(self) -> bool:
         """Whether a job waits, and fewer run than may; the lock is held."""

@@ -197,9 +197,7 @@ class _System:
         low, high = struct.unpack("<Ii", os.urandom(8))
         self._library.srand(low)
         self._library.srand48(high)
-        random = sys.modules.get("random")
-        if random is not None:
-            random.seed()
+        # The module `random` has seen to itself, at the fork.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             numpy_random.seed()

@@ -169,6 +169,7 @@ class BulkheadExecutor(_Calls):
         given = dict(config or {})
         supervisor = given.pop("supervisor", {})
         self._preload = list(preload)
+        self._tasks = max_tasks_per_child
         self._is_confined = is_confined
         keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
         if is_forked:
@@ -282,6 +283,7 @@ class BulkheadExecutor(_Calls):
             "pickler": self._pool.pickler.module,
             "output": output,
             "preload": self._preload,
+            "tasks": self._tasks,
         }
         return pickle.dumps(preparation)
 

@@ -236,8 +236,13 @@ def serve_module(name: str, entry: str | None = None) -> NoReturn:
 def run(
     prepare: Callable[[], tuple[Handler | None, Mapping[str, Handler], Any]],
     after_fork: Callable[[], object] | None = None,
+    *,
+    is_for_one_job: bool = False,
 ) -> NoReturn:
-    """Shakes hands, prepares, serves, exits. A template prepares, and each worker that it forks does the rest."""
+    """Shakes hands, prepares, serves, exits. A template prepares, and each worker that it forks does the rest.
+
+    One for one job alone, which is not told that it is cancelled, does without a thread that watches it.
+    """
     from . import __version__, _link
 
     is_forked = os.environ.get("BULKHEAD_TEMPLATE") is not None
@@ -261,7 +266,7 @@ def run(
     from ._serve import Server
 
     try:
-        server = Server(socket, __version__)
+        server = Server(socket, __version__, is_for_one_job=is_for_one_job)
     except (_link.Refused, OSError) as error:
         print(f"the worker cannot start: {error}", file=sys.stderr)
         sys.exit(1)
