@@ -8,6 +8,7 @@ use bulkhead_shared::client_protocol::OutcomeMessage;
 use bulkhead_shared::{Executed, Outcome, Verdict};
 
 use crate::mapped::MappedResult;
+use crate::served::Served;
 
 /// How far a job is.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,11 +20,21 @@ pub struct Progress {
 }
 
 /// The outcome `ok`, and the result.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Reply {
     pub(crate) payload: Vec<u8>,
-    pub(crate) outcome: Outcome,
+    pub(crate) served: Served,
     pub(crate) mapped: Option<Arc<MappedResult>>,
+}
+
+impl fmt::Debug for Reply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reply")
+            .field("payload", &self.payload)
+            .field("outcome", self.outcome())
+            .field("mapped", &self.mapped)
+            .finish()
+    }
 }
 
 impl PartialEq for Reply {
@@ -34,7 +45,7 @@ impl PartialEq for Reply {
             _ => false,
         };
         self.payload == other.payload
-            && self.outcome == other.outcome
+            && self.outcome() == other.outcome()
             && same_place(&self.mapped, &other.mapped)
     }
 }
@@ -60,7 +71,7 @@ impl Reply {
 
     /// The bulkhead that served the job, how long it took, and the like.
     pub fn outcome(&self) -> &Outcome {
-        &self.outcome
+        self.served.outcome()
     }
 }
 
@@ -120,16 +131,14 @@ impl JobError {
     }
 
     /// The outcome, or `ok`.
-    pub(crate) fn from_outcome(outcome: Outcome, payload: Vec<u8>) -> Result<Reply, Self> {
+    pub(crate) fn from_outcome(outcome: Box<Outcome>, payload: Vec<u8>) -> Result<Reply, Self> {
         match outcome.verdict {
-            Verdict::Ok => Ok(Reply { payload, outcome, mapped: None }),
-            Verdict::Failed(_) => Err(Self::Failed(Box::new(outcome))),
-            Verdict::Rejected { .. } => Err(Self::Rejected(Box::new(outcome))),
-            Verdict::DeadlineQueued | Verdict::DeadlineRunning => {
-                Err(Self::DeadlineExceeded(Box::new(outcome)))
-            }
-            Verdict::Crashed { .. } => Err(Self::Crashed(Box::new(outcome))),
-            Verdict::Cancelled { .. } => Err(Self::Cancelled(Box::new(outcome))),
+            Verdict::Ok => Ok(Reply { payload, served: outcome.into(), mapped: None }),
+            Verdict::Failed(_) => Err(Self::Failed(outcome)),
+            Verdict::Rejected { .. } => Err(Self::Rejected(outcome)),
+            Verdict::DeadlineQueued | Verdict::DeadlineRunning => Err(Self::DeadlineExceeded(outcome)),
+            Verdict::Crashed { .. } => Err(Self::Crashed(outcome)),
+            Verdict::Cancelled { .. } => Err(Self::Cancelled(outcome)),
         }
     }
 

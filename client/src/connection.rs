@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::Duration;
 
 use bulkhead_shared::Executed;
@@ -20,7 +21,7 @@ use tokio::time::Instant;
 use crate::answer::{JobError, Progress};
 use crate::handle::JobHandle;
 use crate::order::Order;
-use crate::requests::{Requests, SubmitError};
+use crate::requests::{Frames, Requests, SubmitError};
 
 /// How long the supervisor may take to accept the connection and to say welcome.
 const WELCOME_WITHIN: Duration = Duration::from_secs(10);
@@ -131,6 +132,14 @@ struct Shared {
     wanted: Arc<Notify>,
 }
 
+/// What came of sending a job at once.
+pub(crate) enum Begun {
+    Sent(JobHandle),
+    Refused(JobError),
+    /// It has to wait: for room, or for a connection, which is another than this one.
+    Not(Option<Arc<Requests>>),
+}
+
 #[derive(Debug)]
 enum Connection {
     Up(Arc<Requests>),
@@ -188,22 +197,32 @@ impl Client {
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
     ) -> Result<JobHandle, JobError> {
-        let mut broken = None;
-        if let Some(requests) = self.shared.connected() {
-            match requests.submit(job, progress) {
-                Ok(sent) => return Ok(JobHandle::new(sent)),
-                Err(SubmitError::Refused(error)) => return Err(error),
-                Err(SubmitError::Full) => {}
-                Err(SubmitError::Closed) => broken = Some(requests),
-            }
+        match self.begin_now(job, progress, None) {
+            Begun::Sent(handle) => Ok(handle),
+            Begun::Refused(error) => Err(error),
+            Begun::Not(broken) => Box::pin(self.begin_patiently(job, progress, broken)).await,
         }
-        // Rare, and not to make every future that sends a job larger.
-        Box::pin(self.begin_patiently(job, progress, broken)).await
+    }
+
+    /// Sends a job if that can be done at once. The waker is woken by its outcome.
+    pub(crate) fn begin_now(
+        &self,
+        job: &mut Order,
+        progress: &mut Option<mpsc::Sender<Progress>>,
+        waker: Option<&Waker>,
+    ) -> Begun {
+        let Some(requests) = self.shared.connected() else { return Begun::Not(None) };
+        match requests.submit(job, progress, waker) {
+            Ok(sent) => Begun::Sent(JobHandle::new(sent)),
+            Err(SubmitError::Refused(error)) => Begun::Refused(error),
+            Err(SubmitError::Full) => Begun::Not(None),
+            Err(SubmitError::Closed) => Begun::Not(Some(requests)),
+        }
     }
 
     /// Sends a job as soon as there is a connection, other than `broken`, with room for it. What this takes
     /// is taken from the job's deadline.
-    async fn begin_patiently(
+    pub(crate) async fn begin_patiently(
         &self,
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
@@ -562,17 +581,18 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
     let mut problem = None;
     let read = requests.socket.try_io(tokio::io::Interest::READABLE, || {
         let (received, mut batch) = inbox.receive_by(scratch, |buffer| requests.receive(buffer))?;
+        let mut frames = Frames::of(requests);
         loop {
             let result = match batch.next() {
                 Ok(None) => break,
                 Ok(Some(Item::Frame { header, metadata, payload })) => {
-                    requests.frame(header, metadata, payload.to_vec())
+                    frames.take(header, metadata, payload.to_vec())
                 }
                 Ok(Some(Item::Large { header, metadata, payload })) => {
-                    requests.frame(header, &metadata, payload)
+                    frames.take(header, &metadata, payload)
                 }
                 Ok(Some(Item::Announced { header, metadata })) => {
-                    match announced(requests, header, metadata) {
+                    match announced(&mut frames, header, metadata) {
                         Ok(Some(buffer)) => {
                             batch.accept(buffer);
                             Ok(())
@@ -605,7 +625,7 @@ fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch)
 
 /// A large frame begins: returns a buffer for it, if its payload is wanted. What is not wanted is thrown away
 /// as it comes.
-fn announced(requests: &Arc<Requests>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
+fn announced(frames: &mut Frames<'_>, header: Header, metadata: &[u8]) -> Result<Option<Vec<u8>>, String> {
     if header.length > FRAME_BYTES_MAX {
         let length = header.length;
         return Err(format!(
@@ -613,8 +633,8 @@ fn announced(requests: &Arc<Requests>, header: Header, metadata: &[u8]) -> Resul
         ));
     }
     if header.kind == kind::OUTCOME {
-        return Ok(requests.buffer_for(header));
+        return Ok(frames.buffer_for(header));
     }
-    requests.frame(header, metadata, Vec::new())?;
+    frames.take(header, metadata, Vec::new())?;
     Ok(None)
 }

@@ -3,25 +3,23 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use bulkhead_shared::Executed;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
 use crate::answer::{JobError, Progress, Reply};
-use crate::requests::{Sent, Ticket};
+use crate::requests::Ticket;
 
 /// A job that is under way. It is a future of its outcome. It needs its [`Client`](crate::Client) no longer.
 #[must_use = "dropping it cancels the job"]
 #[derive(Debug)]
 pub struct JobHandle {
-    outcome: oneshot::Receiver<Result<Reply, JobError>>,
     pub(crate) progress: Option<mpsc::Receiver<Progress>>,
     /// Cancels the job when dropped before its outcome has come.
     ticket: Ticket,
 }
 
 impl JobHandle {
-    pub(crate) fn new((outcome, ticket): Sent) -> Self {
-        Self { outcome, progress: None, ticket }
+    pub(crate) fn new(ticket: Ticket) -> Self {
+        Self { progress: None, ticket }
     }
 
     /// The next report of progress; `None` when there will be no more, which is when the outcome is there.
@@ -35,17 +33,17 @@ impl JobHandle {
     pub fn cancel(&self) {
         self.ticket.cancel();
     }
+
+    #[inline]
+    pub(crate) fn poll_outcome(&mut self, cx: &Context<'_>) -> Poll<Result<Reply, JobError>> {
+        self.ticket.poll(cx)
+    }
 }
 
 impl Future for JobHandle {
     type Output = Result<Reply, JobError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let result = std::task::ready!(Pin::new(&mut self.outcome).poll(cx));
-        self.ticket.disarm();
-        // Every way of the connection to end tells its waiters why.
-        Poll::Ready(
-            result.unwrap_or_else(|_| Err(JobError::lost(Executed::Unknown, "its connection is gone"))),
-        )
+        self.poll_outcome(cx)
     }
 }

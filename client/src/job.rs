@@ -3,13 +3,14 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use bulkhead_shared::Priority;
 use tokio::sync::mpsc;
 
 use crate::answer::{JobError, Reply};
-use crate::connection::Client;
+use crate::connection::{Begun, Client};
 use crate::handle::JobHandle;
 use crate::order::{Order, Source};
 
@@ -151,7 +152,26 @@ impl Job {
     /// ```
     pub async fn send(mut self) -> Result<Reply, JobError> {
         self.order.check()?;
-        self.client.begin(&mut self.order, &mut None).await?.await
+        let mut handle: Option<JobHandle> = None;
+        // In one, so that the task is known when the outcome comes, without a second look.
+        let result = std::future::poll_fn(|cx| match &mut handle {
+            Some(handle) => handle.poll_outcome(cx).map(Ok),
+            None => match self.client.begin_now(&mut self.order, &mut None, Some(cx.waker())) {
+                Begun::Sent(sent) => {
+                    handle = Some(sent);
+                    Poll::Pending
+                }
+                Begun::Refused(error) => Poll::Ready(Ok(Err(error))),
+                Begun::Not(broken) => Poll::Ready(Err(broken)),
+            },
+        });
+        match result.await {
+            Ok(result) => result,
+            // Rare, and not to make every future that sends a job larger.
+            Err(broken) => {
+                Box::pin(self.client.begin_patiently(&mut self.order, &mut None, broken)).await?.await
+            }
+        }
     }
 
     /// Sends the job and returns as soon as it is on its way, with a handle for its progress and its outcome.

@@ -32,6 +32,8 @@ mod leases;
 mod mapped;
 mod order;
 mod requests;
+mod served;
+mod waiters;
 
 pub use answer::{JobError, Progress, Reply};
 pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;

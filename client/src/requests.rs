@@ -1,29 +1,30 @@
-//! The jobs under way on one connection: a table of waiters, in which a request's number finds its waiter
-//! without a search, and what waits to be written, within a bound.
+//! The jobs under way on one connection: those that wait for an outcome, and what waits to be written, within a bound.
+
+mod frames;
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use bulkhead_shared::client_protocol::{
-    OutcomeMessage, Progress as ProgressMessage, Refused, Submit, capability, outcome_code, read_run_limit,
-    run_limit_bytes,
-};
-use bulkhead_shared::codec::{self, Extensions, tag};
+use bulkhead_shared::client_protocol::{Submit, capability, run_limit_bytes};
+use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
-use bulkhead_shared::frame::{Header, kind};
+use bulkhead_shared::frame::kind;
 use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES, receive_with_files};
 use bulkhead_shared::worker_protocol::Empty;
-use bulkhead_shared::{Executed, JobId, RejectReason};
+use bulkhead_shared::{Executed, RejectReason};
 use rustix::net::RecvFlags;
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, mpsc};
 
-use crate::answer::{JobError, Progress, Reply};
+use crate::answer::{JobError, Progress};
 use crate::leases::{Lease, Leases, Taken, TakesBack};
-use crate::mapped::MappedResult;
 use crate::order::Order;
+use crate::waiters::{Told, Waiter, Waiters};
+
+pub(crate) use frames::Frames;
 
 /// Bytes that wait to be written before further jobs wait for their turn. A job that fits is taken whole, so
 /// that there can be one payload more.
@@ -39,9 +40,6 @@ const BATCHES: usize = 6;
 const BATCH_MIN: usize = 8;
 const BATCH_MAX: usize = 64;
 
-/// A job that was sent: where its outcome comes, and the right to it.
-pub(crate) type Sent = (oneshot::Receiver<Result<Reply, JobError>>, Ticket);
-
 /// Why a job was not sent.
 pub(crate) enum SubmitError {
     /// It cannot be.
@@ -50,22 +48,6 @@ pub(crate) enum SubmitError {
     Full,
     /// The connection is of no more use.
     Closed,
-}
-
-struct Waiter {
-    outcome: oneshot::Sender<Result<Reply, JobError>>,
-    progress: Option<mpsc::Sender<Progress>>,
-    /// Where the job's frame ends, in bytes ever put into the outbox.
-    frame_end: u64,
-    /// Where its payload is, and its result may be.
-    lease: Option<Box<Lease>>,
-    maps_result: bool,
-}
-
-struct Slot {
-    /// Counts the requests that had this slot: half of a request's number.
-    generation: u32,
-    waiter: Option<Waiter>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -83,9 +65,7 @@ enum Stage {
 #[derive(Default)]
 struct State {
     stage: Stage,
-    slots: Vec<Slot>,
-    free: Vec<u32>,
-    waiting: usize,
+    waiters: Waiters,
     outbox: Outbox,
     /// Bytes ever put into the outbox.
     pushed_bytes: u64,
@@ -144,13 +124,14 @@ impl Requests {
     // Jobs out.
 
     /// Sends a job, unless others wait for room already. If it is sent, its payload has been taken out of
-    /// it, and the reports of its progress go to the sender that was there.
+    /// it, and the reports of its progress go to the sender that was there. The waker is woken by its outcome.
     pub(crate) fn submit(
         self: &Arc<Self>,
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
-    ) -> Result<Sent, SubmitError> {
-        self.submit_after(0, job, progress)
+        waker: Option<&Waker>,
+    ) -> Result<Ticket, SubmitError> {
+        self.submit_after(0, job, progress, waker.cloned())
     }
 
     /// Takes a place among those that wait for room.
@@ -166,7 +147,8 @@ impl Requests {
         queued_max: usize,
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
-    ) -> Result<Sent, SubmitError> {
+        waker: Option<Waker>,
+    ) -> Result<Ticket, SubmitError> {
         let payload_bytes = job.payload_bytes();
         if payload_bytes as u64 + SUBMIT_OVERHEAD_BYTES_MAX > u64::from(self.frame_bytes_max) {
             let message = format!("{payload_bytes} bytes of payload are more than the supervisor takes");
@@ -200,22 +182,28 @@ impl Requests {
                 return Err(SubmitError::Closed);
             }
         }
-        let (sender, outcome) = oneshot::channel();
         let named = lease.as_ref().map(|lease| Named { lease: lease.number, bytes: payload_bytes as u64 });
-        let maps_result = job.maps_result;
-        let waiter = Waiter { outcome: sender, progress: progress.take(), frame_end: 0, lease, maps_result };
-        let number = state.enter(waiter);
+        let waiter = Waiter {
+            bulkhead: String::new(),
+            progress: progress.take(),
+            frame_end: 0,
+            lease,
+            maps_result: job.maps_result,
+        };
+        let number = state.waiters.enter(waiter, waker);
         // Large ones are handed over, not copied.
         let payload = std::mem::take(&mut job.payload);
         let payload = if named.is_some() { Payload::NONE } else { Payload::Owned(payload) };
         if state.push_job(number, job, named, payload).is_err() {
-            state.leave(number);
+            let left = state.waiters.leave(number);
+            drop(state);
+            drop(left);
             let message = "the job does not fit in a frame".into();
             return Err(SubmitError::Refused(job.refused(RejectReason::TooLarge, message)));
         }
         self.schedule_flush(&mut state);
         drop(state);
-        Ok((outcome, Ticket { requests: Some(self.clone()), number }))
+        Ok(Ticket { requests: Some(self.clone()), number })
     }
 
     /// A lease for a job, if there is one. If not, one is asked for, for the jobs to come.
@@ -270,61 +258,10 @@ impl Requests {
         Ok(count)
     }
 
-    /// What the supervisor says of leases.
-    fn lease_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
-        let mut state = self.lock();
-        match header.kind {
-            kind::LEASED => {
-                let named = decode::<Named>(metadata)?;
-                let is_good = state.leases.come(header.number, named) == Some(true);
-                state.tell(if is_good { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED }, named.lease);
-            }
-            kind::LEASE_REFUSED => state.leases.refused(header.number),
-            _ => {
-                if let Some(number) = state.leases.ended(header.number) {
-                    state.tell(kind::LEASE_RETURNED, number);
-                }
-            }
-        }
-        self.expects_files.store(state.leases.is_waiting(), Ordering::SeqCst);
-        let _ = self.try_flush(&mut state);
-        if !state.outbox.is_empty() {
-            self.schedule_flush(&mut state);
-        }
-        Ok(())
-    }
-
-    /// The result of a job where it stands, or a copy.
-    fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, named: &[u8]) -> Result<Found, String> {
-        let named = Named::from_bytes(named);
-        let lease = waiter.lease.take().filter(|lease| {
-            named.is_some_and(|named| named.lease == lease.number && named.bytes <= lease.result.len() as u64)
-        });
-        let (Some(lease), Some(named)) = (lease, named) else {
-            return Err("the supervisor told of a result in a file that this client does not have".into());
-        };
-        let bytes = named.bytes as usize;
-        if !lease.is_whole() {
-            waiter.lease = Some(lease);
-            return Ok(Found::Lost);
-        }
-        if waiter.maps_result {
-            let requests: Arc<dyn TakesBack> = self.clone();
-            let requests = Arc::downgrade(&requests);
-            return Ok(Found::Mapped(MappedResult { lease: Some(lease), bytes, requests }));
-        }
-        let mut copy = self.lock().pool.take(bytes);
-        copy.clear();
-        lease.result.copy_to(bytes, &mut copy);
-        let is_whole = lease.is_whole();
-        waiter.lease = Some(lease);
-        Ok(if is_whole { Found::Copy(copy) } else { Found::Lost })
-    }
-
     fn schedule_flush(&self, state: &mut State) {
         state.unflushed += 1;
-        if state.waiting <= 1
-            || state.unflushed >= state.waiting.div_ceil(BATCHES).clamp(BATCH_MIN, BATCH_MAX)
+        if state.waiters.waiting() <= 1
+            || state.unflushed >= state.waiters.waiting().div_ceil(BATCHES).clamp(BATCH_MIN, BATCH_MAX)
         {
             let _ = self.try_flush(state);
         }
@@ -357,7 +294,9 @@ impl Requests {
     /// Cancels a job whose caller no longer waits.
     fn abandon(&self, number: u64) {
         let mut state = self.lock();
-        if let Some(waiter) = self.release(&mut state, number) {
+        let Some(mut left) = state.waiters.leave(number) else { return };
+        self.tell_idle(&state);
+        if let Some(waiter) = left.waiter.take() {
             if let Some(lease) = waiter.lease.filter(|_| state.stage != Stage::Closed) {
                 // Behind the cancellation.
                 let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
@@ -369,12 +308,14 @@ impl Requests {
                 self.send_cancel(&mut state, number);
             }
         }
+        drop(state);
+        drop(left);
     }
 
     /// Cancels a job and goes on waiting for its outcome.
     fn cancel(&self, number: u64) {
         let mut state = self.lock();
-        if state.slot(number).is_some_and(|slot| slot.waiter.is_some()) {
+        if state.waiters.get(number).is_some() {
             self.send_cancel(&mut state, number);
         }
     }
@@ -390,83 +331,23 @@ impl Requests {
         self.schedule_flush(state);
     }
 
-    // Frames in.
-
-    /// A buffer for the payload of an outcome that begins; `None` if its caller no longer waits.
-    pub(crate) fn buffer_for(&self, header: Header) -> Option<Vec<u8>> {
-        let mut state = self.lock();
-        state.slot(header.number)?.waiter.as_ref()?;
-        Some(state.pool.take(header.payload_length()))
-    }
-
-    /// A frame has come. An error ends the connection.
-    pub(crate) fn frame(
-        self: &Arc<Self>,
-        header: Header,
-        metadata: &[u8],
-        payload: Vec<u8>,
-    ) -> Result<(), String> {
-        match header.kind {
-            kind::OUTCOME => {
-                let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
-                // A caller that does not wait any more has cancelled.
-                let Some(mut waiter) = self.release(&mut self.lock(), header.number) else { return Ok(()) };
-                let (mut payload, mut mapped, mut is_lost) = (payload, None, false);
-                if let Some(named) = extensions.get(tag::LEASE) {
-                    match self.result_in_file(&mut waiter, named)? {
-                        Found::Copy(copy) => payload = copy,
-                        Found::Mapped(result) => mapped = Some(Arc::new(result)),
-                        Found::Lost => is_lost = true,
-                    }
-                }
-                if let Some(lease) = waiter.lease.take() {
-                    // A worker may still be at what it was not asked to end.
-                    let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
-                    if is_answered { self.put_back(*lease) } else { self.give_back(*lease) }
-                }
-                let mut result = match message.to_outcome() {
-                    Some(_) if is_lost => Err(JobError::result_lost()),
-                    Some(mut outcome) => {
-                        outcome.job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
-                        outcome.run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
-                        JobError::from_outcome(outcome, payload)
-                    }
-                    None => Err(JobError::unintelligible(&message)),
-                };
-                if let (Ok(reply), Some(_)) = (&mut result, &mapped) {
-                    reply.mapped = mapped;
-                }
-                let _ = waiter.outcome.send(result);
-                Ok(())
-            }
-            kind::LEASED | kind::LEASE_ENDED | kind::LEASE_REFUSED => self.lease_frame(header, metadata),
-            kind::PROGRESS => {
-                let message = decode::<ProgressMessage<'_>>(metadata)?;
-                // Whatever a handler says.
-                let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
-                self.lock().progress(header.number, Progress { fraction, text: message.text.to_owned() });
-                Ok(())
-            }
-            kind::REFUSED => {
-                let message = decode::<Refused<'_>>(metadata)?.message;
-                Err(format!("the supervisor ended it: {message}"))
-            }
-            unknown if header.is_critical() => Err(format!(
-                "the supervisor sent a frame of the unknown kind {unknown}, which must be understood: \
-                 update this program"
-            )),
-            _ => Ok(()),
-        }
-    }
-
     // The end.
 
-    fn release(&self, state: &mut State, number: u64) -> Option<Waiter> {
-        let waiter = state.leave(number);
-        if state.stage == Stage::Ending && state.waiting == 0 {
+    /// The driver waits for the end of the last job.
+    fn tell_idle(&self, state: &State) {
+        if state.stage == Stage::Ending && state.waiters.waiting() == 0 {
             self.idle.notify_one();
         }
-        waiter
+    }
+
+    /// The outcome of a request. If it is not there, the task is woken when it is.
+    #[inline]
+    fn poll(&self, number: u64, cx: &Context<'_>) -> Poll<Told> {
+        // Dropped behind the lock.
+        let mut unwanted = None;
+        self.lock().waiters.poll(number, cx, &mut unwanted).map(|told| {
+            told.unwrap_or_else(|| Err(JobError::lost(Executed::Unknown, "its outcome was taken before")))
+        })
     }
 
     /// Waits until no caller waits. Call it when no job will be submitted any more.
@@ -477,7 +358,7 @@ impl Requests {
                 if state.stage == Stage::Open {
                     state.stage = Stage::Ending;
                 }
-                if state.waiting == 0 {
+                if state.waiters.waiting() == 0 {
                     return;
                 }
             }
@@ -489,30 +370,20 @@ impl Requests {
     pub(crate) fn close(&self, why: &str) {
         let mut state = self.lock();
         state.stage = Stage::Closed;
-        state.waiting = 0;
         let sent_bytes = state.pushed_bytes - state.outbox.waiting_bytes() as u64;
-        let slots = std::mem::take(&mut state.slots);
         drop(state);
         // Not left to the last that holds it: the supervisor is to know now. It may be gone itself.
         if self.owner == std::process::id() {
             let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         }
         self.room.notify_waiters();
-        for waiter in slots.into_iter().filter_map(|slot| slot.waiter) {
+        let (_left, wakers) = self.lock().waiters.tell_all(|waiter| {
             // The supervisor begins nothing before it has the whole frame.
             let executed = if waiter.frame_end > sent_bytes { Executed::No } else { Executed::Unknown };
-            let _ = waiter.outcome.send(Err(JobError::lost(executed, why)));
-        }
+            Err(JobError::lost(executed, why))
+        });
+        wakers.into_iter().for_each(Waker::wake);
     }
-}
-
-fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {
-    decode_with(metadata).map(|(message, _)| message)
-}
-
-fn decode_with<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<(M, Extensions<'m>), String> {
-    let malformed = |error| format!("the supervisor sent what cannot be read: {error}");
-    codec::decode::<M>(metadata, &[tag::LEASE]).map_err(malformed)
 }
 
 /// A place among those that wait for room in the outbox. Leaving it lets the next one try.
@@ -529,9 +400,9 @@ impl Place<'_> {
         &mut self,
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
-    ) -> Result<Sent, SubmitError> {
+    ) -> Result<Ticket, SubmitError> {
         let queued_max = std::mem::replace(&mut self.goes_before, usize::MAX);
-        self.requests.submit_after(queued_max, job, progress)
+        self.requests.submit_after(queued_max, job, progress, None)
     }
 }
 
@@ -549,14 +420,6 @@ impl TakesBack for Requests {
     fn take_back(&self, lease: Lease) {
         self.put_back(lease);
     }
-}
-
-/// A result that was in a file.
-enum Found {
-    Copy(Vec<u8>),
-    Mapped(MappedResult),
-    /// It was there no more.
-    Lost,
 }
 
 impl State {
@@ -596,7 +459,7 @@ impl State {
     fn push_job(
         &mut self,
         number: u64,
-        job: &Order,
+        job: &mut Order,
         named: Option<Named>,
         payload: Payload<'_>,
     ) -> Result<(), codec::CodecError> {
@@ -627,41 +490,11 @@ impl State {
             }
         }
         let frame_end = self.pushed_bytes;
-        if let Some(waiter) = self.slot(number).and_then(|slot| slot.waiter.as_mut()) {
+        if let Some(waiter) = self.waiters.get(number) {
             waiter.frame_end = frame_end;
+            waiter.bulkhead = std::mem::take(&mut job.bulkhead);
         }
         Ok(())
-    }
-
-    fn enter(&mut self, waiter: Waiter) -> u64 {
-        let index = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(Slot { generation: 0, waiter: None });
-            self.slots.len() as u32 - 1
-        });
-        let slot = &mut self.slots[index as usize];
-        slot.generation = slot.generation.wrapping_add(1);
-        slot.waiter = Some(waiter);
-        self.waiting += 1;
-        u64::from(slot.generation) << 32 | u64::from(index)
-    }
-
-    fn slot(&mut self, number: u64) -> Option<&mut Slot> {
-        let slot = self.slots.get_mut(number as u32 as usize)?;
-        (u64::from(slot.generation) == number >> 32).then_some(slot)
-    }
-
-    fn leave(&mut self, number: u64) -> Option<Waiter> {
-        let waiter = self.slot(number)?.waiter.take()?;
-        self.free.push(number as u32);
-        self.waiting -= 1;
-        Some(waiter)
-    }
-
-    fn progress(&mut self, number: u64, progress: Progress) {
-        let waiter = self.slot(number).and_then(|slot| slot.waiter.as_ref());
-        if let Some(sender) = waiter.and_then(|waiter| waiter.progress.as_ref()) {
-            let _ = sender.try_send(progress);
-        }
     }
 }
 
@@ -679,8 +512,17 @@ impl Ticket {
         }
     }
 
-    pub(crate) fn disarm(&mut self) {
-        self.requests = None;
+    /// The outcome, if it is there. Otherwise the task is woken when it is.
+    #[inline]
+    pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<Told> {
+        let Some(requests) = &self.requests else {
+            return Poll::Ready(Err(JobError::lost(Executed::Unknown, "its outcome was taken before")));
+        };
+        let told = requests.poll(self.number, cx);
+        if told.is_ready() {
+            self.requests = None;
+        }
+        told
     }
 }
 

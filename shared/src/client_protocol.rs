@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bincode::{BorrowDecode, Encode};
 
+use crate::flat::flat;
 use crate::outcome::{CrashReason, Executed, Fault, HandlerFailure, Outcome, RejectReason, Verdict};
 
 /// The version of both protocols that this crate speaks.
@@ -92,7 +93,7 @@ pub struct Refused<'a> {
 
 /// [`SUBMIT`](crate::frame::kind::SUBMIT): a job. The frame's number is the client's own and comes
 /// back in the outcome; the payload follows the metadata.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Submit<'a> {
     /// The bulkhead's name.
     pub bulkhead: &'a str,
@@ -110,6 +111,8 @@ pub struct Submit<'a> {
     pub cost: u32,
 }
 
+flat!(Submit: [bulkhead, operation, tenant], [deadline_us: u64, priority: u8, idempotent: u8, cost: u32], []);
+
 /// [`PROGRESS`](crate::frame::kind::PROGRESS): how far a running job is.
 #[derive(Clone, Copy, Debug, PartialEq, Encode, BorrowDecode)]
 pub struct Progress<'a> {
@@ -121,7 +124,7 @@ pub struct Progress<'a> {
 
 /// [`OUTCOME`](crate::frame::kind::OUTCOME): what became of the job with the frame's number. The
 /// result follows as payload if it is `ok`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutcomeMessage<'a> {
     /// One of [`outcome_code`].
     pub outcome: u8,
@@ -158,6 +161,11 @@ pub struct OutcomeMessage<'a> {
     /// A sentence for people, possibly empty.
     pub message: &'a str,
 }
+
+flat!(OutcomeMessage: [], [
+    outcome: u8, reason: u8, executed: u8, retryable: u8, fault: u8, attempts: u32, queued_us: u64, ran_us: u64,
+    deadline_us: u64, worker_pid: u32, has_retry_after: u8, retry_after_us: u64, has_status: u8, status: i32
+], [bulkhead, code, message]);
 
 /// The numbers of [`OutcomeMessage::outcome`].
 #[expect(missing_docs, reason = "each is the outcome of that name")]
@@ -248,6 +256,11 @@ impl<'a> OutcomeMessage<'a> {
     /// The outcome told by this message, without the job's number and its run limit, which are in extensions; `None`
     /// if it uses a code that this version does not know.
     pub fn to_outcome(self) -> Option<Outcome> {
+        self.to_outcome_at(self.bulkhead.to_owned())
+    }
+
+    /// The same for a reader that has the bulkhead's name already.
+    pub fn to_outcome_at(&self, bulkhead: String) -> Option<Outcome> {
         let status = (self.has_status != 0).then_some(self.status);
         let message = self.message.to_owned();
         let verdict = match self.outcome {
@@ -278,7 +291,7 @@ impl<'a> OutcomeMessage<'a> {
         Some(Outcome {
             verdict,
             job: None,
-            bulkhead: self.bulkhead.to_owned(),
+            bulkhead,
             attempts: self.attempts,
             queued: Duration::from_micros(self.queued_us),
             ran: Duration::from_micros(self.ran_us),

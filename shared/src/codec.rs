@@ -24,6 +24,9 @@ const CONFIG: Config = bincode::config::standard()
 /// Messages up to this size are encoded the short way.
 const SMALL_BYTES: usize = 192;
 
+/// Bytes of an extension before its own: the tag and the length.
+const EXTENSION_BYTES: usize = 2 + 8;
+
 /// An extension whose tag has this bit must be understood, or the message refused.
 pub const TAG_CRITICAL: u16 = 0x8000;
 
@@ -128,8 +131,12 @@ fn encode_parts<M: Encode>(
         Err(_) => drop(bincode::encode_into_std_write(message, out, CONFIG)?),
     }
     out.extend_from_slice(&(extensions.len() as u64).to_le_bytes());
-    for extension in extensions {
-        bincode::encode_into_std_write(extension, out, CONFIG)?;
+    for (tag, bytes) in extensions {
+        let mut begin = [0; EXTENSION_BYTES];
+        begin[..2].copy_from_slice(&tag.to_le_bytes());
+        begin[2..].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+        out.extend_from_slice(&begin);
+        out.extend_from_slice(bytes);
     }
     Ok(())
 }
@@ -139,15 +146,17 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     bytes: &'a [u8],
     known: &[u16],
 ) -> Result<(M, Extensions<'a>), CodecError> {
-    let (message, used) = take::<M>(bytes)?;
+    let (message, used) =
+        bincode::borrow_decode_from_slice::<M, _>(bytes, CONFIG).map_err(|error| malformed(&error))?;
     let mut rest = &bytes[used..];
-    let (count, used) = take::<u64>(rest)?;
-    rest = &rest[used..];
+    let count = u64::from_le_bytes(*take(&mut rest)?);
     let mut extensions = Extensions::default();
     // Each extension takes bytes of its own, so that a made-up count ends at the end of the bytes.
     for _ in 0..count {
-        let ((tag, value), used) = take::<(u16, &'a [u8])>(rest)?;
-        rest = &rest[used..];
+        let tag = u16::from_le_bytes(*take(&mut rest)?);
+        let length = u64::from_le_bytes(*take(&mut rest)?);
+        let value =
+            usize::try_from(length).ok().and_then(|length| rest.split_off(..length)).ok_or_else(cut_off)?;
         if tag & TAG_CRITICAL != 0 && !known.contains(&tag) {
             return Err(CodecError::UnknownCritical(tag));
         }
@@ -159,8 +168,21 @@ pub fn decode<'a, M: BorrowDecode<'a, ()>>(
     Ok((message, extensions))
 }
 
-fn take<'a, M: BorrowDecode<'a, ()>>(bytes: &'a [u8]) -> Result<(M, usize), CodecError> {
-    bincode::borrow_decode_from_slice(bytes, CONFIG).map_err(|error| CodecError::Malformed(error.to_string()))
+/// The next bytes.
+fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], CodecError> {
+    let (taken, left) = rest.split_first_chunk().ok_or_else(cut_off)?;
+    *rest = left;
+    Ok(taken)
+}
+
+#[cold]
+fn malformed(error: &bincode::error::DecodeError) -> CodecError {
+    CodecError::Malformed(error.to_string())
+}
+
+#[cold]
+fn cut_off() -> CodecError {
+    CodecError::Malformed("it ends within its extensions".to_owned())
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@
 pub mod client_protocol;
 pub mod codec;
 pub mod connection;
+mod flat;
 pub mod frame;
 pub mod job;
 pub mod journal;

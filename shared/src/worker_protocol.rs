@@ -7,6 +7,8 @@
 
 use bincode::{BorrowDecode, Encode};
 
+use crate::flat::flat;
+
 /// The environment variable that names the descriptor of the worker's link, a connected socket.
 pub const LINK_VARIABLE: &str = "BULKHEAD_LINK_FD";
 
@@ -70,7 +72,7 @@ pub struct WorkerWelcome<'a> {
 pub struct Empty;
 
 /// [`JOB`](crate::frame::kind::JOB): run this; the payload follows the metadata.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Job<'a> {
     /// What to do; may be empty.
     pub operation: &'a str,
@@ -79,6 +81,8 @@ pub struct Job<'a> {
     /// The time that remains until the deadline, in microseconds.
     pub remaining_us: u64,
 }
+
+flat!(Job: [operation, tenant], [remaining_us: u64], []);
 
 /// [`LIMITS`](crate::frame::kind::LIMITS): what the welcome said has changed. Comes at any time after the
 /// welcome, and never to a worker without [`capability::RESIZE`].
@@ -90,7 +94,7 @@ pub struct Limits {
 }
 
 /// [`FAILED`](crate::frame::kind::FAILED): the handler cannot do the job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Failed<'a> {
     /// A short word for programs.
     pub code: &'a str,
@@ -101,6 +105,8 @@ pub struct Failed<'a> {
     /// 1 the caller's fault, 2 the dependency's.
     pub fault: u8,
 }
+
+flat!(Failed: [code, message], [retryable: u8, fault: u8], []);
 
 /// [`PROGRESSED`](crate::frame::kind::PROGRESSED): how far a job is; the client gets it as
 /// [`Progress`](crate::client_protocol::Progress).

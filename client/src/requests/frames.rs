@@ -1,0 +1,245 @@
+//! Frames that come: what the supervisor says of jobs and leases.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+use std::task::Waker;
+
+use bulkhead_shared::client_protocol::{
+    OutcomeMessage, Progress as ProgressMessage, Refused, outcome_code, read_run_limit,
+};
+use bulkhead_shared::codec::{self, Extensions, tag};
+use bulkhead_shared::frame::{Header, kind};
+use bulkhead_shared::memory_files::Named;
+use bulkhead_shared::{JobId, Outcome};
+
+use super::{Requests, State};
+use crate::answer::{JobError, Progress, Reply};
+use crate::leases::TakesBack;
+use crate::mapped::MappedResult;
+use crate::served::Served;
+use crate::waiters::{Told, Waiter};
+
+/// Outcomes that are told under one lock.
+const TOLD_AT_ONCE: usize = 64;
+
+/// The frames of one read: outcomes are told under one lock, and the tasks that wait woken together.
+pub(crate) struct Frames<'r> {
+    requests: &'r Arc<Requests>,
+    state: Option<MutexGuard<'r, State>>,
+    wakers: Vec<Waker>,
+}
+
+impl<'r> Frames<'r> {
+    pub(crate) fn of(requests: &'r Arc<Requests>) -> Self {
+        Self { requests, state: None, wakers: Vec::new() }
+    }
+
+    /// A frame has come. An error ends the connection.
+    pub(crate) fn take(&mut self, header: Header, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
+        if header.kind != kind::OUTCOME {
+            self.wake();
+            return self.requests.other_frame(header, metadata);
+        }
+        self.outcome(header.number, metadata, payload)?;
+        if self.wakers.len() >= TOLD_AT_ONCE {
+            self.wake();
+        }
+        Ok(())
+    }
+
+    /// A buffer for the payload of an outcome that begins; `None` if its caller no longer waits.
+    pub(crate) fn buffer_for(&mut self, header: Header) -> Option<Vec<u8>> {
+        let state = self.state.get_or_insert_with(|| self.requests.lock());
+        state.waiters.get(header.number)?;
+        Some(state.pool.take(header.payload_length()))
+    }
+
+    fn outcome(&mut self, number: u64, metadata: &[u8], payload: Vec<u8>) -> Result<(), String> {
+        let (message, extensions) = decode_with::<OutcomeMessage<'_>>(metadata)?;
+        let state = self.state.get_or_insert_with(|| self.requests.lock());
+        // A caller that does not wait any more has cancelled.
+        let Some(mut waiter) = state.waiters.read(number) else { return Ok(()) };
+        let bulkhead = std::mem::take(&mut waiter.bulkhead);
+        if waiter.lease.is_none() && extensions.get(tag::LEASE).is_none() {
+            let told = state.waiters.tell(number, told(&message, bulkhead, &extensions, payload));
+            self.requests.tell_idle(state);
+            if let Ok(waker) = told {
+                self.wakers.extend(waker);
+            }
+            return Ok(());
+        }
+        // What follows copies, and locks where it has to.
+        self.state = None;
+        let told = self.requests.with_lease(waiter, &message, (bulkhead, &extensions), payload)?;
+        let state = self.state.insert(self.requests.lock());
+        let told = state.waiters.tell(number, told);
+        self.requests.tell_idle(state);
+        match told {
+            Ok(waker) => self.wakers.extend(waker),
+            // A mapped result goes back through the lock.
+            Err(unwanted) => {
+                self.state = None;
+                drop(unwanted);
+            }
+        }
+        Ok(())
+    }
+
+    fn wake(&mut self) {
+        self.state = None;
+        self.wakers.drain(..).for_each(Waker::wake);
+    }
+}
+
+impl Drop for Frames<'_> {
+    fn drop(&mut self) {
+        self.wake();
+    }
+}
+
+fn told(
+    message: &OutcomeMessage<'_>,
+    bulkhead: String,
+    extensions: &Extensions<'_>,
+    payload: Vec<u8>,
+) -> Told {
+    // As a rule it is the one that was asked for.
+    let mut bulkhead = if bulkhead == message.bulkhead { bulkhead } else { message.bulkhead.to_owned() };
+    let job = extensions.get(tag::JOB).and_then(JobId::from_bytes);
+    let run_limit = extensions.get(tag::RUN_LIMIT).and_then(read_run_limit);
+    if let Some(served) = Served::of(message, &mut bulkhead, job, run_limit) {
+        return Ok(Reply { payload, served, mapped: None });
+    }
+    match message.to_outcome_at(bulkhead) {
+        Some(outcome) => JobError::from_outcome(Box::new(Outcome { job, run_limit, ..outcome }), payload),
+        None => Err(JobError::unintelligible(message)),
+    }
+}
+
+impl Requests {
+    /// What the supervisor says of leases.
+    fn lease_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
+        let mut state = self.lock();
+        match header.kind {
+            kind::LEASED => {
+                let named = decode::<Named>(metadata)?;
+                let is_good = state.leases.come(header.number, named) == Some(true);
+                state.tell(if is_good { kind::LEASE_TAKEN } else { kind::LEASE_RETURNED }, named.lease);
+            }
+            kind::LEASE_REFUSED => state.leases.refused(header.number),
+            _ => {
+                if let Some(number) = state.leases.ended(header.number) {
+                    state.tell(kind::LEASE_RETURNED, number);
+                }
+            }
+        }
+        self.expects_files.store(state.leases.is_waiting(), Ordering::SeqCst);
+        let _ = self.try_flush(&mut state);
+        if !state.outbox.is_empty() {
+            self.schedule_flush(&mut state);
+        }
+        Ok(())
+    }
+
+    /// The result of a job where it stands, or a copy.
+    fn result_in_file(self: &Arc<Self>, waiter: &mut Waiter, named: &[u8]) -> Result<Found, String> {
+        let named = Named::from_bytes(named);
+        let lease = waiter.lease.take().filter(|lease| {
+            named.is_some_and(|named| named.lease == lease.number && named.bytes <= lease.result.len() as u64)
+        });
+        let (Some(lease), Some(named)) = (lease, named) else {
+            return Err("the supervisor told of a result in a file that this client does not have".into());
+        };
+        let bytes = named.bytes as usize;
+        if !lease.is_whole() {
+            waiter.lease = Some(lease);
+            return Ok(Found::Lost);
+        }
+        if waiter.maps_result {
+            let requests: Arc<dyn TakesBack> = self.clone();
+            let requests = Arc::downgrade(&requests);
+            return Ok(Found::Mapped(MappedResult { lease: Some(lease), bytes, requests }));
+        }
+        let mut copy = self.lock().pool.take(bytes);
+        copy.clear();
+        lease.result.copy_to(bytes, &mut copy);
+        let is_whole = lease.is_whole();
+        waiter.lease = Some(lease);
+        Ok(if is_whole { Found::Copy(copy) } else { Found::Lost })
+    }
+
+    /// The outcome of a job that had a lease, or has its result in a file.
+    fn with_lease(
+        self: &Arc<Self>,
+        mut waiter: Waiter,
+        message: &OutcomeMessage<'_>,
+        (bulkhead, extensions): (String, &Extensions<'_>),
+        mut payload: Vec<u8>,
+    ) -> Result<Told, String> {
+        let (mut mapped, mut is_lost) = (None, false);
+        if let Some(named) = extensions.get(tag::LEASE) {
+            match self.result_in_file(&mut waiter, named)? {
+                Found::Copy(copy) => payload = copy,
+                Found::Mapped(result) => mapped = Some(Arc::new(result)),
+                Found::Lost => is_lost = true,
+            }
+        }
+        if let Some(lease) = waiter.lease.take() {
+            // A worker may still be at what it was not asked to end.
+            let is_answered = matches!(message.outcome, outcome_code::OK | outcome_code::FAILED);
+            if is_answered { self.put_back(*lease) } else { self.give_back(*lease) }
+        }
+        let mut told = told(message, bulkhead, extensions, payload);
+        if is_lost && !matches!(told, Err(JobError::Disconnected { .. })) {
+            told = Err(JobError::result_lost());
+        }
+        if let (Ok(reply), Some(_)) = (&mut told, &mapped) {
+            reply.mapped = mapped;
+        }
+        Ok(told)
+    }
+
+    fn other_frame(&self, header: Header, metadata: &[u8]) -> Result<(), String> {
+        match header.kind {
+            kind::LEASED | kind::LEASE_ENDED | kind::LEASE_REFUSED => self.lease_frame(header, metadata),
+            kind::PROGRESS => {
+                let message = decode::<ProgressMessage<'_>>(metadata)?;
+                // Whatever a handler says.
+                let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
+                let progress = Progress { fraction, text: message.text.to_owned() };
+                if let Some(sender) =
+                    self.lock().waiters.get(header.number).and_then(|waiter| waiter.progress.as_ref())
+                {
+                    let _ = sender.try_send(progress);
+                }
+                Ok(())
+            }
+            kind::REFUSED => {
+                let message = decode::<Refused<'_>>(metadata)?.message;
+                Err(format!("the supervisor ended it: {message}"))
+            }
+            unknown if header.is_critical() => Err(format!(
+                "the supervisor sent a frame of the unknown kind {unknown}, which must be understood: \
+                 update this program"
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A result that was in a file.
+enum Found {
+    Copy(Vec<u8>),
+    Mapped(MappedResult),
+    /// It was there no more.
+    Lost,
+}
+
+fn decode<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<M, String> {
+    decode_with(metadata).map(|(message, _)| message)
+}
+
+fn decode_with<'m, M: codec::Message<'m>>(metadata: &'m [u8]) -> Result<(M, Extensions<'m>), String> {
+    let malformed = |error| format!("the supervisor sent what cannot be read: {error}");
+    codec::decode::<M>(metadata, &[tag::LEASE]).map_err(malformed)
+}

@@ -1,0 +1,105 @@
+//! What the supervisor told of a job that went well. Few look at it: the [`Outcome`] is made when one does.
+
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use bulkhead_shared::client_protocol::{OutcomeMessage, outcome_code};
+use bulkhead_shared::{JobId, Outcome, Verdict};
+
+#[derive(Clone, Debug)]
+pub(crate) struct Served {
+    bulkhead: String,
+    job: Option<JobId>,
+    attempts: u32,
+    worker_pid: u32,
+    queued_us: u64,
+    ran_us: u64,
+    deadline_us: u64,
+    run_limit: Option<Duration>,
+    outcome: OnceLock<Box<Outcome>>,
+}
+
+impl Served {
+    /// `None` if there is more to tell than of a job that went well.
+    pub(crate) fn of(
+        message: &OutcomeMessage<'_>,
+        bulkhead: &mut String,
+        job: Option<JobId>,
+        run_limit: Option<Duration>,
+    ) -> Option<Self> {
+        let is_plain = message.outcome == outcome_code::OK
+            && message.retryable | message.has_retry_after | message.has_status == 0;
+        is_plain.then(|| Self {
+            bulkhead: std::mem::take(bulkhead),
+            job,
+            attempts: message.attempts,
+            worker_pid: message.worker_pid,
+            queued_us: message.queued_us,
+            ran_us: message.ran_us,
+            deadline_us: message.deadline_us,
+            run_limit,
+            outcome: OnceLock::new(),
+        })
+    }
+
+    pub(crate) fn outcome(&self) -> &Outcome {
+        self.outcome.get_or_init(|| {
+            Box::new(Outcome {
+                verdict: Verdict::Ok,
+                job: self.job,
+                bulkhead: self.bulkhead.clone(),
+                attempts: self.attempts,
+                queued: Duration::from_micros(self.queued_us),
+                ran: Duration::from_micros(self.ran_us),
+                worker_pid: (self.worker_pid != 0).then_some(self.worker_pid),
+                retryable: false,
+                retry_after: None,
+                deadline: Duration::from_micros(self.deadline_us),
+                run_limit: self.run_limit,
+            })
+        })
+    }
+}
+
+impl From<Box<Outcome>> for Served {
+    fn from(outcome: Box<Outcome>) -> Self {
+        Self {
+            bulkhead: String::new(),
+            job: None,
+            attempts: 0,
+            worker_pid: 0,
+            queued_us: 0,
+            ran_us: 0,
+            deadline_us: 0,
+            run_limit: None,
+            outcome: outcome.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_outcome_is_the_one_that_the_message_tells() {
+        let message = OutcomeMessage {
+            attempts: 2,
+            queued_us: 1_500,
+            ran_us: 3_000_000,
+            deadline_us: 5_000_001,
+            worker_pid: 4242,
+            ..OutcomeMessage::of_verdict(&Verdict::Ok, "resize")
+        };
+        let (job, run_limit) = (Some(JobId(7)), Some(Duration::from_millis(9)));
+        for worker_pid in [0, message.worker_pid] {
+            let message = OutcomeMessage { worker_pid, ..message };
+            let served = Served::of(&message, &mut "resize".to_owned(), job, run_limit).unwrap();
+            let told = Outcome { job, run_limit, ..message.to_outcome().unwrap() };
+            assert_eq!(*served.outcome(), told);
+            assert_eq!(*Served::from(Box::new(told.clone())).outcome(), told);
+        }
+        let again = OutcomeMessage { retryable: 1, ..message };
+        assert!(Served::of(&again, &mut String::new(), None, None).is_none());
+    }
+}

@@ -1,0 +1,263 @@
+//! A slot for each job under way, which a request's number names without a search. The outcome is put there until the
+//! handle takes it.
+//!
+//! Whatever is taken out of a slot is dropped by the caller, and without its lock: a waker may hold the last reference to
+//! a task that has handles of its own, and a result may go back to the connection that it came from.
+
+use std::task::{Context, Poll, Waker};
+
+use tokio::sync::mpsc;
+
+use crate::answer::{JobError, Progress, Reply};
+use crate::leases::Lease;
+
+pub(crate) type Told = Result<Reply, JobError>;
+
+/// What is known of a job that was sent.
+pub(crate) struct Waiter {
+    /// As it was asked for: an outcome that names the same has it without a copy.
+    pub(crate) bulkhead: String,
+    pub(crate) progress: Option<mpsc::Sender<Progress>>,
+    /// Where the job's frame ends, in bytes ever put into the outbox.
+    pub(crate) frame_end: u64,
+    /// Where its payload is, and its result may be.
+    pub(crate) lease: Option<Box<Lease>>,
+    pub(crate) maps_result: bool,
+}
+
+enum Held {
+    Nothing,
+    Waiting(Waiter),
+    /// Its outcome has come, and is being read.
+    Reading,
+    Told(Told),
+}
+
+struct Slot {
+    /// Counts the requests that had this slot: half of a request's number.
+    generation: u32,
+    held: Held,
+    /// Of the task that waits.
+    waker: Option<Waker>,
+}
+
+/// What a handle that is dropped leaves behind.
+pub(crate) struct Left {
+    /// Its outcome has not come.
+    pub(crate) waiter: Option<Waiter>,
+    _rest: (Held, Option<Waker>),
+}
+
+/// The slots of one connection.
+#[derive(Default)]
+pub(crate) struct Waiters {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    waiting: usize,
+}
+
+impl Waiters {
+    /// How many wait for an outcome.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Returns the number of the request.
+    #[inline]
+    pub(crate) fn enter(&mut self, waiter: Waiter, waker: Option<Waker>) -> u64 {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot { generation: 0, held: Held::Nothing, waker: None });
+            self.slots.len() as u32 - 1
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.generation = slot.generation.wrapping_add(1);
+        (slot.held, slot.waker) = (Held::Waiting(waiter), waker);
+        self.waiting += 1;
+        u64::from(slot.generation) << 32 | u64::from(index)
+    }
+
+    #[inline]
+    fn slot(&mut self, number: u64) -> Option<&mut Slot> {
+        let slot = self.slots.get_mut(number as u32 as usize)?;
+        (u64::from(slot.generation) == number >> 32).then_some(slot)
+    }
+
+    /// The one that waits for this request.
+    #[inline]
+    pub(crate) fn get(&mut self, number: u64) -> Option<&mut Waiter> {
+        match &mut self.slot(number)?.held {
+            Held::Waiting(waiter) => Some(waiter),
+            _ => None,
+        }
+    }
+
+    /// Its outcome has come: [`Waiters::tell`] follows.
+    #[inline]
+    pub(crate) fn read(&mut self, number: u64) -> Option<Waiter> {
+        let held = &mut self.slot(number)?.held;
+        match held {
+            Held::Waiting(_) => match std::mem::replace(held, Held::Reading) {
+                Held::Waiting(waiter) => Some(waiter),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// Returns the waker of the task that waits, if one does. An error is what is told to a handle that is gone.
+    #[inline]
+    pub(crate) fn tell(&mut self, number: u64, told: Told) -> Result<Option<Waker>, Box<Told>> {
+        match self.slot(number) {
+            Some(slot) if matches!(slot.held, Held::Reading) => {
+                slot.held = Held::Told(told);
+                let waker = slot.waker.take();
+                self.waiting -= 1;
+                Ok(waker)
+            }
+            _ => Err(Box::new(told)),
+        }
+    }
+
+    /// The outcome of this request, if it is there; `Ready(None)` if there is no such request. Otherwise the task is
+    /// woken when it is, and the waker that was there before is in `unwanted`.
+    #[inline]
+    pub(crate) fn poll(
+        &mut self,
+        number: u64,
+        cx: &Context<'_>,
+        unwanted: &mut Option<Waker>,
+    ) -> Poll<Option<Told>> {
+        let Some(slot) = self.slot(number) else { return Poll::Ready(None) };
+        if matches!(slot.held, Held::Waiting(_) | Held::Reading) {
+            if !slot.waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+                *unwanted = slot.waker.replace(cx.waker().clone());
+            }
+            return Poll::Pending;
+        }
+        let Held::Told(told) = std::mem::replace(&mut slot.held, Held::Nothing) else {
+            return Poll::Ready(None);
+        };
+        self.free.push(number as u32);
+        Poll::Ready(Some(told))
+    }
+
+    /// A handle is gone before it had its outcome.
+    pub(crate) fn leave(&mut self, number: u64) -> Option<Left> {
+        let slot = self.slot(number)?;
+        let held = std::mem::replace(&mut slot.held, Held::Nothing);
+        let waker = slot.waker.take();
+        match held {
+            Held::Nothing => return None,
+            Held::Told(_) => {}
+            Held::Waiting(_) | Held::Reading => self.waiting -= 1,
+        }
+        self.free.push(number as u32);
+        Some(match held {
+            Held::Waiting(waiter) => Left { waiter: Some(waiter), _rest: (Held::Nothing, waker) },
+            other => Left { waiter: None, _rest: (other, waker) },
+        })
+    }
+
+    /// Every one that waits is told. Returns what is no longer wanted, and those to wake.
+    pub(crate) fn tell_all(&mut self, told: impl Fn(&Waiter) -> Told) -> (Vec<Waiter>, Vec<Waker>) {
+        let (mut waiters, mut wakers) = (Vec::new(), Vec::new());
+        for slot in &mut self.slots {
+            if let Held::Waiting(waiter) = &slot.held {
+                let told = told(waiter);
+                if let Held::Waiting(waiter) = std::mem::replace(&mut slot.held, Held::Told(told)) {
+                    waiters.push(waiter);
+                }
+                wakers.extend(slot.waker.take());
+                self.waiting -= 1;
+            }
+        }
+        (waiters, wakers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::Wake;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn waiter() -> Waiter {
+        let bulkhead = "resize".to_owned();
+        Waiter { bulkhead, progress: None, frame_end: 0, lease: None, maps_result: false }
+    }
+
+    fn lost() -> Told {
+        Err(JobError::lost(bulkhead_shared::Executed::No, "it is a test"))
+    }
+
+    #[test]
+    fn an_outcome_is_told_once_and_to_the_task_that_asked_last() {
+        let mut waiters = Waiters::default();
+        let wakers: Vec<Arc<Woken>> = (0..2).map(|_| Arc::default()).collect();
+        let tasks: Vec<Waker> = wakers.iter().map(|woken| Waker::from(woken.clone())).collect();
+        let number = waiters.enter(waiter(), Some(tasks[0].clone()));
+        let mut unwanted = None;
+        let cx = Context::from_waker(&tasks[0]);
+        assert!(waiters.poll(number, &cx, &mut unwanted).is_pending() && unwanted.is_none());
+        let cx = Context::from_waker(&tasks[1]);
+        assert!(waiters.poll(number, &cx, &mut unwanted).is_pending());
+        assert!(unwanted.as_ref().unwrap().will_wake(&tasks[0]));
+
+        assert!(waiters.tell(number, lost()).is_err(), "it was not read");
+        assert!(waiters.read(number).is_some());
+        assert!(waiters.read(number).is_none() && waiters.get(number).is_none());
+        assert_eq!(waiters.waiting(), 1);
+        waiters.tell(number, lost()).unwrap().unwrap().wake();
+        assert_eq!(wakers.iter().map(|woken| woken.0.load(Ordering::SeqCst)).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(waiters.waiting(), 0);
+        assert_eq!(waiters.poll(number, &cx, &mut unwanted), Poll::Ready(Some(lost())));
+        assert_eq!(waiters.poll(number, &cx, &mut unwanted), Poll::Ready(None));
+        assert!(waiters.leave(number).is_none(), "it is free, once");
+    }
+
+    #[test]
+    fn a_slot_that_is_used_again_is_another_request() {
+        let mut waiters = Waiters::default();
+        let first = waiters.enter(waiter(), None);
+        assert!(waiters.leave(first).unwrap().waiter.is_some());
+        let second = waiters.enter(waiter(), None);
+        assert_eq!(first as u32, second as u32);
+        assert!(
+            waiters.get(first).is_none() && waiters.read(first).is_none() && waiters.leave(first).is_none()
+        );
+        // A handle that goes while its outcome is read: that is for nobody, whoever has the slot by then.
+        assert!(waiters.read(second).is_some());
+        assert!(waiters.leave(second).unwrap().waiter.is_none());
+        assert!(waiters.tell(second, lost()).is_err());
+        let third = waiters.enter(waiter(), None);
+        assert!(waiters.tell(second, lost()).is_err());
+        assert!(waiters.get(third).is_some());
+        assert_eq!(waiters.waiting(), 1);
+    }
+
+    #[test]
+    fn all_that_wait_are_told_and_those_that_were_keep_what_they_have() {
+        let mut waiters = Waiters::default();
+        let task = Waker::from(Arc::<Woken>::default());
+        let numbers: Vec<u64> = (0..3).map(|_| waiters.enter(waiter(), Some(task.clone()))).collect();
+        waiters.read(numbers[1]);
+        let of_its_own = || Err(JobError::result_lost());
+        waiters.tell(numbers[1], of_its_own()).unwrap();
+        let (left, wakers) = waiters.tell_all(|_| lost());
+        assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 2, 0));
+        let cx = Context::from_waker(&task);
+        let told: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();
+        assert_eq!(told, [lost(), of_its_own(), lost()].map(|told| Poll::Ready(Some(told))));
+    }
+}
