@@ -12,7 +12,7 @@ use crate::{Result, bare};
 pub(crate) struct Chains {
     pub(crate) bare: bare::Client,
     pub(crate) real: Rc<Chain>,
-    _relay: Process,
+    pub(crate) relay: Process,
     _echo: Process,
 }
 
@@ -27,7 +27,7 @@ impl Chains {
         processes::wait_for(&near)?;
         let bare = bare::Client::connect(&near).await?;
         let real = Rc::new(Chain::start_all(&processes::programs()?).await?);
-        Ok(Self { bare, real, _relay: relay, _echo: echo })
+        Ok(Self { bare, real, relay, _echo: echo })
     }
 
     pub(crate) async fn bare(&self, lanes: usize, total: usize, bytes: usize) -> Result<Round> {

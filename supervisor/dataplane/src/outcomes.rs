@@ -5,12 +5,13 @@ use std::time::Duration;
 use bulkhead_policy::Answer;
 use bulkhead_shared::client_protocol::{OutcomeMessage, Progress, run_limit_bytes};
 use bulkhead_shared::codec::tag;
-use bulkhead_shared::connection::Payload;
+use bulkhead_shared::connection::{BufferPool, Payload};
 use bulkhead_shared::frame::kind;
 use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{JobId, Verdict};
 
+use super::session_table::Sessions;
 use super::sessions::{Stage, UNREAD_BYTES_PAUSE};
 use super::slab::{CompartmentIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint, Incoming, JobData};
@@ -108,17 +109,19 @@ impl DataPlane {
         }
         self.count_end(compartment, &answer.cargo, &answer.verdict);
         if is_there {
-            let name = self.owner(compartment).name.clone();
+            let owner = &self.bulkheads[self.compartments[compartment].bulkhead];
             let message = OutcomeMessage {
                 retryable: answer.retryable.into(),
                 attempts: answer.attempts,
                 worker_pid: answer.worker_pid.unwrap_or(0),
-                ..OutcomeMessage::of_verdict(&answer.verdict, &name)
+                ..OutcomeMessage::of_verdict(&answer.verdict, &owner.name)
             };
             let message = message.with_times(answer.queued, answer.ran, answer.deadline, answer.retry_after);
             let payload = result_for(&answer.verdict, incoming);
             let about = About { job: answer.job, run_limit: answer.run_limit, span: None, result };
-            self.send_outcome(index, request, &message, about, payload);
+            let pool = &mut self.buffers.pool;
+            push_outcome(&mut self.sessions, pool, (index, request), &message, about, payload);
+            self.mark_dirty(Endpoint::Session(index));
         }
         self.buffers.keep_record(answer.cargo);
     }
@@ -128,38 +131,11 @@ impl DataPlane {
         index: SessionIndex,
         request: u64,
         message: &OutcomeMessage<'_>,
-        About { job, span, run_limit, result }: About,
+        about: About,
         payload: Payload<'_>,
     ) {
-        let Some(session) = self.sessions.get_mut(index) else { return };
-        if session.stage == Stage::Closing {
-            return;
-        }
-        // Every text in an outcome is bounded where it enters, so that the metadata fits.
-        let number = job.map(JobId::to_bytes);
-        let run_limit = run_limit.map(run_limit_bytes);
-        let result = result.map(Named::to_bytes);
-        let given = [
-            number.as_ref().map(|number| (tag::JOB, &number[..])),
-            span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes())),
-            run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..])),
-            result.as_ref().map(|result| (tag::LEASE, &result[..])),
-        ];
-        let (mut extensions, mut count) = ([(0, &[][..]); 4], 0);
-        for extension in given.into_iter().flatten() {
-            extensions[count] = extension;
-            count += 1;
-        }
-        let extensions = &extensions[..count];
-        let pushed = session.outbox.push_pooled(
-            kind::OUTCOME,
-            request,
-            message,
-            extensions,
-            payload,
-            &mut self.buffers.pool,
-        );
-        debug_assert!(pushed.is_ok(), "an outcome did not fit");
+        let pool = &mut self.buffers.pool;
+        push_outcome(&mut self.sessions, pool, (index, request), message, about, payload);
         self.mark_dirty(Endpoint::Session(index));
     }
 
@@ -171,4 +147,36 @@ impl DataPlane {
             self.mark_dirty(Endpoint::Session(session.index));
         }
     }
+}
+
+/// Puts an outcome where its client's are, if that still wants it.
+fn push_outcome(
+    sessions: &mut Sessions,
+    pool: &mut BufferPool,
+    (index, request): (SessionIndex, u64),
+    message: &OutcomeMessage<'_>,
+    About { job, span, run_limit, result }: About,
+    payload: Payload<'_>,
+) {
+    let Some(session) = sessions.get_mut(index).filter(|session| session.stage != Stage::Closing) else {
+        return;
+    };
+    // Every text in an outcome is bounded where it enters, so that the metadata fits.
+    let number = job.map(JobId::to_bytes);
+    let run_limit = run_limit.map(run_limit_bytes);
+    let result = result.map(Named::to_bytes);
+    let given = [
+        number.as_ref().map(|number| (tag::JOB, &number[..])),
+        span.as_ref().map(|span| (tag::TRACEPARENT, span.as_str().as_bytes())),
+        run_limit.as_ref().map(|limit| (tag::RUN_LIMIT, &limit[..])),
+        result.as_ref().map(|result| (tag::LEASE, &result[..])),
+    ];
+    let (mut extensions, mut count) = ([(0, &[][..]); 4], 0);
+    for extension in given.into_iter().flatten() {
+        extensions[count] = extension;
+        count += 1;
+    }
+    let pushed =
+        session.outbox.push_pooled(kind::OUTCOME, request, message, &extensions[..count], payload, pool);
+    debug_assert!(pushed.is_ok(), "an outcome did not fit");
 }

@@ -14,6 +14,7 @@ use bulkhead_shared::memory_files::Named;
 use bulkhead_shared::trace::Traceparent;
 use bulkhead_shared::{Priority, RejectReason, Verdict};
 
+use super::bulkheads::Presence;
 use super::fallback::FallbackState;
 use super::outcomes::About;
 use super::sessions::{Breach, Stage};
@@ -158,7 +159,13 @@ impl DataPlane {
         let session = &self.sessions[index];
         let (submit, extensions) = codec::decode::<Submit<'_>>(metadata, &[tag::LEASE])
             .map_err(|error| (RejectReason::Invalid, error.to_string()))?;
-        let found = self.bulkheads.by_name.get(submit.bulkhead).copied();
+        // As a rule it is for the same bulkhead as the one before.
+        let is_again = |index: &BulkheadIndex| {
+            let entry = self.bulkheads.get(*index);
+            entry.is_some_and(|entry| *entry.name == *submit.bulkhead && entry.presence == Presence::Here)
+        };
+        let again = session.frame_for.filter(is_again);
+        let found = again.or_else(|| self.bulkheads.by_name.get(submit.bulkhead).copied());
         if let Grant::Entries(entries) = &session.grant
             && let Some(message) = access::refusal(entries, (submit.bulkhead, found.is_some()), submit.tenant)
         {

@@ -1,30 +1,57 @@
-//! One timer for each of many small numbers: a binary heap that knows where each number stands, so
-//! that a timer is set, moved and cleared in O(log n) and leaves nothing behind.
+//! One timer for each of many small numbers. Most are set in the order of their times, since jobs of one bulkhead have as
+//! a rule the same limit: they stand in a line, in which a timer is set and cleared at once. The others stand in a binary
+//! heap that knows where each number stands, in O(log n). What is cleared leaves nothing behind but a place in the line,
+//! and of these no more than of timers.
+
+use std::collections::VecDeque;
 
 use crate::time::Time;
 
-const ABSENT: u32 = u32::MAX;
+/// Where a number stands: a place in the heap, or with [`IN_LINE`] the number of a place in the line.
+type Position = u32;
+
+const ABSENT: Position = u32::MAX;
+const IN_LINE: Position = 1 << 31;
+/// Such numbers begin anew.
+const PLACE_MASK: u32 = (1 << 30) - 1;
+
+/// Places of the line that may be empty, however few are not.
+const EMPTY_MAX: usize = 64;
 
 /// Timers by number; the numbers are to be small, since there is a place for each up to the highest.
 #[derive(Default)]
 pub struct Timers {
+    /// In the order of their times, with the first and the last one set. Any other may have been cleared, or stand elsewhere by now.
+    line: VecDeque<(Time, u32)>,
+    /// The number of the line's first place, which counts on for ever.
+    first: u32,
+    /// How many in the line are set.
+    standing: usize,
     heap: Vec<(Time, u32)>,
-    /// By number: where in the heap it stands.
-    position: Vec<u32>,
+    position: Vec<Position>,
 }
 
 impl Timers {
     /// Bytes that a timer takes.
-    pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<u32>();
+    pub(crate) const ENTRY_BYTES: usize = size_of::<(Time, u32)>() + size_of::<Position>();
 
     /// When the next timer is due.
+    #[inline]
     pub fn next(&self) -> Option<Time> {
-        self.heap.first().map(|(at, _)| *at)
+        self.least().map(|(at, _)| at)
+    }
+
+    #[inline]
+    fn least(&self) -> Option<(Time, u32)> {
+        match (self.line.front(), self.heap.first()) {
+            (Some(&line), Some(&heap)) => Some(if line.0 <= heap.0 { line } else { heap }),
+            (line, heap) => line.or(heap).copied(),
+        }
     }
 
     /// Takes out one timer that is due.
     pub fn pop_due(&mut self, now: Time) -> Option<u32> {
-        let &(at, number) = self.heap.first()?;
+        let (at, number) = self.least()?;
         (at <= now).then(|| {
             self.clear(number);
             number
@@ -37,43 +64,105 @@ impl Timers {
         if self.position.len() <= index {
             self.position.resize(index + 1, ABSENT);
         }
-        let place = match self.position[index] {
-            ABSENT => {
-                self.heap.push((at, number));
-                self.heap.len() - 1
+        let position = self.position[index];
+        if position & IN_LINE == 0 {
+            self.heap[position as usize].0 = at;
+            return self.settle(position as usize);
+        }
+        if position != ABSENT {
+            if self.line[self.place(position)].0 == at {
+                return;
             }
-            place => {
-                self.heap[place as usize].0 = at;
-                place as usize
-            }
-        };
-        self.position[index] = place as u32;
-        self.settle(place);
+            self.clear(number);
+        }
+        if self.line.back().is_none_or(|last| last.0 <= at) {
+            self.position[index] = self.numbered(self.line.len());
+            self.line.push_back((at, number));
+            self.standing += 1;
+        } else {
+            self.heap.push((at, number));
+            self.position[index] = self.heap.len() as u32 - 1;
+            self.settle(self.heap.len() - 1);
+        }
     }
 
     /// Sees to it that the timer of `number` is due at `at` at the latest. One that is due earlier stays: a caller
     /// that moves it again and again looks anew when it is due.
     pub fn set_at_latest(&mut self, number: u32, at: Time) {
-        let place = self.position.get(number as usize).copied().filter(|&place| place != ABSENT);
-        if place.is_none_or(|place| self.heap[place as usize].0 > at) {
+        if self.at(number).is_none_or(|set| set > at) {
             self.set(number, at);
+        }
+    }
+
+    fn at(&self, number: u32) -> Option<Time> {
+        match *self.position.get(number as usize)? {
+            ABSENT => None,
+            position if position & IN_LINE == 0 => Some(self.heap[position as usize].0),
+            position => Some(self.line[self.place(position)].0),
         }
     }
 
     /// Clears the timer of `number`, if it has one.
     pub fn clear(&mut self, number: u32) {
-        let Some(&place) = self.position.get(number as usize) else { return };
-        if place == ABSENT {
-            return;
-        }
-        self.position[number as usize] = ABSENT;
-        let place = place as usize;
-        self.heap.swap_remove(place);
-        if let Some(&(_, moved)) = self.heap.get(place) {
-            self.position[moved as usize] = place as u32;
-            self.settle(place);
+        let Some(position) = self.position.get_mut(number as usize) else { return };
+        match std::mem::replace(position, ABSENT) {
+            ABSENT => {}
+            position if position & IN_LINE == 0 => {
+                let place = position as usize;
+                self.heap.swap_remove(place);
+                if let Some(&(_, moved)) = self.heap.get(place) {
+                    self.position[moved as usize] = position;
+                    self.settle(place);
+                }
+            }
+            _ => {
+                self.standing -= 1;
+                self.close_up();
+            }
         }
     }
+
+    // The line.
+
+    /// The number of a place in the line.
+    fn numbered(&self, place: usize) -> Position {
+        IN_LINE | (self.first.wrapping_add(place as u32) & PLACE_MASK)
+    }
+
+    fn place(&self, position: Position) -> usize {
+        (position.wrapping_sub(self.first) & PLACE_MASK) as usize
+    }
+
+    fn stands_at(&self, place: usize) -> bool {
+        self.line
+            .get(place)
+            .is_some_and(|(_, number)| self.position[*number as usize] == self.numbered(place))
+    }
+
+    /// Both ends of the line are set again, and not too many places between them empty.
+    fn close_up(&mut self) {
+        while !self.line.is_empty() && !self.stands_at(0) {
+            self.line.pop_front();
+            self.first = self.first.wrapping_add(1);
+        }
+        while !self.line.is_empty() && !self.stands_at(self.line.len() - 1) {
+            self.line.pop_back();
+        }
+        if self.line.len() > 2 * self.standing + EMPTY_MAX {
+            let mut kept = 0;
+            for place in 0..self.line.len() {
+                if self.stands_at(place) {
+                    let entry = self.line[place];
+                    self.position[entry.1 as usize] = self.numbered(kept);
+                    self.line[kept] = entry;
+                    kept += 1;
+                }
+            }
+            self.line.truncate(kept);
+        }
+    }
+
+    // The heap.
 
     fn settle(&mut self, place: usize) {
         let place = self.rise(place);
@@ -122,14 +211,55 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
+    fn timers_that_are_set_in_order_take_no_more_places_than_there_are_of_them() {
+        let mut timers = Timers::default();
+        // One that stays, and others that come and go behind it.
+        timers.set(0, Time(0));
+        for n in 1..100_000_u32 {
+            timers.set(1 + n % 10, Time(u64::from(n)));
+            if n % 3 == 0 {
+                timers.clear(1 + n % 10);
+            }
+            assert!(timers.line.len() <= 2 * timers.standing + EMPTY_MAX + 1, "{}", timers.line.len());
+            assert!(timers.heap.is_empty());
+        }
+        assert_eq!(timers.pop_due(Time(0)), Some(0));
+        assert_eq!(timers.pop_due(Time(0)), None);
+        let mut due = Vec::new();
+        while let Some(number) = timers.pop_due(Time(u64::MAX)) {
+            due.push(number);
+        }
+        assert_eq!(due.len(), 6, "the last ten, without those that were cleared");
+        assert!(timers.line.is_empty() && timers.next().is_none());
+    }
+
+    #[test]
+    fn the_numbers_of_places_may_begin_anew() {
+        let mut timers = Timers { first: PLACE_MASK - 2, ..Timers::default() };
+        for number in 0..5 {
+            timers.set(number, Time(u64::from(number)));
+        }
+        timers.clear(1);
+        timers.set(2, Time(9));
+        let order: Vec<u32> = std::iter::from_fn(|| timers.pop_due(Time(9))).collect();
+        assert_eq!(order, [0, 3, 4, 2]);
+        timers.first = u32::MAX;
+        timers.set(3, Time(1));
+        timers.set(4, Time(2));
+        timers.clear(3);
+        assert_eq!(timers.pop_due(Time(9)), Some(4));
+    }
+
+    #[test]
     fn agrees_with_an_ordered_set_under_random_use() {
         let mut timers = Timers::default();
         let mut model: Vec<Option<Time>> = vec![None; 50];
         let mut state = 7_u64;
-        for _ in 0..20_000 {
+        for step in 0..20_000_u64 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let number = (state >> 33) as u32 % 50;
-            let at = Time((state >> 20) % 1000);
+            // Some times are set in order, others are not, as the hours change.
+            let at = Time(if step / 1000 % 2 == 0 { (state >> 20) % 1000 } else { step + (state >> 20) % 3 });
             match (state >> 60) % 4 {
                 0 => {
                     timers.clear(number);

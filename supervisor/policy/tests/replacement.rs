@@ -25,7 +25,8 @@ fn replaced(order: impl Fn(&mut Stage), limits: Limits) -> (Stage, Vec<JobId>, V
         stage.bring_up(worker);
         brought_up += 1;
     }
-    assert_eq!((brought_up, &stage.drained), (4, &old), "all are replaced");
+    let drained: BTreeSet<_> = stage.drained.iter().collect();
+    assert_eq!((brought_up, drained), (4, old.iter().collect()), "all are replaced");
     let waiting = (0..2).map(|_| stage.job()).collect();
     (stage, running, waiting)
 }
