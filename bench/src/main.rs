@@ -26,6 +26,7 @@ mod programs;
 mod real;
 mod report;
 mod rounds;
+mod scale;
 mod watched;
 
 use std::path::PathBuf;

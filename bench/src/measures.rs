@@ -12,7 +12,7 @@ use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Report, Target};
-use crate::{Result, attacks, confinement, embedded, fresh, neighbours, policy, programs, watched};
+use crate::{Result, attacks, confinement, embedded, fresh, neighbours, policy, programs, scale, watched};
 
 /// Takes every measurement that is wanted.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
@@ -25,6 +25,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         attacks::GROUP,
         programs::GROUP,
         fresh::GROUP,
+        scale::GROUP,
     ]);
     if !of_others.into_iter().any(is_other) {
         LocalSet::new().run_until(measure(plan, report)).await?;
@@ -35,6 +36,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     }
     LocalSet::new().run_until(programs::all(plan, report)).await?;
     LocalSet::new().run_until(fresh::all(plan, report)).await?;
+    LocalSet::new().run_until(scale::all(&plan.scale, report)).await?;
     // An hour of attacks is not for every run.
     if is_other(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;

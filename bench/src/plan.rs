@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::rounds::Rounds;
-use crate::{attacks, confinement, watched};
+use crate::{attacks, confinement, scale, watched};
 
 /// How long a measurement may go on with further rounds, where their number was not asked for.
 const ROUNDS_LAST: Duration = Duration::from_secs(5);
@@ -35,6 +35,7 @@ pub(crate) struct Plan {
     pub(crate) confinement: confinement::Plan,
     pub(crate) watched: watched::Plan,
     pub(crate) attacks: attacks::Plan,
+    pub(crate) scale: scale::Plan,
 }
 
 impl Plan {
@@ -60,6 +61,17 @@ impl Plan {
             },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
             attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
+            scale: scale::Plan {
+                rounds: rounds.unwrap_or(5).max(1),
+                one_by_one: 8_000,
+                many: 65_536,
+                bulkheads: 1_000,
+                tenants: 10_000,
+                active: 500,
+                clients: 1_000,
+                waiting: 100,
+                idle: Duration::from_secs(20),
+            },
         }
     }
 
@@ -78,6 +90,17 @@ impl Plan {
             confinement: confinement::Plan { starts: 2, pairs: 2, lasts: None, one_by_one: 200, many: 4_096 },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
             attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },
+            scale: scale::Plan {
+                rounds: 1,
+                one_by_one: 100,
+                many: 1_024,
+                bulkheads: 3,
+                tenants: 20,
+                active: 5,
+                clients: 4,
+                waiting: 20,
+                idle: Duration::from_millis(100),
+            },
         }
     }
 

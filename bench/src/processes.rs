@@ -121,6 +121,13 @@ pub(crate) fn proportional_bytes(pid: u32) -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
 }
 
+/// The memory that a process shares with no other, in bytes.
+pub(crate) fn own_bytes(pid: u32) -> Result<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).ok_or("no Anonymous")?;
+    Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
+}
+
 /// The first process of the namespace of processes that this one is in, if that is neither itself nor the
 /// namespace of the bench.
 pub(crate) fn init_of(pid: u32) -> Result<Option<u32>> {
@@ -152,4 +159,10 @@ fn field(pid: u32, name: &str) -> Result<String> {
 pub(crate) fn kill(pid: u32) -> Result<()> {
     let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
     Ok(kill_process(pid, Signal::KILL)?)
+}
+
+/// Asks a process to end.
+pub(crate) fn terminate(pid: u32) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(pid)?).ok_or("no process")?;
+    Ok(kill_process(pid, Signal::TERM)?)
 }

@@ -83,6 +83,11 @@ impl Chain {
         Ok(reply.mapped().map_or(reply.payload().len(), |mapped| mapped.len()))
     }
 
+    /// The jobs socket.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.path().join("jobs.sock")
+    }
+
     /// The admin socket.
     pub(crate) fn admin(&self) -> PathBuf {
         self.folder.path().join("admin.sock")

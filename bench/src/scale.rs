@@ -1,0 +1,314 @@
+//! Great numbers: what a job, an idle worker and a scrape take among a thousand bulkheads and ten thousand tenants, and
+//! what a hundred thousand jobs take that wait, of a thousand clients.
+
+use std::cell::Cell;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use bulkhead_client::Client;
+use tokio::task::JoinSet;
+
+use crate::Result;
+use crate::load::{self, Round};
+use crate::pairs::paired;
+use crate::processes;
+use crate::real::Chain;
+use crate::report::{Figure, Report, Target};
+
+/// What the names of these measurements begin with.
+pub(crate) const GROUP: &str = "scale";
+
+/// What a job may take among many, over what it takes alone.
+const RATIO: f64 = 1.5;
+
+/// A bulkhead that tenants share.
+const SHARED: &str = "shared";
+/// One whose jobs wait.
+const WAITS: &str = "waits";
+
+/// How much of everything.
+pub(crate) struct Plan {
+    pub(crate) rounds: usize,
+    /// Jobs in each round, one at a time and many at once.
+    pub(crate) one_by_one: usize,
+    pub(crate) many: usize,
+    pub(crate) bulkheads: usize,
+    pub(crate) tenants: usize,
+    /// Tenants that have jobs.
+    pub(crate) active: usize,
+    pub(crate) clients: usize,
+    /// Jobs of each client that wait.
+    pub(crate) waiting: usize,
+    /// How long a supervisor is watched that has nothing to do.
+    pub(crate) idle: Duration,
+}
+
+/// Takes every measurement that is wanted.
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
+    if !report.wants_slow(GROUP) {
+        return Ok(());
+    }
+    let alone = start(1).await?;
+    let many = start(plan.bulkheads).await?;
+    idle(&alone, &many, plan, report).await?;
+    bulkheads(&many, plan, report).await?;
+    tenants(&alone, plan, report).await?;
+    scrapes(&many, plan, report).await?;
+    drop(many);
+    crowd(alone, plan, report).await
+}
+
+/// A supervisor with so many bulkheads, whose workers are ready.
+async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
+    let own = std::env::current_exe()?;
+    let own = own.to_str().ok_or("this program has an odd path")?;
+    let command = format!("command = [{own:?}, \"worker\"]");
+    let mut config = format!(
+        "[supervisor]\nsocket = \"jobs.sock\"\nmax_clients = 4000\nmax_buffered = \"1GiB\"\n\
+         drain_timeout = \"1s\"\n\
+         [defaults]\nsandbox = {{ profile = \"none\" }}\n\
+         [bulkhead.{SHARED}]\n{command}\nmax_in_flight = 64\ntenants = {{ max_in_flight = 64 }}\n\
+         [bulkhead.{WAITS}]\n{command}\nmax_queue = 1000000\ndeadline = \"1h\"\ndeadline_max = \"1h\"\n"
+    );
+    for number in 0..bulkheads {
+        config.push_str(&format!("[bulkhead.b{number}]\n{command}\nmax_queue = 64\n"));
+    }
+    let chain = Rc::new(Chain::start(&processes::programs()?, &config).await?);
+    for name in (0..bulkheads).map(|number| format!("b{number}")).chain([SHARED.into(), WAITS.into()]) {
+        chain.client.job(&name, "").send().await?;
+    }
+    Ok(chain)
+}
+
+/// The processor time that a job takes the supervisor, in µs, if so many are sent at once and `names` says where to, and
+/// for which tenant.
+async fn cpu(
+    chain: &Rc<Chain>,
+    (lanes, total): (usize, usize),
+    names: impl Fn() -> (Rc<str>, Rc<str>) + 'static,
+) -> Result<f64> {
+    let pid = chain.supervisor.pid();
+    let before = processes::cpu(pid)?;
+    let round = run(chain, (lanes, total), names).await?;
+    let used = processes::cpu(pid)?.saturating_sub(before);
+    Ok(used.as_secs_f64() * 1e6 / round.requests() as f64)
+}
+
+async fn run(
+    chain: &Rc<Chain>,
+    (lanes, total): (usize, usize),
+    names: impl Fn() -> (Rc<str>, Rc<str>) + 'static,
+) -> Result<Round> {
+    let (client, names) = (chain.client.clone(), Rc::new(names));
+    load::run(lanes, total, move || {
+        let (client, names) = (client.clone(), names.clone());
+        async move {
+            let (bulkhead, tenant) = names();
+            client.job(&*bulkhead, vec![b'x'; 64]).tenant(&*tenant).send().await?;
+            Ok(())
+        }
+    })
+    .await
+}
+
+/// One of them after the other, again and again.
+fn in_turn(names: impl Iterator<Item = String>) -> impl Fn() -> Rc<str> {
+    let (names, turn): (Vec<Rc<str>>, _) = (names.map(Into::into).collect(), Cell::new(0));
+    move || {
+        let next = turn.replace(turn.get() + 1);
+        names[next % names.len()].clone()
+    }
+}
+
+/// To the first bulkheads in turn.
+fn to_bulkheads(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
+    let names = in_turn((0..count).map(|number| format!("b{number}")));
+    move || (names(), "".into())
+}
+
+/// For the first tenants in turn.
+fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
+    let names = in_turn((0..count).map(|number| format!("tenant-{number}")));
+    move || (SHARED.into(), names())
+}
+
+async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
+    let count = plan.bulkheads;
+    for (lanes, total) in [(1, plan.one_by_one), (64, plan.many)] {
+        let name = format!("scale: {count} bulkheads in turn over one, {lanes} in flight: supervisor CPU");
+        if !report.wants(&name) {
+            continue;
+        }
+        let mut pairs = Vec::new();
+        for _ in 0..plan.rounds {
+            let one = cpu(many, (lanes, total), to_bulkheads(1)).await?;
+            pairs.push((one, cpu(many, (lanes, total), to_bulkheads(count)).await?));
+        }
+        report.tell(paired(name, "µs/job", &pairs, Target::AtMost, RATIO));
+    }
+    Ok(())
+}
+
+async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
+    let (count, active) = (plan.tenants, plan.active);
+    let name = format!("scale: {active} of {count} tenants over one, 64 in flight: supervisor CPU");
+    if !report.wants(&name) {
+        return Ok(());
+    }
+    // Each has been here.
+    run(alone, (64, count.next_multiple_of(64)), of_tenants(count)).await?;
+    let mut pairs = Vec::new();
+    for _ in 0..plan.rounds {
+        let one = cpu(alone, (64, plan.many), of_tenants(1)).await?;
+        pairs.push((one, cpu(alone, (64, plan.many), of_tenants(active)).await?));
+    }
+    report.tell(paired(name, "µs/job", &pairs, Target::AtMost, RATIO));
+    Ok(())
+}
+
+async fn idle(alone: &Chain, many: &Chain, plan: &Plan, report: &Report) -> Result<()> {
+    let count = plan.bulkheads;
+    let name = format!("scale: {count} bulkheads with an idle worker each");
+    if !report.wants(&name) {
+        return Ok(());
+    }
+    let (few, all) = (alone.supervisor.pid(), many.supervisor.pid());
+    // What was started has come to rest, and was looked at.
+    tokio::time::sleep(plan.idle).await;
+    let (before, began) = (processes::cpu(all)?, Instant::now());
+    tokio::time::sleep(plan.idle).await;
+    let used = processes::cpu(all)?.saturating_sub(before).as_secs_f64() / began.elapsed().as_secs_f64();
+    let figure = Figure::alone(format!("{name}: supervisor CPU"), "% of a core", used * 100.0);
+    report.tell(figure.wanted(Target::FigureAtMost, 0.2));
+    let more = processes::own_bytes(all)?.saturating_sub(processes::own_bytes(few)?);
+    let each = more as f64 / 1024.0 / (count.max(2) - 1) as f64;
+    report.tell(
+        Figure::alone(format!("{name}: memory of each"), "KiB", each).wanted(Target::FigureAtMost, 20.0),
+    );
+    let page = get(&many.admin(), "/metrics")?.len() as f64 / 1e6;
+    report.tell(Figure::alone(format!("{name}: a scrape"), "MB", page));
+    Ok(())
+}
+
+/// What the admin API answers.
+fn get(admin: &Path, path: &str) -> std::io::Result<String> {
+    let mut socket = UnixStream::connect(admin)?;
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer)?;
+    Ok(answer.split_once("\r\n\r\n").map_or(String::new(), |(_, body)| body.to_owned()))
+}
+
+/// The slowest jobs of one bulkhead while all are scraped each second, over those while they are not.
+async fn scrapes(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
+    let name = format!("scale: {} bulkheads, a scrape a second: p99, 1 in flight", plan.bulkheads);
+    if !report.wants(&name) {
+        return Ok(());
+    }
+    let mut pairs = Vec::new();
+    for _ in 0..plan.rounds {
+        let quiet = run(many, (1, plan.one_by_one), to_bulkheads(1)).await?;
+        let (is_over, told) = std::sync::mpsc::channel::<()>();
+        let admin = many.admin();
+        let scraper = std::thread::spawn(move || -> std::io::Result<()> {
+            while told.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
+                get(&admin, "/metrics")?;
+                let _ = told.recv_timeout(Duration::from_secs(1));
+            }
+            Ok(())
+        });
+        let watched = run(many, (1, plan.one_by_one), to_bulkheads(1)).await?;
+        drop(is_over);
+        scraper.join().map_err(|_| "the scraper panicked")??;
+        pairs.push((quiet.quantile(0.99), watched.quantile(0.99)));
+    }
+    report.tell(paired(name, "µs", &pairs, Target::AtMost, RATIO));
+    Ok(())
+}
+
+/// Many clients, each with a tenant, whose jobs wait: what a job takes to come, to be cancelled, and to be told of a stop.
+/// A tenth of them first: what does not grow with their number alone shows.
+async fn crowd(chain: Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
+    let name = format!("scale: {} clients, {} jobs wait", plan.clients, plan.clients * plan.waiting);
+    if !report.wants(&name) {
+        return Ok(());
+    }
+    let pid = chain.supervisor.pid();
+    let mut clients = Vec::new();
+    for _ in 0..plan.clients {
+        clients.push(Client::connect(chain.socket()).await?);
+    }
+    // The only worker has something to do.
+    let hangs = chain.client.job(WAITS, "").operation("hang").deadline(Duration::from_secs(3000));
+    let hangs = tokio::task::spawn_local(hangs.send());
+    let (mut coming, mut held, mut cancelled) = (Vec::new(), Vec::new(), Vec::new());
+    for each in [plan.waiting.div_ceil(10), plan.waiting] {
+        let count = each * clients.len();
+        let per_job = |used: Duration| used.as_secs_f64() * 1e6 / count as f64;
+        let (before, bytes) = (processes::cpu(pid)?, processes::own_bytes(pid)?);
+        let (mut goes, mut stays) = (JoinSet::new(), JoinSet::new());
+        for (number, client) in clients.iter().enumerate() {
+            let jobs = if number < clients.len() / 2 { &mut goes } else { &mut stays };
+            for _ in 0..each {
+                let job = client.job(WAITS, vec![b'x'; 64]).tenant(format!("tenant-{number}"));
+                jobs.spawn_local(job.deadline(Duration::from_secs(3000)).send());
+            }
+        }
+        wait_queued(&chain, count).await?;
+        let came = processes::cpu(pid)?;
+        coming.push(per_job(came.saturating_sub(before)));
+        held.push(processes::own_bytes(pid)?.saturating_sub(bytes) as f64 / count as f64);
+        // Half of the clients take back what they have sent; in the end the others are told of the stop.
+        goes.shutdown().await;
+        wait_queued(&chain, stays.len()).await?;
+        cancelled.push(per_job(2 * processes::cpu(pid)?.saturating_sub(came)));
+        if each < plan.waiting {
+            stays.shutdown().await;
+            wait_queued(&chain, 0).await?;
+            continue;
+        }
+        let count = stays.len();
+        let began = Instant::now();
+        processes::terminate(pid)?;
+        let mut told = 0;
+        while let Some(ended) = stays.join_next().await {
+            told += usize::from(ended?.is_err_and(|error| error.to_string().contains("draining")));
+        }
+        let took = began.elapsed().as_secs_f64() * 1e6 / count as f64;
+        report.tell(Figure::alone(format!("{name}: half of them to be told of a stop"), "µs/job", took));
+        if told < count {
+            return Err(format!("{told} of {count} jobs were told of the stop").into());
+        }
+    }
+    hangs.abort();
+    let compared = [
+        ("to come, supervisor CPU", "µs/job", coming),
+        ("to be cancelled, supervisor CPU", "µs/job", cancelled),
+    ];
+    for (what, unit, figures) in compared.into_iter().chain([("memory of each", "bytes", held)]) {
+        let pairs: Vec<_> =
+            figures.iter().zip(figures.iter().skip(1)).map(|(few, all)| (*few, *all)).collect();
+        report.tell(paired(format!("{name} over a tenth: {what}"), unit, &pairs, Target::AtMost, RATIO));
+    }
+    Ok(())
+}
+
+/// Waits until so many jobs wait.
+async fn wait_queued(chain: &Chain, count: usize) -> Result<()> {
+    let until = Instant::now() + Duration::from_secs(300);
+    loop {
+        // What the clients send is written meanwhile.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let told = get(&chain.admin(), &format!("/v1/bulkheads/{WAITS}"))?;
+        let told: serde_json::Value = serde_json::from_str(&told)?;
+        if told["queued"] == count {
+            return Ok(());
+        }
+        if Instant::now() > until {
+            return Err(format!("{} jobs wait, not {count}", told["queued"]).into());
+        }
+    }
+}
