@@ -625,6 +625,13 @@ impl Outbox {
         self.bytes
     }
 
+    /// Gives back the memory that is kept for what comes next, if nothing waits.
+    pub fn give_back(&mut self) {
+        if self.bytes == 0 {
+            (self.segments, self.spare, self.tail_is_open) = (VecDeque::new(), Vec::new(), false);
+        }
+    }
+
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
@@ -989,6 +996,8 @@ mod tests {
         assert!(outbox.flush(&here, &mut pool).unwrap());
         drain(&mut inbox, &there, &mut scratch);
         assert!(outbox.spare.capacity() <= SPARE_BYTES_MAX && outbox.segments.is_empty());
+        outbox.give_back();
+        assert_eq!((outbox.spare.capacity(), outbox.segments.capacity()), (0, 0));
         assert_eq!(inbox.partial.capacity(), 0);
     }
 }

@@ -55,7 +55,7 @@ use crate::observe::process::{self, Residents};
 use crate::sockets::Sockets;
 use bulkhead_config::Config;
 use bulkhead_config::Token;
-use bulkhead_plane::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError};
+use bulkhead_plane::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError, WorkerProcess};
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::notices::{Heard, Listener, Milestone, WorkerOutput};
 use bulkhead_plane::threads::{Fate, panic_on_request};
@@ -369,17 +369,22 @@ impl Control {
         }
     }
 
+    /// Of the workers that are to be replaced when they hold so much, the data plane hears of those that do: whether they
+    /// are replaced it decides.
     async fn look_at_memory(&self) {
-        for name in &self.reloads.watched() {
-            for snapshot in self.snapshots(Some(name)).await.unwrap_or_default() {
-                for worker in snapshot.workers {
-                    let (Some(pid), Some(rss_bytes)) = (worker.pid, worker.rss_bytes) else { continue };
-                    let generation = worker.generation;
-                    // Lost if the data plane is busy; the next look comes soon.
-                    let bulkhead = name.clone();
-                    let _ = self.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
-                }
-            }
+        let watched = self.reloads.watched();
+        if watched.is_empty() {
+            return;
+        }
+        let Some(processes) = self.commander.ask(|reply| Command::WorkerProcesses { reply }).await else {
+            return;
+        };
+        for WorkerProcess { bulkhead, pid, generation, .. } in processes {
+            let Some(most) = watched.get(&*bulkhead) else { continue };
+            let Some(rss_bytes) = process::resident_bytes(pid).filter(|bytes| bytes > most) else { continue };
+            // Lost if the data plane is busy; the next look comes soon.
+            let bulkhead = bulkhead.as_ref().to_owned();
+            let _ = self.commander.send(Command::Memory { bulkhead, pid, generation, rss_bytes });
         }
     }
 

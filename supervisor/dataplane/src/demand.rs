@@ -62,6 +62,7 @@ impl DataPlane {
             Some(WorkerProcess {
                 bulkhead: owner.name.clone(),
                 pid: link.pid()?,
+                generation: link.worker.generation,
                 answered: owner.tally.duration.buckets.iter().sum(),
                 is_busy: self.compartments[link.compartment].policy.in_flight() > 0,
             })

@@ -20,12 +20,14 @@ const WORKERS_SHOWN_MAX: usize = 4096;
 impl DataPlane {
     pub(super) fn scrape(&mut self) -> Scrape {
         self.settle_possible();
+        let mut bulkheads = Vec::with_capacity(self.bulkheads.values().count());
+        bulkheads.extend(self.told().map(|bulkhead| self.numbers(bulkhead)));
         Scrape {
             clients: self.sessions.clients as u64,
             buffered_bytes: self.memory.shares.held() as u64,
             memory_file_bytes: self.leases.bytes(),
             labels: self.bulkheads.labels.clone(),
-            bulkheads: self.told().map(|bulkhead| self.numbers(bulkhead)).collect(),
+            bulkheads,
         }
     }
 

@@ -57,19 +57,10 @@ impl DataPlane {
             let (compartment, worker) = (link.compartment, link.worker);
             let journal = link.journal.as_ref().filter(|_| link.has_beats);
             if let Some(since) = journal.and_then(Journal::since_beat) {
-                let at = self.beat_at(compartment, since);
+                let at = beat_at(self.now, since, self.owner(compartment).heartbeat);
                 self.apply(compartment, Event::WasAlive { worker, at }, Incoming::None);
             }
         }
-    }
-
-    /// When a worker was alive, to a part of its heartbeat: those that were so at nearly the same time are due together
-    /// for the next look, in place of a wake-up for each.
-    fn beat_at(&self, compartment: CompartmentIndex, since: Duration) -> Time {
-        let heartbeat = self.owner(compartment).heartbeat;
-        let grid = u64::try_from(heartbeat.as_nanos() / LOOKS_PER_BEAT).unwrap_or(u64::MAX).max(1);
-        let at = self.now - since;
-        Time(at.0.checked_next_multiple_of(grid).unwrap_or(at.0)).min(self.now)
     }
 
     /// Compares; policy is told in a later turn.
@@ -100,6 +91,14 @@ impl DataPlane {
     pub(super) fn report_look(&mut self, compartment: CompartmentIndex, worker: WorkerId, is_starved: bool) {
         self.apply(compartment, Event::Looked { worker, is_starved }, Incoming::None);
     }
+}
+
+/// When a worker was alive, to a part of its heartbeat: those that were so at nearly the same time are due together for
+/// the next look, in place of a wake-up for each.
+fn beat_at(now: Time, since: Duration, heartbeat: Duration) -> Time {
+    let grid = u64::try_from(heartbeat.as_nanos() / LOOKS_PER_BEAT).unwrap_or(u64::MAX).max(1);
+    let at = now - since;
+    Time(at.0.checked_next_multiple_of(grid).unwrap_or(at.0)).min(now)
 }
 
 impl Watch {
@@ -146,6 +145,19 @@ fn waited(pid: u32) -> HashMap<u32, u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn workers_that_were_alive_at_nearly_the_same_time_are_due_together() {
+        let (second, ms) = (Duration::from_secs(1), Duration::from_millis);
+        let now = Time::ZERO + ms(10_000);
+        let of = |since| beat_at(now, ms(since), second);
+        assert_eq!(
+            [of(1), of(700), of(749), of(750)],
+            [10_000, 9_500, 9_500, 9_250].map(|at| Time::ZERO + ms(at))
+        );
+        assert_eq!(beat_at(Time(7), Duration::ZERO, second), Time(7), "never later than now");
+        assert_eq!(beat_at(Time(7), Duration::ZERO, Duration::ZERO), Time(7));
+    }
 
     #[test]
     fn a_process_that_sleeps_is_not_starved() {

@@ -278,7 +278,11 @@ impl DataPlane {
                         self.note_begun(compartment, worker, JobId(header.number));
                         return Ok(());
                     }
-                    kind::READY => Event::Ready { worker },
+                    kind::READY => {
+                        // It may get no job for long.
+                        self.links[index].outbox.give_back();
+                        Event::Ready { worker }
+                    }
                     kind::STOPPING => Event::Stopping { worker },
                     _ => return Ok(()),
                 }

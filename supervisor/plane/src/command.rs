@@ -33,6 +33,8 @@ pub struct WorkerProcess {
     pub bulkhead: Arc<str>,
     /// Its number.
     pub pid: u32,
+    /// Which incarnation.
+    pub generation: u32,
     /// Jobs that its bulkhead has answered.
     pub answered: u64,
     /// Whether its bulkhead has jobs in flight.

@@ -177,6 +177,7 @@ impl<T> Bulkhead<T> {
         };
         let slots = bulkhead.slots_wanted();
         let spares = (0..bulkhead.spares_wanted()).map(|_| Slot { is_reserve: true, ..Slot::default() });
+        bulkhead.slots.reserve_exact(slots + spares.len());
         bulkhead.slots.resize_with(slots, Slot::default);
         bulkhead.slots.extend(spares);
         bulkhead

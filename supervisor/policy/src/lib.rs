@@ -33,6 +33,7 @@ mod poison;
 mod queue;
 mod rate;
 mod restart;
+mod room;
 mod tenants;
 mod time;
 mod timers;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::limits::{OwnNumbers, TenantLimits};
 use crate::rate::{Bucket, RateLimit};
+use crate::room::reserve_few;
 use crate::time::Time;
 
 /// A tenant's number. It stays the same while the tenant has jobs, and may be another's after that.
@@ -110,7 +111,7 @@ impl Tenants {
         } else {
             self.own.insert(name.into(), numbers);
         }
-        let &index = self.by_name.get(name)?;
+        let index = if name.is_empty() { TenantId::NONE.0 } else { *self.by_name.get(name)? };
         let tenant = &mut self.table[index as usize];
         let before = std::mem::replace(&mut tenant.own, numbers).rate_limit;
         if let (Some(before), Some(after)) =
@@ -178,7 +179,7 @@ impl Tenants {
 
     /// Every tenant that is remembered and named.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (TenantId, &Tenant)> {
-        self.by_name.values().filter(|&&index| index != 0).map(|&i| (TenantId(i), &self.table[i as usize]))
+        self.by_name.values().map(|&index| (TenantId(index), &self.table[index as usize]))
     }
 
     /// A number for a tenant that has none: a new one, or that of the tenant that has been idle for longest.
@@ -206,10 +207,14 @@ impl Tenants {
             self.table[index as usize] = tenant;
             index
         } else {
+            reserve_few(&mut self.table);
             self.table.push(tenant);
             self.table.len() as u32 - 1
         };
-        self.by_name.insert(name, index);
+        // That of jobs without a tenant is never looked up.
+        if !name.is_empty() {
+            self.by_name.insert(name, index);
+        }
         index
     }
 
@@ -271,6 +276,6 @@ mod tests {
             }
         }
         assert!(tenants.table.len() <= 102 && tenants.by_name.len() <= 102);
-        assert_eq!(tenants.iter().count(), tenants.by_name.len() - 1);
+        assert_eq!(tenants.iter().count(), tenants.by_name.len());
     }
 }

@@ -95,8 +95,8 @@ impl Works {
     }
 
     /// Forgets what other bulkheads used.
-    pub(super) fn keep_only(&mut self, bulkheads: &[String]) {
-        self.by_bulkhead.retain(|name, _| bulkheads.iter().any(|kept| **kept == **name));
+    fn keep_only(&mut self, bulkheads: &HashSet<&str>) {
+        self.by_bulkhead.retain(|name, _| bulkheads.contains(&**name));
     }
 }
 
@@ -165,7 +165,33 @@ impl Control {
     }
 
     /// Forgets what workers of other bulkheads used.
-    pub(super) fn keep_works(&self, bulkheads: &[String]) {
+    pub(super) fn keep_works(&self, bulkheads: &HashSet<&str>) {
         self.works().keep_only(bulkheads);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_that_had_no_work_is_not_looked_at_again() {
+        let mut works = Works::default();
+        let pid = std::process::id();
+        let process =
+            |answered, is_busy| WorkerProcess { bulkhead: "b".into(), pid, generation: 1, answered, is_busy };
+        works.look(&[process(0, false)]);
+        // Any look from here on is seen by this.
+        let mut is_looked_at = |process| {
+            works.looks.get_mut(&pid).unwrap().cpu_ms = u64::MAX;
+            works.look(&[process]);
+            works.looks[&pid].cpu_ms != u64::MAX
+        };
+        assert!(!is_looked_at(process(0, false)));
+        assert!(is_looked_at(process(0, true)), "it has a job");
+        assert!(is_looked_at(process(1, false)), "it had one since");
+        assert!(!is_looked_at(process(1, false)));
+        works.look(&[]);
+        assert!(works.looks.is_empty(), "it is gone");
     }
 }

@@ -1,6 +1,7 @@
 //! Reading the file again: on SIGHUP, over HTTP, one after the other. The file is read and verified here, as a
 //! whole and off every thread that others wait for; only what is right in all its parts goes to the data plane.
 
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -64,8 +65,8 @@ pub(super) struct Reloads {
 #[derive(Default)]
 struct Names {
     bulkheads: Vec<String>,
-    /// The bulkheads whose workers' memory is watched.
-    recycle_rss: Vec<String>,
+    /// The bulkheads whose workers' memory is watched, and how much it may be.
+    recycle_rss: Arc<HashMap<String, u64>>,
     /// The least and the most that a temporary folder on disk may hold.
     temporary_bytes: Option<(u64, u64)>,
 }
@@ -74,10 +75,10 @@ impl Names {
     fn of(config: &Config) -> Self {
         let confined = config.bulkheads.iter().filter(|b| b.sandbox.profile != Profile::None);
         let bounds = confined.map(|b| b.sandbox.tmp_bytes).filter(|bytes| *bytes > 0);
-        let watched = config.bulkheads.iter().filter(|b| b.recycle.rss.is_some());
+        let watched = config.bulkheads.iter().filter_map(|b| Some((b.name.clone(), b.recycle.rss?)));
         Self {
             bulkheads: config.bulkheads.iter().map(|b| b.name.clone()).collect(),
-            recycle_rss: watched.map(|b| b.name.clone()).collect(),
+            recycle_rss: Arc::new(watched.collect()),
             temporary_bytes: bounds.clone().min().zip(bounds.max()),
         }
     }
@@ -136,7 +137,7 @@ impl Reloads {
         self.names().bulkheads.len()
     }
 
-    pub(super) fn watched(&self) -> Vec<String> {
+    pub(super) fn watched(&self) -> Arc<HashMap<String, u64>> {
         self.names().recycle_rss.clone()
     }
 
@@ -242,9 +243,10 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
     in_force.config = after_reload(&in_force.config.supervisor, after);
     control.put_in_force(in_force.config.clone());
     let names = Names::of(&in_force.config);
-    control.output.keep_only(&names.bulkheads);
-    control.events.keep_only(&names.bulkheads);
-    control.keep_works(&names.bulkheads);
+    let kept: HashSet<&str> = names.bulkheads.iter().map(String::as_str).collect();
+    control.output.keep_only(&kept);
+    control.events.keep_only(&kept);
+    control.keep_works(&kept);
     *control.reloads.names() = names;
     Ok(changes)
 }

@@ -2,7 +2,7 @@
 //! of their own. A storm of one kind in one bulkhead is told in part, with the number of the rest, and pushes out
 //! nothing but its own.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -164,8 +164,8 @@ impl Events {
     }
 
     /// Forgets how often events of other bulkheads came. The events stay.
-    pub fn keep_only(&self, bulkheads: &[String]) {
-        let is_kept = |name: &str| bulkheads.iter().any(|kept| kept == name);
+    pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
+        let is_kept = |name: &str| bulkheads.contains(name);
         self.lock()
             .flows
             .retain(|(_, name), flow| !flow.kept.is_empty() || name.as_deref().is_none_or(is_kept));

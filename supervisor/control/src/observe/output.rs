@@ -46,29 +46,16 @@ struct Inner {
     speaking: HashSet<u32>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Lines {
     kept: VecDeque<Arc<str>>,
     bytes: usize,
-    live: broadcast::Sender<Arc<str>>,
+    /// Only while it is followed: it holds room for many lines.
+    live: Option<broadcast::Sender<Arc<str>>>,
     second: Option<Instant>,
     lines_this_second: u32,
     bytes_this_second: usize,
     dropped: u64,
-}
-
-impl Default for Lines {
-    fn default() -> Self {
-        Self {
-            kept: VecDeque::new(),
-            bytes: 0,
-            live: broadcast::channel(512).0,
-            second: None,
-            lines_this_second: 0,
-            bytes_this_second: 0,
-            dropped: 0,
-        }
-    }
 }
 
 /// Where a line comes from.
@@ -100,8 +87,8 @@ impl Output {
     }
 
     /// Forgets the lines of all other bulkheads. Those that finish what they have may write some more.
-    pub fn keep_only(&self, bulkheads: &[String]) {
-        self.lock().bulkheads.retain(|name, _| bulkheads.iter().any(|kept| **kept == **name));
+    pub fn keep_only(&self, bulkheads: &HashSet<&str>) {
+        self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
 
     async fn read_pipe(self: Arc<Self>, source: Source, pipe: Receiver) {
@@ -189,7 +176,8 @@ impl Output {
         let mut inner = self.lock();
         let lines = inner.bulkheads.entry(bulkhead.into()).or_default();
         let skip = lines.kept.len().saturating_sub(limit);
-        (lines.kept.iter().skip(skip).cloned().collect(), lines.live.subscribe())
+        let live = lines.live.get_or_insert_with(|| broadcast::channel(512).0);
+        (lines.kept.iter().skip(skip).cloned().collect(), live.subscribe())
     }
 
     /// The end of what a process wrote to its standard error.
@@ -253,7 +241,9 @@ impl Lines {
             let Some(oldest) = self.kept.pop_front() else { break };
             self.bytes -= oldest.len();
         }
-        // There may be no follower.
-        let _ = self.live.send(line);
+        if self.live.as_ref().is_some_and(|live| live.send(line).is_err()) {
+            // The last follower has gone.
+            self.live = None;
+        }
     }
 }

@@ -56,7 +56,7 @@ pub fn machine_memory() -> Option<u64> {
 }
 
 /// Resident bytes of a process; `None` if it is gone.
-fn resident_bytes(pid: u32) -> Option<u64> {
+pub fn resident_bytes(pid: u32) -> Option<u64> {
     let statm = read_small(&format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
     Some(pages * rustix::param::page_size() as u64)

@@ -11,6 +11,7 @@ use crate::messages::{
     Abilities, Action, Death, KillReason, Note, RecycleReason, RestartCause, StopReason, WorkerId,
 };
 use crate::restart::{Next, PROVEN_AFTER, Spacing};
+use crate::room::reserve_few;
 use crate::time::Time;
 use crate::workers::{End, Phase, Revision, Role, Silence, SlotState, Worker};
 
@@ -33,6 +34,7 @@ impl<T> Bulkhead<T> {
         }
         self.generations = self.generations.wrapping_add(1);
         let place = self.free_places.pop().unwrap_or_else(|| {
+            reserve_few(&mut self.workers);
             self.workers.push(None);
             self.workers.len() as u32 - 1
         });

@@ -1,0 +1,27 @@
+//! Room in tables of which there is one for each bulkhead: most have one entry, and there may be thousands of them.
+
+/// Makes room for one more entry: exactly so much in a small table, which the standard library would give room for four.
+pub(crate) fn reserve_few<T>(table: &mut Vec<T>) {
+    if table.len() == table.capacity() {
+        table.reserve_exact(table.len().max(1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_entry_has_room_for_one_and_many_grow_by_doubling() {
+        let mut table = Vec::new();
+        let mut grown = Vec::new();
+        for number in 0..100 {
+            reserve_few(&mut table);
+            table.push(number);
+            if grown.last() != Some(&table.capacity()) {
+                grown.push(table.capacity());
+            }
+        }
+        assert_eq!(grown, [1, 2, 4, 8, 16, 32, 64, 128]);
+    }
+}
