@@ -188,3 +188,37 @@ def temporary_file() -> str:
     with tempfile.NamedTemporaryFile("w+") as file:
         file.write("x")
         return os.path.dirname(file.name)
+
+
+class Bomb:
+    """Unpickled, it runs what its worker wants in the process that reads it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+class BombRaised(Exception):
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.args[0],)
+
+
+def bomb(path: str) -> Bomb:
+    return Bomb(path)
+
+
+def nested_bomb(path: str) -> Any:
+    return {"pictures": [(1, {"a": [Bomb(path)]})]}
+
+
+def raise_bomb(path: str) -> None:
+    raise BombRaised(path)
+
+
+def plain_data(value: Any) -> Any:
+    return value

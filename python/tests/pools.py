@@ -33,6 +33,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_sleeping(pid: int) -> bool:
+    """Whether a process's first thread waits for something."""
+    with open(f"/proc/{pid}/task/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
+
+
 def read(path: os.PathLike[str] | str) -> str | None:
     """What stands in a file, if it is there."""
     try:

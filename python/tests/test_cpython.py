@@ -56,12 +56,14 @@ PASS: dict[str, dict[str, list[str]]] = {
             "test_map_timeout",
             "test_max_tasks_early_shutdown",
             "test_max_tasks_per_child_defaults_to_spawn_context",
+            "test_max_tasks_per_child_pending_tasks_gh115634",
             "test_max_workers_negative",
             "test_no_stale_references",
             "test_ressources_gced_in_workers",
             "test_shutdown_race_issue12456",
             "test_submit",
             "test_submit_keyword",
+            "test_swallows_falsey_exceptions",
             "test_traceback",
         ],
     },
@@ -96,6 +98,9 @@ PASS: dict[str, dict[str, list[str]]] = {
     },
 }
 
+#: Of these, what 3.13.0 does not have yet.
+LATER = {"test_max_tasks_per_child_pending_tasks_gh115634", "test_swallows_falsey_exceptions"}
+
 #: What is not run, and why. What is in neither list is named when the tests run, so that news are seen.
 SKIP: dict[str, str] = {
     "test_idle_process_reuse_one": "asks for _processes",
@@ -105,6 +110,9 @@ SKIP: dict[str, str] = {
     "test_saturation": "asks for _processes",
     "test_context_manager_shutdown": "asks for _processes",
     "test_processes_terminate": "asks for _processes",
+    "test_broken_process_pool_traceback": "asks for _processes, and that a death breaks the pool",
+    "test_shutdown_gh_132969_case_1": "asks for _executor_manager_thread",
+    "test_shutdown_gh_132969_case_2": "asks for _executor_manager_thread",
     "test_shutdown_no_wait": "asks for _executor_manager_thread",
     "test_del_shutdown": "asks for _executor_manager_thread",
     "test_shutdown_deadlock_pickle": "asks for _executor_manager_thread",
@@ -226,4 +234,4 @@ def test_no_test_of_cpython_is_forgotten(environment: str) -> None:
         print(f"\nCPython has tests that are in neither list: {news}", file=sys.__stderr__)
     if "3.13" in subprocess.run([environment, "-V"], capture_output=True, text=True, check=True).stdout:
         assert not news
-        assert known <= set(found)
+        assert {pair for pair in known if pair[1] not in LATER} <= set(found)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jobs
 import pytest
-from pools import LONG, is_running, read, tree, wait_for
+from pools import LONG, is_running, is_sleeping, read, tree, wait_for
 
 import bulkhead
 from bulkhead import BulkheadExecutor, SupervisorNotFound
@@ -630,6 +630,10 @@ def test_ctrl_c_ends_it_in_order() -> None:
     )
     assert child.stdout is not None
     pid, folder = child.stdout.readline().split()
+    # An interpreter does not notice a signal that comes just before it begins to wait.
+    for _ in range(3):
+        wait_for("it waits", lambda: is_sleeping(child.pid))
+        time.sleep(0.05)
     os.killpg(child.pid, 2)
     assert child.stdout.read() == "served\n"
     assert child.wait(LONG) == 0

@@ -138,6 +138,7 @@ class Pool:
         bulkhead: Mapping[str, Any],
         supervisor: Mapping[str, Any],
         pickler: str,
+        is_data_only: bool,
         launch: Callable[[PrivateSupervisor], Callable[[], None]],
     ) -> None:
         self.workers = workers
@@ -145,6 +146,12 @@ class Pool:
         self._supervisor_keys = supervisor
         self._launch = launch
         self.pickler = Pickler(pickler)
+        #: How results are read.
+        self._loads = self.pickler.loads
+        if is_data_only:
+            from . import _data
+
+            self._loads = _data.loads
         #: Why no call is taken any more.
         self.broken: str | None = None
         #: Whether a worker has done a call: what keeps others from being started may pass.
@@ -317,7 +324,7 @@ class Pool:
             return
         self._has_answered = True
         try:
-            value = self.pickler.loads(payload)
+            value = self._loads(payload)
         except BaseException as problem:
             error = ResultUnreadable(f"the result cannot be unpickled: {problem!r}")
             error.__cause__ = problem
@@ -341,7 +348,9 @@ class Pool:
             end = 5 + int.from_bytes(payload[1:5], "little")
             text = bytes(payload[5:end]).decode(errors="replace")
             try:
-                raised: BaseException = self.pickler.loads(payload[end:])
+                raised: BaseException = self._loads(payload[end:])
+                if not isinstance(raised, BaseException):
+                    raise TypeError(f"it is of the type {type(raised).__name__}")
             except BaseException as problem:
                 raised = ResultUnreadable(f"the exception cannot be unpickled ({problem!r}): {_last_line(text)}")
             raised.__cause__ = _remote(text)

@@ -25,6 +25,9 @@ UNREADABLE = b"U"
 #: The initializer raised: the traceback as text. No job is ever run by this worker.
 UNFIT = b"I"
 
+#: Picklers whose pickles ``pickle`` reads.
+READ_BY_PICKLE = ("pickle", "cloudpickle")
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -43,7 +46,7 @@ class Pickler:
         else:
             self.dumps = __import__(module, fromlist=["dumps"]).dumps
         self.loads: Callable[[Any], Any] = (
-            pickle.loads if module in ("pickle", "cloudpickle") else __import__(module, fromlist=["loads"]).loads
+            pickle.loads if module in READ_BY_PICKLE else __import__(module, fromlist=["loads"]).loads
         )
 
 

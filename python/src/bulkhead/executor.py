@@ -23,7 +23,7 @@ from typing import Any
 from . import _wire
 from ._output import Fifos, Lines
 from ._pool import NAME, Call, CallTimeout, Pool, PoolDisconnected, PoolFuture, ResultUnreadable, WorkerCrashed
-from ._pool_worker import process_chunk
+from ._pool_worker import READ_BY_PICKLE, process_chunk
 from ._private import PrivateSupervisor, merged, passed_environment
 
 __all__ = ["BulkheadExecutor", "CallTimeout", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
@@ -113,6 +113,9 @@ class BulkheadExecutor(_Calls):
     ``memory``       bytes, or a size such as ``"512MiB"``, of data that a worker may have; beyond it: ``MemoryError``
     ``sandbox``      ``"none"``, ``"default"``, ``"strict"`` or a table of keys, see docs/confinement.md
     ``pickler``      ``"pickle"``, ``"cloudpickle"`` (for lambdas and notebooks), or a module with dumps and loads
+    ``results``      ``"any"``: what a call returns or raises is unpickled here, which may run code, as in all such
+                     pools; ``"data"``: only plain data and built-in exceptions are read. This is the default in a
+                     sandbox, so that a worker that was taken over cannot take over this process
     ``preload``      modules that are imported before the first call, under "forkserver" once for all workers
     ``env``          variables of the workers, on top of this process's own
     ``config``       keys of ``[bulkhead.NAME]`` (docs/configuration.md), over what is said here; its ``"supervisor"``
@@ -134,6 +137,7 @@ class BulkheadExecutor(_Calls):
         memory: int | str | None = None,
         sandbox: str | Mapping[str, Any] = "none",
         pickler: str = "pickle",
+        results: str | None = None,
         preload: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -157,6 +161,12 @@ class BulkheadExecutor(_Calls):
             raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
         is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
         is_forked = mp_context.get_start_method(allow_none=False) == "forkserver"
+        if results is None:
+            results = "data" if is_confined and pickler in READ_BY_PICKLE else "any"
+        if results not in ("any", "data"):
+            raise ValueError(f"results must be 'any' or 'data', not {results!r}")
+        if results == "data" and pickler not in READ_BY_PICKLE:
+            raise ValueError(f"results='data' reads pickles, and {pickler!r} may write others")
         self._mp_context = mp_context
         self._max_workers = max_workers
         self._environment = dict(env or {})
@@ -182,6 +192,7 @@ class BulkheadExecutor(_Calls):
             bulkhead,
             {**_SUPERVISOR_KEYS, **supervisor},
             pickler,
+            results == "data",
             partial(_launch, weakref.ref(self), bulkhead),
         )
         # One that is dropped ends as by shutdown(wait=False).
