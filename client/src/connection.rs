@@ -12,6 +12,7 @@ use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, R
 use bulkhead_shared::codec;
 use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Received, Scratch};
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
+use bulkhead_shared::in_process;
 use bulkhead_shared::limits::{FRAME_OVERHEAD_BYTES_MAX, PAYLOAD_BYTES_CEILING};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
@@ -22,6 +23,7 @@ use crate::answer::{JobError, Progress};
 use crate::handle::JobHandle;
 use crate::order::Order;
 use crate::requests::{Frames, Requests, SubmitError};
+use crate::wire::Wire;
 
 /// How long the supervisor may take to accept the connection and to say welcome.
 const WELCOME_WITHIN: Duration = Duration::from_secs(10);
@@ -87,7 +89,7 @@ pub struct Client {
 }
 
 /// What makes connections to a supervisor in this process.
-pub type Connector = Arc<dyn Fn() -> io::Result<std::os::unix::net::UnixStream> + Send + Sync>;
+pub type Connector = Arc<dyn Fn() -> io::Result<in_process::End> + Send + Sync>;
 
 /// Where the supervisor is.
 #[derive(Clone)]
@@ -317,13 +319,10 @@ impl Shared {
 async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
     let path = &target.path();
     let connected = match target {
-        Target::Path(path) => connect(path).await,
-        Target::InProcess(connector) => connector().and_then(|socket| {
-            socket.set_nonblocking(true)?;
-            UnixStream::from_std(socket)
-        }),
+        Target::Path(path) => connect(path).await.map(Wire::Socket),
+        Target::InProcess(connector) => connector().map(Wire::InProcess),
     };
-    let socket = connected.map_err(|source| {
+    let wire = connected.map_err(|source| {
         let hint = match source.kind() {
             _ if matches!(target, Target::InProcess(_)) => "it takes no client",
             io::ErrorKind::NotFound => "there is no such socket; is the supervisor running?",
@@ -335,13 +334,13 @@ async fn open(target: &Target) -> Result<Arc<Requests>, ConnectError> {
         ConnectError::Unreachable { path: path.to_owned(), hint, source }
     })?;
     let protocol = |message: String| ConnectError::Protocol { path: path.to_owned(), message };
-    match tokio::time::timeout(WELCOME_WITHIN, shake_hands(&socket)).await {
+    match tokio::time::timeout(WELCOME_WITHIN, shake_hands(&wire)).await {
         Err(_) => Err(protocol(format!("no welcome within {WELCOME_WITHIN:?}"))),
         Ok(Err(Unwelcome::Protocol(message))) => Err(protocol(message)),
         Ok(Err(Unwelcome::Refused { reason, message })) => {
             Err(ConnectError::Refused { path: path.to_owned(), message, reason })
         }
-        Ok(Ok((bytes_max, capabilities))) => Ok(Arc::new(Requests::new(socket, bytes_max, capabilities))),
+        Ok(Ok((bytes_max, capabilities))) => Ok(Arc::new(Requests::new(wire, bytes_max, capabilities))),
     }
 }
 
@@ -372,7 +371,7 @@ impl From<String> for Unwelcome {
 }
 
 /// Returns the largest frame that the supervisor takes, in bytes, and what it can do.
-async fn shake_hands(socket: &UnixStream) -> Result<(u32, u64), Unwelcome> {
+async fn shake_hands(wire: &Wire) -> Result<(u32, u64), Unwelcome> {
     let text = |error: &dyn std::fmt::Display| Unwelcome::Protocol(error.to_string());
     let hello = Hello {
         version_min: PROTOCOL_VERSION,
@@ -386,12 +385,13 @@ async fn shake_hands(socket: &UnixStream) -> Result<(u32, u64), Unwelcome> {
     let mut outbox = Outbox::default();
     outbox.push(kind::HELLO, MAGIC, &hello, &[], Payload::NONE).map_err(|error| text(&error))?;
     // A supervisor that refuses may have closed already; its words are still there to be read.
-    let _ = outbox.flush(socket, &mut BufferPool::default());
+    let _ = wire.flush(&mut outbox, &mut BufferPool::default());
     let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(4096));
     loop {
-        socket.readable().await.map_err(|error| text(&error))?;
-        let read = socket.try_io(tokio::io::Interest::READABLE, || {
-            let (received, mut batch) = inbox.receive(socket, &mut scratch)?;
+        wire.readable().await.map_err(|error| text(&error))?;
+        let read = wire.try_io(Interest::READABLE, || {
+            let (received, mut batch) =
+                inbox.receive_by(&mut scratch, |buffer| wire.receive(buffer, None))?;
             let item = batch.next().map_err(io::Error::other)?;
             let answer = match item {
                 Some(Item::Frame { header, metadata, .. } | Item::Announced { header, metadata }) => {
@@ -530,13 +530,17 @@ async fn read(requests: &Arc<Requests>) -> String {
     let mut inbox = Inbox::default();
     let mut scratch = Scratch::default();
     loop {
-        if let Err(error) = requests.socket.readable().await {
+        if let Err(error) = requests.wire.readable().await {
             return error.to_string();
         }
+        let mut has_more = true;
         for _ in 0..READS_PER_TURN {
             match read_once(requests, &mut inbox, &mut scratch) {
                 Ok(Received::More) => {}
-                Ok(Received::Drained) => break,
+                Ok(Received::Drained) => {
+                    has_more = false;
+                    break;
+                }
                 Ok(Received::Closed) if inbox.is_mid_frame() => {
                     return "the supervisor closed it in the middle of a frame".to_owned();
                 }
@@ -544,7 +548,9 @@ async fn read(requests: &Arc<Requests>) -> String {
                 Err(message) => return message,
             }
         }
-        tokio::task::yield_now().await;
+        if has_more {
+            tokio::task::yield_now().await;
+        }
     }
 }
 
@@ -555,7 +561,7 @@ async fn write(requests: &Requests) -> String {
         tokio::task::yield_now().await;
         loop {
             // Within `try_io`, so that a socket that is writable again by now is not waited for in vain.
-            let written = requests.socket.try_io(Interest::WRITABLE, || match requests.flush() {
+            let written = requests.wire.try_io(Interest::WRITABLE, || match requests.flush() {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::WouldBlock.into()),
                 Err(error) => Err(error),
@@ -563,7 +569,7 @@ async fn write(requests: &Requests) -> String {
             match written {
                 Ok(()) => break,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Err(error) = requests.socket.writable().await {
+                    if let Err(error) = requests.wire.writable().await {
                         return error.to_string();
                     }
                 }
@@ -579,7 +585,7 @@ async fn write(requests: &Requests) -> String {
 
 fn read_once(requests: &Arc<Requests>, inbox: &mut Inbox, scratch: &mut Scratch) -> Result<Received, String> {
     let mut problem = None;
-    let read = requests.socket.try_io(tokio::io::Interest::READABLE, || {
+    let read = requests.wire.try_io(tokio::io::Interest::READABLE, || {
         let (received, mut batch) = inbox.receive_by(scratch, |buffer| requests.receive(buffer))?;
         let mut frames = Frames::of(requests);
         loop {

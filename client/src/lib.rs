@@ -34,6 +34,7 @@ mod order;
 mod requests;
 mod served;
 mod waiters;
+mod wire;
 
 pub use answer::{JobError, Progress, Reply};
 pub use bulkhead_shared::limits::PAYLOAD_BYTES_CEILING;

@@ -12,17 +12,16 @@ use bulkhead_shared::client_protocol::{Submit, capability, run_limit_bytes};
 use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{BufferPool, Outbox, Payload};
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES, receive_with_files};
+use bulkhead_shared::memory_files::{LeaseWanted, Named, WORTH_A_FILE_BYTES};
 use bulkhead_shared::worker_protocol::Empty;
 use bulkhead_shared::{Executed, RejectReason};
-use rustix::net::RecvFlags;
-use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc};
 
 use crate::answer::{JobError, Progress};
 use crate::leases::{Lease, Leases, Taken, TakesBack};
 use crate::order::Order;
 use crate::waiters::{Told, Waiter, Waiters};
+use crate::wire::Wire;
 
 pub(crate) use frames::Frames;
 
@@ -82,7 +81,7 @@ struct State {
 /// One connection's requests.
 pub(crate) struct Requests {
     state: Mutex<State>,
-    pub(crate) socket: UnixStream,
+    pub(crate) wire: Wire,
     /// The process that connected. What it forks has the socket, too, and must not end the connection.
     owner: u32,
     pub(crate) flush_due: Notify,
@@ -103,10 +102,10 @@ impl std::fmt::Debug for Requests {
 }
 
 impl Requests {
-    pub(crate) fn new(socket: UnixStream, frame_bytes_max: u32, capabilities: u64) -> Self {
+    pub(crate) fn new(wire: Wire, frame_bytes_max: u32, capabilities: u64) -> Self {
         Self {
             state: Mutex::default(),
-            socket,
+            wire,
             owner: std::process::id(),
             flush_due: Notify::new(),
             room: Notify::new(),
@@ -208,7 +207,7 @@ impl Requests {
 
     /// A lease for a job, if there is one. If not, one is asked for, for the jobs to come.
     fn lease_for(&self, state: &mut State, job: &Order, bytes: usize) -> Option<Box<Lease>> {
-        let hears = || rustix::io::ioctl_fionread(&self.socket).is_ok_and(|unread| unread == 0);
+        let hears = || self.wire.is_read();
         match state.leases.take((&job.bulkhead, &job.tenant), bytes, hears) {
             Taken::Lease(lease) => return Some(Box::new(lease)),
             Taken::TooSmall(lease) => state.tell(kind::LEASE_RETURNED, lease.number),
@@ -248,10 +247,10 @@ impl Requests {
     /// Reads without waiting, with the descriptors that may come.
     pub(crate) fn receive(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         if !self.expects_files.load(Ordering::SeqCst) {
-            return rustix::net::recv(&self.socket, buffer, RecvFlags::DONTWAIT).map(|(_, count)| count);
+            return self.wire.receive(buffer, None);
         }
         let mut files = Vec::new();
-        let count = receive_with_files(&self.socket, buffer, &mut files)?;
+        let count = self.wire.receive(buffer, Some(&mut files))?;
         if !files.is_empty() {
             self.lock().leases.coming = files;
         }
@@ -274,7 +273,7 @@ impl Requests {
     fn try_flush(&self, state: &mut State) -> io::Result<bool> {
         state.unflushed = 0;
         let State { outbox, pool, .. } = state;
-        let result = outbox.flush(&self.socket, pool);
+        let result = self.wire.flush(outbox, pool);
         if result.is_err() && state.stage != Stage::Closed {
             state.stage = Stage::Broken;
         }
@@ -374,7 +373,7 @@ impl Requests {
         drop(state);
         // Not left to the last that holds it: the supervisor is to know now. It may be gone itself.
         if self.owner == std::process::id() {
-            let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+            self.wire.close();
         }
         self.room.notify_waiters();
         let (_left, wakers) = self.lock().waiters.tell_all(|waiter| {
@@ -550,7 +549,8 @@ mod tests {
         let (here, mut there) = std::os::unix::net::UnixStream::pair().unwrap();
         here.set_nonblocking(true).unwrap();
         there.set_nonblocking(true).unwrap();
-        let mut requests = Requests::new(UnixStream::from_std(here).unwrap(), 1 << 20, 0);
+        let mut requests =
+            Requests::new(Wire::Socket(tokio::net::UnixStream::from_std(here).unwrap()), 1 << 20, 0);
         requests.owner = std::process::id() + 1;
         requests.close("the child has ended");
         let open = there.read(&mut [0]).unwrap_err();

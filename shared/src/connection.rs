@@ -807,6 +807,8 @@ impl Outbox {
     }
 }
 
+mod in_process;
+
 /// Sends some of a file. The socket does not wait.
 fn send_piece(
     socket: &impl AsFd,

@@ -13,6 +13,7 @@ pub mod codec;
 pub mod connection;
 mod flat;
 pub mod frame;
+pub mod in_process;
 pub mod job;
 pub mod journal;
 pub mod limits;

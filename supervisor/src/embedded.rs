@@ -2,7 +2,6 @@
 //! environment, no socket's path.
 
 use std::io;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +20,7 @@ use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
 use bulkhead_plane::threads::Fate;
+use bulkhead_shared::in_process;
 
 use crate::supervisor::{RunError, SLICE, run_data_plane};
 
@@ -257,8 +257,8 @@ impl Ready {
 fn connector(commander: &Commander) -> Connector {
     let commander = commander.clone();
     Arc::new(move || {
-        let (here, there) = UnixStream::pair()?;
-        commander.send(Command::Connect { socket: there }).map_err(io::Error::other)?;
+        let (here, there) = in_process::pair();
+        commander.send(Command::Connect { end: there }).map_err(io::Error::other)?;
         Ok(here)
     })
 }

@@ -68,7 +68,7 @@ impl DataPlane {
         let mut is_cut = false;
         let read = inbox.receive_by(scratch, |buffer| {
             let most = if is_large { buffer.len() } else { most.min(buffer.len()) };
-            *bytes = self.entrance.intake.receive(&session.socket, &mut buffer[..most])?;
+            *bytes = session.end.receive(&self.entrance.intake, &mut buffer[..most])?;
             is_cut = *bytes == most;
             Ok(*bytes)
         });

@@ -363,16 +363,16 @@ impl DataPlane {
         let lends = &mut self.leases.lends;
         let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
         let Some(client) =
-            client.and_then(|client| lends.may_lend(&client.socket, &mut client.unread).then_some(client))
+            client.and_then(|client| client.end.may_lend(lends, &mut client.unread).then_some(client))
         else {
             let asked_as = lease.asked_as;
             self.drop_lease(number);
             return self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
         };
         let named = Named { lease: number, bytes: lease.bytes };
-        let sent = lend(&client.socket, (kind::LEASED, lease.asked_as), named, files.of_client());
+        let unread = &mut client.unread;
+        let sent = client.end.lend((kind::LEASED, lease.asked_as), named, files.of_client(), (lends, unread));
         if sent.is_ok() {
-            lends.lent(&mut client.unread);
             lease.stage = Stage::Offered(files.clone());
             lease.used_at = self.now;
         } else {
@@ -444,7 +444,7 @@ impl DataPlane {
     /// A client is gone, and its leases with it.
     pub(super) fn drop_leases_of(&mut self, session: SessionId) {
         if let Some(client) = self.sessions.of_mut(session) {
-            self.leases.lends.close(&client.socket, &mut client.unread);
+            client.end.let_go(&mut self.leases.lends, &mut client.unread);
             self.want_housekeeping();
         }
         if self.leases.len() > 0 {

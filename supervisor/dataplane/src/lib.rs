@@ -9,8 +9,10 @@
 mod ahead;
 mod allowance;
 mod background;
+mod bell;
 mod buffers;
 mod bulkheads;
+mod client_end;
 mod client_frames;
 mod commands;
 mod compartments;
@@ -62,6 +64,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll as Readiness};
 use std::time::{Duration, Instant};
 
 use bulkhead_config::Config;
@@ -83,6 +86,7 @@ use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token, Waker};
 
 use background::Background;
+use bell::Bell;
 use buffers::Buffers;
 use bulkheads::Bulkheads;
 use commands::Orders;
@@ -206,6 +210,7 @@ impl Held {
 /// The data plane: the loop, and the parts that it hands each event to.
 pub struct DataPlane {
     poll: Poll,
+    bell: Bell,
     origin: Instant,
     now: Time,
     entrance: Entrance,
@@ -229,6 +234,8 @@ pub struct DataPlane {
     /// When something is due, as of the last look.
     due: Option<Time>,
     events: Events,
+    /// Whether there were more events than one turn takes.
+    has_more_events: bool,
     pauses: held_up::Pauses,
     stopping: bool,
     started: bool,
@@ -333,6 +340,7 @@ impl DataPlane {
             orders: Orders::new(commands, commander.stops()),
             reporter: Reporter::new(notices, pulse, spans),
             keeper: KeeperLink::new(keeper),
+            bell: Bell::new(waker.clone()),
             background: Background::start(&fate, waker)?,
             bulkheads: Bulkheads::new(labels),
             compartments: Compartments::new(seed()),
@@ -347,6 +355,7 @@ impl DataPlane {
             housekeeping_at: None,
             due: None,
             events: Events::with_capacity(EVENTS_PER_TURN),
+            has_more_events: false,
             pauses: held_up::Pauses::default(),
             stopping: false,
             started: false,
@@ -416,11 +425,16 @@ impl DataPlane {
     /// Waits as long as that for something to come, and applies it. Errors are those of `epoll_wait(2)`, and of a keeper
     /// that can neither be reached nor started again.
     pub fn take_turn(&mut self, patience: Option<Duration>) -> io::Result<()> {
+        let may_wait = patience != Some(Duration::ZERO) && self.bell.may_sleep();
+        let patience = if may_wait { patience } else { Some(Duration::ZERO) };
         let mut events = std::mem::replace(&mut self.events, Events::with_capacity(0));
-        let heard = match self.poll.poll(&mut events, patience) {
+        let polled = self.poll.poll(&mut events, patience);
+        self.bell.rise();
+        let heard = match polled {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) => Err(error),
             Ok(()) => {
+                self.has_more_events = events.iter().nth(EVENTS_PER_TURN - 1).is_some();
                 self.read_clock();
                 self.mind_pause(self.due);
                 self.turn(&events)
@@ -428,6 +442,21 @@ impl DataPlane {
         };
         self.events = events;
         heard
+    }
+
+    /// Ready when a client of this process wants to be heard, for which [`DataPlane::hear_clients`] is enough; until then
+    /// that wakes this task.
+    pub fn poll_clients(&self, context: &mut Context<'_>) -> Readiness<()> {
+        self.bell.poll_rung(context)
+    }
+
+    /// As [`DataPlane::take_turn`] without waiting, for what clients of this process have sent. What has come otherwise is
+    /// left for the next turn.
+    pub fn hear_clients(&mut self) -> io::Result<()> {
+        self.bell.rise();
+        self.read_clock();
+        self.mind_pause(self.due);
+        self.turn(&Events::with_capacity(0))
     }
 
     /// Ends the keeper, and all workers with it. An error tells what else has ended before.
@@ -458,6 +487,7 @@ impl DataPlane {
         if has_others {
             self.hear_others(events)?;
         }
+        self.hear_bell();
         self.obey();
         self.read_clients();
         self.tick();
@@ -549,8 +579,10 @@ impl DataPlane {
     }
 
     fn patience(&self, due: Option<Time>) -> Option<Duration> {
-        let has_more =
-            !self.links.again.is_empty() || !self.sessions.turns.is_empty() || self.orders.is_waiting();
+        let has_more = self.has_more_events
+            || !self.links.again.is_empty()
+            || !self.sessions.turns.is_empty()
+            || self.orders.is_waiting();
         // Failed spawns that came up when those before them were told, and workers that are to be ordered.
         if has_more || !self.links.failed_spawns.is_empty() || self.keeper.has_wanted() {
             return Some(Duration::ZERO);

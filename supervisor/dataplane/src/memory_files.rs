@@ -96,6 +96,16 @@ pub(super) enum Lending {
     Unacknowledged,
 }
 
+/// The frame that says which files come with it.
+pub(super) fn lend_frame((kind, number): (u8, u64), named: Named) -> io::Result<Vec<u8>> {
+    let mut frame = vec![0; HEADER_BYTES];
+    codec::encode(&named, &[], &mut frame).map_err(io::Error::other)?;
+    let length = frame.len() - HEADER_BYTES;
+    let header = Header { length: length as u32, kind, flags: 0, metadata_length: length as u16, number };
+    frame[..HEADER_BYTES].copy_from_slice(&header.encode());
+    Ok(frame)
+}
+
 /// Sends the files with the frame that says so. The socket is empty, so that it has room as a rule. Returns how many
 /// bytes that were.
 pub(super) fn lend(
@@ -104,11 +114,7 @@ pub(super) fn lend(
     named: Named,
     files: [BorrowedFd<'_>; FILES],
 ) -> io::Result<usize> {
-    let mut frame = vec![0; HEADER_BYTES];
-    codec::encode(&named, &[], &mut frame).map_err(io::Error::other)?;
-    let length = frame.len() - HEADER_BYTES;
-    let header = Header { length: length as u32, kind, flags: 0, metadata_length: length as u16, number };
-    frame[..HEADER_BYTES].copy_from_slice(&header.encode());
+    let frame = lend_frame((kind, number), named)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&files));

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -14,17 +13,18 @@ use bulkhead_policy::{Event, Time};
 use bulkhead_shared::client_protocol::Refused;
 use bulkhead_shared::connection::{Inbox, Outbox, Payload};
 use bulkhead_shared::frame::kind;
+use bulkhead_shared::in_process;
 use bulkhead_shared::{JobId, RejectReason};
 use foldhash::quality::RandomState;
-use mio::unix::SourceFd;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::client_end::ClientEnd;
 use super::lends::Unread;
 use super::memory::Counted;
 use super::shares::{Holder, Kind, Owner};
 use super::slab::{BulkheadIndex, CompartmentIndex, SessionId, SessionIndex};
 use super::turns::Standing;
-use super::{DataPlane, Endpoint, INTEREST, Incoming, JobData, memory};
+use super::{DataPlane, Endpoint, Incoming, JobData, memory};
 use bulkhead_linux::peer::Peer;
 
 /// Connections that one turn of the loop takes. Clients that are in come first: to find out their identity is work.
@@ -46,7 +46,7 @@ const READ_WITHIN: Duration = Duration::from_secs(30);
 pub(super) const UNREAD_BYTES_PAUSE: usize = 1024 * 1024;
 
 pub(super) struct Session {
-    pub(super) socket: UnixStream,
+    pub(super) end: ClientEnd,
     /// The process that connected, if that could be told.
     pub(super) peer: Option<Peer>,
     /// When it is read.
@@ -99,11 +99,7 @@ impl Session {
     pub(super) fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
         // What has just come makes it another.
-        let mut byte = [0];
-        let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
-        self.stage != Stage::Closing
-            && has_nothing
-            && matches!(rustix::net::recv(&self.socket, &mut byte, flags), Err(rustix::io::Errno::AGAIN))
+        self.stage != Stage::Closing && has_nothing && self.end.is_quiet()
     }
 }
 
@@ -167,7 +163,7 @@ impl DataPlane {
         let stage = Stage::AwaitingHello { since: self.now };
         // One that cannot be told has its share with all such.
         let uid = peer.map_or(u32::MAX, |peer| peer.uid);
-        let index = self.open_session(socket, (peer, grant), stage, None, uid);
+        let index = self.open_session(ClientEnd::Socket(socket), (peer, grant), stage, None, uid);
         self.want_housekeeping();
         if let Some(refusal) = refusal {
             self.refuse_session(index, refusal.reason, &refusal.message);
@@ -180,16 +176,14 @@ impl DataPlane {
     }
 
     /// Serves a client of the application that this is in, as one of the jobs socket: only who it is is known.
-    pub(super) fn welcome_embedded(&mut self, socket: UnixStream) {
-        if self.entrance.intake.prepare(&socket).is_err() || socket.set_nonblocking(true).is_err() {
-            return;
-        }
+    pub(super) fn welcome_embedded(&mut self, end: in_process::End) {
         let own = rustix::process::geteuid().as_raw();
         let is_full = self.sessions.clients + self.entrance.intake.closing() >= self.limits.clients_max;
         self.sessions.clients += 1;
         self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         let stage = Stage::AwaitingHello { since: self.now };
-        let index = self.open_session(socket, (None, Grant::Everything), stage, None, own);
+        let end = ClientEnd::InProcess(end);
+        let index = self.open_session(end, (None, Grant::Everything), stage, None, own);
         self.want_housekeeping();
         if is_full {
             let most = self.limits.clients_max;
@@ -203,13 +197,14 @@ impl DataPlane {
 
     /// Serves a client of the control plane's.
     pub(super) fn welcome_own(&mut self, socket: UnixStream, place: OwnedSemaphorePermit, uid: u32) {
-        self.open_session(socket, (None, Grant::Everything), Stage::Open, Some(place), uid);
+        let end = ClientEnd::Socket(socket);
+        self.open_session(end, (None, Grant::Everything), Stage::Open, Some(place), uid);
     }
 
-    /// A session on a socket that does not block. One that cannot be served is gone already.
+    /// A session; a socket does not block. One that cannot be served is gone already.
     fn open_session(
         &mut self,
-        socket: UnixStream,
+        end: ClientEnd,
         (peer, grant): (Option<Peer>, Grant),
         stage: Stage,
         place: Option<OwnedSemaphorePermit>,
@@ -217,9 +212,8 @@ impl DataPlane {
     ) -> SessionIndex {
         self.sessions.epochs += 1;
         let holder = self.memory.shares.open(Owner::User(uid), self.sessions.epochs);
-        let fd = socket.as_raw_fd();
         let index = self.sessions.slab.insert(Session {
-            socket,
+            end,
             peer,
             standing: Standing::default(),
             grant,
@@ -243,8 +237,11 @@ impl DataPlane {
             active_at: self.now,
         });
         let token = Endpoint::Session(index).token();
-        if self.poll.registry().register(&mut SourceFd(&fd), token, INTEREST).is_err() {
+        let session = &self.sessions[index];
+        if session.end.register(self.poll.registry(), token).is_err() {
             self.drop_session(index);
+        } else if let ClientEnd::InProcess(end) = &session.end {
+            self.bell.give_rope(SessionId { index, epoch: session.epoch }, end);
         }
         index
     }
@@ -278,9 +275,9 @@ impl DataPlane {
     /// jobs in hand are to have their outcomes; what it sends from here on is `forbidden`.
     pub(super) fn grant_again(&mut self) {
         for session in self.sessions.values_mut() {
-            if let Some(peer) = session.peer.filter(|_| session.stage != Stage::Closing) {
-                session.grant =
-                    self.entrance.access.grant(peer, &session.socket).unwrap_or_else(|_| Grant::nothing());
+            let peer = session.peer.filter(|_| session.stage != Stage::Closing);
+            if let (Some(peer), ClientEnd::Socket(socket)) = (peer, &session.end) {
+                session.grant = self.entrance.access.grant(peer, socket).unwrap_or_else(|_| Grant::nothing());
             }
         }
     }
@@ -316,7 +313,6 @@ impl DataPlane {
         let Some(session) = self.sessions.slab.retire(index) else { return };
         // A place that is free again must not be flushed for its former owner.
         self.dirty.retain(|&endpoint| endpoint != Endpoint::Session(index));
-        let _ = self.poll.registry().deregister(&mut SourceFd(&session.socket.as_raw_fd()));
         let nothing = Counted { holder: session.holder, bytes: 0, kind: Kind::Fixed };
         self.memory.recount(session.counted_held, nothing);
         self.memory.shares.close(session.holder);
@@ -325,7 +321,7 @@ impl DataPlane {
             self.sessions.clients -= 1;
             self.reporter.pulse.clients.store(self.sessions.clients as u64, Ordering::Relaxed);
         }
-        self.entrance.intake.close(session.socket);
+        session.end.close(self.poll.registry(), &self.entrance.intake);
     }
 
     pub(super) fn cancel_requests(&mut self, index: SessionIndex) {
@@ -392,7 +388,7 @@ impl DataPlane {
         if before > 0 {
             session.active_at = now;
         }
-        let flushed = session.outbox.flush(&session.socket, &mut self.buffers.pool);
+        let flushed = session.end.flush(&mut session.outbox, &mut self.buffers.pool);
         let waiting = session.outbox.waiting_bytes();
         self.sessions.undelivered = self.sessions.undelivered - session.counted_unread + waiting;
         session.counted_unread = waiting;
@@ -401,7 +397,7 @@ impl DataPlane {
             Ok(true) => {
                 session.unread_since = None;
                 if session.stage == Stage::Closing {
-                    let _ = session.socket.shutdown(std::net::Shutdown::Write);
+                    session.end.finish();
                     self.drop_session(index);
                 } else if std::mem::take(&mut session.is_paused) {
                     self.sessions.want_read(index);

@@ -64,7 +64,7 @@ impl DataPlane {
             Command::Replay { order, accepted, done } => {
                 let _ = accepted.send(self.replay(order, done));
             }
-            Command::Connect { socket } => self.welcome_embedded(socket),
+            Command::Connect { end } => self.welcome_embedded(end),
             Command::Client { socket, place, uid } => self.welcome_own(socket, place, uid),
             Command::Refused { refusal, .. } => self.note_refusal(SocketKind::Admin, refusal),
             Command::Reload { reload, reply } => {

@@ -153,7 +153,7 @@ pub enum Command {
     /// Serve a client of the application that this supervisor is in.
     Connect {
         /// The data plane's end of the connection.
-        socket: UnixStream,
+        end: bulkhead_shared::in_process::End,
     },
     /// A client was turned away at the admin socket.
     Refused {

@@ -1,9 +1,12 @@
 //! A supervisor whose data plane is on the caller's thread.
 
+use std::future::poll_fn;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::time::Duration;
 
 use bulkhead_client::Client;
@@ -13,6 +16,9 @@ use tokio::io::unix::AsyncFd;
 
 use super::{Ready, connector};
 use crate::supervisor::RunError;
+
+/// Turns in a row in which clients of this process alone are heard.
+const HEARD_MAX: usize = 16;
 
 /// A supervisor in this process whose data plane is on the caller's thread: [`super::Builder::start_local`].
 ///
@@ -113,16 +119,25 @@ impl LocalSupervisor {
             reason = "what follows it is unsafe; an owned descriptor is open as long as this"
         )]
         let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
+        let mut heard = 0;
         while data_plane.goes_on() {
             match guarded(data_plane, |it| Ok(it.settle()))? {
                 Some(Duration::ZERO) => tokio::task::yield_now().await,
                 patience => {
                     let patience = patience.unwrap_or(Duration::MAX);
-                    if let Ok(readable) = tokio::time::timeout(patience, arrivals.readable()).await {
-                        readable?.clear_ready();
+                    match next(data_plane, &arrivals, patience).await? {
+                        // Without a system call, but for the others' sake not always.
+                        Next::Clients if heard < HEARD_MAX => {
+                            heard += 1;
+                            guarded(data_plane, DataPlane::hear_clients)?;
+                            continue;
+                        }
+                        Next::Clients => tokio::task::yield_now().await,
+                        Next::Other => {}
                     }
                 }
             }
+            heard = 0;
             guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
         }
         Ok(())
@@ -140,6 +155,26 @@ impl LocalSupervisor {
         span_thread.into_iter().for_each(bulkhead_control::observe::spans::SpanThread::settle);
         ended.and(over).map_err(|error| RunError::System("run the event loop", error))
     }
+}
+
+/// What is to be looked at.
+enum Next {
+    /// Clients of this process, and no more.
+    Clients,
+    Other,
+}
+
+/// Waits until something has come, or as long as that.
+async fn next(data_plane: &DataPlane, arrivals: &AsyncFd<OwnedFd>, patience: Duration) -> io::Result<Next> {
+    let come = poll_fn(|context| {
+        // First, so that it is not missed however much clients send.
+        if let Poll::Ready(ready) = arrivals.poll_read_ready(context) {
+            ready?.clear_ready();
+            return Poll::Ready(Ok(Next::Other));
+        }
+        data_plane.poll_clients(context).map(|()| Ok(Next::Clients))
+    });
+    tokio::time::timeout(patience, come).await.unwrap_or(Ok(Next::Other))
 }
 
 /// A panic of the data plane is its end, and not the caller's.

@@ -1,0 +1,349 @@
+//! A connection between two parts of one process: bytes with files, in order, either way, as many as a socket would
+//! take. Each end tells the other by a waker when it can go on, and makes no system call itself.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use rustix::io::Errno;
+
+/// Bytes that one end may have left unread by the other, as those of a socket for large payloads.
+const UNREAD_BYTES_MAX: usize = 1024 * 1024;
+
+/// Writes with files that one end may have left unread by the other.
+const UNREAD_FILES_MAX: usize = 4;
+
+/// What is kept of a buffer that was read to its end.
+const SPARE_BYTES_MAX: usize = 32 * 1024;
+
+/// One end. To drop it closes the connection.
+///
+/// ```
+/// use bulkhead_shared::in_process;
+///
+/// let (here, there) = in_process::pair();
+/// here.write(b"word")?;
+/// let mut buffer = [0; 10];
+/// assert_eq!(there.read(&mut buffer, &mut Vec::new()), Ok(4));
+/// assert_eq!(there.read(&mut buffer, &mut Vec::new()), Err(rustix::io::Errno::AGAIN));
+/// drop(here);
+/// assert_eq!(there.read(&mut buffer, &mut Vec::new()), Ok(0));
+/// # Ok::<(), rustix::io::Errno>(())
+/// ```
+pub struct End {
+    ways: Arc<[Mutex<Way>; 2]>,
+    /// The way by which bytes come in; they go out by the other one.
+    own: usize,
+}
+
+impl std::fmt::Debug for End {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("End")
+    }
+}
+
+#[derive(Default)]
+struct Way {
+    bytes: VecDeque<u8>,
+    /// Bytes that were ever read.
+    read: u64,
+    /// Files, by the number of the byte that they come with.
+    files: VecDeque<(u64, Vec<OwnedFd>)>,
+    reader: Party,
+    writer: Party,
+    is_closed: bool,
+}
+
+/// One that may wait.
+#[derive(Default)]
+struct Party {
+    waker: Option<Waker>,
+    is_waiting: bool,
+}
+
+impl Way {
+    fn room(&self) -> usize {
+        UNREAD_BYTES_MAX.saturating_sub(self.bytes.len())
+    }
+}
+
+impl Party {
+    fn wait(&mut self, waker: &Waker) {
+        if !self.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
+            self.waker = Some(waker.clone());
+        }
+        self.is_waiting = true;
+    }
+
+    /// The waker to be called, without a lock, if this one waits.
+    fn due(&mut self) -> Option<Waker> {
+        if std::mem::take(&mut self.is_waiting) { self.waker.clone() } else { None }
+    }
+}
+
+fn wake(waker: Option<Waker>) {
+    if let Some(waker) = waker {
+        waker.wake();
+    }
+}
+
+/// Two ends that are connected.
+pub fn pair() -> (End, End) {
+    let ways: Arc<[Mutex<Way>; 2]> = Arc::default();
+    (End { ways: ways.clone(), own: 0 }, End { ways, own: 1 })
+}
+
+impl End {
+    fn incoming(&self) -> MutexGuard<'_, Way> {
+        self.ways[self.own].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn outgoing(&self) -> MutexGuard<'_, Way> {
+        self.ways[1 - self.own].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads without waiting: `Ok(0)` at the end, `AGAIN` if there is nothing yet. Files that come with these bytes take
+    /// the place of those that are there; a read ends before those of another write.
+    pub fn read(&self, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> rustix::io::Result<usize> {
+        let mut way = self.incoming();
+        if way.bytes.is_empty() {
+            way.reader.is_waiting = true;
+            return if way.is_closed { Ok(0) } else { Err(Errno::AGAIN) };
+        }
+        let mut count = buffer.len().min(way.bytes.len());
+        let read = way.read;
+        if let Some(&(at, _)) = way.files.front()
+            && at < read + count as u64
+        {
+            *files = way.files.pop_front().map(|(_, files)| files).unwrap_or_default();
+            if let Some(&(next, _)) = way.files.front() {
+                count = count.min((next - read) as usize);
+            }
+        }
+        let (first, second) = way.bytes.as_slices();
+        let split = count.min(first.len());
+        buffer[..split].copy_from_slice(&first[..split]);
+        buffer[split..count].copy_from_slice(&second[..count - split]);
+        way.read += count as u64;
+        if count == way.bytes.len() {
+            way.bytes.clear();
+            way.bytes.shrink_to(SPARE_BYTES_MAX);
+            // One that has all does not ask whether there is more.
+            way.reader.is_waiting = true;
+        } else {
+            way.bytes.drain(..count);
+        }
+        // Not for each byte of room.
+        let writer = if way.bytes.len() <= UNREAD_BYTES_MAX / 2 { way.writer.due() } else { None };
+        drop(way);
+        wake(writer);
+        Ok(count)
+    }
+
+    /// Writes as much as there is room for: `AGAIN` if there is none, `PIPE` if the other end is closed.
+    pub fn write(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
+        let mut way = self.outgoing();
+        if way.is_closed {
+            return Err(Errno::PIPE);
+        }
+        let count = bytes.len().min(way.room());
+        if count == 0 && !bytes.is_empty() {
+            way.writer.is_waiting = true;
+            return Err(Errno::AGAIN);
+        }
+        way.bytes.extend(&bytes[..count]);
+        let reader = way.reader.due();
+        drop(way);
+        wake(reader);
+        Ok(count)
+    }
+
+    /// Writes all of it, with files that come with the first of the bytes: `AGAIN` if there is no room for that, of which
+    /// this end is not told, or if a few files are unread.
+    pub fn write_with_files(&self, bytes: &[u8], files: Vec<OwnedFd>) -> rustix::io::Result<()> {
+        let mut way = self.outgoing();
+        if way.is_closed {
+            return Err(Errno::PIPE);
+        }
+        if way.room() < bytes.len() || way.files.len() >= UNREAD_FILES_MAX {
+            return Err(Errno::AGAIN);
+        }
+        let at = way.read + way.bytes.len() as u64;
+        way.files.push_back((at, files));
+        way.bytes.extend(bytes);
+        let reader = way.reader.due();
+        drop(way);
+        wake(reader);
+        Ok(())
+    }
+
+    /// Bytes that can be read.
+    pub fn readable_bytes(&self) -> usize {
+        self.incoming().bytes.len()
+    }
+
+    /// Whether either end was closed.
+    pub fn is_closed(&self) -> bool {
+        self.incoming().is_closed
+    }
+
+    /// Has this waker called whenever there is something to be read, the end included, after a read that left nothing, and
+    /// whenever there is room again after a write that found none.
+    pub fn watch(&self, waker: &Waker) {
+        let mut incoming = self.incoming();
+        incoming.reader.wait(waker);
+        let is_due = !incoming.bytes.is_empty() || incoming.is_closed;
+        drop(incoming);
+        self.outgoing().writer.waker = Some(waker.clone());
+        if is_due {
+            waker.wake_by_ref();
+        }
+    }
+
+    /// Ready when there is something to be read, the end included.
+    pub fn poll_readable(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut way = self.incoming();
+        if !way.bytes.is_empty() || way.is_closed {
+            return Poll::Ready(());
+        }
+        way.reader.wait(context.waker());
+        Poll::Pending
+    }
+
+    /// Ready when something can be written, or nothing ever will.
+    pub fn poll_writable(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut way = self.outgoing();
+        if way.bytes.len() <= UNREAD_BYTES_MAX / 2 || way.is_closed {
+            return Poll::Ready(());
+        }
+        way.writer.wait(context.waker());
+        Poll::Pending
+    }
+
+    /// Ends the connection both ways. The other end can read what it has not read yet.
+    pub fn close(&self) {
+        let mut wakers = Vec::new();
+        for (at, way) in self.ways.iter().enumerate() {
+            let mut way = way.lock().unwrap_or_else(PoisonError::into_inner);
+            if at == self.own {
+                way.bytes = VecDeque::new();
+                way.files.clear();
+            }
+            if !std::mem::replace(&mut way.is_closed, true) {
+                // Also those that do not wait: a data plane does not ask.
+                wakers.extend(way.reader.waker.take());
+                wakers.extend(way.writer.waker.take());
+            }
+        }
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::Wake;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Counts(AtomicUsize);
+
+    impl Wake for Counts {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    impl Counts {
+        fn take(&self) -> usize {
+            self.0.swap(0, Ordering::SeqCst)
+        }
+    }
+
+    fn read(end: &End, most: usize) -> rustix::io::Result<(Vec<u8>, usize)> {
+        let (mut buffer, mut files) = (vec![0; most], Vec::new());
+        let count = end.read(&mut buffer, &mut files)?;
+        buffer.truncate(count);
+        Ok((buffer, files.len()))
+    }
+
+    #[test]
+    fn bytes_come_in_order_and_no_more_of_them_than_there_is_room_for() {
+        let (here, there) = pair();
+        let bytes: Vec<u8> = (0..3 * UNREAD_BYTES_MAX + 77).map(|at| (at % 251) as u8).collect();
+        let (mut sent, mut found) = (0, Vec::new());
+        while found.len() < bytes.len() {
+            while let Ok(count) = here.write(&bytes[sent..]) {
+                sent += count;
+                assert!(there.readable_bytes() <= UNREAD_BYTES_MAX);
+                if sent == bytes.len() {
+                    break;
+                }
+            }
+            found.extend(read(&there, 70_001).unwrap().0);
+        }
+        assert!(found == bytes);
+        assert_eq!(read(&there, 1), Err(Errno::AGAIN));
+        assert!(there.incoming().bytes.capacity() <= SPARE_BYTES_MAX, "an idle connection holds little");
+    }
+
+    #[test]
+    fn each_end_is_woken_once_it_can_go_on_and_not_before() {
+        let (here, there) = pair();
+        let (ours, theirs) = (Arc::<Counts>::default(), Arc::<Counts>::default());
+        there.watch(&theirs.clone().into());
+        here.watch(&ours.clone().into());
+        here.write(b"a").unwrap();
+        here.write(b"b").unwrap();
+        assert_eq!(theirs.take(), 1, "it has not read yet");
+        assert_eq!(read(&there, 1).unwrap().0, b"a");
+        here.write(b"c").unwrap();
+        assert_eq!(theirs.take(), 0, "it has left something");
+        assert_eq!(read(&there, 10).unwrap().0, b"bc");
+        here.write(b"d").unwrap();
+        assert_eq!(theirs.take(), 1);
+        let full = vec![0; UNREAD_BYTES_MAX];
+        assert_eq!(here.write(&full), Ok(UNREAD_BYTES_MAX - 1));
+        assert_eq!(here.write(&full), Err(Errno::AGAIN));
+        read(&there, 1000).unwrap();
+        assert_eq!(ours.take(), 0, "there is hardly room");
+        read(&there, UNREAD_BYTES_MAX / 2).unwrap();
+        assert_eq!(ours.take(), 1);
+    }
+
+    #[test]
+    fn what_was_written_before_the_end_is_read() {
+        let (here, there) = pair();
+        let theirs = Arc::<Counts>::default();
+        there.watch(&theirs.clone().into());
+        here.write(b"last words").unwrap();
+        theirs.take();
+        drop(here);
+        assert!(theirs.take() >= 1, "also one that has something to read is told");
+        assert_eq!(there.write(b"late"), Err(Errno::PIPE));
+        assert_eq!(read(&there, 100).unwrap().0, b"last words");
+        assert_eq!(read(&there, 100).unwrap().0, b"");
+    }
+
+    #[test]
+    fn files_come_with_their_bytes_and_are_closed_with_those_that_are_not_read() {
+        let open = || std::fs::File::open("/dev/null").unwrap().into();
+        let (here, there) = pair();
+        here.write(b"before ").unwrap();
+        here.write_with_files(b"one ", vec![open(), open()]).unwrap();
+        here.write_with_files(b"two", vec![open()]).unwrap();
+        assert_eq!(read(&there, 3), Ok((b"bef".to_vec(), 0)));
+        assert_eq!(read(&there, 100), Ok((b"ore one ".to_vec(), 2)), "those of one write at a time");
+        assert_eq!(there.incoming().files.len(), 1);
+        there.close();
+        assert_eq!(there.incoming().files.len(), 0);
+    }
+}
