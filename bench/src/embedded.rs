@@ -7,6 +7,8 @@ use std::rc::Rc;
 use bulkhead_client::Client;
 use bulkhead_supervisor::{Supervisor, config};
 
+use tokio::task::LocalSet;
+
 use crate::chains::{Chains, bare_calls};
 use crate::load::{self, Round};
 use crate::pairs::paired;
@@ -46,7 +48,9 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
         let mut p50 = Vec::new();
         for _ in plan.rounds() {
             let bare = bare_calls(&bare, 1, plan.small, BYTES).await?;
-            let local = supervisor.run_until(calls(client.clone(), plan.small)).await??;
+            let tasks = LocalSet::new();
+            let calls = tasks.run_until(calls(client.clone(), plan.small));
+            let local = supervisor.run_until(calls).await??;
             p50.push((bare.quantile(0.5), local.quantile(0.5)));
         }
         report.tell(paired(LOCAL.into(), "µs", &p50, Target::AtMost, 1.3));

@@ -183,14 +183,20 @@ impl Client {
     /// see `Supervisor::client` of `bulkhead-supervisor`. It connects when the runtime gets to it; jobs wait for that.
     /// For the rest it is as [`Client::connect`] makes it. Call it within a tokio runtime.
     pub fn in_process(connector: Connector) -> Self {
+        let (client, served) = Self::in_process_served_by(connector);
+        tokio::spawn(served);
+        client
+    }
+
+    /// The same, whose connection is served while the future that is returned is polled, within a tokio runtime.
+    pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let target = Target::InProcess(connector);
         let loss = Loss { since: Instant::now(), attempts: 0, why: "it is not connected yet".to_owned() };
         let (sender, current) = watch::channel(Connection::Down(loss));
         let wanted = Arc::<Notify>::default();
         let driver =
             Driver { target: target.clone(), requests: None, current: sender, wanted: wanted.clone() };
-        tokio::spawn(driver.drive());
-        Self { shared: Arc::new(Shared { target, current, wanted }) }
+        (Self { shared: Arc::new(Shared { target, current, wanted }) }, driver.drive())
     }
 
     /// Sends a job. Its progress is reported to the sender that is there.

@@ -25,6 +25,7 @@ use bulkhead_shared::in_process;
 use crate::supervisor::{RunError, SLICE, run_data_plane};
 
 mod local;
+mod parts;
 
 pub use local::LocalSupervisor;
 

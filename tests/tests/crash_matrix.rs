@@ -42,8 +42,25 @@ fn after(operation: &str, payload: &str) -> String {
         for (bulkhead, _) in FORKED {
             assert_eq!(plain, after_in(bulkhead, operation, payload), "{bulkhead}: {operation}");
         }
+        for embedded in after_embedded(operation, payload) {
+            assert_eq!(plain, embedded, "embedded: {operation}");
+        }
     }
     plain
+}
+
+/// The same with the supervisor in an application: with threads of its own, and on the application's.
+fn after_embedded(operation: &str, payload: &str) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut application = std::process::Command::new(bulkhead_tests::programs().join("application"));
+    application.args(["after", operation, payload]).current_dir(folder.path());
+    application.env("MISBEHAVE", bulkhead_tests::programs().join("misbehave"));
+    let ended = application.output().unwrap();
+    let (said, error) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+    assert!(ended.status.success() && said.ends_with("done\n"), "{}\n{said}\n{error}", ended.status);
+    let told: Vec<_> = said.lines().take(2).map(str::to_owned).collect();
+    assert_eq!(said.lines().count(), 3, "{said}");
+    told
 }
 
 fn after_in(bulkhead: &str, operation: &str, payload: &str) -> String {

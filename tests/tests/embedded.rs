@@ -57,6 +57,22 @@ fn whatever_is_killed_each_job_has_one_outcome_and_none_is_begun_twice() {
 }
 
 #[test]
+fn that_holds_on_the_thread_of_the_application_too() {
+    runs("local-holds");
+}
+
+#[test]
+fn each_of_a_thousand_jobs_that_wait_is_told_of_the_end() {
+    runs("is-told");
+    runs("local-is-told");
+}
+
+#[test]
+fn panics_futures_that_are_given_up_and_other_runtimes_end_nothing() {
+    runs("local-goes-on");
+}
+
+#[test]
 fn one_process_can_have_two() {
     runs("two");
 }

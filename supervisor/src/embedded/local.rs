@@ -1,11 +1,13 @@
 //! A supervisor whose data plane is on the caller's thread.
 
+use std::convert::Infallible;
 use std::future::poll_fn;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -14,11 +16,15 @@ use bulkhead_dataplane::DataPlane;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use super::parts::{Part, Whole};
 use super::{Ready, connector};
 use crate::supervisor::RunError;
 
 /// Turns in a row in which clients of this process alone are heard.
 const HEARD_MAX: usize = 16;
+
+/// How often what is driven together is looked at before others of the runtime have a turn.
+const ROUNDS_MAX: usize = 16;
 
 /// A supervisor in this process whose data plane is on the caller's thread: [`super::Builder::start_local`].
 ///
@@ -48,9 +54,13 @@ const HEARD_MAX: usize = 16;
 pub struct LocalSupervisor {
     /// `None` once it has ended.
     ready: Option<Ready>,
+    /// What serves the connections of clients.
+    served: Mutex<Vec<Served>>,
     /// The process that has started it.
     owner: u32,
 }
+
+type Served = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 impl std::fmt::Debug for LocalSupervisor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -61,7 +71,7 @@ impl std::fmt::Debug for LocalSupervisor {
 impl LocalSupervisor {
     pub(super) fn new(mut ready: Ready) -> Self {
         ready.data_plane.start();
-        Self { ready: Some(ready), owner: std::process::id() }
+        Self { ready: Some(ready), served: Mutex::default(), owner: std::process::id() }
     }
 
     /// A client of its own connection; clones of it share that. Call it within a tokio runtime, best one of the same
@@ -69,7 +79,11 @@ impl LocalSupervisor {
     /// `Disconnected`.
     pub fn client(&self) -> Client {
         match &self.ready {
-            Some(ready) => Client::in_process(connector(&ready.commander)),
+            Some(ready) => {
+                let (client, served) = Client::in_process_served_by(connector(&ready.commander));
+                self.served.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(served));
+                client
+            }
             None => {
                 Client::in_process(std::sync::Arc::new(|| Err(io::Error::other("the supervisor has ended"))))
             }
@@ -82,15 +96,14 @@ impl LocalSupervisor {
     /// future is dropped.
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
         let mut future = pin!(future);
-        let ended = tokio::select! {
-            // What has come for the future may be all that it waits for.
-            biased;
-            output = &mut future => return Ok(output),
-            ended = self.drive() => ended,
-        };
-        self.end(ended)?;
-        // It was told to stop, which the future may wait for.
-        Ok(future.await)
+        match self.drive_beside(future.as_mut()).await {
+            Ok(output) => Ok(output),
+            Err(ended) => {
+                self.end(ended)?;
+                // It was told to stop, which the future may wait for.
+                Ok(future.await)
+            }
+        }
     }
 
     /// Has it stop: jobs in hand get as long as `drain_timeout`, and new ones are told `draining`; a second time, all is
@@ -106,41 +119,92 @@ impl LocalSupervisor {
     /// ended before.
     pub async fn shutdown(mut self) -> Result<(), RunError> {
         self.stop();
-        let ended = self.drive().await;
-        self.end(ended)
+        match self.drive_beside(std::future::pending::<Infallible>()).await {
+            Err(ended) => self.end(ended),
+            Ok(never) => match never {},
+        }
     }
 
-    /// Returns when it has come to its end.
-    async fn drive(&mut self) -> io::Result<()> {
-        let Some(ready) = &mut self.ready else { return Ok(()) };
-        let data_plane = &mut ready.data_plane;
-        #[expect(
-            deprecated,
-            reason = "what follows it is unsafe; an owned descriptor is open as long as this"
-        )]
-        let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
-        let mut heard = 0;
-        while data_plane.goes_on() {
-            match guarded(data_plane, |it| Ok(it.settle()))? {
-                Some(Duration::ZERO) => tokio::task::yield_now().await,
-                patience => {
-                    let patience = patience.unwrap_or(Duration::MAX);
-                    match next(data_plane, &arrivals, patience).await? {
-                        // Without a system call, but for the others' sake not always.
-                        Next::Clients if heard < HEARD_MAX => {
-                            heard += 1;
-                            guarded(data_plane, DataPlane::hear_clients)?;
-                            continue;
-                        }
-                        Next::Clients => tokio::task::yield_now().await,
-                        Next::Other => {}
+    /// Drives it, and what serves its clients, until the future ends; or else it has come to its own end, like this.
+    async fn drive_beside<F: Future>(&mut self, future: F) -> Result<F::Output, io::Result<()>> {
+        let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let whole = Arc::<Whole>::default();
+        let (mut future, of_future) = (pin!(future), Part::new(&whole));
+        let (mut driven, of_driven) = (pin!(drive(&mut self.ready)), Part::new(&whole));
+        let mut of_clients: Vec<_> = served.iter().map(|_| Part::new(&whole)).collect();
+        poll_fn(|context| {
+            whole.enter(context);
+            for _ in 0..ROUNDS_MAX {
+                // First, since what has come for it may be all that it waits for.
+                if let Some(Poll::Ready(output)) = of_future.poll(future.as_mut()) {
+                    return Poll::Ready(Ok(output));
+                }
+                if let Some(Poll::Ready(ended)) = of_driven.poll(driven.as_mut()) {
+                    return Poll::Ready(Err(ended));
+                }
+                for at in (0..served.len()).rev() {
+                    if let Some(Poll::Ready(())) = of_clients[at].poll(served[at].as_mut()) {
+                        drop((served.swap_remove(at), of_clients.swap_remove(at)));
                     }
                 }
+                if !is_any_woken(&of_future, &of_driven, &of_clients) {
+                    break;
+                }
             }
-            heard = 0;
-            guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+            whole.leave();
+            if is_any_woken(&of_future, &of_driven, &of_clients) {
+                context.waker().wake_by_ref();
+            }
+            Poll::Pending
+        })
+        .await
+    }
+}
+
+fn is_any_woken(future: &Part, driven: &Part, clients: &[Part]) -> bool {
+    future.is_woken() || driven.is_woken() || clients.iter().any(Part::is_woken)
+}
+
+/// Returns when it has come to its end.
+async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
+    let Some(ready) = ready else { return Ok(()) };
+    let data_plane = &mut ready.data_plane;
+    #[expect(deprecated, reason = "what follows it is unsafe; an owned descriptor is open as long as this")]
+    let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
+    let mut heard = 0;
+    while data_plane.goes_on() {
+        match guarded(data_plane, |it| Ok(it.settle()))? {
+            Some(Duration::ZERO) => tokio::task::yield_now().await,
+            patience => {
+                let patience = patience.unwrap_or(Duration::MAX);
+                match next(data_plane, &arrivals, patience).await? {
+                    // Without a system call, but for the others' sake not always.
+                    Next::Clients if heard < HEARD_MAX => {
+                        heard += 1;
+                        guarded(data_plane, DataPlane::hear_clients)?;
+                        continue;
+                    }
+                    Next::Clients => tokio::task::yield_now().await,
+                    Next::Other => {}
+                }
+            }
         }
-        Ok(())
+        heard = 0;
+        guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+    }
+    Ok(())
+}
+
+impl LocalSupervisor {
+    /// What has come for clients is theirs, and no more will come: the runtime serves them from now on. Without one, their
+    /// jobs are told that the connection is lost.
+    fn release_clients(&mut self) {
+        let served = self.served.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for it in served.drain(..) {
+            if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+                drop(runtime.spawn(it));
+            }
+        }
     }
 
     /// It has come to its end: ends the keeper with all workers, and the other threads.
@@ -148,6 +212,7 @@ impl LocalSupervisor {
         let Some(Ready { data_plane, control, span_thread, fate, pulse, .. }) = self.ready.take() else {
             return Ok(());
         };
+        self.release_clients();
         let over = catch_unwind(AssertUnwindSafe(|| data_plane.end())).unwrap_or_else(|_| Err(panicked()));
         fate.expect_end();
         pulse.is_over.store(true, Ordering::SeqCst);
@@ -194,6 +259,7 @@ impl Drop for LocalSupervisor {
         if self.owner != std::process::id() {
             // What is forked off has a copy, and no thread to wait for; the keeper is not its own.
             std::mem::forget(self.ready.take());
+            std::mem::forget(std::mem::take(&mut self.served));
         }
         if let Some(ready) = &self.ready {
             ready.commander.stop().and_then(|()| ready.commander.stop()).unwrap_or_default();

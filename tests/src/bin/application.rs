@@ -38,6 +38,11 @@ fn main() {
         Some("async") => run(in_a_runtime()),
         Some("local") => on_this_thread(local()),
         Some("local-ends") => on_this_thread(local_ends()),
+        Some("local-holds") => on_this_thread(local_holds()),
+        Some("local-goes-on") => local_goes_on(),
+        Some("local-is-told") => on_this_thread(local_is_told()),
+        Some("is-told") => is_told(),
+        Some("after") => after(&arguments[1], &arguments[2]),
         Some("local-is-killed") => on_this_thread(local_is_killed()),
         Some("adopts") => adopts(),
         Some("forks") => forks(),
@@ -363,19 +368,37 @@ fn loses_its_keeper() {
     own.wait().unwrap();
 }
 
-/// While workers, keepers and guards are killed, each job has one outcome, none is begun twice, and none that is said not
-/// to have run has.
+const HOLDS: &str = "processes = 2\nmax_in_flight = 2\nmax_queue = 100";
+
 fn holds() {
+    let (supervisor, client) = start(HOLDS);
+    keep_books(move |operation| send(&client, operation, ""));
+    supervisor.shutdown().unwrap();
+}
+
+/// The same with the data plane on this thread, and clients on others.
+async fn local_holds() {
+    let (mut supervisor, client) = start_local(HOLDS);
+    let books =
+        tokio::task::spawn_blocking(move || keep_books(move |operation| run(send_to(&client, operation))));
+    supervisor.run_until(books).await.unwrap().unwrap();
+    supervisor.shutdown().await.unwrap();
+}
+
+/// While workers, keepers and guards are killed, each job has one outcome, none is begun twice, and none that is said not
+/// to have run has. A second argument says for how many seconds, so that it can be more than a few.
+fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 'static) {
     const LANES: usize = 8;
     const JOBS: usize = 60;
-    let (supervisor, client) = start("processes = 2\nmax_in_flight = 2\nmax_queue = 100");
+    let lasts = std::env::args().nth(2).map(|seconds| Duration::from_secs(seconds.parse().unwrap()));
+    let began = std::time::Instant::now();
     let is_over = Arc::new(AtomicUsize::new(0));
     let killed = std::thread::spawn({
-        let (client, is_over) = (client.clone(), is_over.clone());
+        let (send, is_over) = (send.clone(), is_over.clone());
         move || {
             let mut killed = 0;
             while is_over.load(Ordering::SeqCst) == 0 {
-                let found = send(&client, "pid", "").ok().and_then(|reply| reply.outcome().worker_pid);
+                let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
                 let ancestor = (0..killed % 3).try_fold(worker, |pid, _| parent_of(pid));
                 // What it was may have ended since, and all else here is ours.
@@ -392,11 +415,14 @@ fn holds() {
     });
     let lanes: Vec<_> = (0..LANES)
         .map(|lane| {
-            let client = client.clone();
+            let send = send.clone();
             std::thread::spawn(move || {
-                for job in 0..JOBS {
+                let goes_on = |job| lasts.map_or(job < JOBS, |lasts| began.elapsed() < lasts);
+                let mut told_of = 0;
+                for job in (0..).take_while(|&job| goes_on(job)) {
+                    told_of += 1;
                     let file = format!("job-{lane}-{job}");
-                    let told = send(&client, &format!("steps:count {file};sleep 5;count {file}-end"), "");
+                    let told = send(&format!("steps:count {file};sleep 5;count {file}-end"));
                     let bytes = |name: &str| std::fs::metadata(name).map_or(0, |found| found.len());
                     let (began, ended) = (bytes(&file), bytes(&format!("{file}-end")));
                     assert!(began <= 1 && ended <= began, "{file}: {began}, {ended}");
@@ -407,14 +433,120 @@ fn holds() {
                         }
                         Err(error) => assert!(error.outcome().is_some(), "{file}: {error}"),
                     }
+                    for name in [file.clone(), format!("{file}-end")] {
+                        let _ = std::fs::remove_file(name);
+                    }
                 }
+                told_of
             })
         })
         .collect();
-    lanes.into_iter().for_each(|lane| lane.join().unwrap());
+    let told: usize = lanes.into_iter().map(|lane| lane.join().unwrap()).sum();
     is_over.store(1, Ordering::SeqCst);
-    assert!(killed.join().unwrap() >= 3);
-    supervisor.shutdown().unwrap();
+    let killed = killed.join().unwrap();
+    println!("{told} jobs, {killed} processes killed");
+    assert!(killed >= 3);
+}
+
+/// Jobs that wait where none runs, and how many that is.
+const WAITING: &str = "max_in_flight = 1\nmax_queue = 1000\ndeadline = \"60s\"";
+const WAITS: usize = 1000;
+
+/// A job that ends, or does not, with a supervisor that is told to end at once.
+fn assert_told(told: &Result<Reply, JobError>) {
+    let told = told.as_ref().expect_err("none has run");
+    assert!(told.executed() != Executed::Yes, "{told}");
+}
+
+/// Each of a thousand jobs that wait is told when the supervisor ends.
+fn is_told() {
+    let (supervisor, client) = start(WAITING);
+    let running = client.job("a", "").operation("steps:count began;wait never").start().unwrap();
+    wait_for("it runs", || Path::new("began").exists().then_some(()));
+    let waiting: Vec<_> = (0..WAITS).map(|_| client.job("a", "").start().unwrap()).collect();
+    supervisor.stop();
+    drop(supervisor);
+    assert_told(&running.wait());
+    waiting.into_iter().for_each(|job| assert_told(&job.wait()));
+    assert!(matches!(send(&client, "echo", ""), Err(JobError::Disconnected { .. })));
+}
+
+/// The same on this thread, also where it is dropped without a turn in which they could be told.
+async fn local_is_told() {
+    for is_dropped in [false, true] {
+        let (mut supervisor, client) = start_local(WAITING);
+        let begin = async {
+            let mut handles = Vec::new();
+            for _ in 0..=WAITS {
+                let operation = if handles.is_empty() { "steps:count began;wait never" } else { "" };
+                handles.push(client.job("a", "").operation(operation).start().await.unwrap());
+            }
+            while !Path::new("began").exists() {
+                tokio::task::yield_now().await;
+            }
+            handles
+        };
+        let handles = supervisor.run_until(begin).await.unwrap();
+        std::fs::remove_file("began").unwrap();
+        if is_dropped {
+            drop(supervisor);
+        } else {
+            supervisor.stop();
+            supervisor.shutdown().await.unwrap();
+        }
+        for handle in handles {
+            assert_told(&handle.await);
+        }
+        assert!(matches!(send_to(&client, "echo").await, Err(JobError::Disconnected { .. })));
+    }
+}
+
+/// Panics of the application, futures that are given up, other threads and other runtimes end nothing.
+fn local_goes_on() {
+    let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let keys = "max_in_flight = 4\nmax_queue = 300\ngrace = \"100ms\"";
+    let (mut supervisor, client) = {
+        let _within = threads.enter();
+        start_local(keys)
+    };
+    let echo = |supervisor: &mut LocalSupervisor, runtime: &tokio::runtime::Runtime| {
+        let reply = runtime.block_on(supervisor.run_until(send_to(&client, "echo"))).unwrap();
+        assert_eq!(reply.unwrap().payload(), b"hello");
+    };
+    echo(&mut supervisor, &threads);
+    let panics = std::panic::AssertUnwindSafe(|| {
+        let panics = async {
+            let _running = client.job("a", "").operation("steps:wait never").start().await;
+            panic!("the application's own");
+        };
+        threads.block_on(supervisor.run_until(panics)).unwrap()
+    });
+    assert!(std::panic::catch_unwind(panics).is_err());
+    echo(&mut supervisor, &threads);
+    for _ in 0..20 {
+        let given_up = async {
+            let waits = supervisor.run_until(send_to(&client, "steps:wait never"));
+            tokio::time::timeout(Duration::from_millis(5), waits).await
+        };
+        assert!(threads.block_on(given_up).is_err());
+    }
+    echo(&mut supervisor, &threads);
+    // From all threads at once, beside one that keeps the driven one busy.
+    let jobs = (0..200).map(|_| threads.spawn(client.job("a", vec![7; 100_000]).operation("echo").send()));
+    let jobs: Vec<_> = jobs.collect();
+    let all = async {
+        for job in jobs {
+            assert_eq!(job.await.unwrap().unwrap().payload(), [7; 100_000]);
+        }
+    };
+    threads.block_on(supervisor.run_until(all)).unwrap();
+    // Driven on another runtime's thread from here on, while the first one ends.
+    let other = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    echo(&mut supervisor, &other);
+    threads.shutdown_background();
+    echo(&mut supervisor, &other);
+    other.block_on(supervisor.shutdown()).unwrap();
+    assert_told(&other.block_on(send_to(&client, "echo")));
 }
 
 /// Processes of a supervisor.
@@ -542,6 +674,26 @@ async fn in_a_runtime() {
     }
     is_over.store(1, Ordering::SeqCst);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// Tells how a bad job ends, with the data plane on a thread of its own and on this one; what comes after it is served.
+fn after(operation: &str, payload: &str) {
+    let (supervisor, client) = start("deadline = \"20s\"");
+    let told = client.job("a", payload).operation(operation).send();
+    assert_eq!(outcome(&send(&client, "echo", "")), "ok");
+    supervisor.shutdown().unwrap();
+    println!("{}", outcome(&told));
+    on_this_thread(async {
+        let (mut supervisor, client) = start_local("deadline = \"20s\"");
+        let both = async {
+            let told = client.job("a", payload).operation(operation).send().await;
+            (told, send_to(&client, "echo").await)
+        };
+        let (told, next) = supervisor.run_until(both).await.unwrap();
+        assert_eq!(outcome(&next), "ok");
+        supervisor.shutdown().await.unwrap();
+        println!("{}", outcome(&told));
+    });
 }
 
 fn on_this_thread(future: impl Future<Output = ()>) {

@@ -1,0 +1,118 @@
+//! Futures that are polled as parts of one: each only when it was woken itself, and again before the whole sleeps if
+//! another part of it wakes it, which then takes no turn of the runtime.
+
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+
+/// The whole, as its parts wake it.
+#[derive(Default)]
+pub(super) struct Whole {
+    /// Whether it is polled now, so that it will look at each part before it sleeps.
+    is_polled: AtomicBool,
+    waker: Mutex<Option<Waker>>,
+}
+
+impl Whole {
+    /// It is polled now.
+    pub(super) fn enter(&self, context: &Context<'_>) {
+        let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
+        if !waker.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
+            *waker = Some(context.waker().clone());
+        }
+        drop(waker);
+        self.is_polled.store(true, Ordering::SeqCst);
+    }
+
+    /// It will not look at its parts any more before it is woken; what was woken since the last look is to be found by a
+    /// look after this.
+    pub(super) fn leave(&self) {
+        self.is_polled.store(false, Ordering::SeqCst);
+    }
+
+    fn wake(&self) {
+        let waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        waker.into_iter().for_each(Waker::wake);
+    }
+}
+
+struct Alarm {
+    whole: Arc<Whole>,
+    has_rung: AtomicBool,
+}
+
+impl Wake for Alarm {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.has_rung.swap(true, Ordering::SeqCst) && !self.whole.is_polled.load(Ordering::SeqCst) {
+            self.whole.wake();
+        }
+    }
+}
+
+/// One part's turn.
+pub(super) struct Part {
+    alarm: Arc<Alarm>,
+    waker: Waker,
+}
+
+impl Part {
+    /// It is to be polled first.
+    pub(super) fn new(whole: &Arc<Whole>) -> Self {
+        let alarm = Arc::new(Alarm { whole: whole.clone(), has_rung: AtomicBool::new(true) });
+        Self { waker: alarm.clone().into(), alarm }
+    }
+
+    pub(super) fn is_woken(&self) -> bool {
+        self.alarm.has_rung.load(Ordering::SeqCst)
+    }
+
+    /// Polls it if it was woken. `None` if not.
+    pub(super) fn poll<F: Future + ?Sized>(&self, future: Pin<&mut F>) -> Option<Poll<F::Output>> {
+        if !self.alarm.has_rung.swap(false, Ordering::SeqCst) {
+            return None;
+        }
+        Some(future.poll(&mut Context::from_waker(&self.waker)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::pin::pin;
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Counts(AtomicUsize);
+
+    impl Wake for Counts {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn a_part_is_polled_when_it_was_woken_and_the_whole_is_woken_when_it_sleeps() {
+        let (whole, outer) = (Arc::<Whole>::default(), Arc::<Counts>::default());
+        let waker: Waker = outer.clone().into();
+        let part = Part::new(&whole);
+        let mut future = pin!(poll_fn(|_| Poll::<()>::Pending));
+        whole.enter(&Context::from_waker(&waker));
+        assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
+        assert_eq!(part.poll(future.as_mut()), None);
+        part.waker.wake_by_ref();
+        assert!(part.is_woken() && outer.0.load(Ordering::SeqCst) == 0, "the whole will look");
+        assert_eq!(part.poll(future.as_mut()), Some(Poll::Pending));
+        whole.leave();
+        part.waker.wake_by_ref();
+        part.waker.wake_by_ref();
+        assert_eq!(outer.0.load(Ordering::SeqCst), 1);
+        assert!(part.is_woken());
+    }
+}
