@@ -109,9 +109,8 @@ impl Nest {
 
     /// Takes note of the children that there are.
     fn look(&mut self, children: &[u32], has_more: bool, now: Instant) {
-        let before = std::mem::take(&mut self.unknown);
-        let since =
-            |pid: u32| before.iter().find(|(known, _)| *known == pid).map_or(now, |(_, since)| *since);
+        let before: HashMap<u32, Instant> = self.unknown.drain(..).collect();
+        let since = |pid: u32| before.get(&pid).copied().unwrap_or(now);
         self.unknown = children.iter().filter(|pid| !self.has(**pid)).map(|&pid| (pid, since(pid))).collect();
         self.has_more = has_more;
     }
@@ -143,29 +142,35 @@ impl Process {
 
     /// Hears some ends. Returns whether there may be more.
     pub(super) fn hear_ends(&mut self, pid: u32) -> bool {
+        let (ends, has_more) = self.ends(pid);
+        let child = self.children.get(&pid);
+        if child.is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks())) {
+            // What a process said of itself it said before it ended.
+            self.hear_what_waits(pid);
+        }
+        ends.into_iter().for_each(|end| self.ended_in_nest(pid, end));
+        has_more
+    }
+
+    /// Some ends that were told, and whether there may be more.
+    fn ends(&mut self, pid: u32) -> (Vec<End>, bool) {
+        let mut ends = Vec::new();
+        let Some(nest) = self.nest_mut(pid) else { return (ends, false) };
         let mut buffer = vec![0; END_BYTES_MAX];
-        for _ in 0..ENDS_MAX {
-            let Some(nest) = self.nest_mut(pid) else { return false };
+        while ends.len() < ENDS_MAX {
             match socket::receive(&nest.socket, &mut buffer) {
                 Ok(Received::Message(length, _)) => match End::decode(&buffer[..length]) {
-                    Some(end) => self.ended_in_nest(pid, end),
-                    None => return false,
+                    Some(end) => ends.push(end),
+                    None => return (ends, false),
                 },
                 // When it has ended, so is it.
-                Ok(Received::Nothing | Received::Closed) | Err(_) => return false,
+                Ok(Received::Nothing | Received::Closed) | Err(_) => return (ends, false),
             }
         }
-        true
+        (ends, true)
     }
 
     fn ended_in_nest(&mut self, pid: u32, end: End) {
-        // What a process said of itself it said before it ended.
-        while self
-            .children
-            .get(&pid)
-            .is_some_and(|child| child.template.as_ref().is_some_and(|it| it.has_forks()))
-            && self.hear_some(pid)
-        {}
         let now = Instant::now();
         let Some(nest) = self.nest_mut(pid) else { return };
         if nest.template == Some(end.pid) {

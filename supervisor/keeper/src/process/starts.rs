@@ -19,10 +19,12 @@ use crate::confinement::{Identity, Observed, Seccomp, Temporary, Terms};
 use crate::spawn::{self, Barriers, Ends, Job, Prepared, Progress, Refusal};
 use crate::{ReportMessage, SpawnOrder, maps, observe, wait};
 
-/// The keeper's end, which never blocks and learns who speaks, and the template's.
+/// The keeper's end, which never blocks, learns who speaks and gets no descriptors, and the template's.
 fn template_socket() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = crate::socket::pair()?;
     rustix::net::sockopt::set_socket_passcred(&ours, true)?;
+    // Older kernels do not know how.
+    let _ = bulkhead_linux::rights::refuse_descriptors(&ours);
     Ok((ours, theirs))
 }
 
@@ -245,5 +247,22 @@ impl Process {
                 self.report_failure(worker, &Refusal::of("descriptors", &error));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::socket::Outbox;
+
+    #[test]
+    fn a_template_passes_no_descriptors_to_the_keeper() {
+        let (ours, theirs) = template_socket().unwrap();
+        if bulkhead_linux::rights::refuse_descriptors(&ours).is_err() {
+            return;
+        }
+        let mut outbox = Outbox::default();
+        outbox.push(vec![b'R'], vec![std::fs::File::open("/dev/null").unwrap().into()]);
+        assert_eq!(outbox.flush(&theirs).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 }

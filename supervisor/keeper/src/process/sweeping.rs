@@ -30,6 +30,9 @@ const AUDIT_PAUSE: Duration = Duration::from_secs(1);
 const REAPS_PER_TURN: usize = 64;
 const LOOKS_PER_TURN: usize = 64;
 
+/// Bytes from templates after which a turn waits for no more processes: some of them talk without end.
+const HEARD_PER_TURN: u64 = 4096;
+
 /// A worker that is dead and waited for, while what it left behind is swept up.
 struct Leaving {
     worker: u64,
@@ -113,10 +116,14 @@ impl Process {
     /// they do not have to wait behind a thousand orphans.
     pub(super) fn reap(&mut self, now: Instant) {
         self.sweep.has_dead = false;
+        let mut heard = 0;
         for _ in 0..REAPS_PER_TURN {
+            if heard >= HEARD_PER_TURN {
+                break;
+            }
             let Some(pid) = bulkhead_linux::wait::peek() else { return };
-            if !self.children.contains_key(&pid) && self.is_forking() {
-                self.hear_forks();
+            if !self.children.contains_key(&pid) {
+                heard += self.hear_forks();
             }
             if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
                 self.reap_worker(pid, now);

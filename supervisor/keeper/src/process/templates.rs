@@ -235,11 +235,26 @@ impl Process {
         }
     }
 
-    /// Hears all templates that are forking: what a worker said of itself it said before it ended.
-    pub(super) fn hear_forks(&mut self) {
+    /// Hears all templates that are forking: what a worker said of itself it said before it ended. Returns how many
+    /// bytes they had said.
+    pub(super) fn hear_forks(&mut self) -> u64 {
         let pids = self.forking().filter(|(_, child, _)| child.nest.is_none()).map(|(pid, ..)| pid);
         let pids: Vec<u32> = pids.collect();
-        pids.into_iter().for_each(|pid| while self.hear_some(pid) {});
+        pids.into_iter().map(|pid| self.hear_what_waits(pid)).sum()
+    }
+
+    /// Hears what a template and its workers have said by now, and little beyond: they may talk faster than it is
+    /// heard. Returns how many bytes that was.
+    pub(super) fn hear_what_waits(&mut self, pid: u32) -> u64 {
+        let Some(template) = self.template_mut(pid) else { return 0 };
+        let waiting = rustix::io::ioctl_fionread(&template.socket).unwrap_or(0);
+        let mut left = waiting;
+        while left > 0
+            && let Some(heard) = self.hear_one(pid)
+        {
+            left = left.saturating_sub(heard as u64);
+        }
+        waiting
     }
 
     /// A template, or what it has forked, has something to say.
@@ -257,21 +272,24 @@ impl Process {
     }
 
     /// Hears some messages. Returns whether there may be more.
-    pub(super) fn hear_some(&mut self, pid: u32) -> bool {
-        for _ in 0..WORDS_MAX {
-            let Some(template) = self.template_mut(pid) else { return false };
-            let mut bytes = [0; MESSAGE_BYTES_MAX];
-            let Some((length, sender)) = receive(&template.socket, &mut bytes) else { return false };
-            let is_sense = match Word::decode(&bytes[..length]) {
-                Some(word) => self.obey_template(pid, word, sender),
-                None => false,
-            };
-            if !is_sense {
-                self.end_template(pid, "it does not speak as a template does: see `start.mode`");
-                return false;
-            }
+    fn hear_some(&mut self, pid: u32) -> bool {
+        (0..WORDS_MAX).all(|_| self.hear_one(pid).is_some())
+    }
+
+    /// Hears a message. Returns its bytes; `None`: there is none, or it is the last one that is heard.
+    fn hear_one(&mut self, pid: u32) -> Option<usize> {
+        let template = self.template_mut(pid)?;
+        let mut bytes = [0; MESSAGE_BYTES_MAX];
+        let (length, sender) = receive(&template.socket, &mut bytes)?;
+        let is_sense = match Word::decode(&bytes[..length]) {
+            Some(word) => self.obey_template(pid, word, sender),
+            None => false,
+        };
+        if !is_sense {
+            self.end_template(pid, "it does not speak as a template does: see `start.mode`");
+            return None;
         }
-        true
+        Some(length)
     }
 
     /// Ends a template for what it did; with it all that lives in its nest, since there is no telling who did it.
@@ -502,7 +520,7 @@ impl Process {
     }
 }
 
-/// A message, and which process has sent it.
+/// A message, and which process has sent it. One without bytes has a sender as well, the end of all has none.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -516,5 +534,5 @@ fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
             sender = credentials.pid.as_raw_nonzero().get() as u32;
         }
     }
-    received.ok().filter(|message| message.bytes > 0).map(|message| (message.bytes, sender))
+    received.ok().filter(|message| message.bytes > 0 || sender > 0).map(|message| (message.bytes, sender))
 }

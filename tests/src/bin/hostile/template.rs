@@ -1,11 +1,12 @@
 //! A template (`start.mode = "fork"`) that does what no template does. It speaks with the keeper by itself.
 
-use std::io;
-use std::os::fd::BorrowedFd;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::process::ExitCode;
 
-use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word};
-use rustix::net::{RecvFlags, SendFlags};
+use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, ORDER_DESCRIPTORS, Order, Word};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 
 use crate::calls::call;
 
@@ -73,6 +74,39 @@ fn play(how: &str) -> io::Result<()> {
             }
             sleep()
         }
+        // Never forks what was ordered, has the keeper told of deaths, and talks faster than that can listen.
+        "floods" => {
+            say(Word::Ready)?;
+            let worker = next_order()?;
+            for number in 0..4 {
+                match (fork_sibling()?, number) {
+                    (0, 0) => loop {
+                        if fork_sibling()? == 0 {
+                            std::process::exit(0);
+                        }
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    },
+                    (0, _) => loop {
+                        say(Word::NotForked { worker: worker + 1_000_000, errno: 0, step: "" })?;
+                    },
+                    _ => {}
+                }
+            }
+            sleep()
+        }
+        // Keeps what it is given for each worker, all of which end at once.
+        "keeps-descriptors" => {
+            say(Word::Ready)?;
+            let mut kept = Vec::new();
+            loop {
+                let (worker, descriptors) = next_order_with_descriptors()?;
+                kept.push(descriptors);
+                if fork_sibling()? == 0 {
+                    say(Word::Born { worker })?;
+                    return Ok(());
+                }
+            }
+        }
         // Says that it has forked, and has not.
         "lies" => {
             say(Word::Ready)?;
@@ -101,13 +135,25 @@ fn say(word: Word<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the next worker that is to be forked. The descriptors that come along are left to the kernel.
+/// Waits for the next worker that is to be forked.
 fn next_order() -> io::Result<u64> {
+    next_order_with_descriptors().map(|(worker, _)| worker)
+}
+
+fn next_order_with_descriptors() -> io::Result<(u64, Vec<OwnedFd>)> {
     let mut bytes = [0; MESSAGE_BYTES_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ORDER_DESCRIPTORS))];
     loop {
-        let (length, _) = rustix::net::recv(keeper(), &mut bytes, RecvFlags::empty())?;
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let slices = &mut [IoSliceMut::new(&mut bytes)];
+        let length = rustix::net::recvmsg(keeper(), slices, &mut control, RecvFlags::empty())?.bytes;
+        let rights = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+            _ => None,
+        });
+        let descriptors = rights.flatten().collect();
         match Order::decode(&bytes[..length]) {
-            Some(Order::Fork { worker, .. }) => return Ok(worker),
+            Some(Order::Fork { worker, .. }) => return Ok((worker, descriptors)),
             Some(Order::Remove { .. }) => {}
             None => return Err(io::ErrorKind::UnexpectedEof.into()),
         }
