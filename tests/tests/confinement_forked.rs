@@ -503,7 +503,8 @@ fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
 /// trouble of its own bulkhead.
 #[test]
 fn a_hostile_template_harms_its_own_bulkhead_alone() {
-    let hows = ["forks-unasked", "names-a-grandchild", "invents-a-worker", "has-twins", "lies", "talks"];
+    let hows =
+        ["forks-unasked", "names-a-grandchild", "invents-a-worker", "has-twins", "lies", "talks", "floods"];
     let play = |profile: &str, how: &str| {
         let bad = bulkhead("bad", profile, "").replace(
             "command = [\"HOSTILE\"]",
@@ -520,6 +521,7 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
         .launch();
         let client = wait_for("the jobs socket", || Client::connect(place.supervisor.socket()).ok());
         wait_for("the other bulkhead is there", || client.job("other", "").operation("pid").send().ok());
+        let keeper = place.supervisor.keeper();
         let failed = |how: &str| !place.supervisor.events(how).is_empty();
         wait_for(&format!("{profile} {how}: it is told"), || {
             ask(&client, "other", "pid");
@@ -537,12 +539,35 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
             (bulkhead_tests::processes_with(&marker).iter().all(|pid| !below(&place, *pid))).then_some(())
         });
         ask(&client, "other", "pid");
+        assert_eq!(place.supervisor.keeper(), keeper, "{profile} {how}");
     };
     for profile in profiles() {
         std::thread::scope(|scope| {
             let plays = hows.map(|how| scope.spawn(move || play(profile, how)));
             plays.into_iter().for_each(|played| played.join().unwrap());
         });
+    }
+}
+
+/// The output of a worker that is gone is not awaited for ever from those who can still write to its pipes.
+#[test]
+fn a_template_that_keeps_what_its_workers_had_keeps_nothing_open_in_the_supervisor() {
+    for profile in profiles() {
+        let bad = bulkhead("bad", profile, "").replace(
+            "command = [\"HOSTILE\"]",
+            "command = [\"HOSTILE\", \"template\", \"keeps-descriptors\"]",
+        );
+        let place = Setup { bulkheads: &bad, ..Setup::default() }.launch();
+        let after = |generations: u64| {
+            wait_for(&format!("{profile}: {generations} workers have ended"), || {
+                place.supervisor.try_get("/v1/events?follow=false")?;
+                let ended = place.supervisor.events("worker_exited");
+                (ended.last()?["generation"].as_u64()? >= generations).then_some(())
+            });
+            bulkhead_tests::descriptors(place.supervisor.pid())
+        };
+        let (few, many) = (after(100), after(400));
+        assert!(many < few + 100, "{profile}: {few} descriptors, then {many}");
     }
 }
 

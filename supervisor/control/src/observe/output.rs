@@ -1,14 +1,16 @@
 //! What workers write to their standard output and error: read without end, so that a full pipe never
 //! stops a worker; kept and logged within bounds.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use serde_json::json;
 use tokio::net::unix::pipe::Receiver;
-use tokio::sync::broadcast;
+use tokio::sync::{broadcast, watch};
 
 use super::events::{line, rfc3339};
 use super::logging::{self, WORKER_TARGET};
@@ -31,6 +33,13 @@ const TAILS_MAX: usize = 256;
 /// Bytes that one read takes.
 const READ_BYTES: usize = 64 * 1024;
 
+/// Reads of what is left in a pipe whose process has ended: as much as a pipe can hold.
+const LAST_READS_MAX: usize = 16;
+
+/// After so many starts, and one for so many processes that are read from, it is looked which of these have ended.
+const STARTS_BETWEEN_LOOKS: usize = 16;
+const PROCESSES_FOR_EACH_START: usize = 8;
+
 /// The output of all workers.
 #[derive(Debug, Default)]
 pub struct Output {
@@ -42,8 +51,21 @@ struct Inner {
     bulkheads: HashMap<Arc<str>, Lines>,
     tails: HashMap<u32, VecDeque<u8>>,
     tails_order: VecDeque<u32>,
-    /// Processes whose standard error has not ended.
-    speaking: HashSet<u32>,
+    /// Processes that are read from.
+    speaking: HashMap<u32, Speaking>,
+    /// How many began since it was looked which have ended.
+    starts: usize,
+}
+
+/// A process that is read from. What it wrote ends with it: that another process keeps its pipes open, such as the
+/// template that has forked it, keeps them open here for a while and not for ever.
+#[derive(Debug)]
+struct Speaking {
+    /// With it, the reading ends. There is a receiver for each pipe.
+    goes_on: watch::Sender<()>,
+    is_stderr_over: bool,
+    /// Whether it had ended when it was looked at last.
+    is_gone: bool,
 }
 
 #[derive(Debug, Default)]
@@ -73,14 +95,14 @@ impl Output {
 
     /// Begins to read a worker's two pipes.
     pub fn read(self: &Arc<Self>, bulkhead: Arc<str>, pid: u32, stdout: OwnedFd, stderr: OwnedFd) {
-        self.lock().begin(pid);
-        for (stream, fd) in [("stdout", stdout), ("stderr", stderr)] {
+        let goes_on = self.lock().begin(pid);
+        for (stream, fd, goes_on) in [("stdout", stdout, goes_on.clone()), ("stderr", stderr, goes_on)] {
             let source = Source { bulkhead: bulkhead.clone(), pid, stream };
             match Receiver::from_owned_fd(fd) {
-                Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe))),
+                Ok(pipe) => drop(tokio::spawn(self.clone().read_pipe(source, pipe, goes_on))),
                 Err(error) => {
                     tracing::warn!(%bulkhead, pid, stream, "a worker's output cannot be read: {error}");
-                    self.end(&source);
+                    self.end(&source, &goes_on);
                 }
             }
         }
@@ -91,16 +113,28 @@ impl Output {
         self.lock().bulkheads.retain(|name, _| bulkheads.contains(&**name));
     }
 
-    async fn read_pipe(self: Arc<Self>, source: Source, pipe: Receiver) {
+    async fn read_pipe(self: Arc<Self>, source: Source, pipe: Receiver, mut goes_on: watch::Receiver<()>) {
         let mut partial = Vec::new();
-        while pipe.readable().await.is_ok() {
-            // Not held across waits: a thousand idle pipes hold no buffers.
+        // Not held across waits: a thousand idle pipes hold no buffers.
+        let mut read_once = || {
             let mut buffer = vec![0; READ_BYTES];
-            match pipe.try_read(&mut buffer) {
+            let count = pipe.try_read(&mut buffer)?;
+            self.take(&source, &buffer[..count], &mut partial);
+            Ok::<usize, std::io::Error>(count)
+        };
+        loop {
+            tokio::select! {
+                biased;
+                _ = goes_on.changed() => {
+                    let _ = (0..LAST_READS_MAX).all(|_| read_once().is_ok_and(|count| count > 0));
+                    break;
+                }
+                readable = pipe.readable() => if readable.is_err() { break },
+            }
+            match read_once() {
                 Ok(0) => break,
-                Ok(count) => self.take(&source, &buffer[..count], &mut partial),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(_) => break,
+                Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => break,
+                Ok(_) | Err(_) => {}
             }
             // A flood from one worker leaves the others their turns.
             tokio::task::yield_now().await;
@@ -108,18 +142,16 @@ impl Output {
         if !partial.is_empty() {
             self.line(&source, &partial);
         }
-        self.end(&source);
+        self.end(&source, &goes_on);
     }
 
-    fn end(&self, source: &Source) {
-        if source.stream == "stderr" {
-            self.lock().speaking.remove(&source.pid);
-        }
+    fn end(&self, source: &Source, goes_on: &watch::Receiver<()>) {
+        self.lock().end(source, goes_on);
     }
 
     /// Whether there may be more to come of what a process wrote to its standard error.
     pub fn is_read_from(&self, pid: u32) -> bool {
-        self.lock().speaking.contains(&pid)
+        self.lock().speaking.get(&pid).is_some_and(|speaking| !speaking.is_stderr_over)
     }
 
     fn take(&self, source: &Source, bytes: &[u8], partial: &mut Vec<u8>) {
@@ -190,10 +222,40 @@ impl Output {
 
 impl Inner {
     /// What an earlier process of this number said is not this one's.
-    fn begin(&mut self, pid: u32) {
-        self.speaking.insert(pid);
+    fn begin(&mut self, pid: u32) -> watch::Receiver<()> {
+        self.starts += 1;
+        if self.starts > STARTS_BETWEEN_LOOKS.max(self.speaking.len() / PROCESSES_FOR_EACH_START) {
+            self.starts = 0;
+            self.look_who_has_ended();
+        }
+        let (goes_on, until) = watch::channel(());
+        self.speaking.insert(pid, Speaking { goes_on, is_stderr_over: false, is_gone: false });
         if let Some(tail) = self.tails.get_mut(&pid) {
             tail.clear();
+        }
+        until
+    }
+
+    /// What has ended is read for one round more: something that it left behind may be saying why.
+    fn look_who_has_ended(&mut self) {
+        self.speaking.retain(|pid, speaking| {
+            let number = Pid::from_raw(*pid as i32);
+            let is_gone = number.is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH));
+            let was_gone = std::mem::replace(&mut speaking.is_gone, is_gone);
+            !(is_gone && was_gone)
+        });
+    }
+
+    /// One of the two pipes has come to its end.
+    fn end(&mut self, source: &Source, goes_on: &watch::Receiver<()>) {
+        // There may be another process of this number by now.
+        let of = |speaking: &&mut Speaking| speaking.goes_on.subscribe().same_channel(goes_on);
+        if let Some(speaking) = self.speaking.get_mut(&source.pid).filter(of) {
+            speaking.is_stderr_over |= source.stream == "stderr";
+            // This is the last one.
+            if speaking.goes_on.receiver_count() == 1 {
+                self.speaking.remove(&source.pid);
+            }
         }
     }
 
