@@ -4,11 +4,13 @@
 //! Nothing that a worker leaves in its folder is trusted: it is removed without following a link, without
 //! recursion, however deep it is, and on a thread of its own, however much it is.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::time::Instant;
 
 use bulkhead_linux::folder::{self, FOLDER};
 use rustix::fs::{FlockOperation, Mode};
@@ -25,8 +27,12 @@ const BASE_MODE: u32 = 0o711;
 /// Tries to find a name that is free.
 const TRIES_MAX: u32 = 100;
 
-/// Folders that may wait for their removal.
+/// Folders that may wait for their removal, and as many that are removed in part.
 const DOOMED_MAX: usize = 16 * 1024;
+
+/// Entries of one folder that are removed before it is another's turn: what lies in a template's folder can be filled
+/// by that while it is emptied.
+const ENTRIES_AT_ONCE: usize = 16 * 1024;
 
 /// The folder of all folders, made when the first one is wanted.
 #[derive(Default)]
@@ -87,7 +93,7 @@ pub fn folders(keeper: u32) -> Vec<(u64, PathBuf)> {
 impl Drop for Folders {
     fn drop(&mut self) {
         if let Some(base) = &self.base {
-            remove(&base.path);
+            remove(&base.path, usize::MAX);
         }
     }
 }
@@ -97,9 +103,7 @@ impl Base {
         sweep(parent);
         let (path, lock) = create(parent)?;
         let (doomed, folders) = sync_channel::<PathBuf>(DOOMED_MAX);
-        std::thread::Builder::new().name("remover".into()).spawn(move || {
-            folders.iter().for_each(|folder| remove(&folder));
-        })?;
+        std::thread::Builder::new().name("remover".into()).spawn(move || remove_all(&folders))?;
         Ok(Self { path, lock, doomed })
     }
 }
@@ -153,23 +157,83 @@ fn sweep(parent: &Path) {
         }
         // Held while it is removed; only the holder of a folder's lock takes its name away.
         if let Ok(_lock) = lock(&entry.path()) {
-            remove(&entry.path());
+            remove(&entry.path(), usize::MAX);
         }
     }
 }
 
-/// Removes a folder and what is in it, as far as it can be.
-fn remove(path: &Path) {
+/// Removes folders as they come, a piece of each in turn.
+fn remove_all(folders: &Receiver<PathBuf>) {
+    let mut left = VecDeque::new();
+    loop {
+        if left.is_empty() {
+            let Ok(folder) = folders.recv() else { return };
+            left.push_back(folder);
+        }
+        while left.len() < DOOMED_MAX {
+            match folders.try_recv() {
+                Ok(folder) => left.push_back(folder),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => return,
+            }
+        }
+        let begun_at = Instant::now();
+        if let Some(folder) = left.pop_front()
+            && !remove(&folder, ENTRIES_AT_ONCE)
+        {
+            left.push_back(folder);
+            // One that is filled again and again takes half of a processor at most.
+            std::thread::sleep(begun_at.elapsed());
+        }
+    }
+}
+
+/// Removes a folder and what is in it, as far as it can be; `false` if it has more entries than are to be removed now.
+fn remove(path: &Path, entries_max: usize) -> bool {
     if let Ok(folder) = folder::open(rustix::fs::CWD, path, Mode::RWXU) {
         // What is left is seen by an operator who looks, and tried again by the next keeper.
-        let _ = folder::empty(&folder, usize::MAX);
+        if folder::empty(&folder, entries_max) == Ok(false) {
+            return false;
+        }
     }
     let _ = std::fs::remove_dir(path);
+    true
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_that_is_filled_while_it_is_emptied_holds_up_no_other() {
+        let mut folders = Folders::default();
+        let (filled, other) = (folders.make(1, None).unwrap(), folders.make(2, None).unwrap());
+        let wait = |is_done: &dyn Fn() -> bool, what: &str| {
+            let until = Instant::now() + std::time::Duration::from_secs(60);
+            while !is_done() {
+                assert!(Instant::now() < until, "{what}");
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        };
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let fill = |number: usize| {
+                let ordering = std::sync::atomic::Ordering::Relaxed;
+                for file in (number..).step_by(2).take_while(|_| !is_over.load(ordering)) {
+                    let _ = std::fs::create_dir(&filled);
+                    let _ = std::fs::write(filled.join(file.to_string()), "");
+                }
+            };
+            (0..2).for_each(|number| drop(scope.spawn(move || fill(number))));
+            wait(&|| filled.join("9").exists(), "there is something in it");
+            folders.remove(filled.clone());
+            folders.remove(other.clone());
+            wait(&|| !other.exists(), "the other one is gone");
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        folders.remove(filled.clone());
+        wait(&|| !filled.exists(), "and then this one");
+    }
 
     #[test]
     fn a_tree_that_is_deep_and_locked_is_removed() {
@@ -188,7 +252,7 @@ mod tests {
         std::fs::write(top.join("locked/file"), "x").unwrap();
         let closed = std::os::unix::fs::PermissionsExt::from_mode(0o000);
         std::fs::set_permissions(top.join("locked"), closed).unwrap();
-        remove(&top);
+        remove(&top, usize::MAX);
         assert!(!top.exists());
         assert!(Path::new("/etc").exists());
     }
@@ -217,7 +281,7 @@ mod tests {
             for folder in locked.iter().rev().chain([&top, &away]) {
                 std::fs::set_permissions(folder, PermissionsExt::from_mode(0o000)).unwrap();
             }
-            remove(&top);
+            remove(&top, usize::MAX);
             assert!(!top.exists());
             assert_eq!(
                 std::fs::metadata(&away).unwrap().permissions().mode() & 0o777,
@@ -277,7 +341,7 @@ mod tests {
             let all_made = (0..300).all(|_| {
                 create(parent.path()).is_ok_and(|(path, _lock)| {
                     let is_there = path.is_dir();
-                    remove(&path);
+                    remove(&path, usize::MAX);
                     is_there
                 })
             });
