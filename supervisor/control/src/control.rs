@@ -57,7 +57,7 @@ use bulkhead_config::Config;
 use bulkhead_config::Token;
 use bulkhead_plane::command::{Command, Commander, Event, Notice, REPLAYS_MAX, SteerError, WorkerProcess};
 use bulkhead_plane::counters::SharedCounters;
-use bulkhead_plane::notices::{Heard, Listener, Milestone, WorkerOutput};
+use bulkhead_plane::notices::{Heard, Listener, Milestone};
 use bulkhead_plane::threads::{Fate, panic_on_request};
 
 use connections::{Arrivals, Ways};
@@ -304,8 +304,8 @@ async fn take_notices(control: &Control, mut notices: Listener, pulse: &SharedCo
     let mut dropped = 0;
     while let Some(heard) = notices.hear().await {
         match heard {
-            Heard::Output(WorkerOutput { bulkhead, pid, stdout, stderr }) => {
-                control.output.read(bulkhead, pid, stdout, stderr);
+            Heard::Output(output) => {
+                control.output.read(output);
             }
             Heard::Notice(Notice::Event(mut event)) => {
                 if let What::WorkerExited { pid, .. } = event.what {

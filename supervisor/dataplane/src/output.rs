@@ -16,7 +16,8 @@ impl DataPlane {
         let pid = running.pid;
         let Some((stdout, stderr)) = running.output.take() else { return };
         let bulkhead = self.owner(compartment).name.clone();
-        let offered = self.reporter.notices.output(WorkerOutput { bulkhead, pid, stdout, stderr });
+        let output = WorkerOutput { bulkhead, pid, is_template: false, stdout, stderr };
+        let offered = self.reporter.notices.output(output);
         if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
             if let Some(running) = self.links[index].running_mut() {
                 running.output = Some((stdout, stderr));

@@ -303,7 +303,8 @@ impl DataPlane {
             let Some(pid) = template.pid else { continue };
             let Some((stdout, stderr)): Option<(OwnedFd, OwnedFd)> = template.output.take() else { continue };
             let bulkhead = template.bulkhead.clone();
-            let offered = self.reporter.notices.output(WorkerOutput { bulkhead, pid, stdout, stderr });
+            let output = WorkerOutput { bulkhead, pid, is_template: true, stdout, stderr };
+            let offered = self.reporter.notices.output(output);
             if let Err(WorkerOutput { stdout, stderr, .. }) = offered {
                 if let Some(template) = self.templates.by_spawn.get_mut(&spawn) {
                     template.output = Some((stdout, stderr));

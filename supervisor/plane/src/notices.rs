@@ -27,6 +27,8 @@ pub struct WorkerOutput {
     pub bulkhead: Arc<str>,
     /// Its process.
     pub pid: u32,
+    /// Whether other workers have what it has open, and may write there when it is gone.
+    pub is_template: bool,
     /// Its standard output.
     pub stdout: OwnedFd,
     /// Its standard error.
@@ -128,7 +130,8 @@ mod tests {
     fn output(pid: u32) -> WorkerOutput {
         let (stdout, stderr) = (std::io::stdin(), std::io::stdin());
         let duplicate = |fd: std::io::Stdin| std::os::fd::AsFd::as_fd(&fd).try_clone_to_owned().unwrap();
-        WorkerOutput { bulkhead: "b".into(), pid, stdout: duplicate(stdout), stderr: duplicate(stderr) }
+        let [stdout, stderr] = [duplicate(stdout), duplicate(stderr)];
+        WorkerOutput { bulkhead: "b".into(), pid, is_template: false, stdout, stderr }
     }
 
     #[test]

@@ -2,10 +2,10 @@
 //! stops a worker; kept and logged within bounds.
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
+use bulkhead_plane::notices::WorkerOutput;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use serde_json::json;
@@ -63,6 +63,8 @@ struct Inner {
 struct Speaking {
     /// With it, the reading ends. There is a receiver for each pipe.
     goes_on: watch::Sender<()>,
+    /// Its workers may write to its pipes as long as they live.
+    is_template: bool,
     is_stderr_over: bool,
     /// Whether it had ended when it was looked at last.
     is_gone: bool,
@@ -94,8 +96,9 @@ impl Output {
     }
 
     /// Begins to read a worker's two pipes.
-    pub fn read(self: &Arc<Self>, bulkhead: Arc<str>, pid: u32, stdout: OwnedFd, stderr: OwnedFd) {
-        let goes_on = self.lock().begin(pid);
+    pub fn read(self: &Arc<Self>, output: WorkerOutput) {
+        let WorkerOutput { bulkhead, pid, is_template, stdout, stderr } = output;
+        let goes_on = self.lock().begin(pid, is_template);
         for (stream, fd, goes_on) in [("stdout", stdout, goes_on.clone()), ("stderr", stderr, goes_on)] {
             let source = Source { bulkhead: bulkhead.clone(), pid, stream };
             match Receiver::from_owned_fd(fd) {
@@ -222,14 +225,14 @@ impl Output {
 
 impl Inner {
     /// What an earlier process of this number said is not this one's.
-    fn begin(&mut self, pid: u32) -> watch::Receiver<()> {
+    fn begin(&mut self, pid: u32, is_template: bool) -> watch::Receiver<()> {
         self.starts += 1;
         if self.starts > STARTS_BETWEEN_LOOKS.max(self.speaking.len() / PROCESSES_FOR_EACH_START) {
             self.starts = 0;
             self.look_who_has_ended();
         }
         let (goes_on, until) = watch::channel(());
-        self.speaking.insert(pid, Speaking { goes_on, is_stderr_over: false, is_gone: false });
+        self.speaking.insert(pid, Speaking { goes_on, is_template, is_stderr_over: false, is_gone: false });
         if let Some(tail) = self.tails.get_mut(&pid) {
             tail.clear();
         }
@@ -242,7 +245,7 @@ impl Inner {
             let number = Pid::from_raw(*pid as i32);
             let is_gone = number.is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH));
             let was_gone = std::mem::replace(&mut speaking.is_gone, is_gone);
-            !(is_gone && was_gone)
+            !(is_gone && was_gone) || speaking.is_template
         });
     }
 

@@ -20,7 +20,7 @@ use rustix::process::{Pid, PidfdFlags};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::nests::Home;
-use super::{Child, END, FORKS, Process, Stage};
+use super::{Child, END, FORKS, Process, REPORTS_WAITING_MAX, Stage};
 use crate::confinement::{Observed, Temporary};
 use crate::socket::Outbox;
 use crate::spawn::Refusal;
@@ -328,7 +328,11 @@ impl Process {
                 TemplateNews::Refused(text)
             }
             // As often as it likes: what is too much is not told.
-            Word::Status(_) | Word::Extend(_) if !template.may_be_heard(Instant::now()) => return true,
+            Word::Status(_) | Word::Extend(_)
+                if !template.may_be_heard(Instant::now()) || self.outbox.len() >= REPORTS_WAITING_MAX =>
+            {
+                return true;
+            }
             Word::Status(text) => TemplateNews::Status(text),
             Word::Extend(more_ms) => TemplateNews::Extend(more_ms),
             Word::Forked { worker, pid: forked } => {
