@@ -2,6 +2,7 @@
 //! and against the template, and what each of them tries as any worker does.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bulkhead_client::blocking::Client;
@@ -545,6 +546,58 @@ fn a_hostile_template_harms_its_own_bulkhead_alone() {
         std::thread::scope(|scope| {
             let plays = hows.map(|how| scope.spawn(move || play(profile, how)));
             plays.into_iter().for_each(|played| played.join().unwrap());
+        });
+    }
+}
+
+/// A fresh process for each job, with spares: at no moment are there more than slots and spares, those that are dying
+/// included, and nothing of the dead stays open. `BULKHEAD_FORKS` sets how many.
+#[test]
+fn many_forks_leave_nothing_open_and_are_never_too_many_at_once() {
+    const SLOTS: usize = 2;
+    const SPARES: usize = 2;
+    let forks = std::env::var("BULKHEAD_FORKS").map_or(300, |forks| forks.parse().unwrap());
+    for profile in profiles() {
+        let keys = format!("processes = {SLOTS}\nstart.spares = {SPARES}\nrecycle = {{ jobs = 1 }}");
+        let place = start(&bulkhead("fresh", profile, &keys));
+        let client = place.client();
+        let first: u32 = wait_for("a worker serves", || {
+            let workers = place.supervisor.state("fresh").workers;
+            workers.iter().find(|worker| &*worker.state == "ready").and_then(|worker| worker.pid).map(parent)
+        });
+        let serve = |count: usize| {
+            let is_over = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let watched = scope.spawn(|| {
+                    let (mut most, mut before) = (0, BTreeSet::new());
+                    while !is_over.load(Ordering::Relaxed) {
+                        let path = format!("/proc/{first}/task/{first}/children");
+                        let children = std::fs::read_to_string(path).unwrap_or_default();
+                        let now: BTreeSet<String> = children.split_whitespace().map(str::to_owned).collect();
+                        // What is in both lists was there between them, all of it at once.
+                        most = most.max(now.intersection(&before).count());
+                        before = now;
+                    }
+                    most
+                });
+                let served: Vec<_> = (0..4)
+                    .map(|_| scope.spawn(|| (0..count / 4).for_each(|_| drop(ask(&client, "fresh", "pid")))))
+                    .collect();
+                served.into_iter().for_each(|served| served.join().unwrap());
+                is_over.store(true, Ordering::Relaxed);
+                // The template is one.
+                let most = watched.join().unwrap();
+                assert!(most <= 1 + SLOTS + SPARES, "{profile}: {most} processes at once");
+            });
+        };
+        let processes = [place.supervisor.pid(), place.supervisor.keeper(), first];
+        serve(40);
+        let before = processes.map(bulkhead_tests::descriptors);
+        serve(forks);
+        // The output of the dead is read to its end.
+        wait_for(&format!("{profile}: as many descriptors as before, {before:?}"), || {
+            let after = processes.map(bulkhead_tests::descriptors);
+            before.iter().zip(after).all(|(before, after)| after <= before + 8).then_some(())
         });
     }
 }
