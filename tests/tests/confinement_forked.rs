@@ -504,8 +504,16 @@ fn without_privileges_workers_are_forked_in_a_sandbox_as_well() {
 /// trouble of its own bulkhead.
 #[test]
 fn a_hostile_template_harms_its_own_bulkhead_alone() {
-    let hows =
-        ["forks-unasked", "names-a-grandchild", "invents-a-worker", "has-twins", "lies", "talks", "floods"];
+    let hows = [
+        "forks-unasked",
+        "names-a-grandchild",
+        "invents-a-worker",
+        "has-twins",
+        "lies",
+        "talks",
+        "floods",
+        "shouts",
+    ];
     let play = |profile: &str, how: &str| {
         let bad = bulkhead("bad", profile, "").replace(
             "command = [\"HOSTILE\"]",

@@ -281,10 +281,8 @@ impl Process {
         let template = self.template_mut(pid)?;
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let (length, sender) = receive(&template.socket, &mut bytes)?;
-        let is_sense = match Word::decode(&bytes[..length]) {
-            Some(word) => self.obey_template(pid, word, sender),
-            None => false,
-        };
+        let word = bytes.get(..length).and_then(Word::decode);
+        let is_sense = word.is_some_and(|word| self.obey_template(pid, word, sender));
         if !is_sense {
             self.end_template(pid, "it does not speak as a template does: see `start.mode`");
             return None;
@@ -524,11 +522,12 @@ impl Process {
     }
 }
 
-/// A message, and which process has sent it. One without bytes has a sender as well, the end of all has none.
+/// A message, how long it was before it was cut, and which process has sent it. One without bytes has a sender as well,
+/// the end of all has none.
 fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> Option<(usize, u32)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1), ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT | RecvFlags::TRUNC;
     let received = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags)
     });

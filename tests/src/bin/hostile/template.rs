@@ -33,6 +33,15 @@ fn play(how: &str) -> io::Result<()> {
         "talks" => loop {
             say(Word::Status("and so on"))?;
         },
+        // Sends messages that are longer than any, and one that is empty.
+        "shouts" => {
+            say(Word::Ready)?;
+            next_order()?;
+            rustix::net::send(keeper(), &[], SendFlags::NOSIGNAL)?;
+            loop {
+                rustix::net::send(keeper(), &[b'S'; 64 * 1024], SendFlags::NOSIGNAL)?;
+            }
+        }
         // Forks without being asked, and not when it is.
         "forks-unasked" => {
             say(Word::Ready)?;
