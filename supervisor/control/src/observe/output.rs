@@ -1,7 +1,7 @@
 //! What workers write to their standard output and error: read without end, so that a full pipe never
 //! stops a worker; kept and logged within bounds.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
