@@ -428,7 +428,10 @@ impl Process {
             None => None,
             Some(nest) => {
                 let place = observe::place(pid);
-                let place = place.map_err(|_| Refusal::new("fork: it ended at once", Errno::CHILD))?;
+                // One that is waited for while this is read has no parent or number any more, or only one of the two.
+                let is_over = rustix::process::test_kill_process(number) == Err(Errno::SRCH);
+                let place = place.ok().filter(|_| !is_over);
+                let place = place.ok_or(Refusal::new("fork: it ended at once", Errno::CHILD))?;
                 if place.parent != template || nest.has(place.inner) {
                     self.report_failure(worker, &Refusal::new("fork: by another process", Errno::PERM));
                     return Ok(false);
