@@ -1,5 +1,5 @@
-//! Workers that are there at once: a fresh process for each job, and the next answer after a death, where the next
-//! worker is spawned, forked from a template, or a spare.
+//! Workers that are there at once: a fresh process for each job, and the next answer after a death or a job that hangs,
+//! where the next worker is spawned, forked from a template, or a spare.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use crate::pairs::paired;
 use crate::plan::Plan;
 use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
-use crate::{Result, load, processes};
+use crate::{Result, load, processes, real};
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUP: &str = "fresh";
@@ -28,13 +28,17 @@ struct Way {
     /// What the measurements' names say.
     told: &'static str,
     keys: &'static str,
-    /// Fresh processes a second that are wanted; without a sandbox, of those of a bare fork server.
+    /// Fresh processes a second that are wanted, or `OF_BARE` of those of a bare fork server with the same layers.
     wanted: Option<f64>,
 }
+
+const OF_BARE: f64 = 0.45;
 
 const SPAWNED: &str = "";
 const SPARES: &str = "start = { spares = 2 }";
 const FORKED: &str = "start = { mode = \"fork\", spares = 2 }";
+
+const FORKED_ALONE: &str = "start = { mode = \"fork\" }";
 
 const fn way(
     name: &'static str,
@@ -46,14 +50,17 @@ const fn way(
     Way { name, profile, told, keys, wanted }
 }
 
-const WAYS: [Way; 7] = [
+const WAYS: [Way; 10] = [
     way("spawned", "none", "spawned", SPAWNED, None),
     way("spares", "none", "spawned, spares", SPARES, None),
-    way("forked", "none", "forked, spares", FORKED, Some(0.45)),
+    way("forked", "none", "forked, spares", FORKED, Some(2_000.0)),
+    way("alone", "none", "forked", FORKED_ALONE, None),
     way("default-spares", "default", "spawned, spares", SPARES, None),
     way("default-forked", "default", "forked, spares", FORKED, Some(1_500.0)),
+    way("default-alone", "default", "forked", FORKED_ALONE, None),
     way("strict-spares", "strict", "spawned, spares", SPARES, None),
     way("strict-forked", "strict", "forked, spares", FORKED, Some(800.0)),
+    way("strict-alone", "strict", "forked", FORKED_ALONE, None),
 ];
 
 impl Way {
@@ -64,11 +71,19 @@ impl Way {
     fn next(&self) -> String {
         format!("{GROUP}: worker killed to next answer, {}, {}", self.profile, self.told)
     }
+
+    fn hang(&self) -> String {
+        format!("{GROUP}: hang: deadline + grace to next answer, {}, {}", self.profile, self.told)
+    }
+
+    fn has_spares(&self) -> bool {
+        self.keys == SPARES || self.keys == FORKED
+    }
 }
 
 /// Takes every measurement that is wanted; within a `LocalSet`.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
-    let is_wanted = |way: &&Way| report.wants(&way.each()) || report.wants(&way.next());
+    let is_wanted = |way: &&Way| [way.each(), way.next(), way.hang()].iter().any(|name| report.wants(name));
     let ways: Vec<&Way> = WAYS.iter().filter(is_wanted).collect();
     if ways.is_empty() {
         return Ok(());
@@ -83,37 +98,48 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         config +=
             &format!("[bulkhead.{name}-each]\n{common}processes = {AT_ONCE}\nrecycle = {{ jobs = 1 }}\n");
         config += &format!("[bulkhead.{name}-next]\n{common}");
+        let hangs = format!("{common}{}\n", real::hanging()).replace("max_queue = 16\n", "");
+        config += &format!("[bulkhead.{name}-hangs]\n{hangs}");
     }
-    let bare = ForkServer::start()?;
     let chain = Rc::new(Chain::start(&processes::programs()?, &config).await?);
     for way in ways {
+        let bare = ForkServer::start(way.profile)?;
         if report.wants(&way.each()) {
             let mut rates = Vec::new();
             for _ in plan.rounds() {
                 let bare = bare.run(AT_ONCE, plan.programs)?;
                 rates.push((bare, fresh(&chain, &format!("{}-each", way.name), plan.programs).await?));
             }
-            let figure = match way.profile {
-                "none" => paired(way.each(), "jobs/s", &rates, Target::Told, f64::NAN),
-                // The bare one has no layers.
-                _ => Figure::alone(
-                    way.each(),
-                    "jobs/s",
-                    load::median(rates.iter().map(|rate| rate.1).collect()),
-                ),
-            };
+            let figure = paired(way.each(), "jobs/s", &rates, Target::Told, f64::NAN);
             report.tell(match way.wanted {
-                Some(wanted) => figure.wanted(Target::AtLeast, wanted),
+                Some(wanted) if figure.real >= wanted => figure.wanted(Target::FigureAtLeast, wanted),
+                Some(_) => figure.wanted(Target::AtLeast, OF_BARE),
                 None => figure,
             });
         }
         if report.wants(&way.next()) {
             let mut times = Vec::new();
             for _ in plan.rounds_of(plan.deaths) {
-                times.push(recovery(&chain, &format!("{}-next", way.name)).await?);
+                let bare = bare.recovery()?;
+                times.push((bare, recovery(&chain, &format!("{}-next", way.name)).await?));
             }
-            let figure = Figure::alone(way.next(), "ms", load::median(times));
-            report.tell(if way.keys == SPARES { figure.wanted(Target::AtMost, 0.3) } else { figure });
+            let figure = paired(way.next(), "ms", &times, Target::Told, f64::NAN);
+            report.tell(if way.has_spares() {
+                figure.wanted(Target::FigureAtMost, 0.3)
+            } else if way.keys == FORKED_ALONE {
+                figure.wanted(Target::AtMost, 1.8)
+            } else {
+                figure
+            });
+        }
+        if way.has_spares() && report.wants(&way.hang()) {
+            let mut times = Vec::new();
+            for _ in plan.rounds_of(plan.deaths) {
+                times.push(chain.hang(&format!("{}-hangs", way.name)).await?);
+                // For the next spare to be ready.
+                tokio::time::sleep(BETWEEN_DEATHS).await;
+            }
+            report.tell(Figure::alone(way.hang(), "ms", load::median(times)).wanted(Target::AtMost, 2.0));
         }
     }
     Ok(())

@@ -13,6 +13,7 @@ mod confinement;
 mod embedded;
 mod fork_server;
 mod fresh;
+mod layers;
 mod load;
 mod measures;
 mod neighbours;
@@ -91,7 +92,13 @@ enum Role {
     },
     /// Forks a child for each socket that it is sent.
     #[command(hide = true)]
-    ForkServer,
+    ForkServer {
+        /// Whose layers it has.
+        #[arg(requires = "folder")]
+        profile: Option<String>,
+        /// For the temporary folders.
+        folder: Option<PathBuf>,
+    },
     /// A worker of the real chain.
     #[command(hide = true)]
     Worker,
@@ -143,7 +150,9 @@ fn main() -> ExitCode {
     let result = match &args.role {
         Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
         Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
-        Some(Role::ForkServer) => fork_server::serve(),
+        Some(Role::ForkServer { profile, folder }) => {
+            fork_server::serve(profile.as_deref().zip(folder.as_deref()))
+        }
         Some(Role::Worker) => return real::worker(),
         Some(Role::StartAndDie) => neighbours::start_and_die(),
         Some(Role::Die) => std::process::abort(),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
 use bulkhead_worker::{HandlerError, Job};
@@ -88,6 +88,18 @@ impl Chain {
         self.folder.path().join("jobs.sock")
     }
 
+    /// How long after deadline and grace a hanging job's permit serves the next one, in ms.
+    pub(crate) async fn hang(&self, bulkhead: &str) -> Result<f64> {
+        let began = Instant::now();
+        let hanging = self.client.job(bulkhead, "").operation("hang").start().await?;
+        let next = self.client.job(bulkhead, "").deadline(Duration::from_secs(10)).start().await?;
+        if hanging.await.is_ok() {
+            return Err("a job that hangs has ended well".into());
+        }
+        next.await?;
+        Ok(began.elapsed().saturating_sub(HANG_DEADLINE + HANG_GRACE).as_secs_f64() * 1e3)
+    }
+
     /// The admin socket.
     pub(crate) fn admin(&self) -> PathBuf {
         self.folder.path().join("admin.sock")
@@ -121,15 +133,19 @@ fn supervisor(programs: &Path, folder: &Path, config: &str) -> Result<Command> {
     Ok(command)
 }
 
+/// Keys of a bulkhead whose jobs may hang.
+pub(crate) fn hanging() -> String {
+    format!(
+        "deadline = \"{}ms\"\ndeadline_max = \"10s\"\ngrace = \"{}ms\"\nmax_queue = 1",
+        HANG_DEADLINE.as_millis(),
+        HANG_GRACE.as_millis()
+    )
+}
+
 fn config(own: &Path) -> Result<String> {
     let own = own.to_str().ok_or("this program has an odd path")?;
     let bulkhead =
         |name: &str, keys: &str| format!("[bulkhead.{name}]\ncommand = [{own:?}, \"worker\"]\n{keys}\n");
-    let hangs = format!(
-        "deadline = \"{}ms\"\ndeadline_max = \"10s\"\ngrace = \"{}ms\"\nmax_queue = 1",
-        HANG_DEADLINE.as_millis(),
-        HANG_GRACE.as_millis()
-    );
     Ok([
         "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned(),
         bulkhead(ONE, "max_queue = 1"),
@@ -137,7 +153,7 @@ fn config(own: &Path) -> Result<String> {
         bulkhead(NARROW, "max_queue = 64"),
         bulkhead(WITHOUT, "max_queue = 64\nlookahead = \"0s\""),
         bulkhead(&wide(1024), "max_in_flight = 1024"),
-        bulkhead(HANGS, &hangs),
+        bulkhead(HANGS, &hanging()),
         bulkhead(CRASHES, "max_queue = 8"),
         bulkhead(
             FORKED_CRASHES,

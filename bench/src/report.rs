@@ -14,6 +14,8 @@ pub(crate) enum Target {
     AtLeast,
     /// The figure itself is to be at most this, whatever its ratio.
     FigureAtMost,
+    /// The figure itself is to be at least this, whatever its ratio.
+    FigureAtLeast,
     /// There is none.
     Told,
 }
@@ -66,6 +68,7 @@ impl Figure {
             Target::AtMost => judged <= self.limit,
             Target::AtLeast => judged >= self.limit,
             Target::FigureAtMost => self.real <= self.limit,
+            Target::FigureAtLeast => self.real >= self.limit,
             Target::Told => true,
         }
     }
@@ -75,6 +78,7 @@ impl Figure {
             Target::AtMost => format!("≤ {}", self.limit),
             Target::AtLeast => format!("≥ {}", self.limit),
             Target::FigureAtMost => format!("≤ {} {}", self.limit, self.unit),
+            Target::FigureAtLeast => format!("≥ {} {}", self.limit, self.unit),
             Target::Told => self.difference.map_or("–".to_owned(), |difference| {
                 let Difference { mean, low, high } = difference;
                 format!("{} (95 %: {} to {})", signed(mean), signed(low), signed(high))

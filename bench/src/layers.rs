@@ -1,0 +1,133 @@
+//! The layers of a template and of what it forks, put in force by as few system calls as do: namespaces, rules of
+//! Landlock and a filter for the server; a session, rules, a temporary folder and a filter for each child. There is no
+//! read-back, and nothing is accounted for.
+#![expect(unsafe_code, reason = "fork, unshare, prctl and seccomp have no safe form")]
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+
+use bulkhead_linux::landlock::{self, Withheld};
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::process::{Pid, Signal};
+
+use crate::Result;
+
+const PLACE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
+
+/// All that the sixth version of Landlock can withhold of files, and of processes and sockets outside.
+const FILES: u64 = (1 << 16) - 1;
+const SCOPES: u64 = 3;
+const WITHHELD: Withheld = Withheld { files: FILES, network: 0, scopes: SCOPES };
+
+/// Of the audit log nothing is left out.
+const NO_VERSION: u32 = 0;
+
+/// Rules that a worker has in the place of its template's.
+const FOLDERS: [&str; 12] =
+    ["/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/root", "/sbin", "/usr", "/var"];
+
+pub(crate) struct Layers {
+    folder: OwnedFd,
+    given: Vec<OwnedFd>,
+    /// Temporary folders by their processes.
+    folders: HashMap<Pid, String>,
+    next: u64,
+}
+
+/// Forks; `None` in the child.
+pub(crate) fn fork() -> io::Result<Option<Pid>> {
+    // SAFETY: this process has one thread.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        pid => Ok(Pid::from_raw(pid)),
+    }
+}
+
+impl Layers {
+    /// Confines this process, from here on as the first process of its namespace.
+    pub(crate) fn enter(profile: &str, folder: &Path) -> Result<Self> {
+        let namespaces = match profile {
+            "strict" => {
+                libc::CLONE_NEWNS
+                    | libc::CLONE_NEWPID
+                    | libc::CLONE_NEWNET
+                    | libc::CLONE_NEWIPC
+                    | libc::CLONE_NEWUTS
+            }
+            _ => libc::CLONE_NEWNS | libc::CLONE_NEWPID,
+        };
+        let user = if rustix::process::geteuid().is_root() { 0 } else { libc::CLONE_NEWUSER };
+        // SAFETY: takes a number; this process has one thread.
+        check(unsafe { libc::unshare(namespaces | user) }.into())?;
+        if let Some(pid) = fork()? {
+            rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty())?;
+            std::process::exit(0);
+        }
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        let given = FOLDERS.iter().filter_map(|path| rustix::fs::open(*path, PLACE, Mode::empty()).ok());
+        let folder = rustix::fs::open(folder, PLACE | OFlags::DIRECTORY, Mode::empty())?;
+        let layers = Self { folder, given: given.collect(), folders: HashMap::new(), next: 0 };
+        rustix::thread::set_no_new_privs(true)?;
+        layers.restrict(&layers.folder)?;
+        // Everything else that the kernel is asked is allowed.
+        filter(&[libc::SYS_bpf, libc::SYS_mount, libc::SYS_ptrace, libc::SYS_unshare])?;
+        Ok(layers)
+    }
+
+    /// The same for a process that it has forked.
+    pub(crate) fn enter_child(&mut self) -> io::Result<()> {
+        rustix::process::setsid()?;
+        rustix::process::set_child_subreaper(Some(Pid::INIT))?;
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // SAFETY: takes numbers.
+        check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }.into())?;
+        let name = self.next.to_string();
+        rustix::fs::mkdirat(&self.folder, &name, Mode::RWXU)?;
+        let folder = rustix::fs::openat(&self.folder, &name, PLACE | OFlags::DIRECTORY, Mode::empty())?;
+        self.restrict(&folder)?;
+        filter(&[libc::SYS_clone3, libc::SYS_seccomp])
+    }
+
+    fn restrict(&self, folder: &OwnedFd) -> io::Result<()> {
+        let ruleset = landlock::create_ruleset(WITHHELD)?;
+        for place in self.given.iter().chain([folder]) {
+            landlock::give(ruleset.as_fd(), place.as_fd(), FILES)?;
+        }
+        Ok(landlock::restrict_self(ruleset.as_fd(), NO_VERSION)?)
+    }
+
+    pub(crate) fn forked(&mut self, pid: Pid) {
+        self.folders.insert(pid, self.next.to_string());
+        self.next += 1;
+    }
+
+    /// Removes what a process leaves behind.
+    pub(crate) fn ended(&mut self, pid: Pid) {
+        if let Some(name) = self.folders.remove(&pid) {
+            // A process that was not confined has made none.
+            let _ = rustix::fs::unlinkat(&self.folder, name, AtFlags::REMOVEDIR);
+        }
+    }
+}
+
+fn check(result: libc::c_long) -> io::Result<()> {
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Refuses these calls.
+fn filter(refused: &[libc::c_long]) -> io::Result<()> {
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let mut steps = vec![step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0)];
+    for (at, call) in refused.iter().enumerate() {
+        let to_refusal = (refused.len() - at) as u8;
+        steps.push(step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, to_refusal, 0, *call as u32));
+    }
+    let refusal = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    steps.push(step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW));
+    steps.push(step(libc::BPF_RET | libc::BPF_K, 0, 0, refusal));
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: the kernel copies the program, whose length is told, and writes to nothing.
+    check(unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &program) })
+}
