@@ -5,18 +5,21 @@
 
 pub mod chaos;
 pub mod clients;
+pub mod embedded;
 pub mod worker;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bulkhead_api::Snapshot;
+use bulkhead_client::Client;
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
-use crate::{Supervisor, descriptors, processes_with, programs, resident_bytes, tally, wait_for};
+use crate::{PATIENCE, Supervisor, descriptors, processes_with, programs, resident_bytes, tally};
 use chaos::{Chaos, Deed};
 use clients::{Entry, Told};
 use worker::{Mark, Record};
@@ -140,18 +143,30 @@ pub fn keep(plan: Plan) -> Findings {
     let fifth = plan.lasts / 5;
     let (first, mut deeds) = load(&supervisor, notes.path(), Plan { lasts: fifth, ..plan }, 0);
     at_rest(&supervisor);
+    fill_all(&supervisor);
     findings.resident.0 = resident_bytes(supervisor.pid());
     let rest = Plan { lasts: plan.lasts - fifth, seed: plan.seed.wrapping_add(1), ..plan };
     let (second, more) = load(&supervisor, notes.path(), rest, 1);
     deeds.extend(more);
+    fill_all(&supervisor);
     findings.descriptors.1 = at_rest(&supervisor);
     findings.resident.1 = resident_bytes(supervisor.pid());
-    findings.deeds = tally(deeds.iter().map(|deed| deed.1));
-
     stop(supervisor, notes.path(), temporary.path(), &mut findings);
-    let told: HashMap<u64, Entry> = first.into_iter().chain(second).collect();
+    let told = first.into_iter().chain(second).collect();
+    judge(told, deeds, findings, notes.path(), plan)
+}
+
+/// Holds all that was seen against what must be.
+fn judge(
+    told: HashMap<u64, Entry>,
+    deeds: Vec<Deed>,
+    mut findings: Findings,
+    notes: &Path,
+    plan: Plan,
+) -> Findings {
+    findings.deeds = tally(deeds.iter().map(|deed| deed.1));
     findings.outcomes = tally(told.values().map(|entry| entry.told.name()));
-    compare(&told, &worker::read(notes.path()), &deeds, &mut findings, plan);
+    compare(&told, &worker::read(notes), &deeds, &mut findings, plan);
     judge_rest(&mut findings);
     findings
 }
@@ -204,21 +219,55 @@ fn load(supervisor: &Supervisor, notes: &Path, plan: Plan, round: u64) -> (HashM
     (told, chaos.end())
 }
 
-/// Waits until nothing is in flight; returns how many descriptors the supervisor has then.
+/// Waits until all room can be taken at once.
+fn fill_all(supervisor: &Supervisor) {
+    clients::on_this_thread(async {
+        let client = Client::connect(supervisor.socket()).await.expect("the supervisor runs");
+        clients::fill_all(&client).await;
+    });
+}
+
+/// How often the supervisor must have been at rest when it was looked at.
+const LOOKS_AT_REST: usize = 20;
+
+/// Waits until nothing is in flight and all room is there; returns how many descriptors the supervisor has then. Workers
+/// are recycled by age meanwhile, which takes some for a moment: the fewest count.
 fn at_rest(supervisor: &Supervisor) -> usize {
-    let mut before = 0;
-    let mut same = 0;
-    wait_for("the supervisor is at rest", || {
-        let quiet = BULKHEADS.iter().all(|bulkhead| {
-            let state = supervisor.state(bulkhead.name);
-            let limit = state.adaptive.as_ref().map_or(u64::MAX, |adaptive| adaptive.limit);
-            (state.in_flight, state.queued, state.limit) == (0, 0, limit.min(bulkhead.bound() as u64))
-        });
-        let now = descriptors(supervisor.pid());
-        same = if quiet && now == before { same + 1 } else { 0 };
-        before = now;
-        (same == 20).then_some(now)
-    })
+    let began = Instant::now();
+    let mut counts = Vec::new();
+    loop {
+        let busy: Vec<Snapshot> =
+            BULKHEADS.iter().filter_map(|bulkhead| busy(supervisor, bulkhead)).collect();
+        if busy.is_empty() {
+            counts.push(descriptors(supervisor.pid()));
+        }
+        if counts.len() == LOOKS_AT_REST {
+            return counts.into_iter().min().expect("there are some");
+        }
+        assert!(
+            began.elapsed() < PATIENCE,
+            "waited {PATIENCE:?} in vain for rest; not at rest: {busy:#?}\n{}",
+            log_of(supervisor, &busy)
+        );
+        std::thread::park_timeout(Duration::from_millis(2));
+    }
+}
+
+/// The last that the supervisor logged of these bulkheads.
+fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
+    let log = supervisor.log();
+    let tells = |line: &&str| busy.iter().any(|state| line.contains(&state.name));
+    let told: Vec<&str> = log.lines().filter(tells).collect();
+    told[told.len().saturating_sub(60)..].join("\n")
+}
+
+/// The state of a bulkhead that has work, or less room for it than its configuration says.
+fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
+    let state = supervisor.state(bulkhead.name);
+    let limit = state.adaptive.as_ref().map_or(u64::MAX, |adaptive| adaptive.limit);
+    let is_at_rest =
+        (state.in_flight, state.queued, state.limit) == (0, 0, limit.min(bulkhead.bound() as u64));
+    (!is_at_rest).then_some(state)
 }
 
 fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &mut Findings) {
@@ -227,17 +276,24 @@ fn stop(mut supervisor: Supervisor, notes: &Path, temporary: &Path, findings: &m
     if status.code() != Some(0) {
         findings.faults.push(format!("the supervisor ended with {status}"));
     }
-    let left = processes_with(notes.to_str().expect("an ordinary path"));
-    if !left.is_empty() {
-        findings.faults.push(format!("processes are left: {left:?}"));
-    }
+    findings.faults.extend(left_of(notes, temporary));
     if supervisor.socket().exists() {
         findings.faults.push("the jobs socket is left".into());
     }
+}
+
+/// What is left of a supervisor that has ended, a sentence each.
+fn left_of(notes: &Path, temporary: &Path) -> Vec<String> {
+    let mut left = Vec::new();
+    let processes = processes_with(notes.to_str().expect("an ordinary path"));
+    if !processes.is_empty() {
+        left.push(format!("processes are left: {processes:?}"));
+    }
     let files = files_below(temporary);
     if !files.is_empty() {
-        findings.faults.push(format!("temporary files are left: {files:?}"));
+        left.push(format!("temporary files are left: {files:?}"));
     }
+    left
 }
 
 /// Files and folders that are left of workers.

@@ -442,6 +442,11 @@ pub fn name(pid: u32) -> Option<String> {
     Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned())
 }
 
+/// The parent of a process.
+pub fn parent(pid: u32) -> Option<u32> {
+    stat(pid).map(|(_, parent)| parent)
+}
+
 /// The living children of a process.
 pub fn children(parent: u32) -> Vec<u32> {
     all_pids().into_iter().filter(|&pid| stat(pid).is_some_and(|(s, p)| p == parent && s != 'Z')).collect()

@@ -1,5 +1,6 @@
 //! Jobs under kills, stops, reloads and floods, in the books of clients and workers. For longer:
-//! `cargo run --release -p bulkhead-tests --bin ledger -- SECONDS SEED`.
+//! `cargo run --release -p bulkhead-tests --bin ledger -- SECONDS SEED`, followed by `embedded` or `embedded-local`
+//! for a supervisor in the clients' own process.
 
 use std::time::Duration;
 
@@ -11,5 +12,14 @@ fn every_job_has_one_outcome_that_is_true_and_begins_once_within_the_bound() {
         let findings = ledger::keep(Plan { lasts: Duration::from_secs(10), seed: 20_261_122, has_hangs });
         assert!(findings.faults.is_empty(), "{findings:#?}");
         assert!(findings.outcomes.get("ok").is_some_and(|&count| count > 100), "{findings:#?}");
+    }
+}
+
+/// The same, with the supervisor in the clients' process: on a thread of its own, and on theirs.
+#[test]
+fn that_holds_for_a_supervisor_in_the_process_of_the_clients() {
+    for mode in ["embedded", "embedded-local"] {
+        let kept = ledger::embedded::keep_in_process(&["10", "20261123", mode]);
+        kept.unwrap_or_else(|fault| panic!("{mode}: {fault}"));
     }
 }

@@ -77,12 +77,7 @@ fn number(client: &Client, operation: &str) -> u32 {
 }
 
 fn parent(pid: u32) -> u32 {
-    parent_of(pid).unwrap()
-}
-
-fn parent_of(pid: u32) -> Option<u32> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    bulkhead_tests::parent(pid).unwrap()
 }
 
 /// A worker, its keeper, and the keeper's guard.
@@ -400,7 +395,7 @@ fn keep_books(send: impl Fn(&str) -> Result<Reply, JobError> + Clone + Send + 's
             while is_over.load(Ordering::SeqCst) == 0 {
                 let found = send("pid").ok().and_then(|reply| reply.outcome().worker_pid);
                 let Some(worker) = found.filter(|&pid| is_alive(pid)) else { continue };
-                let ancestor = (0..killed % 3).try_fold(worker, |pid, _| parent_of(pid));
+                let ancestor = (0..killed % 3).try_fold(worker, |pid, _| bulkhead_tests::parent(pid));
                 // What it was may have ended since, and all else here is ours.
                 let Some(victim) = ancestor.filter(|&pid| name(pid).is_some_and(|it| OURS.contains(&&*it)))
                 else {

@@ -1,31 +1,57 @@
-//! Runs the ledger for as long as it is told to and prints what was found: `ledger [SECONDS [SEED [calm]]]`, where
-//! `calm` leaves out what the supervisor kills workers for. With
-//! `worker` it is the worker behind it.
+//! Runs the ledger for as long as it is told to and prints what was found:
+//! `ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]]`, where `calm` leaves out what the supervisor kills
+//! workers for, and `embedded` has the supervisor in the process of the clients. With `worker` it is the worker behind
+//! it, with `in` the process of an embedded supervisor.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
-use bulkhead_tests::ledger::{self, Plan};
+use bulkhead_tests::ledger::{self, Findings, Plan};
+
+const EMBEDDED: [&str; 2] = ["embedded", "embedded-local"];
 
 fn main() -> ExitCode {
+    bulkhead_supervisor::keeper_main_if_asked();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let (seconds, seed) = match arguments[..] {
-        ["worker", notes, bulkhead, bound] => return ledger::worker::serve(notes, bulkhead, bound),
-        [] => (Some(600), Some(1)),
-        [seconds] => (seconds.parse().ok(), Some(1)),
-        [seconds, seed] | [seconds, seed, "calm"] => (seconds.parse().ok(), seed.parse().ok()),
-        _ => (None, None),
+    match arguments[..] {
+        ["worker", notes, bulkhead, bound] => ledger::worker::serve(notes, bulkhead, bound),
+        ["in", notes, ref rest @ .., mode] => match plan(rest) {
+            Some(plan) => told(&ledger::embedded::keep(notes.as_ref(), plan, mode == EMBEDDED[1])),
+            None => usage(),
+        },
+        [ref rest @ .., mode] if EMBEDDED.contains(&mode) && plan(rest).is_some() => {
+            match ledger::embedded::keep_in_process(&arguments) {
+                Ok(findings) => {
+                    println!("{findings}");
+                    ExitCode::SUCCESS
+                }
+                Err(fault) => {
+                    println!("{fault}");
+                    ExitCode::FAILURE
+                }
+            }
+        }
+        ref all => plan(all).map_or_else(usage, |plan| told(&ledger::keep(plan))),
+    }
+}
+
+fn plan(arguments: &[&str]) -> Option<Plan> {
+    let (seconds, seed) = match arguments {
+        [] => (600, 1),
+        [seconds] => (seconds.parse().ok()?, 1),
+        [seconds, seed] | [seconds, seed, "calm"] => (seconds.parse().ok()?, seed.parse().ok()?),
+        _ => return None,
     };
-    let (Some(seconds), Some(seed)) = (seconds, seed) else {
-        eprintln!("usage: ledger [SECONDS [SEED [calm]]]");
-        return ExitCode::from(2);
-    };
-    let findings = ledger::keep(Plan {
-        lasts: Duration::from_secs(seconds),
-        seed,
-        has_hangs: !arguments.contains(&"calm"),
-    });
+    Some(Plan { lasts: Duration::from_secs(seconds), seed, has_hangs: !arguments.contains(&"calm") })
+}
+
+fn told(findings: &Findings) -> ExitCode {
     println!("{findings:#?}");
     if findings.faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn usage() -> ExitCode {
+    eprintln!("usage: ledger [SECONDS [SEED [calm]]] [embedded | embedded-local]]");
+    ExitCode::from(2)
 }

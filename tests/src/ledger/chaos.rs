@@ -217,7 +217,8 @@ impl Target {
     }
 }
 
-fn pause(ms: usize) {
+/// Sleeps so many ms.
+pub fn pause(ms: usize) {
     std::thread::sleep(Duration::from_millis(ms as u64));
 }
 

@@ -11,10 +11,11 @@ use bulkhead_client::{Client, JobError};
 use bulkhead_shared::{Executed, Priority};
 
 use super::chaos::Random;
-use super::{AHEAD, BULKHEADS, Plan, worker};
+use super::{AHEAD, BULKHEADS, Bulkhead, Plan, worker};
+use crate::PATIENCE;
 
 /// Connections, and jobs at once on each.
-const CONNECTIONS: usize = 4;
+pub const CONNECTIONS: usize = 4;
 const LANES: usize = 12;
 
 /// How long the last jobs may take to have their outcomes.
@@ -75,38 +76,77 @@ impl Told {
     }
 }
 
-/// Sends jobs until time is up, waits for the last outcomes, and returns every job by its number. Numbers of
-/// another `round` are others.
+/// Connects to the socket, and there does as [`drive`].
 pub fn run(socket: &Path, plan: Plan, round: u64) -> HashMap<u64, Entry> {
+    on_this_thread(async {
+        let mut clients = Vec::new();
+        for _ in 0..CONNECTIONS {
+            clients.push(Client::connect(socket).await.expect("the supervisor runs"));
+        }
+        drive(clients, plan, round).await
+    })
+}
+
+/// Runs a future on a runtime of this thread, with tasks that stay on it.
+pub fn on_this_thread<T>(future: impl Future<Output = T>) -> T {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
-    tokio::task::LocalSet::new().block_on(&runtime, async {
-        let book = Rc::new(RefCell::new(HashMap::new()));
-        let until = Instant::now() + plan.lasts;
-        let mut lanes = tokio::task::JoinSet::new();
-        for connection in 0..CONNECTIONS {
-            let client = Client::connect(socket).await.expect("the supervisor runs");
-            for lane in 0..LANES {
-                let number = (connection * LANES + lane) as u64;
-                let lane = Lane {
-                    client: client.clone(),
-                    random: Random::new(plan.seed ^ (number << 32) ^ 0xA5A5),
-                    next: (round << 56) | (number << 40),
-                    book: book.clone(),
-                    has_hangs: plan.has_hangs,
-                };
-                lanes.spawn_local(lane.run(until));
-            }
+    tokio::task::LocalSet::new().block_on(&runtime, future)
+}
+
+/// Sends jobs until time is up, waits for the last outcomes, and returns every job by its number. Numbers of
+/// another `round` are others. Within a `LocalSet`.
+pub async fn drive(clients: Vec<Client>, plan: Plan, round: u64) -> HashMap<u64, Entry> {
+    let book = Rc::new(RefCell::new(HashMap::new()));
+    let until = Instant::now() + plan.lasts;
+    let mut lanes = tokio::task::JoinSet::new();
+    for (connection, client) in clients.into_iter().enumerate() {
+        for lane in 0..LANES {
+            let number = (connection * LANES + lane) as u64;
+            let lane = Lane {
+                client: client.clone(),
+                random: Random::new(plan.seed ^ (number << 32) ^ 0xA5A5),
+                next: (round << 56) | (number << 40),
+                book: book.clone(),
+                has_hangs: plan.has_hangs,
+            };
+            lanes.spawn_local(lane.run(until));
         }
-        // What is not answered by then stays `Nothing`, and is a fault.
-        let _ = tokio::time::timeout(plan.lasts + LAST_OUTCOMES_WITHIN, async {
-            while let Some(ended) = lanes.join_next().await {
-                ended.expect("no lane panics");
-            }
-        })
-        .await;
-        book.take()
+    }
+    // What is not answered by then stays `Nothing`, and is a fault.
+    let _ = tokio::time::timeout(plan.lasts + LAST_OUTCOMES_WITHIN, async {
+        while let Some(ended) = lanes.join_next().await {
+            ended.expect("no lane panics");
+        }
     })
+    .await;
+    book.take()
+}
+
+/// Waits until as many jobs of each bulkhead run at once as may: no room is lost.
+pub async fn fill_all(client: &Client) {
+    // Its limit may be lower for a while.
+    for bulkhead in BULKHEADS.iter().filter(|bulkhead| !bulkhead.keys.contains("adaptive")) {
+        let began = Instant::now();
+        while let Err(told) = fill(client, bulkhead).await {
+            let name = bulkhead.name;
+            assert!(began.elapsed() < PATIENCE, "{name}: not all of its room can be taken: {told:?}");
+        }
+    }
+}
+
+/// Has as many jobs meet as may run at once; or else what they were told.
+async fn fill(client: &Client, bulkhead: &Bulkhead) -> Result<(), Vec<String>> {
+    let operation = format!("meet {}", worker::now_us());
+    let jobs = (0..bulkhead.bound()).map(|_| {
+        let job = client.job(bulkhead.name, worker::payload(0, 8)).operation(&*operation);
+        tokio::task::spawn_local(job.deadline(LAST_OUTCOMES_WITHIN).send())
+    });
+    let mut told = Vec::new();
+    for job in jobs.collect::<Vec<_>>() {
+        told.push(crate::outcome(&job.await.expect("it does not panic")));
+    }
+    if told.iter().all(|told| told == "ok") { Ok(()) } else { Err(told) }
 }
 
 /// One job after the other.

@@ -89,6 +89,10 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
     let records = open(&notes.join(RECORDS)).expect("the records can be opened");
     Server::new()
         .handler(move |job: &Job, ctx: &bulkhead_worker::Ctx| {
+            if let Some(("meet", round)) = ctx.operation().split_once(' ') {
+                meet(&places, bound, round)?;
+                return Ok(job.payload().to_vec());
+            }
             let number = job.payload().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
             let number = number.ok_or_else(|| HandlerError::new("no_number", "the payload has no number"))?;
             let write = |mark| write(&records, number, mark);
@@ -134,10 +138,49 @@ pub fn now_us() -> u64 {
     now.tv_sec() as u64 * 1_000_000 + now.tv_nsec() as u64 / 1_000
 }
 
+/// A lock on one byte.
+fn lock_of(byte: usize) -> nix::libc::flock {
+    nix::libc::flock {
+        l_type: nix::libc::F_WRLCK as i16,
+        l_whence: nix::libc::SEEK_SET as i16,
+        l_start: byte as i64,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+/// How long a job waits for the others of its round, in µs: workers may just be replaced, and then they meet in the
+/// next.
+const MEETS_WITHIN_US: u64 = 1_000_000;
+
+/// Waits until all places are taken at once; the first to see it tells the others by a file.
+fn meet(places: &Path, bound: usize, round: &str) -> Result<(), HandlerError> {
+    let began_us = now_us();
+    let met = places.with_file_name(format!("met-{round}"));
+    let Place::Taken(own) = take_place(places, bound, 0)? else {
+        return Err(HandlerError::new("no_place", "all places are taken"));
+    };
+    let is_held = |byte: &usize| {
+        let mut lock = lock_of(*byte);
+        // One's own lock is not told.
+        fcntl(&own, FcntlArg::F_OFD_GETLK(&mut lock)).is_ok() && lock.l_type != nix::libc::F_UNLCK as i16
+    };
+    while !met.exists() {
+        if (0..bound).filter(is_held).count() + 1 == bound {
+            File::create(&met)?;
+        }
+        if now_us() - began_us > MEETS_WITHIN_US {
+            return Err(HandlerError::new("alone", "the others have not come"));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
 /// Where a job runs.
 enum Place {
     /// A lock on one byte, held until the file is closed. The job's number is written in the file.
-    Taken(#[expect(dead_code, reason = "is closed with it")] File),
+    Taken(File),
     /// All were held from this moment on, in µs, by these jobs.
     None { since_us: u64, holders: Vec<u64> },
 }
@@ -154,14 +197,7 @@ fn take_place(places: &Path, bound: usize, job: u64) -> std::io::Result<Place> {
         if byte == 0 {
             since_us = now_us();
         }
-        let lock = nix::libc::flock {
-            l_type: nix::libc::F_WRLCK as i16,
-            l_whence: nix::libc::SEEK_SET as i16,
-            l_start: byte as i64,
-            l_len: 1,
-            l_pid: 0,
-        };
-        match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)) {
+        match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock_of(byte))) {
             Ok(_) => {
                 file.write_all_at(&job.to_le_bytes(), 8 * byte as u64)?;
                 return Ok(Place::Taken(file));

@@ -1,0 +1,227 @@
+//! The ledger of a supervisor that is embedded in the clients' own process, which is this one: with a data plane on a
+//! thread of its own, or on that of the clients. There is no admin API, so that all is seen from outside.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use bulkhead_supervisor::{Supervisor, config};
+use nix::sys::signal::Signal;
+use tempfile::TempDir;
+
+use super::chaos::{Deed, Random, pause};
+use super::clients::{CONNECTIONS, Entry, drive, fill_all, on_this_thread};
+use super::worker::now_us;
+use super::{Findings, LOOKS_AT_REST, Plan};
+use crate::{descriptors, kill_pid, name, parent, processes_with, programs};
+
+/// Runs it in a process of its own, as `ledger` with these arguments, and looks at what is left of it afterwards.
+pub fn keep_in_process(arguments: &[&str]) -> Result<String, String> {
+    let (notes, temporary) = (folder(), folder());
+    super::open_to_all(notes.path());
+    let mut command = Command::new(programs().join("ledger"));
+    command.args(["in", text(notes.path())]).args(arguments).env("TMPDIR", temporary.path());
+    let output = command.output().map_err(|error| error.to_string())?;
+    let told =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let left = super::left_of(notes.path(), temporary.path());
+    if ExitStatus::success(&output.status) && left.is_empty() {
+        Ok(told)
+    } else {
+        Err(format!("{}, left: {left:?}\n{told}", output.status))
+    }
+}
+
+fn folder() -> TempDir {
+    TempDir::new().expect("a temporary folder")
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("an ordinary path")
+}
+
+/// Keeps it in this process, which must have called `keeper_main_if_asked`.
+pub fn keep(notes: &Path, plan: Plan, is_local: bool) -> Findings {
+    let text = format!("[supervisor]\ndrain_timeout = \"20s\"\n{}", super::config(notes, 0, plan));
+    let config =
+        config::parse_embedded(&text, Path::new("workers.toml")).unwrap_or_else(|errors| panic!("{errors}"));
+    let (told, deeds, findings) =
+        if is_local { on_caller(config, notes, plan) } else { on_own(config, notes, plan) };
+    super::judge(told, deeds, findings, notes, plan)
+}
+
+type Kept = (HashMap<u64, Entry>, Vec<Deed>, Findings);
+
+/// The data plane is on a thread of its own.
+fn on_own(config: config::Config, notes: &Path, plan: Plan) -> Kept {
+    let supervisor = Supervisor::start(config).unwrap_or_else(|error| panic!("{error}"));
+    let kept = on_this_thread(keep_with(|| supervisor.client(), notes, plan));
+    supervisor.shutdown().unwrap_or_else(|error| panic!("{error}"));
+    kept
+}
+
+/// The data plane is on the clients' thread.
+fn on_caller(config: config::Config, notes: &Path, plan: Plan) -> Kept {
+    on_this_thread(async {
+        let mut supervisor =
+            Supervisor::builder(config).start_local().unwrap_or_else(|error| panic!("{error}"));
+        let mut clients: Vec<Client> = (0..CLIENTS).map(|_| supervisor.client()).collect();
+        let next = || clients.pop().expect("there are as many");
+        let kept = supervisor.run_until(keep_with(next, notes, plan)).await;
+        supervisor.shutdown().await.unwrap_or_else(|error| panic!("{error}"));
+        kept.unwrap_or_else(|error| panic!("{error}"))
+    })
+}
+
+/// As many as are asked for.
+const CLIENTS: usize = 2 * CONNECTIONS + 2;
+
+async fn keep_with(mut client: impl FnMut() -> Client, notes: &Path, plan: Plan) -> Kept {
+    let (looks_on, floods) = (client(), client());
+    fill_all(&looks_on).await;
+    let before = at_rest().await;
+    let (mut told, mut deeds) = (HashMap::new(), Vec::new());
+    let fifth = plan.lasts / 5;
+    let rest = Plan { lasts: plan.lasts - fifth, seed: plan.seed.wrapping_add(1), ..plan };
+    for (round, plan) in [Plan { lasts: fifth, ..plan }, rest].into_iter().enumerate() {
+        let clients = (0..CONNECTIONS).map(|_| client()).collect();
+        let chaos = Chaos::begin(notes, plan, floods.clone());
+        told.extend(drive(clients, plan, round as u64).await);
+        deeds.extend(chaos.end().await);
+        fill_all(&looks_on).await;
+    }
+    let findings = Findings { descriptors: (before, at_rest().await), ..Findings::default() };
+    (told, deeds, findings)
+}
+
+/// How many descriptors this process has, when it has fewest: workers are recycled meanwhile. Its memory is not looked
+/// at, since the clients' book grows in it.
+async fn at_rest() -> usize {
+    let mut counts = Vec::new();
+    while counts.len() < LOOKS_AT_REST {
+        counts.push(descriptors(std::process::id()));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    counts.into_iter().min().expect("there are some")
+}
+
+/// Disturbs the supervisor of this process until it is told to end.
+struct Chaos {
+    is_over: std::sync::Arc<AtomicBool>,
+    threads: Vec<tokio::task::JoinHandle<Vec<Deed>>>,
+}
+
+impl Chaos {
+    fn begin(notes: &Path, plan: Plan, client: Client) -> Self {
+        let is_over = std::sync::Arc::new(AtomicBool::new(false));
+        let disturbs = Disturbs { notes: notes.to_owned(), has_hangs: plan.has_hangs };
+        let disturbed = is_over.clone();
+        let until = is_over.clone();
+        let threads = vec![
+            tokio::task::spawn_blocking(move || disturbs.disturb(Random::new(plan.seed), &disturbed)),
+            tokio::task::spawn_blocking(move || flood(&client, Random::new(!plan.seed), &until)),
+        ];
+        Self { is_over, threads }
+    }
+
+    async fn end(self) -> Vec<Deed> {
+        self.is_over.store(true, Ordering::SeqCst);
+        let mut deeds = Vec::new();
+        for thread in self.threads {
+            deeds.extend(thread.await.expect("chaos does not panic"));
+        }
+        deeds
+    }
+}
+
+struct Disturbs {
+    notes: PathBuf,
+    has_hangs: bool,
+}
+
+impl Disturbs {
+    fn disturb(&self, mut random: Random, is_over: &AtomicBool) -> Vec<Deed> {
+        let mut done = Vec::new();
+        while !is_over.load(Ordering::SeqCst) {
+            let at_us = now_us();
+            done.push((at_us, self.deed(&mut random)));
+            pause(random.below(150));
+        }
+        done
+    }
+
+    fn deed(&self, random: &mut Random) -> &'static str {
+        let ends = |pid, signal, name| {
+            kill_pid(pid, signal);
+            name
+        };
+        let stops = |pid, ms, name| {
+            kill_pid(pid, Signal::SIGSTOP);
+            pause(ms);
+            kill_pid(pid, Signal::SIGCONT);
+            name
+        };
+        let chance = random.below(100);
+        let keeper = |random: &mut Random| self.above(random, "bulkhead-keeper");
+        match chance {
+            0..70 => {
+                self.worker(random).map_or("no worker", |pid| ends(pid, Signal::SIGKILL, "worker killed"))
+            }
+            70..80 => self
+                .worker(random)
+                .map_or("no worker", |pid| ends(pid, Signal::SIGTERM, "worker told to end")),
+            80..92 if self.has_hangs => {
+                let ms = random.below(1_500);
+                self.worker(random).map_or("no worker", |pid| stops(pid, ms, "worker stopped and continued"))
+            }
+            92..96 => keeper(random)
+                .map_or("no keeper", |pid| stops(pid, random.below(300), "keeper stopped and continued")),
+            96..97 => keeper(random).map_or("no keeper", |pid| ends(pid, Signal::SIGKILL, "keeper killed")),
+            97..98 => self
+                .above(random, "bulkhead-guard")
+                .map_or("no guard", |pid| ends(pid, Signal::SIGKILL, "guard killed")),
+            _ => "nothing",
+        }
+    }
+
+    /// Any worker, or the template of some.
+    fn worker(&self, random: &mut Random) -> Option<u32> {
+        let workers = processes_with(text(&self.notes));
+        let workers: Vec<u32> = workers.into_iter().filter(|pid| *pid != std::process::id()).collect();
+        (!workers.is_empty()).then(|| workers[random.below(workers.len())])
+    }
+
+    /// The keeper or the guard, which stand above each worker.
+    fn above(&self, random: &mut Random, wanted: &str) -> Option<u32> {
+        let worker = self.worker(random)?;
+        let mut above = std::iter::successors(Some(worker), |pid| parent(*pid).filter(|pid| *pid > 1));
+        above.find(|pid| name(*pid).is_some_and(|name| name == wanted))
+    }
+}
+
+/// Jobs of clients that mean harm, a burst at a time: for a bulkhead that is missing, and such as nobody waits for.
+fn flood(client: &Client, mut random: Random, is_over: &AtomicBool) -> Vec<Deed> {
+    let mut done = Vec::new();
+    while !is_over.load(Ordering::SeqCst) {
+        let at_us = now_us();
+        let burst = match random.below(2) {
+            0 => "a flood of jobs for a bulkhead that is missing",
+            _ => "a flood of jobs that are dropped at once",
+        };
+        let bulkhead = if burst.ends_with("missing") { "missing" } else { "ahead" };
+        on_this_thread(async {
+            let job = || client.job(bulkhead, vec![0; 1_000]).operation("meet 0");
+            let mut jobs = Vec::new();
+            for _ in 0..1_000 {
+                jobs.push(job().start().await);
+            }
+            drop(jobs);
+        });
+        done.push((at_us, burst));
+        pause(random.below(500));
+    }
+    done
+}
