@@ -99,17 +99,11 @@ impl Setup<'_> {
 
     /// Starts it, and does not wait for anything.
     pub fn launch(self) -> Place {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().to_owned();
-        let targets = furnish(&path);
-        let (sockets, addresses) = listeners(&path);
-        let bulkheads = self.bulkheads.replace("HOSTILE", text(&path.join("bin/hostile")));
-        let config = format!(
+        let ground = Ground::prepare(&format!(
             "[supervisor]\nsocket = \"jobs.sock\"\nadmin = \"admin.sock\"\n{}\n{}",
-            self.supervisor,
-            bulkheads.replace("PLACE", text(&path))
-        );
-        fs::write(path.join("workers.toml"), config).expect("a writable folder");
+            self.supervisor, self.bulkheads
+        ));
+        let path = ground.path().to_owned();
         let log = fs::File::create(path.join("log")).expect("a writable folder");
         let program = path.join("bin/bulkhead-supervisor");
         let mut command = match self.filter {
@@ -137,11 +131,39 @@ impl Setup<'_> {
             command.uid(user).gid(user).env("HOME", &path);
         }
         let child = command.spawn().expect("the supervisor's program runs");
-        let mut all = targets;
-        merge(&mut all, addresses);
+        let Ground { folder, sockets, shared, targets } = ground;
+        Place { supervisor: Supervisor { child, folder }, _sockets: sockets, _shared: shared, targets }
+    }
+}
+
+/// A folder with programs, a configuration and things to attack, before there is a supervisor.
+pub struct Ground {
+    folder: tempfile::TempDir,
+    sockets: Vec<Box<dyn Any + Send + Sync>>,
+    shared: tempfile::NamedTempFile,
+    /// What attempts aim at, as far as it is there.
+    pub targets: Value,
+}
+
+impl Ground {
+    /// Prepares it, with `workers.toml` in it. `HOSTILE` stands for the path of the hostile worker, `PLACE` for that of
+    /// the folder.
+    pub fn prepare(config: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path();
+        let mut targets = furnish(path);
+        let (sockets, addresses) = listeners(path);
+        merge(&mut targets, addresses);
         let shared = shared_memory();
-        all["shared"] = text(shared.path()).into();
-        Place { supervisor: Supervisor { child, folder }, _sockets: sockets, _shared: shared, targets: all }
+        targets["shared"] = text(shared.path()).into();
+        let config = config.replace("HOSTILE", text(&path.join("bin/hostile")));
+        fs::write(path.join("workers.toml"), config.replace("PLACE", text(path))).expect("a writable folder");
+        Self { folder, sockets, shared, targets }
+    }
+
+    /// The folder with everything.
+    pub fn path(&self) -> &Path {
+        self.folder.path()
     }
 }
 

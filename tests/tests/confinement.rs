@@ -9,7 +9,7 @@ use bulkhead_tests::attempts::{
     OF_SHARED_PROCESSES, Setting, markdown,
 };
 use bulkhead_tests::confined::{
-    DEFAULT_LAYERS, Ended, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
+    DEFAULT_LAYERS, Ended, Ground, NOBODY, Place, STRICT_LAYERS, Setup, has_layers, is_root,
 };
 use bulkhead_tests::subuid::User;
 use bulkhead_tests::{descriptors, programs, refuses_descriptors, wait_for};
@@ -119,6 +119,32 @@ fn default_stops_what_the_table_says() {
     if is_root() && has_layers(DEFAULT_LAYERS) {
         let place = start(WORKER, DEFAULT, None);
         try_all(&place, |attempt, ended| as_written(attempt.default, ended));
+    }
+}
+
+/// The same of a supervisor in an application: `judge` there is that of the table.
+fn stops_as_much_in_an_application(profile: &str, word: &str) {
+    let ground = Ground::prepare(&bulkheads(WORKER, profile));
+    std::fs::write(ground.path().join("targets"), ground.targets.to_string()).unwrap();
+    let mut application = Command::new(programs().join("application"));
+    application.args(["attempts", word]).current_dir(ground.path()).env("TMPDIR", ground.path().join("tmp"));
+    let ended = application.output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let tried = String::from_utf8(ended.stdout).unwrap();
+    assert!(tried.lines().count() > 100, "{tried}");
+}
+
+#[test]
+fn in_an_application_default_stops_what_the_table_says() {
+    if is_root() && has_layers(DEFAULT_LAYERS) {
+        stops_as_much_in_an_application(DEFAULT, "default");
+    }
+}
+
+#[test]
+fn in_an_application_strict_stops_what_the_table_says() {
+    if is_root() && has_layers(STRICT_LAYERS) {
+        stops_as_much_in_an_application(STRICT, "strict");
     }
 }
 

@@ -13,7 +13,11 @@ use bulkhead_client::{Executed, JobError, Reply};
 use bulkhead_supervisor::{
     KeeperProgram, LocalSupervisor, StartError, Supervisor, config, keeper_main_if_asked,
 };
-use bulkhead_tests::{descriptors, is_alive, kill_pid, name, outcome, run, wait_for};
+use bulkhead_tests::attempts::{ATTEMPTS, KERNELS_OWN, Setting};
+use bulkhead_tests::confined::Ended;
+use bulkhead_tests::{
+    PATIENCE, descriptors, is_alive, kill_pid, name, outcome, refuses_descriptors, run, wait_for,
+};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigHandler, Signal};
 
@@ -31,6 +35,7 @@ fn main() {
         Some("keeps-its-own") => keeps_its_own(),
         Some("loses-its-keeper") => loses_its_keeper(),
         Some("holds") => holds(),
+        Some("attempts") => attempts(&arguments[1]),
         Some("two") => two(),
         Some("refused") => refused(),
         Some("forgets") => forgets(),
@@ -361,6 +366,44 @@ fn loses_its_keeper() {
     supervisor.shutdown().unwrap();
     own.kill().unwrap();
     own.wait().unwrap();
+}
+
+/// Has a hostile worker try everything under this profile: its bulkheads are in `workers.toml`, what it aims at in
+/// `targets`.
+fn attempts(profile: &str) {
+    let config = config::load_embedded("workers.toml".as_ref()).unwrap_or_else(|errors| panic!("{errors}"));
+    let supervisor = Supervisor::start(config).unwrap();
+    let client = supervisor.blocking_client().unwrap();
+    let mut targets: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string("targets").unwrap()).unwrap();
+    let patient = |bulkhead: &str, operation: &str, targets: &serde_json::Value| {
+        client.job(bulkhead, targets.to_string()).operation(operation).deadline(PATIENCE).send()
+    };
+    // What it tries first has no target but files.
+    let sibling = patient("sibling", "read-shadow", &targets).unwrap().outcome().worker_pid.unwrap();
+    targets["sibling"] = sibling.into();
+    targets["supervisor"] = std::process::id().into();
+    let mut above = std::iter::successors(Some(sibling), |&pid| bulkhead_tests::parent(pid));
+    targets["keeper"] =
+        above.find(|&pid| name(pid).is_some_and(|it| it == "bulkhead-keeper")).unwrap().into();
+    let mut wrong = Vec::new();
+    for attempt in ATTEMPTS.iter().flat_map(|(_, attempts)| *attempts) {
+        if KERNELS_OWN.contains(&attempt.name) && !refuses_descriptors() {
+            continue;
+        }
+        let bulkhead = match attempt.setting {
+            Setting::Plain => "plain",
+            Setting::Limited => "limited",
+        };
+        let ended = Ended::of(patient(bulkhead, attempt.name, &targets));
+        let expected = if profile == "strict" { attempt.strict } else { attempt.default };
+        println!("{}: {ended:?}", attempt.name);
+        if !ended.is(expected) {
+            wrong.push(format!("{}: {ended:?}, expected {expected:?}", attempt.name));
+        }
+    }
+    assert!(wrong.is_empty(), "{} attempts did not end as written:\n{}", wrong.len(), wrong.join("\n"));
+    supervisor.shutdown().unwrap();
 }
 
 const HOLDS: &str = "processes = 2\nmax_in_flight = 2\nmax_queue = 100";
