@@ -3,9 +3,8 @@
 
 use bulkhead_policy::Event;
 use bulkhead_shared::JobId;
-use bulkhead_shared::connection::{Inbox, Item, Scratch};
+use bulkhead_shared::connection::{Inbox, Item};
 use bulkhead_shared::frame::kind;
-use bulkhead_shared::journal::JOURNAL_BYTES;
 
 use super::journal::{Journal, lend};
 use super::links::Stage;
@@ -31,26 +30,36 @@ impl DataPlane {
     /// Returns how many of the jobs that it was sent it says to have begun, where something may be ahead.
     pub(super) fn read_journal(&mut self, index: LinkIndex) -> Option<u64> {
         let link = self.links.get_mut(index)?;
-        let (compartment, worker) = (link.compartment, link.worker);
-        let (begun, bytes) = link.journal.take()?.read();
-        let (mut inbox, mut scratch) = (Inbox::default(), Scratch::with_read_bytes(JOURNAL_BYTES));
-        let read = inbox.receive_by(&mut scratch, |buffer| {
-            buffer[..bytes.len()].copy_from_slice(&bytes);
-            Ok(bytes.len())
-        });
-        let (_, mut batch) = read.ok()?;
-        while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
-            let is_welcomed = matches!(self.links[index].stage, Stage::Welcomed { .. });
-            let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
-            // What it had sent is in there as well, if it died before it could say so.
-            let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
-            if is_welcomed && is_answer && is_owed {
-                let _ = self.worker_frame(index, header, metadata, Incoming::Borrowed(payload));
-            }
+        let compartment = link.compartment;
+        let (begun, frames) = link.journal.as_ref()?.read();
+        if !frames.is_empty() {
+            self.hear_journal(index, &frames);
         }
         let is_on = !self.compartments[compartment].policy.limits().lookahead.is_zero();
         // One that never said so says nothing.
         (is_on && begun > 0).then_some(begun)
+    }
+
+    /// The frames of a journal, as if they had come by the link.
+    fn hear_journal(&mut self, index: LinkIndex, frames: &[u8]) {
+        let (compartment, worker) = (self.links[index].compartment, self.links[index].worker);
+        let (mut inbox, mut scratch) = (Inbox::default(), std::mem::take(&mut self.buffers.scratch));
+        let read = inbox.receive_by(&mut scratch, |buffer| {
+            buffer[..frames.len()].copy_from_slice(frames);
+            Ok(frames.len())
+        });
+        if let Ok((_, mut batch)) = read {
+            while let Ok(Some(Item::Frame { header, metadata, payload })) = batch.next() {
+                let is_welcomed = matches!(self.links[index].stage, Stage::Welcomed { .. });
+                let is_answer = matches!(header.kind, kind::RESULT | kind::FAILED);
+                // What it had sent is in there as well, if it died before it could say so.
+                let is_owed = self.compartments[compartment].policy.holds(worker, JobId(header.number));
+                if is_welcomed && is_answer && is_owed {
+                    let _ = self.worker_frame(index, header, metadata, Incoming::Borrowed(payload));
+                }
+            }
+        }
+        self.buffers.scratch = scratch;
     }
 
     /// A worker gives back a job that it has not begun.

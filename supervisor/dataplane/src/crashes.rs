@@ -71,7 +71,6 @@ struct Finding {
     culprit: Option<usize>,
     usage: Option<Usage>,
     stderr_tail: Option<String>,
-    confinement: Option<Value>,
 }
 
 impl DataPlane {
@@ -90,16 +89,9 @@ impl DataPlane {
             (true, _) => Stage::Working,
         };
         let culprit = post.jobs.iter().position(|job| !job.is_unread).filter(|_| post.begun == 1);
-        let death = Finding {
-            victim: Victim::Worker,
-            cause,
-            stage,
-            culprit,
-            usage: Some(usage),
-            stderr_tail: None,
-            confinement: self.confinement_in_force(link),
-        };
-        self.report(compartment, worker, &post, death);
+        let death =
+            Finding { victim: Victim::Worker, cause, stage, culprit, usage: Some(usage), stderr_tail: None };
+        self.report(compartment, worker, (&post, Some(link)), death);
     }
 
     /// Reports the death of a program by a signal. Its worker is well.
@@ -125,7 +117,6 @@ impl DataPlane {
         let said = message.strip_prefix(&format!("the program was {}", cause.message)).unwrap_or(message);
         let said = said.trim_start_matches(": ");
         let stderr_tail = (!said.is_empty()).then(|| said.to_owned());
-        let link = self.link_of(compartment, worker).and_then(|index| self.links.get(index));
         let death = Finding {
             victim: Victim::Program,
             cause,
@@ -133,12 +124,18 @@ impl DataPlane {
             culprit: Some(0),
             usage: None,
             stderr_tail,
-            confinement: link.and_then(|link| self.confinement_in_force(link)),
         };
-        self.report(compartment, worker, &post, death);
+        self.report(compartment, worker, (&post, None), death);
     }
 
-    fn report(&mut self, compartment: CompartmentIndex, worker: WorkerId, post: &PostMortem, death: Finding) {
+    /// With the link of the worker, if that is not among the others any more.
+    fn report(
+        &mut self,
+        compartment: CompartmentIndex,
+        worker: WorkerId,
+        (post, link): (&PostMortem, Option<&Link>),
+        death: Finding,
+    ) {
         let entry = &self.compartments[compartment];
         let bulkhead = entry.bulkhead;
         let tenant = entry.tenant.as_deref().map(str::to_owned);
@@ -159,7 +156,9 @@ impl DataPlane {
         if death.stage == Stage::Starting && before.is_none() {
             self.bulkheads[bulkhead].start_failures.begin(death.cause.clone(), id);
         }
-        let Finding { victim, cause, stage, culprit, usage, stderr_tail, confinement } = death;
+        let Finding { victim, cause, stage, culprit, usage, stderr_tail } = death;
+        let of_living = || self.links.get(self.link_of(compartment, worker)?);
+        let confinement = link.or_else(of_living).and_then(confinement_in_force);
         let report = CrashReport {
             id,
             at,
@@ -199,11 +198,6 @@ impl DataPlane {
         place
     }
 
-    /// What confined a worker, as read back from the kernel.
-    fn confinement_in_force(&self, link: &Link) -> Option<Value> {
-        serde_json::to_value(link.program.sandbox().describe(&link.running()?.observed)).ok()
-    }
-
     fn crash_jobs(&mut self, compartment: CompartmentIndex, jobs: &[HeldJob]) -> Vec<CrashJob> {
         let mut room = PAYLOADS_BYTES_MAX;
         let policy = &mut self.compartments[compartment].policy;
@@ -234,6 +228,11 @@ impl DataPlane {
 fn crash_of(post: &PostMortem, death: Death) -> Option<Cause> {
     let is_fine = post.killed.is_none() && death == Death::Exit(0) && post.begun == 0 && post.was_ready;
     if is_fine { None } else { cause_of(death, post.killed.as_ref()) }
+}
+
+/// What confined a worker, as read back from the kernel.
+fn confinement_in_force(link: &Link) -> Option<Value> {
+    serde_json::to_value(link.program.sandbox().describe(&link.running()?.observed)).ok()
 }
 
 /// A job in the hands of a dead worker, and its payload if there is `room` for it.

@@ -43,23 +43,32 @@ impl Journal {
 
     /// What is in it, as far as that makes sense: how many jobs were begun, and frames.
     pub(super) fn read(&self) -> (u64, Vec<u8>) {
-        let mut bytes = vec![0; JOURNAL_BYTES];
+        let mut head = [0; FRAMES_AT];
+        let filled = self.fill(&mut head, 0);
+        let number = |at: usize| head[at..].first_chunk().map_or(0, |number| u64::from_le_bytes(*number));
+        let (said, begun) = (number(0), number(BEGUN_AT));
+        if filled < head.len() {
+            return (begun, Vec::new());
+        }
+        let count = usize::try_from(said).unwrap_or(usize::MAX).min(FRAMES_BYTES_MAX);
+        let mut frames = vec![0; count];
+        let filled = self.fill(&mut frames, FRAMES_AT);
+        frames.truncate(filled);
+        (begun, frames)
+    }
+
+    /// Reads from this byte on; returns how many bytes there were.
+    fn fill(&self, bytes: &mut [u8], from: usize) -> usize {
         let mut filled = 0;
         while filled < bytes.len() {
-            match rustix::io::pread(&self.0, &mut bytes[filled..], filled as u64) {
+            match rustix::io::pread(&self.0, &mut bytes[filled..], (from + filled) as u64) {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(_) => break,
             }
         }
-        let number = |at: usize| bytes[at..].first_chunk().map_or(0, |number| u64::from_le_bytes(*number));
-        let (said, begun) = (number(0), number(BEGUN_AT));
-        let most = filled.saturating_sub(FRAMES_AT).min(FRAMES_BYTES_MAX);
-        let count = usize::try_from(said).unwrap_or(usize::MAX).min(most);
-        bytes.drain(..FRAMES_AT.min(filled));
-        bytes.truncate(count);
-        (begun, bytes)
+        filled
     }
 }
 

@@ -407,6 +407,7 @@ impl DataPlane {
         self.settle_leaving();
         self.settle_memory(None);
         self.flush_dirty();
+        self.links.gone.clear();
         self.offer_leases();
         self.order_wanted();
         self.set_timers();

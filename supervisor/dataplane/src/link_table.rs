@@ -21,6 +21,8 @@ pub(super) struct Links {
     ids: Option<Arc<Ids>>,
     /// Workers that are gone, and what they left behind is not.
     pub(super) sweeping: HashMap<u64, Sweeping>,
+    /// Of workers that are gone: what they had open is closed when their clients have been told.
+    pub(super) gone: Vec<Link>,
     /// Those that had more to read than one turn takes.
     pub(super) again: Vec<LinkIndex>,
     /// When a link that is read less often is read again.
@@ -41,6 +43,7 @@ impl Links {
             spawned: 0,
             ids,
             sweeping: HashMap::new(),
+            gone: Vec::new(),
             again: Vec::new(),
             resume_at: None,
             failed_spawns: Vec::new(),

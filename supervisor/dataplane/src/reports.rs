@@ -237,6 +237,7 @@ impl DataPlane {
         };
         self.apply(compartment, event, Incoming::None);
         self.reporter.last_report = None;
+        self.links.gone.push(link);
     }
 
     /// Nothing is left of a worker that was told to be gone.
