@@ -1,9 +1,17 @@
 //! Where values lie, in logarithmic buckets: what quantiles are told from, here and in the command.
 
+use std::ops::Range;
+
+/// As many buckets as are made at once.
+const BUCKETS_AT_ONCE: usize = 8;
+
 /// How much weight lies at which value, of which so many significant bits are kept: what is told lies less than
-/// 1 / 2^(`KEPT_BITS` − 1) above it. It has as many buckets as the largest value needs, and none while there is no value.
+/// 1 / 2^(`KEPT_BITS` − 1) above it. It has buckets from the smallest value to the largest one, and none while there is no
+/// value.
 #[derive(Clone, Debug, Default)]
 pub struct Histogram<const KEPT_BITS: u32 = 5> {
+    /// The number of the first of the buckets.
+    first: usize,
     buckets: Vec<u64>,
     total: u64,
     max: u64,
@@ -17,21 +25,23 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
     #[inline]
     pub fn record(&mut self, value: u64, weight: u64) {
         let bucket = Self::bucket_of(value);
-        if self.buckets.len() <= bucket {
-            self.buckets.resize(bucket + 1, 0);
+        if !self.range().contains(&bucket) {
+            self.cover(bucket..bucket + 1);
         }
-        self.buckets[bucket] = self.buckets[bucket].saturating_add(weight);
+        let weights = &mut self.buckets[bucket - self.first];
+        *weights = weights.saturating_add(weight);
         self.total = self.total.saturating_add(weight);
         self.max = self.max.max(value);
     }
 
     /// Both together.
     pub fn and(mut self, other: &Self) -> Self {
-        if self.buckets.len() < other.buckets.len() {
-            self.buckets.resize(other.buckets.len(), 0);
-        }
-        for (own, others) in self.buckets.iter_mut().zip(&other.buckets) {
-            *own = own.saturating_add(*others);
+        if !other.buckets.is_empty() {
+            self.cover(other.range());
+            let from = other.first - self.first;
+            for (own, others) in self.buckets[from..].iter_mut().zip(&other.buckets) {
+                *own = own.saturating_add(*others);
+            }
         }
         self.total = self.total.saturating_add(other.total);
         self.max = self.max.max(other.max);
@@ -56,7 +66,24 @@ impl<const KEPT_BITS: u32> Histogram<KEPT_BITS> {
             seen = seen.saturating_add(*weight);
             seen >= rank
         });
-        bucket.map_or(self.max, |bucket| Self::upper_bound(bucket).min(self.max))
+        bucket.map_or(self.max, |bucket| Self::upper_bound(self.first + bucket).min(self.max))
+    }
+
+    /// The numbers of its buckets.
+    #[inline]
+    fn range(&self) -> Range<usize> {
+        self.first..self.first + self.buckets.len()
+    }
+
+    /// Has buckets for these as well, and for some beside them.
+    #[cold]
+    fn cover(&mut self, wanted: Range<usize>) {
+        let known = if self.buckets.is_empty() { wanted.clone() } else { self.range() };
+        let first = known.start.min(wanted.start) / BUCKETS_AT_ONCE * BUCKETS_AT_ONCE;
+        let end = known.end.max(wanted.end).next_multiple_of(BUCKETS_AT_ONCE);
+        let mut buckets = vec![0; end - first];
+        buckets[known.start - first..][..self.buckets.len()].copy_from_slice(&self.buckets);
+        (self.first, self.buckets) = (first, buckets);
     }
 
     fn bucket_of(value: u64) -> usize {
@@ -96,6 +123,32 @@ mod tests {
     fn values_are_told_as_exactly_as_is_promised() {
         every_value_has_a_bucket_that_is_hardly_wider::<5>();
         every_value_has_a_bucket_that_is_hardly_wider::<7>();
+    }
+
+    #[test]
+    fn there_are_buckets_for_what_was_seen_whatever_came_first() {
+        let values = [40_000, 41_000, 900, 70_000_000, 0, u64::MAX, 5_000];
+        let mut sorted = values;
+        sorted.sort_unstable();
+        let mut both = (Histogram::<5>::default(), Histogram::<5>::default());
+        for (at, value) in values.into_iter().enumerate() {
+            both.0.record(value, 1);
+            if at == 1 {
+                assert_eq!(both.0.buckets.len(), BUCKETS_AT_ONCE, "two that are close");
+            }
+            let mut one = Histogram::default();
+            one.record(value, 1);
+            both.1 = if at % 2 == 0 { both.1.and(&one) } else { one.and(&both.1) };
+        }
+        for seen in [both.0, both.1] {
+            assert_eq!((seen.total(), seen.max()), (7, u64::MAX));
+            for (rank, value) in sorted.into_iter().enumerate() {
+                let told = seen.quantile((rank + 1) as f64 / 7.0);
+                assert_eq!(Histogram::<5>::bucket_of(told), Histogram::<5>::bucket_of(value), "{rank}");
+            }
+        }
+        let neither = Histogram::<5>::default().and(&Histogram::default());
+        assert!(neither.buckets.is_empty());
     }
 
     #[test]
