@@ -8,15 +8,20 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::rc::Rc;
 
+use rustix::process::{Resource, Rlimit};
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Notify, oneshot};
 
 use crate::Result;
+use crate::processes::Process;
 
 /// One read or write moves at most this much.
 const READ_BYTES: usize = 256 * 1024;
+
+/// The same of an echo among many, whose requests are small.
+const SPREAD_BYTES: usize = 8 * 1024;
 
 /// Bytes before a payload: its length and the number of its request.
 const HEADER_BYTES: usize = 12;
@@ -49,6 +54,96 @@ pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// Passes the requests of one client on to so many echoes, each to the one whose number its payload begins with, and
+/// their answers back: all that has come at once in one write for each.
+pub(crate) fn spread(socket: &Path, echoes: usize) -> Result<()> {
+    let most = rustix::process::getrlimit(Resource::Nofile).maximum;
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        let listener = UnixListener::bind(socket)?;
+        let (mut processes, mut far, answers) = (Vec::new(), Vec::new(), Rc::new(Unsent::default()));
+        for _ in 0..echoes {
+            let (process, socket) = Process::echo()?;
+            socket.set_nonblocking(true)?;
+            let (far_in, far_out) = UnixStream::from_std(socket)?.into_split();
+            tokio::task::spawn_local(collect(far_in, answers.clone()));
+            processes.push(process);
+            far.push(far_out);
+        }
+        let (near_in, near_out) = listener.accept().await?.0.into_split();
+        tokio::select! {
+            result = hand_out(near_in, &mut far) => result?,
+            result = answers.write_to(near_out) => result?,
+        }
+        Ok(())
+    })
+}
+
+/// What waits to be written.
+#[derive(Default)]
+struct Unsent {
+    bytes: RefCell<Vec<u8>>,
+    due: Notify,
+}
+
+impl Unsent {
+    async fn write_to(&self, mut to: OwnedWriteHalf) -> io::Result<()> {
+        loop {
+            self.due.notified().await;
+            let bytes = self.bytes.take();
+            to.write_all(&bytes).await?;
+        }
+    }
+}
+
+async fn collect(from: OwnedReadHalf, answers: Rc<Unsent>) -> io::Result<()> {
+    let mut buffer = vec![0; SPREAD_BYTES];
+    loop {
+        from.readable().await?;
+        match from.try_read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => {
+                answers.bytes.borrow_mut().extend_from_slice(&buffer[..count]);
+                answers.due.notify_one();
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+async fn hand_out(from: OwnedReadHalf, far: &mut [OwnedWriteHalf]) -> io::Result<()> {
+    let mut buffer = vec![0; READ_BYTES];
+    let (mut held, mut unsent, mut touched) = (Vec::new(), vec![Vec::new(); far.len()], Vec::new());
+    loop {
+        from.readable().await?;
+        match from.try_read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => held.extend_from_slice(&buffer[..count]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+            Err(error) => return Err(error),
+        }
+        let mut at = 0;
+        while let Some((length, rest)) = held[at..].split_first_chunk::<4>()
+            && let Some(frame) = held[at..].get(..HEADER_BYTES + u32::from_le_bytes(*length) as usize)
+            && let Some(number) = rest.get(8..).and_then(|payload| payload.first_chunk::<4>())
+        {
+            let to = u32::from_le_bytes(*number) as usize % far.len();
+            if unsent[to].is_empty() {
+                touched.push(to);
+            }
+            unsent[to].extend_from_slice(frame);
+            at += frame.len();
+        }
+        held.drain(..at);
+        for to in touched.drain(..) {
+            far[to].write_all(&unsent[to]).await?;
+            unsent[to].clear();
+        }
+    }
 }
 
 /// Connects to a listener that is about to be there.

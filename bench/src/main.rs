@@ -90,6 +90,14 @@ enum Role {
         /// Where to connect.
         echo: PathBuf,
     },
+    /// Passes requests on to many echoes.
+    #[command(hide = true)]
+    Spread {
+        /// Where to listen.
+        socket: PathBuf,
+        /// How many.
+        echoes: usize,
+    },
     /// Forks a child for each socket that it is sent.
     #[command(hide = true)]
     ForkServer {
@@ -150,6 +158,7 @@ fn main() -> ExitCode {
     let result = match &args.role {
         Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
         Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
+        Some(Role::Spread { socket, echoes }) => bare::spread(socket, *echoes),
         Some(Role::ForkServer { profile, folder }) => {
             fork_server::serve(profile.as_deref().zip(folder.as_deref()))
         }

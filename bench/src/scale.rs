@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use bulkhead_client::Client;
 use tokio::task::JoinSet;
 
-use crate::Result;
 use crate::load::{self, Round};
 use crate::pairs::paired;
-use crate::processes;
+use crate::processes::{self, Process};
 use crate::real::Chain;
 use crate::report::{Figure, Report, Target};
+use crate::{Result, bare};
 
 /// What the names of these measurements begin with.
 pub(crate) const GROUP: &str = "scale";
@@ -135,21 +135,67 @@ fn of_tenants(count: usize) -> impl Fn() -> (Rc<str>, Rc<str>) {
     move || (SHARED.into(), names())
 }
 
+/// With each job for another worker, less is read and written at once, by whichever program: a bare relay before as many
+/// echoes says by how much that is dearer.
 async fn bulkheads(many: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
     let count = plan.bulkheads;
+    let mut relay = None;
     for (lanes, total) in [(1, plan.one_by_one), (64, plan.many)] {
         let name = format!("scale: {count} bulkheads in turn over one, {lanes} in flight: supervisor CPU");
         if !report.wants(&name) {
             continue;
         }
-        let mut pairs = Vec::new();
+        let relay = match &mut relay {
+            Some(relay) => relay,
+            none => none.insert(Spread::start(count).await?),
+        };
+        let (mut pairs, mut growths) = (Vec::new(), Vec::new());
         for _ in 0..plan.rounds {
+            let bare = (relay.cpu((lanes, total), 1).await?, relay.cpu((lanes, total), count).await?);
             let one = cpu(many, (lanes, total), to_bulkheads(1)).await?;
-            pairs.push((one, cpu(many, (lanes, total), to_bulkheads(count)).await?));
+            let all = cpu(many, (lanes, total), to_bulkheads(count)).await?;
+            pairs.push((one, all));
+            growths.push((bare.1 / bare.0, all / one));
         }
-        report.tell(paired(name, "µs/job", &pairs, Target::AtMost, RATIO));
+        report.tell(paired(name.clone(), "µs/job", &pairs, Target::Told, f64::NAN));
+        let name = format!("{name}, over how it grows for a bare relay");
+        report.tell(paired(name, "times", &growths, Target::AtMost, RATIO));
     }
     Ok(())
+}
+
+/// A bare relay before many echoes.
+struct Spread {
+    relay: Process,
+    client: bare::Client,
+}
+
+impl Spread {
+    async fn start(echoes: usize) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let near = folder.path().join("near");
+        let relay = Process::role(&["spread", near.to_str().ok_or("an odd path")?, &echoes.to_string()])?;
+        processes::wait_for(&near)?;
+        Ok(Self { relay, client: bare::Client::connect(&near).await? })
+    }
+
+    /// The processor time that a request takes the relay, in µs, if so many are sent at once, to the first echoes in turn.
+    async fn cpu(&self, (lanes, total): (usize, usize), echoes: usize) -> Result<f64> {
+        let before = processes::cpu(self.relay.pid())?;
+        let (client, turn) = (self.client.clone(), Rc::new(Cell::new(0)));
+        let round = load::run(lanes, total, move || {
+            let (client, turn) = (client.clone(), turn.clone());
+            async move {
+                let mut payload = [b'x'; 64];
+                let number = turn.replace(turn.get() + 1) % echoes;
+                payload[..4].copy_from_slice(&u32::try_from(number)?.to_le_bytes());
+                client.call(&payload).await.map(drop)
+            }
+        });
+        let round = round.await?;
+        let used = processes::cpu(self.relay.pid())?.saturating_sub(before);
+        Ok(used.as_secs_f64() * 1e6 / round.requests() as f64)
+    }
 }
 
 async fn tenants(alone: &Rc<Chain>, plan: &Plan, report: &Report) -> Result<()> {
