@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -16,10 +15,11 @@ from pathlib import Path
 
 import jobs
 import pytest
+import storm
 from pools import LONG, is_running, read, tree, wait_for
 
 from bulkhead import BulkheadExecutor
-from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
+from bulkhead.executor import WorkerCrashed
 
 TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
@@ -43,31 +43,11 @@ def test_the_rows_of_the_table() -> None:
     }
 
 
-#: Of the bad ones: what is called, with what timeout, and what it raises.
-BAD = [
-    (jobs.segfault, None, WorkerCrashed),
-    (jobs.leave, None, WorkerCrashed),
-    (jobs.hang, 0.05, CallTimeout),
-    (jobs.leak, None, MemoryError),
-    (jobs.raise_unreadable, None, ResultUnreadable),
-]
-
-
 def test_a_storm_of_bad_calls() -> None:
     """One in twenty is bad; each has its own outcome, and every honest one is right."""
-    chance = random.Random(7)
-    with BulkheadExecutor(4, memory="256MiB") as pool:
-        expected = []
-        for number in range(JOBS):
-            bad = chance.choice(BAD) if chance.random() < 0.05 else None
-            if bad is None:
-                expected.append((pool.submit(jobs.double, number), number * 2))
-            else:
-                call, timeout, error = bad
-                executor = pool if timeout is None else pool.with_options(timeout=timeout)
-                expected.append((executor.submit(call), error))
+    with BulkheadExecutor(4, memory=storm.MEMORY) as pool:
         ended: Counter[str] = Counter()
-        for future, wanted in expected:
+        for future, wanted in storm.begin(pool, JOBS):
             error = future.exception(LONG * 5)
             if isinstance(wanted, int):
                 assert error is None, error
@@ -76,6 +56,7 @@ def test_a_storm_of_bad_calls() -> None:
             else:
                 assert isinstance(error, wanted), (error, wanted)
                 ended[wanted.__name__] += 1
+        print(f"{JOBS} calls: {dict(ended)}")
         assert sum(ended.values()) == JOBS
         assert len(ended) == 5, ended
         supervisor = pool._pool.supervisor()
@@ -83,8 +64,41 @@ def test_a_storm_of_bad_calls() -> None:
     wait_for("nothing is left", lambda: not any(map(is_running, pids)) and not os.path.exists(supervisor.folder))
 
 
+def test_sigkill_of_the_caller_in_the_midst_of_a_storm_leaves_nothing() -> None:
+    caller = subprocess.Popen(
+        [sys.executable, TESTS / "storm.py", str(JOBS)],
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert caller.stdout is not None
+    supervisor, folder = caller.stdout.readline().split()
+    pids = tree(int(supervisor))
+    assert len(pids) >= 2
+    assert os.path.exists(folder)
+    os.kill(caller.pid, signal.SIGKILL)
+    caller.wait(LONG)
+    # It has not said that the storm was over.
+    assert caller.stdout.read() == ""
+    caller.stdout.close()
+    wait_for("no process is left", lambda: not any(map(is_running, pids)) and not of_folder(folder))
+    wait_for("no folder is left", lambda: not os.path.exists(folder))
+
+
+def of_folder(folder: str) -> list[int]:
+    """The processes that were started with this folder, or a file in it, as an argument."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and folder in Path("/proc", name, "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
 def test_sigkill_of_the_caller_leaves_nothing(tmp_path: Path) -> None:
-    """In the midst of a storm, with grandchildren, and with a forked child of the caller that lives on."""
+    """With calls that wait, with grandchildren, and with a forked child of the caller that lives on."""
     note = tmp_path / "note"
     code = f"""
         import os, sys, time, jobs

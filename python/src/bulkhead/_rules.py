@@ -118,39 +118,44 @@ def _first(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
         yield entry
 
 
+class _TooMany(Exception):
+    """There are more entries than are removed in one go."""
+
+
+def _folders(folder: int, budget: Iterator[int]) -> Iterator[bytes]:
+    """Removes a folder's files, and gives the names of the folders in it. Raises ``_TooMany`` at the budget's end."""
+    for name, is_folder in _entries(folder):
+        if next(budget, None) is None:
+            raise _TooMany
+        if is_folder:
+            yield name
+        else:
+            os.unlink(name, dir_fd=folder)
+
+
 def _emptied(top: int, entries_max: int) -> bool:
     """Empties a folder, however deep it is and whatever the modes in it are; False if it has more entries. What is in a
     folder in it is brought up first, so that there are two levels at any time."""
-    number = seen = 0
-    while True:
-        found = list(_entries(top))
-        if not found:
-            return True
-        for name, is_folder in found:
-            seen += 1
-            if seen > entries_max:
-                return False
-            if not is_folder:
-                os.unlink(name, dir_fd=top)
-                continue
-            folder = _opened(name, top)
-            try:
-                for inner, is_inner_folder in _entries(folder):
-                    seen += 1
-                    if seen > entries_max:
-                        return False
-                    if not is_inner_folder:
-                        os.unlink(inner, dir_fd=folder)
-                        continue
-                    number += 1
-                    _bring_up(inner, folder, top, number)
-            finally:
-                os.close(folder)
-            try:
-                os.rmdir(name, dir_fd=top)
-            except OSError:
-                # In the next round.
-                pass
+    budget = iter(range(entries_max))
+    number = 0
+    try:
+        while next(_entries(top), None) is not None:
+            for name in _folders(top, budget):
+                folder = _opened(name, top)
+                try:
+                    for inner in _folders(folder, budget):
+                        number += 1
+                        _bring_up(inner, folder, top, number)
+                finally:
+                    os.close(folder)
+                try:
+                    os.rmdir(name, dir_fd=top)
+                except OSError:
+                    # In the next round.
+                    pass
+    except _TooMany:
+        return False
+    return True
 
 
 def _bring_up(inner: bytes, folder: int, top: int, number: int) -> None:

@@ -1,0 +1,56 @@
+"""A storm of calls, one in twenty of which is bad. As a program it runs one, and says when half of it is over."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import jobs
+
+from bulkhead import BulkheadExecutor
+from bulkhead.executor import CallTimeout, ResultUnreadable, WorkerCrashed
+
+#: What workers of a storm may have, so that a leak ends soon.
+MEMORY = "256MiB"
+#: Of the bad ones: what is called, with what timeout, and what it raises.
+BAD = [
+    (jobs.segfault, None, WorkerCrashed),
+    (jobs.leave, None, WorkerCrashed),
+    (jobs.hang, 0.05, CallTimeout),
+    (jobs.leak, None, MemoryError),
+    (jobs.raise_unreadable, None, ResultUnreadable),
+]
+
+
+def begin(pool: BulkheadExecutor, count: int) -> list[tuple[Future[Any], int | type[BaseException]]]:
+    """Submits so many calls; each with what it returns or raises."""
+    chance = random.Random(7)
+    begun: list[tuple[Future[Any], int | type[BaseException]]] = []
+    for number in range(count):
+        if chance.random() >= 0.05:
+            begun.append((pool.submit(jobs.double, number), number * 2))
+            continue
+        call, timeout, error = chance.choice(BAD)
+        executor = pool if timeout is None else pool.with_options(timeout=timeout)
+        begun.append((executor.submit(call), error))
+    return begun
+
+
+def main(count: int) -> None:
+    pool = BulkheadExecutor(4, memory=MEMORY)
+    begun = begin(pool, count)
+    supervisor = pool._pool.supervisor()
+    for future, _ in begun[: count // 2]:
+        future.exception()
+    print(supervisor.pid, supervisor.folder, flush=True)
+    for future, _ in begun:
+        future.exception()
+    print("it was not killed in the midst", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""What a template does for its confined workers, apart from the rules themselves: their temporary folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bulkhead._rules import ENTRIES_AT_ONCE, Temporary
+
+DEPTH = 1200
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Temporary:
+    return Temporary(os.fsencode(tmp_path), 0)
+
+
+def rounds(temporary: Temporary, name: bytes, rounds_max: int) -> int:
+    """How often ``remove`` was called until nothing was left to do."""
+    for number in range(1, rounds_max + 1):
+        if temporary.remove(name):
+            return number
+    raise AssertionError(f"not removed in {rounds_max} rounds")
+
+
+def test_a_folder_goes_with_all_that_is_in_it(temporary: Temporary, tmp_path: Path) -> None:
+    os.close(temporary.make(b"empty"))
+    os.close(temporary.make(b"full"))
+    for folder in ("one", "one/two", "other"):
+        (tmp_path / "full" / folder).mkdir()
+        (tmp_path / "full" / folder / "file").touch()
+    (tmp_path / "full" / "link").symlink_to("/")
+    (tmp_path / "full" / "other").chmod(0)
+    assert rounds(temporary, b"empty", 1) == 1
+    assert rounds(temporary, b"full", 1) == 1
+    assert rounds(temporary, b"was never there", 1) == 1
+    assert os.listdir(tmp_path) == []
+    assert os.path.isdir("/")
+
+
+def test_many_entries_take_some_rounds(temporary: Temporary, tmp_path: Path) -> None:
+    os.close(temporary.make(b"many"))
+    for number in range(ENTRIES_AT_ONCE + 1):
+        (tmp_path / "many" / str(number)).touch()
+    assert rounds(temporary, b"many", 2) == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_deep_tree_whose_folders_have_the_names_of_those_moved_up(temporary: Temporary, tmp_path: Path) -> None:
+    place = temporary.make(b"deep")
+    for _ in range(DEPTH):
+        os.mkdir(b".bulkhead-1", dir_fd=place)
+        below = os.open(b".bulkhead-1", os.O_PATH | os.O_DIRECTORY, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
+    rounds(temporary, b"deep", 4 * DEPTH)
+    assert os.listdir(tmp_path) == []
