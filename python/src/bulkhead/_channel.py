@@ -18,10 +18,12 @@ __all__ = ["Channel", "connect"]
 
 #: Payloads up to this size are joined with others into one write.
 _JOINED_BYTES_MAX = 64 * 1024
-#: Pieces of one write; the kernel takes 1024.
-_PIECES_MAX = 512
+#: Frames of one write, of two pieces each; the kernel takes 1024 pieces.
+_FRAMES_MAX = 256
 #: Seconds that the supervisor has to answer a HELLO.
 _HELLO_SECONDS_MAX = 30.0
+
+_POP: Callable[[deque[Sequence[_wire.Buffer]]], Sequence[_wire.Buffer]] = deque.popleft
 
 
 def connect(path: str, version: str) -> Channel:
@@ -53,27 +55,40 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._outgoing: deque[Sequence[_wire.Buffer]] = deque()
-        self._writing = threading.Lock()
+        #: Frames in pieces, to be appended behind those that wait to be sent. They leave with the next ``flush``.
+        self.outgoing: deque[Sequence[_wire.Buffer]] = deque()
+        #: Guards what is being sent: frames, and the counts of their bytes that have left.
+        self._writing = threading.RLock()
+        self._taken: list[Sequence[_wire.Buffer]] = []
+        self._gone: list[int] = []
 
     # Sending.
-
-    def put(self, *pieces: _wire.Buffer) -> None:
-        """Puts a frame, in pieces, behind those that wait to be sent. It leaves with the next ``flush``."""
-        self._outgoing.append(pieces)
 
     def flush(self, *, may_wait: bool) -> None:
         """Sends what waits. With ``may_wait`` it may take as long as the supervisor does not listen; without, another
         thread takes over. A lost connection is told by ``read``."""
-        outgoing = self._outgoing
-        while outgoing and self._writing.acquire(blocking=False):
-            try:
-                is_stuck = not self._drain(may_wait)
-            finally:
-                self._writing.release()
-            if is_stuck:
-                threading.Thread(target=self._finish, name="bulkhead-send", daemon=True).start()
-                return
+        outgoing, writing = self.outgoing, self._writing
+        try:
+            while outgoing and not writing._is_owned() and writing.acquire(blocking=False):  # type: ignore[attr-defined]
+                try:
+                    is_stuck = not self._drain(may_wait)
+                finally:
+                    writing.release()
+                if is_stuck:
+                    self._hand_on()
+                    return
+        except BaseException:
+            self.recover()
+            raise
+
+    def recover(self) -> None:
+        """After an exception of a signal's handler, wherever in this class it came: another thread sends the rest."""
+        while self._writing._is_owned():  # type: ignore[attr-defined]
+            self._writing.release()
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        threading.Thread(target=self._finish, name="bulkhead-send", daemon=True).start()
 
     def _finish(self) -> None:
         with self._writing:
@@ -82,30 +97,37 @@ class Channel:
         self.flush(may_wait=True)
 
     def _drain(self, may_wait: bool) -> bool:
-        """Writes what waits; whether all of it was taken."""
-        outgoing = self._outgoing
+        """Writes what waits; whether all of it was taken.
+
+        An exception of a signal's handler may come behind any call. So what is taken out, and what is sent, is noted
+        by the same call that does it.
+        """
+        outgoing, taken, gone = self.outgoing, self._taken, self._gone
         flags = socket.MSG_NOSIGNAL if may_wait else socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-        while outgoing:
-            pieces: list[_wire.Buffer] = []
-            size = 0
-            while outgoing and len(pieces) < _PIECES_MAX and size < _JOINED_BYTES_MAX:
-                frame = outgoing.popleft()
-                pieces.extend(frame)
-                size += sum(map(len, frame))
-            rest: Sequence[_wire.Buffer] = pieces
+        while True:
+            if not taken:
+                count = min(len(outgoing), _FRAMES_MAX)
+                if not count:
+                    return True
+                gone.clear()
+                taken.extend(map(_POP, [outgoing] * count))
+            rest = [piece for frame in taken for piece in frame]
+            if gone:
+                rest = _without(rest, sum(gone))
+            size = sum(map(len, rest))
             if size <= _JOINED_BYTES_MAX:
-                rest = (b"".join(pieces),)
+                rest = [b"".join(rest)]
             try:
-                while rest:
-                    sent = self._socket.sendmsg(rest, (), flags)
-                    rest = _without(rest, sent)
+                if size:
+                    gone.extend(map(self._socket.sendmsg, (rest,), ((),), (flags,)))
+                if not size or gone[-1] == size:
+                    taken.clear()
             except BlockingIOError:
-                outgoing.appendleft(rest)
                 return False
             except OSError:
                 outgoing.clear()
+                taken.clear()
                 return True
-        return True
 
     # Reading.
 

@@ -64,10 +64,12 @@ class PoolFuture(Future[Any]):
         super().__init__()
         self._pool = pool
         self._number = 0
+        # Unlike the condition itself it is not left taken by an exception of a signal's handler.
+        self._lock = self._condition._lock  # type: ignore[attr-defined]
 
     def cancel(self) -> bool:
         """Cancels the call; False only if it has its outcome already."""
-        with self._condition:
+        with self._lock:
             if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
                 return True
             if self._state == FINISHED:
@@ -80,9 +82,26 @@ class PoolFuture(Future[Any]):
         self._invoke_callbacks()  # type: ignore[attr-defined]
         return True
 
+    def result(self, timeout: float | None = None) -> Any:
+        """What the call returned; raises what it raised, or ``TimeoutError`` if it has no outcome in time."""
+        try:
+            return super().result(timeout)
+        except BaseException:
+            # A signal's exception that comes as the condition is taken can leave it taken.
+            while self._lock._is_owned():
+                self._lock.release()
+            raise
+        finally:
+            # The exception holds this frame.
+            del self
+
+    def _is_cancelled(self) -> bool:
+        with self._lock:
+            return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+
     def _begin(self) -> bool:
         """Makes it running, unless it was cancelled."""
-        with self._condition:
+        with self._lock:
             if self._state != PENDING:
                 return False
             self._state = RUNNING
@@ -90,7 +109,7 @@ class PoolFuture(Future[Any]):
 
     def _settle(self, value: Any, error: BaseException | None) -> None:
         """Gives it its outcome, unless it was cancelled meanwhile."""
-        with self._condition:
+        with self._lock:
             if self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED):
                 return
             self._result = value
@@ -108,7 +127,7 @@ class PoolFuture(Future[Any]):
 class Call:
     """A function with its arguments, and SUBMIT's metadata for it."""
 
-    __slots__ = ("arguments", "bytes", "function", "future", "is_ordered", "keywords", "metadata")
+    __slots__ = ("arguments", "bytes", "function", "future", "has_place", "is_ordered", "keywords", "metadata")
 
     def __init__(
         self,
@@ -123,6 +142,8 @@ class Call:
         self.metadata = metadata
         #: It goes to the supervisor at once, which knows when it is its turn: by deadline, priority and tenant.
         self.is_ordered = is_ordered
+        #: One of the window's.
+        self.has_place = False
         self.function: Callable[..., Any] | None = function
         self.arguments = arguments
         self.keywords = keywords
@@ -165,9 +186,9 @@ class Pool:
         """The state of a pool that was never used; also that of one in a forked child."""
         self._lock = threading.Lock()
         self._waiting: deque[Call] = deque()
-        #: By number. Those on their way there are counted in `_pickling`, those that have a place in `_placed`.
+        #: By number. Those on their way there are in `_pickling`; those that have a place are counted in `_placed`.
         self._sent: dict[int, Call] = {}
-        self._pickling = 0
+        self._pickling: dict[Call, None] = {}
         self._placed = 0
         self._deferred = 0
         self._next_number = 1
@@ -189,18 +210,50 @@ class Pool:
 
     def submit(self, call: Call) -> None:
         """Takes a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if none is taken any more."""
-        with self._lock:
-            self._refuse_if_over()
-            if self._channel is None:
-                self._start()
-            if not call.is_ordered:
-                if self._waiting or not self._has_place():
+        try:
+            with self._lock:
+                self._refuse_if_over()
+                if self._channel is None:
+                    self._start()
+                if not call.is_ordered and (self._waiting or not self._has_place()):
                     self._waiting.append(call)
                     return
-                self._placed += 1
-            self._pickling += 1
-        if not self._send(call, may_wait=True):
-            self._fill(may_wait=True)
+                self._take_up(call)
+            if not self._send(call, may_wait=True):
+                self._fill(may_wait=True)
+        except BaseException as error:
+            self._give_up(call, error)
+            raise
+
+    def _take_up(self, call: Call) -> None:
+        """It is on its way to the supervisor; the lock is held."""
+        self._pickling[call] = None
+        if not call.is_ordered:
+            self._placed += 1
+            call.has_place = True
+
+    def _put_down(self, call: Call) -> None:
+        """It is not; the lock is held."""
+        self._pickling.pop(call, None)
+        self._free_place(call)
+
+    def _free_place(self, call: Call) -> None:
+        if call.has_place:
+            self._placed -= 1
+            call.has_place = False
+
+    def _give_up(self, call: Call, error: BaseException) -> None:
+        """``submit`` has failed, be it by what a signal's handler raised, which may come behind any function call: then
+        the call goes where it would have gone, or nowhere."""
+        channel = self._channel
+        with self._lock:
+            is_on_its_way = call in self._pickling
+            if is_on_its_way:
+                self._put_down(call)
+        if is_on_its_way:
+            call.future._settle(None, error)
+        elif channel is not None and call.future._number:
+            channel.recover()
 
     def _refuse_if_over(self) -> None:
         if self.broken is not None:
@@ -226,56 +279,68 @@ class Pool:
             problem = error
         # What the caller's objects hold on to is not held here.
         call.function = call.arguments = call.keywords = None
-        call.bytes = len(payload)
+        call.bytes = size = len(payload)
         with self._lock:
-            self._pickling -= 1
             channel = self._channel
             if problem is None and channel is None:
                 problem = PoolDisconnected("the supervisor ended before the call was sent")
             # It may have been cancelled while it was pickled.
-            is_sent = problem is None and future._begin()
-            is_deferred = False
-            if is_sent and channel is not None:
+            if channel is None or problem is not None or not future._begin():
+                channel = None
+                self._put_down(call)
+            else:
                 # Enough is there for all workers: it leaves with the next ones, or when an outcome comes.
                 is_deferred = (
-                    len(self._sent) - self._deferred >= self._deferrable
+                    size <= DEFERRED_BYTES_MAX
                     and self._deferred < DEFERRED_MAX
-                    and len(payload) <= DEFERRED_BYTES_MAX
+                    and len(self._sent) - self._deferred >= self._deferrable
                     and not call.is_ordered
                 )
+                number = self._next_number
+                frame = _wire.head(_wire.SUBMIT, number, call.metadata, size), payload
+                put = channel.outgoing.append
+                # No call from here on, so that no signal's exception comes between.
+                del self._pickling[call]
                 self._deferred = self._deferred + 1 if is_deferred else 0
-                number = future._number = self._next_number
-                self._next_number += 1
+                future._number = number
+                self._next_number = number + 1
                 self._sent[number] = call
-                self._bytes += call.bytes
+                self._bytes += size
                 # With the lock held, so that the thread that hears of those before it sends it.
-                channel.put(_wire.head(_wire.SUBMIT, number, call.metadata, len(payload)), payload)
-            elif not call.is_ordered:
-                self._placed -= 1
-        if problem is not None:
-            future._settle(None, problem)
-        if not is_sent or channel is None:
+                put(frame)
+        if channel is None:
+            if problem is not None:
+                future._settle(None, problem)
+                if may_wait and not isinstance(problem, Exception):
+                    # KeyboardInterrupt, or a SystemExit of a signal's handler.
+                    raise problem
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
-        if future.cancelled():
+        if future._is_cancelled():
             # By a thread that may have been before this one on the wire.
             self._send_cancel(number)
         return True
 
     def _fill(self, *, may_wait: bool) -> None:
         """Sends what waits, as far as there are places; and lets the pool end if it is to."""
-        while True:
-            with self._lock:
-                while self._waiting and self._waiting[0].future.cancelled():
+        call: Call | None = None
+        try:
+            while True:
+                with self._lock:
+                    while self._waiting and self._waiting[0].future._is_cancelled():
+                        self._waiting.popleft()
+                    if not self._waiting or not self._has_place() or self._channel is None:
+                        is_over = self._is_over()
+                        break
+                    call = self._waiting[0]
+                    self._take_up(call)
                     self._waiting.popleft()
-                if not self._waiting or not self._has_place() or self._channel is None:
-                    is_over = self._is_over()
-                    break
-                call = self._waiting.popleft()
-                self._pickling += 1
-                self._placed += 1
-            self._send(call, may_wait=may_wait)
+                self._send(call, may_wait=may_wait)
+        except BaseException as error:
+            if call is not None:
+                self._give_up(call, error)
+            raise
         if is_over:
             self._end_channel()
 
@@ -289,7 +354,7 @@ class Pool:
     def _send_cancel(self, number: int) -> None:
         channel = self._channel
         if channel is not None and number in self._sent:
-            channel.put(_wire.frame(_wire.CANCEL, number))
+            channel.outgoing.append((_wire.frame(_wire.CANCEL, number),))
             channel.flush(may_wait=False)
 
     # Outcomes.
@@ -302,8 +367,7 @@ class Pool:
                 call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
                 if call is not None:
                     self._bytes -= call.bytes
-                    if not call.is_ordered:
-                        self._placed -= 1
+                    self._free_place(call)
                     self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
                     settled.append((call.future, metadata, payload))
             quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
@@ -382,17 +446,22 @@ class Pool:
     def _start(self) -> None:
         """Starts the supervisor and the thread, with the lock held."""
         supervisor = PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys)
+        channel: Channel | None = None
         try:
             finish = self._launch(supervisor)
             channel = connect(supervisor.socket, _version())
+            thread = threading.Thread(
+                target=_serve, args=(self, channel, supervisor, finish), name="bulkhead-executor", daemon=True
+            )
+            self._supervisor, self._channel = supervisor, channel
+            thread.start()
+            self._thread = thread
         except BaseException:
+            self._supervisor = self._channel = None
             supervisor.stop(at_once=True)
+            if channel is not None:
+                channel.end()
             raise
-        self._supervisor, self._channel = supervisor, channel
-        self._thread = threading.Thread(
-            target=_serve, args=(self, channel, supervisor, finish), name="bulkhead-executor", daemon=True
-        )
-        self._thread.start()
 
     def lost(self, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
         """The connection has ended: in order, or since the supervisor is gone."""
@@ -400,7 +469,8 @@ class Pool:
             self._channel = self._supervisor = None
             left = list(self._sent.values())
             self._sent.clear()
-            self._placed -= sum(not call.is_ordered for call in left)
+            for call in left:
+                self._free_place(call)
             self._bytes = self._deferred = 0
             over = self.is_shut_down or self.broken is not None or self._was_killed
         channel.close()
