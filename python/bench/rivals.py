@@ -153,7 +153,7 @@ RIVALS: dict[str, Callable[[], Rival]] = {
     "BulkheadExecutor": Ours,
 }
 
-_MODULES = {"loky": "loky", "pebble": "pebble", "billiard": "billiard"}
+_MODULES = {"loky": "loky", "pebble": "pebble", "billiard": "billiard", "BulkheadExecutor": "bulkhead"}
 
 
 def installed() -> tuple[list[str], list[str]]:

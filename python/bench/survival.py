@@ -89,8 +89,11 @@ def outcome_of(future: Any, limit: float) -> tuple[str, float]:
 
 def one(name: str, case: str) -> str:
     """Runs one case in this process, and says in a few words what became of it."""
-    pool = RIVALS[name]()
-    assert pool.submit(honest, 1).result(30) == 2
+    try:
+        pool = RIVALS[name]()
+        assert pool.submit(honest, 1).result(30) == 2
+    except Exception as error:
+        return f"does not start: {type(error).__name__}"
     job = CASES[case]
     note = f"/tmp/bulkhead-survival-{os.getpid()}"
     arguments = (note,) if job is hangs_with_a_grandchild else ()
