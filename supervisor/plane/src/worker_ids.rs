@@ -125,13 +125,7 @@ impl Ids {
                 return Ok(id);
             }
         }
-        let range = self.range;
-        state.free.pop_front().ok_or_else(|| {
-            io::Error::other(format!(
-                "all ids of {range} are taken: write a larger range as `worker_uids` in [supervisor], or fewer \
-                 `processes`"
-            ))
-        })
+        state.free.pop_front().ok_or_else(|| self.none_is_free("a worker", "start fewer `processes`"))
     }
 
     /// Takes one back, of a worker of which nothing is left.
@@ -186,11 +180,15 @@ impl Ids {
                 return Ok(id);
             }
         }
-        Err(io::Error::other(format!(
-            "no id of {} is free for a bulkhead that keeps one: write a larger range as `worker_uids` in \
-             [supervisor], or name a `user`",
+        Err(self.none_is_free("a bulkhead that keeps one", "name a `user`"))
+    }
+
+    fn none_is_free(&self, wanted_by: &str, or: &str) -> io::Error {
+        io::Error::other(format!(
+            "no id of {} is free for {wanted_by}, since users of this system, processes and other workers have them: \
+             write another or a larger range as `worker_uids` in [supervisor], or {or}",
             self.range
-        )))
+        ))
     }
 
     /// The ids that a bulkhead may keep; the first one follows from the names.
@@ -430,7 +428,12 @@ mod tests {
         // Root and its group, daemon, bin: of every system; and none above is mapped.
         let mut few = ids(0, 40, folder.path());
         few.maps = vec![vec![(0, 0)], vec![(0, 40)]];
-        assert!(few.take().is_err());
+        assert!(
+            few.take()
+                .unwrap_err()
+                .to_string()
+                .contains("0-40 is free for a worker, since users of this system")
+        );
         assert_eq!(named_in("a:x:5:6:::\nb:x:7:\n\nbroken\n"), BTreeSet::from([5, 6, 7]));
         assert_eq!(spans("         0          0 4294967295\n"), [(0, 4_294_967_294)]);
         assert_eq!(spans("0 1000 1\n1 100000 65536\n"), [(0, 0), (1, 65_536)]);
