@@ -60,8 +60,9 @@ def raises_what_cannot_be_unpickled() -> None:
 
 def hangs_with_a_grandchild(note: str) -> None:
     grandchild = subprocess.Popen(["sleep", "600"])
-    with open(note, "w") as file:
+    with open(note + ".new", "w") as file:
         file.write(str(grandchild.pid))
+    os.rename(note + ".new", note)
     hangs()
 
 
@@ -120,8 +121,11 @@ def serves(pool: Any) -> bool:
 
 
 def grandchild_fate(note: str) -> str:
-    with open(note) as file:
-        pid = int(file.read())
+    try:
+        with open(note) as file:
+            pid = int(file.read())
+    except FileNotFoundError:
+        return "ended before it had a grandchild"
     os.unlink(note)
     give_up = time.monotonic() + 2
     while time.monotonic() < give_up:

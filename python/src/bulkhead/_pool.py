@@ -84,6 +84,9 @@ class PoolFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """What the call returned; raises what it raised, or ``TimeoutError`` if it has no outcome in time."""
+        # What is finished stays as it is. The state is set last.
+        if self._state == FINISHED and self._exception is None:
+            return self._result
         try:
             return super().result(timeout)
         except BaseException:
@@ -120,8 +123,10 @@ class PoolFuture(Future[Any]):
                     waiter.add_result(self)
                 else:
                     waiter.add_exception(self)
-            self._condition.notify_all()
-        self._invoke_callbacks()  # type: ignore[attr-defined]
+            if self._condition._waiters:  # type: ignore[attr-defined]
+                self._condition.notify_all()
+        if self._done_callbacks:  # type: ignore[attr-defined]
+            self._invoke_callbacks()  # type: ignore[attr-defined]
 
 
 class Call:
@@ -317,7 +322,7 @@ class Pool:
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
-        if future._is_cancelled():
+        if future._state in (CANCELLED, CANCELLED_AND_NOTIFIED):
             # By a thread that may have been before this one on the wire.
             self._send_cancel(number)
         return True

@@ -292,7 +292,7 @@ class Server:
                 sentence = f"this worker has no operation {job.operation!r}"
                 raise HandlerError("unknown_operation", sentence, fault="caller")
             result = handler(payload, job)
-            if hasattr(result, "__await__"):
+            if type(result) is not bytes and hasattr(result, "__await__"):
                 loop = self._event_loop()
                 loop.call_soon_threadsafe(self._begin_async, job, result)
                 return False

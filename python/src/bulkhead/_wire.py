@@ -277,10 +277,17 @@ def failed(code: str, message: str, retryable: bool, fault: str) -> bytes:
     return told + bytes((retryable, 1 if fault == "caller" else 2)) + EMPTY
 
 
+#: Two texts without a byte.
+_NO_TEXTS = bytes(16)
+
+
 def job(metadata: bytes) -> tuple[str, str, int, str | None]:
     """Reads a JOB: operation, tenant, µs that remain, traceparent."""
-    operation, at = read_text(metadata, 0)
-    tenant, at = read_text(metadata, at)
+    if metadata.startswith(_NO_TEXTS):
+        operation, tenant, at = "", "", len(_NO_TEXTS)
+    else:
+        operation, at = read_text(metadata, 0)
+        tenant, at = read_text(metadata, at)
     (remaining,) = _LENGTH.unpack_from(metadata, at)
     if len(metadata) == at + 16:
         return operation, tenant, remaining, None
