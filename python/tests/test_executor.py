@@ -753,3 +753,22 @@ def test_options_of_a_wrong_type_are_named() -> None:
         BulkheadExecutor(1, timeout="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout must be more than 0"):
         BulkheadExecutor(1, timeout=0)
+    with pytest.raises(TypeError, match="preload must be a list"):
+        BulkheadExecutor(1, preload="json")
+    with pytest.raises(TypeError, match="sandbox must be the name of a profile or a table, not bool"):
+        BulkheadExecutor(1, sandbox=True)  # type: ignore[arg-type]
+
+
+def test_an_output_that_a_call_has_replaced_fails_no_other_call() -> None:
+    with BulkheadExecutor(1) as pool:
+        assert pool.submit(jobs.replace_output).result(LONG) == pool.submit(jobs.pid).result(LONG)
+
+
+def test_memory_that_is_too_little_for_a_worker_is_told() -> None:
+    # An interpreter has room, and a thread's stack has not.
+    rlimits = {"stack": "64GiB"}
+    with (
+        BulkheadExecutor(1, memory="512MiB", config={"rlimits": rlimits}) as pool,
+        pytest.raises(BrokenProcessPool, match="`memory`"),
+    ):
+        pool.submit(jobs.pid).result(LONG)

@@ -75,8 +75,8 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            # The call has closed or replaced it.
+        except Exception:
+            # This call or an earlier one has closed or replaced it.
             pass
 
 

@@ -135,7 +135,10 @@ class Server:
         os.register_at_fork(after_in_child=self._leave_child)
         self._listen_to_signals()
         if not self._is_for_one_job:
-            threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
+            try:
+                threading.Thread(target=self._watch, name="bulkhead-watcher", daemon=True).start()
+            except RuntimeError as error:
+                self._give_up(f"{error}: are `rlimits` (an executor's `memory`) large enough for an interpreter?")
         if self.welcome.seal is not None:
             from ._seal import SealFailed, put_in_force
 

@@ -159,6 +159,10 @@ class BulkheadExecutor(_Calls):
             mp_context = multiprocessing.get_context("spawn")
         if mp_context.get_start_method(allow_none=False) == "fork":
             raise ValueError("workers are not forked from this process: mp_context must be 'spawn' or 'forkserver'")
+        if not isinstance(sandbox, (str, Mapping)):
+            raise TypeError(f"sandbox must be the name of a profile or a table, not {type(sandbox).__name__}")
+        if isinstance(preload, str):
+            raise TypeError("preload must be a list of modules, not str")
         is_confined = (sandbox if isinstance(sandbox, str) else sandbox.get("profile", "default")) != "none"
         is_forked = mp_context.get_start_method(allow_none=False) == "forkserver"
         if results is None:
