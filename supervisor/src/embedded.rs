@@ -174,7 +174,7 @@ impl Builder {
         all.thread_set_mask().map_err(|errno| system("block signals")(errno.into()))?;
         // Where Linux does not, jobs are served all the same.
         let _ = shorten_slice(SLICE);
-        let Self { mut config, host, .. } = self;
+        let Self { config, host, .. } = self;
         let host = match host {
             Some(host) => Some(host),
             None => program::require_host(&config)?,
@@ -186,7 +186,8 @@ impl Builder {
         }
         crate::inherited::warn_of_limits(&config);
         let open_files = OpenFiles::keep(descriptors::reserve(), 0);
-        let file = config.clone();
+        let file = Arc::new(config);
+        let mut config = file.clone();
         open_files.leave_room(&mut config);
         let store = crashes::Store::of(&config.supervisor)?;
         let (notices, received) = bulkhead_plane::notices::ways();
@@ -203,9 +204,8 @@ impl Builder {
             own,
             labels: labels.clone(),
         };
-        let config_in_force = Arc::new(config.clone());
         let parts = Parts {
-            config,
+            config: config.clone(),
             support,
             listener: None,
             keeper,
@@ -225,7 +225,7 @@ impl Builder {
             in_force,
             crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
             own,
-            config: config_in_force,
+            config,
             http: None,
             fate: fate.clone(),
         };

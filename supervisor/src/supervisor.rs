@@ -52,7 +52,7 @@ pub(crate) const SLICE: Duration = Duration::from_micros(100);
 /// becomes a child subreaper, and takes SIGTERM, SIGINT, SIGHUP and SIGUSR1.
 ///
 /// Call it before any other thread has been started.
-pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
+pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
     let host = program::require_host(&config)?;
@@ -72,7 +72,8 @@ pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunErro
     // Workers keep what there was.
     crate::inherited::raise_limits(&config);
     let open_files = OpenFiles::raise(descriptors::reserve(), DESCRIPTORS_HTTP);
-    let file = config.clone();
+    let file = Arc::new(config);
+    let mut config = file.clone();
     open_files.leave_room(&mut config);
     let store = crashes::Store::of(&config.supervisor)?;
     let (socket_mode, folder_mode) = (config.supervisor.socket_mode, config.supervisor.folder_mode);
@@ -89,12 +90,11 @@ pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunErro
     let (span_sender, span_thread) =
         spans::start(pulse.clone(), &fate).map_err(system("start the thread for spans"))?.unzip();
     let own = rustix::process::geteuid().as_raw();
-    let config_in_force = Arc::new(config.clone());
     let labels: Arc<[String]> = config.labelled_tenants().into();
     let in_force =
         control::InForce { config: file, support: support.clone(), open_files, own, labels: labels.clone() };
     let parts = Parts {
-        config,
+        config: config.clone(),
         support,
         listener: Some(jobs.take_listener().map_err(system("take the jobs socket"))?),
         keeper,
@@ -127,7 +127,7 @@ pub fn run(mut config: Config, lifeline: Option<Lifeline>) -> Result<(), RunErro
         in_force,
         crashes: crashes::start(store, &fate).map_err(system("start the thread for crash reports"))?,
         own,
-        config: config_in_force,
+        config,
         http,
         fate: fate.clone(),
     };

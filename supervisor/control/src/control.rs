@@ -339,8 +339,8 @@ impl Control {
     }
 
     /// From now on this is what is in force.
-    fn put_in_force(&self, config: Config) {
-        *self.config.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(config);
+    fn put_in_force(&self, config: Arc<Config>) {
+        *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
     }
 
     /// Runs a task until the control plane ends.

@@ -299,7 +299,7 @@ impl<'p> Incoming<'p> {
 /// Everything a [`DataPlane`] is made of that exists before it.
 pub struct Parts {
     /// The configuration.
-    pub config: Config,
+    pub config: Arc<Config>,
     /// What there is to confine workers by.
     pub support: Arc<SandboxSupport>,
     /// The bound jobs socket; none in an application, whose clients come by [`bulkhead_plane::command::Command::Connect`].

@@ -1,5 +1,7 @@
 //! The limit of open files: raised as far as it may be, and shared between clients, workers and operators.
 
+use std::sync::Arc;
+
 use bulkhead_config::{BulkheadConfig, Config, StartMode};
 
 /// Descriptors of the supervisor itself, of operators' connections, and for what comes and goes.
@@ -59,8 +61,9 @@ impl OpenFiles {
         Self { limit, foreign, http }
     }
 
-    /// Takes no more clients than leave descriptors for workers and operators.
-    pub fn leave_room(&self, config: &mut Config) {
+    /// Takes no more clients than leave descriptors for workers and operators. The configuration stays the same one where
+    /// that is so.
+    pub fn leave_room(&self, config: &mut Arc<Config>) {
         let Self { limit, foreign, http } = *self;
         let workers: u64 =
             config.bulkheads.iter().map(|b| b.workers_max() + b.spares_max() + templates(b)).sum();
@@ -78,7 +81,27 @@ impl OpenFiles {
                 "the limit of {limit} open files leaves room for {room} clients, not for max_clients = {}",
                 config.supervisor.max_clients
             );
-            config.supervisor.max_clients = room;
+            Arc::make_mut(config).supervisor.max_clients = room;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_is_copied_only_where_it_becomes_another() {
+        let text = "[supervisor]\nsocket = '/run/x/jobs.sock'\nmax_clients = 50\nmax_pooled = 0\n\
+                    [bulkhead.a]\nexec = ['cat']\n";
+        let file = Arc::new(bulkhead_config::parse(text, "/etc/workers.toml".as_ref()).unwrap());
+        let taken = DESCRIPTORS_OWN + DESCRIPTORS_PER_WORKER;
+        for (room, is_same) in [(50, true), (49, false)] {
+            let mut bounded = file.clone();
+            OpenFiles { limit: taken + room, foreign: 0, http: 0 }.leave_room(&mut bounded);
+            assert_eq!(bounded.supervisor.max_clients as u64, room);
+            assert_eq!(Arc::ptr_eq(&bounded, &file), is_same, "{room}");
+        }
+        assert_eq!(file.supervisor.max_clients, 50);
     }
 }

@@ -39,7 +39,7 @@ const PROBLEMS_TOLD_MAX: usize = 10;
 #[derive(Clone)]
 pub struct InForce {
     /// The file as it was read last, but for keys that hold from start to stop.
-    pub config: Config,
+    pub config: Arc<Config>,
     /// What there is to confine workers by.
     pub support: Arc<SandboxSupport>,
     /// The limit of open files in force.
@@ -109,7 +109,7 @@ enum Rejection {
 
 /// A file that was read and verified, and what it takes to put it in force.
 struct Prepared {
-    after: Config,
+    after: Arc<Config>,
     changes: Changes,
     reload: Reload,
 }
@@ -240,7 +240,8 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
         // It answers, or is gone: to stop waiting would be not to know which file is in force.
         answer.await.map_err(|_| Rejection::Stuck)??;
     }
-    in_force.config = after_reload(&in_force.config.supervisor, after);
+    let after = after_reload(&in_force.config.supervisor, Arc::unwrap_or_clone(after));
+    in_force.config = Arc::new(after);
     control.put_in_force(in_force.config.clone());
     let names = Names::of(&in_force.config);
     let kept: HashSet<&str> = names.bulkheads.iter().map(String::as_str).collect();
@@ -274,7 +275,7 @@ async fn prepare(reloads: &Reloads, in_force: &InForce) -> Result<Prepared, Reje
 
 fn read(in_force: &InForce) -> Result<Prepared, Rejection> {
     let before = &in_force.config;
-    let after = config::load(&before.path)?;
+    let after = Arc::new(config::load(&before.path)?);
     let host = program::find_host();
     if host.is_none()
         && let Some(needy) = after.bulkheads.iter().find(|b| program::needs_host(b))
