@@ -378,7 +378,8 @@ impl Requests {
         self.room.notify_waiters();
         let (_left, wakers) = self.lock().waiters.tell_all(|waiter| {
             // The supervisor begins nothing before it has the whole frame.
-            let executed = if waiter.frame_end > sent_bytes { Executed::No } else { Executed::Unknown };
+            let is_unsent = waiter.is_some_and(|waiter| waiter.frame_end > sent_bytes);
+            let executed = if is_unsent { Executed::No } else { Executed::Unknown };
             Err(JobError::lost(executed, why))
         });
         wakers.into_iter().for_each(Waker::wake);
@@ -541,7 +542,39 @@ fn micros(duration: Duration) -> u64 {
 mod tests {
     use std::io::Read;
 
+    use bulkhead_shared::Verdict;
+    use bulkhead_shared::client_protocol::OutcomeMessage;
+    use bulkhead_shared::frame::Header;
+    use bulkhead_shared::in_process::{self, End};
+
     use super::*;
+
+    /// Requests whose other end is in memory.
+    fn in_memory() -> (Arc<Requests>, End) {
+        let (here, there) = in_process::pair();
+        (Arc::new(Requests::new(Wire::InProcess(here), 1 << 20, 0)), there)
+    }
+
+    /// The connection ends of such an outcome, and so does the job.
+    #[test]
+    fn a_result_in_a_file_that_there_is_not_leaves_no_caller_waiting() {
+        let (requests, _there) = in_memory();
+        let mut job = Order::new("resize".into(), b"picture".to_vec());
+        let Ok(mut ticket) = requests.submit(&mut job, &mut None, None) else { panic!("it was not sent") };
+        let named = Named { lease: 7, bytes: 1 }.to_bytes();
+        let message = OutcomeMessage::of_verdict(&Verdict::Ok, "resize");
+        let mut metadata = Vec::new();
+        codec::encode(&message, &[(tag::LEASE, &named)], &mut metadata).unwrap();
+        let length = metadata.len() as u32;
+        let (kind, metadata_length, number) = (kind::OUTCOME, length as u16, ticket.number);
+        let header = Header { length, kind, flags: 0, metadata_length, number };
+        let why = Frames::of(&requests).take(header, &metadata, Vec::new()).unwrap_err();
+        requests.close(&why);
+        let told = ticket.poll(&Context::from_waker(Waker::noop()));
+        let Poll::Ready(Err(error)) = told else { panic!("{told:?}") };
+        assert_eq!(error.executed(), Executed::Unknown, "{error}");
+        assert_eq!(requests.lock().waiters.waiting(), 0);
+    }
 
     /// A process that was forked off has the socket of its parent, and lets go of it when it ends.
     #[tokio::test]

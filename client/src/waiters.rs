@@ -158,18 +158,21 @@ impl Waiters {
         })
     }
 
-    /// Every one that waits is told. Returns what is no longer wanted, and those to wake.
-    pub(crate) fn tell_all(&mut self, told: impl Fn(&Waiter) -> Told) -> (Vec<Waiter>, Vec<Waker>) {
+    /// Every one that waits is told, also one whose outcome was being read when that failed: there is no [`Waiter`] of it.
+    /// Returns what is no longer wanted, and those to wake.
+    pub(crate) fn tell_all(&mut self, told: impl Fn(Option<&Waiter>) -> Told) -> (Vec<Waiter>, Vec<Waker>) {
         let (mut waiters, mut wakers) = (Vec::new(), Vec::new());
         for slot in &mut self.slots {
-            if let Held::Waiting(waiter) = &slot.held {
-                let told = told(waiter);
-                if let Held::Waiting(waiter) = std::mem::replace(&mut slot.held, Held::Told(told)) {
-                    waiters.push(waiter);
-                }
-                wakers.extend(slot.waker.take());
-                self.waiting -= 1;
+            let told = match &slot.held {
+                Held::Waiting(waiter) => told(Some(waiter)),
+                Held::Reading => told(None),
+                Held::Nothing | Held::Told(_) => continue,
+            };
+            if let Held::Waiting(waiter) = std::mem::replace(&mut slot.held, Held::Told(told)) {
+                waiters.push(waiter);
             }
+            wakers.extend(slot.waker.take());
+            self.waiting -= 1;
         }
         (waiters, wakers)
     }
@@ -250,14 +253,15 @@ mod tests {
     fn all_that_wait_are_told_and_those_that_were_keep_what_they_have() {
         let mut waiters = Waiters::default();
         let task = Waker::from(Arc::<Woken>::default());
-        let numbers: Vec<u64> = (0..3).map(|_| waiters.enter(waiter(), Some(task.clone()))).collect();
+        let numbers: Vec<u64> = (0..4).map(|_| waiters.enter(waiter(), Some(task.clone()))).collect();
         waiters.read(numbers[1]);
         let of_its_own = || Err(JobError::result_lost());
         waiters.tell(numbers[1], of_its_own()).unwrap();
+        waiters.read(numbers[3]);
         let (left, wakers) = waiters.tell_all(|_| lost());
-        assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 2, 0));
+        assert_eq!((left.len(), wakers.len(), waiters.waiting()), (2, 3, 0));
         let cx = Context::from_waker(&task);
         let told: Vec<_> = numbers.iter().map(|number| waiters.poll(*number, &cx, &mut None)).collect();
-        assert_eq!(told, [lost(), of_its_own(), lost()].map(|told| Poll::Ready(Some(told))));
+        assert_eq!(told, [lost(), of_its_own(), lost(), lost()].map(|told| Poll::Ready(Some(told))));
     }
 }
