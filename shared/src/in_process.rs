@@ -69,11 +69,15 @@ impl Way {
 }
 
 impl Party {
-    fn wait(&mut self, waker: &Waker) {
-        if !self.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
-            self.waker = Some(waker.clone());
-        }
+    /// Returns the waker that was there before, to be dropped without a lock: it may hold the last reference to a task
+    /// that has ends of its own.
+    #[must_use = "it is dropped without the lock"]
+    fn wait(&mut self, waker: &Waker) -> Option<Waker> {
         self.is_waiting = true;
+        if self.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
+            return None;
+        }
+        self.waker.replace(waker.clone())
     }
 
     /// The waker to be called, without a lock, if this one waits.
@@ -192,10 +196,10 @@ impl End {
     /// whenever there is room again after a write that found none.
     pub fn watch(&self, waker: &Waker) {
         let mut incoming = self.incoming();
-        incoming.reader.wait(waker);
+        let _unwanted_reader = incoming.reader.wait(waker);
         let is_due = !incoming.bytes.is_empty() || incoming.is_closed;
         drop(incoming);
-        self.outgoing().writer.waker = Some(waker.clone());
+        let _unwanted_writer = self.outgoing().writer.waker.replace(waker.clone());
         if is_due {
             waker.wake_by_ref();
         }
@@ -207,7 +211,9 @@ impl End {
         if !way.bytes.is_empty() || way.is_closed {
             return Poll::Ready(());
         }
-        way.reader.wait(context.waker());
+        let unwanted = way.reader.wait(context.waker());
+        drop(way);
+        drop(unwanted);
         Poll::Pending
     }
 
@@ -217,7 +223,9 @@ impl End {
         if way.bytes.len() <= UNREAD_BYTES_MAX / 2 || way.is_closed {
             return Poll::Ready(());
         }
-        way.writer.wait(context.waker());
+        let unwanted = way.writer.wait(context.waker());
+        drop(way);
+        drop(unwanted);
         Poll::Pending
     }
 
@@ -317,6 +325,28 @@ mod tests {
         assert_eq!(ours.take(), 0, "there is hardly room");
         read(&there, UNREAD_BYTES_MAX / 2).unwrap();
         assert_eq!(ours.take(), 1);
+    }
+
+    /// A task that has an end of its own, which goes with it.
+    struct Task(#[expect(dead_code, reason = "it is dropped with the task")] End);
+
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {}
+    }
+
+    #[test]
+    fn a_waker_that_is_replaced_may_be_the_last_that_holds_the_other_end() {
+        let waits: [fn(&End, &mut Context<'_>) -> Poll<()>; 2] = [End::poll_readable, End::poll_writable];
+        for wait in waits {
+            let (here, there) = pair();
+            while here.write(&[0; 4096]).is_ok() {}
+            let task = Waker::from(Arc::new(Task(there)));
+            assert!(wait(&here, &mut Context::from_waker(&task)).is_pending());
+            drop(task);
+            let waker = Waker::from(Arc::<Counts>::default());
+            assert!(wait(&here, &mut Context::from_waker(&waker)).is_pending());
+            assert!(here.is_closed());
+        }
     }
 
     #[test]

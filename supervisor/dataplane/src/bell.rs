@@ -98,16 +98,21 @@ impl Bell {
         if !rung.by.is_empty() {
             return Poll::Ready(());
         }
-        if !matches!(&rung.sleeper, Some(Sleeper::Task(known)) if known.will_wake(context.waker())) {
-            rung.sleeper = Some(Sleeper::Task(context.waker().clone()));
+        if matches!(&rung.sleeper, Some(Sleeper::Task(known)) if known.will_wake(context.waker())) {
+            return Poll::Pending;
         }
+        let unwanted = rung.sleeper.replace(Sleeper::Task(context.waker().clone()));
+        // Without the lock: with the last waker of a task, clients of its own may go, which ring.
+        drop(rung);
+        drop(unwanted);
         Poll::Pending
     }
 
     /// The data plane is awake.
     pub(super) fn rise(&self) {
         if self.is_used {
-            lock(&self.rung).sleeper = None;
+            let unwanted = lock(&self.rung).sleeper.take();
+            drop(unwanted);
         }
     }
 }

@@ -18,10 +18,11 @@ impl Whole {
     /// It is polled now.
     pub(super) fn enter(&self, context: &Context<'_>) {
         let mut waker = self.waker.lock().unwrap_or_else(PoisonError::into_inner);
-        if !waker.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
-            *waker = Some(context.waker().clone());
-        }
+        let is_known = waker.as_ref().is_some_and(|known| known.will_wake(context.waker()));
+        let unwanted = if is_known { None } else { waker.replace(context.waker().clone()) };
+        // Without the lock: a task may go with its last waker, and wake this whole.
         drop(waker);
+        drop(unwanted);
         self.is_polled.store(true, Ordering::SeqCst);
     }
 
