@@ -250,11 +250,12 @@ fn serving(
     tcp: Option<Tcp>,
     end: &tokio::sync::watch::Sender<bool>,
 ) -> (Serving, readers::Entrances) {
-    let (ways, own, local_readers) = connections::ways(end.subscribe());
+    let (ways, own, local_readers) = connections::ways(end.subscribe(), local::PLACES);
     let local = (local, ways, own);
     let (tcp, tcp_readers) = tcp
         .map(|tcp| {
-            let (ways, own, readers) = connections::ways(end.subscribe());
+            let places = CONNECTIONS_MAX + lobby::HEALTH_MAX;
+            let (ways, own, readers) = connections::ways(end.subscribe(), places);
             let gate = tcp.1.clone();
             ((tcp, ways, own), (readers, gate))
         })

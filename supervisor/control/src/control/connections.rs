@@ -140,10 +140,9 @@ impl<S> Arrival<S> {
 }
 
 /// Where arrivals are served.
-type Way<S> = mpsc::UnboundedSender<Arrival<<S as Socket>::Alone>>;
+type Way<S> = mpsc::Sender<Arrival<<S as Socket>::Alone>>;
 
-/// The ways of a listener: to the control plane's own thread, and to that of low-priority readers. No more come than
-/// have places.
+/// The ways of a listener: to the control plane's own thread, and to that of low-priority readers.
 pub(super) struct Ways<S: Socket> {
     own: Way<S>,
     readers: Way<S>,
@@ -198,14 +197,14 @@ impl<S: Socket> Ways<S> {
         let way = if paths::is_for_readers(head) { &self.readers } else { &self.own };
         // A socket that cannot change, or is not served any more, is closed.
         if let Ok(socket) = socket.leave() {
-            let _ = way.send(Arrival { socket, entry, came, place });
+            let _ = way.try_send(Arrival { socket, entry, came, place });
         }
     }
 }
 
 /// The connections that came, as a listener.
 pub(super) struct Arrivals<S: Socket> {
-    queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>,
+    queue: mpsc::Receiver<Arrival<S::Alone>>,
     /// True once the listener is closed, and all that came are inside.
     is_empty: watch::Sender<bool>,
     /// How many are inside.
@@ -213,14 +212,18 @@ pub(super) struct Arrivals<S: Socket> {
 }
 
 impl<S: Socket> Arrivals<S> {
-    fn new(queue: mpsc::UnboundedReceiver<Arrival<S::Alone>>) -> Self {
+    fn new(queue: mpsc::Receiver<Arrival<S::Alone>>) -> Self {
         Self { queue, is_empty: watch::Sender::new(false), inside: Arc::new(watch::Sender::new(0)) }
     }
 }
 
-/// The ways of a listener, and what comes to the control plane's own thread and to that of low-priority readers.
-pub(super) fn ways<S: Socket>(end: watch::Receiver<bool>) -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
-    let ((own, to_own), (readers, to_readers)) = (mpsc::unbounded_channel(), mpsc::unbounded_channel());
+/// The ways of a listener, and what comes to the control plane's own thread and to that of low-priority readers. Each
+/// connection holds one of so many `places`, so that there is room for all that wait to be served.
+pub(super) fn ways<S: Socket>(
+    end: watch::Receiver<bool>,
+    places: usize,
+) -> (Ways<S>, Arrivals<S>, Arrivals<S>) {
+    let ((own, to_own), (readers, to_readers)) = (mpsc::channel(places), mpsc::channel(places));
     (Ways { own, readers, end }, Arrivals::new(to_own), Arrivals::new(to_readers))
 }
 

@@ -19,6 +19,9 @@ const REFUSED_MAX: usize = 16;
 /// Connections served at once; the next ones wait.
 pub(crate) const CONNECTIONS_MAX: usize = 384;
 
+/// The same with those that are told why they are not served.
+pub(super) const PLACES: usize = CONNECTIONS_MAX + REFUSED_MAX;
+
 /// Lets in until the control plane ends.
 pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, ways: Ways<UnixStream>) {
     let mut next = control.sockets.next_admin();
