@@ -2,6 +2,7 @@
 //! in is its own, and the environment names the worker's program. What goes wrong is a panic.
 
 use std::io::{BufRead, Write};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
@@ -245,17 +246,21 @@ fn waits_for_all() {
     assert_ne!(guard, second);
     supervisor.shutdown().unwrap();
     assert_eq!((found.lock().unwrap().len(), SEEN.load(Ordering::SeqCst)), (0, 0));
-    // SAFETY: the child makes two system calls.
+    let (ends, may_end) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    // SAFETY: the child makes three system calls.
     let own = unsafe {
         match libc::fork() {
             0 => {
-                libc::usleep(200_000);
+                libc::close(may_end.as_raw_fd());
+                // Until the parent closes its end, which it does once it knows the number of this process.
+                libc::read(ends.as_raw_fd(), [0_u8].as_mut_ptr().cast(), 1);
                 libc::_exit(0)
             }
             pid => pid,
         }
     };
     OWN.store(own, Ordering::SeqCst);
+    drop(may_end);
     wait_for("the own child is seen", || found.lock().unwrap().contains(&own).then_some(()));
     assert_eq!(*found.lock().unwrap(), [own]);
     assert!(SEEN.load(Ordering::SeqCst) == 1 && STRANGER.load(Ordering::SeqCst) == 0);
