@@ -3,7 +3,7 @@
 //! keeper's orders; counters that they share without a lock.
 //!
 //! It runs nothing: no thread, no loop, no socket is its own.
-#![allow(
+#![expect(
     missing_docs,
     reason = "the library of the supervisor documents what others than the two planes may use"
 )]

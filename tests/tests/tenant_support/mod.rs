@@ -1,7 +1,7 @@
 //! What the tests of tenants share.
 
 #![allow(dead_code, reason = "not every test needs all of it")]
-#![allow(unreachable_pub, reason = "it is a part of each test")]
+#![expect(unreachable_pub, reason = "it is a part of each test")]
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
