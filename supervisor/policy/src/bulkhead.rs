@@ -402,11 +402,17 @@ impl<T> Bulkhead<T> {
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);
         let job = self.jobs.get(index);
+        let mut attempts = job.attempts;
         let (mut ran, mut worker_pid) =
             job.before.as_ref().map_or((Duration::ZERO, None), |before| (before.ran, before.worker_pid));
-        if let Place::InFlight { worker, since, .. } = job.place {
-            ran += now.since(since);
+        if let Place::InFlight { worker, .. } | Place::Ahead { worker, .. } = job.place {
             worker_pid = self.workers[worker as usize].as_ref().and_then(|worker| worker.pid);
+        }
+        match job.place {
+            Place::InFlight { since, .. } => ran += now.since(since),
+            // It may have begun, as the verdict says.
+            Place::Ahead { .. } => attempts += 1,
+            _ => {}
         }
         let is_in_time = retry_after.is_none_or(|wait| wait <= job.deadline_at.since(now));
         let answer = Answer {
@@ -414,7 +420,7 @@ impl<T> Bulkhead<T> {
             cargo,
             retryable: is_in_time && verdict.is_retryable(job.idempotent),
             verdict,
-            attempts: job.attempts,
+            attempts,
             queued: now.since(job.received).saturating_sub(ran),
             ran,
             worker_pid,

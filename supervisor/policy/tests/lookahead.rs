@@ -5,7 +5,8 @@ mod stage;
 use std::time::Duration;
 
 use bulkhead_policy::{
-    Abilities, BreakerLimits, Change, Death, Event, KillReason, Limits, Overflow, Recycle, WorkerId,
+    Abilities, BreakerLimits, Change, Death, Event, KillReason, Limits, Overflow, Recycle, Submission,
+    WorkerId,
 };
 use bulkhead_shared::{Executed, JobId, Priority, Verdict};
 
@@ -191,12 +192,32 @@ fn who_cancels_or_is_late_hears_that_it_may_have_run() {
     stage.wait(SECOND);
     stage.expect(late, "deadline_exceeded", Some("running"));
     assert_eq!(stage.bulkhead.queued(), 0);
+    // What may have run was an attempt of that worker's.
+    let pid = 100 + stage.holder(first).generation;
+    let told =
+        stage.answers.iter().filter(|answer| answer.job == Some(cancelled) || answer.job == Some(late));
+    let told: Vec<_> = told.map(|answer| (answer.attempts, answer.worker_pid)).collect();
+    assert_eq!(told, [(1, Some(pid)), (1, Some(pid))]);
     // What is given back was not run, and is told of no more.
     give_back(&mut stage, late);
     give_back(&mut stage, cancelled);
     stage.reply(first);
     assert_eq!(stage.bulkhead.in_flight(), 0);
     assert!(stage.bulkhead.has_no_jobs());
+}
+
+#[test]
+fn the_run_limit_of_a_job_that_is_given_back_begins_anew() {
+    let mut stage = stage(limits(1, 1, 10));
+    stage.submitted += 1;
+    let submission = Submission { run_limit: Some(MS), ..Submission::new(stage.submitted) };
+    let job = stage.apply(Event::Submit(submission)).unwrap();
+    // It had its turn by our count, and was not begun. The limit is over as its worker says so.
+    stage.now = stage.now + MS;
+    give_back(&mut stage, job);
+    assert_eq!(stage.verdicts(job), [] as [&Verdict; 0]);
+    stage.wait(MS);
+    stage.expect(job, "deadline_exceeded", Some("running"));
 }
 
 #[test]

@@ -281,14 +281,14 @@ impl<T> Bulkhead<T> {
             (Some(index), Some(Place::Ahead { worker, .. })) if worker == id.place => {
                 self.take_out(index, id.place);
                 self.mind_room(id.place);
-                self.settle_returned(now, index, false, out);
+                self.settle_returned(now, index, out);
             }
-            (Some(index), Some(Place::InFlight { worker, since, is_oversized: false, .. }))
+            (Some(index), Some(Place::InFlight { worker, is_oversized: false, .. }))
                 if worker == id.place =>
             {
                 // It had its turn by our count, and that came to nothing.
                 let entry = self.jobs.get(index);
-                let (is_wanted, is_late) = (entry.cargo.is_some(), entry.answer_by(since) <= now);
+                let (is_wanted, is_late) = (entry.cargo.is_some(), entry.deadline_at <= now);
                 if is_wanted && !is_late && entry.returned >= RETURNS_MAX {
                     // It was sent ahead less often.
                     let message = format!("it gave the job {job} back again and again");
@@ -304,7 +304,7 @@ impl<T> Bulkhead<T> {
                 if let Some(worker) = self.worker_mut(id) {
                     worker.wanted -= u32::from(is_wanted);
                 }
-                self.settle_returned(now, index, is_late, out);
+                self.settle_returned(now, index, out);
                 self.begin_ahead(now, id.place, out);
                 self.review(now, id.place);
                 self.after_job(now, id.place);
@@ -334,8 +334,8 @@ impl<T> Bulkhead<T> {
         self.jobs.get(index).leaves = leaves;
     }
 
-    /// A job that was sent and has not begun is here again.
-    fn settle_returned(&mut self, now: Time, index: u32, is_late: bool, out: &mut Vec<Action<T>>) {
+    /// A job that was sent and has not begun is here again. Its run limit begins anew.
+    fn settle_returned(&mut self, now: Time, index: u32, out: &mut Vec<Action<T>>) {
         self.job_timers.clear(index);
         let job = self.jobs.get(index);
         job.place = Place::Entered;
@@ -343,7 +343,7 @@ impl<T> Bulkhead<T> {
         let leaves = job.leaves.take();
         let verdict = if job.cargo.is_none() {
             return self.forget(index);
-        } else if is_late || job.deadline_at <= now {
+        } else if job.deadline_at <= now {
             Verdict::DeadlineQueued
         } else if self.mode != Mode::Open {
             rejection(RejectReason::Draining)
@@ -362,7 +362,7 @@ impl<T> Bulkhead<T> {
     pub(super) fn take_ahead_back(&mut self, now: Time, place: u32, out: &mut Vec<Action<T>>) {
         while let Some(index) = self.workers[place as usize].as_ref().and_then(|w| w.ahead.back().copied()) {
             self.take_out(index, place);
-            self.settle_returned(now, index, false, out);
+            self.settle_returned(now, index, out);
         }
     }
 

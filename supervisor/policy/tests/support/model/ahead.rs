@@ -104,7 +104,7 @@ impl Model {
         if let Some(at) = worker.ahead.iter().position(|&ahead| ahead == job) {
             self.coverage.see("returned");
             self.live_mut(id).expect("it is live").ahead.remove(at);
-            self.settle_returned(job, false);
+            self.settle_returned(job);
         } else if let Some(at) = worker.jobs.iter().position(|&running| running == job)
             && !self.jobs[&job].is_oversized
         {
@@ -121,19 +121,18 @@ impl Model {
             let entry = self.jobs.get_mut(&job).expect("it is known");
             entry.attempts -= 1;
             entry.worker = None;
-            let is_late = entry.run_limits[0].is_some_and(|limit| entry.since + limit <= now);
-            self.settle_returned(job, is_late);
+            self.settle_returned(job);
             self.begin_ahead(id);
         } else {
             self.counters.late_replies += 1;
         }
     }
 
-    fn settle_returned(&mut self, id: JobId, has_run_out: bool) {
+    fn settle_returned(&mut self, id: JobId) {
         let job = self.jobs.get_mut(&id).expect("it is known");
         let leaves = std::mem::take(&mut job.ahead).leaves;
         job.is_overdue = false;
-        let is_late = has_run_out || job.deadline_at <= self.now;
+        let is_late = job.deadline_at <= self.now;
         if job.is_answered {
             self.jobs.remove(&id);
             return;
@@ -158,7 +157,7 @@ impl Model {
         let Some(worker) = self.workers.get_mut(&place) else { return };
         for job in std::mem::take(&mut worker.ahead).into_iter().rev() {
             self.coverage.see("ahead of one that died");
-            self.settle_returned(job, false);
+            self.settle_returned(job);
         }
     }
 
