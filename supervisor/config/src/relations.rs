@@ -8,10 +8,10 @@ mod confinement;
 mod fallback;
 mod start;
 mod tenants;
+mod times;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use super::diagnostics::{Problems, nearest, shown, shown_key};
 use super::file::{RawAccess, RawBulkhead, RawFile, RawSupervisor};
@@ -222,7 +222,10 @@ impl Checker<'_> {
         self.check_argument_bytes(raw);
         let deadline = raw.deadline.resolved();
         let deadline_max = raw.deadline_max.resolved(deadline.value);
-        self.check_deadlines(raw, &deadline, &deadline_max);
+        let longest = self.check_deadlines(raw, &deadline, &deadline_max);
+        let run_limit = self.run_limit(raw, &longest);
+        self.check_target(raw, &longest);
+        let lookahead = self.lookahead(raw, &program);
         let queue = raw.max_queue.resolved();
         self.check_permits(&Permits::of_bulkhead(raw));
         self.check_adaptive(&raw.adaptive, &Permits::of_bulkhead(raw));
@@ -237,11 +240,11 @@ impl Checker<'_> {
             max_in_flight: raw.max_in_flight.value(),
             max_queue: queue.value,
             queue_timeout: raw.queue_timeout.value(),
-            run_limit: raw.run_limit.value(),
+            run_limit,
             deadline: deadline.value,
             deadline_max: deadline_max.value,
             grace: raw.grace.value(),
-            lookahead: raw.lookahead.value(),
+            lookahead,
             max_payload,
             max_result,
             overflow: self.overflow(&raw.overflow, &queue),
@@ -408,17 +411,6 @@ impl Checker<'_> {
                 ),
                 "put what is large into a file, and name the file",
             );
-        }
-    }
-
-    fn check_deadlines(
-        &mut self,
-        raw: &RawBulkhead,
-        deadline: &Resolved<Duration>,
-        max: &Resolved<Duration>,
-    ) {
-        if raw.deadline_max.given().is_some() {
-            self.ordered(("deadline", deadline), ("deadline_max", max), units::duration_literal);
         }
     }
 

@@ -59,6 +59,11 @@ impl<T> Resolved<T> {
         if let Source::Written(span, origin) = &self.source { Some((span, *origin)) } else { None }
     }
 
+    /// Whether the bulkhead itself says so.
+    pub(super) fn is_own(&self) -> bool {
+        self.place().is_some_and(|(_, origin)| origin == Origin::Own)
+    }
+
     /// For a message: the value, and where it comes from if that is not where the message points.
     pub(super) fn told(&self, shown: impl Display) -> String {
         match self.source {

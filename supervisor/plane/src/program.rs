@@ -191,7 +191,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
         deadline: bulkhead.deadline,
         deadline_max: bulkhead.deadline_max,
         grace: bulkhead.grace,
-        lookahead: lookahead(bulkhead),
+        lookahead: bulkhead.lookahead,
         restart: bulkhead.restart.clone(),
         start: bulkhead.start.clone(),
         health: bulkhead.health.clone(),
@@ -206,14 +206,6 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
         adaptive: bulkhead.adaptive.clone(),
         tenants: tenants(bulkhead, labels),
         idle: bulkhead.isolation().map(|isolation| isolation.idle),
-    }
-}
-
-/// What may be ahead of a worker; nothing ahead of one that runs a program for each job.
-fn lookahead(bulkhead: &BulkheadConfig) -> std::time::Duration {
-    match bulkhead.program {
-        config::Program::Exec { .. } => std::time::Duration::ZERO,
-        config::Program::Command { .. } | config::Program::Library { .. } => bulkhead.lookahead,
     }
 }
 

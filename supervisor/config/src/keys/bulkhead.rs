@@ -47,7 +47,8 @@ section! {
     /// The longest wait for a permit.
     queue_timeout: Duration as at_least(SOME), without "until the deadline", such as "\"5s\"";
     /// The longest run of an attempt, from its dispatch, whatever it waited before; a client may ask for less. Past it the
-    /// worker is ended as at `deadline`, whatever else runs in it.
+    /// worker is ended as at `deadline`, whatever else runs in it. At most `deadline_max`; in `[defaults]` it is for those
+    /// bulkheads whose jobs may take so long.
     run_limit: Duration as at_least(SOME), without "until the deadline", such as "\"1s\"";
     /// From a job's receipt to its answer, the wait included, unless the client asks for another.
     deadline: Duration as at_least(SOME), default Duration::from_secs(30);
@@ -56,7 +57,7 @@ section! {
     /// After a missed deadline the worker is asked to stop, and killed this much later; `"0s"` kills at once.
     grace: Duration as at_least(ANY), default Duration::from_millis(100);
     /// How much work may be sent ahead of a worker that is busy, by how long its jobs take, so that it need not be waited
-    /// for between two jobs. Of workers with the SDK; `"0s"` is off.
+    /// for between two jobs. Of workers with the SDK, and so not with `exec`; `"0s"` is off.
     lookahead: Duration as at_least(ANY), default Duration::from_millis(1);
     /// The largest payload of a job. At most the supervisor's.
     max_payload: u64 as size(1, PAYLOAD_MAX), without "the supervisor's `max_payload`", such as "\"8MiB\"";

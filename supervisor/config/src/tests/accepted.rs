@@ -45,7 +45,7 @@ fn what_is_left_out_has_the_documented_default() {
         deadline: ms(30_000),
         deadline_max: ms(30_000),
         grace: ms(100),
-        lookahead: Duration::from_millis(1),
+        lookahead: Duration::ZERO,
         max_payload: 64 << 20,
         max_result: 64 << 20,
         overflow: Overflow::Reject,

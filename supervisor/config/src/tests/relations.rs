@@ -1,5 +1,7 @@
 //! Values that are right alone and wrong together.
 
+use std::time::Duration;
+
 use super::*;
 
 #[test]
@@ -31,6 +33,61 @@ fn a_relation_broken_by_the_defaults_is_told_once() {
     let folder = Folder::new();
     let text = "[defaults]\ndeadline_max = \"1s\"\n[bulkhead.a]\nexec = [\"tool\"]\n[bulkhead.b]\nexec = [\"tool\"]\n";
     folder.refuse_one(text, (2, 16), "`deadline` (30s, the default)", "");
+}
+
+#[test]
+fn a_run_is_no_longer_than_the_longest_deadline() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("run_limit = \"40s\""),
+        (3, 13),
+        "`run_limit` (40s) is above `deadline` (30s, the default)",
+        "write `deadline = \"40s\"` or more, or `run_limit = \"30s\"` or less",
+    );
+    folder.refuse_one(
+        &bulkhead("run_limit = \"3s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""),
+        (3, 13),
+        "`run_limit` (3s) is above `deadline_max` (2s)",
+        "write `deadline_max = \"3s\"` or more, or `run_limit = \"2s\"` or less",
+    );
+    let text = format!("[defaults]\nrun_limit = \"40s\"\n{}", bulkhead(""));
+    folder.refuse_one(&text, (2, 13), "(40s, from [defaults]) is above `deadline` (30s, the default)", "");
+    // A client may ask for so long.
+    let long = folder.accept(&bulkhead("run_limit = \"2s\"\ndeadline = \"1s\"\ndeadline_max = \"2s\""));
+    assert_eq!(long.bulkheads[0].run_limit, Some(Duration::from_secs(2)));
+    // In [defaults] it is for those whose jobs may take so long.
+    let text = format!("[defaults]\nrun_limit = \"3s\"\n{}", bulkhead("deadline = \"2s\""));
+    let config = folder.accept(&text);
+    assert_eq!(config.bulkheads[0].run_limit, None);
+    assert_eq!(folder.accept(&config.summary()), config);
+}
+
+#[test]
+fn a_latency_to_aim_at_is_one_that_jobs_can_have() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("adaptive = { max = 1, target = \"40s\" }"),
+        (3, 32),
+        "`adaptive.target` (40s) is above `deadline` (30s, the default)",
+        "write `deadline = \"40s\"` or more, or `target = \"30s\"` or less",
+    );
+    folder.accept(&bulkhead("adaptive = { max = 1, target = \"40s\" }\ndeadline_max = \"40s\""));
+}
+
+#[test]
+fn nothing_travels_ahead_of_a_program_for_each_job() {
+    let folder = Folder::new();
+    folder.refuse_one(
+        &bulkhead("lookahead = \"5ms\""),
+        (3, 13),
+        "`lookahead` has no effect with `exec`",
+        "remove `lookahead`",
+    );
+    folder.accept(&bulkhead("lookahead = \"0s\""));
+    let config = folder.accept(&format!("[defaults]\nlookahead = \"5ms\"\n{}", bulkhead("")));
+    assert_eq!(config.bulkheads[0].lookahead, Duration::ZERO);
+    let text = "[bulkhead.a]\nlibrary = \"libthumb.so\"\nlookahead = \"5ms\"\n";
+    assert_eq!(folder.accept(text).bulkheads[0].lookahead, Duration::from_millis(5));
 }
 
 #[test]

@@ -1,0 +1,71 @@
+//! How long a job may take: what is longer than its deadline says nothing.
+
+use std::time::Duration;
+
+use super::Checker;
+use crate::file::RawBulkhead;
+use crate::keys::bulkhead::Program;
+use crate::reader::Origin;
+use crate::resolved::Resolved;
+use crate::units;
+
+/// The longest time that a job of a bulkhead may have, and which key says so.
+pub(super) struct Longest<'r>(&'static str, &'r Resolved<Duration>);
+
+impl Checker<'_> {
+    pub(super) fn check_deadlines<'r>(
+        &mut self,
+        raw: &RawBulkhead,
+        deadline: &'r Resolved<Duration>,
+        max: &'r Resolved<Duration>,
+    ) -> Longest<'r> {
+        if raw.deadline_max.is_absent() {
+            return Longest("deadline", deadline);
+        }
+        self.ordered(("deadline", deadline), ("deadline_max", max), units::duration_literal);
+        Longest("deadline_max", max)
+    }
+
+    /// In `[defaults]` it is for those bulkheads whose jobs may take so long.
+    pub(super) fn run_limit(
+        &mut self,
+        raw: &RawBulkhead,
+        &Longest(name, longest): &Longest<'_>,
+    ) -> Option<Duration> {
+        let given = raw.run_limit.given()?;
+        if given.value <= longest.value {
+            return Some(given.value);
+        }
+        if given.origin != Origin::Defaults || !longest.is_own() {
+            let limit = raw.run_limit.resolved(given.value);
+            self.ordered(("run_limit", &limit), (name, longest), units::duration_literal);
+        }
+        None
+    }
+
+    /// A latency that no job can have would never lower the limit.
+    pub(super) fn check_target(&mut self, raw: &RawBulkhead, &Longest(name, longest): &Longest<'_>) {
+        let Some(given) = raw.adaptive.target.given() else { return };
+        let target = raw.adaptive.target.resolved(given.value);
+        self.ordered(("adaptive.target", &target), (name, longest), units::duration_literal);
+    }
+
+    /// In `[defaults]` it is for those bulkheads whose workers run jobs themselves.
+    pub(super) fn lookahead(&mut self, raw: &RawBulkhead, program: &Program) -> Duration {
+        let lookahead = raw.lookahead.resolved();
+        if !matches!(program, Program::Exec { .. }) {
+            return lookahead.value;
+        }
+        if let Some(given) = raw.lookahead.field.given()
+            && given.origin == Origin::Own
+            && !given.value.is_zero()
+        {
+            self.problems.report(
+                given.span.clone(),
+                "`lookahead` has no effect with `exec`: each job is a program of its own, which is started in its turn",
+                "remove `lookahead`",
+            );
+        }
+        Duration::ZERO
+    }
+}
