@@ -208,11 +208,11 @@ pub(crate) struct Request {
     pub(crate) payload_file: Option<PathBuf>,
 
     /// How long the job may take, such as 500ms [default: the bulkhead's own]
-    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    #[arg(long, value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) deadline: Option<Duration>,
 
     /// How long each attempt may run, whatever it waited [default: the bulkhead's own]
-    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    #[arg(long, value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) run_limit: Option<Duration>,
 
     /// critical, normal or best-effort
@@ -265,7 +265,7 @@ pub(crate) struct Bench {
     pub(crate) concurrency: u32,
 
     /// For so long
-    #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = duration)]
+    #[arg(long, default_value = "5s", value_name = "DURATION", value_parser = duration, allow_hyphen_values = true)]
     pub(crate) duration: Duration,
 
     /// With payloads of so many bytes, unless there is a payload file
@@ -276,6 +276,9 @@ pub(crate) struct Bench {
 fn duration(text: &str) -> Result<Duration, String> {
     match humantime::parse_duration(text) {
         Ok(duration) if duration.is_zero() => Err("must be more than nothing".into()),
+        Err(_) if text.strip_prefix('-').is_some_and(|rest| humantime::parse_duration(rest).is_ok()) => {
+            Err("must be more than nothing".into())
+        }
         Ok(duration) => Ok(duration),
         Err(error) => Err(format!("{error}; write it like 500ms, 2s or \"1m 30s\"")),
     }

@@ -117,4 +117,7 @@ fn it_can_be_asked_for_over_http_and_by_the_command() {
     let object: Value = serde_json::from_slice(&told.stdout).unwrap();
     assert_eq!((&object["reason"], &object["run_limit_ms"]), (&"running".into(), &200.0.into()), "{object}");
     assert_eq!(submit("200").status.code(), Some(2), "a duration has a unit");
+    let negative = submit("-1s");
+    let said = String::from_utf8_lossy(&negative.stderr);
+    assert!(negative.status.code() == Some(2) && said.contains("must be more than nothing"), "{said}");
 }
