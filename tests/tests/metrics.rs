@@ -723,6 +723,10 @@ fn alerts_and_dashboard_name_only_what_there_is() {
     let dashboard = read("deploy/grafana/dashboard.json");
     let parsed: serde_json::Value = serde_json::from_str(&dashboard).unwrap();
     assert!(parsed["panels"].as_array().unwrap().len() > 8);
+    assert!(
+        named_in(&dashboard).contains("bulkhead_buffered_bytes"),
+        "what fills before jobs are `overloaded`"
+    );
     for text in [dashboard, read("deploy/prometheus/alerts.yml"), read("deploy/prometheus/alerts_test.yml")] {
         let named = named_in(&text);
         assert!(named.len() > 5, "{named:?}");
