@@ -10,8 +10,8 @@ use super::keys::admission::PressureKeys;
 use super::reader::Field;
 use super::table::{Entry, Section as _, Table as _, Write, Written, braced, inline};
 use super::{
-    AccessConfig, BulkheadConfig, Config, IsolationConfig, PressureConfig, Profile, Program, SandboxConfig,
-    SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
+    AccessConfig, BulkheadConfig, Config, IsolationConfig, PressureConfig, Profile, Program, Resource,
+    Rlimit, SandboxConfig, SupervisorConfig, TenantConfig, TenantsConfig, UidRange, Who,
 };
 use super::{defaults, units};
 
@@ -168,6 +168,10 @@ impl Lines {
                     self.entry(entry);
                     self.sandbox_remarks(&bulkhead.sandbox);
                 }
+                ("rlimits", _) => {
+                    self.entry(entry);
+                    self.sandbox_rlimits(bulkhead);
+                }
                 ("fallback", _) if bulkhead.fallback.is_empty() => self.comment("fallback: none"),
                 ("tenant", _) => {}
                 _ => self.entry(entry),
@@ -191,6 +195,19 @@ impl Lines {
                 }
                 _ => "sandbox.tmp: a folder on disk, which is looked at every second",
             });
+        }
+    }
+
+    /// They are not the bulkhead's own, so that another profile has others: a comment says which.
+    fn sandbox_rlimits(&mut self, bulkhead: &BulkheadConfig) {
+        for Rlimit { resource, limit } in bulkhead.sandbox_rlimits() {
+            let limit = limit.unwrap_or(u64::MAX);
+            let told = match resource {
+                Resource::Fsize => units::format_size(limit),
+                _ => limit.to_string(),
+            };
+            let condition = if resource == Resource::Nproc { " where it counts for each worker" } else { "" };
+            self.comment(format_args!("rlimits.{}: {told} by the sandbox{condition}", resource.name()));
         }
     }
 

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use bulkhead_linux::rlimits::Resource;
 use bulkhead_policy::{
     AdaptiveLimits, BreakerLimits, Health, Overflow, PoisonLimits, Pressure, RateLimit, Recycle, Restart,
     RetryLimits, Start,
@@ -15,6 +16,7 @@ use serde::Serialize;
 use super::kinds::*;
 use super::rlimits::RawRlimits;
 use super::{admission, confinement, life, tenants};
+use crate::Profile;
 use crate::defaults::*;
 use crate::key::{BULKHEAD, Kind};
 use crate::reader::{Arguments, Environment};
@@ -183,6 +185,20 @@ impl BulkheadConfig {
     /// How tenants are isolated; `None`: they share the workers.
     pub fn isolation(&self) -> Option<&tenants::IsolationConfig> {
         self.tenants.as_ref()?.isolation.as_ref()
+    }
+
+    /// The resource limits that the sandbox has where `rlimits` says nothing. That of processes (`nproc`) holds where it
+    /// counts for each worker.
+    pub fn sandbox_rlimits(&self) -> Vec<Rlimit> {
+        if self.sandbox.profile == Profile::None {
+            return Vec::new();
+        }
+        let all = [(Resource::Fsize, RLIMIT_FSIZE_BYTES), (Resource::Nproc, RLIMIT_NPROC)];
+        let is_free = |resource| self.rlimits.iter().all(|rlimit| rlimit.resource != resource);
+        all.into_iter()
+            .filter(|(resource, _)| is_free(*resource))
+            .map(|(resource, limit)| Rlimit { resource, limit: Some(limit) })
+            .collect()
     }
 
     /// Worker processes that there can be at once; with isolated tenants those of the `max_active` largest.

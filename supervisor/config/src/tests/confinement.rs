@@ -317,6 +317,20 @@ fn a_control_group_has_bounds() {
 }
 
 #[test]
+fn the_limits_of_the_sandbox_are_told_unless_the_file_has_its_own() {
+    let folder = Folder::new();
+    let told = |lines: &str| {
+        let summary = folder.accept(&bulkhead(lines)).summary();
+        ["# rlimits.fsize: 4GiB by the sandbox\n", "# rlimits.nproc: 1024 by the sandbox where it counts"]
+            .map(|line| summary.contains(line))
+    };
+    assert_eq!(told(""), [true, true]);
+    assert_eq!(told("rlimits = { fsize = \"1MiB\" }"), [false, true]);
+    assert_eq!(told("rlimits = { nproc = \"unlimited\" }"), [true, false]);
+    assert_eq!(told("sandbox = { profile = \"none\" }"), [false, false]);
+}
+
+#[test]
 fn the_summary_has_the_whole_sandbox() {
     let folder = Folder::new();
     let summary = folder.accept(&sandbox("tmp = 0, user = \"auto\", best_effort = [\"identity\"]")).summary();

@@ -19,7 +19,8 @@ pub(super) async fn show(State(control): State<Shared>) -> Response {
     }
 }
 
-/// The configuration without the values of workers' variables. The token itself is not part of it.
+/// The configuration without the values of workers' variables, and with the limits that it leaves to the sandbox. The
+/// token itself is not part of it.
 fn redacted(config: &Config) -> serde_json::Result<Value> {
     let mut value = serde_json::to_value(config)?;
     for (bulkhead, told) in
@@ -28,6 +29,7 @@ fn redacted(config: &Config) -> serde_json::Result<Value> {
         let env: Map<String, Value> =
             bulkhead.env.iter().map(|(name, _)| (name.clone(), json!(REDACTED))).collect();
         told["env"] = Value::Object(env);
+        told["sandbox_rlimits"] = serde_json::to_value(bulkhead.sandbox_rlimits())?;
     }
     Ok(value)
 }
@@ -45,5 +47,10 @@ mod tests {
         assert!(!told.to_string().contains("sesame"));
         assert_eq!(told["bulkheads"][0]["env"]["KEY"], REDACTED);
         assert_eq!(told["supervisor"]["socket"], "/run/x/jobs.sock");
+        let of_sandbox = json!([
+            { "resource": "fsize", "limit": 4_u64 << 30 },
+            { "resource": "nproc", "limit": 1024 },
+        ]);
+        assert_eq!(told["bulkheads"][0]["sandbox_rlimits"], of_sandbox);
     }
 }
