@@ -1,7 +1,9 @@
-//! `--check --start`: starts one worker of each bulkhead as it would be confined, and says what stopped it.
+//! `--check --start`: starts one worker of each bulkhead as the supervisor would, forked from a template where that is
+//! asked for, and says what stopped it.
 //!
 //! It takes neither the sockets nor their locks, so that it can be run beside the supervisor that it is about.
 
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -10,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bulkhead_config::{BulkheadConfig, Config, WorkerIds};
-use bulkhead_keeper::{self as keeper, Keeper, Observed, Report};
+use bulkhead_keeper::{self as keeper, Keeper, Observed, Report, TemplateWord};
 use bulkhead_plane::confinement::{SandboxSupport, WorkerIdentity};
 use bulkhead_plane::program::{self, Program};
 use bulkhead_shared::client_protocol::{Hello, PROTOCOL_VERSION};
@@ -62,10 +64,11 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
         keeper.give(ids).map_err(system("start the keeper"))?;
     }
     let mut failures = Vec::new();
-    for (number, bulkhead) in config.bulkheads.iter().enumerate() {
+    let mut trials = Trials { keeper, ordered: 0, ends: BTreeMap::new() };
+    for bulkhead in &config.bulkheads {
         let program = Program::new(bulkhead, host.as_deref(), &support);
         let name = &bulkhead.name;
-        match start(&mut keeper, &program, bulkhead, number as u64 + 1, &support) {
+        match trials.start(&program, bulkhead, &support) {
             Ok(observed) => {
                 let line = format!("# bulkhead '{name}' starts: {}", describe(&program, &observed));
                 writeln!(out, "{line}").map_err(system("write to standard output"))?;
@@ -76,7 +79,7 @@ pub fn start_each(config: &Config, out: &mut impl Write) -> Result<Vec<String>, 
             writeln!(out, "#   {remark}").map_err(system("write to standard output"))?;
         }
     }
-    keeper.end().map_err(system("end the keeper"))?;
+    trials.keeper.end().map_err(system("end the keeper"))?;
     Ok(failures)
 }
 
@@ -97,55 +100,208 @@ fn describe(program: &Program, observed: &Observed) -> String {
     )
 }
 
-/// One worker, from its order to the moment when it is ready; it is ended then.
-fn start(
-    keeper: &mut Keeper,
-    program: &Program,
-    bulkhead: &BulkheadConfig,
-    worker: u64,
-    support: &SandboxSupport,
-) -> Result<Observed, String> {
-    if let Some(obstacle) = program.sandbox().obstacle() {
-        return Err(obstacle.to_owned());
+/// Workers and templates that are started, one after the other.
+struct Trials {
+    keeper: Keeper,
+    /// How many were ordered, which is the number of the last.
+    ordered: u64,
+    /// How those ended that were not asked for yet.
+    ends: BTreeMap<u64, keeper::Exit>,
+}
+
+/// A worker or a template that was ordered.
+struct Ordered {
+    number: u64,
+    /// What it writes.
+    readers: [JoinHandle<String>; 2],
+}
+
+/// What became of one that was started.
+struct Tried {
+    ordered: Ordered,
+    ready: Result<(), Stopped>,
+    exit: keeper::Exit,
+}
+
+impl Tried {
+    /// What stopped it, if something did. Waits for the end of what it wrote.
+    fn told(self, what: &str) -> Result<(), String> {
+        let said: String = self.ordered.readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
+        match self.ready {
+            Ok(()) => Ok(()),
+            Err(Stopped::Closed(status)) => {
+                let status = status.map(|status| format!(": {status}")).unwrap_or_default();
+                let how = words(self.exit);
+                Err(format!("{what} ended before it was ready ({how}){status}{}", quoted(&said)))
+            }
+            Err(Stopped::Otherwise(why)) => Err(format!("{what} {why}{}", quoted(&said))),
+        }
     }
-    let ids = support.ids();
-    let id = match (program.sandbox().identity(), &ids) {
-        (WorkerIdentity::Each, Some(ids)) => Some(ids.take().map_err(text)?),
-        _ => None,
-    };
-    let (link, theirs) = UnixStream::pair().map_err(text)?;
-    let (stdout, stdout_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
-    let (stderr, stderr_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
-    let readers = [read_along(stdout), read_along(stderr)];
-    let order = program.order(worker, id);
-    keeper.spawn(&order, theirs.into(), stdout_write, stderr_write).map_err(text)?;
-    let observed = match spawned(keeper, worker) {
-        Ok(observed) => observed,
-        Err(why) => return Err(format!("failed to start {}: {why}", program.describe())),
-    };
-    let ready = shake_hands(link, program, bulkhead);
-    // A worker that closes its link is about to end, and is to say how; else it is killed.
-    let patience = if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
-    let exit = match ended(keeper, worker, patience)? {
-        Some(exit) => exit,
-        None => {
-            keeper.kill(worker).map_err(text)?;
-            ended(keeper, worker, ORDER_PATIENCE)?.ok_or_else(late)?
+}
+
+impl Trials {
+    /// One worker, from its order to the moment when it is ready; it is ended then, and its template if it has one.
+    fn start(
+        &mut self,
+        program: &Program,
+        bulkhead: &BulkheadConfig,
+        support: &SandboxSupport,
+    ) -> Result<Observed, String> {
+        if let Some(obstacle) = program.sandbox().obstacle() {
+            return Err(obstacle.to_owned());
         }
-    };
-    let said: String = readers.into_iter().filter_map(|reader| reader.join().ok()).collect();
-    match ready {
-        Ok(()) => Ok(observed),
-        Err(Stopped::Closed(status)) => {
-            let status = status.map(|status| format!(": {status}")).unwrap_or_default();
-            Err(format!(
-                "{} ended before it was ready ({}){status}{}",
-                program.describe(),
-                words(exit),
-                quoted(&said)
-            ))
+        let ids = support.ids();
+        let id = match (program.sandbox().identity(), &ids) {
+            (WorkerIdentity::Each, Some(ids)) => Some(ids.take().map_err(text)?),
+            _ => None,
+        };
+        if program.is_forked() {
+            return self.start_forked(program, bulkhead, id);
         }
-        Err(Stopped::Otherwise(why)) => Err(format!("{} {why}{}", program.describe(), quoted(&said))),
+        let (observed, tried) =
+            self.start_worker(program, bulkhead, |keeper, number, link, stdout, stderr| {
+                keeper.spawn(&program.order(number, id), link, stdout, stderr)
+            })?;
+        tried.told(program.describe()).map(|()| observed)
+    }
+
+    /// A template, and a worker that it forks.
+    fn start_forked(
+        &mut self,
+        program: &Program,
+        bulkhead: &BulkheadConfig,
+        id: Option<u32>,
+    ) -> Result<Observed, String> {
+        let what = format!("the template of {}", program.describe());
+        let template = self.order(|keeper, number, stdout, stderr| {
+            keeper.spawn_template(&program.template_order(number, id), stdout, stderr)
+        })?;
+        let number = template.number;
+        self.spawned(number).map_err(|why| format!("failed to start {what}: {why}"))?;
+        let ready = self.await_template(number, bulkhead.start.ready)?;
+        let forked = ready.is_ok().then(|| {
+            self.start_worker(program, bulkhead, |keeper, worker, link, stdout, stderr| {
+                keeper.fork((worker, number), link, stdout, stderr)
+            })
+        });
+        // Before what the worker wrote is read to its end: the template may have that open as well.
+        let exit = self.end(number, Duration::ZERO)?;
+        Tried { ordered: template, ready, exit }.told(&what)?;
+        let (observed, tried) = forked.ok_or_else(late)??;
+        tried.told(&format!("{}, forked from its template,", program.describe())).map(|()| observed)
+    }
+
+    /// A worker, from its order to its end.
+    fn start_worker(
+        &mut self,
+        program: &Program,
+        bulkhead: &BulkheadConfig,
+        give: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd, OwnedFd) -> io::Result<()>,
+    ) -> Result<(Observed, Tried), String> {
+        let (link, theirs) = UnixStream::pair().map_err(text)?;
+        let ordered =
+            self.order(|keeper, number, stdout, stderr| give(keeper, number, theirs.into(), stdout, stderr))?;
+        let number = ordered.number;
+        let observed =
+            self.spawned(number).map_err(|why| format!("failed to start {}: {why}", program.describe()))?;
+        let ready = shake_hands(link, program, bulkhead);
+        // A worker that closes its link is about to end, and is to say how; else it is killed.
+        let patience =
+            if matches!(ready, Err(Stopped::Closed(_))) { CLOSED_PATIENCE } else { Duration::ZERO };
+        let exit = self.end(number, patience)?;
+        Ok((observed, Tried { ordered, ready, exit }))
+    }
+
+    /// Orders something of the next number, which writes into pipes.
+    fn order(
+        &mut self,
+        give: impl FnOnce(&mut Keeper, u64, OwnedFd, OwnedFd) -> io::Result<()>,
+    ) -> Result<Ordered, String> {
+        let (stdout, stdout_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
+        let (stderr, stderr_write) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| text(errno.into()))?;
+        self.ordered += 1;
+        let number = self.ordered;
+        give(&mut self.keeper, number, stdout_write, stderr_write).map_err(text)?;
+        Ok(Ordered { number, readers: [read_along(stdout), read_along(stderr)] })
+    }
+
+    /// Waits for a report that `wanted` makes something of. `None`: it did not come in time.
+    fn wait<T>(
+        &mut self,
+        patience: Duration,
+        mut wanted: impl FnMut(Report) -> Option<T>,
+    ) -> Result<Option<T>, String> {
+        let until = Instant::now() + patience;
+        loop {
+            while let Some(report) = self.keeper.receive().map_err(text)? {
+                if let Report::Exited { worker, exit, .. } = &report {
+                    self.ends.insert(*worker, *exit);
+                }
+                if let Some(found) = wanted(report) {
+                    return Ok(Some(found));
+                }
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let mut events = [PollFd::new(&self.keeper, PollFlags::IN)];
+            let _ = rustix::io::retry_on_intr(|| poll(&mut events, Some(&left)));
+            self.keeper.flush().map_err(text)?;
+        }
+    }
+
+    fn spawned(&mut self, number: u64) -> Result<Observed, String> {
+        let spawned = self.wait(ORDER_PATIENCE, |report| match report {
+            Report::Spawned { worker, observed, .. } if worker == number => Some(Ok(observed)),
+            Report::SpawnFailed { worker, step, error } if worker == number => {
+                Some(Err(format!("{step}: {error}{}", keeper::advice(&step, &error))))
+            }
+            _ => None,
+        })?;
+        spawned.unwrap_or_else(|| Err(late()))
+    }
+
+    /// Waits until a template can fork. The outer error is one of the keeper's.
+    fn await_template(&mut self, number: u64, at_most: Duration) -> Result<Result<(), Stopped>, String> {
+        let (mut until, mut status) = (Instant::now() + at_most, None);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let news = self.wait(left, |report| match report {
+                Report::Template { worker, word } if worker == number => Some(Some(word)),
+                Report::Exited { worker, .. } if worker == number => Some(None),
+                _ => None,
+            })?;
+            match news {
+                Some(Some(TemplateWord::Ready)) => return Ok(Ok(())),
+                Some(Some(TemplateWord::Extend(more))) => {
+                    until = until.max(Instant::now() + more.min(at_most));
+                }
+                Some(Some(TemplateWord::Status(text) | TemplateWord::Refused(text))) => status = Some(text),
+                Some(None) => return Ok(Err(Stopped::Closed(status))),
+                None => return Ok(Err(Stopped::Otherwise("does not become ready in time".into()))),
+            }
+        }
+    }
+
+    /// Has it end, if it has not ended by itself in this time. Returns how it ended.
+    fn end(&mut self, number: u64, patience: Duration) -> Result<keeper::Exit, String> {
+        if let Some(exit) = self.ended(number, patience)? {
+            return Ok(exit);
+        }
+        self.keeper.kill(number).map_err(text)?;
+        self.ended(number, ORDER_PATIENCE)?.ok_or_else(late)
+    }
+
+    /// How it ended. `None`: it has not, in this time.
+    fn ended(&mut self, number: u64, patience: Duration) -> Result<Option<keeper::Exit>, String> {
+        if !self.ends.contains_key(&number) {
+            self.wait(patience, |report| {
+                matches!(report, Report::Exited { worker, .. } if worker == number).then_some(())
+            })?;
+        }
+        Ok(self.ends.remove(&number))
     }
 }
 
@@ -170,41 +326,6 @@ fn read_along(pipe: OwnedFd) -> JoinHandle<String> {
     })
 }
 
-/// Waits for a report that `wanted` makes something of. `None`: it did not come in time.
-fn wait<T>(
-    keeper: &mut Keeper,
-    patience: Duration,
-    mut wanted: impl FnMut(Report) -> Option<T>,
-) -> Result<Option<T>, String> {
-    let until = Instant::now() + patience;
-    loop {
-        while let Some(report) = keeper.receive().map_err(text)? {
-            if let Some(found) = wanted(report) {
-                return Ok(Some(found));
-            }
-        }
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Ok(None);
-        }
-        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        let mut events = [PollFd::new(&*keeper, PollFlags::IN)];
-        let _ = rustix::io::retry_on_intr(|| poll(&mut events, Some(&left)));
-        keeper.flush().map_err(text)?;
-    }
-}
-
-fn spawned(keeper: &mut Keeper, worker: u64) -> Result<Observed, String> {
-    let spawned = wait(keeper, ORDER_PATIENCE, |report| match report {
-        Report::Spawned { worker: one, observed, .. } if one == worker => Some(Ok(observed)),
-        Report::SpawnFailed { worker: one, step, error } if one == worker => {
-            Some(Err(format!("{step}: {error}{}", keeper::advice(&step, &error))))
-        }
-        _ => None,
-    })?;
-    spawned.unwrap_or_else(|| Err(late()))
-}
-
 fn late() -> String {
     format!("the keeper does not answer within {ORDER_PATIENCE:?}")
 }
@@ -219,14 +340,6 @@ fn words(exit: keeper::Exit) -> String {
             name => format!("it called {name}, which its sandbox forbids"),
         },
     }
-}
-
-/// How it ended. `None`: it has not, in this time.
-fn ended(keeper: &mut Keeper, worker: u64, patience: Duration) -> Result<Option<keeper::Exit>, String> {
-    wait(keeper, patience, |report| match report {
-        Report::Exited { worker: one, exit, .. } if one == worker => Some(exit),
-        _ => None,
-    })
 }
 
 /// Why a worker did not become ready.

@@ -468,6 +468,28 @@ fn without_the_right_to_mount_programs_run_by_descriptor_and_of_others_the_folde
 }
 
 #[test]
+fn check_forks_a_worker_from_a_template() {
+    let home = home();
+    let path = home.path();
+    let config = format!(
+        "{SOCKETS}[defaults]\nstart = {{ mode = \"fork\" }}\nsandbox.profile = \"none\"\n\
+         [bulkhead.forked]\ncommand = [\"bin/misbehave\"]\n\
+         [bulkhead.ends]\ncommand = [\"/bin/sh\", \"-c\", \"echo so be it >&2; exit 3\"]\n\
+         [bulkhead.again]\ncommand = [\"bin/misbehave\"]\n"
+    );
+    std::fs::write(path.join("workers.toml"), config).unwrap();
+    let output = check(path);
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(2), "{out}{error}");
+    assert!(
+        out.contains("bulkhead 'forked' starts") && out.contains("bulkhead 'again' starts"),
+        "{out}{error}"
+    );
+    assert!(error.contains("'ends' does not start: the template of /bin/sh ended"), "{error}");
+    assert!(error.contains("(exit code 3)") && error.contains("so be it"), "{error}");
+}
+
+#[test]
 fn check_says_how_a_worker_ended() {
     for (script, how) in [("exit 3", "(exit code 3)"), ("kill -SEGV $$", "(signal SIGSEGV)")] {
         let folder = tempfile::tempdir().unwrap();
