@@ -1,7 +1,10 @@
 //! Spares take over the slots of workers that die, are killed or have done their share, and are replaced themselves.
 
 use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use bulkhead_client::Executed;
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{Supervisor, is_alive, kill_pid, outcome, wait_for};
 use nix::sys::signal::Signal;
@@ -105,6 +108,63 @@ fn a_spare_that_dies_or_hangs_is_replaced() {
         });
         assert_eq!(serving(&supervisor), at_work, "{signal}: the other goes on");
     }
+}
+
+/// Workers and spares go with it, and all are there again; in between each job has one outcome, and none is begun twice.
+#[test]
+fn a_keeper_that_is_killed_under_load_takes_its_spares_along_and_has_them_again() {
+    const KILLS: usize = 5;
+    let keys = "processes = 2\nstart = { spares = 2 }\ndeadline = \"60s\"\nsandbox = { profile = \"none\" }";
+    let supervisor = Supervisor::start(&bulkhead(keys));
+    let folder = tempfile::tempdir().unwrap();
+    let is_over = AtomicBool::new(false);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let lane = &|lane: usize| {
+        let mut told = 0;
+        while !is_over.load(Ordering::SeqCst) {
+            told += 1;
+            let file = folder.path().join(format!("{lane}-{told}"));
+            let (began, ended) = (file.with_extension("began"), file.with_extension("ended"));
+            let steps = format!("steps:count {};sleep 5;count {}", began.display(), ended.display());
+            let result = client.job("b", "").operation(steps).send();
+            let count = |path: &Path| std::fs::metadata(path).map_or(0, |found| found.len());
+            let counts = (count(&began), count(&ended));
+            match &result {
+                Ok(_) => assert_eq!(counts, (1, 1), "{lane}-{told}"),
+                Err(error) if error.executed() == Executed::No => {
+                    assert_eq!(counts, (0, 0), "{lane}-{told}: {error}");
+                }
+                Err(error) => {
+                    assert_eq!(error.outcome().map(|outcome| outcome.verdict.name()), Some("crashed"));
+                    assert!(counts.0 <= 1 && counts.1 <= counts.0, "{lane}-{told}: {counts:?}");
+                }
+            }
+        }
+        told
+    };
+    std::thread::scope(|scope| {
+        let lanes: Vec<_> = (0..6).map(|number| scope.spawn(move || lane(number))).collect();
+        for killed in 1..=KILLS {
+            wait_spares(&supervisor, 2);
+            supervisor.wait_number("b", "limit", 2);
+            let (keeper, workers) = (supervisor.keeper(), supervisor.worker_pids("b"));
+            let served = supervisor.number("b", "done");
+            wait_for("jobs are done", || (supervisor.number("b", "done") > served + 20).then_some(()));
+            kill_pid(keeper, Signal::SIGKILL);
+            supervisor.wait_events("supervisor_trouble", killed);
+            wait_for("all that it had is gone", || {
+                workers.iter().chain([&keeper]).all(|&pid| !is_alive(pid)).then_some(())
+            });
+        }
+        wait_spares(&supervisor, 2);
+        supervisor.wait_number("b", "limit", 2);
+        is_over.store(true, Ordering::SeqCst);
+        for lane in lanes {
+            assert!(lane.join().unwrap() > KILLS);
+        }
+    });
+    assert_eq!(supervisor.worker_pids("b").len(), 4);
+    supervisor.wait_number("b", "available", 2);
 }
 
 /// The number holds at once, and what a reload starts is what is to be run then.
