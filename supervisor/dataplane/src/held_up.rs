@@ -44,6 +44,9 @@ impl DataPlane {
             return;
         }
         self.keeper.excuse(self.now);
+        for session in self.sessions.values_mut() {
+            session.excuse(late, self.now);
+        }
         for index in self.compartments.indices() {
             self.apply(index, Event::HeldUp, Incoming::None);
         }
@@ -53,5 +56,32 @@ impl DataPlane {
             let what = What::HeldUp { late_ms: late.as_millis() as u64, suspended_ms };
             self.event(Severity::Warning, None, what);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bulkhead_plane::access::Grant;
+    use bulkhead_shared::in_process;
+
+    use super::*;
+    use crate::client_end::ClientEnd;
+    use crate::sessions::{Session, Stage};
+    use crate::shares::{Owner, Shares};
+
+    #[test]
+    fn a_pause_is_not_held_against_clients() {
+        let at = |seconds: u64| Time::ZERO + Duration::from_secs(seconds);
+        let (end, _client) = in_process::pair();
+        let holder = Shares::default().open(Owner::User(1), 1);
+        let stage = Stage::AwaitingHello { since: at(1) };
+        let end = ClientEnd::InProcess(end);
+        let mut session = Session::new(end, (None, Grant::Everything), stage, (1, holder), (1, at(1)));
+        session.mid_frame_since = Some(at(2));
+        // It was noticed after the pause had begun.
+        session.unread_since = Some(at(50));
+        session.excuse(Duration::from_secs(40), at(60));
+        assert!(session.stage == Stage::AwaitingHello { since: at(41) });
+        assert_eq!((session.mid_frame_since, session.unread_since), (Some(at(42)), Some(at(60))));
     }
 }

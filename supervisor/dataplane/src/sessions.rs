@@ -95,6 +95,50 @@ pub(super) enum Stage {
 pub(super) struct Breach(pub(super) RejectReason, pub(super) String);
 
 impl Session {
+    /// One that has said nothing yet.
+    pub(super) fn new(
+        end: ClientEnd,
+        (peer, grant): (Option<Peer>, Grant),
+        stage: Stage,
+        (uid, holder): (u32, Holder),
+        (epoch, now): (u64, Time),
+    ) -> Self {
+        Self {
+            end,
+            peer,
+            standing: Standing::default(),
+            grant,
+            epoch,
+            stage,
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            requests: HashMap::default(),
+            counted_held: Counted { holder, bytes: 0, kind: Kind::Fixed },
+            frame_for: None,
+            holder,
+            counted_unread: 0,
+            mid_frame_since: None,
+            frames_begun: 0,
+            unread_since: None,
+            unread: Unread::default(),
+            is_dirty: false,
+            is_paused: false,
+            place: None,
+            uid,
+            active_at: now,
+        }
+    }
+
+    /// The supervisor did nothing for so long: the client could not go on either.
+    pub(super) fn excuse(&mut self, late: Duration, now: Time) {
+        let hello_since = match &mut self.stage {
+            Stage::AwaitingHello { since } => Some(since),
+            Stage::Open | Stage::Closing => None,
+        };
+        let times = [hello_since, self.mid_frame_since.as_mut(), self.unread_since.as_mut()];
+        times.into_iter().flatten().for_each(|since| *since = (*since + late).min(now));
+    }
+
     /// Whether nothing is in flight, waits or is under way.
     pub(super) fn is_idle(&self) -> bool {
         let has_nothing = self.requests.is_empty() && self.outbox.is_empty() && !self.inbox.is_mid_frame();
@@ -212,29 +256,10 @@ impl DataPlane {
     ) -> SessionIndex {
         self.sessions.epochs += 1;
         let holder = self.memory.shares.open(Owner::User(uid), self.sessions.epochs);
+        let (epoch, now) = (self.sessions.epochs, self.now);
         let index = self.sessions.slab.insert(Session {
-            end,
-            peer,
-            standing: Standing::default(),
-            grant,
-            epoch: self.sessions.epochs,
-            stage,
-            inbox: Inbox::default(),
-            outbox: Outbox::default(),
-            requests: HashMap::default(),
-            counted_held: Counted { holder, bytes: 0, kind: Kind::Fixed },
-            frame_for: None,
-            holder,
-            counted_unread: 0,
-            mid_frame_since: None,
-            frames_begun: 0,
-            unread_since: None,
-            unread: Unread::default(),
-            is_dirty: false,
-            is_paused: false,
             place,
-            uid,
-            active_at: self.now,
+            ..Session::new(end, (peer, grant), stage, (uid, holder), (epoch, now))
         });
         let token = Endpoint::Session(index).token();
         let session = &self.sessions[index];
