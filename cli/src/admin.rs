@@ -186,10 +186,11 @@ pub(crate) async fn print_as_is(args: &Args, path: &str) -> Result<u8, Failure> 
 
 /// The limit that follows how long jobs take, in a line.
 pub(crate) fn adaptive_line(adaptive: &Adaptive) -> String {
-    let Adaptive { min, max, limit, target_ms, raised, lowered, .. } = adaptive;
+    let Adaptive { min, max, limit, limits, target_ms, raised, lowered, .. } = adaptive;
+    let each = if *limits > 1 { format!(" for each of {limits} tenants") } else { String::new() };
     let latency = adaptive.latency_ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms}ms"));
     format!(
-        "adaptive  {} limit {limit} of {min}..{max}  p90 {latency} target {target_ms}ms  raised {raised}  lowered {lowered}",
+        "adaptive  {} limit {limit} of {min}..{max}{each}  p90 {latency} target {target_ms}ms  raised {raised}  lowered {lowered}",
         shown(&adaptive.mode)
     )
 }

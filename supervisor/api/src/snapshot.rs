@@ -92,8 +92,10 @@ pub struct Adaptive {
     pub max: u32,
     /// As in the file.
     pub target_ms: f64,
-    /// How many jobs may run, or might if it held jobs back.
+    /// How many jobs may run, or might if it held jobs back; of all tenants together, where they are apart.
     pub limit: u64,
+    /// Of how many limits that is the sum: one, or where tenants are apart that of each with workers.
+    pub limits: u64,
     /// Nine of ten jobs took at most so long when it was looked at last; of the slowest tenant.
     pub latency_ms: Option<f64>,
     /// How often the limit grew.

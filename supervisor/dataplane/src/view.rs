@@ -264,6 +264,7 @@ impl Sum {
 #[derive(Default)]
 struct AdaptiveSeen {
     limit: u64,
+    limits: u64,
     latency: Option<Duration>,
 }
 
@@ -272,6 +273,7 @@ impl AdaptiveSeen {
         let is_resting = part.policy.activity() == Activity::Resting;
         if let Some(view) = part.policy.adaptive().filter(|_| !is_resting) {
             self.limit += u64::from(view.limit);
+            self.limits += 1;
             self.latency = self.latency.max(view.latency);
         }
     }
@@ -284,6 +286,7 @@ impl AdaptiveSeen {
             max: numbers.max,
             target_ms: millis(numbers.target),
             limit: self.limit,
+            limits: self.limits,
             latency_ms: self.latency.map(millis),
             raised: counters.limit_raised,
             lowered: counters.limit_lowered,

@@ -9,19 +9,25 @@ pub(super) fn holds_back(adaptive: &Adaptive) -> Option<String> {
     is_held.then(|| {
         format!(
             "the adaptive limit, {} of at most {}, is what holds jobs back: more would run only if they took less time",
-            adaptive.limit, adaptive.max
+            adaptive.limit,
+            in_all(adaptive, adaptive.max)
         )
     })
 }
 
-/// Tenants that are apart have a limit each, so that only their sum is known.
+/// Tenants that are apart have a limit each, of which the sum is known.
+fn in_all(adaptive: &Adaptive, each: u32) -> u64 {
+    adaptive.limits.max(1) * u64::from(each)
+}
+
 fn is_below_max(adaptive: &Adaptive) -> bool {
-    adaptive.limit < u64::from(adaptive.max)
+    adaptive.limit < in_all(adaptive, adaptive.max)
 }
 
 /// Where the limit stands, and why.
 pub(super) fn in_words(adaptive: &Adaptive) -> String {
-    let Adaptive { min, max, limit, target_ms, .. } = adaptive;
+    let Adaptive { limit, target_ms, .. } = adaptive;
+    let [min, max] = [adaptive.min, adaptive.max].map(|each| in_all(adaptive, each));
     let Some(latency) = adaptive.latency_ms else {
         return format!(
             "too few jobs have ended to tell how long they take beside the target of {target_ms} ms"
@@ -35,7 +41,7 @@ pub(super) fn in_words(adaptive: &Adaptive) -> String {
             format!("with mode = \"enforce\" it would let {limit} run at once")
         }
         mode if *mode == AdaptiveMode::Monitor => "with mode = \"enforce\" it would hold nothing back".to_owned(),
-        _ if is_late && *limit <= u64::from(*min) => {
+        _ if is_late && *limit <= min => {
             "although only the least may run at once: their time does not depend on how many run, so look at what they \
              wait for, or give them a longer target"
                 .to_owned()

@@ -91,6 +91,7 @@ fn an_adaptive_limit_that_holds_jobs_back_is_the_reason_and_not_the_processes() 
         max: 4,
         target_ms: 50.0,
         limit: 1,
+        limits: 1,
         latency_ms: Some(80.0),
         raised: 2,
         lowered: 5,
@@ -104,6 +105,26 @@ fn an_adaptive_limit_that_holds_jobs_back_is_the_reason_and_not_the_processes() 
     let monitored = bulkhead_api::Adaptive { mode: AdaptiveMode::Monitor.into(), limit: 2, ..adaptive };
     assert!(proposed(overloaded(), &with(monitored.clone()), "processes").is_some());
     assert!(kept(overloaded(), &with(monitored), "adaptive").contains("it would let 2 run at once"));
+}
+
+#[test]
+fn tenants_that_are_apart_have_an_adaptive_limit_each() {
+    let of_three = |limit: u64| {
+        let adaptive = bulkhead_api::Adaptive {
+            mode: AdaptiveMode::Enforce.into(),
+            min: 1,
+            max: 4,
+            target_ms: 50.0,
+            limit,
+            limits: 3,
+            latency_ms: Some(80.0),
+            ..bulkhead_api::Adaptive::default()
+        };
+        Setup { adaptive: Some(adaptive), sets_of_workers: 3, ..setup() }
+    };
+    assert!(kept(overloaded(), &of_three(6), "processes").contains("6 of at most 12"));
+    assert!(kept(overloaded(), &of_three(3), "adaptive").contains("although only the least"));
+    assert!(kept(overloaded(), &of_three(12), "adaptive").contains("all 12 may run at once"));
 }
 
 #[test]
