@@ -83,10 +83,11 @@ fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
 
         // The first of them has all the patience there is; if each had, these would take minutes.
         let began = Instant::now();
-        for _ in 0..100 {
+        for job in 0..100 {
             let error = client.job("b", "x").send().await.unwrap_err();
             assert_eq!(error.executed(), Executed::No, "{error}");
-            assert!(error.to_string().contains("jobs.sock is not reachable"), "{error}");
+            // The first may be what finds the connection closed.
+            assert!(job == 0 || error.to_string().contains("jobs.sock is not reachable"), "{error}");
         }
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
 
