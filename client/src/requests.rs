@@ -541,6 +541,7 @@ fn micros(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
+    use std::task::Wake;
 
     use bulkhead_shared::Verdict;
     use bulkhead_shared::client_protocol::OutcomeMessage;
@@ -555,6 +556,40 @@ mod tests {
         (Arc::new(Requests::new(Wire::InProcess(here), 1 << 20, 0)), there)
     }
 
+    fn header(kind: u8, number: u64, metadata: &[u8]) -> Header {
+        let length = metadata.len() as u32;
+        Header { length, kind, flags: 0, metadata_length: length as u16, number }
+    }
+
+    /// A task that goes when it is woken, and its job with it.
+    struct Goes(Mutex<Option<Ticket>>);
+
+    impl Wake for Goes {
+        fn wake(self: Arc<Self>) {
+            drop(self.0.lock().unwrap().take());
+        }
+    }
+
+    #[test]
+    fn a_task_that_goes_when_it_is_told_of_progress_may_have_jobs() {
+        let (requests, _there) = in_memory();
+        let (sender, mut receiver) = mpsc::channel(1);
+        let mut job = Order::new("resize".into(), b"picture".to_vec());
+        let Ok(ticket) = requests.submit(&mut job, &mut Some(sender), None) else {
+            panic!("it was not sent")
+        };
+        let number = ticket.number;
+        let waker = Waker::from(Arc::new(Goes(Mutex::new(Some(ticket)))));
+        assert!(receiver.poll_recv(&mut Context::from_waker(&waker)).is_pending());
+        let mut metadata = Vec::new();
+        let message = bulkhead_shared::client_protocol::Progress { fraction: 0.5, text: "half" };
+        codec::encode(&message, &[], &mut metadata).unwrap();
+        let header = header(kind::PROGRESS, number, &metadata);
+        Frames::of(&requests).take(header, &metadata, Vec::new()).unwrap();
+        assert_eq!(requests.lock().waiters.waiting(), 0);
+        assert!(receiver.try_recv().is_ok());
+    }
+
     /// The connection ends of such an outcome, and so does the job.
     #[test]
     fn a_result_in_a_file_that_there_is_not_leaves_no_caller_waiting() {
@@ -565,9 +600,7 @@ mod tests {
         let message = OutcomeMessage::of_verdict(&Verdict::Ok, "resize");
         let mut metadata = Vec::new();
         codec::encode(&message, &[(tag::LEASE, &named)], &mut metadata).unwrap();
-        let length = metadata.len() as u32;
-        let (kind, metadata_length, number) = (kind::OUTCOME, length as u16, ticket.number);
-        let header = Header { length, kind, flags: 0, metadata_length, number };
+        let header = header(kind::OUTCOME, ticket.number, &metadata);
         let why = Frames::of(&requests).take(header, &metadata, Vec::new()).unwrap_err();
         requests.close(&why);
         let told = ticket.poll(&Context::from_waker(Waker::noop()));

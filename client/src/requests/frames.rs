@@ -207,9 +207,10 @@ impl Requests {
                 // Whatever a handler says.
                 let fraction = if message.fraction.is_nan() { 0.0 } else { message.fraction.clamp(0.0, 1.0) };
                 let progress = Progress { fraction, text: message.text.to_owned() };
-                if let Some(sender) =
-                    self.lock().waiters.get(header.number).and_then(|waiter| waiter.progress.as_ref())
-                {
+                let of = |waiter: &mut Waiter| waiter.progress.clone();
+                let sender = self.lock().waiters.get(header.number).and_then(of);
+                // Without the lock: it wakes a task, which may go with that, and have jobs of its own.
+                if let Some(sender) = sender {
                     let _ = sender.try_send(progress);
                 }
                 Ok(())
