@@ -1,0 +1,318 @@
+//! The sending half of a connection.
+
+mod in_process;
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::net::{SendAncillaryBuffer, SendFlags};
+
+use super::BufferPool;
+use super::pool::{SEGMENT_BYTES_MAX, SEGMENT_CAPACITY};
+use crate::codec::{self, CodecError};
+use crate::frame::{HEADER_BYTES, Header};
+use crate::limits::INLINE_PAYLOAD_BYTES_MAX;
+
+/// Buffers that one write hands to the kernel.
+const WRITE_SEGMENTS_MAX: usize = 16;
+
+/// Bytes of a file that one call sends.
+const FILE_PIECE_BYTES: usize = 1024 * 1024;
+
+/// An empty coalescing buffer up to this many bytes stays with its [`Outbox`]; a larger one comes from a
+/// [`BufferPool`] and goes back there.
+pub(super) const SPARE_BYTES_MAX: usize = 4 * 1024;
+
+/// What a small frame may need beside its payload, roughly; one that needs more makes its buffer grow.
+pub(super) const METADATA_BYTES_USUAL: usize = 512;
+
+/// The send buffer of a socket on which a large payload does not fit, in bytes; the kernel may allow less.
+/// With the usual 208 KiB, sender and receiver of a megabyte would wake each other many times over.
+const SEND_BUFFER_BYTES: usize = 1024 * 1024;
+
+/// The payload of a frame to be sent.
+#[derive(Debug)]
+pub enum Payload<'p> {
+    /// Bytes to copy.
+    Copied(&'p [u8]),
+    /// A buffer to hand over.
+    Owned(Vec<u8>),
+    /// The first bytes of a file, which is at least as long as that.
+    File(Arc<OwnedFd>, usize),
+}
+
+impl Payload<'_> {
+    /// No bytes at all.
+    pub const NONE: Payload<'static> = Payload::Copied(&[]);
+
+    /// Bytes of payload.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Copied(bytes) => bytes.len(),
+            Self::Owned(bytes) => bytes.len(),
+            Self::File(_, bytes) => *bytes,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What leaves in one piece.
+pub(super) enum Segment {
+    Bytes(Vec<u8>),
+    /// So many bytes of a file, from its beginning on.
+    File(Arc<OwnedFd>, usize),
+}
+
+impl Segment {
+    fn len(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::File(_, bytes) => *bytes,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> Option<&[u8]> {
+        match self {
+            Self::Bytes(bytes) => Some(bytes),
+            Self::File(..) => None,
+        }
+    }
+}
+
+/// The sending half of a connection.
+///
+/// ```
+/// use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scratch};
+/// use bulkhead_shared::{frame::kind, worker_protocol::Empty};
+/// use std::os::unix::net::UnixStream;
+///
+/// let (here, there) = UnixStream::pair()?;
+/// let mut outbox = Outbox::default();
+/// outbox.push(kind::RESULT, 7, &Empty, &[], Payload::Copied(b"done")).unwrap();
+/// outbox.flush(&here, &mut BufferPool::default())?;
+///
+/// let (mut inbox, mut scratch) = (Inbox::default(), Scratch::default());
+/// let (_, mut batch) = inbox.receive(&there, &mut scratch)?;
+/// let Ok(Some(Item::Frame { header, payload, .. })) = batch.next() else { panic!() };
+/// assert_eq!((header.kind, header.number, payload), (kind::RESULT, 7, &b"done"[..]));
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Default)]
+pub struct Outbox {
+    pub(super) segments: VecDeque<Segment>,
+    /// Bytes of the first segment that are sent.
+    sent: usize,
+    /// Whether the last segment is a coalescing buffer that has room.
+    tail_is_open: bool,
+    bytes: usize,
+    pub(super) spare: Vec<u8>,
+    is_widened: bool,
+}
+
+impl Outbox {
+    /// Bytes that wait for the socket.
+    pub fn waiting_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Gives back the memory that is kept for what comes next, if nothing waits.
+    pub fn give_back(&mut self) {
+        if self.bytes == 0 {
+            (self.segments, self.spare, self.tail_is_open) = (VecDeque::new(), Vec::new(), false);
+        }
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// The last bytes that wait, if so many were put there in one piece.
+    pub fn last(&self, bytes: usize) -> Option<&[u8]> {
+        let tail = self.segments.back()?.bytes()?;
+        tail.get(tail.len().checked_sub(bytes)?..)
+    }
+
+    /// Appends a frame. It is not sent before [`Outbox::flush`].
+    pub fn push<M: bincode::Encode>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &M,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+    ) -> Result<(), CodecError> {
+        self.push_within(kind, number, message, extensions, payload, None)
+    }
+
+    /// The same, for those that send many frames at once: buffers come from the pool that they go back to.
+    pub fn push_pooled<M: bincode::Encode>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &M,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+        pool: &mut BufferPool,
+    ) -> Result<(), CodecError> {
+        self.push_within(kind, number, message, extensions, payload, Some(pool))
+    }
+
+    fn push_within<M: bincode::Encode>(
+        &mut self,
+        kind: u8,
+        number: u64,
+        message: &M,
+        extensions: &[(u16, &[u8])],
+        payload: Payload<'_>,
+        pool: Option<&mut BufferPool>,
+    ) -> Result<(), CodecError> {
+        let inline_bytes = if payload.len() <= INLINE_PAYLOAD_BYTES_MAX { payload.len() } else { 0 };
+        let tail = self.open_tail(HEADER_BYTES + METADATA_BYTES_USUAL + inline_bytes, pool);
+        let start = tail.len();
+        tail.extend_from_slice(&[0; HEADER_BYTES]);
+        if let Err(error) = codec::encode(message, extensions, tail) {
+            tail.truncate(start);
+            return Err(error);
+        }
+        let metadata_bytes = tail.len() - start - HEADER_BYTES;
+        let Ok(length) = u32::try_from(metadata_bytes + payload.len()) else {
+            tail.truncate(start);
+            return Err(CodecError::TooLong);
+        };
+        let metadata_length = metadata_bytes as u16; // `codec::encode` has checked it.
+        let header = Header { length, kind, flags: 0, metadata_length, number };
+        tail[start..start + HEADER_BYTES].copy_from_slice(&header.encode());
+        self.bytes += HEADER_BYTES + length as usize;
+        self.push_payload(payload);
+        Ok(())
+    }
+
+    fn push_payload(&mut self, payload: Payload<'_>) {
+        match payload {
+            Payload::Owned(buffer) if buffer.len() > INLINE_PAYLOAD_BYTES_MAX => {
+                self.segments.push_back(Segment::Bytes(buffer));
+                self.tail_is_open = false;
+            }
+            Payload::Owned(buffer) => self.append(&buffer),
+            Payload::Copied(bytes) => self.append(bytes),
+            Payload::File(file, bytes) => {
+                self.segments.push_back(Segment::File(file, bytes));
+                self.tail_is_open = false;
+            }
+        }
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        if let Some(Segment::Bytes(tail)) = self.segments.back_mut() {
+            tail.extend_from_slice(bytes);
+            self.tail_is_open = tail.len() < SEGMENT_BYTES_MAX;
+        }
+    }
+
+    /// The buffer to append to. Many small frames share one, and few one that is small itself.
+    fn open_tail(&mut self, more: usize, pool: Option<&mut BufferPool>) -> &mut Vec<u8> {
+        let may_grow = pool.is_none();
+        let has_room = |tail: &Vec<u8>| may_grow || tail.len() + more <= SPARE_BYTES_MAX.max(tail.capacity());
+        let is_open = matches!(self.segments.back(), Some(Segment::Bytes(tail)) if has_room(tail));
+        if !self.tail_is_open || !is_open {
+            let fresh = match pool {
+                Some(pool) if !self.segments.is_empty() || more > SPARE_BYTES_MAX => pool.take_segment(),
+                _ => std::mem::take(&mut self.spare),
+            };
+            self.segments.push_back(Segment::Bytes(fresh));
+            self.tail_is_open = true;
+        }
+        let Some(Segment::Bytes(tail)) = self.segments.back_mut() else {
+            unreachable!("the last segment is one of bytes, as was just seen")
+        };
+        // Grown by powers of two, so that one that could be a spare does not become too large for that.
+        let needed = tail.len() + more;
+        if needed > tail.capacity() && needed <= SPARE_BYTES_MAX {
+            tail.reserve_exact(needed.next_power_of_two() - tail.len());
+        }
+        tail
+    }
+
+    /// Sends what the socket takes. Returns whether all is sent; if not, wait until the socket is
+    /// writable. Errors are those of `sendmsg(2)`, without `EAGAIN` and `EINTR`.
+    pub fn flush(&mut self, socket: impl AsFd, pool: &mut BufferPool) -> io::Result<bool> {
+        while self.bytes > 0 {
+            match self.send_once(&socket) {
+                Ok(count) => self.advance(count, pool),
+                Err(rustix::io::Errno::AGAIN) if !self.widen(&socket) => return Ok(false),
+                Err(rustix::io::Errno::AGAIN) => {}
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Has the kernel take more at once, if a large payload waits; returns whether it is worth another try.
+    fn widen(&mut self, socket: &impl AsFd) -> bool {
+        if self.is_widened || self.bytes <= INLINE_PAYLOAD_BYTES_MAX {
+            return false;
+        }
+        self.is_widened = true;
+        rustix::net::sockopt::set_socket_send_buffer_size(socket, SEND_BUFFER_BYTES).is_ok()
+    }
+
+    fn send_once(&self, socket: &impl AsFd) -> rustix::io::Result<usize> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let first = match &self.segments[0] {
+            Segment::Bytes(bytes) => &bytes[self.sent..],
+            Segment::File(file, bytes) => return send_piece(socket, file, self.sent..*bytes),
+        };
+        if self.segments.len() == 1 {
+            return rustix::net::send(socket, first, flags);
+        }
+        let rest = self.segments.iter().skip(1).map_while(Segment::bytes).take(WRITE_SEGMENTS_MAX - 1);
+        let slices: Vec<IoSlice<'_>> =
+            std::iter::once(IoSlice::new(first)).chain(rest.map(IoSlice::new)).collect();
+        rustix::net::sendmsg(socket, &slices, &mut SendAncillaryBuffer::default(), flags)
+    }
+
+    fn advance(&mut self, mut count: usize, pool: &mut BufferPool) {
+        self.bytes -= count;
+        while let Some(first) = self.segments.front() {
+            let left = first.len() - self.sent;
+            if count < left {
+                self.sent += count;
+                return;
+            }
+            count -= left;
+            self.sent = 0;
+            let Some(Segment::Bytes(mut buffer)) = self.segments.pop_front() else { continue };
+            if buffer.capacity() <= SPARE_BYTES_MAX {
+                buffer.clear();
+                self.spare = buffer;
+            } else if buffer.capacity() == SEGMENT_CAPACITY {
+                pool.give_segment(buffer);
+            } else {
+                pool.give(buffer);
+            }
+        }
+        self.tail_is_open = false;
+    }
+}
+
+/// Sends some of a file. The socket does not wait.
+fn send_piece(
+    socket: &impl AsFd,
+    file: &OwnedFd,
+    range: std::ops::Range<usize>,
+) -> rustix::io::Result<usize> {
+    let mut at = range.start as u64;
+    match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_PIECE_BYTES)) {
+        // It is shorter than was said.
+        Ok(0) => Err(rustix::io::Errno::IO),
+        other => other,
+    }
+}

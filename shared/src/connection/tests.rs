@@ -1,0 +1,178 @@
+use super::inbox::{LARGE_GROWTH, LARGE_START_BYTES};
+use super::outbox::{METADATA_BYTES_USUAL, SPARE_BYTES_MAX, Segment};
+use super::pool::{POOL_BYTES_MAX, POOL_FIT_MAX};
+use super::*;
+use crate::frame::{Header, kind};
+use crate::worker_protocol::{Empty, Status};
+use std::os::unix::net::UnixStream;
+
+struct Owned(Header, Vec<u8>);
+
+fn drain(inbox: &mut Inbox, socket: &UnixStream, scratch: &mut Scratch) -> (Vec<Owned>, Received) {
+    let mut found = Vec::new();
+    loop {
+        let (received, mut batch) = inbox.receive(socket, scratch).unwrap();
+        while let Some(item) = batch.next().unwrap() {
+            match item {
+                Item::Frame { header, payload, .. } => found.push(Owned(header, payload.to_vec())),
+                Item::Announced { .. } => batch.accept(Vec::new()),
+                Item::Large { header, payload, .. } => found.push(Owned(header, payload)),
+            }
+        }
+        if received != Received::More {
+            return (found, received);
+        }
+    }
+}
+
+#[test]
+fn frames_of_every_size_arrive_in_order_however_they_are_cut() {
+    let sizes = [0, 1, 100, 65_536, 65_537, 300_000, 3, 2_000_000, 0, 70_000];
+    let (here, there) = UnixStream::pair().unwrap();
+    here.set_nonblocking(true).unwrap();
+    let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
+    let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
+    for (i, &size) in sizes.iter().enumerate() {
+        let payload = vec![i as u8; size];
+        let payload = if i % 2 == 0 { Payload::Owned(payload) } else { Payload::Copied(&payload) };
+        outbox.push(kind::RESULT, i as u64, &Status { text: "x" }, &[], payload).unwrap();
+    }
+    let mut found = Vec::new();
+    while found.len() < sizes.len() {
+        outbox.flush(&here, &mut pool).unwrap();
+        found.extend(drain(&mut inbox, &there, &mut scratch).0);
+    }
+    for (i, &size) in sizes.iter().enumerate() {
+        assert_eq!(found[i].0.number, i as u64);
+        assert_eq!(found[i].1, vec![i as u8; size]);
+    }
+    assert!(outbox.is_empty() && !inbox.is_mid_frame());
+    drop(here);
+    // Another test that starts a process holds a copy for a moment.
+    let began = std::time::Instant::now();
+    while drain(&mut inbox, &there, &mut scratch).1 != Received::Closed {
+        assert!(began.elapsed().as_secs() < 30, "the end of the stream is not seen");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn what_is_left_behind_a_frame_comes_with_the_next_receive() {
+    let (here, there) = UnixStream::pair().unwrap();
+    let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
+    let (mut pool, mut scratch) = (BufferPool::default(), Scratch::with_read_bytes(7_777));
+    for (number, size) in [(1, 0), (2, 20_000), (3, 0), (4, 100_000)] {
+        outbox.push(kind::RESULT, number, &Empty, &[], Payload::Copied(&vec![7; size])).unwrap();
+    }
+    here.set_nonblocking(true).unwrap();
+    outbox.flush(&here, &mut pool).unwrap();
+    let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+    assert!(matches!(batch.next().unwrap(), Some(Item::Frame { header: Header { number: 1, .. }, .. })));
+    batch.leave_rest();
+    let mut numbers = Vec::new();
+    while numbers.len() < 3 {
+        outbox.flush(&here, &mut pool).unwrap();
+        numbers.extend(drain(&mut inbox, &there, &mut scratch).0.iter().map(|frame| frame.0.number));
+    }
+    assert_eq!(numbers, [2, 3, 4]);
+
+    // Nothing more comes on the socket, and yet there is a frame.
+    outbox.push(kind::RESULT, 5, &Empty, &[], Payload::NONE).unwrap();
+    outbox.push(kind::RESULT, 6, &Empty, &[], Payload::NONE).unwrap();
+    assert!(outbox.flush(&here, &mut pool).unwrap());
+    let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+    assert!(batch.next().unwrap().is_some());
+    batch.leave_rest();
+    assert_eq!(drain(&mut inbox, &there, &mut scratch).0[0].0.number, 6);
+    assert_eq!(inbox.partial.capacity(), 0);
+}
+
+#[test]
+fn a_large_payload_that_is_not_accepted_is_never_stored() {
+    let (here, there) = UnixStream::pair().unwrap();
+    let mut outbox = Outbox::default();
+    outbox.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![1; 1_000_000])).unwrap();
+    outbox.push(kind::CANCEL, 2, &Empty, &[], Payload::NONE).unwrap();
+    let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
+    here.set_nonblocking(true).unwrap();
+    let mut seen = Vec::new();
+    while seen.len() < 2 {
+        outbox.flush(&here, &mut pool).unwrap();
+        let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+        while let Some(item) = batch.next().unwrap() {
+            match item {
+                Item::Announced { header, .. } | Item::Frame { header, .. } => seen.push(header.number),
+                Item::Large { .. } => panic!("stored"),
+            }
+        }
+        assert!(inbox.held_bytes() < 100);
+    }
+    assert_eq!(seen, [1, 2]);
+}
+
+#[test]
+fn what_is_announced_is_held_only_as_far_as_it_has_arrived() {
+    let total = 8 << 20;
+    let mut announcement = Outbox::default();
+    announcement.push(kind::SUBMIT, 1, &Empty, &[], Payload::Owned(vec![7; total])).unwrap();
+    let mut bytes: Vec<u8> =
+        announcement.segments.iter().filter_map(Segment::bytes).flatten().copied().collect();
+    let payload_at = bytes.len() - total;
+    bytes[payload_at..].iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8);
+    let (mut here, there) = UnixStream::pair().unwrap();
+    let (mut inbox, mut scratch, mut pool) = (Inbox::default(), Scratch::default(), BufferPool::default());
+    // Neither what was used before, nor what is announced, is held for two bytes.
+    pool.give(vec![1; total]);
+    let mut sent = 0;
+    for arrived in [2, 100, 5_000, 70_000, 500_000, 3_000_000, total] {
+        let end = payload_at + arrived;
+        while sent < end {
+            let piece = (end - sent).min(50_000);
+            std::io::Write::write_all(&mut here, &bytes[sent..sent + piece]).unwrap();
+            sent += piece;
+            inbox.grow(&mut pool);
+            let (_, mut batch) = inbox.receive(&there, &mut scratch).unwrap();
+            match batch.next().unwrap() {
+                Some(Item::Announced { .. }) => {
+                    let fit = pool.take(batch.buffer_bytes());
+                    batch.accept(fit);
+                    assert!(batch.next().unwrap().is_none());
+                }
+                Some(Item::Large { payload, .. }) => {
+                    assert!(arrived == total && payload == bytes[payload_at..]);
+                    assert!(pool.bytes < total, "the pool's buffer has served");
+                    return;
+                }
+                _ => {}
+            }
+        }
+        let most = POOL_FIT_MAX * LARGE_GROWTH * arrived.max(LARGE_START_BYTES) + METADATA_BYTES_USUAL;
+        assert!(inbox.held_bytes() <= most, "{arrived} came, {} are held", inbox.held_bytes());
+    }
+    panic!("the frame did not end");
+}
+
+#[test]
+fn a_pool_gives_up_what_is_of_no_use() {
+    let mut pool = BufferPool::default();
+    pool.give(Vec::with_capacity(POOL_BYTES_MAX));
+    assert_eq!(pool.take(100_000).capacity(), 0, "far too large for that");
+    (0..3).for_each(|_| pool.give(Vec::with_capacity(1 << 20)));
+    assert_eq!((pool.buffers.len(), pool.bytes), (3, 3 << 20));
+    assert!(pool.take(600_000).capacity() == 1 << 20);
+    assert_eq!((pool.buffers.len(), pool.bytes), (2, 2 << 20));
+}
+
+#[test]
+fn idle_connections_hold_no_memory() {
+    let (here, there) = UnixStream::pair().unwrap();
+    let (mut outbox, mut inbox) = (Outbox::default(), Inbox::default());
+    let (mut pool, mut scratch) = (BufferPool::default(), Scratch::default());
+    outbox.push(kind::RESULT, 1, &Empty, &[], Payload::Copied(&[7; 50_000])).unwrap();
+    assert!(outbox.flush(&here, &mut pool).unwrap());
+    drain(&mut inbox, &there, &mut scratch);
+    assert!(outbox.spare.capacity() <= SPARE_BYTES_MAX && outbox.segments.is_empty());
+    outbox.give_back();
+    assert_eq!((outbox.spare.capacity(), outbox.segments.capacity()), (0, 0));
+    assert_eq!(inbox.partial.capacity(), 0);
+}
