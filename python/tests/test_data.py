@@ -8,6 +8,7 @@ import decimal
 import os
 import pathlib
 import pickle
+import resource
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,28 @@ def test_data_is_read() -> None:
 def test_what_is_no_data_is_refused(pickled: bytes) -> None:
     with pytest.raises((pickle.UnpicklingError, ValueError)):
         loads(pickled)
+
+
+def test_data_of_all_sizes_is_read() -> None:
+    numbers = [*range(70000), *(1 << bits for bits in range(0, 3000, 7)), -1, -(1 << 40), 0.5, None, True]
+    texts = ["x" * size for size in (0, 1, 255, 256, 70000)]
+    data = [text.encode() for text in texts]
+    value = {"numbers": numbers, "texts": texts, "again": texts, "data": data, "arrays": [*map(bytearray, data)]}
+    written = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    for pickled in (written, bytearray(written), pickle._dumps(value, pickle.HIGHEST_PROTOCOL)):  # type: ignore[attr-defined]
+        assert loads(pickled) == value
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [b"\x80\x05Nr\xff\xff\xff\x0f.", b"\x80\x05Np268435455\n.", b"\x80\x05(K\x01" * 2000 + b"r\xff\xff\xff\x0f."],
+)
+def test_a_few_bytes_do_not_take_all_memory(pickled: bytes) -> None:
+    """What ``pickle.loads`` makes of them has 4 GiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataOnly, match="opcode"):
+        loads(pickled)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
 @pytest.mark.parametrize("call", [jobs.bomb, jobs.nested_bomb, jobs.raise_bomb])

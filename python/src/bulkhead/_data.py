@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import io
 import pickle
+import re
 from typing import Any
 
 __all__ = ["DataOnly", "loads"]
@@ -46,6 +47,39 @@ def _is_exception(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, BaseException)
 
 
-def loads(data: Any) -> Any:
+#: Opcodes whose arguments have a fixed size, none to eight bytes: some of them in one step, and so not all at once.
+_FIXED = re.compile(
+    rb"(?:[(012NQRabdelostu})\]\x81\x85-\x89\x8f-\x94\x97\x98]+"
+    rb"|[Khq\x80\x82].|[M\x83].{2}|[Jj\x84].{4}|[G\x95].{8}){0,1000}",
+    re.DOTALL,
+)
+#: Those whose argument has its length before it, and how many bytes that takes.
+_COUNTED = {**dict.fromkeys(b"UC\x8a\x8c", 1), **dict.fromkeys(b"TXB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
+_STOP = ord(".")
+
+
+def _check_opcodes(data: bytes | bytearray) -> None:
+    """Refuses opcodes that protocol 4 and later have no use for. Among them are those that number what is remembered:
+    ``pickle`` makes room for all numbers below, and nine bytes would take all memory."""
+    at, end, skip_fixed, counted = 0, len(data), _FIXED.match, _COUNTED
+    while at < end:
+        opcode = data[at]
+        width = counted.get(opcode)
+        if width is not None:
+            start = at + 1 + width
+            at = start + (
+                data[at + 1] if width == 1 and start <= end else int.from_bytes(data[at + 1 : start], "little")
+            )
+            continue
+        if opcode == _STOP:
+            return
+        fixed = skip_fixed(data, at)
+        if fixed is None or fixed.end() == at:
+            raise DataOnly(f"the opcode {chr(opcode)!r} is none of pickle's protocol 4 or later, or is cut off")
+        at = fixed.end()
+
+
+def loads(data: bytes | bytearray) -> Any:
     """As ``pickle.loads``. Raises ``DataOnly`` for classes and functions other than those of plain data."""
+    _check_opcodes(data)
     return _Unpickler(io.BytesIO(data)).load()
