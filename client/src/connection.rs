@@ -88,7 +88,8 @@ pub struct Client {
     shared: Arc<Shared>,
 }
 
-/// What makes connections to a supervisor in this process.
+/// What makes connections to a supervisor in this process. An error of the kind `NotConnected` says that this one has
+/// ended for good.
 pub type Connector = Arc<dyn Fn() -> io::Result<in_process::End> + Send + Sync>;
 
 /// Where the supervisor is.
@@ -156,6 +157,14 @@ struct Loss {
     attempts: u64,
     /// Why there is none, for people.
     why: String,
+    /// Whether there will be none any more.
+    is_final: bool,
+}
+
+impl Loss {
+    fn now(why: &str) -> Self {
+        Self { since: Instant::now(), attempts: 0, why: why.to_owned(), is_final: false }
+    }
 }
 
 impl Client {
@@ -191,8 +200,7 @@ impl Client {
     /// The same, whose connection is served while the future that is returned is polled, within a tokio runtime.
     pub fn in_process_served_by(connector: Connector) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let target = Target::InProcess(connector);
-        let loss = Loss { since: Instant::now(), attempts: 0, why: "it is not connected yet".to_owned() };
-        let (sender, current) = watch::channel(Connection::Down(loss));
+        let (sender, current) = watch::channel(Connection::Down(Loss::now("it is not connected yet")));
         let wanted = Arc::<Notify>::default();
         let driver =
             Driver { target: target.clone(), requests: None, current: sender, wanted: wanted.clone() };
@@ -298,6 +306,10 @@ impl Client {
         match &*found {
             Connection::Up(requests) if is_another(&found) => Ok(requests.clone()),
             Connection::Up(_) => Err(self.unreachable("the connection has just broken")),
+            Connection::Down(loss) if loss.is_final => Err(JobError::Disconnected {
+                executed: Executed::No,
+                message: format!("{}; the job was not sent", loss.why),
+            }),
             Connection::Down(loss) => Err(self.unreachable(&loss.why)),
         }
     }
@@ -470,6 +482,7 @@ impl Driver {
                 requests = self.reconnect(&mut pause) => requests,
                 () = self.current.closed() => return,
             };
+            let Some(reconnected) = reconnected else { return };
             self.requests = Some(reconnected.clone());
             self.current.send_replace(Connection::Up(reconnected));
         }
@@ -484,14 +497,14 @@ impl Driver {
     /// First the connection is out of reach, then its waiters are told: a caller that tries again after that
     /// does not meet it again.
     fn lose(&self, message: &str) {
-        let loss = Loss { since: Instant::now(), attempts: 0, why: message.to_owned() };
-        self.current.send_replace(Connection::Down(loss));
+        self.current.send_replace(Connection::Down(Loss::now(message)));
         if let Some(requests) = &self.requests {
             requests.close(message);
         }
     }
 
-    async fn reconnect(&self, pause: &mut Duration) -> Arc<Requests> {
+    /// `None` if there is nothing any more to connect to.
+    async fn reconnect(&self, pause: &mut Duration) -> Option<Arc<Requests>> {
         loop {
             tokio::select! {
                 () = tokio::time::sleep(*pause) => {}
@@ -499,7 +512,13 @@ impl Driver {
             }
             *pause = (*pause * 2).clamp(BACKOFF, BACKOFF_MAX);
             match open(&self.target).await {
-                Ok(requests) => return requests,
+                Ok(requests) => return Some(requests),
+                Err(ConnectError::Unreachable { source, .. }) if self.is_end(&source) => {
+                    let why = format!("the supervisor {IN_PROCESS} has ended");
+                    let loss = Loss { is_final: true, ..Loss::now(&why) };
+                    self.current.send_replace(Connection::Down(loss));
+                    return None;
+                }
                 Err(error) => self.current.send_modify(|current| {
                     if let Connection::Down(loss) = current {
                         loss.attempts += 1;
@@ -508,6 +527,11 @@ impl Driver {
                 }),
             }
         }
+    }
+
+    /// Whether this failure to connect says that the supervisor will not be there again.
+    fn is_end(&self, error: &io::Error) -> bool {
+        matches!(self.target, Target::InProcess(_)) && error.kind() == io::ErrorKind::NotConnected
     }
 
     /// A caller does not want to wait for the end of the pause; some of it there is all the same.
@@ -520,6 +544,10 @@ impl Driver {
 impl Drop for Driver {
     /// The runtime may end before the waiters do.
     fn drop(&mut self) {
+        // Whose waiters were told, if the supervisor has ended.
+        if matches!(&*self.current.borrow(), Connection::Down(loss) if loss.is_final) {
+            return;
+        }
         self.lose("the async runtime that served the connection has ended");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -32,11 +33,26 @@ impl Client {
     }
 }
 
+/// Reads a file that does not tell its size, from its beginning on.
+fn read_whole(file: &File) -> io::Result<Vec<u8>> {
+    let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
+    loop {
+        match file.read_at(&mut piece, bytes.len() as u64) {
+            Ok(0) => return Ok(bytes),
+            Ok(count) => bytes.extend_from_slice(&piece[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 impl Job {
     /// Takes the payload from a file, all that is in it now, in place of what [`Client::job`] was given. It is read when
     /// the job is sent, on the thread that sends it: straight into shared memory, where there is some.
     ///
-    /// Errors are those of `fstat(2)`; what cannot be read then is refused as `invalid`.
+    /// It is an ordinary file: of a pipe, a socket or a device there is no telling how much is in it, which is an error of
+    /// the kind `InvalidInput`. One that does not tell its size, as those of `/proc`, is read at once. Errors are those of
+    /// `fstat(2)` and `pread(2)`; what cannot be read when the job is sent is refused as `invalid`.
     ///
     /// ```no_run
     /// # async fn example(client: bulkhead_client::Client) -> Result<(), Box<dyn std::error::Error>> {
@@ -47,8 +63,15 @@ impl Job {
     /// # }
     /// ```
     pub fn payload_file(mut self, file: File) -> io::Result<Self> {
-        let bytes = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
-        self.order.source = Some(Source::File(Arc::new(file), bytes));
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            let why = "it is no ordinary file, and does not tell how much is in it: read it, and send what was read";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        match usize::try_from(metadata.len()).map_err(io::Error::other)? {
+            0 => (self.order.payload, self.order.source) = (read_whole(&file)?, None),
+            bytes => self.order.source = Some(Source::File(Arc::new(file), bytes)),
+        }
         Ok(self)
     }
 

@@ -10,6 +10,7 @@
 //! bytes at hand do not cover: texts are borrowed from the frame.
 
 use bincode::config::{Configuration, Fixint, Limit, LittleEndian};
+use bincode::error::DecodeError;
 use bincode::{BorrowDecode, Encode};
 
 use crate::limits::METADATA_BYTES_MAX;
@@ -176,8 +177,12 @@ fn take<'a, const BYTES: usize>(rest: &mut &'a [u8]) -> Result<&'a [u8; BYTES], 
 }
 
 #[cold]
-fn malformed(error: &bincode::error::DecodeError) -> CodecError {
-    CodecError::Malformed(error.to_string())
+fn malformed(error: &DecodeError) -> CodecError {
+    CodecError::Malformed(match error {
+        DecodeError::Utf8 { .. } => "a text in it is not UTF-8".to_owned(),
+        DecodeError::UnexpectedEnd { .. } => "it ends too soon".to_owned(),
+        other => other.to_string(),
+    })
 }
 
 #[cold]
@@ -210,6 +215,11 @@ mod tests {
         encode(&Extend { more_ms: 7 }, &[], &mut out).unwrap();
         out.push(0);
         assert_eq!(decode::<Extend>(&out, &[]).unwrap_err(), CodecError::LeftOver(1));
+
+        // A reason, and a text of one byte.
+        let bytes = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0xFF];
+        let told = decode::<crate::client_protocol::Refused<'_>>(&bytes, &[]).unwrap_err();
+        assert_eq!(told.to_string(), "the metadata is malformed: a text in it is not UTF-8");
 
         // A count of 2^56 extensions, with none behind it.
         let bytes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];

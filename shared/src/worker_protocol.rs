@@ -130,7 +130,7 @@ pub struct Extend {
 /// signal; the worker itself is well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, BorrowDecode)]
 pub struct ProgramCrashed<'a> {
-    /// The signal's number.
+    /// The signal's number, from 1 to 64.
     pub signal: i32,
     /// A sentence for people, with the tail of what the program wrote to its standard error.
     pub message: &'a str,

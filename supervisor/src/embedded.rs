@@ -14,7 +14,7 @@ use bulkhead_control::observe::{crashes, spans};
 use bulkhead_dataplane::{DataPlane, Parts, descriptors};
 use bulkhead_keeper::{KEEPER_ARGUMENT, Keeper};
 use bulkhead_linux::schedule::shorten_slice;
-use bulkhead_plane::command::{Command, Commander};
+use bulkhead_plane::command::{Command, Commander, Unheard};
 use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::counters::SharedCounters;
 use bulkhead_plane::open_files::OpenFiles;
@@ -259,7 +259,10 @@ fn connector(commander: &Commander) -> Connector {
     let commander = commander.clone();
     Arc::new(move || {
         let (here, there) = in_process::pair();
-        commander.send(Command::Connect { end: there }).map_err(io::Error::other)?;
+        commander.send(Command::Connect { end: there }).map_err(|unheard| match unheard {
+            Unheard::Busy => io::Error::other(unheard),
+            Unheard::Ended => io::Error::new(io::ErrorKind::NotConnected, unheard),
+        })?;
         Ok(here)
     })
 }
@@ -341,8 +344,10 @@ impl Supervisor {
     /// Has it stop, as [`Supervisor::stop`] does, and waits until nothing of it is left, no worker and no process of a
     /// worker's. Blocks: within an async runtime, call it where blocking is allowed.
     ///
-    /// Errors tell that it has ended before, and why, or did not end well.
+    /// Errors tell that it has ended before, and why, or did not end well; or that this is the copy of a process that was
+    /// forked off, which ends nothing.
     pub fn shutdown(mut self) -> Result<(), RunError> {
+        check_owner(self.owner)?;
         self.stop();
         self.wait()
     }
@@ -355,6 +360,15 @@ impl Supervisor {
             None => Ok(()),
         }
     }
+}
+
+/// A process that was forked off has a copy of a supervisor, and none of its threads.
+fn check_owner(owner: u32) -> Result<(), RunError> {
+    if owner == std::process::id() {
+        return Ok(());
+    }
+    let why = format!("it is that of process {owner}, of which this one was forked off");
+    Err(RunError::System("use the supervisor", io::Error::other(why)))
 }
 
 impl Drop for Supervisor {

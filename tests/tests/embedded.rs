@@ -73,6 +73,16 @@ fn panics_futures_that_are_given_up_and_other_runtimes_end_nothing() {
 }
 
 #[test]
+fn each_poll_drives_it_even_if_there_is_no_second_one() {
+    runs("local-polled-once");
+}
+
+#[test]
+fn the_end_is_told_for_good_and_a_copy_ends_nothing() {
+    runs("ends-for-good");
+}
+
+#[test]
 fn one_process_can_have_two() {
     runs("two");
 }

@@ -143,6 +143,30 @@ fn a_payload_can_come_from_a_file_or_a_function_and_a_result_stay_where_it_is() 
     });
 }
 
+/// What tells no size is read at once, and what has no end is refused.
+#[test]
+fn a_payload_from_what_is_no_ordinary_file_is_whole_or_refused() {
+    let supervisor = one("");
+    run(async {
+        let client = connect(&supervisor).await;
+        let job = |path: &std::path::Path| client.job("b", "left").payload_file(File::open(path).unwrap());
+        let told = job("/proc/filesystems".as_ref()).unwrap().operation("echo").send().await.unwrap();
+        assert_eq!(told.payload(), std::fs::read("/proc/filesystems").unwrap());
+        let empty = supervisor.file("empty");
+        std::fs::write(&empty, "").unwrap();
+        assert_eq!(job(&empty).unwrap().operation("echo").send().await.unwrap().payload(), b"");
+        let (_reader, writer) = std::io::pipe().unwrap();
+        let pipe = File::from(std::os::fd::OwnedFd::from(writer));
+        let refused =
+            [client.job("b", "").payload_file(pipe), job("/dev/zero".as_ref()), job("/tmp".as_ref())];
+        for refused in refused {
+            assert_eq!(refused.unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
+        }
+        let write_only = File::options().write(true).open(&empty).unwrap();
+        assert!(client.job("b", "").payload_file(write_only).is_err());
+    });
+}
+
 /// The worker that has the file dies; another gets the same bytes, and the next jobs a file that is new.
 #[test]
 fn a_retry_elsewhere_has_the_right_bytes() {

@@ -480,6 +480,11 @@ impl Worker {
                 let crashed = Meta::default().u32(11).text("killed by SIGSEGV").end();
                 self.send(PROGRAM_CRASHED, number, crashed, b"");
             }
+            "signal" => {
+                let signal = u32::from_le_bytes(job.payload[..4].try_into().unwrap());
+                let crashed = Meta::default().u32(signal).text("").end();
+                self.send(PROGRAM_CRASHED, number, crashed, b"");
+            }
             "until-cancelled" => {
                 let cancel = self.next();
                 assert_eq!((cancel.kind, cancel.number), (CANCEL_JOB, number), "{cancel:?}");
@@ -1120,6 +1125,21 @@ fn what_a_worker_says_before_a_failed_start_is_shown() {
     let refused = Client::connect(&supervisor).job("unready", "", b"");
     assert_eq!(refused.kind(), (REJECTED, 15), "{refused:?}");
     assert!(refused.message.contains("the model file is missing"), "{refused:?}");
+}
+
+#[test]
+fn a_signal_that_there_is_not_breaks_the_protocol_and_nothing_else() {
+    let keys = format!("{KEYS}restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}\n");
+    let supervisor = Supervisor::start(&by_hand("w", &keys));
+    let mut client = Client::connect(&supervisor);
+    for signal in [i32::MIN, -1, 0, 65, i32::MAX] {
+        let told = client.job("w", "signal", &signal.to_le_bytes());
+        assert_eq!(told.kind(), (CRASHED, 5), "{signal}: {told:?}");
+    }
+    for signal in [1_i32, 64] {
+        let told = client.job("w", "signal", &signal.to_le_bytes());
+        assert_eq!((told.kind(), told.status), ((CRASHED, 2), Some(signal)), "{told:?}");
+    }
 }
 
 // Evolving.

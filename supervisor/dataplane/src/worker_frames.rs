@@ -36,6 +36,9 @@ const STATUS_BYTES_MAX: usize = 256;
 /// Replies for jobs that a worker does not have. One that sends more is broken.
 const JOBS_UNKNOWN_MAX: u32 = 100_000;
 
+/// The highest signal of Linux.
+const SIGNAL_MAX: i32 = 64;
+
 impl DataPlane {
     pub(super) fn link_readable(&mut self, index: LinkIndex) {
         // Not before its process is known, so that every event about it has a worker.
@@ -235,6 +238,9 @@ impl DataPlane {
             kind::PROGRAM_CRASHED => {
                 let (crashed, extensions) =
                     codec::decode::<ProgramCrashed<'_>>(metadata, &[]).map_err(|error| error.to_string())?;
+                if !(1..=SIGNAL_MAX).contains(&crashed.signal) {
+                    return Err(format!("a program cannot die by the signal {}", crashed.signal));
+                }
                 let process = extensions.get(tag::PROCESS).and_then(|bytes| bytes.try_into().ok());
                 let death = self.program_death(index, crashed.signal, process.map(u32::from_le_bytes));
                 let message = match death {

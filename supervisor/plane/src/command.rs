@@ -307,10 +307,16 @@ pub struct Replayed {
     pub ran: Duration,
 }
 
-/// The data plane is gone, or has [`COMMANDS_MAX`] commands before this one.
-#[derive(Debug, thiserror::Error)]
-#[error("the supervisor does not take commands at the moment")]
-pub struct Busy;
+/// Why the data plane does not hear a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unheard {
+    /// It has [`COMMANDS_MAX`] before this one.
+    #[error("the supervisor does not take commands at the moment")]
+    Busy,
+    /// It is gone.
+    #[error("the supervisor has ended")]
+    Ended,
+}
 
 /// Sends commands to the data plane.
 #[derive(Clone, Debug)]
@@ -328,9 +334,9 @@ impl Commander {
 
     /// Has the data plane stop: drain for as long as `drain_timeout`, or, if it is stopping already, at once. This
     /// has a way of its own, which is never full.
-    pub fn stop(&self) -> Result<(), Busy> {
+    pub fn stop(&self) -> Result<(), Unheard> {
         self.stops.fetch_add(1, Ordering::SeqCst);
-        self.waker.wake().map_err(|_| Busy)
+        self.waker.wake().map_err(|_| Unheard::Busy)
     }
 
     /// How often it was asked to stop.
@@ -339,11 +345,12 @@ impl Commander {
     }
 
     /// Hands over a command; never waits.
-    pub fn send(&self, command: Command) -> Result<(), Busy> {
+    pub fn send(&self, command: Command) -> Result<(), Unheard> {
         self.commands.try_send(command).map_err(|error| match error {
-            TrySendError::Full(_) | TrySendError::Disconnected(_) => Busy,
+            TrySendError::Full(_) => Unheard::Busy,
+            TrySendError::Disconnected(_) => Unheard::Ended,
         })?;
-        self.waker.wake().map_err(|_| Busy)
+        self.waker.wake().map_err(|_| Unheard::Busy)
     }
 
     /// Sends the command that has the answer come to this sender. `None` if the data plane has too much to do, or does

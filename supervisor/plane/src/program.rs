@@ -154,7 +154,7 @@ const HOST: &str = "bulkhead-worker";
 #[derive(Debug, thiserror::Error)]
 #[error(
     "failed to find the program bulkhead-worker, which runs the `exec` and `library` of bulkhead '{0}': \
-     install it beside bulkhead-supervisor, or in PATH"
+     install it beside bulkhead-supervisor, or in PATH; in an application, name it with `Builder::host`"
 )]
 pub struct NoHost(String);
 

@@ -17,7 +17,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::parts::{Part, Whole};
-use super::{Ready, connector};
+use super::{Ready, check_owner, connector};
 use crate::supervisor::RunError;
 
 /// Turns in a row in which clients of this process alone are heard.
@@ -58,6 +58,8 @@ pub struct LocalSupervisor {
     served: Mutex<Vec<Served>>,
     /// The process that has started it.
     owner: u32,
+    /// Why it has ended, if that was not as it was told to.
+    failed: Option<String>,
 }
 
 type Served = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -71,7 +73,7 @@ impl std::fmt::Debug for LocalSupervisor {
 impl LocalSupervisor {
     pub(super) fn new(mut ready: Ready) -> Self {
         ready.data_plane.start();
-        Self { ready: Some(ready), served: Mutex::default(), owner: std::process::id() }
+        Self { ready: Some(ready), served: Mutex::default(), owner: std::process::id(), failed: None }
     }
 
     /// A client of its own connection; clones of it share that. Call it within a tokio runtime, best one of the same
@@ -84,17 +86,17 @@ impl LocalSupervisor {
                 self.served.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(served));
                 client
             }
-            None => {
-                Client::in_process(std::sync::Arc::new(|| Err(io::Error::other("the supervisor has ended"))))
-            }
+            None => Client::in_process(Arc::new(|| Err(io::ErrorKind::NotConnected.into()))),
         }
     }
 
     /// Drives the supervisor until this future ends, in turns with whatever else the runtime's thread has to do.
     ///
-    /// Once it has ended as it was told to, the future is merely awaited. Errors tell why it has ended otherwise; the
-    /// future is dropped.
+    /// Each poll of this drives it, so that it may be given up and called again; a future that is ready at its first poll
+    /// ends it before. Once the supervisor has ended as it was told to, the future is merely awaited. Errors tell why it
+    /// has ended otherwise; the future is dropped.
     pub async fn run_until<F: Future>(&mut self, future: F) -> Result<F::Output, RunError> {
+        self.check()?;
         let mut future = pin!(future);
         match self.drive_beside(future.as_mut()).await {
             Ok(output) => Ok(output),
@@ -118,10 +120,19 @@ impl LocalSupervisor {
     /// Has it stop, as [`LocalSupervisor::stop`] does, and drives it until nothing of it is left. Errors tell what has
     /// ended before.
     pub async fn shutdown(mut self) -> Result<(), RunError> {
+        self.check()?;
         self.stop();
         match self.drive_beside(std::future::pending::<Infallible>()).await {
             Err(ended) => self.end(ended),
             Ok(never) => match never {},
+        }
+    }
+
+    fn check(&self) -> Result<(), RunError> {
+        check_owner(self.owner)?;
+        match &self.failed {
+            None => Ok(()),
+            Some(why) => Err(failed(io::Error::other(why.clone()))),
         }
     }
 
@@ -171,6 +182,11 @@ async fn drive(ready: &mut Option<Ready>) -> io::Result<()> {
     let data_plane = &mut ready.data_plane;
     #[expect(deprecated, reason = "what follows it is unsafe; an owned descriptor is open as long as this")]
     let arrivals = AsyncFd::with_interest(data_plane.arrivals()?, Interest::READABLE)?;
+    // Before anything is awaited: this may be dropped then, and called again.
+    if data_plane.goes_on() {
+        guarded(data_plane, |it| Ok(it.settle()))?;
+        guarded(data_plane, |it| it.take_turn(Some(Duration::ZERO)))?;
+    }
     let mut heard = 0;
     while data_plane.goes_on() {
         match guarded(data_plane, |it| Ok(it.settle()))? {
@@ -218,8 +234,14 @@ impl LocalSupervisor {
         pulse.is_over.store(true, Ordering::SeqCst);
         control.join();
         span_thread.into_iter().for_each(bulkhead_control::observe::spans::SpanThread::settle);
-        ended.and(over).map_err(|error| RunError::System("run the event loop", error))
+        let ended = ended.and(over);
+        self.failed = ended.as_ref().err().map(ToString::to_string);
+        ended.map_err(failed)
     }
+}
+
+fn failed(error: io::Error) -> RunError {
+    RunError::System("run the event loop", error)
 }
 
 /// What is to be looked at.

@@ -46,6 +46,8 @@ fn main() {
         Some("local-ends") => on_this_thread(local_ends()),
         Some("local-holds") => on_this_thread(local_holds()),
         Some("local-goes-on") => local_goes_on(),
+        Some("local-polled-once") => on_this_thread(local_polled_once()),
+        Some("ends-for-good") => ends_for_good(),
         Some("local-is-told") => on_this_thread(local_is_told()),
         Some("is-told") => is_told(),
         Some("after") => after(&arguments[1], &arguments[2]),
@@ -590,6 +592,62 @@ fn local_goes_on() {
     echo(&mut supervisor, &other);
     other.block_on(supervisor.shutdown()).unwrap();
     assert_told(&other.block_on(send_to(&client, "echo")));
+}
+
+/// A drive that is given up at its first poll, again and again, as beside a channel that always has something.
+async fn local_polled_once() {
+    let (mut supervisor, client) = start_local("max_in_flight = 4\nmax_queue = 100");
+    let mut jobs = tokio::task::JoinSet::new();
+    for _ in 0..100 {
+        let job = client.job("a", "hello").operation("echo").deadline(Duration::from_secs(30));
+        jobs.spawn(job.send());
+    }
+    let mut ended = 0;
+    while ended < 100 {
+        {
+            let mut driven = std::pin::pin!(supervisor.run_until(std::future::pending::<()>()));
+            std::future::poll_fn(|context| {
+                assert!(driven.as_mut().poll(context).is_pending());
+                std::task::Poll::Ready(())
+            })
+            .await;
+        }
+        tokio::task::yield_now().await;
+        while let Some(told) = jobs.try_join_next() {
+            assert_eq!(told.unwrap().unwrap().payload(), b"hello");
+            ended += 1;
+        }
+    }
+    supervisor.shutdown().await.unwrap();
+}
+
+/// Clients are told at once that there is no supervisor any more, and a copy in another process ends nothing.
+#[expect(unsafe_code, reason = "a fork has no safe form")]
+fn ends_for_good() {
+    let (supervisor, client) = start("");
+    let line = line(&client);
+    // SAFETY: the child uses what it has a copy of, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = supervisor.shutdown().is_err_and(|error| error.to_string().contains("forked off"));
+        // SAFETY: ends this process.
+        unsafe { libc::_exit(if refused { 7 } else { 8 }) };
+    }
+    let mut status = 0;
+    // SAFETY: the status is a variable of this function.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(libc::WEXITSTATUS(status), 7);
+    assert_eq!(self::line(&client), line);
+    let another = supervisor.blocking_client().unwrap();
+    assert_eq!(outcome(&send(&another, "echo", "")), "ok");
+    supervisor.shutdown().unwrap();
+    for client in [&client, &another] {
+        wait_for("it is told for good", || {
+            let told = send(client, "echo", "").unwrap_err();
+            assert!(matches!(told, JobError::Disconnected { executed: Executed::No, .. }), "{told}");
+            told.to_string().contains("in this process has ended").then_some(())
+        });
+    }
 }
 
 /// Processes of a supervisor.

@@ -929,6 +929,6 @@ fn signal_name(signal: i32) -> String {
         "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
         "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
     ];
-    let name = usize::try_from(signal - 1).ok().and_then(|index| NAMES.get(index));
+    let name = usize::try_from(signal).ok().and_then(|number| NAMES.get(number.checked_sub(1)?));
     name.map_or_else(|| format!("signal {signal}"), |name| format!("SIG{name}"))
 }
