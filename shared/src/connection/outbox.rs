@@ -128,6 +128,14 @@ impl Outbox {
         }
     }
 
+    /// Leaves the buffer that is kept for what comes next to the other connections of `pool`, if nothing waits: of many
+    /// connections few have something to send at once. For those whose frames are put there by [`Outbox::push_pooled`].
+    pub fn rest(&mut self, pool: &mut BufferPool) {
+        if self.bytes == 0 && self.spare.capacity() > 0 {
+            pool.give_spare(std::mem::take(&mut self.spare));
+        }
+    }
+
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
@@ -224,6 +232,7 @@ impl Outbox {
         if !self.tail_is_open || !is_open {
             let fresh = match pool {
                 Some(pool) if !self.segments.is_empty() || more > SPARE_BYTES_MAX => pool.take_segment(),
+                Some(pool) if self.spare.capacity() == 0 => pool.take_spare(),
                 _ => std::mem::take(&mut self.spare),
             };
             self.segments.push_back(Segment::Bytes(fresh));

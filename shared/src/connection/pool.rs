@@ -11,6 +11,9 @@ pub(super) const POOL_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Coalescing buffers that a [`BufferPool`] keeps for reuse.
 const POOL_SEGMENTS_MAX: usize = 32;
 
+/// Small coalescing buffers that a [`BufferPool`] keeps for reuse: for connections that have something to send at once.
+pub(super) const POOL_SPARES_MAX: usize = 128;
+
 /// A coalescing buffer is closed once it holds this many bytes, and the next one opened.
 pub(super) const SEGMENT_BYTES_MAX: usize = 256 * 1024;
 
@@ -23,6 +26,8 @@ pub struct BufferPool {
     pub(super) buffers: Vec<Vec<u8>>,
     pub(super) bytes: usize,
     segments: Vec<Vec<u8>>,
+    /// Small coalescing buffers of connections that rest.
+    pub(super) spares: Vec<Vec<u8>>,
 }
 
 impl BufferPool {
@@ -66,6 +71,18 @@ impl BufferPool {
     /// An empty coalescing buffer.
     pub(super) fn take_segment(&mut self) -> Vec<u8> {
         self.segments.pop().unwrap_or_else(|| Vec::with_capacity(SEGMENT_CAPACITY))
+    }
+
+    /// An empty small coalescing buffer.
+    pub(super) fn take_spare(&mut self) -> Vec<u8> {
+        self.spares.pop().unwrap_or_default()
+    }
+
+    /// Takes one back.
+    pub(super) fn give_spare(&mut self, spare: Vec<u8>) {
+        if self.spares.len() < POOL_SPARES_MAX {
+            self.spares.push(spare);
+        }
     }
 
     pub(super) fn give_segment(&mut self, mut segment: Vec<u8>) {

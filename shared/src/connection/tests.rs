@@ -1,6 +1,6 @@
 use super::inbox::{LARGE_GROWTH, LARGE_START_BYTES};
 use super::outbox::{METADATA_BYTES_USUAL, SPARE_BYTES_MAX, Segment};
-use super::pool::{POOL_BYTES_MAX, POOL_FIT_MAX};
+use super::pool::{POOL_BYTES_MAX, POOL_FIT_MAX, POOL_SPARES_MAX};
 use super::*;
 use crate::frame::{Header, kind};
 use crate::worker_protocol::{Empty, Status};
@@ -175,4 +175,24 @@ fn idle_connections_hold_no_memory() {
     outbox.give_back();
     assert_eq!((outbox.spare.capacity(), outbox.segments.capacity()), (0, 0));
     assert_eq!(inbox.partial.capacity(), 0);
+}
+
+#[test]
+fn connections_that_rest_leave_their_buffer_to_others() {
+    let (here, there) = UnixStream::pair().unwrap();
+    let (mut pool, mut inbox, mut scratch) = (BufferPool::default(), Inbox::default(), Scratch::default());
+    for mut outbox in [Outbox::default(), Outbox::default()] {
+        for _ in 0..2 {
+            let payload = Payload::Copied(b"x");
+            outbox.push_pooled(kind::JOB, 1, &Empty, &[], payload, &mut pool).unwrap();
+            outbox.rest(&mut pool);
+        }
+        assert!(outbox.waiting_bytes() > 0 && pool.spares.is_empty(), "it has something to send");
+        assert!(outbox.flush(&here, &mut pool).unwrap());
+        outbox.rest(&mut pool);
+        assert_eq!((outbox.spare.capacity(), pool.spares.len()), (0, 1), "one for both");
+        drain(&mut inbox, &there, &mut scratch);
+    }
+    (0..2 * POOL_SPARES_MAX).for_each(|_| pool.give_spare(Vec::with_capacity(1)));
+    assert_eq!(pool.spares.len(), POOL_SPARES_MAX);
 }

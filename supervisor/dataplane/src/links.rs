@@ -438,6 +438,7 @@ impl DataPlane {
         let before = link.outbox.waiting_bytes();
         // An error means that the worker has shut its end down; reading will tell.
         let _ = link.outbox.flush(&link.socket, &mut self.buffers.pool);
+        link.outbox.rest(&mut self.buffers.pool);
         let waiting = link.outbox.waiting_bytes();
         link.reading.written(before - waiting);
         let was = std::mem::replace(&mut link.counted_waiting, waiting);

@@ -168,6 +168,10 @@ impl<T> Jobs<T> {
     pub(crate) fn insert(&mut self, entry: Entry<T>) -> u32 {
         let index = self.free.pop().unwrap_or_else(|| {
             debug_assert!(self.table.len() < JOBS_MAX);
+            if self.table.is_empty() {
+                // Of many bulkheads most have one job at a time.
+                self.table.reserve_exact(1);
+            }
             self.table.push(None);
             self.table.len() as u32 - 1
         });
