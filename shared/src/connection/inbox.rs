@@ -68,7 +68,7 @@ pub enum Item<'s> {
     Frame {
         /// Its header.
         header: Header,
-        /// The bytes for [`codec::decode`].
+        /// The bytes for [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
         /// The payload.
         payload: &'s [u8],
@@ -78,14 +78,14 @@ pub enum Item<'s> {
     Announced {
         /// Its header.
         header: Header,
-        /// The bytes for [`codec::decode`].
+        /// The bytes for [`codec::decode`](crate::codec::decode).
         metadata: &'s [u8],
     },
     /// An accepted large frame is complete.
     Large {
         /// Its header.
         header: Header,
-        /// The bytes for [`codec::decode`].
+        /// The bytes for [`codec::decode`](crate::codec::decode).
         metadata: Vec<u8>,
         /// The payload.
         payload: Vec<u8>,

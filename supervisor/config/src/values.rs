@@ -84,9 +84,11 @@ pub(super) fn duration(key: &Named, value: &DeValue<'_>) -> Read<Duration> {
     let duration = match value {
         DeValue::String(text) => duration_text(key, text)?,
         DeValue::Integer(number) => {
+            let number = number.to_string();
+            let is_nothing = number.bytes().all(|digit| digit == b'0') && !min.is_zero();
             return Err(Complaint::new(
                 format!("`{}` must be a duration with a unit, not a bare number", key.label),
-                unit_help(key, &number.to_string()),
+                if is_nothing { out_of_range_help(key) } else { unit_help(key, &number) },
             ));
         }
         other => return Err(wrong_type(key, "a duration as a string", other)),
@@ -202,7 +204,8 @@ pub(super) fn count<T: TryFrom<i128>>(key: &Named, value: &DeValue<'_>) -> Read<
     let number = whole_number(key, value)?;
     if number < i128::from(min) || number > i128::from(max) {
         let range = match max {
-            defaults::NUMBER_MAX => format!("at least {min}"),
+            defaults::NUMBER_MAX if number < i128::from(min) => format!("at least {min}"),
+            defaults::NUMBER_MAX => format!("at most {max}"),
             _ => format!("from {min} to {max}"),
         };
         let nearest = number.clamp(i128::from(min), i128::from(max));

@@ -181,7 +181,7 @@ impl Adaptive {
     }
 
     /// Moves the limit by what was seen in the window, and begins the next one. Says whether it grew or fell.
-    pub(crate) fn close(&mut self, now: Time) -> (Ordering, Option<Told>) {
+    pub(crate) fn close(&mut self, now: Time) -> Ordering {
         let rank = (self.runs.len() * 9).div_ceil(10).saturating_sub(1);
         let &mut latency = self.runs.select_nth_unstable(rank).1;
         let target = u64::try_from(self.numbers.target.as_nanos()).unwrap_or(u64::MAX);
@@ -193,14 +193,21 @@ impl Adaptive {
         }
         self.latency = Some(Duration::from_nanos(latency));
         self.begin_window(now);
-        let moved = self.limit.cmp(&before);
-        let is_early = self.told_at.is_some_and(|at| now < at + TELL_AGAIN_AFTER);
-        if self.limit == self.told || is_early {
-            return (moved, None);
-        }
+        self.limit.cmp(&before)
+    }
+
+    /// When the change since the last one that was told is to be told; `None` if there is none.
+    pub(crate) fn tells_at(&self) -> Option<Time> {
+        let at = self.told_at.map_or(Time::ZERO, |at| at + TELL_AGAIN_AFTER);
+        (self.limit != self.told && self.latency.is_some()).then_some(at)
+    }
+
+    /// The change that is to be told now, if there is one.
+    pub(crate) fn take_told(&mut self, now: Time) -> Option<Told> {
+        let latency = self.latency.filter(|_| self.tells_at().is_some_and(|at| at <= now))?;
         self.told_at = Some(now);
         let from = std::mem::replace(&mut self.told, self.limit);
-        (moved, Some(Told { from, to: self.limit, latency: Duration::from_nanos(latency) }))
+        Some(Told { from, to: self.limit, latency })
     }
 
     /// By as much as jobs took too long, and at most to the half.

@@ -254,7 +254,8 @@ impl<T> Bulkhead<T> {
         let rest = self.rests_at();
         let jobs_or_workers = earlier(self.job_timers.next(), self.worker_timers.next());
         let slots_or_breaker = earlier(self.slot_timers.next(), breaker);
-        earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(rest, stop))
+        let tells = self.adaptive.as_deref().and_then(Adaptive::tells_at).filter(|_| !self.is_stopped());
+        earlier(earlier(jobs_or_workers, slots_or_breaker), earlier(earlier(rest, stop), tells))
     }
 
     /// The caller's record of a job, as long as its client waits for it.

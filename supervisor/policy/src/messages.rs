@@ -450,9 +450,9 @@ impl KillReason {
     /// A sentence for people.
     pub fn describe(&self) -> String {
         match self {
-            Self::Deadline => {
-                "a job in it did not end after its deadline or cancellation, or a result too large did not".into()
-            },
+            Self::Deadline => "a job in it went on after its deadline, run limit or cancellation, or after a result that \
+                               was too large"
+                .into(),
             Self::Hung => "it no longer sent heartbeats".into(),
             Self::Protocol(how) => format!("it broke the protocol: {how}"),
             Self::NoHello => "it did not say hello within start.handshake; \

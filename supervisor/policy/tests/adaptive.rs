@@ -257,6 +257,32 @@ fn operators_hear_of_it_at_most_every_ten_seconds_and_of_where_it_ended() {
     assert!(told.windows(2).all(|pair| pair[0].1 == pair[1].0), "{told:?}");
 }
 
+/// What was held back is told when its time has come, and not with the next job.
+#[test]
+fn where_it_ended_is_told_though_no_job_comes() {
+    let mut load = Load::new(crowded(4, 16, adaptive(1, 64, 20 * MS)), 100);
+    load.run(3 * SECOND, cores(4));
+    let told = |load: &Load| {
+        let last = load.stage.notes.iter().rev().find_map(|note| match note {
+            Note::LimitAdapted { to, .. } => Some(*to),
+            _ => None,
+        });
+        last.unwrap_or(64)
+    };
+    assert_ne!(told(&load), load.limit(), "it moved on since");
+    load.waiting = 0;
+    for job in std::mem::take(&mut load.ends).into_values() {
+        load.stage.apply(Event::Cancel { job });
+    }
+    let due = load.stage.bulkhead.next_deadline();
+    assert!(due.is_some_and(|at| at <= load.stage.now + 10 * SECOND), "{due:?}");
+    load.stage.wait(10 * SECOND);
+    assert_eq!(told(&load), load.limit());
+    load.stage.wait(SECOND);
+    let due = load.stage.bulkhead.next_deadline();
+    assert!(due.is_none_or(|at| at > load.stage.now), "{due:?}");
+}
+
 #[test]
 fn other_numbers_hold_at_once_and_what_was_learned_stays_within_them() {
     let mut load = Load::new(crowded(2, 8, adaptive(1, 16, 50 * MS)), 50);

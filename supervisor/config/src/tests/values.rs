@@ -102,6 +102,9 @@ fn numbers_have_bounds() {
         ("restart = { max = 0 }", "`restart.max` must be from 1", ""),
         ("health = { missed = 0 }", "`health.missed` must be from 1", ""),
         ("recycle = { jobs = 0 }", "`recycle.jobs` must be at least 1, not 0", ""),
+        ("recycle = { jobs = 18446744073709551615 }", "`recycle.jobs` must be at most ", ""),
+        ("run_limit = 0", "must be a duration with a unit", "write `run_limit = \"1s\"`"),
+        ("grace = 0", "must be a duration with a unit", "write `grace = \"0s\"`"),
         ("recycle = { rss = 0 }", "`recycle.rss` must be at least 1, not 0", ""),
     ];
     for (line, message, help) in cases {

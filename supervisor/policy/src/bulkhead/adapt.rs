@@ -54,26 +54,25 @@ impl<T> Bulkhead<T> {
         }
     }
 
-    /// Moves the limit if it is time to.
+    /// Moves the limit if it is time to, and tells of it.
     pub(super) fn adapt(&mut self, now: Time, out: &mut Vec<Action<T>>) {
-        let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) else { return };
-        for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
-            if let Some((Place::InFlight { since, .. }, true)) = self.jobs.place_and_wanted(*index) {
-                adaptive.running(now, since);
+        if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
+            for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
+                if let Some((Place::InFlight { since, .. }, true)) = self.jobs.place_and_wanted(*index) {
+                    adaptive.running(now, since);
+                }
             }
+            let moved = adaptive.close(now);
+            self.counters.limit_raised += u64::from(moved == Ordering::Greater);
+            self.counters.limit_lowered += u64::from(moved == Ordering::Less);
+            self.adaptive = Some(adaptive);
         }
-        let (moved, told) = adaptive.close(now);
-        self.counters.limit_raised += u64::from(moved == Ordering::Greater);
-        self.counters.limit_lowered += u64::from(moved == Ordering::Less);
-        if let Some(told) = told {
-            let note = Note::LimitAdapted {
-                from: told.from,
-                to: told.to,
-                latency: told.latency,
-                numbers: adaptive.view().numbers,
-            };
+        if let Some(adaptive) = self.adaptive.as_deref_mut()
+            && let Some(told) = adaptive.take_told(now)
+        {
+            let numbers = adaptive.view().numbers;
+            let note = Note::LimitAdapted { from: told.from, to: told.to, latency: told.latency, numbers };
             out.push(Action::Note(note));
         }
-        self.adaptive = Some(adaptive);
     }
 }
