@@ -136,7 +136,7 @@ events! {
     } { operation: String, tenant: String };
     /// A job is kept out from now on, since it kills workers.
     JobQuarantined = "job_quarantined" { job: String, digest: String } { operation: String, tenant: String };
-    /// A job did not end before its deadline.
+    /// A job did not end before its deadline, or ran longer than its run limit.
     JobTimeout = "job_timeout" {
         job: Option<String>, operation: String, tenant: String, trace_id: Option<String>, pid: Option<u32>,
         payload_bytes: u64, timeout_ms: f64, run_limit_ms: Option<f64>, actual_duration_ms: f64
