@@ -135,8 +135,11 @@ impl Requests {
 
     /// Takes a place among those that wait for room.
     pub(crate) fn queue(self: &Arc<Self>) -> Place<'_> {
-        self.lock().queued += 1;
-        Place { requests: self, goes_before: 1 }
+        let mut state = self.lock();
+        let is_turn = state.queued == 0;
+        state.queued += 1;
+        drop(state);
+        Place { requests: self, is_turn }
     }
 
     /// Sends a job if no more than `queued_max` wait for room. The first job on an idle connection is written
@@ -389,19 +392,20 @@ impl Requests {
 /// A place among those that wait for room in the outbox. Leaving it lets the next one try.
 pub(crate) struct Place<'r> {
     requests: &'r Arc<Requests>,
-    /// How many may wait, this one included, without being asked first.
-    goes_before: usize,
+    /// Whether none was there before it. Of those that come at once on several threads one has to be, or each would
+    /// wait for the others.
+    is_turn: bool,
 }
 
 impl Place<'_> {
-    /// Tries to send a job: the first time only if no other waits, and from then on, as it is called again
+    /// Tries to send a job: the first time only if no other was there before, and from then on, as it is called again
     /// when it is this one's turn, whichever wait.
     pub(crate) fn submit(
         &mut self,
         job: &mut Order,
         progress: &mut Option<mpsc::Sender<Progress>>,
     ) -> Result<Ticket, SubmitError> {
-        let queued_max = std::mem::replace(&mut self.goes_before, usize::MAX);
+        let queued_max = if std::mem::replace(&mut self.is_turn, true) { usize::MAX } else { 0 };
         self.requests.submit_after(queued_max, job, progress, None)
     }
 }
@@ -588,6 +592,26 @@ mod tests {
         Frames::of(&requests).take(header, &metadata, Vec::new()).unwrap();
         assert_eq!(requests.lock().waiters.waiting(), 0);
         assert!(receiver.try_recv().is_ok());
+    }
+
+    /// As they do on several threads, once there is a connection for which many have waited.
+    #[test]
+    fn of_jobs_that_take_a_place_at_once_the_first_goes_and_then_the_next() {
+        let (requests, _there) = in_memory();
+        let send = |place: &mut Place<'_>| {
+            place.submit(&mut Order::new("resize".into(), b"picture".to_vec()), &mut None)
+        };
+        let mut places = [requests.queue(), requests.queue(), requests.queue()];
+        let cx = &mut Context::from_waker(Waker::noop());
+        let mut turns = [0; 2].map(|_| Box::pin(requests.room.notified()));
+        assert!(turns.iter_mut().all(|turn| turn.as_mut().poll(cx).is_pending()));
+        assert!(places[1..].iter_mut().all(|place| send(place).is_err()), "it is not their turn");
+        let mut tickets: Vec<Ticket> = Vec::new();
+        for (at, mut place) in places.into_iter().enumerate() {
+            assert!(at == 0 || turns[at - 1].as_mut().poll(cx).is_ready(), "the one before has gone");
+            tickets.extend(send(&mut place));
+        }
+        assert_eq!((tickets.len(), requests.lock().queued), (3, 0));
     }
 
     /// The connection ends of such an outcome, and so does the job.
