@@ -27,6 +27,8 @@ fn main() {
     if std::env::var_os("FORGETS").is_none() {
         keeper_main_if_asked();
     }
+    // In good time for the test to tell of it, and after each scenario has had its own.
+    nix::unistd::alarm::set(5 * 60);
     match arguments.first().map(String::as_str) {
         Some("jobs") => jobs(),
         Some("lends-files") => lends_files(),

@@ -16,6 +16,7 @@ use bulkhead_linux::errno;
 use bulkhead_shared::codec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
+use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{END_PATIENCE, becoming};
@@ -113,10 +114,17 @@ pub(super) fn guard(version: Option<&str>, is_first: bool) -> io::Result<Pid> {
     };
     rustix::process::chdir("/")?;
     let own = rustix::process::getpid();
+    let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     match fork()? {
-        None => Ok(own),
+        None => {
+            // What the keeper reports is behind what the guard tells, on the same socket. A guard that ends tells, too.
+            drop(tells);
+            rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut [0]))?;
+            Ok(own)
+        }
         Some(keeper) => {
-            let ended = attend(keeper, &abilities, ids);
+            drop(told);
+            let ended = attend(keeper, &abilities, ids, tells);
             if let Err(error) = &ended {
                 eprintln!("bulkhead-keeper: failed to guard the keeper: {error}");
             }
@@ -134,10 +142,17 @@ fn fork() -> io::Result<Option<Pid>> {
     Ok(Pid::from_raw(pid))
 }
 
-/// Tells the application, and waits for the end of either. Returns whether the keeper ended in order.
-fn attend(keeper: Pid, abilities: &[Ability], ids: Result<SubordinateIds, String>) -> io::Result<bool> {
+/// Tells the application, then the keeper by closing `tells`, and waits for the end of either. Returns whether the keeper
+/// ended in order.
+fn attend(
+    keeper: Pid,
+    abilities: &[Ability],
+    ids: Result<SubordinateIds, String>,
+    tells: OwnedFd,
+) -> io::Result<bool> {
     let process = pidfd_open(keeper, PidfdFlags::empty())?;
     tell(keeper, &process, abilities, ids)?;
+    drop(tells);
     // The application is to see the end of the keeper's socket when the keeper has ended.
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     put_at(&null, libc::STDIN_FILENO)?;
