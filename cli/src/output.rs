@@ -127,6 +127,11 @@ pub(crate) fn harmless(text: &str) -> String {
     text.chars().map(escape).collect()
 }
 
+/// The same in one line: what a worker says is not to look as if this command had said it.
+fn one_line(text: &str) -> String {
+    harmless(text).replace('\n', "\\n")
+}
+
 fn steers(c: char) -> bool {
     let is_separator = matches!(c, '\u{2028}' | '\u{2029}');
     let is_direction =
@@ -144,8 +149,8 @@ pub(crate) fn describe(result: &Result<Reply, JobError>) -> String {
     match result {
         Ok(reply) => format!("ok: {}", timing(reply.outcome())),
         Err(error) => match error.outcome() {
-            Some(outcome) => format!("{} ({})", harmless(&error.to_string()), timing(outcome)),
-            None => harmless(&error.to_string()),
+            Some(outcome) => format!("{} ({})", one_line(&error.to_string()), timing(outcome)),
+            None => one_line(&error.to_string()),
         },
     }
 }
@@ -234,5 +239,6 @@ mod tests {
             assert_eq!(harmless(&format!("a{c}b")), format!("a{}b", c.escape_default()));
         }
         assert_eq!(harmless("naïve 東京\t\n"), "naïve 東京\t\n");
+        assert_eq!(one_line("bad\nok: job 7"), "bad\\nok: job 7");
     }
 }

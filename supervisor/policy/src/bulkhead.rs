@@ -100,8 +100,8 @@ pub struct Bulkhead<T> {
     /// Smoothed time that a worker has a job, in nanoseconds.
     service_ns: u64,
     counters: Counters,
-    /// By the code of a priority: how long those that are turned away are asked to stay away.
-    drops: [Drops; 3],
+    /// By the code of a priority: how long those that are turned away are asked to stay away, once one was.
+    drops: [Option<Box<Drops>>; 3],
     /// Whether the pressure on the queue has been told.
     is_pressed: bool,
     evictions: Evictions,

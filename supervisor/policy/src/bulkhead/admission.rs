@@ -389,7 +389,8 @@ impl<T> Bulkhead<T> {
         let limit = self.permits.max(u64::from(self.limits.max_in_flight)).min(self.adaptive_bound()).max(1);
         let ahead = self.queued() as u64 + 1;
         let estimate = Duration::from_nanos(ahead.saturating_mul(self.service_ns) / limit);
-        let base = estimate.max(self.drops[usize::from(priority.code())].record(now));
+        let drops = self.drops[usize::from(priority.code())].get_or_insert_default();
+        let base = estimate.max(drops.record(now));
         let jitter = (self.draw() >> 40) as f64 / (1_u64 << 24) as f64;
         base + base.mul_f64(jitter / 5.0)
     }
