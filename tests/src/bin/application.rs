@@ -755,8 +755,11 @@ async fn in_a_runtime() {
             let is_over = is_over.clone();
             std::thread::spawn(move || {
                 while is_over.load(Ordering::SeqCst) == 0 {
-                    std::hint::black_box(vec![0_u8; 10_000]);
-                    std::thread::sleep(Duration::from_micros(100));
+                    for bytes in 10_000..10_020 {
+                        std::hint::black_box(vec![0_u8; bytes]);
+                    }
+                    // Shorter naps would take all processors for timers.
+                    std::thread::sleep(Duration::from_millis(1));
                 }
             })
         })
