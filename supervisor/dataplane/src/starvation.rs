@@ -29,8 +29,17 @@ pub(super) struct Watch {
 
 struct Figures {
     read_at: Instant,
-    /// By thread: nanoseconds that it was ready to run and did not.
-    waited_ns: HashMap<u32, u64>,
+    threads: HashMap<u32, Thread>,
+}
+
+/// What the kernel tells of a thread.
+#[derive(Clone, Copy, Debug, Default)]
+struct Thread {
+    ran_ns: u64,
+    /// How long it was ready to run and did not. The kernel adds a wait when it is over.
+    waited_ns: u64,
+    /// Whether it runs, or is ready to.
+    is_ready: bool,
 }
 
 impl DataPlane {
@@ -119,27 +128,54 @@ impl Watch {
 
 impl Figures {
     fn of(pid: u32) -> Self {
-        Self { read_at: Instant::now(), waited_ns: waited(pid) }
+        Self { read_at: Instant::now(), threads: threads(pid) }
     }
 
     fn is_starved_since(&self, before: &Self) -> bool {
-        let half = self.read_at.duration_since(before.read_at) / 2;
-        self.waited_ns.iter().any(|(thread, waited_ns)| {
-            let before_ns = before.waited_ns.get(thread).copied().unwrap_or(*waited_ns);
-            Duration::from_nanos(waited_ns.saturating_sub(before_ns)) >= half
+        let passed = self.read_at.duration_since(before.read_at);
+        self.threads.iter().any(|(thread, now)| {
+            let before = before.threads.get(thread).unwrap_or(now);
+            now.waited_since(before, passed) >= passed / 2
         })
     }
 }
 
-/// By thread: nanoseconds that it was ready to run and did not. Without such figures in this kernel, nothing.
-fn waited(pid: u32) -> HashMap<u32, u64> {
+impl Thread {
+    /// Of `passed`, the time in which it was ready to run and did not.
+    fn waited_since(&self, before: &Self, passed: Duration) -> Duration {
+        let since = |now: u64, before: u64| Duration::from_nanos(now.saturating_sub(before));
+        let waited = since(self.waited_ns, before.waited_ns);
+        if self.is_ready && before.is_ready {
+            // Of one that was given no processor at all, nothing is told yet.
+            return passed.saturating_sub(since(self.ran_ns, before.ran_ns)).max(waited);
+        }
+        waited
+    }
+}
+
+/// By number. Without such figures in this kernel, none.
+fn threads(pid: u32) -> HashMap<u32, Thread> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let figure = |entry: std::fs::DirEntry| {
-        let thread = entry.file_name().to_str()?.parse().ok()?;
-        let line = std::fs::read_to_string(entry.path().join("schedstat")).ok()?;
-        Some((thread, line.split(' ').nth(1)?.parse().ok()?))
+    let figures = |entry: std::fs::DirEntry| {
+        let number = entry.file_name().to_str()?.parse().ok()?;
+        let read = |name| std::fs::read_to_string(entry.path().join(name)).ok();
+        Some((number, Thread::read(&read("schedstat")?, &read("stat")?)?))
     };
-    threads.take(THREADS_MAX).filter_map(figure).collect()
+    threads.take(THREADS_MAX).filter_map(figures).collect()
+}
+
+impl Thread {
+    /// From its files `schedstat` and `stat`.
+    fn read(schedstat: &str, stat: &str) -> Option<Self> {
+        let mut figures = schedstat.split(' ').map(str::parse);
+        // The name before the state may have any character.
+        let (_, state) = stat.rsplit_once(") ")?;
+        Some(Self {
+            ran_ns: figures.next()?.ok()?,
+            waited_ns: figures.next()?.ok()?,
+            is_ready: state.starts_with('R'),
+        })
+    }
 }
 
 #[cfg(test)]
@@ -161,21 +197,58 @@ mod tests {
 
     #[test]
     fn a_process_that_sleeps_is_not_starved() {
-        let now = Figures::of(std::process::id());
-        if now.waited_ns.is_empty() {
+        let own = std::process::id();
+        let (mut now, mut later) = (Figures::of(own), Figures::of(own));
+        if now.threads.is_empty() {
             eprintln!("skipped: this kernel does not tell how long threads wait for a processor");
             return;
         }
-        // An hour, of which no thread waited half an hour.
-        let later = Figures {
-            read_at: now.read_at + Duration::from_secs(3600),
-            waited_ns: waited(std::process::id()),
-        };
+        // An hour, of which no thread waited half an hour; this one runs as it looks.
+        for thread in now.threads.values_mut().chain(later.threads.values_mut()) {
+            thread.is_ready = false;
+        }
+        later.read_at = now.read_at + Duration::from_secs(3600);
         assert!(!later.is_starved_since(&now));
-        let never = now.waited_ns.keys().map(|&thread| (thread, 0)).collect();
-        let never = Figures { read_at: now.read_at, waited_ns: never };
-        assert!(now.is_starved_since(&never), "any wait is half of no time");
-        let watch = Watch::new(std::process::id());
+        let watch = Watch::new(own);
         assert!(!watch.is_starved(), "there is nothing to compare with");
+    }
+
+    /// Seconds of ten.
+    #[test]
+    fn a_thread_is_starved_if_it_was_ready_most_of_the_time_and_did_not_run() {
+        let after = |ran_s: u64, waited_s: u64, ready: [bool; 2]| {
+            let thread = |seconds: [u64; 2], is_ready| {
+                let [ran_ns, waited_ns] = seconds.map(|seconds| (7 + seconds) * 1_000_000_000);
+                HashMap::from([(1, Thread { ran_ns, waited_ns, is_ready })])
+            };
+            let read_at = Instant::now();
+            let before = Figures { read_at, threads: thread([0, 0], ready[0]) };
+            let now = Figures {
+                read_at: read_at + Duration::from_secs(10),
+                threads: thread([ran_s, waited_s], ready[1]),
+            };
+            now.is_starved_since(&before)
+        };
+        assert!(after(1, 5, [false, false]), "it waited, and sleeps again");
+        assert!(after(0, 0, [true, true]), "it has waited ever since");
+        assert!(after(3, 1, [true, true]));
+        assert!(!after(0, 4, [false, false]), "it slept for more than half");
+        assert!(!after(10, 0, [true, true]), "it runs and runs");
+        assert!(!after(6, 0, [true, true]));
+        assert!(!after(0, 0, [false, true]) && !after(0, 0, [true, false]), "it may have slept");
+    }
+
+    #[test]
+    fn the_kernels_figures_are_read_whatever_a_thread_is_called() {
+        let read = |stat| Thread::read("12 34 5\n", stat);
+        let thread = read("7 (a) S b) R 1 2 3\n").unwrap();
+        assert_eq!((thread.ran_ns, thread.waited_ns, thread.is_ready), (12, 34, true));
+        assert!(!read("7 (R) S 1 2 3\n").unwrap().is_ready);
+        assert!(read("").is_none() && Thread::read("12\n", "7 (a) R 1").is_none());
+        let own = Figures::of(std::process::id());
+        assert!(
+            own.threads.is_empty() || own.threads.values().any(|thread| thread.is_ready),
+            "this one runs"
+        );
     }
 }
