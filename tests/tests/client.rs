@@ -72,6 +72,43 @@ fn a_client_reconnects_when_its_supervisor_is_started_again() {
     });
 }
 
+/// Without a deadline, so that one that is forgotten would wait for ever.
+#[test]
+fn all_that_wait_for_a_connection_on_many_threads_go_once_it_is_there() {
+    const TASKS: usize = 200;
+    let keys = "max_in_flight = 8\nmax_queue = 1000\n";
+    let mut supervisor = Supervisor::start(&format!("{ONE}{keys}"));
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    let runtime = builder.worker_threads(8).enable_all().build().unwrap();
+    let client = runtime.block_on(Client::connect(supervisor.socket())).unwrap();
+    for round in 0..5 {
+        supervisor.child.kill().unwrap();
+        supervisor.wait();
+        let tasks: Vec<_> = (0..TASKS)
+            .map(|_| {
+                let client = client.clone();
+                runtime.spawn(async move {
+                    loop {
+                        match client.job("b", "x").send().await {
+                            Ok(reply) => break reply.payload().to_vec(),
+                            // It was the one that found the connection closed, or was out of patience.
+                            Err(error) => assert_ne!(error.executed(), Executed::Yes, "{error}"),
+                        }
+                    }
+                })
+            })
+            .collect();
+        let folder = std::mem::replace(&mut supervisor.folder, tempfile::tempdir().unwrap());
+        supervisor = Supervisor::launch(folder, "", &format!("{ONE}{keys}"));
+        runtime.block_on(async {
+            for task in tasks {
+                let reply = tokio::time::timeout(PATIENCE, task).await;
+                assert_eq!(reply.unwrap_or_else(|_| panic!("one waits in round {round}")).unwrap(), b"x");
+            }
+        });
+    }
+}
+
 #[test]
 fn jobs_that_are_sent_long_after_a_loss_wait_for_one_attempt() {
     let mut supervisor = Supervisor::start(ONE);
