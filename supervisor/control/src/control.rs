@@ -71,7 +71,7 @@ const MEMORY_INTERVAL: Duration = Duration::from_secs(1);
 const SUPPRESSED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How long open streams, and answers that are under way, get to end.
-const CLOSE_WITHIN: Duration = Duration::from_secs(3);
+const CLOSE_WITHIN: Duration = Duration::from_secs(4);
 
 /// Turns of the runtime in which the last words of a worker that has ended are read. Another process may
 /// hold the pipe open, so that its end does not come.

@@ -5,6 +5,7 @@
 //! - [`process_tree`]: processes that descend from this one, and their end.
 //! - [`peer`]: the process at the other end of a socket.
 //! - [`rights`]: sockets to which no descriptors can be passed.
+//! - [`listener`]: a TCP listener that ends without a reset.
 //! - [`folder`]: emptying a folder whose content is not trusted.
 //! - [`lifeline`]: a descriptor that ends with the program behind it.
 //! - [`landlock`]: the system calls of Landlock.
@@ -19,6 +20,7 @@ pub mod errno;
 pub mod folder;
 pub mod landlock;
 pub mod lifeline;
+pub mod listener;
 pub mod peer;
 pub mod process_tree;
 pub mod rights;

@@ -36,6 +36,10 @@ const LINGER_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// When the control plane ends: how long connections that have come by then may take to be let in and to be heard.
 pub(super) const LAST_WITHIN: Duration = Duration::from_millis(100);
 
+/// The same for one that came a moment ago: its client may have had no processor yet. A browser's spare connection that
+/// has been silent for longer is not waited for.
+const HEARD_WITHIN: Duration = Duration::from_secs(1);
+
 /// How long a request may take to be seen that has come by then.
 const LAST_LOOK: Duration = Duration::from_millis(100);
 
@@ -178,7 +182,7 @@ impl<S: Socket> Ways<S> {
     pub(super) async fn asks(&mut self, socket: &S, head: &mut [u8], came: Instant) -> Option<usize> {
         let over = async {
             let _ = self.end.wait_for(|is_over| *is_over).await;
-            tokio::time::sleep(LAST_WITHIN).await;
+            tokio::time::sleep_until((Instant::now() + LAST_WITHIN).max(came + HEARD_WITHIN)).await;
         };
         let is_over = tokio::select! {
             biased;

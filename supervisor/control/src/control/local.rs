@@ -38,7 +38,10 @@ pub(super) async fn let_in(control: &Control, listener: UnixListener, own: u32, 
         loop {
             tokio::select! {
                 arrival = door.accept() => ways.send(arrival),
-                listener = next.listener() => door.listener = listener,
+                listener = next.listener() => {
+                    door.close(&ways);
+                    door.listener = listener;
+                }
             }
         }
     };

@@ -26,6 +26,7 @@ use super::local::CONNECTIONS_MAX;
 use super::paths::OPEN;
 use super::{Control, http, jobs};
 use bulkhead_config::Token;
+use bulkhead_linux::listener::begin_no_more;
 
 /// Whether the headers have the token, once.
 fn opens(token: &Token, headers: &HeaderMap) -> bool {
@@ -77,7 +78,9 @@ pub(super) async fn let_in(control: &Control, listener: TcpListener, ways: Ways<
         }
     };
     control.until_end(door()).await;
-    // Clients that have come already are told that it is over, and not reset.
+    // Clients that have come already are told that it is over, and not reset. Where the kernel refuses this, one that
+    // comes at the last moment is.
+    let _ = begin_no_more(&listener);
     let _ = tokio::time::timeout(LAST_WITHIN, door()).await;
     // The loop above may have rested with some of them waiting.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;

@@ -1,0 +1,85 @@
+//! TCP listeners that end. The kernel resets what is in the queue of one that is closed, also a connection that came
+//! between the last look and the close, whose client may have sent its request by then.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use libc::{BPF_ABS, BPF_ALU, BPF_AND, BPF_B, BPF_JEQ, BPF_JMP, BPF_K, BPF_LD, BPF_RET};
+use socket2::{SockFilter, SockRef};
+
+/// Where the flags of a segment are, and those that a segment of this kind has.
+const FLAGS: u32 = 13;
+const SYN: u32 = 0x02;
+const ACK: u32 = 0x10;
+
+/// From here on no connection begins at this listener; those that have begun arrive as before. A client that connects
+/// now tries again after a second, and comes to the next program that listens or is refused. This is how a proxy is
+/// restarted without a lost connection, with a filter of the socket's own in the place of the machine's. Errors are
+/// those of `setsockopt(2)` with `SO_ATTACH_FILTER`.
+pub fn begin_no_more(listener: &impl AsFd) -> io::Result<()> {
+    let instruction = |code: u32, k, unless| SockFilter::new(code as u16, 0, unless, k);
+    let filter = [
+        instruction(BPF_LD | BPF_B | BPF_ABS, FLAGS, 0),
+        instruction(BPF_ALU | BPF_AND | BPF_K, SYN | ACK, 0),
+        instruction(BPF_JMP | BPF_JEQ | BPF_K, SYN, 1),
+        instruction(BPF_RET | BPF_K, 0, 0),
+        instruction(BPF_RET | BPF_K, u32::MAX, 0),
+    ];
+    SockRef::from(listener).attach_filter(&filter)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    const WITHIN: Duration = Duration::from_millis(100);
+
+    #[test]
+    fn none_begins_and_those_that_have_are_there() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(address) else {
+                eprintln!("DID NOT RUN for {address}: this machine does not have it");
+                continue;
+            };
+            let address = listener.local_addr().unwrap();
+            let _before = TcpStream::connect(address).unwrap();
+            begin_no_more(&listener).unwrap();
+            let error = TcpStream::connect_timeout(&address, WITHIN).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{address}");
+            listener.set_nonblocking(true).unwrap();
+            assert!(listener.accept().is_ok(), "{address}");
+            assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock, "{address}");
+        }
+    }
+
+    #[test]
+    fn clients_that_connect_one_after_the_other_are_all_answered_at_the_end() {
+        for round in 0..30 {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap();
+            listener.set_nonblocking(true).unwrap();
+            // Until it does not come in any more.
+            let client = move || {
+                while let Ok(mut socket) = TcpStream::connect_timeout(&address, WITHIN) {
+                    let heard = socket.read_exact(&mut [0]).map_err(|error| error.kind());
+                    assert_eq!(heard, Ok(()), "round {round}");
+                }
+            };
+            let clients: Vec<_> = (0..4).map(|_| std::thread::spawn(client)).collect();
+            let answer_until = |end| {
+                while Instant::now() < end {
+                    listener.accept().into_iter().for_each(|(mut socket, _)| socket.write_all(b"x").unwrap());
+                }
+            };
+            answer_until(Instant::now() + WITHIN / 20);
+            begin_no_more(&listener).unwrap();
+            answer_until(Instant::now() + WITHIN / 5);
+            drop(listener);
+            clients.into_iter().for_each(|client| client.join().unwrap());
+        }
+    }
+}
