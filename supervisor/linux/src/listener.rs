@@ -50,8 +50,8 @@ mod tests {
             begin_no_more(&listener).unwrap();
             let error = TcpStream::connect_timeout(&address, WITHIN).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{address}");
-            listener.set_nonblocking(true).unwrap();
             assert!(listener.accept().is_ok(), "{address}");
+            listener.set_nonblocking(true).unwrap();
             assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock, "{address}");
         }
     }
@@ -70,14 +70,15 @@ mod tests {
                 }
             };
             let clients: Vec<_> = (0..4).map(|_| std::thread::spawn(client)).collect();
-            let answer_until = |end| {
-                while Instant::now() < end {
+            let answer = |within, is_over: &dyn Fn() -> bool| {
+                let end = Instant::now() + within;
+                while Instant::now() < end && !is_over() {
                     listener.accept().into_iter().for_each(|(mut socket, _)| socket.write_all(b"x").unwrap());
                 }
             };
-            answer_until(Instant::now() + WITHIN / 20);
+            answer(WITHIN / 20, &|| false);
             begin_no_more(&listener).unwrap();
-            answer_until(Instant::now() + WITHIN / 5);
+            answer(20 * WITHIN, &|| clients.iter().all(std::thread::JoinHandle::is_finished));
             drop(listener);
             clients.into_iter().for_each(|client| client.join().unwrap());
         }
