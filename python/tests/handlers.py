@@ -124,6 +124,49 @@ def raises_unprintable(payload: bytes, ctx: Context) -> None:
     raise Unprintable
 
 
+class _Stubborn:
+    """What has no bytes to give, and says so in its own way."""
+
+    def __len__(self) -> int:
+        raise OSError("not now")
+
+
+_ANSWERS: dict[bytes, Any] = {
+    b"a file's name": lambda ctx: os.fsdecode(b"a\xff"),
+    b"an object": lambda ctx: _Stubborn(),
+    b"a code that is a number": lambda ctx: bulkhead.HandlerError(404, "x"),  # type: ignore[arg-type]
+    b"a message that is an error": lambda ctx: bulkhead.HandlerError("bad", ValueError("x")),  # type: ignore[arg-type]
+    b"a released view": lambda ctx: _released(),
+    b"progress without words": lambda ctx: ctx.progress(0.2, None),
+    b"progress of a word": lambda ctx: ctx.progress("half"),
+}
+
+
+def _released() -> memoryview:
+    view = memoryview(b"gone")
+    view.release()
+    return view
+
+
+def _answer(payload: bytes, ctx: Context) -> Any:
+    if payload == b"an error that was changed":
+        error = bulkhead.HandlerError("bad", "x")
+        error.code = error.payload = None  # type: ignore[assignment]
+        raise error
+    return _ANSWERS[payload](ctx)
+
+
+@bulkhead.handler("answer")
+def answer(payload: bytes, ctx: Context) -> Any:
+    """What no client can be sent."""
+    return _answer(payload, ctx)
+
+
+@bulkhead.handler("aanswer")
+async def aanswer(payload: bytes, ctx: Context) -> Any:
+    return _answer(payload, ctx)
+
+
 @bulkhead.handler("exit")
 def exits(payload: bytes, ctx: Context) -> None:
     sys.exit(4)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -155,6 +156,64 @@ def test_one_client_serves_loop_after_loop(supervisor: Supervisor) -> None:
             await client.call("plain")
 
     run(closed)
+
+
+def test_loops_on_several_threads_do_not_disturb_each_other(supervisor: Supervisor) -> None:
+    """As in Django, which has a loop for each request."""
+    client = AsyncClient(supervisor.socket)
+    begun, is_over = threading.Barrier(4), threading.Event()
+    results: list[Any] = []
+
+    async def use(number: int) -> None:
+        # All connect at once.
+        replies = await asyncio.gather(*[client.call("two", b"%d" % number) for _ in range(20)])
+        results.extend(reply.payload for reply in replies)
+        begun.wait(LONG)
+        if number == 0:
+            held = client.submit("plain", operation="until-cancelled")
+            await until("the others are done", is_over.is_set)
+            assert not held.done()
+            held.cancel()
+            results.append((await client.call("plain", b"again")).payload)
+
+    threads = [threading.Thread(target=asyncio.run, args=(use(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join(LONG)
+    # A loop that comes and goes beside one that waits.
+    for _ in range(3):
+        assert asyncio.run(call_once(client)) == b"x"
+    is_over.set()
+    threads[0].join(LONG)
+    assert sorted(results) == sorted([*[b"%d" % number for number in range(4)] * 20, b"again"])
+    client.close()
+
+
+async def call_once(client: AsyncClient) -> bytes | bytearray:
+    return (await client.call("two", b"x")).payload
+
+
+def test_closing_reaches_the_jobs_of_other_loops(supervisor: Supervisor) -> None:
+    client = AsyncClient(supervisor.socket)
+    began = threading.Event()
+    errors: list[BaseException] = []
+
+    async def wait() -> None:
+        job = client.submit("plain", operation="until-cancelled")
+        await client.call("two", b"x")
+        began.set()
+        try:
+            await job
+        except bulkhead.JobError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=asyncio.run, args=(wait(),))
+    thread.start()
+    assert began.wait(LONG)
+    client.close()
+    thread.join(LONG)
+    assert [type(error) for error in errors] == [bulkhead.Disconnected]
 
 
 def test_a_forked_child_has_a_connection_and_a_loop_of_its_own(supervisor: Supervisor) -> None:

@@ -67,6 +67,32 @@ def test_handlers_answer(client: Client, name: str) -> None:
     assert client.call(name, operation="libraries").payload == b'"e3b0"'
 
 
+ANSWERS = [
+    b"a file's name",
+    b"an object",
+    b"a code that is a number",
+    b"a message that is an error",
+    b"a released view",
+    b"progress without words",
+    b"progress of a word",
+    b"an error that was changed",
+]
+
+
+@pytest.mark.parametrize("operation", ["answer", "aanswer"])
+@pytest.mark.parametrize("name", ["plain", "many"])
+def test_an_answer_that_cannot_be_sent_fails_its_job_and_nothing_else(
+    client: Client, name: str, operation: str
+) -> None:
+    beside = client.submit(name, b"0.5", operation="asleep") if name == "many" else None
+    before = client.call(name, operation="pid").payload
+    for answer in ANSWERS:
+        error = failure(client, name, operation, answer)
+        assert (error.outcome.outcome, error.outcome.reason) == ("failed", "exception"), answer
+    assert client.call(name, operation="pid").payload == before
+    assert beside is None or beside.result(LONG).payload == b"slept"
+
+
 def test_a_failure_says_what_its_handler_says(client: Client) -> None:
     error = failure(client, "plain", "error", b"x" * 65_536)
     assert (error.outcome.reason, error.outcome.fault, error.retryable, error.payload) == (

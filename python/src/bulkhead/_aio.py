@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -212,19 +214,62 @@ class _Connection:
         self._jobs = {}
 
 
+class _OfLoop:
+    """What one event loop has of a client: a connection, or jobs that wait for one. Only that loop's thread uses it."""
+
+    def __init__(self, client: AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+        self.connection: _Connection | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.waiting: list[tuple[AsyncJob, bytes, _wire.Buffer, bool]] = []
+
+    async def connect(self) -> None:
+        """Makes the connection, and sends what waits for it."""
+        client, loop = self._client, self._loop
+        try:
+            connection = _Connection(loop, *await loop.run_in_executor(None, open_connection, client.path))
+        except JobError as error:
+            self._fail_waiting(error)
+        except BaseException as error:
+            self._fail_waiting(Disconnected(f"the connection was not made: {error!r}; the job was not sent"))
+            raise
+        else:
+            waiting, self.waiting = self.waiting, []
+            self.connection, self.connecting = connection, None
+            if client._is_closed:
+                connection.lose("it was closed here")
+            for job, metadata, payload, has_run_limit in waiting:
+                if not job.done():
+                    _start_on(connection, job, metadata, payload, has_run_limit)
+
+    def _fail_waiting(self, error: JobError) -> None:
+        waiting, self.waiting = self.waiting, []
+        self.connecting = None
+        for job, *_ in waiting:
+            if not job.done():
+                # Each gets one of its own, for its traceback.
+                kind, arguments = error.__reduce__()
+                job.set_exception(kind(*arguments))
+
+    def lose(self, why: str) -> None:
+        """Ends the connection, if there is one."""
+        if self.connection is not None:
+            self.connection.lose(why)
+
+
 class AsyncClient:
     """Sends jobs to a supervisor from asyncio: see ``Client``, whose methods it has. One for a program is enough.
 
-    It belongs to the loop that uses it; when another one does, it connects anew. Cancelling a task that waits for a job
-    cancels the job, so ``asyncio.timeout`` ends it.
+    Each event loop that uses it has a connection of its own, on whichever thread it runs. Cancelling a task that waits
+    for a job cancels the job, so ``asyncio.timeout`` ends it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path) if path is not None else default_socket()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connection: _Connection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._waiting: list[tuple[AsyncJob, bytes, _wire.Buffer, bool]] = []
+        self._states: dict[asyncio.AbstractEventLoop, _OfLoop] = {}
+        # Guards changes of these, since each loop may run on a thread of its own.
+        self._changing = threading.Lock()
         self._submissions: dict[tuple[Any, ...], bytes] = {}
         self._is_closed = False
         _clients.add(self)
@@ -272,56 +317,41 @@ class AsyncClient:
         if self._is_closed:
             raise RuntimeError("the client is closed")
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._change_loop(loop)
+        state = self._states.get(loop) or self._state_of(loop)
         job = AsyncJob(loop)
-        connection = self._connection
+        connection = state.connection
         if connection is not None and not connection.is_lost:
             _start_on(connection, job, metadata, data, has_run_limit)
         else:
-            self._waiting.append((job, metadata, data, has_run_limit))
-            if self._connecting is None:
-                self._connecting = loop.create_task(self._connect(loop))
+            state.waiting.append((job, metadata, data, has_run_limit))
+            if state.connecting is None:
+                state.connecting = loop.create_task(state.connect())
         return job
 
-    def _change_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.lose("another event loop uses the client")
-        self._loop, self._connecting, self._waiting = loop, None, []
-
-    async def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            connection = _Connection(loop, *await loop.run_in_executor(None, open_connection, self.path))
-        except JobError as error:
-            self._fail_waiting(error)
-        except BaseException as error:
-            self._fail_waiting(Disconnected(f"the connection was not made: {error!r}; the job was not sent"))
-            raise
-        else:
-            waiting, self._waiting = self._waiting, []
-            self._connection, self._connecting = connection, None
-            if self._is_closed:
-                connection.lose("it was closed here")
-            for job, metadata, payload, has_run_limit in waiting:
-                if not job.done():
-                    _start_on(connection, job, metadata, payload, has_run_limit)
-
-    def _fail_waiting(self, error: JobError) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._connecting = None
-        for job, *_ in waiting:
-            if not job.done():
-                # Each gets one of its own, for its traceback.
-                kind, arguments = error.__reduce__()
-                job.set_exception(kind(*arguments))
+    def _state_of(self, loop: asyncio.AbstractEventLoop) -> _OfLoop:
+        """What there is for a loop that uses the client for the first time. Those that were closed leave."""
+        with self._changing:
+            for other in [other for other in self._states if other.is_closed()]:
+                self._states.pop(other).lose("its event loop was closed")
+            state = self._states[loop] = _OfLoop(self, loop)
+        return state
 
     def close(self) -> None:
-        """Ends the connection, and with it all jobs under way."""
+        """Ends the connection, and with it all jobs under way; those of other event loops as soon as these turn."""
         self._is_closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.lose("it was closed here")
+        with self._changing:
+            states, self._states = self._states, {}
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        for loop, state in states.items():
+            if loop is not here and loop.is_running():
+                with suppress(RuntimeError):
+                    # If it was not closed in between.
+                    loop.call_soon_threadsafe(state.lose, "it was closed here")
+            else:
+                state.lose("it was closed here")
 
     async def aclose(self) -> None:
         """The same, for ``contextlib.aclosing``."""
@@ -342,10 +372,10 @@ class AsyncClient:
         return f"AsyncClient({self.path!r})"
 
     def _after_fork(self) -> None:
-        connection, self._connection = self._connection, None
-        self._loop, self._connecting, self._waiting = None, None, []
-        if connection is not None:
-            connection.abandon()
+        states, self._states, self._changing = self._states, {}, threading.Lock()
+        for state in states.values():
+            if state.connection is not None:
+                state.connection.abandon()
 
 
 def _start_on(

@@ -124,9 +124,13 @@ class Channel:
                     taken.clear()
             except BlockingIOError:
                 return False
-            except OSError:
+            except OSError as error:
+                if error.errno not in _wire.ENDS:
+                    # Of a signal's handler, such as a TimeoutError: what is left is sent all the same.
+                    raise
                 outgoing.clear()
                 taken.clear()
+                self.end()
                 return True
 
     # Reading.

@@ -113,6 +113,8 @@ class Connection:
         # Guards what is sent: buffers, each with the counts of its bytes that have left.
         self._writing = threading.RLock()
         self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
+        #: A call was given up, whose result may still come, and no thread read it.
+        self._leaves_unread = False
 
     # Sending.
 
@@ -121,6 +123,8 @@ class Connection:
         left goes before the next frame."""
         if self._reading_thread == threading.get_ident():
             self._push_from_reader(buffers)
+            return
+        if self._leaves_unread and self._leader is None and self._push_as_leader(buffers):
             return
         outgoing = self._outgoing
         with self._writing:
@@ -137,6 +141,21 @@ class Connection:
                     counts.extend(map(self._send, (memoryview(buffer)[done:],)))
                 else:
                     outgoing.popleft()
+
+    def _push_as_leader(self, buffers: tuple[_wire.Buffer, ...]) -> bool:
+        """The same where no thread reads what is left of a call that was given up; False if another one does now."""
+        leader = object()
+        try:
+            with self._lock:
+                if self._leader is None:
+                    self._leader = leader
+            if self._leader is not leader:
+                return False
+            self._reading_thread = threading.get_ident()
+            self._push_from_reader(buffers)
+            return True
+        finally:
+            self._hand_over(leader)
 
     def _push_from_reader(self, buffers: tuple[_wire.Buffer, ...]) -> None:
         """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
@@ -176,6 +195,9 @@ class Connection:
             else:
                 self._push(_wire.head(_wire.SUBMIT, number, metadata, len(payload)), payload)
         except OSError as error:
+            if error.errno not in _wire.ENDS:
+                # Of a signal's handler, such as a TimeoutError.
+                raise
             self.lose(f"the supervisor closed it: {error.strerror}")
             raise NotSent from None
 
@@ -185,6 +207,8 @@ class Connection:
             try:
                 self._push(_wire.frame(_wire.CANCEL, number))
             except OSError as error:
+                if error.errno not in _wire.ENDS:
+                    raise
                 self.lose(f"the supervisor closed it: {error.strerror}")
 
     # Jobs.
@@ -256,6 +280,7 @@ class Connection:
         with self._lock:
             self._calls.pop(number, None)
             self._sleeping.pop(number, None)
+            self._leaves_unread = True
         self._hand_over(call)
 
     # Reading.
@@ -300,7 +325,15 @@ class Connection:
             try:
                 self._reading_thread = threading.get_ident()
                 while self._futures and self.lost is None:
-                    self._read()
+                    try:
+                        self._read()
+                    except Exception as error:
+                        self.lose(repr(error))
+                    except BaseException:
+                        # Of a callback, as `sys.exit()` in one: no reason to tell the others nothing.
+                        import traceback
+
+                        traceback.print_exc()
             finally:
                 self._hand_over(self)
 
@@ -356,7 +389,11 @@ class Connection:
                 frames.popleft()
         except EOFError:
             self.lose("the supervisor closed it")
-        except (OSError, _wire.Unreadable) as error:
+        except _wire.Unreadable as error:
+            self.lose(str(error))
+        except OSError as error:
+            if error.errno not in _wire.ENDS:
+                raise
             self.lose(str(error))
 
     def _take(self, kind: int, number: int, metadata: bytes, payload: bytes | bytearray) -> None:

@@ -33,8 +33,8 @@ def _write(name: str, data: bytes) -> None:
             stream.write(data.decode(errors="replace"))
         if stream is not None:
             stream.flush()
-    except (OSError, ValueError):
-        # It is closed, or its reader has gone.
+    except Exception:
+        # It is closed, or its reader has gone; or it is the application's own, and fails as it likes.
         pass
 
 

@@ -6,6 +6,7 @@ One thread, started with the supervisor, takes outcomes in, settles futures, and
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import os
 import threading
@@ -13,14 +14,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, LOGGER, PENDING, RUNNING
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
+from contextlib import suppress
 from typing import Any
 
 from . import _wire
 from ._channel import Channel, connect
 from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
-from ._private import PrivateSupervisor, SupervisorFailed
+from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
 __all__ = ["NAME", "Call", "CallTimeout", "Pool", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
@@ -209,7 +211,12 @@ class Pool:
         """In a forked child: the supervisor and all calls are the parent's."""
         if self._channel is not None:
             self._channel.close()
+        if self._supervisor is not None:
+            self._supervisor.forget()
+        # A future of the parent's names no call of this process.
+        number = self._next_number
         self._reset()
+        self._next_number = number
 
     # Calls on their way out.
 
@@ -224,8 +231,10 @@ class Pool:
                     self._waiting.append(call)
                     return
                 self._take_up(call)
-            if not self._send(call, may_wait=True):
-                self._fill(may_wait=True)
+            # The thread that reads, which runs callbacks, is not to wait for a supervisor that waits to be read.
+            may_wait = threading.current_thread() is not self._thread
+            if not self._send(call, may_wait=may_wait) or self._waiting:
+                self._fill(may_wait=may_wait)
         except BaseException as error:
             self._give_up(call, error)
             raise
@@ -257,6 +266,8 @@ class Pool:
                 self._put_down(call)
         if is_on_its_way:
             call.future._settle(None, error)
+            # A pool that was shut down meanwhile may have waited for it alone.
+            self._fill(may_wait=False)
         elif channel is not None and call.future._number:
             channel.recover()
 
@@ -316,7 +327,7 @@ class Pool:
         if channel is None:
             if problem is not None:
                 future._settle(None, problem)
-                if may_wait and not isinstance(problem, Exception):
+                if not isinstance(problem, Exception) and threading.current_thread() is not self._thread:
                     # KeyboardInterrupt, or a SystemExit of a signal's handler.
                     raise problem
             return False
@@ -384,7 +395,11 @@ class Pool:
         if channel is not None:
             channel.flush(may_wait=False)
         for future, metadata, payload in settled:
-            self._settle(future, metadata, payload)
+            try:
+                self._settle(future, metadata, payload)
+            except BaseException:
+                # Of a callback, as `sys.exit()` in one: no reason to tell the others nothing.
+                LOGGER.exception("exception calling callback for %r", future)
 
     def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
         if metadata[0] or payload[:1] != b"\x80":
@@ -422,7 +437,9 @@ class Pool:
                     raise TypeError(f"it is of the type {type(raised).__name__}")
             except BaseException as problem:
                 raised = ResultUnreadable(f"the exception cannot be unpickled ({problem!r}): {_last_line(text)}")
-            raised.__cause__ = _remote(text)
+            with suppress(Exception):
+                # Not all classes let their instances have one.
+                raised.__cause__ = _remote(text)
             return raised
         text = bytes(payload[1:]).decode(errors="replace")
         if letter == UNREADABLE:
@@ -430,8 +447,11 @@ class Pool:
             error_read.__cause__ = _remote(text)
             return error_read
         if letter == UNFIT:
-            self._break(f"the initializer failed: {_last_line(text)}")
-            broken = BrokenProcessPool(self.broken)
+            unfit = f"the initializer failed: {_last_line(text)}"
+            # What a later process says of itself, which may have been taken over, costs the call that it had.
+            if not self._has_answered:
+                self._break(unfit)
+            broken = BrokenProcessPool(self.broken or unfit)
             broken.__cause__ = _remote(text)
             return broken
         return ResultUnreadable("the worker answered with what is no result")
@@ -452,20 +472,26 @@ class Pool:
         """Starts the supervisor and the thread, with the lock held."""
         supervisor = PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys)
         channel: Channel | None = None
+        finish: Callable[[], None] | None = None
+        before = self._thread
         try:
             finish = self._launch(supervisor)
             channel = connect(supervisor.socket, _version())
-            thread = threading.Thread(
+            self._supervisor, self._channel = supervisor, channel
+            # Known to callbacks on it from its first moment on.
+            self._thread = threading.Thread(
                 target=_serve, args=(self, channel, supervisor, finish), name="bulkhead-executor", daemon=True
             )
-            self._supervisor, self._channel = supervisor, channel
-            thread.start()
-            self._thread = thread
+            self._thread.start()
         except BaseException:
             self._supervisor = self._channel = None
+            self._thread = before
             supervisor.stop(at_once=True)
             if channel is not None:
                 channel.end()
+                channel.close()
+            if finish is not None:
+                finish()
             raise
 
     def lost(self, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
@@ -477,22 +503,24 @@ class Pool:
             for call in left:
                 self._free_place(call)
             self._bytes = self._deferred = 0
-            over = self.is_shut_down or self.broken is not None or self._was_killed
         channel.close()
         supervisor.stop(at_once=bool(left) or self._was_killed)
         finish()
         for call in left:
             told = "the pool was terminated" if self._was_killed else "the supervisor ended with the call under way"
-            call.future._settle(None, PoolDisconnected(told, "unknown"))
-        with self._lock:
-            if over or not self._waiting:
-                return
-            # What was never sent goes to another supervisor.
-            problem = None
             try:
-                self._start()
-            except (OSError, SupervisorFailed, JobError) as error:
-                problem = str(error)
+                call.future._settle(None, PoolDisconnected(told, "unknown"))
+            except BaseException:
+                LOGGER.exception("exception calling callback for %r", call.future)
+        problem = None
+        with self._lock:
+            # What was never sent goes to another supervisor, also of a pool that takes no more. One that ends breaks
+            # before, and has nothing that waits; and a call that came meanwhile may have started it.
+            if self._waiting and self._channel is None:
+                try:
+                    self._start()
+                except BaseException as error:
+                    problem = str(error) or repr(error)
         if problem is not None:
             self._break(problem)
         else:
@@ -522,9 +550,31 @@ class Pool:
         for call in waiting:
             call.future.cancel()
         self._fill(may_wait=False)
-        thread = self._thread
-        if wait and thread is not None and thread is not threading.current_thread():
+        if wait:
+            self._join()
+
+    def _join(self) -> None:
+        """Waits for the end of the thread, and of that of a supervisor that it had to start."""
+        joined = None
+        while True:
+            with self._lock:
+                thread = self._thread
+            if thread is None or thread is joined or thread is threading.current_thread():
+                return
             thread.join()
+            joined = thread
+
+    def abandoned(self) -> None:
+        """The executor was dropped. This may be called between any two steps of any thread, also of one that has the
+        lock: so it is left to a thread of its own."""
+        self.is_shut_down = True
+        with suppress(RuntimeError):
+            _thread.start_new_thread(self._fill_quietly, ())
+
+    def _fill_quietly(self) -> None:
+        # At the end of the interpreter it may find half of what it needs; `_at_exit` comes then.
+        with suppress(Exception):
+            self._fill(may_wait=False)
 
     def terminate(self) -> None:
         """Ends the supervisor and all workers at once; what has no outcome fails."""
@@ -532,9 +582,7 @@ class Pool:
         self._was_killed = True
         self._break("the pool was terminated")
         self._end_channel()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._join()
 
     def supervisor(self) -> PrivateSupervisor:
         """The supervisor that runs now. Raises ``RuntimeError`` if none does."""
@@ -545,8 +593,10 @@ class Pool:
 
 
 def _serve(pool: Pool, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
-    channel.read(pool.told)
-    pool.lost(channel, supervisor, finish)
+    try:
+        channel.read(pool.told)
+    finally:
+        pool.lost(channel, supervisor, finish)
 
 
 def _version() -> str:

@@ -21,6 +21,9 @@ from .errors import SupervisorNotFound
 
 __all__ = ["PrivateSupervisor", "SupervisorFailed", "find_supervisor", "to_toml"]
 
+#: What a service manager tells the caller, and which it alone answers.
+OF_A_SERVICE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+
 #: Bytes of a Unix socket's path, less its closing NUL.
 SOCKET_PATH_BYTES_MAX = 107
 #: The longest name that is put into the folder.
@@ -160,8 +163,16 @@ class PrivateSupervisor:
         self._supervisor = {**supervisor, "socket": self.socket, "admin": self.admin}
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        # In memory: the folder, and what is in it, goes with the supervisor.
-        self._log = open(os.memfd_create("bulkhead-log", os.MFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
+        try:
+            # In memory: the folder, and what is in it, goes with the supervisor.
+            self._log = open(os.memfd_create("bulkhead-log", os.MFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def forget(self) -> None:
+        """In a forked child: the supervisor is the parent's, and so is what it says."""
+        self._log.close()
 
     def write(self, name: str, content: bytes) -> str:
         """Puts a file into the folder, for this user alone."""
@@ -199,6 +210,7 @@ class PrivateSupervisor:
                     stdout=subprocess.DEVNULL,
                     stderr=self._log,
                     pass_fds=[caller],
+                    env={name: value for name, value in os.environ.items() if name not in OF_A_SERVICE},
                     # Ctrl-C is for this process: the supervisor ends with it, in order.
                     start_new_session=True,
                 )

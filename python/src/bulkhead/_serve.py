@@ -315,18 +315,12 @@ class Server:
 
     def _succeed(self, job: Context, result: object) -> None:
         if type(result) is not bytes:
-            if result is None:
-                result = b""
-            elif isinstance(result, str):
-                result = result.encode()
-            else:
-                try:
-                    view = memoryview(result)  # type: ignore[arg-type]
-                    result = view.cast("B") if view.c_contiguous else bytes(view)
-                except TypeError:
-                    given = type(result).__name__
-                    self._fail(job, TypeError(f"a handler returns bytes, str or None, not {given}"))
-                    return
+            try:
+                result = _as_bytes(result)
+            except Exception as error:
+                # Whatever a class of the handler's own raises, it is the job's failure and not the worker's.
+                self._fail(job, error)
+                return
         assert isinstance(result, (bytes, memoryview))
         if len(result) > self._result_bytes_max:
             sentence = f"the result has {len(result)} bytes; max_result is {self._result_bytes_max}"
@@ -338,8 +332,12 @@ class Server:
     def _fail(self, job: Context, error: BaseException) -> None:
         payload = b""
         if isinstance(error, HandlerError):
-            metadata = _wire.failed(error.code, error.message, error.retryable, error.fault)
-            payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
+            try:
+                metadata = _wire.failed(error.code, error.message, bool(error.retryable), error.fault)
+                payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
+            except Exception as problem:
+                # Its attributes were changed to what they may not be.
+                metadata = _wire.failed("exception", f"HandlerError that cannot be sent: {_told(problem)}", False, "")
         else:
             import traceback
 
@@ -396,12 +394,14 @@ class Server:
 
     def _end_async(self, job: Context, task: Any) -> None:
         try:
-            result = task.result()
-        except BaseException as error:
-            self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
-        else:
-            self._succeed(job, result)
-        self._leave_loop(job)
+            try:
+                result = task.result()
+            except BaseException as error:
+                self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
+            else:
+                self._succeed(job, result)
+        finally:
+            self._leave_loop(job)
 
     def _leave_loop(self, job: Context) -> None:
         with self._lock:
@@ -518,6 +518,20 @@ class Server:
 
 def _was_cancelled() -> HandlerError:
     return HandlerError("cancelled", "no client waits any more", fault="caller")
+
+
+def _as_bytes(result: object) -> bytes | memoryview:
+    """What a handler has returned, as it is sent. Raises ``TypeError`` for what has no bytes, or whatever it raises."""
+    if result is None:
+        return b""
+    if isinstance(result, str):
+        return result.encode()
+    try:
+        view = memoryview(result)  # type: ignore[arg-type]
+        # Of one item without bytes there are none to be had by a cast.
+        return view.cast("B") if view.c_contiguous and view.nbytes else bytes(view)
+    except TypeError:
+        raise TypeError(f"a handler returns bytes, str or None, not {type(result).__name__}") from None
 
 
 def _told(error: BaseException) -> str:

@@ -5,6 +5,7 @@ It knows frames and fields, and one socket to read from; it decides nothing.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections import deque
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     Frame = tuple[int, int, bytes, Payload]
     #: What may be sent: all that has bytes in one piece.
     Buffer = bytes | bytearray | memoryview
+
+#: What says that a connection is of no more use. Any other ``OSError`` is not the socket's, but a signal handler's.
+ENDS = frozenset(
+    (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN, errno.ENOBUFS, errno.ENOMEM)
+)
 
 VERSION = 1
 MAGIC = 0x444145484B4C5542

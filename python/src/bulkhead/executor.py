@@ -23,8 +23,8 @@ from typing import Any
 from . import _wire
 from ._output import Fifos, Lines
 from ._pool import NAME, Call, CallTimeout, Pool, PoolDisconnected, PoolFuture, ResultUnreadable, WorkerCrashed
-from ._pool_worker import READ_BY_PICKLE, process_chunk
-from ._private import PrivateSupervisor, merged, passed_environment
+from ._pool_worker import READ_BY_PICKLE, Pickler, process_chunk
+from ._private import OF_A_SERVICE, PrivateSupervisor, merged, passed_environment
 
 __all__ = ["BulkheadExecutor", "CallTimeout", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
 
@@ -173,18 +173,23 @@ class BulkheadExecutor(_Calls):
             raise ValueError(f"results='data' reads pickles, and {pickler!r} may write others")
         self._mp_context = mp_context
         self._max_workers = max_workers
-        self._environment = dict(env or {})
-        for name, value in self._environment.items():
+        for name, value in (env or {}).items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"env: {name!r} and its value must be str, not {type(value).__name__}")
-        self._initializer = (initializer, tuple(initargs))
         self._options = {"timeout": timeout, "deadline": None, "priority": "normal", "tenant": "", "idempotent": False}
         self._metadata = _submission(self._options)
         given = dict(config or {})
         supervisor = given.pop("supervisor", {})
-        self._preload = list(preload)
-        self._tasks = max_tasks_per_child
         self._is_confined = is_confined
+        launch = _Launch(
+            is_confined=is_confined,
+            environment=env or {},
+            initializer=(initializer, tuple(initargs)),
+            pickler=pickler,
+            preload=preload,
+            tasks=max_tasks_per_child,
+        )
+        self._variables = launch.variables
         keys = self._keys(max_workers, max_tasks_per_child, memory, sandbox)
         if is_forked:
             # What takes over when a worker has done its last call.
@@ -197,10 +202,10 @@ class BulkheadExecutor(_Calls):
             {**_SUPERVISOR_KEYS, **supervisor},
             pickler,
             results == "data",
-            partial(_launch, weakref.ref(self), bulkhead),
+            launch,
         )
         # One that is dropped ends as by shutdown(wait=False).
-        weakref.finalize(self, self._pool.shut_down, wait=False, cancel=False).atexit = False
+        weakref.finalize(self, self._pool.abandoned).atexit = False
 
     def _keys(
         self, workers: int, tasks: int | None, memory: int | str | None, sandbox: str | Mapping[str, Any]
@@ -278,30 +283,6 @@ class BulkheadExecutor(_Calls):
         listed = supervisor.get("/v1/crashes")["crashes"]
         return [supervisor.get(f"/v1/crashes/{crash['id']}") for crash in listed]
 
-    def _variables(self) -> dict[str, str]:
-        """The environment of workers."""
-        own = {name: value for name, value in os.environ.items() if not self._is_confined or name not in _OF_SANDBOX}
-        return {**own, **self._environment}
-
-    def _preparation(self, output: list[str]) -> bytes:
-        main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
-        main["authkey"] = bytes(main["authkey"])
-        if os.path.basename(main.get("init_main_from_path", "")) == "<stdin>":
-            # There is no file to read it from.
-            del main["init_main_from_path"]
-        preparation = {
-            "multiprocessing": main,
-            "environment": self._variables(),
-            # The sandbox says where these are, unless this pool's `env` does.
-            "kept": [name for name in _OF_SANDBOX if self._is_confined and name not in self._environment],
-            "initializer": self._pool.pickler.dumps(self._initializer),
-            "pickler": self._pool.pickler.module,
-            "output": output,
-            "preload": self._preload,
-            "tasks": self._tasks,
-        }
-        return pickle.dumps(preparation)
-
 
 class _Configured(_Calls):
     """An executor's ``with_options``. Its end does not end the executor."""
@@ -332,35 +313,78 @@ def _submission(options: Mapping[str, Any]) -> bytes:
     return _wire.submission(NAME, run_limit=given.pop("timeout"), **given)
 
 
-def _launch(
-    made: weakref.ref[BulkheadExecutor], bulkhead: Mapping[str, Any], supervisor: PrivateSupervisor
-) -> Callable[[], None]:
-    """Starts a supervisor for an executor; what is returned is called when it has ended."""
-    executor = made()
-    if executor is None:
-        raise RuntimeError("the executor is gone")
-    current = multiprocessing.process.current_process()
-    if getattr(current, "_inheriting", False):
-        raise RuntimeError(
-            "the main module submits calls while it is imported by a worker: put what it does under "
-            "if __name__ == '__main__':"
-        )
-    output = Lines(supervisor) if executor._is_confined else Fifos(supervisor)
-    preparation = executor._preparation(output.paths if isinstance(output, Fifos) else [])
-    source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if executor._is_confined:
-        argument = _as_variable(supervisor, preparation)
-    else:
-        argument = supervisor.write("preparation", preparation)
-    code = f"import sys; sys.path.insert(0, {source!r}); from bulkhead._pool_worker import main; main({argument!r})"
-    try:
-        supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
-        output.start()
-    except BaseException:
-        if isinstance(output, Fifos):
-            output.finish()
-        raise
-    return output.finish
+class _Launch:
+    """Starts supervisors for an executor, and holds what their workers begin with: not the executor, which may be
+    dropped while one is started."""
+
+    def __init__(
+        self,
+        *,
+        is_confined: bool,
+        environment: Mapping[str, str],
+        initializer: tuple[Callable[..., object] | None, tuple[Any, ...]],
+        pickler: str,
+        preload: Sequence[str],
+        tasks: int | None,
+    ) -> None:
+        self._is_confined = is_confined
+        self._environment = dict(environment)
+        self._initializer = initializer
+        self._pickler = Pickler(pickler)
+        self._preload = list(preload)
+        self._tasks = tasks
+
+    def variables(self) -> dict[str, str]:
+        """The environment of workers."""
+        left_out = (*OF_A_SERVICE, *(_OF_SANDBOX if self._is_confined else ()))
+        return {**{name: value for name, value in os.environ.items() if name not in left_out}, **self._environment}
+
+    def _preparation(self, output: list[str]) -> bytes:
+        main = multiprocessing.spawn.get_preparation_data("BulkheadWorker")
+        main["authkey"] = bytes(main["authkey"])
+        if os.path.basename(main.get("init_main_from_path", "")) == "<stdin>":
+            # There is no file to read it from.
+            del main["init_main_from_path"]
+        preparation = {
+            "multiprocessing": main,
+            "environment": self.variables(),
+            # The sandbox says where these are, unless this pool's `env` does.
+            "kept": [name for name in _OF_SANDBOX if self._is_confined and name not in self._environment],
+            "initializer": self._pickler.dumps(self._initializer),
+            "pickler": self._pickler.module,
+            "output": output,
+            "preload": self._preload,
+            "tasks": self._tasks,
+        }
+        return pickle.dumps(preparation)
+
+    def __call__(self, supervisor: PrivateSupervisor) -> Callable[[], None]:
+        """Starts this supervisor; what is returned is called when it has ended."""
+        current = multiprocessing.process.current_process()
+        if getattr(current, "_inheriting", False):
+            raise RuntimeError(
+                "the main module submits calls while it is imported by a worker: put what it does under "
+                "if __name__ == '__main__':"
+            )
+        output = Lines(supervisor) if self._is_confined else Fifos(supervisor)
+        try:
+            preparation = self._preparation(output.paths if isinstance(output, Fifos) else [])
+            if self._is_confined:
+                argument = _as_variable(supervisor, preparation)
+            else:
+                argument = supervisor.write("preparation", preparation)
+            source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+            code = (
+                f"import sys; sys.path.insert(0, {source!r}); "
+                f"from bulkhead._pool_worker import main; main({argument!r})"
+            )
+            supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
+            output.start()
+        except BaseException:
+            if isinstance(output, Fifos):
+                output.finish()
+            raise
+        return output.finish
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:

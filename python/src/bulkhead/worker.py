@@ -56,6 +56,11 @@ class HandlerError(Exception):
         fault: str = "dependency",
         payload: bytes = b"",
     ) -> None:
+        for name, value in (("code", code), ("message", message)):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be str, not {type(value).__name__}")
+        if not isinstance(payload, (bytes, bytearray, memoryview)):
+            raise TypeError(f"payload must be bytes, not {type(payload).__name__}")
         if fault not in ("caller", "dependency"):
             raise ValueError(f"fault must be 'caller' or 'dependency', not {fault!r}")
         super().__init__(code, message)
@@ -136,6 +141,9 @@ class Context:
     def progress(self, fraction: float, text: str = "") -> None:
         """Tells the client how far the job is, from 0 to 1, and a few words. However often it is called, the client
         hears ten times a second at most, and the last word before the result."""
+        if not isinstance(text, str):
+            raise TypeError(f"text must be str, not {type(text).__name__}")
+        fraction = float(fraction)
         self._server.say_progress(self, fraction, text)
 
     def __repr__(self) -> str:

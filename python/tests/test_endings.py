@@ -1,0 +1,242 @@
+"""Executors whose supervisor, callbacks or callers end at a bad moment: each future has its end, and nothing stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from pools import LONG, read, tree, wait_for
+
+from bulkhead import BulkheadExecutor
+from bulkhead._private import PrivateSupervisor
+
+
+def supervisor_of(pool: BulkheadExecutor) -> int:
+    pid = pool._pool.supervisor().pid
+    assert pid is not None
+    return pid
+
+
+def all_end(futures: list[Any]) -> None:
+    assert not wait(futures, LONG).not_done
+
+
+def naps(pool: BulkheadExecutor, count: int) -> list[Future[None]]:
+    futures = [pool.submit(time.sleep, 0.02) for _ in range(count)]
+    futures[0].result(LONG)
+    return futures
+
+
+def test_what_waits_is_done_when_the_supervisor_dies_behind_shutdown() -> None:
+    pool = BulkheadExecutor(1)
+    futures = naps(pool, 200)
+    pool.shutdown(wait=False)
+    os.kill(supervisor_of(pool), signal.SIGKILL)
+    pool.shutdown(wait=True)
+    assert all(future.done() for future in futures)
+    assert futures[-1].exception() is None, "it was not with the supervisor that died"
+    assert tree(os.getpid()) == {os.getpid()}
+
+
+def test_calls_that_come_as_the_supervisor_dies_start_one_and_no_second() -> None:
+    pool = BulkheadExecutor(1)
+    futures = naps(pool, 100)
+    is_over = threading.Event()
+
+    def feed() -> None:
+        while not is_over.is_set():
+            futures.append(pool.submit(jobs.double, 1))
+            time.sleep(0.001)
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    for _ in range(3):
+        lost = supervisor_of(pool)
+        os.kill(lost, signal.SIGKILL)
+
+        def another(lost: int = lost) -> bool:
+            now = pool._pool._supervisor
+            return now is not None and now.pid not in (None, lost)
+
+        wait_for("there is another supervisor", another)
+    is_over.set()
+    feeder.join(LONG)
+    pool.shutdown(wait=True)
+    all_end(futures)
+    assert tree(os.getpid()) == {os.getpid()}
+
+
+def test_a_pool_that_is_dropped_while_its_supervisor_is_replaced_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BulkheadExecutor(1)
+    futures = naps(pool, 100)
+    starting, dropped = threading.Event(), threading.Event()
+    start = PrivateSupervisor.start
+
+    def slow_start(supervisor: PrivateSupervisor, command: list[str]) -> None:
+        starting.set()
+        assert dropped.wait(LONG)
+        start(supervisor, command)
+
+    monkeypatch.setattr(PrivateSupervisor, "start", slow_start)
+    os.kill(supervisor_of(pool), signal.SIGKILL)
+    assert starting.wait(LONG)
+    del pool
+    gc.collect()
+    dropped.set()
+    all_end(futures)
+    wait_for("all processes are gone", lambda: tree(os.getpid()) == {os.getpid()})
+
+
+def test_a_callback_that_ends_its_thread_ends_no_other_call() -> None:
+    with BulkheadExecutor(1) as pool:
+        futures: list[Any] = [pool.submit(sys.exit, 1) for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(lambda done: done.result())
+        futures += [pool.submit(jobs.double, number) for number in range(100)]
+        all_end(futures)
+        assert futures[-1].result() == jobs.double(99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    why: str
+
+
+class WithoutCause(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RuntimeError("nothing is set here")
+
+
+def raise_frozen() -> None:
+    raise Frozen("why")
+
+
+def raise_without_cause() -> None:
+    raise WithoutCause("why")
+
+
+def test_an_exception_that_cannot_be_changed_ends_its_call_alone() -> None:
+    with BulkheadExecutor(1) as pool:
+        # It can be pickled, and not be read.
+        assert "Frozen: why" in str(pool.submit(raise_frozen).exception(LONG))
+        assert isinstance(pool.submit(raise_without_cause).exception(LONG), WithoutCause)
+        assert pool.submit(jobs.double, 1).result(LONG) == jobs.double(1)
+
+
+def test_calls_of_callbacks_with_large_arguments_go_on() -> None:
+    """The thread that reads sends them; the supervisor stops to listen to one who does not read."""
+    left, is_over, errors = [24], threading.Event(), list[BaseException]()
+
+    def again(future: Future[Any]) -> None:
+        try:
+            future.result()
+            left[0] -= 1
+            if left[0] > 0:
+                pool.submit(bytes, large).add_done_callback(again)
+            elif left[0] <= -7:
+                is_over.set()
+        except BaseException as error:
+            errors.append(error)
+            is_over.set()
+
+    large = bytes(4 << 20)
+    with BulkheadExecutor(2) as pool:
+        for _ in range(8):
+            pool.submit(bytes, large).add_done_callback(again)
+        assert is_over.wait(LONG)
+    assert errors == []
+
+
+def test_a_future_of_the_parent_cancels_no_call_of_a_child() -> None:
+    with BulkheadExecutor(1) as pool:
+        inherited = [pool.submit(jobs.double, number) for number in range(5)]
+        pending = pool.submit(time.sleep, LONG)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                own = [pool.submit(jobs.double, number) for number in range(20)]
+                for future in [*inherited, pending]:
+                    future.cancel()
+                status = 0 if [future.result(LONG) for future in own] == [jobs.double(n) for n in range(20)] else 2
+                pool.shutdown()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert pending.cancel()
+
+
+def test_a_pool_that_cannot_start_leaves_no_descriptor() -> None:
+    with BulkheadExecutor(1, initializer=lambda: None) as pool:
+        before = None
+        for _ in range(4):
+            with pytest.raises(Exception, match="pickle"):
+                pool.submit(jobs.double, 1)
+            now = len(os.listdir("/proc/self/fd"))
+            assert before in (None, now)
+            before = now
+
+
+def test_the_supervisor_says_nothing_to_the_callers_service_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+        monkeypatch.setenv(name, "1")
+    with BulkheadExecutor(1) as pool:
+        assert pool.submit(jobs.variable, "NOTIFY_SOCKET").result(LONG) is None
+        told = read(f"/proc/{supervisor_of(pool)}/environ")
+        assert told is not None
+        assert "NOTIFY_SOCKET" not in told
+        assert "LISTEN_" not in told
+
+
+SOFT_LIMIT = """
+import signal
+from concurrent.futures import wait
+from bulkhead import BulkheadExecutor
+
+def too_late(number, frame):
+    raise TimeoutError("soft limit")
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGALRM, too_late)
+    futures, caught = [], 0
+    with BulkheadExecutor(1) as pool:
+        pool.submit(abs, 1).result(60)
+        while caught < 100:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + caught * 0.00001)
+                while True:
+                    futures.append(pool.submit(len, bytes(100_000)))
+                    futures[-1].result(60)
+            except TimeoutError:
+                caught += 1
+        assert not wait(futures, 60).not_done
+        assert all(future.exception() is not None or future.result() == 100_000 for future in futures)
+        assert {type(future.exception()).__name__ for future in futures} <= {"NoneType", "TimeoutError"}
+        assert pool.submit(abs, -2).result(60) == 2
+    print("all ended")
+"""
+
+
+def test_a_signal_that_raises_a_timeout_costs_no_other_call() -> None:
+    """`TimeoutError` is an `OSError`, and none of the connection's."""
+    source = str(Path(__file__).parents[1] / "src")
+    ran = subprocess.run(
+        [sys.executable, "-c", SOFT_LIMIT],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+    assert ran.stdout == "all ended\n", ran.stderr
