@@ -60,8 +60,8 @@ pub(crate) struct Leases {
     asked: HashMap<u64, (String, String)>,
     last_asked: u64,
     refused_at: Option<Instant>,
-    /// Leases that are in use, and were called back.
-    called_back: Vec<u64>,
+    /// Leases that are in use, each with whether it was called back.
+    in_use: HashMap<u64, bool>,
     /// Descriptors that came, for the frame that says what they are.
     pub(crate) coming: Vec<OwnedFd>,
 }
@@ -81,7 +81,9 @@ impl Leases {
         }
         let fits = |lease: &Lease| is_for(lease) && lease.payload.len() >= bytes;
         if let Some(at) = self.free.iter().rposition(fits) {
-            return Taken::Lease(self.free.swap_remove(at));
+            let lease = self.free.swap_remove(at);
+            self.in_use.insert(lease.number, false);
+            return Taken::Lease(lease);
         }
         if let Some(at) = self.free.iter().position(is_for) {
             return Taken::TooSmall(self.free.swap_remove(at));
@@ -126,7 +128,10 @@ impl Leases {
         if let Some(at) = self.free.iter().position(|lease| lease.number == number) {
             return Some(self.free.swap_remove(at).number);
         }
-        self.called_back.push(number);
+        // One that was given back meanwhile is none of ours.
+        if let Some(is_called_back) = self.in_use.get_mut(&number) {
+            *is_called_back = true;
+        }
         None
     }
 
@@ -139,8 +144,7 @@ impl Leases {
     /// A job has used it. Returns its number if it is to be given back.
     pub(crate) fn put_back(&mut self, lease: Lease) -> Option<u64> {
         let number = lease.number;
-        if let Some(at) = self.called_back.iter().position(|called| *called == number) {
-            self.called_back.swap_remove(at);
+        if self.in_use.remove(&number) == Some(true) {
             return Some(number);
         }
         self.free.push(Lease { used_at: Instant::now(), ..lease });
@@ -149,7 +153,7 @@ impl Leases {
 
     /// A lease that was in use is given back.
     pub(crate) fn forget(&mut self, number: u64) {
-        self.called_back.retain(|called| *called != number);
+        self.in_use.remove(&number);
     }
 }
 
@@ -167,4 +171,21 @@ fn map(named: Named, files: Vec<OwnedFd>) -> io::Result<(Mapping, Mapping, Owned
         <[OwnedFd; FILES]>::try_from(files).map_err(|_| io::Error::other("they did not come along"))?;
     let mapped = Mapping::new(&result, named.bytes, false)?;
     Ok((Mapping::new(&payload, named.bytes, true)?, mapped, result))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The supervisor calls back what it has not heard of yet that it was given back, as after each job that is cancelled.
+    #[test]
+    fn calls_for_leases_that_were_given_back_leave_nothing() {
+        let mut leases = Leases::default();
+        for number in 0..1000 {
+            leases.in_use.insert(number, false);
+            leases.forget(number);
+            assert_eq!(leases.ended(number), None);
+        }
+        assert!(leases.in_use.is_empty());
+    }
 }

@@ -10,7 +10,7 @@ mod outbox;
 mod pool;
 
 pub use inbox::{Batch, Inbox, Item, Received, Scratch};
-pub use outbox::{Outbox, Payload};
+pub use outbox::{Outbox, Payload, send_without_signals};
 pub use pool::BufferPool;
 
 #[cfg(test)]

@@ -416,7 +416,8 @@ fn await_ready(link: &mut UnixStream, mut until: Instant, at_most: Duration) -> 
             kind::READY => return Ok(()),
             kind::EXTEND_START => {
                 let more = codec::decode::<Extend>(&metadata, &[]).map_or(0, |(extend, _)| extend.more_ms);
-                until = Instant::now() + Duration::from_millis(more.into()).min(at_most);
+                // It never shortens what there was.
+                until = until.max(Instant::now() + Duration::from_millis(more.into()).min(at_most));
             }
             kind::STATUS => {
                 let said = codec::decode::<Status<'_>>(&metadata, &[]);

@@ -139,6 +139,8 @@ impl Builder {
     /// [`LocalSupervisor::run_until`], and a job takes one hop less. Its other threads are its own.
     pub fn start_local(self) -> Result<LocalSupervisor, StartError> {
         let keeper = self.check()?;
+        // What peers do is no reason to end the application, whatever it does about signals.
+        bulkhead_shared::connection::send_without_signals();
         let prepare = move || self.prepare(&keeper);
         let failed = |error| RunError::System("start a thread", error);
         // Not here: what is prepared blocks signals, and has a slice of its own.

@@ -208,7 +208,7 @@ fn what_goes_to_another_bulkhead_goes_as_bytes() {
         "[defaults]\ndeadline = \"120s\"\n\
          [bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nfallback = [\"second\"]\n\
          restart = { backoff = \"1ms\", backoff_max = \"5ms\", max = 1000 }\n\
-         [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }\n",
+         [bulkhead.second]\ncommand = [\"MISBEHAVE\"]\n",
     );
     run(async {
         let client = connect(&supervisor).await;
@@ -225,8 +225,12 @@ fn what_goes_to_another_bulkhead_goes_as_bytes() {
 fn poison_and_a_pool_of_nothing_have_the_socket() {
     let supervisor = one("poison = { crashes = 2, within = \"1m\" }");
     let without = Supervisor::start_with("max_pooled = 0", "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    // What kills there is recognised by its bytes, wherever it comes from.
+    let falls_back = one(
+        "fallback = [\"second\"]\n[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\npoison = { crashes = 2, within = \"1m\" }",
+    );
     run(async {
-        for supervisor in [&supervisor, &without] {
+        for supervisor in [&supervisor, &without, &falls_back] {
             let client = connect(supervisor).await;
             for _ in 0..20 {
                 assert_eq!(place(&client, "").await, "bytes");

@@ -403,8 +403,9 @@ class Pool:
 
     def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
         if metadata[0] or payload[:1] != b"\x80":
-            self._has_answered = self._has_answered or not metadata[0]
-            future._settle(None, self._error(metadata, payload))
+            error = self._error(metadata, payload)
+            self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == UNFIT)
+            future._settle(None, error)
             return
         self._has_answered = True
         try:

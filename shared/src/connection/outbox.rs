@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
@@ -20,6 +21,9 @@ const WRITE_SEGMENTS_MAX: usize = 16;
 
 /// Bytes of a file that one call sends.
 const FILE_PIECE_BYTES: usize = 1024 * 1024;
+
+/// The same where they are copied first.
+const COPIED_PIECE_BYTES: usize = 128 * 1024;
 
 /// An empty coalescing buffer up to this many bytes stays with its [`Outbox`]; a larger one comes from a
 /// [`BufferPool`] and goes back there.
@@ -312,6 +316,15 @@ impl Outbox {
     }
 }
 
+/// Whether `sendfile(2)` is done without.
+static SENDS_WITHOUT_SIGNALS: AtomicBool = AtomicBool::new(false);
+
+/// From now on no write of this process raises SIGPIPE, also where its thread neither blocks nor ignores that:
+/// `sendfile(2)`, which knows no `MSG_NOSIGNAL`, is done without. For threads that are the application's.
+pub fn send_without_signals() {
+    SENDS_WITHOUT_SIGNALS.store(true, Ordering::Relaxed);
+}
+
 /// Sends some of a file. The socket does not wait.
 fn send_piece(
     socket: &impl AsFd,
@@ -319,6 +332,13 @@ fn send_piece(
     range: std::ops::Range<usize>,
 ) -> rustix::io::Result<usize> {
     let mut at = range.start as u64;
+    if SENDS_WITHOUT_SIGNALS.load(Ordering::Relaxed) {
+        let mut piece = vec![0; range.len().min(COPIED_PIECE_BYTES)];
+        return match rustix::io::pread(file, &mut piece[..], at)? {
+            0 => Err(rustix::io::Errno::IO),
+            count => rustix::net::send(socket, &piece[..count], SendFlags::DONTWAIT | SendFlags::NOSIGNAL),
+        };
+    }
     match rustix::fs::sendfile(socket, file, Some(&mut at), range.len().min(FILE_PIECE_BYTES)) {
         // It is shorter than was said.
         Ok(0) => Err(rustix::io::Errno::IO),

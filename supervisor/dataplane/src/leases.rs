@@ -28,7 +28,7 @@ use foldhash::quality::RandomState;
 use super::lends::Lends;
 use super::memory_files::{Files, Lending, lend};
 use super::sessions::{Breach, Stage as SessionStage};
-use super::slab::{CompartmentIndex, LinkIndex, SessionId, SessionIndex};
+use super::slab::{BulkheadIndex, CompartmentIndex, LinkIndex, SessionId, SessionIndex};
 use super::{DataPlane, Endpoint};
 
 /// Leases that one client can have.
@@ -213,6 +213,28 @@ impl DataPlane {
         Ok(())
     }
 
+    /// Whether payloads are recognised by their bytes here, or where this bulkhead falls back to.
+    fn needs_bytes(&self, bulkhead: BulkheadIndex) -> bool {
+        let entry = &self.bulkheads[bulkhead];
+        let targets = entry.fallback.iter().filter_map(|name| self.bulkheads.by_name.get(name));
+        entry.knows_poison || targets.into_iter().any(|target| self.bulkheads[*target].knows_poison)
+    }
+
+    /// Of a bulkhead that was configured anew: what kills is recognised by its bytes, also where it comes from others.
+    pub(super) fn end_leases_of_bytes_needed(&mut self, bulkhead: BulkheadIndex) {
+        let entry = &self.bulkheads[bulkhead];
+        let mut needing = Vec::new();
+        if self.needs_bytes(bulkhead) {
+            needing.push(entry.name.clone());
+        }
+        if entry.knows_poison {
+            let falls_back = |other: &&BulkheadIndex| self.bulkheads[**other].fallback.contains(&entry.name);
+            let others = self.bulkheads.by_name.values().filter(falls_back);
+            needing.extend(others.map(|other| self.bulkheads[*other].name.clone()));
+        }
+        needing.iter().for_each(|name| self.end_leases_for(name));
+    }
+
     /// Begins to make a lease. Returns whether there will be one.
     fn begin_lease(&mut self, index: SessionIndex, asked_as: u64, wanted: LeaseWanted<'_>) -> bool {
         let session = &self.sessions[index];
@@ -225,7 +247,7 @@ impl DataPlane {
         }
         let entry = &self.bulkheads[bulkhead];
         // What kills is recognised by its bytes.
-        let is_welcome = !entry.knows_poison && wanted.bytes <= entry.max_payload && !self.stopping;
+        let is_welcome = !self.needs_bytes(bulkhead) && wanted.bytes <= entry.max_payload && !self.stopping;
         let is_making = |(_, lease): &(u64, &Lease)| matches!(lease.stage, Stage::Making);
         let has_room = self.leases.of_session(id).count() < LEASES_MAX
             && self.leases.of_session(id).filter(is_making).count() < MAKING_MAX;
@@ -345,8 +367,11 @@ impl DataPlane {
     /// Offers leases to clients that may be. Not while their frames are read: a connection that turns out to be broken
     /// when it is written to goes at once.
     pub(super) fn offer_leases(&mut self) {
-        for session in std::mem::take(&mut self.leases.to_offer) {
-            self.offer_one(session);
+        // Each that is refused lets the next one be offered, of as many as a client may have.
+        while !self.leases.to_offer.is_empty() {
+            for session in std::mem::take(&mut self.leases.to_offer) {
+                self.offer_one(session);
+            }
         }
         // What was refused.
         self.flush_dirty();
@@ -358,19 +383,19 @@ impl DataPlane {
         let made = of().find(|(_, lease)| matches!(lease.stage, Stage::Made(_))).map(|(number, _)| number);
         let is_behind = of().any(|(_, lease)| matches!(lease.stage, Stage::Offered(_)));
         let Some(number) = made.filter(|_| !is_behind) else { return };
+        // A reload may have come between.
+        let name = self.leases.by_number.get(&number).map(|lease| &lease.bulkhead);
+        let bulkhead = name.and_then(|name| self.bulkheads.by_name.get(name).copied());
+        let is_welcome = bulkhead.is_some_and(|bulkhead| !self.needs_bytes(bulkhead));
         let Some(lease) = self.leases.by_number.get_mut(&number) else { return };
         let Stage::Made(files) = &lease.stage else { return };
-        // A reload may have come between.
-        let bulkhead = self.bulkheads.by_name.get(&lease.bulkhead).copied();
-        let is_welcome = bulkhead.is_some_and(|bulkhead| !self.bulkheads[bulkhead].knows_poison);
         let lends = &mut self.leases.lends;
         let client = self.sessions.of_mut(session).filter(|client| client.outbox.is_empty() && is_welcome);
         let Some(client) =
             client.and_then(|client| client.end.may_lend(lends, &mut client.unread).then_some(client))
         else {
             let asked_as = lease.asked_as;
-            self.drop_lease(number);
-            return self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+            return self.decline(session, number, asked_as);
         };
         let named = Named { lease: number, bytes: lease.bytes };
         let unread = &mut client.unread;
@@ -381,9 +406,15 @@ impl DataPlane {
         } else {
             // It gets none by this way, or we may not have more on their way.
             let asked_as = lease.asked_as;
-            self.drop_lease(number);
-            self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+            self.decline(session, number, asked_as);
         }
+    }
+
+    /// A lease that was made is not offered after all. The next one may be.
+    fn decline(&mut self, session: SessionId, number: u64, asked_as: u64) {
+        self.drop_lease(number);
+        self.send_to_client(session.index, kind::LEASE_REFUSED, asked_as);
+        self.offer_next(session);
     }
 
     fn send_to_client(&mut self, index: SessionIndex, kind: u8, number: u64) {

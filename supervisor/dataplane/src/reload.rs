@@ -77,9 +77,7 @@ impl DataPlane {
             shared.tenants.own = own.iter().map(|(tenant, own)| (tenant.clone(), own.of_share())).collect();
         }
         self.bulkheads[bulkhead].put(&spec, limits, own);
-        if self.bulkheads[bulkhead].knows_poison {
-            self.end_leases_for(&spec.name);
-        }
+        self.end_leases_of_bytes_needed(bulkhead);
         for compartment in self.compartments_of(bulkhead) {
             let limits = self.limits_for(bulkhead, compartment).unwrap_or_else(|| shared.clone());
             self.apply(compartment, Event::Reconfigure(Box::new(limits)), Incoming::None);

@@ -257,6 +257,24 @@ fn a_worker_that_gives_its_job_back_for_ever_is_ended() {
     assert_eq!(stage.dispatched.iter().filter(|(_, given)| *given == job).count(), 4);
 }
 
+/// However short the run limits of clients are, no worker is ended for them.
+#[test]
+fn a_job_that_comes_back_since_its_run_limit_is_over_counts_against_no_worker() {
+    let mut stage = stage(limits(1, 2, 10));
+    let beside = stage.job();
+    let job = stage.job_that_runs_for(MS);
+    for _ in 0..20 {
+        // Heard before the timer, as what came in the same turn.
+        stage.now = stage.now + MS;
+        give_back(&mut stage, job);
+    }
+    assert!(stage.killed.is_empty(), "{:?}", stage.killed);
+    stage.reply(job);
+    stage.expect(job, "ok", None);
+    stage.reply(beside);
+    stage.expect(beside, "ok", None);
+}
+
 #[test]
 fn places_of_the_queue_are_taken_by_those_ahead() {
     let mut stage = stage(limits(1, 1, 3));

@@ -231,6 +231,10 @@ impl Process {
         let left: Vec<u32> =
             nest.unknown.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
         if left.is_empty() {
+            if let Some((since, due, pause)) = nest.hunt {
+                // It waits for what is being forked, and is not to be asked for without end meanwhile.
+                nest.hunt = Some((since, due.max(now + PAUSE_MIN), pause));
+            }
             return;
         }
         let (since, due, pause) = *nest.hunt.get_or_insert((now, now, PAUSE_MIN));

@@ -283,13 +283,16 @@ impl<T> Bulkhead<T> {
                 self.mind_room(id.place);
                 self.settle_returned(now, index, out);
             }
-            (Some(index), Some(Place::InFlight { worker, is_oversized: false, .. }))
+            (Some(index), Some(Place::InFlight { worker, since, is_oversized: false, .. }))
                 if worker == id.place =>
             {
                 // It had its turn by our count, and that came to nothing.
                 let entry = self.jobs.get(index);
-                let (is_wanted, is_late) = (entry.cargo.is_some(), entry.deadline_at <= now);
-                if is_wanted && !is_late && entry.returned >= RETURNS_MAX {
+                let (is_wanted, is_due) = (entry.cargo.is_some(), entry.answer_by(since) <= now);
+                if is_due {
+                    // As it is to: its time to run was over, be it since a client gave it too little.
+                    entry.returned = entry.returned.saturating_sub(1);
+                } else if is_wanted && entry.returned >= RETURNS_MAX {
                     // It was sent ahead less often.
                     let message = format!("it gave the job {job} back again and again");
                     return self.kill(id.place, KillReason::Protocol(message), out);
