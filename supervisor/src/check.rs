@@ -130,7 +130,7 @@ impl Tried {
         match self.ready {
             Ok(()) => Ok(()),
             Err(Stopped::Closed(status)) => {
-                let status = status.map(|status| format!(": {status}")).unwrap_or_default();
+                let status = status.map(|status| format!(": {}", harmless(&status))).unwrap_or_default();
                 let how = words(self.exit);
                 Err(format!("{what} ended before it was ready ({how}){status}{}", quoted(&said)))
             }
@@ -309,8 +309,15 @@ fn text(error: io::Error) -> String {
     error.to_string()
 }
 
+/// What a worker says is not to move an operator's cursor, colour its lines, or hide what is said of it.
+fn harmless(line: &str) -> String {
+    let escape =
+        |c: char| if c.is_control() && c != '\t' { c.escape_default().to_string() } else { c.to_string() };
+    line.chars().map(escape).collect()
+}
+
 fn quoted(said: &str) -> String {
-    let lines: String = said.lines().map(|line| format!("\n    {line}")).collect();
+    let lines: String = said.lines().map(|line| format!("\n    {}", harmless(line))).collect();
     if lines.is_empty() { String::new() } else { format!("; it wrote:{lines}") }
 }
 
@@ -445,4 +452,15 @@ fn frame(link: &mut UnixStream, until: Instant) -> io::Result<(Header, Vec<u8>)>
     read(&mut body)?;
     body.truncate(header.metadata_length.into());
     Ok((header, body))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_worker_wrote_is_quoted_by_lines_without_control_characters() {
+        let told = quoted("one\ttwo\n\x1b[31mred\x07\rover\0");
+        assert_eq!(told, "; it wrote:\n    one\ttwo\n    \\u{1b}[31mred\\u{7}\\rover\\u{0}");
+    }
 }

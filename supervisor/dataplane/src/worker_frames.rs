@@ -208,6 +208,9 @@ impl DataPlane {
                 let most = self.owner(compartment).max_result;
                 let mut size = payload.len() as u64;
                 if let Some(named) = check_result(metadata)? {
+                    if size > 0 {
+                        return Err("its result stands in a memory file, and in the frame as well".to_owned());
+                    }
                     let at = (compartment, worker);
                     self.result_in_file(at, self.links[index].spawn, JobId(number), named)?;
                     size = named.bytes;
