@@ -162,6 +162,11 @@ def answer(payload: bytes, ctx: Context) -> Any:
     return _answer(payload, ctx)
 
 
+@bulkhead.handler("aexit")
+async def aexit(payload: bytes, ctx: Context) -> None:
+    sys.exit(4)
+
+
 @bulkhead.handler("aanswer")
 async def aanswer(payload: bytes, ctx: Context) -> Any:
     return _answer(payload, ctx)

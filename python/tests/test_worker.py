@@ -64,6 +64,8 @@ def test_handlers_answer(client: Client, name: str) -> None:
     assert failure(client, name, "raise").outcome.message == "ValueError: no such page: 7"
     assert failure(client, name, "raise-unprintable").outcome.message.startswith("Unprintable: ")
     assert failure(client, name, "exit").outcome.message == "SystemExit: 4"
+    assert failure(client, name, "aexit").outcome.message == "SystemExit: 4"
+    assert client.call(name, b"0.01", operation="asleep").payload == b"slept"
     assert client.call(name, operation="libraries").payload == b'"e3b0"'
 
 

@@ -1,7 +1,7 @@
 """What workers of a private supervisor write, on its way to the caller's standard output and error.
 
-Without a sandbox workers write into two FIFOs, so that nothing is lost and a job's output has left it before its result.
-Confined workers cannot open them: what they write comes by the supervisor, which takes 1,000 lines a second.
+Without a sandbox workers write into two FIFOs, so that nothing is lost and a job's output has left it before its
+result. Confined workers cannot open them: what they write comes by the supervisor, which takes 1,000 lines a second.
 """
 
 from __future__ import annotations

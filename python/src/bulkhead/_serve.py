@@ -384,7 +384,11 @@ class Server:
             return
 
         async def run() -> object:
-            return await awaitable
+            try:
+                return await awaitable
+            except (SystemExit, KeyboardInterrupt) as error:
+                # A task that ends so ends its loop, and with it all others.
+                return _Ended(error)
 
         task = job._task = self._loop.create_task(run())
         if job.cancelled:
@@ -399,7 +403,10 @@ class Server:
             except BaseException as error:
                 self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
-                self._succeed(job, result)
+                if isinstance(result, _Ended):
+                    self._fail(job, result.error)
+                else:
+                    self._succeed(job, result)
         finally:
             self._leave_loop(job)
 
@@ -518,6 +525,13 @@ class Server:
 
 def _was_cancelled() -> HandlerError:
     return HandlerError("cancelled", "no client waits any more", fault="caller")
+
+
+class _Ended:
+    """What an async handler has raised to end the program."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 def _as_bytes(result: object) -> bytes | memoryview:
