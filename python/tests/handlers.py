@@ -19,6 +19,11 @@ def init() -> dict[str, Any]:
         raise RuntimeError("the model is missing")
     if how == "exits":
         sys.exit("no licence")
+    if how == "closes":
+        sys.stderr.close()
+        raise RuntimeError("the model is missing")
+    if how == "unprintable":
+        raise Unprintable
     if how == "slow":
         for step in range(8):
             extend_start(1.0)
@@ -165,6 +170,15 @@ def answer(payload: bytes, ctx: Context) -> Any:
 @bulkhead.handler("aexit")
 async def aexit(payload: bytes, ctx: Context) -> None:
     sys.exit(4)
+
+
+@bulkhead.handler("aexit-later")
+async def aexit_later(payload: bytes, ctx: Context) -> str:
+    import asyncio
+
+    asyncio.get_running_loop().call_soon(sys.exit, 4)
+    await asyncio.sleep(0.01)
+    return "left behind"
 
 
 @bulkhead.handler("aanswer")

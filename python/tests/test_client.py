@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pools import LONG, is_running, wait_for
@@ -237,6 +238,20 @@ def test_a_future_is_one_of_the_standard_library(client: Client) -> None:
     assert not failing.cancel()
 
 
+def test_what_a_callback_or_a_listener_raises_stops_no_other_job(client: Client) -> None:
+    def leave(*_: object) -> None:
+        raise SystemExit(3)
+
+    called = threading.Event()
+    future = client.submit("plain", b"", operation="progress")
+    future.on_progress(leave)
+    future.add_done_callback(leave)
+    future.add_done_callback(lambda _: called.set())
+    assert future.result(LONG).payload == b"read"
+    assert called.wait(LONG)
+    assert client.submit("plain", b"x").result(LONG).payload == b"x"
+
+
 def test_cancel_ends_a_job_that_runs(client: Client, supervisor: Supervisor) -> None:
     before = client.call("plain").outcome.worker_pid
     future = client.submit("plain", operation="spin")
@@ -347,6 +362,64 @@ def test_exceptions_of_signal_handlers_lose_nothing(client: Client) -> None:
 
 
 # Fork.
+
+
+class Interruption:
+    """Stands before a connection's reader or its ``send``: once it raises what a signal's handler may raise."""
+
+    def __init__(self, real: Any, error: Exception, after: int = 0) -> None:
+        self._real = real
+        self._error = error
+        self._left = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            raise self._error
+
+    def read(self) -> bool:
+        self._count()
+        return bool(self._real.read())
+
+    def __call__(self, *arguments: Any) -> int:
+        self._count()
+        return int(self._real(*arguments))
+
+
+def test_a_handlers_timeout_error_costs_its_own_job_alone(client: Client) -> None:
+    assert client.call("two", b"x").payload == b"x"
+    connection = client._connection
+    assert connection is not None
+    other = client.submit("two", b"0.2", operation="sleep")
+    reader, send = connection._reader, connection._send
+    connection._send = Interruption(send, TimeoutError("a soft limit"))  # type: ignore[assignment]
+    with pytest.raises(TimeoutError, match="a soft limit"):
+        client.call("two", b"y")
+    connection._send = send
+    assert other.result(LONG).payload == b"slept"
+    connection._reader = Interruption(reader, TimeoutError("a soft limit"))  # type: ignore[assignment]
+    # The thread of futures has nothing to read for.
+    with pytest.raises(TimeoutError, match="a soft limit"):
+        client.call("two", b"z")
+    connection._reader = reader
+    assert client.call("two", b"x").payload == b"x"
+    assert client._connection is connection
+
+
+def test_the_rest_of_a_result_that_is_given_up_does_not_stop_the_next_payload(client: Client) -> None:
+    assert client.call("plain", b"x").payload == b"x"
+    connection = client._connection
+    assert connection is not None
+    # A part of the result is received, and more than the socket holds is still to come.
+    connection._reader = Interruption(connection._reader, TimeoutError("a soft limit"), after=1)  # type: ignore
+    with pytest.raises(TimeoutError, match="a soft limit"):
+        client.call("plain", str(12 << 20).encode(), operation="size")
+    payload = bytes(12 << 20)
+    assert client.call("plain", payload).payload == payload
+    assert client._connection is connection
 
 
 def test_a_forked_child_has_a_connection_of_its_own(client: Client, supervisor: Supervisor) -> None:

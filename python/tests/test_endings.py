@@ -130,7 +130,9 @@ def test_an_exception_that_cannot_be_changed_ends_its_call_alone() -> None:
     with BulkheadExecutor(1) as pool:
         # It can be pickled, and not be read.
         assert "Frozen: why" in str(pool.submit(raise_frozen).exception(LONG))
-        assert isinstance(pool.submit(raise_without_cause).exception(LONG), WithoutCause)
+        raised = pool.submit(raise_without_cause).exception(LONG)
+        assert isinstance(raised, WithoutCause)
+        assert "raise WithoutCause" in str(raised.__cause__)
         assert pool.submit(jobs.double, 1).result(LONG) == jobs.double(1)
 
 

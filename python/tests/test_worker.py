@@ -65,6 +65,7 @@ def test_handlers_answer(client: Client, name: str) -> None:
     assert failure(client, name, "raise-unprintable").outcome.message.startswith("Unprintable: ")
     assert failure(client, name, "exit").outcome.message == "SystemExit: 4"
     assert failure(client, name, "aexit").outcome.message == "SystemExit: 4"
+    assert client.call(name, operation="aexit-later").payload == b"left behind"
     assert client.call(name, b"0.01", operation="asleep").payload == b"slept"
     assert client.call(name, operation="libraries").payload == b'"e3b0"'
 
@@ -251,10 +252,21 @@ def test_a_deadline_of_a_job_ahead_is_its_own(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("fails", "RuntimeError: the model is missing"), ("exits", "SystemExit: no licence")],
+    [
+        ("fails", "RuntimeError: the model is missing"),
+        ("exits", "SystemExit: no licence"),
+        ("closes", "RuntimeError: the model is missing"),
+        ("unprintable", "Unprintable: (its text cannot be made)"),
+    ],
 )
-def test_a_failed_init_is_told_to_callers(how: str, said: str) -> None:
-    keys = {**WORKER, "env": {"PYTHONPATH": SOURCE, "INIT": how}, "restart": {"max": 1, "within": "30s"}}
+@pytest.mark.parametrize("mode", ["spawn", "fork"])
+def test_a_failed_init_is_told_to_callers(how: str, said: str, mode: str) -> None:
+    keys = {
+        **WORKER,
+        "env": {"PYTHONPATH": SOURCE, "INIT": how},
+        "restart": {"max": 1, "within": "30s"},
+        "start": {"mode": mode},
+    }
     with running(one=keys) as own, Client(own.socket) as client:
         error = failure(client, "one", "")
         assert (error.outcome.reason, error.http_status) == ("unavailable", 503)

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["AdminError", "follow", "get"]
+__all__ = ["AdminError", "ask", "get", "lines"]
 
 #: Seconds in which an answer must come.
 ANSWER_SECONDS_MAX = 10.0
@@ -17,7 +17,7 @@ class AdminError(RuntimeError):
     """The admin socket answered otherwise than by 200; the text says what it answered."""
 
 
-def _ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
+def ask(admin: str, path: str) -> tuple[socket.socket, bytes]:
     """Sends a request; the connection, and what came of the answer's body with its head."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -51,19 +51,18 @@ def _rest(connection: socket.socket) -> bytes:
 
 def get(admin: str, path: str) -> Any:
     """What a path answers, as JSON. Raises ``AdminError``, or ``OSError`` if there is no supervisor."""
-    connection, body = _ask(admin, path)
+    connection, body = ask(admin, path)
     with connection:
         return json.loads(body + _rest(connection))
 
 
-def follow(admin: str, path: str) -> Iterator[Any]:
-    """The JSON lines of a path as they come, until the supervisor ends."""
-    connection, body = _ask(admin, path)
+def lines(connection: socket.socket, body: bytes) -> Iterator[Any]:
+    """The JSON lines of an answer as they come, until the supervisor ends."""
     with connection:
         connection.settimeout(None)
         while True:
-            *lines, body = body.split(b"\n")
-            for line in lines:
+            *whole, body = body.split(b"\n")
+            for line in whole:
                 if line:
                     yield json.loads(line)
             more = connection.recv(65536)

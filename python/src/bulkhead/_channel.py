@@ -88,7 +88,11 @@ class Channel:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        threading.Thread(target=self._finish, name="bulkhead-send", daemon=True).start()
+        try:
+            threading.Thread(target=self._finish, name="bulkhead-send", daemon=True).start()
+        except RuntimeError:
+            # There is no room for a thread. What waits would wait for ever.
+            self.end()
 
     def _finish(self) -> None:
         with self._writing:

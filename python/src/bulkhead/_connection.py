@@ -251,7 +251,12 @@ class Connection:
             if self._thread_bell is None:
                 self._thread_bell = threading.Lock()
                 self._thread_bell.acquire()
-                threading.Thread(target=self._read_for_futures, name="bulkhead-client", daemon=True).start()
+                try:
+                    threading.Thread(target=self._read_for_futures, name="bulkhead-client", daemon=True).start()
+                except BaseException:
+                    # There is no room for one now. The next future may have it.
+                    self._thread_bell = None
+                    raise
             waiter.started(self, number)
             self._futures[number] = waiter
             self._wake_reader()

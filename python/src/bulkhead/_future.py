@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import _base as _states
@@ -14,7 +15,22 @@ if TYPE_CHECKING:
     from ._connection import Connection
     from .errors import JobError
 
-__all__ = ["JobFuture"]
+__all__ = ["JobFuture", "call_back"]
+
+
+def call_back(future: Future[Any]) -> None:
+    """Calls all done-callbacks of a future, whatever one of them raises. In the main thread what is no ``Exception``,
+    which may be of a signal's handler, is raised in the end; other threads go on, since all futures depend on them."""
+    raised: BaseException | None = None
+    for callback in future._done_callbacks:  # type: ignore[attr-defined]
+        try:
+            callback(future)
+        except BaseException as error:
+            _states.LOGGER.exception("exception calling callback for %r", future)
+            if not isinstance(error, Exception):
+                raised = error
+    if raised is not None and threading.current_thread() is threading.main_thread():
+        raise raised
 
 
 class JobFuture(Future[Any]):
@@ -55,7 +71,7 @@ class JobFuture(Future[Any]):
         connection = self._connection
         if connection is not None:
             connection.cancel(self._number)
-        self._invoke_callbacks()  # type: ignore[attr-defined]
+        self._invoke_callbacks()
         return True
 
     # What the connection calls.
@@ -85,7 +101,10 @@ class JobFuture(Future[Any]):
         for listener in listeners:
             try:
                 listener(*heard)
-            except Exception:
+            except BaseException as error:
+                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                    # Perhaps of a signal's handler.
+                    raise
                 _states.LOGGER.exception("calling a listener for %r", self)
 
     def lose(self, error: JobError) -> None:
@@ -94,11 +113,12 @@ class JobFuture(Future[Any]):
 
     def forget(self) -> None:
         """This process was forked from the one that had the job; no other thread is here."""
-        import threading
-
         self._connection = None
         self._condition = threading.Condition()
         self._done_callbacks: list[Any] = []
+
+    def _invoke_callbacks(self) -> None:
+        call_back(self)
 
     # What an executor does otherwise.
 

@@ -6,8 +6,10 @@ result. Confined workers cannot open them: what they write comes by the supervis
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import socket
 import sys
 import threading
 from typing import Any
@@ -17,7 +19,6 @@ from ._private import PrivateSupervisor
 
 __all__ = ["Fifos", "Lines"]
 
-_READ_BYTES = 65536
 _NAMES = ("stdout", "stderr")
 
 
@@ -33,7 +34,7 @@ def _write(name: str, data: bytes) -> None:
             stream.write(data.decode(errors="replace"))
         if stream is not None:
             stream.flush()
-    except Exception:
+    except BaseException:
         # It is closed, or its reader has gone; or it is the application's own, and fails as it likes.
         pass
 
@@ -43,23 +44,49 @@ class Fifos:
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self.paths = [supervisor.fifo(name) for name in _NAMES]
-        # With a writer of its own no reader sees an end, and no worker waits for one.
-        flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-        self._readers = {os.open(path, flags): name for path, name in zip(self.paths, _NAMES, strict=True)}
+        self._readers: dict[int, str] = {}
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        #: Those that are open.
+        self._descriptors = [self._end]
+        try:
+            # With a writer of its own no reader sees an end, and no worker waits for one.
+            flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+            for path, name in zip(self.paths, _NAMES, strict=True):
+                self._descriptors.append(os.open(path, flags))
+                self._readers[self._descriptors[-1]] = name
+            #: As much as one holds.
+            self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
+        except BaseException:
+            self.forget()
+            raise
+        # Held from reading to written.
+        self._passing = threading.Lock()
+        self._waiting = select.poll()
+        for descriptor in self._readers:
+            self._waiting.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
 
     def start(self) -> None:
         """Begins to read."""
         self._thread.start()
 
+    def catch_up(self) -> None:
+        """Returns when all is written that was here before."""
+        with self._passing:
+            for descriptor, _ in self._waiting.poll(0):
+                self._pass_on(descriptor, is_all=False)
+
     def finish(self) -> None:
         """Writes what is left, when the workers are gone."""
         os.eventfd_write(self._end, 1)
         if self._thread.ident is not None:
             self._thread.join()
-        for descriptor in (*self._readers, self._end):
-            os.close(descriptor)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptors and does nothing else, as a forked child does."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _forward(self) -> None:
         poll = select.poll()
@@ -69,17 +96,18 @@ class Fifos:
         while not is_over:
             ready = [descriptor for descriptor, _ in poll.poll()]
             is_over = self._end in ready
-            for descriptor, name in self._readers.items():
+            for descriptor in self._readers:
                 if is_over or descriptor in ready:
-                    self._pass_on(descriptor, name, is_all=is_over)
+                    with self._passing:
+                        self._pass_on(descriptor, is_all=is_over)
 
-    def _pass_on(self, descriptor: int, name: str, *, is_all: bool) -> None:
+    def _pass_on(self, descriptor: int, *, is_all: bool) -> None:
         while True:
             try:
-                data = os.read(descriptor, _READ_BYTES)
+                data = os.read(descriptor, self._read_bytes)
             except BlockingIOError:
                 return
-            _write(name, data)
+            _write(self._readers[descriptor], data)
             if not is_all:
                 return
 
@@ -89,20 +117,31 @@ class Lines:
 
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self._supervisor = supervisor
+        self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
 
     def start(self) -> None:
         """Begins to read. The supervisor listens already."""
         self._thread.start()
 
+    def catch_up(self) -> None:
+        """Does nothing: when a line comes is not known."""
+
     def finish(self) -> None:
         """Waits for the last line: the stream ends with the supervisor."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def forget(self) -> None:
+        """Closes this process's descriptor and does nothing else, as a forked child does."""
+        if self._connection is not None:
+            self._connection.close()
 
     def _forward(self) -> None:
         path = f"/v1/bulkheads/{self._supervisor.name}/logs?follow=true"
         try:
-            for line in _admin.follow(self._supervisor.admin, path):
+            self._connection, begun = _admin.ask(self._supervisor.admin, path)
+            for line in _admin.lines(self._connection, begun):
                 if "dropped" in line:
                     _write("stderr", f"[{line['dropped']} lines of output were dropped]\n".encode())
                 else:

@@ -14,13 +14,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, LOGGER, PENDING, RUNNING
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from . import _wire
 from ._channel import Channel, connect
+from ._future import call_back
+from ._output import Fifos, Lines
 from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
@@ -36,6 +39,8 @@ WINDOW_AT_FIRST, WINDOW_QUICK, WINDOW_SLOW = 16, 64, 1
 QUICK_US, SLOW_US = 2_000, 20_000
 #: Bytes of payloads that are with the supervisor; a call that is larger goes when it is alone.
 WINDOW_BYTES_MAX = 256 << 20
+#: Bytes of a call: those of a frame, less those of its metadata.
+CALL_BYTES_MAX = _wire.FRAME_BYTES_MAX - _wire.METADATA_BYTES_MAX
 #: Small calls that may wait here for company, while the supervisor has so many more than workers that none sleeps.
 DEFERRED_MAX, DEFERRED_BYTES_MAX, DEFERRED_BEHIND = 16, 4096, 16
 
@@ -81,7 +86,7 @@ class PoolFuture(Future[Any]):
                 waiter.add_cancelled(self)
             self._condition.notify_all()
         self._pool.cancelled(self)
-        self._invoke_callbacks()  # type: ignore[attr-defined]
+        call_back(self)
         return True
 
     def result(self, timeout: float | None = None) -> Any:
@@ -128,7 +133,7 @@ class PoolFuture(Future[Any]):
             if self._condition._waiters:  # type: ignore[attr-defined]
                 self._condition.notify_all()
         if self._done_callbacks:  # type: ignore[attr-defined]
-            self._invoke_callbacks()  # type: ignore[attr-defined]
+            call_back(self)
 
 
 class Call:
@@ -158,7 +163,7 @@ class Call:
 
 
 class Pool:
-    """See the module. ``launch`` starts a supervisor, and returns what is to be done when it has ended."""
+    """See the module. ``launch`` starts a supervisor, and returns what brings its workers' output."""
 
     def __init__(
         self,
@@ -167,7 +172,7 @@ class Pool:
         supervisor: Mapping[str, Any],
         pickler: str,
         is_data_only: bool,
-        launch: Callable[[PrivateSupervisor], Callable[[], None]],
+        launch: Callable[[PrivateSupervisor], Fifos | Lines],
     ) -> None:
         self.workers = workers
         self._bulkhead = bulkhead
@@ -204,15 +209,15 @@ class Pool:
         self._window = self.workers + WINDOW_AT_FIRST
         self._supervisor: PrivateSupervisor | None = None
         self._channel: Channel | None = None
+        #: Of the supervisor that runs, and of those that are about to end.
+        self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
 
     def after_fork(self) -> None:
         """In a forked child: the supervisor and all calls are the parent's."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._supervisor is not None:
-            self._supervisor.forget()
+        for session in self._sessions:
+            session.forget()
         # A future of the parent's names no call of this process.
         number = self._next_number
         self._reset()
@@ -233,7 +238,7 @@ class Pool:
                 self._take_up(call)
             # The thread that reads, which runs callbacks, is not to wait for a supervisor that waits to be read.
             may_wait = threading.current_thread() is not self._thread
-            if not self._send(call, may_wait=may_wait) or self._waiting:
+            if not self._send(call, may_wait=may_wait, is_own=True) or self._waiting:
                 self._fill(may_wait=may_wait)
         except BaseException as error:
             self._give_up(call, error)
@@ -266,10 +271,32 @@ class Pool:
                 self._put_down(call)
         if is_on_its_way:
             call.future._settle(None, error)
-            # A pool that was shut down meanwhile may have waited for it alone.
-            self._fill(may_wait=False)
         elif channel is not None and call.future._number:
             channel.recover()
+        self._go_on()
+
+    def _put_back(self, call: Call) -> None:
+        """``_fill`` has failed so: the call is none of this thread's, and waits again."""
+        channel = self._channel
+        with self._lock:
+            if call in self._pickling:
+                self._put_down(call)
+                if not self._waiting or self._waiting[0] is not call:
+                    self._waiting.appendleft(call)
+        if channel is not None and call.future._number:
+            channel.recover()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Has another thread do what this one was about to: send what waits, or end a pool that was shut down."""
+        if self._channel is None or not (self._waiting or self.is_shut_down):
+            return
+        fill = partial(self._fill, may_wait=True)
+        try:
+            threading.Thread(target=fill, name="bulkhead-fill", daemon=True).start()
+        except RuntimeError:
+            # There is no room for one.
+            self._fill(may_wait=False)
 
     def _refuse_if_over(self) -> None:
         if self.broken is not None:
@@ -282,20 +309,23 @@ class Pool:
     def _has_place(self) -> bool:
         return self._placed < self._window and (self._bytes < WINDOW_BYTES_MAX or not self._sent)
 
-    def _send(self, call: Call, *, may_wait: bool) -> bool:
+    def _send(self, call: Call, *, may_wait: bool, is_own: bool = False) -> bool:
         """Pickles a call that has a place, and sends it; False if it does not need the place any more.
 
-        What cannot be pickled fails by itself.
+        What cannot be pickled fails by itself. KeyboardInterrupt, or the SystemExit of a signal's handler, is raised
+        instead: it is meant for the main thread, or for the one whose ``is_own`` the call is.
         """
         future = call.future
         payload, problem = b"", None
         try:
             payload = self.pickler.dumps((call.function, call.arguments, call.keywords))
         except BaseException as error:
+            if not isinstance(error, Exception) and (is_own or threading.current_thread() is threading.main_thread()):
+                raise
             problem = error
-        # What the caller's objects hold on to is not held here.
-        call.function = call.arguments = call.keywords = None
         call.bytes = size = len(payload)
+        if size > CALL_BYTES_MAX:
+            problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
         with self._lock:
             channel = self._channel
             if problem is None and channel is None:
@@ -324,12 +354,11 @@ class Pool:
                 self._bytes += size
                 # With the lock held, so that the thread that hears of those before it sends it.
                 put(frame)
+        # What the caller's objects hold on to is not held here.
+        call.function = call.arguments = call.keywords = None
         if channel is None:
             if problem is not None:
                 future._settle(None, problem)
-                if not isinstance(problem, Exception) and threading.current_thread() is not self._thread:
-                    # KeyboardInterrupt, or a SystemExit of a signal's handler.
-                    raise problem
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
@@ -354,7 +383,11 @@ class Pool:
                     self._waiting.popleft()
                 self._send(call, may_wait=may_wait)
         except BaseException as error:
-            if call is not None:
+            if call is None:
+                self._go_on()
+            elif threading.current_thread() is threading.main_thread():
+                self._put_back(call)
+            else:
                 self._give_up(call, error)
             raise
         if is_over:
@@ -375,31 +408,33 @@ class Pool:
 
     # Outcomes.
 
-    def told(self, frames: list[_wire.Frame]) -> None:
-        """Settles what came, and fills the window."""
+    def told(self, frames: list[_wire.Frame], output: Fifos | Lines) -> None:
+        """Settles what came, and fills the window. What the calls have written to ``output`` is seen before."""
         settled = []
-        with self._lock:
-            for kind, number, metadata, payload in frames:
-                call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
-                if call is not None:
-                    self._bytes -= call.bytes
-                    self._free_place(call)
-                    self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
-                    settled.append((call.future, metadata, payload))
-            quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
-            self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
-            self._deferred = 0
-            channel = self._channel
-        # First what keeps the workers busy.
-        self._fill(may_wait=False)
-        if channel is not None:
-            channel.flush(may_wait=False)
-        for future, metadata, payload in settled:
-            try:
-                self._settle(future, metadata, payload)
-            except BaseException:
-                # Of a callback, as `sys.exit()` in one: no reason to tell the others nothing.
-                LOGGER.exception("exception calling callback for %r", future)
+        try:
+            with self._lock:
+                for kind, number, metadata, payload in frames:
+                    call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
+                    if call is not None:
+                        settled.append((call.future, metadata, payload))
+                        self._bytes -= call.bytes
+                        self._free_place(call)
+                        self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
+                quick, slow = self._run_us < QUICK_US, self._run_us > SLOW_US
+                self._window = self.workers + (WINDOW_QUICK if quick else WINDOW_SLOW if slow else WINDOW_AT_FIRST)
+                self._deferred = 0
+                channel = self._channel
+            # First what keeps the workers busy.
+            self._fill(may_wait=False)
+            if channel is not None:
+                channel.flush(may_wait=False)
+            output.catch_up()
+        finally:
+            for future, metadata, payload in settled:
+                try:
+                    self._settle(future, metadata, payload)
+                except BaseException as error:
+                    future._settle(None, ResultUnreadable(f"the outcome cannot be read: {error!r}"))
 
     def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
         if metadata[0] or payload[:1] != b"\x80":
@@ -438,9 +473,8 @@ class Pool:
                     raise TypeError(f"it is of the type {type(raised).__name__}")
             except BaseException as problem:
                 raised = ResultUnreadable(f"the exception cannot be unpickled ({problem!r}): {_last_line(text)}")
-            with suppress(Exception):
-                # Not all classes let their instances have one.
-                raised.__cause__ = _remote(text)
+            # Its class may refuse that its instances are changed.
+            BaseException.__dict__["__cause__"].__set__(raised, _remote(text))
             return raised
         text = bytes(payload[1:]).decode(errors="replace")
         if letter == UNREADABLE:
@@ -471,31 +505,24 @@ class Pool:
 
     def _start(self) -> None:
         """Starts the supervisor and the thread, with the lock held."""
-        supervisor = PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys)
-        channel: Channel | None = None
-        finish: Callable[[], None] | None = None
+        session = _Session(PrivateSupervisor(NAME, self._bulkhead, self._supervisor_keys))
+        self._sessions.append(session)
         before = self._thread
         try:
-            finish = self._launch(supervisor)
-            channel = connect(supervisor.socket, _version())
-            self._supervisor, self._channel = supervisor, channel
+            session.output = self._launch(session.supervisor)
+            session.channel = connect(session.supervisor.socket, _version())
+            self._supervisor, self._channel = session.supervisor, session.channel
             # Known to callbacks on it from its first moment on.
-            self._thread = threading.Thread(
-                target=_serve, args=(self, channel, supervisor, finish), name="bulkhead-executor", daemon=True
-            )
+            self._thread = threading.Thread(target=_serve, args=(self, session), name="bulkhead-executor", daemon=True)
             self._thread.start()
         except BaseException:
             self._supervisor = self._channel = None
             self._thread = before
-            supervisor.stop(at_once=True)
-            if channel is not None:
-                channel.end()
-                channel.close()
-            if finish is not None:
-                finish()
+            session.end(at_once=True)
+            self._sessions.remove(session)
             raise
 
-    def lost(self, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
+    def lost(self, session: _Session) -> None:
         """The connection has ended: in order, or since the supervisor is gone."""
         with self._lock:
             self._channel = self._supervisor = None
@@ -504,28 +531,34 @@ class Pool:
             for call in left:
                 self._free_place(call)
             self._bytes = self._deferred = 0
-        channel.close()
-        supervisor.stop(at_once=bool(left) or self._was_killed)
-        finish()
-        for call in left:
+        try:
+            session.end(at_once=bool(left) or self._was_killed)
+        finally:
             told = "the pool was terminated" if self._was_killed else "the supervisor ended with the call under way"
-            try:
+            for call in left:
                 call.future._settle(None, PoolDisconnected(told, "unknown"))
-            except BaseException:
-                LOGGER.exception("exception calling callback for %r", call.future)
-        problem = None
+            with self._lock:
+                self._sessions.remove(session)
+            self._start_again()
+
+    def _start_again(self) -> None:
+        """What was never sent goes to another supervisor, also of a pool that takes no more. If there can be none now,
+        it fails; a later call tries again."""
+        failed: deque[Call] = deque()
+        why = ""
         with self._lock:
-            # What was never sent goes to another supervisor, also of a pool that takes no more. One that ends breaks
-            # before, and has nothing that waits; and a call that came meanwhile may have started it.
+            # A call that came meanwhile may have started it.
             if self._waiting and self._channel is None:
                 try:
                     self._start()
                 except BaseException as error:
-                    problem = str(error) or repr(error)
-        if problem is not None:
-            self._break(problem)
-        else:
-            self._fill(may_wait=False)
+                    why = str(error) or repr(error)
+                    failed, self._waiting = self._waiting, failed
+        for call in failed:
+            call.future._settle(
+                None, PoolDisconnected(f"the supervisor ended, and no other one could be started: {why}")
+            )
+        self._fill(may_wait=False)
 
     def _is_over(self) -> bool:
         return (
@@ -593,11 +626,42 @@ class Pool:
         return supervisor
 
 
-def _serve(pool: Pool, channel: Channel, supervisor: PrivateSupervisor, finish: Callable[[], None]) -> None:
+class _Session:
+    """A supervisor from its start to its end, with the connection to it and its workers' output."""
+
+    def __init__(self, supervisor: PrivateSupervisor) -> None:
+        self.supervisor = supervisor
+        self.channel: Channel | None = None
+        self.output: Fifos | Lines | None = None
+
+    def end(self, *, at_once: bool) -> None:
+        """Ends all of it; the last output is written."""
+        if self.channel is not None:
+            self.channel.end()
+            self.channel.close()
+        self.supervisor.stop(at_once=at_once)
+        if self.output is not None:
+            self.output.finish()
+        self.supervisor.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptors and does nothing else, as a forked child does."""
+        if self.channel is not None:
+            self.channel.close()
+        if self.output is not None:
+            self.output.forget()
+        self.supervisor.forget()
+
+
+def _serve(pool: Pool, session: _Session) -> None:
+    channel, output = session.channel, session.output
+    assert channel is not None
+    assert output is not None
     try:
-        channel.read(pool.told)
+        channel.read(partial(pool.told, output=output))
     finally:
-        pool.lost(channel, supervisor, finish)
+        # Without this thread no call would have an outcome.
+        pool.lost(session)
 
 
 def _version() -> str:

@@ -12,7 +12,6 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 from . import _template
@@ -103,9 +102,8 @@ class Calls:
             try:
                 return _raised(error, pickler)
             finally:
-                # A traceback and its frames hold each other. A class may not let its instances be changed.
-                with suppress(Exception):
-                    error.__traceback__ = None
+                # A traceback and its frames hold each other. A class may refuse that its instances are changed.
+                BaseException.with_traceback(error, None)
 
 
 def _prepare(preparation: dict[str, Any]) -> None:

@@ -112,7 +112,11 @@ class Server:
         self._link.send(_wire.EXTEND_START, 0, more + _wire.EMPTY)
 
     def _give_up(self, text: str) -> NoReturn:
-        print(text, file=sys.stderr, flush=True)
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            # What was prepared has closed it.
+            pass
         self.say_status(text)
         os._exit(1)
 
@@ -125,10 +129,8 @@ class Server:
                 if not callable(handler):
                     raise TypeError(f"a handler must be callable, which {handler!r} is not")
         except BaseException as error:
-            import traceback
-
-            traceback.print_exc()
-            self._give_up(f"initialisation failed: {_told(error)}")
+            print_traceback(error)
+            self._give_up(f"initialisation failed: {told(error)}")
         # Threads and loop come before the seal, which forbids to make a loop's sockets.
         if any(map(_is_async, handlers)):
             self._event_loop()
@@ -185,8 +187,16 @@ class Server:
                 import asyncio
 
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="bulkhead-loop", daemon=True).start()
+                threading.Thread(target=self._run_loop, name="bulkhead-loop", daemon=True).start()
             return self._loop
+
+    def _run_loop(self) -> None:
+        while not self._loop.is_closed():
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                # SystemExit, of a task or a callback that a handler has made.
+                print_traceback(error)
 
     # Handler threads.
 
@@ -337,15 +347,10 @@ class Server:
                 payload = bytes(error.payload[: _wire.INLINE_BYTES_MAX])
             except Exception as problem:
                 # Its attributes were changed to what they may not be.
-                metadata = _wire.failed("exception", f"HandlerError that cannot be sent: {_told(problem)}", False, "")
+                metadata = _wire.failed("exception", f"HandlerError that cannot be sent: {told(problem)}", False, "")
         else:
-            import traceback
-
-            try:
-                traceback.print_exception(type(error), error, error.__traceback__)
-            except Exception:
-                print("a handler raised what cannot be printed", file=sys.stderr)
-            metadata = _wire.failed("exception", _told(error), False, "dependency")
+            print_traceback(error)
+            metadata = _wire.failed("exception", told(error), False, "dependency")
         self._settle(job)
         self._link.send(_wire.FAILED, job.number, metadata, payload)
 
@@ -548,10 +553,25 @@ def _as_bytes(result: object) -> bytes | memoryview:
         raise TypeError(f"a handler returns bytes, str or None, not {type(result).__name__}") from None
 
 
-def _told(error: BaseException) -> str:
+def print_traceback(error: BaseException) -> None:
+    """To standard error, whatever the exception does when it is printed."""
+    import traceback
+
+    try:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    except BaseException:
+        try:
+            print(f"{type(error).__qualname__} was raised, which cannot be printed", file=sys.stderr)
+        except Exception:
+            # A handler has closed it.
+            pass
+
+
+def told(error: BaseException) -> str:
+    """An exception in a sentence."""
     try:
         text = str(error)
-    except Exception:
+    except BaseException:
         text = "(its text cannot be made)"
     name = type(error).__qualname__
     return f"{name}: {text}" if text else name
@@ -590,7 +610,5 @@ def _end_child(error: BaseException | None) -> NoReturn:
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         os._exit(error.code or 0)
     if error is not None:
-        import traceback
-
-        traceback.print_exception(type(error), error, error.__traceback__)
+        print_traceback(error)
     os._exit(1)

@@ -63,10 +63,10 @@ def serve_forks(socket: _socket.socket, prepare: Callable[[], T]) -> T:
         prepared = prepare()
         _check_threads()
     except BaseException as error:
-        import traceback
+        from ._serve import print_traceback, told
 
-        traceback.print_exc()
-        text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {type(error).__name__}: {error}"
+        print_traceback(error)
+        text = str(error) if isinstance(error, _Unfit) else f"initialisation failed: {told(error)}"
         _end(socket, text)
     # What is there stays: children that do not touch it share it.
     gc.collect()

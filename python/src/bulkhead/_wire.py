@@ -120,8 +120,10 @@ def frame(kind: int, number: int, metadata: bytes = EMPTY, payload: Buffer = b""
 
 
 def head(kind: int, number: int, metadata: bytes, payload_bytes: int) -> bytes:
-    """A frame without its payload, which is sent behind it."""
+    """A frame without its payload, which is sent behind it. Raises ``ValueError`` if no frame is so long."""
     size = len(metadata)
+    if size + payload_bytes > FRAME_BYTES_MAX:
+        raise ValueError(f"a payload of {payload_bytes} bytes is more than a frame holds ({FRAME_BYTES_MAX - size})")
     return HEADER.pack(size + payload_bytes, kind, 0, size, number) + metadata
 
 

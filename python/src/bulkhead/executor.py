@@ -358,8 +358,8 @@ class _Launch:
         }
         return pickle.dumps(preparation)
 
-    def __call__(self, supervisor: PrivateSupervisor) -> Callable[[], None]:
-        """Starts this supervisor; what is returned is called when it has ended."""
+    def __call__(self, supervisor: PrivateSupervisor) -> Fifos | Lines:
+        """Starts this supervisor; what is returned brings its workers' output."""
         current = multiprocessing.process.current_process()
         if getattr(current, "_inheriting", False):
             raise RuntimeError(
@@ -381,10 +381,10 @@ class _Launch:
             supervisor.start([os.fsdecode(multiprocessing.spawn.get_executable()), *_flags(), "-c", code])
             output.start()
         except BaseException:
-            if isinstance(output, Fifos):
-                output.finish()
+            supervisor.stop(at_once=True)
+            output.finish()
             raise
-        return output.finish
+        return output
 
 
 def _as_variable(supervisor: PrivateSupervisor, preparation: bytes) -> str:

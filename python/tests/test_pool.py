@@ -1,0 +1,342 @@
+"""What goes wrong around a pool: signals, callbacks that raise, no thread, no descriptor, no supervisor, a fork."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from pools import LONG, wait_for
+
+import bulkhead._pool
+from bulkhead import BulkheadExecutor, Disconnected
+from bulkhead._channel import Channel
+from bulkhead._private import PrivateSupervisor, SupervisorFailed
+from bulkhead.executor import Call, PoolDisconnected, PoolFuture
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture
+def pool() -> Iterator[BulkheadExecutor]:
+    """One whose supervisor runs."""
+    with BulkheadExecutor(1) as executor:
+        executor.submit(jobs.pid).result(LONG)
+        yield executor
+
+
+def channel_of(pool: BulkheadExecutor) -> Channel:
+    channel = pool._pool._channel
+    assert channel is not None
+    return channel
+
+
+def script(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that can import what tests can."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )
+
+
+# Signals.
+
+
+class Interrupted:
+    """A socket whose sending is interrupted by a signal's handler that raises, once a part has left."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._is_interrupted = iter((False, True))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def sendmsg(self, pieces: list[Any], *rest: Any) -> int:
+        is_interrupted = next(self._is_interrupted, None)
+        if is_interrupted is None:
+            return int(self._real.sendmsg(pieces, *rest))
+        if is_interrupted:
+            raise TimeoutError("a soft limit")
+        return int(self._real.sendmsg([b"".join(pieces)[:10]], *rest))
+
+
+def test_a_handlers_timeout_error_while_a_call_is_sent_loses_no_other(pool: BulkheadExecutor) -> None:
+    channel = channel_of(pool)
+    channel._socket = Interrupted(channel._socket)  # type: ignore[assignment]
+    with pytest.raises(TimeoutError, match="a soft limit"):
+        pool.submit(jobs.echo, bytes(1000))
+    assert pool.submit(jobs.double, 2).result(LONG) == 4
+    assert channel_of(pool) is channel
+
+
+class InMain:
+    """Pickled in the main thread, it does what a signal's handler may do; in any other it is a 7."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+
+    def __reduce__(self) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            self._action()
+            raise KeyboardInterrupt
+        return int, (7,)
+
+
+def test_ctrl_c_while_another_threads_call_is_pickled_costs_that_nothing(pool: BulkheadExecutor) -> None:
+    future = PoolFuture(pool._pool)
+    # As one that was submitted by another thread, and waits for a place.
+    pool._pool._waiting.append(Call(future, pool._metadata, False, jobs.double, (InMain(lambda: None),), {}))
+    with pytest.raises(KeyboardInterrupt):
+        pool._pool.shut_down(wait=False, cancel=False)
+    assert future.result(LONG) == 14
+
+
+def test_ctrl_c_while_a_call_is_pickled_leaves_no_shutdown_waiting(pool: BulkheadExecutor) -> None:
+    thread = threading.Thread(target=pool.shutdown)
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(thread.ident or 0)
+        names = set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return {"join", "shut_down"} <= names
+
+    def shut_down() -> None:
+        thread.start()
+        wait_for("it waits for the call", waits)
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(jobs.double, InMain(shut_down))
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+# What raises in a thread on which others depend.
+
+
+def test_a_callback_that_raises_keeps_no_other_from_being_called(pool: BulkheadExecutor) -> None:
+    called = threading.Event()
+
+    def leave(_: Future[Any]) -> None:
+        sys.exit(3)
+
+    future = pool.submit(jobs.sleep, 0.1)
+    future.add_done_callback(leave)
+    future.add_done_callback(lambda _: called.set())
+    assert called.wait(LONG)
+    assert pool.submit(jobs.double, 2).result(LONG) == 4
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_cannot_be_started_leaves_no_call_without_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    with BulkheadExecutor(1) as pool:
+        futures = [pool.submit(jobs.sleep, 0.01)]
+        channel = channel_of(pool)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            # As after a signal's exception.
+            channel.recover()
+        assert isinstance(futures[0].exception(LONG), (PoolDisconnected, type(None)))
+        assert pool.submit(jobs.double, 2).result(LONG) == 4
+        assert channel_of(pool) is not channel
+
+
+def test_an_outcome_that_cannot_be_read_costs_the_connection_and_no_more(
+    pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_metadata: bytes) -> int:
+        raise struct.error("an outcome that cannot be read")
+
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(bulkhead._pool._wire, "ran_us", fail)
+        channel = channel_of(pool)
+        for future in [pool.submit(jobs.double, number) for number in range(100)]:
+            assert isinstance(future.exception(LONG), (PoolDisconnected, type(None)))
+    wait_for("the thread has ended", lambda: told)
+    assert pool.submit(jobs.double, 2).result(LONG) == 4
+    assert channel_of(pool) is not channel
+
+
+class Large(bytes):
+    def __len__(self) -> int:
+        return 1 << 32
+
+
+def test_a_call_that_no_frame_takes_costs_itself(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._pool.pickler, "dumps", lambda _: Large())
+        with pytest.raises(ValueError, match="4294967296 bytes, and a frame takes"):
+            pool.submit(jobs.pid).result(LONG)
+    assert pool.submit(jobs.double, 2).result(LONG) == 4
+
+
+# Supervisors that do not start.
+
+
+def test_what_waits_fails_when_no_other_supervisor_starts_and_a_later_call_does_not(
+    pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(supervisor: PrivateSupervisor, _command: list[str]) -> None:
+        supervisor.stop(at_once=True)
+        raise SupervisorFailed("too many open files")
+
+    futures = [pool.submit(jobs.sleep, 0.05) for _ in range(100)]
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivateSupervisor, "start", refuse)
+        pid = pool._pool.supervisor().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        last = futures[-1].exception(LONG)
+        assert isinstance(last, PoolDisconnected)
+        assert "no other one could be started: too many open files" in str(last)
+        assert last.outcome.executed == "no"
+        with pytest.raises(SupervisorFailed):
+            pool.submit(jobs.double, 2)
+    assert pool.submit(jobs.double, 2).result(LONG) == 4
+
+
+def descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    before = descriptors(), threading.active_count()
+
+    def refuse(*_: object) -> Any:
+        raise Disconnected("it is not reachable")
+
+    def no_descriptor(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    try:
+        with (
+            BulkheadExecutor(1, initializer=lambda: None) as pool,
+            pytest.raises((pickle.PicklingError, AttributeError)),
+        ):
+            pool.submit(jobs.pid)
+        assert (descriptors(), threading.active_count(), os.listdir(folder)) == (*before, [])
+        for target, name, failing, kind in (
+            (bulkhead._pool, "connect", refuse, Disconnected),
+            (os, "memfd_create", no_descriptor, OSError),
+            (os, "eventfd", no_descriptor, OSError),
+        ):
+            with BulkheadExecutor(1) as pool, monkeypatch.context() as patch:
+                patch.setattr(target, name, failing)
+                with pytest.raises(kind):
+                    pool.submit(jobs.pid)
+            assert (descriptors(), threading.active_count(), os.listdir(folder)) == (*before, []), name
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("where", "is_killed"),
+    [("behind.connect", True), ("behind.PrivateSupervisor.stop", True), ("behind._wire.ran_us", False)],
+)
+def test_an_executor_is_dropped_in_the_midst_of_anything(where: str, is_killed: bool) -> None:
+    """The collector of garbage may come in the thread of the pool, and while it has the lock."""
+    ended = script(f"""
+        import gc, os, signal, jobs, bulkhead._pool as behind
+        from bulkhead import BulkheadExecutor
+        made = [BulkheadExecutor(1)]
+        futures = [made[0].submit(jobs.sleep, 0.01) for _ in range(40)]
+        pool, real = made[0]._pool, {where}
+        def drop(*given, **named):
+            made.clear()
+            gc.collect()
+            return real(*given, **named)
+        {where} = drop
+        if {is_killed}:
+            os.kill(pool.supervisor().pid, signal.SIGKILL)
+        else:
+            futures[0].result(60)
+        assert futures[-1].result(60) == 0.01
+        pool._join()
+        assert not made and pool._channel is None
+        print("ended")
+    """)
+    assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr
+
+
+# Fork.
+
+
+@pytest.mark.parametrize("sandbox", ["none", "default"])
+def test_a_forked_child_has_no_descriptors_of_its_parents_pool(sandbox: str) -> None:
+    ended = script(f"""
+        import os, jobs
+        from bulkhead import BulkheadExecutor
+        before = set(os.listdir("/proc/self/fd"))
+        pool = BulkheadExecutor(1, sandbox={sandbox!r})
+        pool.submit(abs, -1).result(60)
+        if not os.fork():
+            print(set(os.listdir("/proc/self/fd")) - before, flush=True)
+            os._exit(0)
+        os.wait()
+        assert pool.submit(abs, -2).result(60) == 2
+    """)
+    assert (ended.stdout, ended.returncode) == ("set()\n", 0), ended.stderr
+
+
+# Output.
+
+
+class Kept:
+    """A standard output that is Python through and through, and fails for some words."""
+
+    def __init__(self) -> None:
+        self.lines = ""
+
+    def write(self, text: str) -> None:
+        if "fail" in text:
+            raise KeyError(text)
+        self.lines += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_what_a_call_has_printed_is_there_before_its_result(
+    pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept()
+    monkeypatch.setattr(sys, "stdout", kept)
+    for number in range(2000):
+        pool.submit(jobs.say, f"line {number}").result(LONG)
+        assert kept.lines.endswith(f"line {number}\n")
+
+
+def test_a_stream_that_raises_stops_no_call(pool: BulkheadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    monkeypatch.setattr(sys, "stdout", kept)
+    assert pool.submit(jobs.say, "fail").result(LONG) == 1
+    # More than a FIFO holds.
+    assert pool.submit(jobs.say, "x" * 99, 2000).result(LONG) == 2000
+    assert kept.lines.count("x") == 99 * 2000
