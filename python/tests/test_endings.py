@@ -179,17 +179,6 @@ def test_a_future_of_the_parent_cancels_no_call_of_a_child() -> None:
         assert pending.cancel()
 
 
-def test_a_pool_that_cannot_start_leaves_no_descriptor() -> None:
-    with BulkheadExecutor(1, initializer=lambda: None) as pool:
-        before = None
-        for _ in range(4):
-            with pytest.raises(Exception, match="pickle"):
-                pool.submit(jobs.double, 1)
-            now = len(os.listdir("/proc/self/fd"))
-            assert before in (None, now)
-            before = now
-
-
 def test_the_supervisor_says_nothing_to_the_callers_service_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
         monkeypatch.setenv(name, "1")
