@@ -48,6 +48,17 @@ fn lines(changes: &Changes) -> Vec<String> {
 }
 
 fn bulkhead(told: &BulkheadChange) -> String {
+    let dropped = told.live_dropped.join(", ");
+    match dropped.is_empty() {
+        true => changed(told),
+        false => format!(
+            "{}; set live and dropped, since it does not go together with the file: {dropped}",
+            changed(told)
+        ),
+    }
+}
+
+fn changed(told: &BulkheadChange) -> String {
     let (name, keys) = (&told.bulkhead, told.keys.join(", "));
     match &told.change {
         Word::Known(ChangeKind::Added) => format!("{name}: added"),

@@ -129,7 +129,8 @@ fn numbers_change_in_place_and_jobs_go_on() {
             "rate_limit",
             "retry"
         ]);
-        let change = json!({"bulkhead": "b", "change": "changed", "keys": keys, "replaces_workers": false});
+        let change = json!({"bulkhead": "b", "change": "changed", "keys": keys, "replaces_workers": false,
+            "live_dropped": []});
         let expected = json!({
             "dry_run": false, "bulkheads": [change], "supervisor": [], "access": false, "ignored": []
         });
@@ -188,6 +189,29 @@ fn live_values_survive_unless_their_key_changes() {
     supervisor.resize("b", r#"{"max_queue": 20}"#);
     reload(&supervisor, &format!("{B}max_queue = 0\nmax_in_flight = 0\n"));
     assert_eq!(supervisor.snapshot("b")["limit"], 0);
+}
+
+/// What was set live and cannot be any more is named, and nothing else is dropped with it.
+#[test]
+fn a_live_value_that_does_not_go_together_with_the_file_is_named() {
+    let file = format!("{B}max_queue = 10\nmax_in_flight = 4\n");
+    let supervisor = start(&file);
+    supervisor.resize("b", r#"{"max_queue": 77, "max_in_flight": 1}"#);
+    let adaptive = format!("{file}adaptive = {{ min = 1, max = 4, target = \"50ms\" }}\n");
+    configure(&supervisor, &adaptive);
+    let tried = post(&supervisor, "/v1/reload?dry_run=true", 200);
+    assert_eq!(tried["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
+    let told = text(&command(&supervisor, &["reload", "--dry-run"]).stdout);
+    let dropped = "set live and dropped, since it does not go together with the file: max_in_flight";
+    assert!(told.starts_with(&format!("b: adaptive; {dropped}\n")), "{told}");
+    assert_eq!(supervisor.snapshot("b")["max_in_flight"], 1, "a dry run drops nothing");
+    let changes = reload(&supervisor, &adaptive);
+    assert_eq!(changes["bulkheads"][0]["keys"], json!(["adaptive"]));
+    assert_eq!(changes["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
+    let snapshot = supervisor.snapshot("b");
+    assert_eq!((&snapshot["max_in_flight"], &snapshot["queue_capacity"]), (&json!(4), &json!(77)));
+    let [told] = &supervisor.wait_events("config_reloaded", 1)[..] else { panic!("told once") };
+    assert_eq!(told["changes"]["bulkheads"][0]["live_dropped"], json!(["max_in_flight"]));
 }
 
 // Replacement.

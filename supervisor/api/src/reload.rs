@@ -44,6 +44,8 @@ pub struct BulkheadChange {
     pub keys: Vec<String>,
     /// Whether its workers are replaced, one after the other.
     pub replaces_workers: bool,
+    /// Keys that were set live and do not go together with the file: its own values hold from here on.
+    pub live_dropped: Vec<String>,
 }
 
 vocabulary! {

@@ -11,7 +11,7 @@ use bulkhead_config::TenantConfig;
 use bulkhead_plane::command::SteerError;
 use bulkhead_plane::demand::Demand;
 use bulkhead_plane::limits::DataPlaneLimits;
-use bulkhead_plane::reload::{BulkheadSpec, Reconfigured, Reload};
+use bulkhead_plane::reload::{BulkheadSpec, LiveDropped, Reconfigured, Reload};
 use bulkhead_policy::{Event, Limits};
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
@@ -20,10 +20,11 @@ use super::steer::check_fit;
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
-    pub(super) fn reload(&mut self, reload: Reload) -> Result<(), SteerError> {
+    pub(super) fn reload(&mut self, reload: Reload) -> Result<LiveDropped, SteerError> {
         if self.stopping {
             return Err(SteerError::Stopping);
         }
+        let dropped = self.would_drop(&reload);
         let Reload { removed, changed, added, access, limits } = reload;
         let result_bytes_max = self.limits.result_bytes_max.max(limits.result_bytes_max);
         self.limits = DataPlaneLimits { result_bytes_max, ..limits };
@@ -39,7 +40,17 @@ impl DataPlane {
             self.entrance.access = access;
             self.grant_again();
         }
-        Ok(())
+        Ok(dropped)
+    }
+
+    /// The keys set live that do not go together with what a reload says.
+    pub(super) fn would_drop(&self, reload: &Reload) -> LiveDropped {
+        let of = |reconfigured: &Reconfigured| {
+            let &bulkhead = self.bulkheads.by_name.get(&reconfigured.spec.name)?;
+            let dropped = self.with_live(bulkhead, reconfigured).dropped;
+            (!dropped.is_empty()).then(|| (reconfigured.spec.name.clone(), dropped))
+        };
+        reload.changed.iter().filter_map(of).collect()
     }
 
     // Coming.
@@ -62,9 +73,9 @@ impl DataPlane {
     // Other values.
 
     fn reconfigure(&mut self, reconfigured: Reconfigured) {
-        let Reconfigured { spec, limits_before, own_before, replaces_workers } = reconfigured;
-        let Some(&bulkhead) = self.bulkheads.by_name.get(&spec.name) else { return };
-        let (limits, own) = self.with_live(bulkhead, &spec, &limits_before, &own_before);
+        let Some(&bulkhead) = self.bulkheads.by_name.get(&reconfigured.spec.name) else { return };
+        let Merged { limits, own, .. } = self.with_live(bulkhead, &reconfigured);
+        let Reconfigured { spec, replaces_workers, .. } = reconfigured;
         if replaces_workers {
             self.bulkheads[bulkhead].program = spec.program.clone();
             for compartment in self.compartments_of(bulkhead) {
@@ -85,22 +96,34 @@ impl DataPlane {
         self.want_settling(bulkhead);
     }
 
-    /// What a file says, but for what was changed live and is the same in the file as before. If the two do not
-    /// go together, the file wins.
-    fn with_live(
-        &self,
-        bulkhead: BulkheadIndex,
-        spec: &BulkheadSpec,
-        limits_before: &Limits,
-        own_before: &BTreeMap<String, TenantConfig>,
-    ) -> (Limits, BTreeMap<String, TenantConfig>) {
+    /// What a file says, but for what was changed live and is the same in the file as before: of that, whatever goes
+    /// together with the file.
+    fn with_live(&self, bulkhead: BulkheadIndex, reconfigured: &Reconfigured) -> Merged {
+        let Reconfigured { spec, limits_before, own_before, .. } = reconfigured;
         let entry = &self.bulkheads[bulkhead];
         let own = own_with_live(own_before, &spec.own, entry.own_numbers());
         let limits = limits_with_live(limits_before, &spec.limits, self.limits_of(bulkhead));
-        match check_fit(&limits, &own, spec.max_active) {
-            Ok(()) => (limits, own),
-            Err(_) => (spec.limits.clone(), spec.own.clone()),
+        let place = (spec.program.sandbox(), spec.max_active);
+        let fits = |limits: &Limits, own: &BTreeMap<_, _>| check_fit(limits, own, place).is_ok();
+        if fits(&limits, &own) {
+            return Merged { limits, own, dropped: Vec::new() };
         }
+        let mut merged = Merged { limits: spec.limits.clone(), own: spec.own.clone(), dropped: Vec::new() };
+        for (key, take) in NUMBERS {
+            let mut with = merged.limits.clone();
+            take(&mut with, &limits);
+            match fits(&with, &merged.own) {
+                true => merged.limits = with,
+                false => merged.dropped.push((*key).to_owned()),
+            }
+        }
+        // There may be thousands: all or none.
+        if fits(&merged.limits, &own) {
+            merged.own = own;
+        } else if merged.own != own {
+            merged.dropped.push("tenant".to_owned());
+        }
+        merged
     }
 
     /// The numbers for a tenant's compartment, as its bulkhead has them now.
@@ -162,6 +185,24 @@ impl DataPlane {
         self.check_started();
     }
 }
+
+/// What is to be in force of a bulkhead.
+struct Merged {
+    limits: Limits,
+    own: BTreeMap<String, TenantConfig>,
+    /// What was set live and is not.
+    dropped: Vec<String>,
+}
+
+/// A number that can be set live: its key, and how it is taken over.
+type Number = (&'static str, fn(&mut Limits, &Limits));
+
+const NUMBERS: &[Number] = &[
+    ("max_in_flight", |to, live| to.max_in_flight = live.max_in_flight),
+    ("processes", |to, live| to.processes = live.processes),
+    ("max_queue", |to, live| to.max_queue = live.max_queue),
+    ("rate_limit", |to, live| to.rate_limit = live.rate_limit),
+];
 
 /// What was changed live stays, unless its key is another in the file.
 fn kept<T: PartialEq + Clone>(before: &T, after: &T, live: &T) -> T {

@@ -72,6 +72,9 @@ impl DataPlane {
                 self.reporter.states_have_changed();
                 let _ = reply.send(done);
             }
+            Command::TryReload { reload, reply } => {
+                let _ = reply.send(self.would_drop(&reload));
+            }
             Command::Summarise => self.summarise(),
         }
     }
@@ -230,12 +233,11 @@ impl DataPlane {
         limits.max_queue = numbers.max_queue.unwrap_or(limits.max_queue);
         limits.rate_limit = numbers.rate_limit.unwrap_or(limits.rate_limit);
         let entry = &self.bulkheads[bulkhead];
-        check_programs(entry.program.sandbox(), limits.max_in_flight)?;
         let max_active = match &entry.layout {
             Layout::Shared(_) => None,
             Layout::Isolated(isolated) => Some(isolated.max_active),
         };
-        check_fit(&limits, &entry.own, max_active)
+        check_fit(&limits, &entry.own, (entry.program.sandbox(), max_active))
     }
 
     fn change_tenant(
@@ -442,9 +444,10 @@ fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(),
 pub(super) fn check_fit(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,
-    max_active: Option<usize>,
+    (sandbox, max_active): (&Sandbox, Option<usize>),
 ) -> Result<(), SteerError> {
     let unfit = |message: String| Err(SteerError::Unfit(message));
+    check_programs(sandbox, limits.max_in_flight)?;
     let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));
     if processes * in_flight > PERMITS_CEILING {
         return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));

@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use crate::demand::Observation;
 use crate::entry::Refusal;
-use crate::reload::Reload;
+use crate::reload::{LiveDropped, Reload};
 use crate::scrape::Scrape;
 use bulkhead_config::defaults::{
     IN_FLIGHT_CEILING, PERMITS_CEILING, PROCESSES_CEILING, QUEUE_CEILING, RATE_CEILING,
@@ -166,8 +166,15 @@ pub enum Command {
     Reload {
         /// What is different.
         reload: Box<Reload>,
-        /// Whether it is in force.
-        reply: oneshot::Sender<Result<(), SteerError>>,
+        /// Whether it is in force, and what was dropped for it.
+        reply: oneshot::Sender<Result<LiveDropped, SteerError>>,
+    },
+    /// Say what a reload would drop, and change nothing.
+    TryReload {
+        /// What is different.
+        reload: Box<Reload>,
+        /// What would be dropped.
+        reply: oneshot::Sender<LiveDropped>,
     },
     /// Write a summary of the state to the log.
     Summarise,

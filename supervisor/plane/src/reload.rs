@@ -48,6 +48,9 @@ pub struct Reconfigured {
     pub replaces_workers: bool,
 }
 
+/// By the bulkhead's name: the keys set live that do not go together with its file.
+pub type LiveDropped = BTreeMap<Arc<str>, Vec<String>>;
+
 /// What the data plane is to put in force.
 pub struct Reload {
     pub removed: Vec<String>,
@@ -145,6 +148,7 @@ fn whole(name: &str, change: ChangeKind) -> BulkheadChange {
         change: change.into(),
         keys: Vec::new(),
         replaces_workers: false,
+        live_dropped: Vec::new(),
     }
 }
 
@@ -156,7 +160,8 @@ fn bulkhead_change(before: &BulkheadConfig, after: &BulkheadConfig) -> Option<Bu
     let is_rebuilt = before.isolation().is_some() != after.isolation().is_some();
     let change = if is_rebuilt { ChangeKind::Rebuilt } else { ChangeKind::Changed };
     let replaces_workers = !is_rebuilt && keys.iter().any(|key| config::replaces_workers(key));
-    Some(BulkheadChange { bulkhead: after.name.clone(), change: change.into(), keys, replaces_workers })
+    let (bulkhead, change, live_dropped) = (after.name.clone(), change.into(), Vec::new());
+    Some(BulkheadChange { bulkhead, change, keys, replaces_workers, live_dropped })
 }
 
 fn named<'c>(changes: &'c Changes, kinds: &[ChangeKind]) -> BTreeSet<&'c str> {

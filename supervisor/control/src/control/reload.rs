@@ -25,7 +25,7 @@ use bulkhead_plane::confinement::SandboxSupport;
 use bulkhead_plane::limits::DataPlaneLimits;
 use bulkhead_plane::open_files::OpenFiles;
 use bulkhead_plane::program;
-use bulkhead_plane::reload::{self, Reload, SpecInputs, after_reload};
+use bulkhead_plane::reload::{self, LiveDropped, Reload, SpecInputs, after_reload};
 use bulkhead_plane::scrape::ReloadCounts;
 
 /// How long reading the file, and looking at the programs and folders it names, may take: less than
@@ -215,7 +215,12 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
     // One after the other.
     let mut in_force = control.reloads.in_force.lock().await;
     if dry_run {
-        return Ok(prepare(&control.reloads, &in_force).await?.changes);
+        let Prepared { mut changes, reload, .. } = prepare(&control.reloads, &in_force).await?;
+        let (reply, answer) = oneshot::channel();
+        let command = Command::TryReload { reload: Box::new(reload), reply };
+        control.commander.send(command).map_err(|_| Rejection::Stuck)?;
+        note_dropped(&mut changes, answer.await.map_err(|_| Rejection::Stuck)?);
+        return Ok(changes);
     }
     control.renew_sockets();
     let is_ready = control.is_started.load(Ordering::SeqCst);
@@ -231,14 +236,14 @@ async fn reload(control: &Control, dry_run: bool) -> Result<Changes, Rejection> 
 }
 
 async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rejection> {
-    let Prepared { after, changes, reload } = prepare(&control.reloads, in_force).await?;
+    let Prepared { after, mut changes, reload } = prepare(&control.reloads, in_force).await?;
     if !changes.is_empty() {
         reload.log_warnings();
         let (reply, answer) = oneshot::channel();
         let command = Command::Reload { reload: Box::new(reload), reply };
         control.commander.send(command).map_err(|_| Rejection::Stuck)?;
         // It answers, or is gone: to stop waiting would be not to know which file is in force.
-        answer.await.map_err(|_| Rejection::Stuck)??;
+        note_dropped(&mut changes, answer.await.map_err(|_| Rejection::Stuck)??);
     }
     let after = after_reload(&in_force.config.supervisor, Arc::unwrap_or_clone(after));
     in_force.config = Arc::new(after);
@@ -250,6 +255,12 @@ async fn apply(control: &Control, in_force: &mut InForce) -> Result<Changes, Rej
     control.keep_works(&kept);
     *control.reloads.names() = names;
     Ok(changes)
+}
+
+fn note_dropped(changes: &mut Changes, mut dropped: LiveDropped) {
+    for change in &mut changes.bulkheads {
+        change.live_dropped = dropped.remove(&*change.bulkhead).unwrap_or_default();
+    }
 }
 
 /// Disks can be slow, and a network's can hang for good: so this has a thread of its own, which is waited for within

@@ -107,7 +107,10 @@ export async function offerReload() {
 function changesTold({ bulkheads, supervisor, access, ignored }) {
   const lines = bulkheads.map((one) => {
     const keys = one.keys.length ? `: ${one.keys.join(', ')}` : '';
-    return `${one.bulkhead} ${one.change}${keys}${one.replaces_workers ? '; its workers are replaced one after the other' : ''}`;
+    const replaced = one.replaces_workers ? '; its workers are replaced one after the other' : '';
+    const live = one.live_dropped ?? [];
+    const dropped = live.length ? `; set live and dropped, since it does not go together with the file: ${live.join(', ')}` : '';
+    return `${one.bulkhead} ${one.change}${keys}${replaced}${dropped}`;
   });
   if (supervisor.length) lines.push(`[supervisor]: ${supervisor.join(', ')}`);
   if (access) lines.push('who may submit ([[access]])');
