@@ -533,6 +533,41 @@ fn a_client_names_only_what_it_has() {
     assert_eq!(raw.told(), Told::Refused(50));
 }
 
+/// What a client has returned itself is its own fault, whether it was called back or not.
+#[test]
+fn a_client_does_not_use_what_it_has_returned() {
+    let supervisor = one("");
+    let (mut raw, mut other) = (Raw::connect(&supervisor), Raw::connect(&supervisor));
+    let (returned, ..) = raw.lease("");
+    let (foreign, ..) = other.lease("");
+    raw.send(kind::LEASE_RETURNED, returned.lease, &Empty, &[]);
+    other.send(kind::LEASE_RETURNED, foreign.lease, &Empty, &[]);
+    let (called_back, ..) = raw.lease("");
+    while raw.told() != Told::Ended(called_back.lease) {}
+    raw.send(kind::LEASE_RETURNED, called_back.lease, &Empty, &[]);
+    for (number, named) in [(2, returned), (3, foreign), (4, called_back)] {
+        raw.submit(number, "", "pid", Named { bytes: MIB as u64, ..named });
+        assert_eq!(raw.told(), Told::Outcome(number, REJECTED, INVALID));
+    }
+    // One that it has lost is its fault as well, once it has returned it.
+    let (lost, ..) = raw.lease("");
+    wait_for("it is called back, and lost", || (file_bytes(&supervisor) == 0).then_some(()));
+    let mut submit = |number: u64| {
+        raw.submit(number, "", "pid", Named { bytes: MIB as u64, ..lost });
+        loop {
+            match raw.told() {
+                Told::Outcome(of, outcome, reason) if of == number => return (outcome, reason),
+                told => assert_eq!(told, Told::Ended(lost.lease)),
+            }
+        }
+    };
+    assert_eq!(submit(5), (REJECTED, OVERLOADED));
+    assert_eq!(submit(6), (REJECTED, OVERLOADED));
+    raw.send(kind::LEASE_RETURNED, lost.lease, &Empty, &[]);
+    raw.submit(7, "", "pid", Named { bytes: MIB as u64, ..lost });
+    assert_eq!(raw.told(), Told::Outcome(7, REJECTED, INVALID));
+}
+
 /// A client that never reads what it was lent, or never gives it back, and one that does not even say that it has it.
 #[test]
 fn a_client_that_gives_nothing_back_loses_it() {

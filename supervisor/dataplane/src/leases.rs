@@ -46,6 +46,12 @@ const IDLE_MAX: Duration = Duration::from_secs(10);
 /// How long a client may take to give it back.
 const RETURN_WITHIN: Duration = Duration::from_secs(5);
 
+/// Leases that a client did not give back in time, of which it may not have heard: as many as it can have at once.
+const LOST_MAX: usize = LEASES_MAX;
+
+/// What a client is told that uses one of those.
+const LOST: &str = "this lease was called back, and not returned in time; send the job again";
+
 /// All leases.
 pub(super) struct Leases {
     by_number: HashMap<u64, Lease, RandomState>,
@@ -195,7 +201,11 @@ impl DataPlane {
         let number = header.number;
         let id = SessionId { index, epoch: self.sessions[index].epoch };
         let Some(lease) = self.leases.by_number.get_mut(&number).filter(|lease| lease.session == id) else {
-            self.sessions[index].standing.refuse();
+            let session = &mut self.sessions[index];
+            session.standing.refuse();
+            if header.kind == kind::LEASE_RETURNED {
+                session.leases_lost.retain(|lost| *lost != number);
+            }
             return Ok(());
         };
         // Of those that were not sent it cannot know.
@@ -531,8 +541,15 @@ impl DataPlane {
         for number in self.leases.numbers(is_late) {
             let session = self.leases.by_number.get(&number).map(|lease| lease.session);
             self.drop_lease(number);
+            let Some(session) = session else { continue };
+            if let Some(client) = self.sessions.of_mut(session) {
+                if client.leases_lost.len() >= LOST_MAX {
+                    client.leases_lost.pop_front();
+                }
+                client.leases_lost.push_back(number);
+            }
             // One that was made for it waited for an answer to this one.
-            session.into_iter().for_each(|session| self.offer_next(session));
+            self.offer_next(session);
         }
         self.want_housekeeping();
     }
@@ -566,18 +583,25 @@ impl DataPlane {
         let lease = match self.leases.by_number.get(&named.lease) {
             Some(lease) if lease.session == session => lease,
             // One that was stopped for a while may not have heard of it.
-            None if (1..=self.leases.last).contains(&named.lease) => {
-                let message = "this lease was called back, and not returned in time; send the job again";
-                return Err((RejectReason::Overloaded, message.to_owned()));
+            _ if self
+                .sessions
+                .of(session)
+                .is_some_and(|client| client.leases_lost.contains(&named.lease)) =>
+            {
+                return Err((RejectReason::Overloaded, LOST.to_owned()));
             }
-            _ => return Err(invalid("this client has no such lease")),
+            _ => {
+                return Err(invalid(
+                    "this client has no such lease: it was returned, or never its own; send the payload with the \
+                     job, or ask for another lease",
+                ));
+            }
         };
         if lease.is_busy || !matches!(lease.stage, Stage::Held(_) | Stage::CalledBack(..)) {
             return Err(invalid("this lease is in use by another job, or was not taken"));
         }
         if matches!(lease.stage, Stage::CalledBack(_, since) if self.now.since(since) >= RETURN_WITHIN) {
-            let message = "this lease was called back, and not returned in time; send the job again";
-            return Err((RejectReason::Overloaded, message.to_owned()));
+            return Err((RejectReason::Overloaded, LOST.to_owned()));
         }
         if *lease.bulkhead != *submit.bulkhead || *lease.tenant != *submit.tenant {
             return Err(invalid("this lease is for another bulkhead or tenant"));

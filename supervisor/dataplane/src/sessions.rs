@@ -1,6 +1,6 @@
 //! The clients' connections: accepting, writing, and cutting off those that misbehave.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
@@ -72,6 +72,8 @@ pub(super) struct Session {
     pub(super) unread_since: Option<Time>,
     /// Memory files that it was lent and may not have read yet.
     pub(super) unread: Unread,
+    /// Leases that were called back and that it did not return in time, the last ones.
+    pub(super) leases_lost: VecDeque<u64>,
     pub(super) is_dirty: bool,
     pub(super) is_paused: bool,
     /// Of a client of the control plane's, which does not count among those of the jobs socket.
@@ -121,6 +123,7 @@ impl Session {
             frames_begun: 0,
             unread_since: None,
             unread: Unread::default(),
+            leases_lost: VecDeque::new(),
             is_dirty: false,
             is_paused: false,
             place: None,
