@@ -145,7 +145,9 @@ fn a_template_that_hangs_is_replaced() {
     let [template, worker, _] = who(&client);
     kill_pid(template, Signal::SIGSTOP);
     kill_pid(worker, Signal::SIGKILL);
-    supervisor.wait_events("worker_not_started", 1);
+    let told = supervisor.wait_events("worker_not_started", 1);
+    let message = told[0]["message"].as_str().unwrap();
+    assert!(message.contains("its template did not fork within ten seconds and was ended"), "{message}");
     let [other, next, _] = who(&client);
     assert!(other != template && next != worker);
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));

@@ -29,6 +29,10 @@ use crate::{ReportMessage, TemplateNews, observe, wait};
 /// A template that has not forked within this time hangs.
 const FORK_PATIENCE: Duration = Duration::from_secs(10);
 
+/// Why what it was to fork has failed then.
+const HUNG: &str = "fork: its template did not fork within ten seconds and was ended; see whether it was stopped, or waits \
+                    in `before_fork`";
+
 /// A hunt waits so long for what is being forked. What is forked later, during a hunt, is taken for something that was
 /// left behind, and its start fails.
 const QUIET_PATIENCE: Duration = Duration::from_millis(500);
@@ -515,12 +519,12 @@ impl Process {
     /// A template has ended: what it was to fork is not coming.
     pub(super) fn template_ended(&mut self, template: Template) {
         let _ = self.poll.registry().deregister(&mut SourceFd(&template.socket.as_raw_fd()));
-        self.forks_failed(template.underway, "fork: its template has ended");
-    }
-
-    fn forks_failed(&mut self, forks: VecDeque<Fork>, step: &str) {
-        for fork in forks {
-            self.report_failure(fork.worker, &Refusal::new(step, Errno::CHILD));
+        let refusal = match template.is_hung {
+            true => Refusal::new(HUNG, Errno::TIME),
+            false => Refusal::new("fork: its template has ended", Errno::CHILD),
+        };
+        for fork in template.underway {
+            self.report_failure(fork.worker, &refusal);
         }
     }
 }
