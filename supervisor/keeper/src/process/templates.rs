@@ -315,6 +315,8 @@ impl Process {
                     let step = if step.is_empty() { "fork".to_owned() } else { format!("fork: {step}") };
                     let refusal = Refusal::new(&step, Errno::from_raw_os_error(errno));
                     self.fork_failed(pid, &fork, &refusal);
+                    // What is left behind in there may have waited for this fork.
+                    self.tidy_nest(pid, Instant::now());
                 }
                 return true;
             }
@@ -348,6 +350,7 @@ impl Process {
                     };
                     if is_gone {
                         self.fork_ended(pid, forked);
+                        self.tidy_nest(pid, Instant::now());
                     }
                 }
                 return true;
@@ -405,6 +408,7 @@ impl Process {
             Ok(is_sense) => is_sense,
             Err(refusal) => {
                 self.fork_failed(template, &fork, &refusal);
+                self.tidy_nest(template, Instant::now());
                 true
             }
         }
@@ -416,7 +420,6 @@ impl Process {
         let Some(parent) = self.children.get(&template) else { return Ok(true) };
         let (terms, rlimits) = (parent.terms, parent.rlimits.clone());
         let observed = Observed { is_inherited: true, ..parent.observed };
-        let failed = |step: &'static str| move |errno: Errno| Refusal::new(step, errno);
         let number = Pid::from_raw(pid as i32).ok_or(Refusal::new("fork", Errno::SRCH))?;
         let opened = rustix::process::pidfd_open(number, PidfdFlags::empty())
             .and_then(|pidfd| Ok((rustix::io::fcntl_dupfd_cloexec(&pidfd, 0)?, pidfd)));
@@ -449,6 +452,15 @@ impl Process {
         };
         let is_inside = matches!(terms.temporary, Temporary::FileSystem(_) | Temporary::Mounted(_));
         let home = home.map(|home| Home { secret: is_inside.then_some(secret), ..home });
+        if home.is_none() {
+            // Before it has anything that would be left; when the descriptor goes, so does this.
+            let mut source = SourceFd(&pidfd.as_raw_fd());
+            let token = Token(pid as usize | END);
+            if let Err(error) = self.poll.registry().register(&mut source, token, Interest::READABLE) {
+                self.refuse_birth(template, pid);
+                return Err(Refusal::of("descriptors", &error));
+            }
+        }
         let leaf = terms.cgroup.map(|limits| self.groups.make(worker, &limits));
         let leaf = leaf.map(|made| {
             let leaf = made?;
@@ -467,18 +479,10 @@ impl Process {
                 return Err(refusal);
             }
         };
-        match &home {
-            Some(home) => {
-                if let Some(nest) = self.children.get_mut(&template).and_then(|child| child.nest.as_mut()) {
-                    nest.born(home.inner, pid);
-                }
-            }
-            None => {
-                let mut source = SourceFd(&pidfd.as_raw_fd());
-                let token = Token(pid as usize | END);
-                let watched = self.poll.registry().register(&mut source, token, Interest::READABLE);
-                watched.map_err(|error| failed("descriptors")(errno::of(&error, Errno::IO)))?;
-            }
+        if let Some(home) = &home
+            && let Some(nest) = self.children.get_mut(&template).and_then(|child| child.nest.as_mut())
+        {
+            nest.born(home.inner, pid);
         }
         let observed = Observed { cgroup: leaf.is_some(), ..observed };
         let child = Child {
