@@ -102,7 +102,7 @@ fn what_a_client_asks_for_is_asked_of_the_data_plane() {
         "Bulkhead-Deadline-Ms: soon",
         "Bulkhead-Deadline-Ms: 0",
         "Bulkhead-Priority: urgent",
-        "Bulkhead-Cost: 0",
+        "Bulkhead-Cost: -1",
         "Bulkhead-Idempotent: perhaps",
         "Bulkhead-Dealine-Ms: 5",
         "Bulkhead-Operation: twice",
@@ -180,7 +180,7 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("poison", "abort", &[], b"bad"), 502, "crashed", "signal", "unknown");
     check(&place.job("poison", "abort", &[], b"bad"), 422, "rejected", "quarantined", "no");
     assert_eq!(place.job("rate", "echo", &[], b"").status, 200);
-    check(&place.job("rate", "echo", &[], b""), 429, "rejected", "rate_limited", "no");
+    check(&place.job("rate", "echo", &["Bulkhead-Cost: 0"], b""), 429, "rejected", "rate_limited", "no");
     let broken = "the one that is broken has failed";
     wait_for(broken, || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));
     check(&place.job("broken", "echo", &[], b""), 503, "rejected", "unavailable", "no");

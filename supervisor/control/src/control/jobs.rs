@@ -157,7 +157,7 @@ impl<'h> Asked<'h> {
             "bulkhead-priority" => self.priority = cut(value, 32).parse()?,
             "bulkhead-deadline-ms" => self.deadline = Some(millis(value).ok_or_else(number)?),
             "bulkhead-run-limit-ms" => self.run_limit = Some(millis(value).ok_or_else(number)?),
-            "bulkhead-cost" => self.cost = value.parse().ok().filter(|cost| *cost > 0).ok_or_else(number)?,
+            "bulkhead-cost" => self.cost = value.parse().map_err(|_| number())?,
             "bulkhead-idempotent" => {
                 self.is_idempotent = match value {
                     "true" | "1" => true,
@@ -664,7 +664,7 @@ mod tests {
             ("bulkhead-deadline-ms", "99999999999999999999"),
             ("bulkhead-run-limit-ms", "0"),
             ("bulkhead-run-limit-ms", "1s"),
-            ("bulkhead-cost", "0"),
+            ("bulkhead-cost", "-1"),
             ("bulkhead-cost", "4294967296"),
             ("bulkhead-priority", "urgent"),
             ("bulkhead-idempotent", "yes"),

@@ -124,7 +124,7 @@ const JOB_HEADERS: &[Parameter] = &[
         "How much it matters.",
     ),
     Parameter("Bulkhead-Tenant", Schema::Text, "On whose behalf."),
-    Parameter("Bulkhead-Cost", Schema::Positive, "What it counts against a rate limit."),
+    Parameter("Bulkhead-Cost", Schema::Count, "What it counts against a rate limit; 0 counts as 1."),
     Parameter("Bulkhead-Idempotent", Schema::Boolean, "Whether it may run twice."),
     Parameter("traceparent", Schema::Text, "A trace context of the W3C; the worker is given it."),
 ];
