@@ -10,7 +10,6 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use bulkhead_linux::errno;
 use bulkhead_shared::template_protocol::{MESSAGE_BYTES_MAX, Order, Word, folder_name};
 use mio::unix::SourceFd;
 use mio::{Interest, Token};
