@@ -15,6 +15,7 @@ mod submit;
 mod top;
 mod worst;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use args::{Args, Command};
@@ -22,7 +23,10 @@ use clap::Parser;
 use output::{Failure, exit};
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(told) => return told_by_clap(&told),
+    };
     let result = match &args.command {
         Command::Completions { shell } => pages::completions(*shell),
         Command::Man { folder } => pages::man(&args, folder),
@@ -30,8 +34,26 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(code) => ExitCode::from(code),
-        Err(failure) => failure.report(),
+        Err(failure) => {
+            // `submit` has a line for each job, and told this one as such.
+            if args.json && !matches!(args.command, Command::Submit(_)) && !failure.message().is_empty() {
+                // If it cannot be written, standard error has it all the same.
+                let _ = output::line(&failure.json().to_string());
+            }
+            failure.report()
+        }
     }
+}
+
+/// What is wrong with the arguments, or what was asked for about them.
+fn told_by_clap(told: &clap::Error) -> ExitCode {
+    if told.use_stderr() {
+        told.exit();
+    }
+    let text = told.render();
+    let is_colourful = std::io::stdout().is_terminal();
+    let text = if is_colourful { text.ansi().to_string() } else { text.to_string() };
+    output::raw(text.as_bytes()).map_or_else(Failure::report, |()| ExitCode::SUCCESS)
 }
 
 fn on_runtime(args: &Args) -> Result<u8, Failure> {

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use bulkhead_api::JobOutcome;
 use bulkhead_client::{ConnectError, CrashReason, Executed, JobError, Outcome, RejectReason, Reply, Verdict};
+use bulkhead_linux::standard_output;
 use serde_json::{Value, json};
 
 /// The exit codes that are not an outcome's.
@@ -63,13 +64,25 @@ impl Failure {
         ExitCode::from(self.code)
     }
 
-    /// The same for programs, in the place of a job's outcome.
-    pub(crate) fn json(&self, bulkhead: &str) -> Value {
-        let (outcome, retryable) = match (self.reason, self.code) {
+    /// For programs: in the words of a job's outcome, without what only a job has.
+    pub(crate) fn json(&self) -> Value {
+        let (outcome, retryable) = self.outcome();
+        let reason = self.reason.map(RejectReason::name);
+        json!({"message": self.message, "outcome": outcome, "reason": reason, "retryable": retryable})
+    }
+
+    fn outcome(&self) -> (&'static str, bool) {
+        match (self.reason, self.code) {
             (Some(reason), _) => ("rejected", reason.is_retryable()),
             (None, exit::UNREACHABLE) => ("unreachable", true),
+            (None, exit::TRY_LATER) => ("error", true),
             (None, _) => ("error", false),
-        };
+        }
+    }
+
+    /// The same in the place of a job's outcome.
+    pub(crate) fn job_json(&self, bulkhead: &str) -> Value {
+        let (outcome, retryable) = self.outcome();
         json!(JobOutcome {
             bulkhead: bulkhead.to_owned(),
             executed: Executed::No.into(),
@@ -104,8 +117,15 @@ impl From<ConnectError> for Failure {
 /// Bytes to standard output. If their reader has gone, the command ends, quietly; if they cannot be
 /// written, it fails: a result that is lost is no success.
 pub(crate) fn raw(bytes: &[u8]) -> Result<(), Failure> {
-    let mut out = io::stdout().lock();
-    out.write_all(bytes).and_then(|()| out.flush()).map_err(|error| match error.kind() {
+    // Nothing is lost of nothing.
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let written = standard_output::get().and_then(|out| {
+        let mut out = out.lock();
+        out.write_all(bytes).and_then(|()| out.flush())
+    });
+    written.map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => Failure { code: exit::OK, message: None, reason: None },
         _ => Failure::new(exit::UNWRITTEN, format!("failed to write to standard output: {error}")),
     })

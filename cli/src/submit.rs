@@ -25,7 +25,7 @@ pub(crate) async fn run(args: &Args, submit: &Submit) -> Result<u8, Failure> {
         Ok(prepared) => prepared,
         Err(failure) => {
             if args.json {
-                output::line(&failure.json(&submit.request.name).to_string())?;
+                output::line(&failure.job_json(&submit.request.name).to_string())?;
             }
             return Err(failure);
         }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use bulkhead_linux::lifeline::Lifeline;
+use bulkhead_linux::standard_output;
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::own_folder::OwnFolder;
@@ -23,11 +24,17 @@ fn main() -> ExitCode {
     }
     let args = Args::parse();
     match (&args.command, &args.config) {
-        (Some(Command::Doctor { json }), _) => printed(doctor::run(*json, &mut io::stdout())),
+        (Some(Command::Doctor { json }), _) => {
+            printed(standard_output::get().and_then(|mut out| doctor::run(*json, &mut out)))
+        }
         (None, Some(config)) => run(&args, config),
-        (None, None) if args.schema => printed(writeln!(io::stdout(), "{:#}", config::json_schema())),
+        (None, None) if args.schema => print(&format!("{:#}\n", config::json_schema())),
         (None, None) => ExitCode::from(USAGE), // Refused with a message when the arguments were read.
     }
+}
+
+fn print(text: &str) -> ExitCode {
+    printed(standard_output::get().and_then(|mut out| out.write_all(text.as_bytes())))
 }
 
 /// What was asked for is on standard output, or was as far as its reader wanted it.
@@ -44,10 +51,14 @@ fn printed(written: io::Result<()>) -> ExitCode {
 
 /// What starts is on standard output, what does not on standard error.
 fn check_and_start(config: &config::Config) -> ExitCode {
-    let mut out = io::stdout();
-    if let Err(error) = write!(out, "{}", config.summary_where(check::worker_ids(config))) {
-        return printed(Err(error));
-    }
+    let begun = standard_output::get().and_then(|mut out| {
+        write!(out, "{}", config.summary_where(check::worker_ids(config)))?;
+        Ok(out)
+    });
+    let mut out = match begun {
+        Ok(out) => out,
+        Err(error) => return printed(Err(error)),
+    };
     let failures = check::start_each(config, &mut out).unwrap_or_else(|error| vec![error.to_string()]);
     for failure in &failures {
         let _ = writeln!(io::stderr(), "error: {failure}");
@@ -83,7 +94,7 @@ fn run(args: &Args, config: &Path) -> ExitCode {
         return check_and_start(&config);
     }
     if args.check {
-        return printed(write!(io::stdout(), "{}", config.summary_where(check::worker_ids(&config))));
+        return print(&config.summary_where(check::worker_ids(&config)).to_string());
     }
     let format = match args.log_format {
         LogFormat::Text => logging::LogFormat::Text,

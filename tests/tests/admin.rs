@@ -761,6 +761,12 @@ fn what_cannot_be_written_is_no_success() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
         assert!(said.contains("standard output"), "{arguments:?}: {said}");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(arguments);
+        let output = shell.current_dir(folder.path()).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(74), "{arguments:?}: {said}");
+        assert!(said.contains("standard output: it is closed"), "{arguments:?}: {said}");
     }
 }
 

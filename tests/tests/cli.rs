@@ -376,7 +376,7 @@ fn no_supervisor_is_69() {
             &["restart", "b"],
             &["drain", "b"],
             &["resume", "b"],
-            &["reset", "b", "--json"],
+            &["reset", "b"],
         ];
         for command in commands {
             let ran = run(command);
@@ -655,6 +655,85 @@ fn a_reader_that_has_enough_is_no_error() {
     let output = big.command().args(submit).stdin(Stdio::null()).stdout(full).output().unwrap();
     assert_eq!(output.status.code(), Some(74));
     assert!(String::from_utf8_lossy(&output.stderr).contains("failed to write to standard output"));
+}
+
+/// The same command with a standard output that is closed, of which only a shell can do.
+fn without_stdout(command: &Command) -> Ran {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());
+    spawn(&mut shell).end()
+}
+
+#[test]
+fn what_is_printed_to_a_closed_standard_output_is_no_success() {
+    let supervisor = Supervisor::start("[bulkhead.b]\nexec = [\"echo\", \"a\", \"result\"]\n");
+    let file = supervisor.folder.path().join("result").display().to_string();
+    let pages = supervisor.folder.path().join("pages").display().to_string();
+    let many: &[&[&str]] = &[
+        &["submit", "b"],
+        &["submit", "b", "--json"],
+        &["submit", "b", "--repeat", "2"],
+        &["status"],
+        &["status", "b", "--json"],
+        &["top", "--once", "--interval", "100ms"],
+        &["events"],
+        &["reset", "b"],
+        &["resize", "b", "--max-queue", "3"],
+        &["reload"],
+        &["advise"],
+        &["crashes"],
+        &["bench", "b", "--duration", "50ms"],
+        &["completions", "bash"],
+        &["man", &pages],
+        &["--version"],
+        &["status", "--help"],
+    ];
+    for arguments in many {
+        let ran = without_stdout(supervisor.command().args(*arguments)).expect(74);
+        let said = "failed to write to standard output: it is closed";
+        assert!(ran.stderr.contains(said), "{arguments:?}: {}", ran.stderr);
+    }
+    // What prints nothing there does not need it.
+    without_stdout(supervisor.command().args(["submit", "b", "--output", &file])).expect(0);
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "a result\n");
+}
+
+#[test]
+fn a_command_that_fails_says_so_to_programs_as_well() {
+    let supervisor = Supervisor::start("[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n");
+    let nowhere =
+        |arguments: &[&str]| spawn(&mut plain(&[&["--admin", "/nonexistent"], arguments].concat())).end();
+    let every: &[&[&str]] = &[
+        &["status"],
+        &["top"],
+        &["events"],
+        &["logs", "b"],
+        &["restart", "b"],
+        &["drain", "b"],
+        &["resume", "b"],
+        &["reset", "b"],
+        &["resize", "b", "--max-queue", "3"],
+        &["advise"],
+        &["reload"],
+        &["crashes"],
+        &["replay", "20260307T101530123-0001"],
+    ];
+    for arguments in every {
+        let ran = nowhere(&[arguments, &["--json"][..]].concat()).expect(69);
+        let told = ran.object();
+        assert_eq!((&told["outcome"], &told["retryable"]), (&"unreachable".into(), &true.into()), "{told}");
+        let message = told["message"].as_str().unwrap();
+        assert!(ran.stderr.contains(message), "{arguments:?}: {}", ran.stderr);
+    }
+    assert!(nowhere(&["status"]).expect(69).stdout.is_empty(), "without --json it is prose alone");
+    for (arguments, code) in [(&["status", "none"][..], 66), (&["crashes", "nonsense"], 66)] {
+        let told = bulkhead(&supervisor, &[arguments, &["--json"]].concat()).expect(code).object();
+        assert_eq!((&told["outcome"], &told["retryable"]), (&"error".into(), &false.into()), "{told}");
+    }
+    let bench = ["bench", "b", "--duration", "50ms", "--json"];
+    let told =
+        spawn(&mut plain(&[&["--socket", "/nonexistent"], &bench[..]].concat())).end().expect(69).object();
+    assert_eq!(told["outcome"], "unreachable");
 }
 
 // Looking after a supervisor.

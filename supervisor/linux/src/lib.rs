@@ -9,6 +9,7 @@
 //! - [`folder`]: emptying a folder whose content is not trusted.
 //! - [`lifeline`]: a descriptor that ends with the program behind it.
 //! - [`landlock`]: the system calls of Landlock.
+//! - [`standard_output`]: whether the program was started with one.
 //! - [`schedule`]: how long a thread runs before others have their turn.
 //! - [`unread`]: what the other side of a socket has not read yet.
 //! - [`vfork`]: starting a program without a copy of this process.
@@ -27,6 +28,7 @@ pub mod rights;
 pub mod rlimits;
 pub mod schedule;
 pub mod signals;
+pub mod standard_output;
 pub mod syscalls;
 pub mod unread;
 pub mod vfork;
