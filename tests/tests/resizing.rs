@@ -950,6 +950,52 @@ fn numbers_that_make_no_sense_are_refused_with_a_sentence_and_change_nothing() {
     assert_eq!(supervisor.events("limits_changed").len(), 0);
 }
 
+/// In the words of the file, which refuses it as well.
+#[test]
+fn a_queue_that_is_used_cannot_be_taken_away() {
+    let some = "max_queue = 5\n";
+    for (keys, why) in [
+        (
+            "overflow = \"evict-oldest\"",
+            "`overflow` (\"evict-oldest\") needs a queue (`max_queue` is 0): write `max_queue = 1` or more, or \
+             `overflow = \"reject\"`",
+        ),
+        (
+            "pressure = { warn = 0.8 }",
+            "`pressure` needs a queue (`max_queue` is 0): write `max_queue = 1` or more, or remove `pressure`",
+        ),
+    ] {
+        let supervisor = start(&format!("{some}{keys}"));
+        let output = resize(&supervisor, &["b", "--max-queue", "0"]);
+        assert_eq!(code(&output), 65);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(told.contains(why), "{told}");
+        assert_eq!(supervisor.number("b", "queue_capacity"), 5);
+        assert_eq!(code(&resize(&supervisor, &["b", "--max-queue", "1"])), 0);
+    }
+    // In [defaults] it is for those that have a queue.
+    let all =
+        "[defaults]\npressure = { warn = 0.8 }\n[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_queue = 5\n";
+    let supervisor = Supervisor::start(all);
+    assert_eq!(code(&resize(&supervisor, &["b", "--max-queue", "0"])), 0);
+}
+
+#[test]
+fn spares_of_isolated_tenants_count_among_their_workers() {
+    let supervisor =
+        start("tenants = { isolate = true, max_active = 1024 }\nstart.spares = 2\nmax_queue = 5");
+    for arguments in [&["b", "--processes", "15"][..], &["b", "--tenant", "t", "--processes", "15"]] {
+        let output = resize(&supervisor, arguments);
+        assert_eq!(code(&output), 65);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            told.contains("(processes + start.spares) x tenants.max_active must be at most 16384"),
+            "{told}"
+        );
+    }
+    assert_eq!(code(&resize(&supervisor, &["b", "--processes", "14"])), 0);
+}
+
 #[test]
 fn a_stopping_supervisor_takes_no_numbers() {
     let mut supervisor = start("");

@@ -3,7 +3,7 @@
 //! before one of `[defaults]`, and either before one that was not written at all.
 
 mod access;
-mod admission;
+pub(crate) mod admission;
 mod confinement;
 mod fallback;
 mod start;
@@ -251,6 +251,7 @@ impl Checker<'_> {
             fallback: self.fallback(raw, &file.names),
             priority: self.priority(&raw.priority),
             pressure: self.pressure(&raw.pressure, &queue),
+            has_own_pressure: raw.pressure.is_own(),
             rate_limit: self.rate_limit(&raw.rate_limit),
             tenants: self.tenants(&raw.tenants),
             tenant: self.tenant(raw),

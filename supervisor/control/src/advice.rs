@@ -40,6 +40,8 @@ pub(crate) struct Setup {
     pub(crate) adaptive: Option<Adaptive>,
     /// How many tenants may have workers at once, if they are apart; else 1.
     pub(crate) sets_of_workers: u32,
+    /// Spares of each of them.
+    pub(crate) spares: u32,
     /// Bytes, where that is set.
     pub(crate) cgroup_memory: Option<u64>,
     /// Whether anything else bounds what a worker holds: `recycle.rss`, `rlimits.as` or `rlimits.data`.

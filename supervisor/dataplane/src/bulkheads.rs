@@ -66,6 +66,8 @@ pub(super) struct BulkheadEntry {
     pub(super) tally: Tally,
     /// What could be counted at any scrape so far.
     pub(super) possible: Possible,
+    /// Whether `pressure` is written for it, which needs a queue.
+    pub(super) has_own_pressure: bool,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
     pub(super) memory_limit: Option<u64>,
     /// Bytes of memory files that one worker may be lent.
@@ -224,6 +226,7 @@ impl BulkheadEntry {
             service: Window::default(),
             tally: Tally::new(spec.limits.tenants.labelled.len()),
             possible: Possible::default(),
+            has_own_pressure: false,
             memory_limit: None,
             lent_max: None,
             demand: Demand::default(),
@@ -243,6 +246,7 @@ impl BulkheadEntry {
         self.heartbeat = limits.health.heartbeat;
         self.retries = limits.retry.is_some();
         self.knows_poison = limits.poison.is_some();
+        self.has_own_pressure = spec.has_own_pressure;
         self.memory_limit = spec.memory_limit;
         self.lent_max = spec.lent_max;
         self.tally.name_fallbacks(&spec.fallback);

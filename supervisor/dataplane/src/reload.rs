@@ -16,7 +16,7 @@ use bulkhead_policy::{Event, Limits};
 
 use super::bulkheads::{BulkheadEntry, Compartment, Layout, Presence};
 use super::slab::{BulkheadIndex, CompartmentIndex};
-use super::steer::check_fit;
+use super::steer::{Fixed, check_fit};
 use super::{DataPlane, Incoming};
 
 impl DataPlane {
@@ -103,8 +103,12 @@ impl DataPlane {
         let entry = &self.bulkheads[bulkhead];
         let own = own_with_live(own_before, &spec.own, entry.own_numbers());
         let limits = limits_with_live(limits_before, &spec.limits, self.limits_of(bulkhead));
-        let place = (spec.program.sandbox(), spec.max_active);
-        let fits = |limits: &Limits, own: &BTreeMap<_, _>| check_fit(limits, own, place).is_ok();
+        let fixed = Fixed {
+            sandbox: spec.program.sandbox(),
+            max_active: spec.max_active,
+            has_own_pressure: spec.has_own_pressure,
+        };
+        let fits = |limits: &Limits, own: &BTreeMap<_, _>| check_fit(limits, own, fixed).is_ok();
         if fits(&limits, &own) {
             return Merged { limits, own, dropped: Vec::new() };
         }
@@ -112,6 +116,9 @@ impl DataPlane {
         for (key, take) in NUMBERS {
             let mut with = merged.limits.clone();
             take(&mut with, &limits);
+            if with == merged.limits {
+                continue;
+            }
             match fits(&with, &merged.own) {
                 true => merged.limits = with,
                 false => merged.dropped.push((*key).to_owned()),

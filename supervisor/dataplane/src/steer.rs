@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use bulkhead_api::{
     BreakerMode, Change, ChangedPer, Rate, Severity, Snapshot, TenantChange, TenantRate, What,
 };
-use bulkhead_config::TenantConfig;
 use bulkhead_config::defaults::{IN_FLIGHT_CEILING, ISOLATED_WORKERS_CEILING, PERMITS_CEILING};
+use bulkhead_config::{self as config, Overflow, TenantConfig};
 use bulkhead_plane::command::{Command, SteerError, Verb};
 use bulkhead_plane::confinement::Sandbox;
 use bulkhead_plane::entry::SocketKind;
@@ -237,7 +237,8 @@ impl DataPlane {
             Layout::Shared(_) => None,
             Layout::Isolated(isolated) => Some(isolated.max_active),
         };
-        check_fit(&limits, &entry.own, (entry.program.sandbox(), max_active))
+        let (sandbox, has_own_pressure) = (entry.program.sandbox(), entry.has_own_pressure);
+        check_fit(&limits, &entry.own, Fixed { sandbox, max_active, has_own_pressure })
     }
 
     fn change_tenant(
@@ -317,11 +318,7 @@ impl DataPlane {
                 if in_flight == 0 && queue > 0 {
                     return unfit("this tenant's max_in_flight is 0: nothing in its queue would run".into());
                 }
-                if u64::from(processes) * isolated.max_active as u64 > ISOLATED_WORKERS_CEILING {
-                    let most = ISOLATED_WORKERS_CEILING;
-                    return unfit(format!("processes x tenants.max_active must be at most {most}"));
-                }
-                Ok(())
+                check_workers(processes, limits.start.spares, isolated.max_active)
             }
             Layout::Shared(compartment) => {
                 let own = &self.bulkheads[bulkhead].own;
@@ -440,14 +437,48 @@ fn check_adaptive(limits: &Limits, processes: u32, in_flight: u32) -> Result<(),
     }
 }
 
+/// Each worker of isolated tenants is a process of this machine, and so is each spare.
+fn check_workers(processes: u32, spares: u32, max_active: usize) -> Result<(), SteerError> {
+    let each = u64::from(processes) + u64::from(spares);
+    match each * max_active as u64 <= ISOLATED_WORKERS_CEILING {
+        true => Ok(()),
+        false => Err(SteerError::Unfit(format!(
+            "(processes + start.spares) x tenants.max_active must be at most {ISOLATED_WORKERS_CEILING}"
+        ))),
+    }
+}
+
+/// What stands in the file and is not changed live.
+#[derive(Clone, Copy)]
+pub(super) struct Fixed<'s> {
+    pub(super) sandbox: &'s Sandbox,
+    /// How many tenants may have workers, if they are kept apart.
+    pub(super) max_active: Option<usize>,
+    pub(super) has_own_pressure: bool,
+}
+
+/// What only a queue can use.
+fn check_queue(limits: &Limits, has_own_pressure: bool) -> Result<(), SteerError> {
+    let unfit = |(what, help): (String, String)| Err(SteerError::Unfit(format!("{what}: {help}")));
+    match limits.max_queue {
+        0 if limits.overflow == Overflow::EvictOldest => unfit(config::overflow_needs_queue(
+            format_args!("\"{}\"", limits.overflow.name()),
+            limits.max_queue,
+        )),
+        0 if has_own_pressure => unfit(config::pressure_needs_queue(limits.max_queue)),
+        _ => Ok(()),
+    }
+}
+
 /// The relations that a file is held to as well.
 pub(super) fn check_fit(
     limits: &Limits,
     own: &BTreeMap<String, TenantConfig>,
-    (sandbox, max_active): (&Sandbox, Option<usize>),
+    Fixed { sandbox, max_active, has_own_pressure }: Fixed<'_>,
 ) -> Result<(), SteerError> {
     let unfit = |message: String| Err(SteerError::Unfit(message));
     check_programs(sandbox, limits.max_in_flight)?;
+    check_queue(limits, has_own_pressure)?;
     let (processes, in_flight) = (u64::from(limits.processes), u64::from(limits.max_in_flight));
     if processes * in_flight > PERMITS_CEILING {
         return unfit(format!("processes x max_in_flight must be at most {PERMITS_CEILING}"));
@@ -466,9 +497,5 @@ pub(super) fn check_fit(
         let message = "tenants have rate limits of their own, which needs rate_limit.per = \"tenant\"";
         return unfit(message.into());
     }
-    if max_active.is_some_and(|tenants| processes * tenants as u64 > ISOLATED_WORKERS_CEILING) {
-        let most = ISOLATED_WORKERS_CEILING;
-        return unfit(format!("processes x tenants.max_active must be at most {most}"));
-    }
-    Ok(())
+    max_active.map_or(Ok(()), |tenants| check_workers(limits.processes, limits.start.spares, tenants))
 }

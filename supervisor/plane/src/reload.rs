@@ -33,6 +33,8 @@ pub struct BulkheadSpec {
     pub fallback: Arc<[Arc<str>]>,
     /// How many tenants may have workers, if they are kept apart.
     pub max_active: Option<usize>,
+    /// Whether `pressure` is written for it, which needs a queue.
+    pub has_own_pressure: bool,
     /// How many bytes a worker may hold before it is replaced or ended, if that is bounded.
     pub memory_limit: Option<u64>,
     /// Bytes of memory files that one worker may be lent.
@@ -89,6 +91,7 @@ impl BulkheadSpec {
             max_result: bulkhead.max_result,
             fallback: bulkhead.fallback.iter().map(|name| name.as_str().into()).collect(),
             max_active: bulkhead.isolation().map(|isolation| isolation.max_active as usize),
+            has_own_pressure: bulkhead.has_own_pressure,
             memory_limit: memory_limit(bulkhead),
             lent_max: lent_max(bulkhead),
         }

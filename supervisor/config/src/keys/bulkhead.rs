@@ -142,6 +142,9 @@ pub struct BulkheadConfig {
     /// What a filling queue does. It rests when `max_queue` is 0.
     #[serde(serialize_with = "as_table")]
     pub pressure: Pressure,
+    /// Whether `pressure` is written for it, and not in `[defaults]`: then it needs a queue.
+    #[serde(skip)]
+    pub has_own_pressure: bool,
     /// How fast jobs may come; `None`: as fast as they like.
     #[serde(serialize_with = "as_table_option")]
     pub rate_limit: Option<RateLimit>,

@@ -30,7 +30,7 @@ table! {
     /// above are refused.
     isolate: bool as Kind::Boolean, default false;
     /// Isolated tenants that have workers at once; for one more those of the longest idle go, and if none is idle its
-    /// job is rejected `unavailable`. `processes` × `max_active` is at most 16384. Needs `isolate`.
+    /// job is rejected `unavailable`. (`processes` + `start.spares`) × `max_active` is at most 16384. Needs `isolate`.
     max_active: u32 as count(1, TENANTS_ACTIVE_CEILING), default 64;
     /// An isolated tenant without a job for so long gives its workers back. Needs `isolate`.
     idle: Duration as at_least(SOME), default Duration::from_secs(60);

@@ -1,5 +1,7 @@
 //! What spans the keys of admission control: a table that says too little, and what only a queue can use.
 
+use std::fmt::Display;
+
 use super::{Checker, Permits, leaf};
 use crate::key::{self, Key};
 use crate::keys::admission::{AdaptiveKeys, BreakerKeys, PressureKeys, PriorityKeys, RateLimitKeys};
@@ -9,6 +11,29 @@ use crate::schema;
 use crate::table::{ByRows as _, WithDefault};
 use crate::units;
 use crate::{AdaptiveConfig, BreakerConfig, Overflow, PressureConfig, PriorityConfig, RateLimitConfig};
+
+/// What is wrong with `overflow` without a queue, and what to write instead: of a file, and of numbers set live.
+pub fn overflow_needs_queue(overflow: impl Display, queue: impl Display) -> (String, String) {
+    (
+        format!("`overflow` ({overflow}) needs a queue (`max_queue` is {queue})"),
+        format!("write `max_queue = 1` or more, or `overflow = \"{}\"`", Overflow::Reject.name()),
+    )
+}
+
+/// The same of `pressure`.
+pub fn pressure_needs_queue(queue: impl Display) -> (String, String) {
+    (
+        format!("`pressure` needs a queue (`max_queue` is {queue})"),
+        "write `max_queue = 1` or more, or remove `pressure`".to_owned(),
+    )
+}
+
+impl PressureKeys {
+    /// Whether it is written for the bulkhead itself.
+    pub(super) fn is_own(&self) -> bool {
+        self.here.given().is_some_and(|here| here.origin == Origin::Own)
+    }
+}
 
 impl Checker<'_> {
     pub(super) fn priority(&mut self, raw: &PriorityKeys) -> Option<PriorityConfig> {
@@ -23,30 +48,21 @@ impl Checker<'_> {
             && queue.value == 0
             && let Some(place) = blame(&overflow, queue)
         {
-            self.problems.report(
-                place,
-                format!(
-                    "`overflow` ({}) needs a queue (`max_queue` is {})",
-                    overflow.told(format_args!("\"{}\"", overflow.value.name())),
-                    queue.told(0)
-                ),
-                format!("write `max_queue = 1` or more, or `overflow = \"{}\"`", Overflow::Reject.name()),
-            );
+            let overflow = overflow.told(format_args!("\"{}\"", overflow.value.name()));
+            let (what, help) = overflow_needs_queue(overflow, queue.told(0));
+            self.problems.report(place, what, help);
         }
         overflow.value
     }
 
     /// In `[defaults]` it is for those bulkheads that have a queue.
     pub(super) fn pressure(&mut self, raw: &PressureKeys, queue: &Resolved<u32>) -> PressureConfig {
-        if raw.here.given().is_some_and(|here| here.origin == Origin::Own)
+        if raw.is_own()
             && queue.value == 0
             && let Some(place) = blame(&raw.here.resolved(()), queue)
         {
-            self.problems.report(
-                place,
-                format!("`pressure` needs a queue (`max_queue` is {})", queue.told(0)),
-                "write `max_queue = 1` or more, or remove `pressure`",
-            );
+            let (what, help) = pressure_needs_queue(queue.told(0));
+            self.problems.report(place, what, help);
         }
         let reject = raw.reject.resolved();
         // A file that asks for an early rejection has not asked for a late warning.

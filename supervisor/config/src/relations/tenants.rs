@@ -11,7 +11,7 @@ use crate::file::RawBulkhead;
 use crate::key;
 use crate::keys::tenants::{RawTenant, TenantsKeys};
 use crate::reader::{Field, Origin};
-use crate::resolved::blame;
+use crate::resolved::{blame, blame_one_of};
 use crate::table::WithDefault;
 use crate::{BulkheadConfig, IsolationConfig, RateLimitConfig, RatePer, TenantConfig, TenantsConfig};
 
@@ -160,29 +160,32 @@ impl Checker<'_> {
         }
     }
 
-    /// Each worker is a process of this machine, for whichever tenant it works.
+    /// Each worker is a process of this machine, for whichever tenant it works, and so is each spare.
     pub(super) fn check_workers(&mut self, raw: &RawBulkhead, bulkhead: &BulkheadConfig) {
         let ceiling = defaults::ISOLATED_WORKERS_CEILING;
-        let processes = raw.processes.resolved();
+        let (processes, spares) = (raw.processes.resolved(), raw.start.spares.resolved());
         let max_active = raw.tenants.max_active.resolved();
-        if bulkhead.isolation().is_none() || bulkhead.workers_max() <= ceiling {
+        let in_all = bulkhead.workers_max() + bulkhead.spares_max();
+        if bulkhead.isolation().is_none() || in_all <= ceiling {
             return;
         }
-        if u64::from(processes.value) * u64::from(max_active.value) <= ceiling {
-            return self.report_largest_tenant(raw, bulkhead.workers_max());
+        let each = u64::from(processes.value) + u64::from(spares.value);
+        if each * u64::from(max_active.value) <= ceiling {
+            return self.report_largest_tenant(raw, in_all);
         }
-        let Some(place) = blame(&max_active, &processes) else { return };
+        let Some(place) = blame_one_of(&[&max_active, &processes, &spares]) else { return };
+        let of_one = format!("`processes` ({})", processes.told(processes.value));
+        let (of_one, with) = match spares.value {
+            0 => (of_one, "these processes"),
+            some => {
+                (format!("({of_one} + `start.spares` ({}))", spares.told(some)), "these processes and spares")
+            }
+        };
+        let max_active = max_active.told(max_active.value);
         self.problems.report(
             place,
-            format!(
-                "`processes` ({}) × `tenants.max_active` ({}) is above {ceiling}",
-                processes.told(processes.value),
-                max_active.told(max_active.value)
-            ),
-            format!(
-                "with these processes write `max_active = {}` or less",
-                ceiling / u64::from(processes.value)
-            ),
+            format!("{of_one} × `tenants.max_active` ({max_active}) is above {ceiling}"),
+            format!("with {with} write `max_active = {}` or less", ceiling / each),
         );
     }
 
@@ -201,7 +204,8 @@ impl Checker<'_> {
                 processes.value,
                 defaults::ISOLATED_WORKERS_CEILING
             ),
-            "write fewer `processes`, here or for other tenants, or a smaller `tenants.max_active`",
+            "write fewer `processes`, here or for other tenants, fewer `start.spares`, or a smaller \
+             `tenants.max_active`",
         );
     }
 }

@@ -396,7 +396,7 @@ fn the_summary_keeps_the_pressure_of_a_queue_to_come() {
         bulkhead("")
     );
     let config = folder.accept(&text);
-    assert_eq!(folder.accept(&config.summary()), config);
+    assert_eq!(folder.again(&config), config);
 }
 
 #[test]

@@ -83,6 +83,16 @@ impl Folder {
         self.parse(text).unwrap_or_else(|errors| panic!("refused:\n{errors}"))
     }
 
+    /// The configuration that its summary is, where what stands in `[defaults]` stands with each bulkhead.
+    #[track_caller]
+    fn again(&self, config: &Config) -> Config {
+        let mut again = self.accept(&config.summary());
+        for (one, other) in again.bulkheads.iter_mut().zip(&config.bulkheads) {
+            one.has_own_pressure = other.has_own_pressure;
+        }
+        again
+    }
+
     #[track_caller]
     fn refuse(&self, text: &str) -> Vec<Problem> {
         match self.parse(text) {

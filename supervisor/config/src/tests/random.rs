@@ -10,7 +10,7 @@ static FOLDER: LazyLock<Folder> = LazyLock::new(Folder::new);
 
 fn answer(text: &str) {
     match FOLDER.parse(text) {
-        Ok(config) => assert_eq!(FOLDER.accept(&config.summary()), config),
+        Ok(config) => assert_eq!(FOLDER.again(&config), config),
         Err(errors) => {
             assert!(!errors.problems().is_empty());
             assert!(!errors.render(false).is_empty() && !errors.render(true).is_empty());
@@ -88,6 +88,6 @@ proptest! {
         let mut config = FOLDER.accept(&bulkhead(""));
         config.bulkheads[0].env =
             env.into_iter().filter(|(name, _)| !name.starts_with("BULKHEAD_")).collect();
-        prop_assert_eq!(FOLDER.accept(&config.summary()), config);
+        prop_assert_eq!(FOLDER.again(&config), config);
     }
 }

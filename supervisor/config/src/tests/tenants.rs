@@ -150,6 +150,14 @@ fn workers_of_isolated_tenants_are_bounded() {
         "`processes` (17) × `tenants.max_active` (1024) is above 16384",
         "with these processes write `max_active = 963` or less",
     );
+    let spares = |spares: u32| format!("{}start.spares = {spares}\n", text(15, 1024));
+    folder.accept(&spares(1));
+    folder.refuse_one(
+        &spares(2),
+        (4, 42),
+        "(`processes` (15) + `start.spares` (2)) × `tenants.max_active` (1024) is above 16384",
+        "with these processes and spares write `max_active = 963` or less",
+    );
     folder.refuse_one(
         &bulkhead("processes = 257\ntenants = { isolate = true }"),
         (3, 13),
@@ -454,7 +462,7 @@ fn the_example_of_the_contract_is_accepted() {
     );
     assert!(isolated.bulkheads[0].isolation().is_some() && common.bulkheads[0].isolation().is_none());
     for config in [isolated, common] {
-        assert_eq!(folder.accept(&config.summary()), config);
+        assert_eq!(folder.again(&config), config);
     }
 }
 

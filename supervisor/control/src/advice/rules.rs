@@ -104,6 +104,7 @@ impl Lever {
             return Self { key: "max_in_flight", now: in_flight, permits_each: 1, most: IN_FLIGHT_CEILING };
         }
         let of_tenants = ISOLATED_WORKERS_CEILING / u64::from(setup.sets_of_workers.max(1));
+        let of_tenants = of_tenants.saturating_sub(u64::from(setup.spares));
         let most = PROCESSES_CEILING.min(of_tenants).min(PERMITS_CEILING / in_flight);
         Self { key: "processes", now: processes, permits_each: in_flight, most: most.max(1) }
     }

@@ -22,6 +22,7 @@ fn setup() -> Setup {
         deadline_max: Duration::from_secs(5),
         adaptive: None,
         sets_of_workers: 1,
+        spares: 0,
         cgroup_memory: None,
         is_memory_bounded: true,
     }
@@ -408,6 +409,7 @@ fn setups() -> impl Strategy<Value = Setup> {
         deadline_max: Duration::from_millis(times.0),
         adaptive: None,
         sets_of_workers: sets,
+        spares: 0,
         cgroup_memory: memory.0,
         is_memory_bounded: memory.1,
     })

@@ -147,6 +147,7 @@ fn setup(bulkhead: &BulkheadConfig, numbers: &InForce) -> Setup {
         deadline: numbers.deadline,
         deadline_max: numbers.deadline_max,
         adaptive: None,
+        spares: bulkhead.start.spares,
         sets_of_workers: bulkhead.isolation().map_or(1, |isolation| isolation.max_active),
         cgroup_memory: bulkhead.cgroup.as_ref().and_then(|cgroup| cgroup.memory),
         is_memory_bounded: bulkhead.recycle.rss.is_some() || has_rlimit,
