@@ -368,7 +368,7 @@ fn a_worker_can_do_nothing_to_a_file_but_write_results() {
 
 #[test]
 fn a_worker_that_names_what_it_has_not_breaks_the_protocol() {
-    for lie in ["lie-lease", "lie-bytes"] {
+    for lie in ["lie-lease", "lie-bytes", "lie-both"] {
         let supervisor = by_hand("");
         run(async {
             let client = connect(&supervisor).await;
@@ -566,6 +566,67 @@ fn a_client_does_not_use_what_it_has_returned() {
     raw.send(kind::LEASE_RETURNED, lost.lease, &Empty, &[]);
     raw.submit(7, "", "pid", Named { bytes: MIB as u64, ..lost });
     assert_eq!(raw.told(), Told::Outcome(7, REJECTED, INVALID));
+}
+
+/// Writes another configuration and has it read.
+fn reload(supervisor: &Supervisor, bulkheads: &str) {
+    supervisor.configure(SUPERVISOR, bulkheads);
+    let (status, body) = supervisor.post("/v1/reload");
+    assert_eq!(status, 200, "{body}");
+}
+
+/// Those that were made and not offered yet are refused, each of them.
+#[test]
+fn leases_that_were_made_when_payloads_are_to_be_bytes_are_refused() {
+    let bulkhead = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
+    let supervisor = start(bulkhead);
+    let mut raw = Raw::connect(&supervisor);
+    (1..=4).for_each(|number| raw.ask(number, "", MIB));
+    let Told::Leased(1, offered) = raw.told() else { panic!("no lease") };
+    wait_for("all are made", || (file_bytes(&supervisor) == 4 * 2 * offered.bytes).then_some(()));
+    reload(&supervisor, &format!("{bulkhead}poison = {{ crashes = 2, within = \"1m\" }}\n"));
+    assert_eq!(raw.told(), Told::Ended(offered.lease));
+    raw.send(kind::LEASE_RETURNED, offered.lease, &Empty, &[]);
+    let mut refused: Vec<u64> = (2..=4)
+        .map(|_| match raw.told() {
+            Told::Refused(number) => number,
+            told => panic!("{told:?}"),
+        })
+        .collect();
+    refused.sort_unstable();
+    assert_eq!(refused, [2, 3, 4]);
+    wait_for("nothing is left", || (file_bytes(&supervisor) == 0).then_some(()));
+}
+
+/// Whether the target is there and learns to know payloads, or comes with the reload.
+#[test]
+fn a_reload_of_what_a_bulkhead_falls_back_to_ends_its_leases() {
+    let entry = "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\n";
+    let target = "[bulkhead.second]\ncommand = [\"MISBEHAVE\"]\n";
+    let (falls_back, poison) = ("fallback = [\"second\"]\n", "poison = { crashes = 2, within = \"1m\" }\n");
+    let apart = "tenants = { isolate = true }\n";
+    let after = format!("{entry}{falls_back}{target}{poison}");
+    let cases = [
+        (format!("{entry}{falls_back}{target}"), after.clone()),
+        (format!("{entry}{target}{poison}"), after.clone()),
+        (entry.to_owned(), after.clone()),
+        (format!("{entry}{falls_back}{target}"), format!("{after}{apart}")),
+    ];
+    for (before, after) in cases {
+        let supervisor = start(&before);
+        let mut raw = Raw::connect(&supervisor);
+        let (lease, ..) = raw.lease("");
+        // One that is in use does not end for its rest.
+        raw.submit(1, "", "steps:count ran;wait end", Named { bytes: MIB as u64, ..lease });
+        wait_for("the job runs", || (supervisor.file_bytes("ran") == 1).then_some(()));
+        reload(&supervisor, &after);
+        supervisor.touch("end");
+        assert_eq!(raw.told(), Told::Ended(lease.lease), "{before}\n{after}");
+        assert_eq!(raw.told(), Told::Outcome(1, OK, 0));
+        raw.send(kind::LEASE_RETURNED, lease.lease, &Empty, &[]);
+        raw.ask(2, "", MIB);
+        assert_eq!(raw.told(), Told::Refused(2));
+    }
 }
 
 /// A client that never reads what it was lent, or never gives it back, and one that does not even say that it has it.

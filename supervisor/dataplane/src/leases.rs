@@ -230,7 +230,7 @@ impl DataPlane {
         entry.knows_poison || targets.into_iter().any(|target| self.bulkheads[*target].knows_poison)
     }
 
-    /// Of a bulkhead that was configured anew: what kills is recognised by its bytes, also where it comes from others.
+    /// Of a bulkhead that is new, or configured anew: what kills is recognised by its bytes, also where it comes from others.
     pub(super) fn end_leases_of_bytes_needed(&mut self, bulkhead: BulkheadIndex) {
         let entry = &self.bulkheads[bulkhead];
         let mut needing = Vec::new();

@@ -32,6 +32,8 @@ impl DataPlane {
         changed.into_iter().for_each(|reconfigured| self.reconfigure(reconfigured));
         for spec in added {
             let bulkhead = self.open(spec);
+            // Others may fall back to it.
+            self.end_leases_of_bytes_needed(bulkhead);
             if let Layout::Shared(compartment) = self.bulkheads[bulkhead].layout {
                 self.apply(compartment, Event::Start, Incoming::None);
             }

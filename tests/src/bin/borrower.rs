@@ -139,6 +139,7 @@ impl Worker {
                 let named = Named { lease: named.lease + 1, ..named };
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");
             }
+            "lie-both" => self.send(kind::RESULT, job, &Empty, Some(named), b"here"),
             "lie-bytes" => {
                 let named = Named { bytes: size + 1, ..named };
                 self.send(kind::RESULT, job, &Empty, Some(named), b"");
