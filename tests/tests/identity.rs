@@ -398,6 +398,27 @@ fn check_says_what_stops_a_worker() {
     assert!(!path.join("jobs.sock.lock").exists() && !path.join("jobs.sock").exists());
 }
 
+/// However much time a worker asks for, it is given `start.ready` at a time, as by the supervisor.
+#[test]
+fn check_gives_a_worker_no_more_time_than_the_supervisor_does() {
+    let home = home();
+    let bulkhead = |name: &str, mode: &str| {
+        format!(
+            "[bulkhead.{name}]\ncommand = [\"bin/misbehave\", \"init-hangs\", \"extends\"]\n\
+             sandbox.profile = \"none\"\nstart = {{ ready = \"500ms\", mode = \"{mode}\" }}\n"
+        )
+    };
+    let config = format!("{SOCKETS}{}{}", bulkhead("spawned", "spawn"), bulkhead("forked", "fork"));
+    std::fs::write(home.path().join("workers.toml"), config).unwrap();
+    let mut command = Command::new("timeout");
+    command.arg(PATIENCE.as_secs().to_string()).arg(programs().join("bulkhead-supervisor"));
+    command.args(["--check", "--start", "--config"]).arg(home.path().join("workers.toml"));
+    let output = command.output().unwrap();
+    let (out, error) = texts(&output);
+    assert_eq!(output.status.code(), Some(2), "{out}{error}");
+    assert_eq!(error.matches("does not become ready in time").count(), 2, "{error}");
+}
+
 /// What needs no path of its own: an ELF program of `exec`, and a library that needs no other beside it.
 #[test]
 fn without_the_right_to_mount_a_host_has_programs_and_libraries_by_descriptor() {

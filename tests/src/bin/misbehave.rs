@@ -32,6 +32,13 @@ fn main() -> ExitCode {
             .init(|_| Err::<(), _>(HandlerError::new("no_model", "the model file is missing")))
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
             .serve(),
+        ["init-hangs", "extends"] => Server::new()
+            .init(|start| -> Result<(), HandlerError> {
+                start.extend(Duration::MAX);
+                forever()
+            })
+            .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
+            .serve(),
         ["init-hangs"] => Server::new()
             .init(|_| -> Result<(), HandlerError> { forever() })
             .handler(|_: &Job, _: &Ctx<()>| Ok(Vec::new()))
