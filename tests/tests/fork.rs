@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, wait_for};
+use bulkhead_tests::confined::{DEFAULT_LAYERS, has_layers, is_root};
+use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, parent, wait_for};
 use nix::sys::signal::Signal;
 
 fn bulkhead(keys: &str) -> String {
@@ -151,6 +152,42 @@ fn a_template_that_hangs_is_replaced() {
     let [other, next, _] = who(&client);
     assert!(other != template && next != worker);
     wait_for("the template is gone", || (!is_alive(template)).then_some(()));
+}
+
+/// It waits for that, and not for ever.
+#[test]
+fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
+    if !is_root() || !has_layers(DEFAULT_LAYERS) {
+        return;
+    }
+    let keys = format!(
+        "processes = 2\n{FORK}\nrestart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000 }}"
+    );
+    let bulkhead =
+        bulkhead(&keys).replace("\"none\"", "\"default\"").replace("\"forked\"", "\"forked\", \"twice\"");
+    let supervisor = Supervisor::start(&bulkhead);
+    let client = Client::connect(supervisor.socket()).unwrap();
+    let workers =
+        wait_for("two workers", || Some(supervisor.worker_pids("b")).filter(|pids| pids.len() == 2));
+    let nest = parent(workers[0]).unwrap();
+    let template = children(nest).into_iter().find(|pid| !workers.contains(pid)).unwrap();
+    kill_pid(template, Signal::SIGSTOP);
+    kill_pid(workers[0], Signal::SIGKILL);
+    wait_for("the next one is to be forked", || {
+        let snapshot = supervisor.snapshot("b");
+        let workers = snapshot["workers"].as_array().unwrap();
+        workers.iter().any(|worker| worker["pid"].is_null()).then_some(())
+    });
+    client.job("b", "").operation("leave").send().unwrap();
+    kill_pid(workers[1], Signal::SIGKILL);
+    wait_for("its process is left", || {
+        let left = children(nest);
+        (!left.contains(&workers[1]) && left.len() == 2).then_some(())
+    });
+    kill_pid(template, Signal::SIGCONT);
+    let told = supervisor.wait_events("worker_not_started", 1);
+    assert!(told[0]["message"].as_str().unwrap().contains("fork: "), "{told:?}");
+    wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
 }
 
 #[test]

@@ -12,6 +12,7 @@ use bulkhead_shared::connection::{BufferPool, Inbox, Item, Outbox, Payload, Scra
 use bulkhead_shared::frame::{HEADER_BYTES, Header, MAGIC, kind};
 use bulkhead_shared::worker_protocol::{self, Empty, LINK_VARIABLE, Status, WorkerWelcome, capability};
 use bulkhead_worker::{Ctx, Fault, HandlerError, Job, Server};
+use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
 
@@ -59,8 +60,9 @@ fn main() -> ExitCode {
                 })
                 .serve()
         }
-        ["forked"] => forked(None),
-        ["forked", "threads"] => forked(Some("left-behind")),
+        ["forked"] => forked(None, u32::MAX),
+        ["forked", "threads"] => forked(Some("left-behind"), u32::MAX),
+        ["forked", "twice"] => forked(None, 2),
         ["raw", "hoard"] => hoard(),
         ["raw", "liar"] => liar(),
         ["raw", "scribbler"] => scribbler(),
@@ -70,8 +72,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Says which process initialised it, and which it is.
-fn forked(thread: Option<&'static str>) -> ExitCode {
+/// Says which process initialised it, and which it is. After so many forks it may have no further process.
+fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
     Server::new()
         .init(move |start| {
             start.status("initialises");
@@ -86,7 +88,12 @@ fn forked(thread: Option<&'static str>) -> ExitCode {
             }
             Ok::<_, HandlerError>((std::process::id(), 0))
         })
-        .before_fork(|(_, forks)| *forks += 1)
+        .before_fork(move |(_, forks)| {
+            *forks += 1;
+            if *forks > forks_max {
+                setrlimit(Resource::RLIMIT_NPROC, 1, 1).expect("less is always allowed");
+            }
+        })
         .after_fork(
             |(_, forks), _| if *forks > 0 { Ok(()) } else { Err(HandlerError::new("hook", "not called")) },
         )
