@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 #: Seconds that anything may take on a busy machine.
 LONG = 60.0
 
 T = TypeVar("T")
+TESTS = Path(__file__).parent
 
 
 def wait_for(what: str, condition: Callable[[], T | None], seconds: float = LONG) -> T:
@@ -64,3 +69,15 @@ def tree(root: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+def script(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that can import what tests can."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+        check=False,
+    )

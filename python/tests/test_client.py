@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import concurrent.futures
 import gc
 import os
@@ -22,6 +23,7 @@ from running import SOURCE, WORKER, Supervisor, running
 
 import bulkhead
 from bulkhead import Client, JobError
+from bulkhead._future import Condition
 
 
 @pytest.fixture(scope="module")
@@ -420,6 +422,66 @@ def test_the_rest_of_a_result_that_is_given_up_does_not_stop_the_next_payload(cl
     payload = bytes(12 << 20)
     assert client.call("plain", payload).payload == payload
     assert client._connection is connection
+
+
+def test_a_handler_that_cancels_while_a_job_is_sent_sends_it_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = client.submit("two", operation="spin")
+    connection = client._connection
+    assert connection is not None
+    signal.signal(signal.SIGUSR1, lambda *_: other.cancel())
+
+    class Queue(collections.deque[Any]):
+        is_new = True
+
+        def append(self, entry: Any) -> None:
+            super().append(entry)
+            if self.is_new:
+                self.is_new = False
+                signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(connection, "_outgoing", Queue())
+    try:
+        for payload in (b"x", b"y"):
+            assert client.call("two", payload).payload == payload
+        assert client._connection is connection
+        assert connection.lost is None
+        assert other.cancelled()
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_ctrl_c_while_another_threads_future_is_settled_tells_it_all_the_same(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.call("two", b"x").payload == b"x"
+    found: list[Any] = []
+    told: list[Any] = []
+    called = threading.Event()
+
+    def other() -> None:
+        found.append(client.submit("two", b"0.3", operation="sleep"))
+        found[0].add_done_callback(lambda _: called.set())
+        told.append(found[0].result(LONG).payload)
+
+    notify_all = Condition.notify_all
+
+    def hit(condition: Condition) -> None:
+        if found and condition is found[0]._condition:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        notify_all(condition)
+
+    monkeypatch.setattr(Condition, "notify_all", hit)
+    thread = threading.Thread(target=other)
+    threading.Timer(0.1, thread.start).start()
+    # This thread reads for all.
+    with pytest.raises(KeyboardInterrupt):
+        client.call("two", b"%d" % LONG, operation="sleep")
+    thread.join(LONG)
+    assert (told, called.wait(LONG)) == ([b"slept"], True)
+    assert client.submit("two", b"x").result(LONG).payload == b"x"
 
 
 def test_a_forked_child_has_a_connection_of_its_own(client: Client, supervisor: Supervisor) -> None:

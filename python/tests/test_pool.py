@@ -8,27 +8,22 @@ import pickle
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
-from pools import LONG, wait_for
+from pools import LONG, script, wait_for
 
 import bulkhead._pool
 from bulkhead import BulkheadExecutor, Disconnected
 from bulkhead._channel import Channel
 from bulkhead._private import PrivateSupervisor, SupervisorFailed
 from bulkhead.executor import Call, PoolDisconnected, PoolFuture
-
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture
@@ -43,18 +38,6 @@ def channel_of(pool: BulkheadExecutor) -> Channel:
     channel = pool._pool._channel
     assert channel is not None
     return channel
-
-
-def script(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program that can import what tests can."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"},
-        capture_output=True,
-        text=True,
-        timeout=2 * LONG,
-        check=False,
-    )
 
 
 # Signals.

@@ -205,6 +205,10 @@ class Connection:
         """Asks that a job be ended; it still gets its outcome."""
         if self.lost is None:
             try:
+                if self._writing._is_owned():  # type: ignore[attr-defined]
+                    # From a signal's handler or the collector, in the midst of `_push`, which goes on with it.
+                    self._outgoing.append((_wire.frame(_wire.CANCEL, number), []))
+                    return
                 self._push(_wire.frame(_wire.CANCEL, number))
             except OSError as error:
                 if error.errno not in _wire.ENDS:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import _base as _states
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _wire
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
     from ._connection import Connection
     from .errors import JobError
 
-__all__ = ["JobFuture", "call_back"]
+__all__ = ["Condition", "JobFuture", "call_back"]
+
+
+class Condition(threading.Condition):
+    """One that a signal's exception does not leave taken: ``with`` calls its lock's own methods."""
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
 
 
 def call_back(future: Future[Any]) -> None:
@@ -26,7 +34,9 @@ def call_back(future: Future[Any]) -> None:
         try:
             callback(future)
         except BaseException as error:
-            _states.LOGGER.exception("exception calling callback for %r", future)
+            with suppress(Exception):
+                # A handler of the application's may raise.
+                _states.LOGGER.exception("exception calling callback for %r", future)
             if not isinstance(error, Exception):
                 raised = error
     if raised is not None and threading.current_thread() is threading.main_thread():
@@ -43,10 +53,13 @@ class JobFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = Condition()
         self._connection: Connection | None = None
         self._number = 0
         self._listeners: list[Callable[[float, str], object]] = []
         self._heard: tuple[float, str] | None = None
+        #: Whether all callbacks were called.
+        self._is_told = False
         self.is_withdrawn = False
 
     def on_progress(self, listener: Callable[[float, str], object]) -> None:
@@ -87,9 +100,9 @@ class JobFuture(Future[Any]):
         """Its outcome has come."""
         try:
             if _wire.is_ok(metadata):
-                self._resolve(self._value(metadata, payload), None)
+                self._resolve(self._value(metadata, payload), None, is_repeated=True)
             else:
-                self._resolve(None, self._error(_wire.error(metadata, payload)))
+                self._resolve(None, self._error(_wire.error(metadata, payload)), is_repeated=True)
         except Exception as error:
             self._resolve(None, error)
 
@@ -114,7 +127,7 @@ class JobFuture(Future[Any]):
     def forget(self) -> None:
         """This process was forked from the one that had the job; no other thread is here."""
         self._connection = None
-        self._condition = threading.Condition()
+        self._condition = Condition()
         self._done_callbacks: list[Any] = []
 
     def _invoke_callbacks(self) -> None:
@@ -130,13 +143,28 @@ class JobFuture(Future[Any]):
         """What is raised for a job that did not."""
         return error
 
-    def _resolve(self, value: Any, error: BaseException | None) -> None:
-        """Ends it, unless it was cancelled."""
+    def _resolve(self, value: Any, error: BaseException | None, *, is_repeated: bool = False) -> None:
+        """Ends it, unless it was cancelled. ``is_repeated``: if it has ended already, a signal's exception came before
+        all were told."""
         self._connection = None
+        with self._condition:
+            has_ended = self._state == _states.FINISHED
+            if self._state in (_states.CANCELLED, _states.CANCELLED_AND_NOTIFIED):
+                return
+            if has_ended and (self._is_told or not is_repeated):
+                return
+            if not has_ended:
+                self._result, self._exception = value, error
+                self._state = _states.FINISHED
+            for waiter in self._waiters:
+                if has_ended and self in waiter.finished_futures:
+                    continue
+                if self._exception is None:
+                    waiter.add_result(self)
+                else:
+                    waiter.add_exception(self)
+            self._condition.notify_all()
         try:
-            if error is None:
-                self.set_result(value)
-            else:
-                self.set_exception(error)
-        except _states.InvalidStateError:
-            pass
+            self._invoke_callbacks()
+        finally:
+            self._is_told = True

@@ -19,6 +19,8 @@ from ._private import PrivateSupervisor
 
 __all__ = ["Fifos", "Lines"]
 
+#: Seconds that results wait for a stream.
+CATCH_UP_SECONDS_MAX = 2.0
 _NAMES = ("stdout", "stderr")
 
 
@@ -56,25 +58,38 @@ class Fifos:
                 self._readers[self._descriptors[-1]] = name
             #: As much as one holds.
             self._read_bytes = max(fcntl.fcntl(each, fcntl.F_GETPIPE_SZ) for each in self._readers)
+            # Held from reading to written.
+            self._passing = threading.Lock()
+            # How often all that was ready has been passed on.
+            self._rounds = 0
+            self._round = threading.Condition()
+            #: How often that was when results waited in vain.
+            self._stuck_at = -1
+            self._waiting = select.poll()
+            for descriptor in self._readers:
+                self._waiting.register(descriptor, select.POLLIN)
+            self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
         except BaseException:
             self.forget()
             raise
-        # Held from reading to written.
-        self._passing = threading.Lock()
-        self._waiting = select.poll()
-        for descriptor in self._readers:
-            self._waiting.register(descriptor, select.POLLIN)
-        self._thread = threading.Thread(target=self._forward, name="bulkhead-output", daemon=True)
 
     def start(self) -> None:
         """Begins to read."""
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Returns when all is written that was here before."""
-        with self._passing:
-            for descriptor, _ in self._waiting.poll(0):
-                self._pass_on(descriptor, is_all=False)
+        """Returns when all is written that was here before, or the stream stands still."""
+        # Written by the thread alone, since what the application's stream waits for may wait for a result.
+        if self._is_passed_on() or self._stuck_at == self._rounds:
+            return
+        with self._round:
+            until = self._rounds + 2
+            if not self._round.wait_for(lambda: self._rounds >= until or self._is_passed_on(), CATCH_UP_SECONDS_MAX):
+                self._stuck_at = self._rounds
+
+    def _is_passed_on(self) -> bool:
+        # In this order: what is read is passed on with the lock held.
+        return not self._waiting.poll(0) and not self._passing.locked()
 
     def finish(self) -> None:
         """Writes what is left, when the workers are gone."""
@@ -100,6 +115,9 @@ class Fifos:
                 if is_over or descriptor in ready:
                     with self._passing:
                         self._pass_on(descriptor, is_all=is_over)
+            with self._round:
+                self._rounds += 1
+                self._round.notify_all()
 
     def _pass_on(self, descriptor: int, *, is_all: bool) -> None:
         while True:

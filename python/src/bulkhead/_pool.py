@@ -22,7 +22,7 @@ from typing import Any
 
 from . import _wire
 from ._channel import Channel, connect
-from ._future import call_back
+from ._future import Condition, call_back
 from ._output import Fifos, Lines
 from ._pool_worker import RAISED, UNFIT, UNREADABLE, Pickler
 from ._private import PrivateSupervisor
@@ -69,6 +69,7 @@ class PoolFuture(Future[Any]):
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
+        self._condition = Condition()
         self._pool = pool
         self._number = 0
         # Unlike the condition itself it is not left taken by an exception of a signal's handler.
@@ -112,7 +113,8 @@ class PoolFuture(Future[Any]):
     def _begin(self) -> bool:
         """Makes it running, unless it was cancelled."""
         with self._lock:
-            if self._state != PENDING:
+            # Running: what a signal's handler raised came behind this, and it is sent once more.
+            if self._state not in (PENDING, RUNNING):
                 return False
             self._state = RUNNING
             return True
@@ -196,7 +198,8 @@ class Pool:
 
     def _reset(self) -> None:
         """The state of a pool that was never used; also that of one in a forked child."""
-        self._lock = threading.Lock()
+        # Never taken twice. But an `RLock` knows whether this thread has it.
+        self._lock = threading.RLock()
         self._waiting: deque[Call] = deque()
         #: By number. Those on their way there are in `_pickling`; those that have a place are counted in `_placed`.
         self._sent: dict[int, Call] = {}
@@ -227,6 +230,8 @@ class Pool:
 
     def submit(self, call: Call) -> None:
         """Takes a call. Raises ``BrokenProcessPool`` or ``RuntimeError`` if none is taken any more."""
+        if self._is_in_the_midst():
+            raise RuntimeError("a signal's handler cannot submit calls in the midst of another submit")
         try:
             with self._lock:
                 self._refuse_if_over()
@@ -278,11 +283,18 @@ class Pool:
     def _put_back(self, call: Call) -> None:
         """``_fill`` has failed so: the call is none of this thread's, and waits again."""
         channel = self._channel
+        is_lost = False
         with self._lock:
-            if call in self._pickling:
+            is_on_its_way = call in self._pickling
+            if is_on_its_way:
                 self._put_down(call)
-                if not self._waiting or self._waiting[0] is not call:
+            # Or it was put down for a problem that its future was not told.
+            if is_on_its_way or not (call.future._number or call.future.done()):
+                is_lost = self._channel is None or self.broken is not None
+                if not is_lost:
                     self._waiting.appendleft(call)
+        if is_lost:
+            call.future._settle(None, PoolDisconnected("the supervisor ended before the call was sent"))
         if channel is not None and call.future._number:
             channel.recover()
         self._go_on()
@@ -354,11 +366,11 @@ class Pool:
                 self._bytes += size
                 # With the lock held, so that the thread that hears of those before it sends it.
                 put(frame)
+        if channel is None and problem is not None:
+            future._settle(None, problem)
         # What the caller's objects hold on to is not held here.
         call.function = call.arguments = call.keywords = None
         if channel is None:
-            if problem is not None:
-                future._settle(None, problem)
             return False
         if not is_deferred:
             channel.flush(may_wait=may_wait)
@@ -379,8 +391,12 @@ class Pool:
                         is_over = self._is_over()
                         break
                     call = self._waiting[0]
-                    self._take_up(call)
-                    self._waiting.popleft()
+                    # No call from here on, so that no signal's exception comes between.
+                    self._pickling[call] = None
+                    del self._waiting[0]
+                    if not call.is_ordered:
+                        self._placed += 1
+                        call.has_place = True
                 self._send(call, may_wait=may_wait)
         except BaseException as error:
             if call is None:
@@ -398,7 +414,10 @@ class Pool:
         if future._number:
             self._send_cancel(future._number)
         elif self.is_shut_down:
-            self._fill(may_wait=False)
+            if self._is_in_the_midst():
+                self._leave_to_thread(self._fill_quietly)
+            else:
+                self._fill(may_wait=False)
 
     def _send_cancel(self, number: int) -> None:
         channel = self._channel
@@ -435,6 +454,9 @@ class Pool:
                     self._settle(future, metadata, payload)
                 except BaseException as error:
                     future._settle(None, ResultUnreadable(f"the outcome cannot be read: {error!r}"))
+        if self.broken is not None:
+            # Since one of these: there is nothing left to wait for.
+            self._fill(may_wait=False)
 
     def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
         if metadata[0] or payload[:1] != b"\x80":
@@ -497,9 +519,22 @@ class Pool:
             self.broken = (
                 self.broken or f"A process in the process pool was terminated abruptly or did not start: {why}"
             )
+        self._end_all(lambda future: future._settle(None, BrokenProcessPool(self.broken)))
+
+    def _end_all(self, end: Callable[[PoolFuture], object]) -> None:
+        """Ends all calls that wait, also if a callback, or a signal's handler, raises in the midst."""
+        with self._lock:
             waiting, self._waiting = self._waiting, deque()
-        for call in waiting:
-            call.future._settle(None, BrokenProcessPool(self.broken))
+        raised: BaseException | None = None
+        while waiting:
+            try:
+                while waiting:
+                    end(waiting[0].future)
+                    waiting.popleft()
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
 
     # Beginning and end.
 
@@ -525,6 +560,9 @@ class Pool:
     def lost(self, session: _Session) -> None:
         """The connection has ended: in order, or since the supervisor is gone."""
         with self._lock:
+            if session not in self._sessions:
+                # Its start was given up, and it was ended there. There may be another one.
+                return
             self._channel = self._supervisor = None
             left = list(self._sent.values())
             self._sent.clear()
@@ -576,13 +614,12 @@ class Pool:
 
     def shut_down(self, *, wait: bool, cancel: bool) -> None:
         """Takes no further calls; ends the supervisor when the last one has its outcome."""
-        with self._lock:
-            self.is_shut_down = True
-            waiting: list[Call] = []
-            if cancel:
-                waiting, self._waiting = list(self._waiting), deque()
-        for call in waiting:
-            call.future.cancel()
+        self.is_shut_down = True
+        if self._is_in_the_midst():
+            self._leave_to_thread(partial(self.shut_down, wait=False, cancel=cancel))
+            return
+        if cancel:
+            self._end_all(PoolFuture.cancel)
         self._fill(may_wait=False)
         if wait:
             self._join()
@@ -599,11 +636,18 @@ class Pool:
             joined = thread
 
     def abandoned(self) -> None:
-        """The executor was dropped. This may be called between any two steps of any thread, also of one that has the
-        lock: so it is left to a thread of its own."""
+        """The executor was dropped, by the collector of garbage between any two steps of any thread. So it is left to a
+        thread of its own."""
         self.is_shut_down = True
+        self._leave_to_thread(self._fill_quietly)
+
+    def _is_in_the_midst(self) -> bool:
+        """Whether a signal's handler, or the collector of garbage, calls this in a thread that has the lock."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def _leave_to_thread(self, task: Callable[[], None]) -> None:
         with suppress(RuntimeError):
-            _thread.start_new_thread(self._fill_quietly, ())
+            _thread.start_new_thread(task, ())
 
     def _fill_quietly(self) -> None:
         # At the end of the interpreter it may find half of what it needs; `_at_exit` comes then.
@@ -614,8 +658,13 @@ class Pool:
         """Ends the supervisor and all workers at once; what has no outcome fails."""
         self.is_shut_down = True
         self._was_killed = True
-        self._break("the pool was terminated")
-        self._end_channel()
+        if self._is_in_the_midst():
+            self._leave_to_thread(self.terminate)
+            return
+        try:
+            self._break("the pool was terminated")
+        finally:
+            self._end_channel()
         self._join()
 
     def supervisor(self) -> PrivateSupervisor:

@@ -204,7 +204,9 @@ class PrivateSupervisor:
             caller = os.pidfd_open(self._owner)
             try:
                 ends = ["--while-open", str(caller), "--own-folder", self.folder]
-                self._process = subprocess.Popen(
+                # Known from its first moment on, since a signal's exception may come while it waits for the exec.
+                self._process = subprocess.Popen.__new__(subprocess.Popen)
+                self._process.__init__(  # type: ignore[misc]
                     [program, "--config", config, "--log-level", "error", "--log-output", "off", *ends],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -252,6 +254,8 @@ class PrivateSupervisor:
         if os.getpid() != self._owner:
             return
         process = self._process
+        if process is not None and not process._child_created:  # type: ignore[attr-defined]
+            process = self._process = None
         give_up = time.monotonic() + STOP_SECONDS_MAX
         while process is not None and process.poll() is None:
             if time.monotonic() > give_up:

@@ -1,0 +1,315 @@
+"""What a signal's handler raises or does, and the collector of garbage does, in the midst of anything.
+
+Each is a program of its own, in which the signal comes where the interpreter looks for one.
+"""
+
+from __future__ import annotations
+
+import pytest
+from pools import script
+
+COMMON = """
+import gc, logging, os, signal, sys, threading, time, glob
+import jobs, bulkhead._pool as behind
+from collections import Counter
+from concurrent.futures import wait
+from bulkhead import BulkheadExecutor, _wire
+main = threading.main_thread()
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+def started():
+    pool = BulkheadExecutor(1)
+    assert pool.submit(abs, -1).result(60) == 1
+    return pool
+
+def waiting(pool, *given):
+    # One that another thread has submitted while there was no place.
+    found = []
+    inner = pool._pool
+    inner._has_place = lambda: False
+    thread = threading.Thread(target=lambda: found.append(pool.submit(*given)))
+    thread.start()
+    thread.join()
+    del inner._has_place
+    return found[0]
+"""
+
+
+def ends(code: str, expected: str = "ended") -> None:
+    # A hang ends by the first of these limits, with all stacks.
+    watch = "import faulthandler; faulthandler.dump_traceback_later(50, exit=True)\n"
+    ended = script(watch + COMMON + code + "\nprint('ended', flush=True)\nos._exit(0)\n")
+    assert ended.stdout.strip().splitlines()[-1:] == [expected], ended.stdout + ended.stderr
+
+
+def test_a_call_that_is_put_back_behind_its_beginning_is_sent() -> None:
+    ends("""
+pool = started()
+future = waiting(pool, jobs.double, 4)
+head = _wire.head
+def hit(*given):
+    if threading.current_thread() is main:
+        _wire.head = head
+        interrupt()
+    return head(*given)
+_wire.head = hit
+try:
+    pool._pool._fill(may_wait=True)
+    raise AssertionError
+except KeyboardInterrupt:
+    pass
+assert future.result(30) == 8
+""")
+
+
+def test_a_call_that_cannot_be_pickled_is_told_so_after_an_interruption() -> None:
+    ends("""
+pool = started()
+future = waiting(pool, abs, threading.Lock())
+put_down = pool._pool._put_down
+def hit(call):
+    put_down(call)
+    if threading.current_thread() is main:
+        del pool._pool._put_down
+        interrupt()
+pool._pool._put_down = hit
+try:
+    pool._pool._fill(may_wait=True)
+    raise AssertionError
+except KeyboardInterrupt:
+    pass
+assert isinstance(future.exception(30), TypeError)
+""")
+
+
+@pytest.mark.parametrize("how", ["os.kill(pid, 9)", "pool.terminate_workers()"])
+def test_a_call_that_is_put_back_when_the_supervisor_has_gone_has_an_outcome(how: str) -> None:
+    ends(f"""
+pool = started()
+pid = pool._pool.supervisor().pid
+class Slow:
+    def __reduce__(self):
+        if threading.current_thread() is main:
+            {how}
+            while pool._pool._channel is not None:
+                time.sleep(0.01)
+            interrupt()
+        return int, ()
+future = waiting(pool, abs, Slow())
+try:
+    pool._pool._fill(may_wait=True)
+    raise AssertionError
+except KeyboardInterrupt:
+    pass
+assert not wait([future], 30).not_done
+pool.shutdown()
+""")
+
+
+def test_a_start_that_is_interrupted_leaves_the_next_one_alone() -> None:
+    ends("""
+start, found = threading.Thread.start, []
+def other():
+    found.append(pool.submit(jobs.sleep, 0.2))
+def hit(self):
+    start(self)
+    if self.name == "bulkhead-executor":
+        threading.Thread.start = start
+        found.append(threading.Thread(target=other))
+        found[0].start()
+        interrupt()
+threading.Thread.start = hit
+pool = BulkheadExecutor(1)
+try:
+    pool.submit(abs, -1)
+    raise AssertionError
+except KeyboardInterrupt:
+    pass
+found[0].join()
+assert found[1].result(30) == 0.2
+pool.shutdown()
+""")
+
+
+@pytest.mark.parametrize("moment", ["0", "0.03"])
+def test_a_start_that_is_interrupted_leaves_no_supervisor_and_no_folder(moment: str) -> None:
+    ends(f"""
+import subprocess, tempfile
+from pools import tree
+tempfile.tempdir = tempfile.mkdtemp(dir="/tmp")
+execute = subprocess.Popen._execute_child
+def hit(self, *given, **named):
+    execute(self, *given, **named)
+    subprocess.Popen._execute_child = execute
+    time.sleep({moment})
+    interrupt()
+subprocess.Popen._execute_child = hit
+pool = BulkheadExecutor(1)
+try:
+    pool.submit(abs, -1)
+    raise AssertionError
+except KeyboardInterrupt:
+    pass
+assert tree(os.getpid()) == {{os.getpid()}} and os.listdir(tempfile.tempdir) == []
+os.rmdir(tempfile.tempdir)
+assert started().submit(abs, -2).result(30) == 2
+""")
+
+
+@pytest.mark.parametrize("how", ["shutdown(cancel_futures=True)", "terminate_workers()"])
+@pytest.mark.parametrize("what", ["a signal", "a callback"])
+def test_an_end_that_is_interrupted_leaves_no_future_behind(how: str, what: str) -> None:
+    ends(f"""
+pool = started()
+futures = [pool.submit(jobs.sleep, 0.02) for _ in range(3000)]
+class Hit:
+    def __call__(self, future):
+        {"interrupt()" if what == "a signal" else "sys.exit(3)"}
+futures[1000].add_done_callback(Hit())
+try:
+    pool.{how}
+    raise AssertionError
+except (KeyboardInterrupt, SystemExit):
+    pass
+assert not wait(futures, 30).not_done
+pool.shutdown()
+""")
+
+
+def test_ctrl_c_while_a_future_is_looked_at_stops_no_other() -> None:
+    ends("""
+pool = started()
+looked_at, other = pool.submit(jobs.sleep, 0.3), pool.submit(jobs.sleep, 0.3)
+interrupted, is_armed = 0, False
+def hit(*_):
+    global is_armed
+    if is_armed:
+        is_armed = False
+        raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, hit)
+signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+give_up = time.monotonic() + 1
+while time.monotonic() < give_up:
+    try:
+        is_armed = True
+        while is_armed:
+            looked_at.done()
+    except KeyboardInterrupt:
+        interrupted += 1
+signal.setitimer(signal.ITIMER_REAL, 0, 0)
+assert interrupted
+assert other.result(30) == looked_at.result(30) == 0.3
+""")
+
+
+def test_an_iterator_that_is_collected_in_the_midst_of_an_outcome_leaves_no_shutdown_waiting() -> None:
+    ends("""
+gc.disable()
+pool = started()
+def use():
+    results = pool.map(jobs.sleep, [0.002] * 2000)
+    cycle = [results]
+    cycle.append(cycle)
+    next(results)
+use()
+ran_us = _wire.ran_us
+def hit(metadata):
+    if pool._pool.is_shut_down:
+        _wire.ran_us = ran_us
+        # As what is made with the lock held may have it do.
+        gc.collect()
+    return ran_us(metadata)
+_wire.ran_us = hit
+pool.shutdown()
+""")
+
+
+@pytest.mark.parametrize("how", ["shutdown(cancel_futures=True)", "terminate_workers()"])
+def test_a_handler_ends_the_pool_in_the_midst_of_its_start(how: str) -> None:
+    ends(f"""
+pool = BulkheadExecutor(1)
+done = []
+def end(*_):
+    pool.{how}
+    done.append(1)
+signal.signal(signal.SIGALRM, end)
+connect = behind.connect
+def hit(*given):
+    signal.raise_signal(signal.SIGALRM)
+    return connect(*given)
+behind.connect = hit
+try:
+    future = pool.submit(abs, -1)
+    assert not wait([future], 30).not_done
+except RuntimeError:
+    pass
+assert done
+pool._pool._join()
+assert pool._pool._channel is None
+""")
+
+
+def test_a_handler_that_submits_in_the_midst_of_a_submit_is_told_so() -> None:
+    ends("""
+pool = BulkheadExecutor(1)
+refused = []
+def submit(*_):
+    try:
+        pool.submit(abs, -2)
+    except RuntimeError as error:
+        refused.append(error)
+signal.signal(signal.SIGALRM, submit)
+connect = behind.connect
+def hit(*given):
+    signal.raise_signal(signal.SIGALRM)
+    return connect(*given)
+behind.connect = hit
+assert pool.submit(abs, -1).result(30) == 1
+assert len(refused) == 1
+""")
+
+
+def test_a_log_that_raises_leaves_no_future_behind() -> None:
+    ends("""
+class Gone(logging.Handler):
+    def emit(self, record):
+        raise OSError("the log's server is gone")
+logging.getLogger().addHandler(Gone())
+pool = started()
+futures = [pool.submit(jobs.sleep, 20) for _ in range(30)]
+futures[0].add_done_callback(lambda _: 1 / 0)
+os.kill(pool._pool.supervisor().pid, 9)
+for future in futures[1:]:
+    future.cancel()
+assert not wait(futures, 30).not_done
+""")
+
+
+def test_a_stream_that_waits_for_the_thread_with_the_result_stops_nothing() -> None:
+    ends("""
+lock = threading.Lock()
+class Widget:
+    def write(self, text):
+        with lock:
+            return len(text)
+    def flush(self):
+        pass
+real, sys.stdout = sys.stdout, Widget()
+pool = started()
+with lock:
+    for _ in range(20):
+        assert pool.submit(jobs.say, "words").result(30) == 1
+sys.stdout = real
+""")
+
+
+def test_a_pool_whose_initializer_fails_ends_its_processes() -> None:
+    ends("""
+from pools import tree
+pool = BulkheadExecutor(1, initializer=jobs.fail_to_start)
+assert pool.submit(abs, -1).exception(30)
+pool._pool._join()
+assert tree(os.getpid()) == {os.getpid()}
+""")
