@@ -90,7 +90,8 @@ def test_forked_workers_are_out_of_each_others_reach(profile: str) -> None:
 def test_a_forked_worker_has_a_temporary_folder_that_goes_with_it(profile: str) -> None:
     keys = forked(profile, recycle={"jobs": 1})
     with running(one=keys) as own, Client(own.socket) as client:
-        depths = [0, 3, 40, 300]
+        # A folder on disk that is deeper than 128 is a violation, if a look finds it before it goes.
+        depths = [0, 3, 40, 300 if profile == "strict" else 100]
         folders = [client.call("one", str(depth).encode(), operation="litter").payload.decode() for depth in depths]
         assert len(set(folders)) == len(folders)
         (worker,) = ready(own, 1)
