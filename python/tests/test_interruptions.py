@@ -190,12 +190,15 @@ def hit(*_):
         raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, hit)
 signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+def look():
+    global is_armed
+    is_armed = True
+    while is_armed:
+        looked_at.done()
 give_up = time.monotonic() + 1
 while time.monotonic() < give_up:
     try:
-        is_armed = True
-        while is_armed:
-            looked_at.done()
+        look()
     except KeyboardInterrupt:
         interrupted += 1
 signal.setitimer(signal.ITIMER_REAL, 0, 0)
