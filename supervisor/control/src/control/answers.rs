@@ -18,7 +18,11 @@ pub(super) fn problem(status: StatusCode, detail: &str) -> Response {
 }
 
 /// The same with fields of its own.
-pub(super) fn problem_with(status: StatusCode, detail: &str, fields: Map<String, Value>) -> Response {
+pub(super) fn problem_with(status: StatusCode, detail: &str, mut fields: Map<String, Value>) -> Response {
+    // As the header `Retry-After` says it where nothing else does.
+    if matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
+        fields.entry("retry_after_ms").or_insert(json!(1000.0));
+    }
     let title = match status.as_u16() {
         CLIENT_CLOSED_REQUEST => "Client Closed Request",
         _ => status.canonical_reason().unwrap_or("error"),

@@ -20,6 +20,7 @@ pub(super) async fn bulkheads(State(control): State<Shared>) -> Response {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct TenantQuery {
     tenant: Option<String>,
 }

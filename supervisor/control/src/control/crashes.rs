@@ -22,6 +22,7 @@ use crate::observe::crashes::ReadError;
 use bulkhead_plane::command::{Command, Event, ReplayError, ReplayOrder, Replayed};
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct ListQuery {
     bulkhead: Option<String>,
     limit: Option<usize>,
@@ -70,6 +71,7 @@ async fn find(control: &Shared, id: &str) -> Result<Box<CrashReport>, Response> 
 // Replays.
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct ReplayQuery {
     job: Option<usize>,
 }

@@ -75,10 +75,7 @@ pub(super) async fn submit(
             .await
         {
             Ok(response) => response,
-            Err(Cut::Slow) => {
-                let detail = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
-                problem(StatusCode::REQUEST_TIMEOUT, &detail)
-            }
+            Err(Cut::Slow) => slow(&name),
             Err(Cut::Overloaded(sentence)) => refused(&name, RejectReason::Overloaded, sentence),
             Err(Cut::Broken) => {
                 refused(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
@@ -597,6 +594,17 @@ fn refused(name: &str, reason: RejectReason, message: String) -> Response {
     no_outcome(name, Verdict::Rejected { reason, message }, retry_after)
 }
 
+/// The same of a payload that did not come in time, which has a status of its own.
+fn slow(name: &str) -> Response {
+    let message = format!("the payload did not come within {} s", UPLOADED_WITHIN.as_secs());
+    let verdict = Verdict::Rejected { reason: RejectReason::Invalid, message: message.clone() };
+    let fields = fields(&unseen(name, verdict, None));
+    let told = headers(&fields);
+    let mut response = problem_with(StatusCode::REQUEST_TIMEOUT, &message, fields);
+    response.headers_mut().extend(told);
+    response
+}
+
 /// The data plane has ended, or has let go of a result that it had no room for.
 fn ended(name: &str) -> Response {
     let message = "the supervisor is stopping, or short of memory; whether the job ran is unknown".into();
@@ -605,7 +613,11 @@ fn ended(name: &str) -> Response {
 
 /// An outcome that the data plane did not tell.
 fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Response {
-    let outcome = Outcome {
+    outcome_problem(&unseen(name, verdict, retry_after), None)
+}
+
+fn unseen(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Outcome {
+    Outcome {
         job: None,
         bulkhead: cut(name, BULKHEAD_NAME_BYTES_MAX).to_owned(),
         attempts: 0,
@@ -617,8 +629,7 @@ fn no_outcome(name: &str, verdict: Verdict, retry_after: Option<Duration>) -> Re
         deadline: Duration::ZERO,
         run_limit: None,
         verdict,
-    };
-    outcome_problem(&outcome, None)
+    }
 }
 
 #[cfg(test)]

@@ -176,6 +176,7 @@ pub(super) async fn obey(control: Arc<Control>) {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct ReloadQuery {
     #[serde(default, deserialize_with = "switch")]
     dry_run: Option<bool>,

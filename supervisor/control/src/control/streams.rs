@@ -90,6 +90,7 @@ pub(super) fn live<T: Clone + Send + 'static>(
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct StreamQuery {
     since: Option<u64>,
     bulkhead: Option<String>,

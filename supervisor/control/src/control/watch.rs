@@ -74,6 +74,7 @@ pub(super) async fn look(control: Shared) {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct WatchQuery {
     since: Option<u64>,
     limit: Option<usize>,
