@@ -12,13 +12,15 @@ import builtins
 import collections
 import datetime
 import decimal
+import functools
 import pathlib
 import pickle
 import re
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, islice
 from struct import Struct
 from typing import Any, NoReturn
 
@@ -26,13 +28,25 @@ __all__ = ["DataOnly", "loads"]
 
 #: How deep data is nested: to hash, print or compare what is deeper can overflow the stack.
 DEPTH_MAX = 1000
-#: Objects that data has when each is counted as often as it is found: what prints or compares it goes to all of them.
-#: Those of a pickle that is large may be so many for each of its bytes.
-OBJECTS_MAX, OBJECTS_PER_BYTE = 1 << 23, 4
+#: Bytes of data when all objects are counted as often as they are found: what prints or hashes it goes to all of them.
+#: Those of a pickle that is large may be so many for each of its bytes; each object counts as so many.
+WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
+#: Objects that are counted at once before those that are found often are looked for.
+QUICK_MAX, QUICK_PER_BYTE = 1 << 16, 4
 #: Objects that are hashed, compared or copied while it is read.
 WORK_MAX, WORK_PER_BYTE = 1 << 20, 16
 #: Bits of a number in a range or a slice.
 INDEX_BITS_MAX = 128
+#: Bytes of a pickle of which ``pickle`` may hash numbers: some take a search through all others each.
+HASHING_MAX = 1 << 14
+#: Keys of a larger one that may be numbers.
+NUMERIC_KEYS_MAX = 1000
+#: Bytes of texts that are compared in no time, and what the size of a longer one times that of the pickle may be.
+COMPARED_MAX, COMPARED_TIMES_BYTES_MAX = 1 << 12, 1 << 33
+#: Bytes of the name of a time zone, and of texts in a slice.
+NAME_MAX = 255
+#: Seconds that keys may take, and what they may for each byte.
+KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 2e-6
 
 
 class DataOnly(pickle.UnpicklingError):
@@ -43,12 +57,33 @@ def loads(data: bytes | bytearray) -> Any:
     """As ``pickle.loads``, of protocol 4 and later. Raises ``DataOnly``, or another ``UnpicklingError``, for what is no
     plain data."""
     try:
-        value = pickle.loads(data) if _is_simple(data) else _Reader(data).read()
+        return _load(data)
+    except pickle.UnpicklingError as error:
+        why = str(error)
+    except RecursionError:
+        why = "its keys are nested too deep to be compared"
     except IndexError:
-        raise DataOnly("it is cut off, or takes what is not there") from None
+        why = "it is cut off, or takes what is not there"
     except (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError) as error:
-        raise DataOnly(f"it cannot be read: {error!r}") from error
-    _check_nesting((value,), OBJECTS_MAX + OBJECTS_PER_BYTE * len(data))
+        why = f"it cannot be read: {type(error).__name__}: {error!s:.200}"
+    # Anew: the frames of the other hold what was not checked.
+    raise DataOnly(why)
+
+
+def _load(data: bytes | bytearray) -> Any:
+    longest = _longest_if_simple(data)
+    if longest is not None:
+        value = pickle.loads(data)
+    else:
+        reader = _Reader(data)
+        # Decimals are made, and compared as keys: the caller's context neither decides nor tells.
+        with decimal.localcontext(decimal.Context(traps=[decimal.InvalidOperation])):
+            value = reader.read()
+        longest = reader.longest
+    count = _count((value,), QUICK_MAX + QUICK_PER_BYTE * len(data))
+    weight_max = WEIGHT_MAX + WEIGHT_PER_BYTE * len(data)
+    if count is None or count * longest > weight_max:
+        _weigh(value, weight_max)
     return value
 
 
@@ -58,12 +93,35 @@ def _refuse(what: str) -> NoReturn:
 
 # What is left to ``pickle``.
 
-#: Opcodes of texts, bytes, and of numbers of at most 64 bits, that are short; of lists, and of what is remembered.
-_SHORT = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(32))
-_SIMPLE = rb"|[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + _SHORT + rb")"
+#: How long texts, bytes and numbers of a length of one byte are.
+_SIZES = [b"\\x%02x.{%d}" % (size, size) for size in range(256)]
+_SHORT = b"|".join(
+    b"(?=[%b-%b])(?:%b)" % (s[0][:4], s[-1][:4], b"|".join(s))
+    for s in (_SIZES[at : at + 16] for at in range(0, 256, 16))
+)
+#: Opcodes of texts, bytes, and of numbers of at most 64 bits; of what is remembered, and of frames.
+_SIMPLE = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}|[C\x8c](?:" + b"|".join(_SIZES[:32]) + b")"
 #: Those, with dictionaries and sets; and with tuples.
-_HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]" + _SIMPLE + rb"){0,1000}", re.DOTALL)
-_HASHABLE = re.compile(rb"(?:[(N\x88\x89\x94\]ae)t\x85-\x87]" + _SIMPLE + rb"){0,1000}", re.DOTALL)
+_HASHING = re.compile(rb"(?:[(N\x88\x89\x94\]ae}su\x8f\x90]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
+_HASHABLE = re.compile(rb"(?:[(N\x88\x89\x94\]ae)t\x85-\x87]|" + _SIMPLE + rb"){0,1000}", re.DOTALL)
+_SCALAR = (
+    rb"(?:[Kh].|G.{8}|[N\x88\x89]|M..|[Jj].{4}|[C\x8c](?:" + _SHORT + rb")\x94?|\x8a(?:" + b"|".join(_SIZES[:9]) + b"))"
+)
+_KEY = rb"(?:h.|\x8c(?:" + _SHORT + rb")\x94?|j.{4})(?:\x95.{8})?"
+#: A key before a long text or bytes.
+_KEY_OF_LONG = rb"%b(?=[BX\x8d\x8e\x96])" % _KEY
+_CONTAINER = rb"\}\x94?\(?|\]\x94?"
+#: What stands before all that is remembered, but texts.
+_FIRST = rb"(?:\x80.)?(?:\x95.{8})?\(?(?:%b){0,8}" % _SCALAR
+#: A key with its value; an empty container; a list's numbers and texts, or one; and what else there is between these.
+_RECORDS = rb"(?:%b(?:%b|%b)s?|%b|u\(?|\((?:%b|\x95.{8}){0,1024}e|[(ea]|%ba|\x95.{8}){0,64}" % (
+    _KEY,
+    _SCALAR,
+    _CONTAINER,
+    _CONTAINER,
+    _SCALAR,
+    _SCALAR,
+)
 #: How many bytes the length of a longer text, of bytes and of a number takes.
 _COUNTED: Mapping[int, int] = {
     **dict.fromkeys(b"C\x8a\x8c", 1),
@@ -72,30 +130,61 @@ _COUNTED: Mapping[int, int] = {
 }
 
 
-def _is_simple(data: bytes | bytearray) -> bool:
-    """Whether it makes nothing but numbers, texts, bytes and containers, and hashes texts, bytes and numbers of at most
-    64 bits alone: all tuples and larger numbers come behind what was hashed. Then ``pickle`` does nothing else with it
-    than it should, and several times faster."""
-    at, end, skip, is_hashing = 0, len(data), _HASHING.match, True
+@functools.cache
+def _compiled(pattern: bytes) -> re.Pattern[bytes]:
+    """Takes some milliseconds: only for large results."""
+    return re.compile(pattern, re.DOTALL)
+
+
+def _longest_if_simple(data: bytes | bytearray) -> int | None:
+    """The size of its longest text, if it makes nothing but numbers, texts, bytes and containers, and hashes texts,
+    bytes and few numbers alone: all tuples come behind what was hashed. Then ``pickle`` does nothing else with it than
+    it should, and several times faster.
+
+    Of a large one a number is no key. Between a mark and the next there stand, whatever the closing opcodes take away,
+    keys with their values, and containers alone: a number only directly above its key, which is a text or is
+    remembered, as no number is. So SETITEMS, which takes all from the mark on, hashes what stands in the place of a
+    key, and fails at the first container there, before anything is out of place. Only SETITEM could take a value for a
+    key: where it does not follow its pair it is counted.
+    """
+    at, end, longest, counted = 0, len(data), 0, 0
+    is_hashing, is_small = True, end <= HASHING_MAX
+    skip = _HASHING
+    if not is_small:
+        skip = _compiled(_RECORDS)
+        first = _compiled(_FIRST).match(data)
+        at = first.end() if first else 0
     while at < end:
-        found = skip(data, at)
+        found = skip.match(data, at)
         if found is not None and found.end() > at:
             at = found.end()
             continue
+        key = _compiled(_KEY_OF_LONG).match(data, at) if is_hashing and not is_small else None
+        at = key.end() if key else at
         code = data[at]
         width = _COUNTED.get(code)
         if width is not None and (
-            code not in (0x8A, 0x8B) or not is_hashing or (code == 0x8A and data[at + 1 : at + 2] <= b"\x08")
+            key
+            or not is_hashing
+            or (is_small and (code not in (0x8A, 0x8B) or (code == 0x8A and data[at + 1 : at + 2] <= b"\x08")))
         ):
             start = at + 1 + width
-            at = start + int.from_bytes(data[at + 1 : start], "little")
+            size = int.from_bytes(data[at + 1 : start], "little")
+            at, longest = start + size, max(longest, size)
+            if key:
+                # It may be remembered, and be a key then.
+                at += data[at : at + 1] == b"\x94"
+                if size > COMPARED_MAX and size * end > COMPARED_TIMES_BYTES_MAX:
+                    return None
         elif code == 0x2E:  # STOP
-            return True
+            return longest
+        elif code == 0x73 and is_hashing and counted < NUMERIC_KEYS_MAX:  # SETITEM
+            at, counted = at + 1, counted + 1
         elif is_hashing:
-            is_hashing, skip = False, _HASHABLE.match
+            is_hashing, skip = False, _HASHABLE
         else:
-            return False
-    return False
+            return None
+    return None
 
 
 # What has a name.
@@ -111,6 +200,11 @@ class _Name:
         self.make = make
 
 
+def _make_bytearray(reader: _Reader, arguments: tuple[Any, ...]) -> bytearray:
+    reader.work(sum(map(len, _checked(arguments, 1, {bytes}))))
+    return bytearray(*arguments)
+
+
 def _make_complex(_reader: _Reader, arguments: tuple[Any, ...]) -> complex:
     return complex(*_checked(arguments, 2, {float}))
 
@@ -120,6 +214,7 @@ def _make_range(_reader: _Reader, arguments: tuple[Any, ...]) -> range:
 
 
 def _make_slice(_reader: _Reader, arguments: tuple[Any, ...]) -> slice:
+    _check_names(arguments)
     return slice(*_checked(arguments, 3, {int, type(None), str, float, bool}))
 
 
@@ -130,7 +225,7 @@ def _make_counter(reader: _Reader, arguments: tuple[Any, ...]) -> collections.Co
         if id(counted) in reader.counted:
             _refuse("a second Counter of one dictionary")
         reader.counted[id(counted)] = counted
-        counts.update(counted)
+        reader.insert(counts, counted.items(), len(counted))
     return counts
 
 
@@ -167,6 +262,7 @@ def _make_timedelta(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.ti
 
 
 def _make_timezone(_reader: _Reader, arguments: tuple[Any, ...]) -> datetime.timezone:
+    _check_names(arguments)
     return datetime.timezone(*_checked(arguments, 2, {datetime.timedelta, str}))
 
 
@@ -179,13 +275,18 @@ def _make_decimal(reader: _Reader, arguments: tuple[Any, ...]) -> decimal.Decima
 
 
 def _make_path(reader: _Reader, arguments: tuple[Any, ...]) -> pathlib.PosixPath:
-    reader.work(len(arguments) + sum(map(len, _checked(arguments, len(arguments), {str}))))
-    return pathlib.PosixPath(*arguments)
+    return pathlib.PosixPath(*_checked_path(reader, arguments))
 
 
 def _make_pure_path(reader: _Reader, arguments: tuple[Any, ...]) -> pathlib.PurePosixPath:
-    reader.work(len(arguments) + sum(map(len, _checked(arguments, len(arguments), {str}))))
-    return pathlib.PurePosixPath(*arguments)
+    return pathlib.PurePosixPath(*_checked_path(reader, arguments))
+
+
+def _checked_path(reader: _Reader, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    size = len(arguments) + sum(map(len, _checked(arguments, len(arguments), {str})))
+    reader.work(size)
+    reader.longest = max(reader.longest, size)
+    return arguments
 
 
 def _make_uuid(reader: _Reader, arguments: tuple[Any, ...]) -> uuid.UUID:
@@ -200,14 +301,19 @@ def _checked(arguments: tuple[Any, ...], most: int, kinds: set[type]) -> tuple[A
     """The arguments, at most so many, and of these types alone."""
     if len(arguments) > most or not kinds.issuperset(map(type, arguments)):
         _refuse("something made of " + ", ".join(type(argument).__name__ for argument in arguments[:8]))
-    if int in kinds:
-        for argument in arguments:
-            if type(argument) is int and argument.bit_length() > INDEX_BITS_MAX:
-                _refuse("an index that is so large")
+    if int in kinds and any(type(a) is int and a.bit_length() > INDEX_BITS_MAX for a in arguments):
+        _refuse("an index that is so large")
     return arguments
 
 
+def _check_names(arguments: tuple[Any, ...]) -> None:
+    """Texts in what is found often are short: they are not weighed."""
+    if any(type(argument) is str and len(argument) > NAME_MAX for argument in arguments):
+        _refuse("a name that is so long")
+
+
 _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
+    ("builtins", "bytearray"): _make_bytearray,
     ("builtins", "complex"): _make_complex,
     ("builtins", "range"): _make_range,
     ("builtins", "slice"): _make_slice,
@@ -230,15 +336,28 @@ _MAKERS: dict[tuple[str, str], Callable[[_Reader, tuple[Any, ...]], Any]] = {
 
 
 def _maker_of_exception(name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] | None:
-    """What makes a built-in exception; none that ends a program, or a generator, is one that a function may raise."""
+    """What makes a built-in exception; none that ends a program, or a generator: a future of asyncio cannot have it."""
     kind = getattr(builtins, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, Exception):
+    if kind not in _EXCEPTIONS:
         return None
 
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Exception:
         # Some copy what they are given.
         reader.work(len(arguments) + sum(len(argument) for argument in arguments if hasattr(argument, "__len__")))
+        # The number of an OSError is hashed.
+        reader.work(sum(map(_size, (argument for argument in arguments if type(argument) is int))))
         made: Exception = kind(*arguments)
+        if isinstance(made, SyntaxError) and not (
+            {type(made.filename), type(made.text)} <= {str, type(None)}
+            and all(
+                number is None or (type(number) is int and -1 <= number < 1 << 20)
+                for number in (made.lineno, made.offset, made.end_lineno, made.end_offset)
+            )
+        ):
+            _refuse("a SyntaxError at no place")
+        if isinstance(made, OSError) and not {type(made.filename), type(made.filename2)} <= _FILENAMES:
+            # To free an error of an error of an error takes the stack.
+            _refuse("an OSError of something else than a file")
         if isinstance(made, (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)) and not (
             # Its text is made of what stands there.
             0 <= made.start <= made.end <= len(made.object)
@@ -249,20 +368,29 @@ def _maker_of_exception(name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] 
     return make
 
 
-#: Attributes of exceptions that are not in their dictionaries.
-_MEMBERS: Mapping[type[Exception], tuple[str, ...]] = {
-    ImportError: ("name", "path", "name_from"),
-    NameError: ("name",),
-    AttributeError: ("name",),
+_FILENAMES = frozenset({str, bytes, int, type(None), pathlib.PosixPath, pathlib.PurePosixPath})
+#: Attributes of exceptions that are not in their dictionaries; and those of them that are taken. By others, what
+#: formats a traceback imports a module, or asks an object of the program for an attribute.
+_MEMBERS: Mapping[type[Exception], tuple[set[str], set[str]]] = {
+    ImportError: ({"name", "path", "name_from"}, {"name", "path"}),
+    NameError: ({"name"}, set()),
+    AttributeError: ({"name", "obj"}, {"name"}),
 }
 
 
-def _build_exception(error: Exception, state: dict[Any, Any]) -> None:
-    members = [name for kind, names in _MEMBERS.items() if isinstance(error, kind) for name in names]
+def _build_exception(reader: _Reader, error: Exception, state: dict[Any, Any]) -> None:
+    members, taken = next((found for kind, found in _MEMBERS.items() if isinstance(error, kind)), (set(), set()))
     for name, value in state.items():
         if type(name) is not str or (name.startswith("__") and name != "__notes__"):
-            _refuse(f"an exception with {name!r}")
-        if name in members and type(value) in (str, type(None)) and hasattr(error, name):
+            _refuse(f"an exception with {name[:80] if type(name) is str else type(name).__name__}")
+        if callable(getattr(type(error), name, None)):
+            _refuse(f"an exception with another {name}")
+        if name == "__notes__":
+            if type(value) is not list or not {str}.issuperset(map(type, value)):
+                _refuse("notes that are no list of texts")
+            reader.work(len(value))
+            value = value.copy()
+        if name in taken and type(value) in (str, type(None)):
             setattr(error, name, value)
         elif name not in members and name != "args":
             error.__dict__[name] = value
@@ -282,32 +410,84 @@ def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
 _SEQUENCES = frozenset({list, tuple, set, frozenset, collections.deque})
 _MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 _EXCEPTIONS = frozenset(
-    kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)
+    kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, (StopIteration, StopAsyncIteration))
 )
 _HAVING = _SEQUENCES | _MAPPINGS | _EXCEPTIONS | {_Name}
 
 
-def _check_nesting(roots: Iterable[Any], objects_max: int, large: frozenset[type] = frozenset()) -> int:
-    """Counts the objects below, as often as they are found. Refuses what is too deep, or holds itself, and too many.
+def _length_of_path(path: pathlib.PurePath) -> int:
+    return len(str(path))
 
-    What is of the types ``large`` counts by its size.
-    """
+
+#: How long leaves are that can be long.
+_LENGTHS: Mapping[type, Callable[[Any], int]] = {
+    **dict.fromkeys((str, bytes, bytearray), len),
+    **dict.fromkeys((pathlib.PosixPath, pathlib.PurePosixPath), _length_of_path),
+    int: lambda number: number.bit_length() >> 3,
+    decimal.Decimal: sys.getsizeof,
+}
+
+
+def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()) -> int | None:
+    """How many objects there are below, as often as they are found, and a little for each level; none for more than
+    ``most``, or if they are nested too deep. What is of the types ``large`` counts by its size."""
     count = 0
     layer = [value for value in roots if type(value) in _HAVING]
     for _ in range(DEPTH_MAX):
         if not layer:
             return count
         kinds = set(map(type, layer))
-        parts = layer if kinds <= _SEQUENCES else [part for value in layer for part in _parts(value)]
-        count += sum(map(len, parts))
-        if count > objects_max:
-            raise DataOnly("it holds the same so often that it is far larger than what was sent")
+        parts: list[Any] = layer
+        if kinds <= _MAPPINGS:
+            parts = [*layer, *(value.values() for value in layer)]
+        elif not kinds <= _SEQUENCES:
+            parts = [part for value in layer for part in _parts(value)]
+            count += 4 * len(layer)
+        count += 16 + sum(map(len, parts))
+        if count > most:
+            return None
         if large:
             count += sum(map(_size, (value for value in chain.from_iterable(parts) if type(value) in large)))
         if _HAVING.isdisjoint(map(type, chain.from_iterable(parts))):
             return count
         layer = [value for value in chain.from_iterable(parts) if type(value) in _HAVING]
-    raise DataOnly(f"it is nested more than {DEPTH_MAX} deep, or holds itself")
+    return None
+
+
+def _weigh(root: Any, most: int) -> None:
+    """Refuses what is nested too deep, holds itself, or weighs more. Goes to each object once."""
+    known: dict[int, tuple[int, int]] = {}
+    opened: set[int] = set()
+    stack = [root]
+    while stack:
+        value = stack[-1]
+        if id(value) in known or type(value) not in _HAVING:
+            stack.pop()
+            continue
+        members = [*chain.from_iterable(_parts(value))]
+        inner = [member for member in members if type(member) in _HAVING]
+        missing = {id(member): member for member in inner if id(member) not in known}
+        if missing:
+            opened.add(id(value))
+            if not opened.isdisjoint(missing):
+                raise DataOnly("it holds itself")
+            stack.extend(missing.values())
+            continue
+        stack.pop()
+        weight, depth = OBJECT_WEIGHT * len(members), 0
+        weight += sum(_LENGTHS[type(member)](member) for member in members if type(member) in _LENGTHS)
+        if inner:
+            weights, depths = zip(*(known[id(member)] for member in inner), strict=True)
+            weight, depth = weight + sum(weights), max(depths)
+        known[id(value)] = weight, depth + 1
+        if depth >= DEPTH_MAX:
+            raise DataOnly(f"it is nested more than {DEPTH_MAX} deep")
+        if weight > most:
+            raise DataOnly("it holds the same so often that it is far larger than what was sent")
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -319,12 +499,18 @@ def _parts(value: Any) -> tuple[Any, ...]:
         return value, value.values()
     if kind is _Name:
         _refuse(f"{value.name} itself")
-    return value.args, vars(value).values()
+    found = value.args, vars(value).values()
+    if isinstance(value, OSError):
+        return *found, (value.filename, value.filename2)
+    # What an ExceptionGroup was made of can be a list that has changed.
+    return *found, getattr(value, "exceptions", ())
 
 
 def _size(value: Any) -> int:
     """How often the time of a small number it takes to hash a large one."""
-    return sys.getsizeof(value) >> 5
+    size = sys.getsizeof(value)
+    # To compare a Decimal with a number takes the square.
+    return size >> 5 if size < 1024 else size * size >> 10
 
 
 # Opcodes.
@@ -352,11 +538,16 @@ class _Reader:
         self._work_left = WORK_MAX + WORK_PER_BYTE * len(data)
         self._quick_keys = _QUICK_KEYS_WITH_NUMBERS
         #: Hashes of keys that are not quick, with what holds the keys.
-        self._hashes: dict[int, tuple[Any, set[int], list[int]]] = {}
+        self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
         #: Types of which there are large numbers, whose hashes take time and are not kept.
         self.large: frozenset[type] = frozenset()
+        #: The size of the longest text, bytes or number.
+        self.longest = 0
         #: Objects that lack their state.
         self.unfinished: dict[int, uuid.UUID] = {}
+        #: Deques that have deques.
+        self._holders: dict[int, Any] = {}
+        self._seconds_left = KEYS_SECONDS + KEYS_SECONDS_PER_BYTE * len(data)
         #: Dictionaries that a Counter was made of.
         self.counted: dict[int, dict[Any, Any]] = {}
 
@@ -419,7 +610,8 @@ class _Reader:
                 stack[-1] = self._make(stack[-1], arguments)
             elif code in _BYTES:
                 start = at + _BYTES[code]
-                at = start + from_bytes(data[at:start], "little")
+                size = from_bytes(data[at:start], "little")
+                at, self.longest = start + size, max(self.longest, size)
                 stack.append(bytes(view[start:at]))
             elif code == 0x75:  # SETITEMS
                 items, stack = stack, marks.pop()
@@ -428,9 +620,7 @@ class _Reader:
                 stack.append({})
             elif code == 0x65:  # APPENDS
                 items, stack = stack, marks.pop()
-                if type(stack[-1]) not in (list, collections.deque):
-                    _refuse("something appended to what is no list")
-                stack[-1].extend(items)
+                self._append(stack[-1], items)
             elif code == 0x5D:  # EMPTY_LIST
                 stack.append([])
             elif code == 0x62:  # BUILD
@@ -441,6 +631,7 @@ class _Reader:
                 size = from_bytes(data[at:start], "little")
                 at = start + size
                 if size > _NUMBER_BYTES:
+                    self.longest = max(self.longest, size)
                     self._quick_keys = _QUICK_KEYS
                     self.large |= {int}
                 stack.append(from_bytes(data[start:at], "little", signed=True))
@@ -468,12 +659,11 @@ class _Reader:
                 stack.append(_CONSTANTS[code])
             elif code == 0x61:  # APPEND
                 item = stack.pop()
-                if type(stack[-1]) not in (list, collections.deque):
-                    _refuse("something appended to what is no list")
-                stack[-1].append(item)
+                self._append(stack[-1], [item])
             elif code in _TEXTS:
                 start = at + _TEXTS[code]
-                at = start + from_bytes(data[at:start], "little")
+                size = from_bytes(data[at:start], "little")
+                at, self.longest = start + size, max(self.longest, size)
                 stack.append(str(view[start:at], "utf-8", "surrogatepass"))
             elif code == 0x8F:  # EMPTY_SET
                 stack.append(set())
@@ -482,14 +672,17 @@ class _Reader:
                 if type(stack[-1]) is not set:
                     _refuse("something added to what is no set")
                 self._hash(stack[-1], items)
-                stack[-1].update(items)
+                self.insert(stack[-1], items, len(items))
             elif code == 0x91:  # FROZENSET
                 items, stack = stack, marks.pop()
                 self._hash(items, items)
-                stack.append(frozenset(items))
+                members: set[Any] = set()
+                self.insert(members, items, len(items))
+                stack.append(frozenset(members))
             elif code == 0x96:  # BYTEARRAY8
                 start = at + 8
-                at = start + from_bytes(data[at:start], "little")
+                size = from_bytes(data[at:start], "little")
+                at, self.longest = start + size, max(self.longest, size)
                 stack.append(bytearray(view[start:at]))
             elif code == 0x93:  # STACK_GLOBAL
                 name = stack.pop()
@@ -518,9 +711,37 @@ class _Reader:
         if id(made) in self.unfinished:
             _build_uuid(self.unfinished.pop(id(made)), state)
         elif type(made) in _EXCEPTIONS:
-            _build_exception(made, state)
+            _build_exception(self, made, state)
         else:
             _refuse(f"{type(made).__name__} with a state of its own")
+
+    def _append(self, target: Any, items: list[Any]) -> None:
+        if type(target) is not list:
+            if type(target) is not collections.deque:
+                _refuse("something appended to what is no list")
+            if collections.deque in set(map(type, items)):
+                # A deque in a deque in a deque: to free them takes the stack.
+                self._holders[id(target)] = target
+                if len(self._holders) > DEPTH_MAX:
+                    raise DataOnly("it has too many deques of deques")
+        target.extend(items)
+
+    def insert(self, target: Any, items: Any, size: int) -> None:
+        """Equal keys, and some others, take a time that cannot be told: it is taken."""
+        # That of a Counter counts.
+        update = target.update if type(target) is not collections.Counter else super(collections.Counter, target).update
+        if size <= 64 and len(target) <= 256 and self.longest <= COMPARED_MAX:
+            update(items)
+            return
+        items, step = iter(items), 64
+        while piece := list(islice(items, step)):
+            began = time.thread_time()
+            update(piece)
+            took = time.thread_time() - began
+            self._seconds_left -= took
+            if self._seconds_left < 0:
+                raise DataOnly("its keys take far more time than its size tells")
+            step = max(1, step // 4) if took > 0.005 else min(1024, step * 2)
 
     def _set(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict and type(target) is not collections.OrderedDict:
@@ -528,21 +749,25 @@ class _Reader:
         keys = items[::2]
         if not self._quick_keys.issuperset(map(type, keys)):
             self._hash(target, keys)
-        target.update(zip(keys, items[1::2], strict=True))
+        self.insert(target, zip(keys, items[1::2], strict=True), len(keys))
 
     def _hash(self, target: Any, keys: list[Any]) -> None:
         """These are about to be keys: to hash them takes time, and to compare those whose hashes are equal."""
         if self._quick_keys.issuperset(map(type, keys)):
             return
-        work = _check_nesting((keys,), self._work_left, self.large)
-        self.work(work)
-        _, known, doubles = self._hashes.setdefault(id(target), (target, set(), [0]))
-        before = len(known)
-        known.update(map(hash, keys))
-        new_doubles = len(keys) - (len(known) - before)
-        if new_doubles:
-            doubles[0] += new_doubles
-            self.work(doubles[0] * work)
+        self.work(self._count(keys))
+        _, counts = self._hashes.setdefault(id(target), (target, {}))
+        for key, hashed in zip(keys, map(hash, keys), strict=True):
+            counts[hashed] = before = counts.get(hashed, 0) + 1
+            if before > 1:
+                self.work((before - 1) * (1 + self._count(((key,),))))
+
+    def _count(self, keys: Any) -> int:
+        count = _count((keys,), self._work_left, self.large)
+        if count is None:
+            _weigh(keys, WEIGHT_MAX)
+            raise DataOnly("to hash its keys takes far more than its size")
+        return count
 
 
 def _named(module: Any, name: Any) -> _Name:
