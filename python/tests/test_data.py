@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import datetime
 import decimal
+import itertools
 import os
 import pathlib
 import pickle
+import pickletools
 import resource
+import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jobs
 import pytest
 from pools import LONG
 
-from bulkhead import BulkheadExecutor, ResultUnreadable
-from bulkhead._data import _MAKERS, DataOnly, loads
+from bulkhead import BulkheadExecutor, ResultUnreadable, _data
+from bulkhead._data import _MAKERS, DataOnly, _longest_if_simple, loads
 
 
 def short_named(module: str, name: str) -> bytes:
@@ -186,7 +191,7 @@ COPY = b"h\x01h\x00\x85R"
         (b"\x80\x04(" + TWICE + b"\x91.", "often"),
         (b"\x80\x04}K\x01" + b"\x85" * 1_000_000 + b"Ns.", "deep"),
         (b"\x80\x04K\x01" + b"\x85" * 1_000_000 + b".", "deep"),
-        (b"\x80\x04" + b"(" * 100_000 + b"K\x01" + b"\x91" * 100_000 + b".", "deep"),
+        (b"\x80\x04" + b"(" * 100_000 + b"K\x01" + b"\x91" * 100_000 + b".", "deep|size"),
         (b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", "deep"),
         (b"\x80\x04]\x94h\x00a.", "itself"),
         (b"\x80\x04" + LARGE + b"\x90.", "size"),
@@ -251,7 +256,7 @@ def test_tuples_in_dicts_and_sets_are_read() -> None:
     for value in values:
         for protocol in (4, 5):
             assert loads(pickle.dumps(value, protocol)) == value
-    for cut in range(len(written := pickle.dumps([*DATA, *values[1:]], 4))):
+    for cut in range(len(written := pickle.dumps([*DATA[:10], *values[1:]], 4))):
         with pytest.raises(pickle.UnpicklingError):
             loads(written[:cut])
 
@@ -307,3 +312,301 @@ def test_what_a_worker_answers_costs_its_call_alone(answer: bytes, error: type[E
         raised = pool.submit(jobs.pid).exception(LONG)
         assert type(raised) is error
         assert pool.submit(jobs.double, 4).result(LONG) == 8
+
+
+# What ``pickle`` may read.
+
+
+def hashed_keys(pickled: bytes) -> Iterator[Any]:
+    """What a pickle hashes: a machine of its own for the opcodes of data, on values that stand for their kinds."""
+    stack: list[Any] = []
+    memo: list[Any] = []
+    marks: list[int] = []
+
+    def pop_to_mark() -> list[Any]:
+        at = marks.pop()
+        taken = stack[at:]
+        del stack[at:]
+        return taken
+
+    def target() -> Any:
+        if len(stack) <= (marks[-1] if marks else 0):
+            raise IndexError
+        return stack[-1]
+
+    def pop() -> Any:
+        target()
+        return stack.pop()
+
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name == "MEMOIZE":
+            memo.append(target())
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"):
+            stack.append([name])
+        elif name in ("SETITEM", "SETITEMS"):
+            items = pop_to_mark() if name == "SETITEMS" else [pop(), pop()][::-1]
+            kind = target()
+            if items and (type(kind) is not list or kind[0] != "EMPTY_DICT"):
+                return
+            for key in items[::2]:
+                if type(key) in (list, bytearray):
+                    return
+                yield key
+        elif name in ("APPEND", "APPENDS", "ADDITEMS"):
+            items = pop_to_mark() if name != "APPEND" else [pop()]
+            kind = target()
+            if items and type(kind) is not bytearray and (type(kind) is not list or kind[0] == "EMPTY_DICT"):
+                return
+            if name == "ADDITEMS":
+                yield from items
+        elif name == "STOP":
+            return
+        elif name.startswith("TUPLE"):
+            size = int(name[5:] or 0)
+            stack.append(tuple([pop() for _ in range(size)]) if size else tuple(pop_to_mark()))
+        else:
+            assert argument is not None or name in ("NONE", "NEWTRUE", "NEWFALSE"), name
+            stack.append(argument)
+
+
+def keys_of(pickled: bytes) -> list[Any]:
+    found = []
+    try:
+        for key in hashed_keys(pickled):
+            found.append(key)
+    except (IndexError, ValueError):
+        pass
+    return found
+
+
+KEYS = [b"\x8c\x01a\x94", b"\x8c\x02bc", *(b"h%c" % number for number in range(5))]
+LONG_TEXT = b"X\x2c\x01\x00\x00" + b"y" * 300
+SCALARS = [b"K\x05", b"K\x05\x94", b"\x8a\x01\x07", b"C\x01z\x94", b"j\x01\0\0\0", LONG_TEXT + b"\x94"]
+NOT_SIMPLE = [LONG_TEXT, b"\x94", b"\x85", b"\x85\x94", b"\x8f", b"\x8a\x09" + b"\x01" * 9, b"\x8b\x01\0\0\0\x01"]
+CONTAINERS = [b"}", b"}\x94", b"}(", b"}\x94(", b"](", b"]\x94(", b"]", b"]\x94", b"]\x94K\x05a", b"](K\x05K\x06e"]
+CLOSING = [b"u", b"u", b"u", b"u(", b"e", b"e(", b"a", b"s", b"(", b"\x95" + bytes(8)]
+
+
+def phrases(random: Random) -> bytes:
+    """What mostly looks as a pickle of dictionaries and lists."""
+    said = [b"\x80\x04", random.choice([b"}\x94(", *CONTAINERS])]
+    for _ in range(random.randrange(2, 10)):
+        chance = random.random()
+        if chance < 0.5:
+            said += [random.choice(KEYS), random.choice([random.choice([*KEYS, *CONTAINERS]), *SCALARS])]
+        if chance > 0.4:
+            said.append(random.choice([*CONTAINERS, *CLOSING, *CLOSING]))
+        if chance > 0.9:
+            said.append(random.choice([*KEYS, *SCALARS, *NOT_SIMPLE]))
+    return b"".join([*said, b"."])
+
+
+def test_what_pickle_reads_has_no_numbers_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is too large for numbers to be keys: single ones, which SETITEM takes, are counted."""
+    monkeypatch.setattr(_data, "HASHING_MAX", -1)
+    monkeypatch.setattr(_data, "NUMERIC_KEYS_MAX", 3)
+    random = Random(7)
+    honest = [
+        [{"id": 5, "name": "x", "list": [1, 2], "of": {"a": None}} for _ in range(3)],
+        {"a": {"b": [0.5, "t"], "c": [{"k": 1, "l": 2}]}, "x" * 300: "y" * 300, "z": "y" * 300},
+        [[1, 2], [{"a": 1}], {"b": {}}, []],
+    ]
+    pickles = [pickle.dumps(value, 4) for value in honest]
+    assert [_longest_if_simple(pickled) is not None for pickled in pickles] == [True, False, True]
+    taken = 0
+    for turn in range(100_000):
+        pickled = phrases(random)
+        if turn % 4 == 0:
+            mutated = bytearray(random.choice(pickles))
+            for _ in range(random.randrange(1, 4)):
+                at = random.randrange(2, len(mutated))
+                mutated[at : at + random.randrange(3)] = random.choice([*KEYS, *SCALARS, *NOT_SIMPLE, *CLOSING])
+            pickled = bytes(mutated)
+        if _longest_if_simple(pickled) is None:
+            continue
+        taken += 1
+        others = [key for key in keys_of(pickled) if type(key) not in (str, bytes)]
+        assert not any(type(key) is tuple for key in others), pickled
+        assert len(others) <= min(_data.NUMERIC_KEYS_MAX, pickled.count(b"s")), pickled
+    assert taken > 10_000
+
+
+# What was found to do harm.
+
+
+def short(text: str) -> bytes:
+    return b"\x8c%c%b" % (len(text), text.encode())
+
+
+def long(text: bytes) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text
+
+
+def integer(number: int) -> bytes:
+    digits = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8b" + len(digits).to_bytes(4, "little") + digits
+
+
+def built(name: str, state: bytes) -> bytes:
+    """An exception with a state."""
+    return short_named("builtins", name) + b")R}" + state + b"sb"
+
+
+def chained_keys(bits: int, times: int) -> bytes:
+    """Numbers that fill the places a dictionary searches for one of them, which is set again and again."""
+    keys, place = [1 << bits], 0
+    while len(keys) < (1 << bits) * 2 // 3 - 1:
+        place = (5 * place + 1) & ((1 << bits) - 1)
+        keys.append(place)
+    pairs = [b"J%bN" % key.to_bytes(4, "little") for key in keys] + [b"K\x00N"] * times
+    return b"}" + b"".join(b"(%bu" % b"".join(pairs[at : at + 1000]) for at in range(0, len(pairs), 1000))
+
+
+def decimal_of_the_hash_of_a_number() -> bytes:
+    digits = 400_000
+    modulus = (1 << 61) - 1
+    number = 1 << (digits * 10 // 3)
+    number += (7 * (pow(10, digits, modulus) - 1) * pow(9, -1, modulus) - number) % modulus
+    made = short_named("decimal", "Decimal") + long(b"7" * digits) + b"\x85R\x94" + integer(number) + b"\x94"
+    return b"(" + made + b"\x8f(h\x00h\x01\x90" * 100 + b"t"
+
+
+#: Three levels of a list of a hundred.
+SHARED = b"\x94(" + b"h\x00" * 99 + b"t\x94(" + b"h\x01" * 99 + b"t\x94(" + b"h\x02" * 99 + b"t"
+DEQUE = short_named("collections", "deque")
+GROUP = short_named("builtins", "ExceptionGroup")
+EQUAL_TEXTS = long(b"a" * 600_000)
+HARM = {
+    "numbers that are searched for": chained_keys(17, 170_000),
+    "numbers that are searched for, and a tuple": b"(" + chained_keys(17, 170_000) + b")t",
+    "equal long keys": b"}" + EQUAL_TEXTS + b"Ns(" + EQUAL_TEXTS + b"\x94N" + b"h\x00N" * 600_000 + b"u",
+    "equal long members": b"\x8f(" + EQUAL_TEXTS + b"\x90(" + EQUAL_TEXTS + b"\x94" + b"h\x00" * 800_000 + b"\x90",
+    "a decimal and a number": decimal_of_the_hash_of_a_number(),
+    "deques of deques": DEQUE + b"\x94)R" + b"h\x00)R" * 200_000 + b"a" * 200_000,
+    "deques of deques, left behind": b"N(" + DEQUE + b"\x94)R" + b"h\x00)R" * 200_000 + b"a" * 200_000 + b"\x91",
+    "errors of errors": b"(" + short_named("builtins", "OSError") + b"\x94" + b"K\x02Nh\x00" * 400_000 + b"K\x02NN"
+    b"\x87R" + b"\x87R" * 400_000 + b"t",
+    "the number of an error": b"(" + short_named("builtins", "OSError") + b"\x94" + integer(1 << 24_000_000)
+    + b"N\x86\x94" + b"h\x00h\x01R" * 400_000 + b"t",
+    "an error of a long range": short_named("builtins", "SyntaxError") + b"\x8c\x01m" + RANGE.replace(
+        b"J\x80\x96\x98\x00", b"\x8a\x06\0\0\0\0\0\x10"
+    ) + b"\x86R",
+    "eight million objects": b"(((}\x94" + b"h\0" * 252 + b"t\x94" + b"h\1" * 252 + b"t\x94" + b"h\2" * 120 + b"t",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_what_did_harm_does_none(harm: str, tmp_path: Path) -> None:
+    """In a process of its own that has some seconds and 2 GiB: it comes to an end, refused or read."""
+    path = tmp_path / "pickled"
+    path.write_bytes(b"\x80\x05" + HARM[harm] + b".")
+    code = """if True:
+        import resource, sys
+        from bulkhead._data import DataOnly, loads
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+        try:
+            loads(open(sys.argv[1], "rb").read())
+        except DataOnly:
+            pass
+        print("end")
+    """
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("end\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        short_named("builtins", "OSError") + b"K\x02N" + PAIRS + b"\x87R",
+        short_named("builtins", "SyntaxError") + b"\x8c\x01m(\x8c\x01fK\x01K\x01\x8c\x03abcK\x01J\0\0\0\x3ft\x86R",
+        short_named("builtins", "SyntaxError") + b"\x8c\x01m(\x8c\x01fK\x01K\x01\x8c\x03abcK\x01]t\x86R",
+        short_named("builtins", "SyntaxError") + b"\x8c\x01m(\x8c\x01fK\x01K\x01K\x05t\x86R",
+        built("ValueError", short("__notes__") + RANGE),
+        built("ValueError", short("__notes__") + b"](K\x01e"),
+        built("ValueError", short("__notes__") + b"\x8c\x01x"),
+        *(built("ValueError", short(name) + b"K\x05") for name in ("with_traceback", "__class__")),
+        built("StopAsyncIteration", b"\x8c\x01xN"),
+        long(b"a" * 100_000) + SHARED,
+        integer(1 << 4_000_000) + SHARED,
+        short_named("pathlib", "PosixPath") + long(b"a" * 100_000) + b"\x85R" + SHARED,
+        short_named("builtins", "slice") + long(b"a" * 100_000) + b"NN\x87R",
+    ],
+)
+def test_what_hid_something_is_refused(pickled: bytes) -> None:
+    with pytest.raises(DataOnly):
+        loads(b"\x80\x05" + pickled + b".")
+
+
+def test_what_a_group_was_made_of_can_change() -> None:
+    """What it has is looked at all the same."""
+    if sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has no groups")
+    # A deque of two holds the group before it twice; the next is made of it; then it holds something else.
+    said = GROUP + b"\x94\x8c\x01m" + DEQUE + b"\x94)K\x02\x86R\x94(" + short_named("builtins", "ValueError")
+    said += b")R\x94h\x03e\x86R\x94h\x02(NNe"
+    for number in range(4, 104, 2):
+        said += b"h\x00\x8c\x01mh\x01)K\x02\x86R\x94(h%ch%ce\x86R\x94h%c(NNe" % (number, number, number + 1)
+    with pytest.raises(DataOnly, match="often"):
+        loads(b"\x80\x05(" + said + b"t.")
+
+
+def test_a_traceback_of_what_was_read_does_nothing() -> None:
+    state = b"(" + b"".join(map(short, ("name", "antigravity", "name_from", "x", "path", "/p"))) + b"u"
+    error = loads(b"\x80\x05" + short_named("builtins", "ImportError") + b"\x8c\x01m\x85R}" + state + b"b.")
+    assert (error.name, error.path, getattr(error, "name_from", None)) == ("antigravity", "/p", None)
+    error = loads(b"\x80\x05" + built("NameError", short("name") + short("danger")) + b".")
+    assert (error.name, vars(error)) == (None, {})
+    said = built("ValueError", short("__notes__") + b"]\x94\x8c\x01na")
+    noted, notes = loads(b"\x80\x05(" + said + b"h\x00(K\x05et.")
+    assert (noted.__notes__, notes) == (["n"], ["n", 5])
+
+
+def test_what_is_refused_is_not_held_or_shown() -> None:
+    """Neither the error, nor what it was raised from, nor their frames have it."""
+    key = long(b"a" * 1_000_000) + b"".join(b"\x94h%c\x86" % number for number in range(20))
+    for pickled in (built("ValueError", key + b"N"), key + b"\x00", short_named("decimal", "Decimal") + key + b"\x85R"):
+        with pytest.raises(DataOnly) as caught:
+            loads(b"\x80\x05" + pickled + b".")
+        assert len(str(caught.value)) < 1000
+        assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+        assert [frame.name for frame in caught.traceback][1:] == ["loads"]
+
+
+def test_no_recursion_error_escapes() -> None:
+    with contextlib.suppress(DataOnly):
+        loads(b"\x80\x05\x8f(N" + b"\x85" * 990 + b"N" + b"\x85" * 990 + b"\x90.")
+
+
+def test_the_callers_decimal_context_neither_decides_nor_tells() -> None:
+    with decimal.localcontext(decimal.Context(traps=[])) as context:
+        with pytest.raises(DataOnly):
+            loads(named("decimal", "Decimal") + b"\x8c\x01x\x85R.")
+        assert loads(pickle.dumps({decimal.Decimal(1): 2, 1.5: 3}, 5)) == {decimal.Decimal(1): 2, 1.5: 3}
+        assert not any(context.flags.values())
+
+
+def test_honest_data_is_read() -> None:
+    shared = [str(number) for number in range(50)]
+    values: list[Any] = [
+        {(x, y): 0 for x in range(-100, 100) for y in range(-100, 100)},
+        {frozenset((x, y)) for x in range(-50, 50) for y in range(-50, 50)},
+        set(itertools.product((-1, -2, 0), repeat=9)),
+        [{"id": number, "texts": shared} for number in range(100_000)],
+        {number * 2654435761 % (1 << 61): number for number in range(50_000)},
+        [{"id": number, "text": "x" * 5000, "of": {"a": [number, None]}, "b": b"y" * 300} for number in range(100)],
+        (200, [{"id": number, "name": f"n{number}"} for number in range(3000)]),
+        collections.Counter((number % 100, -(number % 7)) for number in range(10_000)),
+        [ValueError(range(1 << 100)).args],
+    ]
+    for value in values:
+        for protocol in (4, 5):
+            assert loads(pickle.dumps(value, protocol)) == value
+    assert [loads(pickle.dumps(array, 4)) for array in (bytearray(), bytearray(b"abc"))] == [b"", b"abc"]

@@ -31,6 +31,8 @@ DEPTH_MAX = 1000
 #: Bytes of data when all objects are counted as often as they are found: what prints or hashes it goes to all of them.
 #: Those of a pickle that is large may be so many for each of its bytes; each object counts as so many.
 WEIGHT_MAX, WEIGHT_PER_BYTE, OBJECT_WEIGHT = 1 << 28, 64, 16
+#: As what an exception of a group counts: a traceback tells of each.
+EXCEPTION_WEIGHT = 1 << 14
 #: Objects that are counted at once before those that are found often are looked for.
 QUICK_MAX, QUICK_PER_BYTE = 1 << 16, 4
 #: Objects that are hashed, compared or copied while it is read.
@@ -46,7 +48,7 @@ COMPARED_MAX, COMPARED_TIMES_BYTES_MAX = 1 << 12, 1 << 33
 #: Bytes of the name of a time zone, and of texts in a slice.
 NAME_MAX = 255
 #: Seconds that keys may take, and what they may for each byte.
-KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 2e-6
+KEYS_SECONDS, KEYS_SECONDS_PER_BYTE = 1.0, 1e-6
 
 
 class DataOnly(pickle.UnpicklingError):
@@ -54,8 +56,7 @@ class DataOnly(pickle.UnpicklingError):
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """As ``pickle.loads``, of protocol 4 and later. Raises ``DataOnly``, or another ``UnpicklingError``, for what is no
-    plain data."""
+    """As ``pickle.loads``, of protocol 4 and later. Raises ``DataOnly`` for what is no plain data."""
     try:
         return _load(data)
     except pickle.UnpicklingError as error:
@@ -342,8 +343,10 @@ def _maker_of_exception(name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] 
         return None
 
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Exception:
-        # Some copy what they are given.
-        reader.work(len(arguments) + sum(len(argument) for argument in arguments if hasattr(argument, "__len__")))
+        if issubclass(kind, _COPYING) and range in set(map(type, arguments)):
+            _refuse("an error made of a range")
+        # Those copy what they are given.
+        reader.work(len(arguments) + sum(len(part) for part in arguments if type(part) in _SEQUENCES))
         # The number of an OSError is hashed.
         reader.work(sum(map(_size, (argument for argument in arguments if type(argument) is int))))
         made: Exception = kind(*arguments)
@@ -368,6 +371,8 @@ def _maker_of_exception(name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] 
     return make
 
 
+_GROUPS: tuple[Any, ...] = tuple(filter(None, [getattr(builtins, "ExceptionGroup", None)]))
+_COPYING: tuple[Any, ...] = (SyntaxError, *_GROUPS)
 _FILENAMES = frozenset({str, bytes, int, type(None), pathlib.PosixPath, pathlib.PurePosixPath})
 #: Attributes of exceptions that are not in their dictionaries; and those of them that are taken. By others, what
 #: formats a traceback imports a module, or asks an object of the program for an attribute.
@@ -480,6 +485,8 @@ def _weigh(root: Any, most: int) -> None:
         stack.pop()
         weight, depth = OBJECT_WEIGHT * len(members), 0
         weight += sum(_LENGTHS[type(member)](member) for member in members if type(member) in _LENGTHS)
+        if isinstance(value, _GROUPS):
+            weight += EXCEPTION_WEIGHT * len(value.exceptions)
         if inner:
             weights, depths = zip(*(known[id(member)] for member in inner), strict=True)
             weight, depth = weight + sum(weights), max(depths)
@@ -502,8 +509,8 @@ def _parts(value: Any) -> tuple[Any, ...]:
     found = value.args, vars(value).values()
     if isinstance(value, OSError):
         return *found, (value.filename, value.filename2)
-    # What an ExceptionGroup was made of can be a list that has changed.
-    return *found, getattr(value, "exceptions", ())
+    # What a group was made of can be a list that has changed.
+    return (*found, value.exceptions) if isinstance(value, _GROUPS) else found
 
 
 def _size(value: Any) -> int:
@@ -760,7 +767,8 @@ class _Reader:
         for key, hashed in zip(keys, map(hash, keys), strict=True):
             counts[hashed] = before = counts.get(hashed, 0) + 1
             if before > 1:
-                self.work((before - 1) * (1 + self._count(((key,),))))
+                # To compare two takes less than to count one.
+                self.work((before - 1) * (1 + self._count((key,)) // 4))
 
     def _count(self, keys: Any) -> int:
         count = _count((keys,), self._work_left, self.large)
