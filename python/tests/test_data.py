@@ -518,7 +518,10 @@ def test_what_did_harm_does_none(harm: str, tmp_path: Path) -> None:
             pass
         print("end")
     """
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(_data.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False, env=environment
+    )
     assert (done.stdout, done.returncode) == ("end\n", 0), done.stderr
 
 

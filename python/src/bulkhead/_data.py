@@ -480,9 +480,12 @@ def _weigh(root: Any, most: int) -> None:
             opened.add(id(value))
             if not opened.isdisjoint(missing):
                 raise DataOnly("it holds itself")
+            if len(opened) >= DEPTH_MAX:
+                raise DataOnly(f"it is nested more than {DEPTH_MAX} deep")
             stack.extend(missing.values())
             continue
         stack.pop()
+        opened.discard(id(value))
         weight, depth = OBJECT_WEIGHT * len(members), 0
         weight += sum(_LENGTHS[type(member)](member) for member in members if type(member) in _LENGTHS)
         if isinstance(value, _GROUPS):
