@@ -482,22 +482,17 @@ def decimal_of_the_hash_of_a_number() -> bytes:
 SHARED = b"\x94(" + b"h\x00" * 99 + b"t\x94(" + b"h\x01" * 99 + b"t\x94(" + b"h\x02" * 99 + b"t"
 DEQUE = short_named("collections", "deque")
 GROUP = short_named("builtins", "ExceptionGroup")
-EQUAL_TEXTS = long(b"a" * 600_000)
+EQUAL_TEXTS = long(b"a" * 1_500_000)
 HARM = {
     "numbers that are searched for": chained_keys(17, 170_000),
     "numbers that are searched for, and a tuple": b"(" + chained_keys(17, 170_000) + b")t",
-    "equal long keys": b"}" + EQUAL_TEXTS + b"Ns(" + EQUAL_TEXTS + b"\x94N" + b"h\x00N" * 600_000 + b"u",
-    "equal long members": b"\x8f(" + EQUAL_TEXTS + b"\x90(" + EQUAL_TEXTS + b"\x94" + b"h\x00" * 800_000 + b"\x90",
+    "equal long keys": b"}" + EQUAL_TEXTS + b"Ns(" + EQUAL_TEXTS + b"\x94N" + b"h\x00N" * 500_000 + b"u",
+    "equal long members": b"\x8f(" + EQUAL_TEXTS + b"\x90(" + EQUAL_TEXTS + b"\x94" + b"h\x00" * 600_000 + b"\x90",
     "a decimal and a number": decimal_of_the_hash_of_a_number(),
     "deques of deques": DEQUE + b"\x94)R" + b"h\x00)R" * 200_000 + b"a" * 200_000,
     "deques of deques, left behind": b"N(" + DEQUE + b"\x94)R" + b"h\x00)R" * 200_000 + b"a" * 200_000 + b"\x91",
-    "errors of errors": b"(" + short_named("builtins", "OSError") + b"\x94" + b"K\x02Nh\x00" * 400_000 + b"K\x02NN"
-    b"\x87R" + b"\x87R" * 400_000 + b"t",
     "the number of an error": b"(" + short_named("builtins", "OSError") + b"\x94" + integer(1 << 24_000_000)
     + b"N\x86\x94" + b"h\x00h\x01R" * 400_000 + b"t",
-    "an error of a long range": short_named("builtins", "SyntaxError") + b"\x8c\x01m" + RANGE.replace(
-        b"J\x80\x96\x98\x00", b"\x8a\x06\0\0\0\0\0\x10"
-    ) + b"\x86R",
     "eight million objects": b"(((}\x94" + b"h\0" * 252 + b"t\x94" + b"h\1" * 252 + b"t\x94" + b"h\2" * 120 + b"t",
 }  # fmt: skip
 
@@ -510,7 +505,7 @@ def test_what_did_harm_does_none(harm: str, tmp_path: Path) -> None:
     code = """if True:
         import resource, sys
         from bulkhead._data import DataOnly, loads
-        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        resource.setrlimit(resource.RLIMIT_CPU, (12, 12))
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
         try:
             loads(open(sys.argv[1], "rb").read())
