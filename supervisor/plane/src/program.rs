@@ -191,6 +191,7 @@ pub fn limits(bulkhead: &BulkheadConfig, labels: &Arc<[String]>) -> Limits {
         deadline: bulkhead.deadline,
         deadline_max: bulkhead.deadline_max,
         grace: bulkhead.grace,
+        jobs_end_alone: matches!(bulkhead.program, config::Program::Exec { .. }),
         lookahead: bulkhead.lookahead,
         restart: bulkhead.restart.clone(),
         start: bulkhead.start.clone(),

@@ -613,9 +613,10 @@ impl<T> Bulkhead<T> {
 
     /// Decides whether a worker is to be killed for what its jobs do. It is, after `grace`, when no client
     /// waits any more for anything in it, or when a job in it has passed the bulkhead's own deadline or run limit: so
-    /// a client can end its own work early, but never its neighbours'. Until then it takes no new jobs. While it
+    /// a client can end its own work early, but never its neighbours'. One that [ends each by itself](Self::patience) has
+    /// longer while clients wait for others. Until then it takes no new jobs. While it
     /// sends a result that is too large, `grace` counts [from the last bytes](Self::sends_on).
-    fn review(&mut self, now: Time, place: u32) {
+    pub(super) fn review(&mut self, now: Time, place: u32) {
         let Some(worker) = self.workers[place as usize].as_ref() else { return };
         match worker.phase {
             Phase::Ready | Phase::Draining => {}
@@ -626,6 +627,9 @@ impl<T> Bulkhead<T> {
         let Some(worker) = self.workers[place as usize].as_mut() else { return };
         if is_stuck && worker.kill_at.is_none() {
             worker.kill_at = Some(kill_at);
+        } else if is_stuck && self.limits.jobs_end_alone {
+            // Perhaps no client waits any more.
+            worker.kill_at = worker.kill_at.map(|at| at.min(kill_at));
         } else if !is_stuck && (worker.phase == Phase::Ready || !worker.jobs.is_empty()) {
             worker.kill_at = None;
         }

@@ -24,6 +24,8 @@ pub struct Limits {
     pub deadline: Duration,
     pub deadline_max: Duration,
     pub grace: Duration,
+    /// Whether a worker ends each job by itself, with all that it has started, as it does for `exec`.
+    pub jobs_end_alone: bool,
     pub lookahead: Duration,
     pub restart: Restart,
     pub start: Start,
@@ -165,6 +167,7 @@ impl Default for Limits {
             deadline: seconds(30),
             deadline_max: seconds(30),
             grace: Duration::from_millis(100),
+            jobs_end_alone: false,
             lookahead: Duration::ZERO,
             restart: Restart {
                 policy: RestartPolicy::Always,

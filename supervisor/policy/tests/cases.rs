@@ -568,6 +568,31 @@ fn a_starved_worker_is_forgiven_and_a_stuck_one_is_not() {
     }
 }
 
+/// A worker that ends each job by itself has time for it while another job in it is waited for.
+#[test]
+fn a_job_that_dies_slowly_does_not_take_its_neighbours_along() {
+    for is_answered in [true, false] {
+        let numbers = Limits { deadline: SECOND, grace: MS, jobs_end_alone: true, ..limits(1, 2, 0) };
+        let mut stage = Stage::ready(numbers);
+        let (worker, slow) = (stage.newest_worker(), stage.job());
+        stage.wait(900 * MS);
+        let other = stage.job();
+        stage.wait(900 * MS);
+        stage.expect(slow, "deadline_exceeded", Some("running"));
+        assert_eq!(stage.killed, []);
+        if is_answered {
+            stage.reply(other);
+            assert_eq!(stage.verdicts(other).len(), 1);
+        } else {
+            stage.wait(101 * MS);
+            stage.expect(other, "deadline_exceeded", Some("running"));
+        }
+        // No client waits for anything in it now.
+        stage.wait(2 * MS);
+        assert_eq!(stage.killed, [(worker, KillReason::Deadline)]);
+    }
+}
+
 /// A restart is told with what became of the worker before, or why it is replaced.
 #[test]
 fn every_restart_has_its_cause() {

@@ -57,6 +57,8 @@ section! {
     /// The most a client may ask for; more is cut to it. At least `deadline`.
     deadline_max: Duration as at_least(SOME), without "`deadline`", such as "\"5s\"";
     /// After a missed deadline the worker is asked to stop, and killed this much later; `"0s"` kills at once.
+    /// With `exec` its program is killed at once, and the worker only if the program is not gone within 5 s while a
+    /// client waits for another one in it.
     grace: Duration as at_least(ANY), default Duration::from_millis(100);
     /// How much work may be sent ahead of a worker that is busy, by how long its jobs take, so that it need not be waited
     /// for between two jobs. Of workers with the SDK, and so not with `exec`; `"0s"` is off.

@@ -14,6 +14,10 @@ use crate::workers::Phase;
 /// A worker that sends such a result has at least so long for its next bytes, however short `grace` is.
 const STALL_PATIENCE: Duration = Duration::from_secs(1);
 
+/// A worker that ends each job by itself has at least so long for it while a client waits for another job in it: what
+/// has gigabytes, or a crowd of processes, dies slowly.
+const SLOW_END_PATIENCE: Duration = Duration::from_secs(5);
+
 impl<T> Bulkhead<T> {
     /// Answers the job. It stays in the worker's hands, as one that was cancelled does, until the worker has
     /// replied.
@@ -61,10 +65,17 @@ impl<T> Bulkhead<T> {
         self.arm(id.place);
     }
 
-    /// How long a worker lives on when no client waits for its jobs.
+    /// How long a worker lives on when no client waits for its jobs, or one of them has gone on for too long.
     pub(super) fn patience(&self, place: u32) -> Duration {
         let grace = self.limits.grace;
-        if self.is_sending(place) { grace.max(STALL_PATIENCE) } else { grace }
+        let is_wanted = self.workers[place as usize].as_ref().is_some_and(|worker| worker.wanted > 0);
+        if self.limits.jobs_end_alone && is_wanted {
+            grace.max(SLOW_END_PATIENCE)
+        } else if self.is_sending(place) {
+            grace.max(STALL_PATIENCE)
+        } else {
+            grace
+        }
     }
 
     fn is_sending(&self, place: u32) -> bool {

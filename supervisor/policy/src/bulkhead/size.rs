@@ -87,6 +87,9 @@ impl<T> Bulkhead<T> {
         }
         self.replace_unresizable(now, out);
         self.is_reserve_concerned = true;
+        if self.limits.jobs_end_alone {
+            (0..self.workers.len() as u32).for_each(|place| self.review(now, place));
+        }
         if before.recycle.jobs != self.limits.recycle.jobs {
             self.recount_jobs_left(now, out);
             self.dismiss_standbys(|_| true, out);

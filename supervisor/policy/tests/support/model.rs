@@ -25,6 +25,8 @@ use slots::{Slot, SlotState};
 
 /// The least time that a worker has for the next part of a result that is too large.
 const STALL_PATIENCE: std::time::Duration = std::time::Duration::from_secs(1);
+/// While clients wait for others in a worker that ends each by itself.
+const SLOW_END_PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
 
 pub(crate) struct Model {
     limits: Limits,
@@ -437,10 +439,26 @@ impl Model {
         jobs().any(|job| job.is_oversized) && !jobs().any(|job| job.is_overdue)
     }
 
+    /// When it is killed, as it is stuck.
+    fn killed_at(&self, worker: &Worker) -> Time {
+        let at = self.now + self.patience(worker);
+        match worker.killed_at {
+            Some(known) if self.limits.jobs_end_alone => known.min(at),
+            known => known.unwrap_or(at),
+        }
+    }
+
     /// How long it may stay as it is when it is stuck; while it sends, from the last that was heard.
     fn patience(&self, worker: &Worker) -> std::time::Duration {
         let grace = self.limits.grace;
-        if self.is_sending(worker) { grace.max(STALL_PATIENCE) } else { grace }
+        let is_wanted = worker.jobs.iter().any(|job| !self.jobs[job].is_answered);
+        if self.limits.jobs_end_alone && is_wanted {
+            grace.max(SLOW_END_PATIENCE)
+        } else if self.is_sending(worker) {
+            grace.max(STALL_PATIENCE)
+        } else {
+            grace
+        }
     }
 
     fn is_available(&self, worker: &Worker) -> bool {

@@ -56,6 +56,7 @@ fn any_limits(random: &mut Random) -> Limits {
         deadline_max: if random.percent(50) { deadline } else { deadline + random.millis(0, 5000) },
         lookahead: Duration::from_millis(random.pick(&[0, 5, 50, 200, 400])),
         grace: if random.percent(20) { Duration::ZERO } else { random.millis(0, 300) },
+        jobs_end_alone: random.percent(30),
         restart: restart(random),
         start: Start {
             handshake: random.millis(20, 2000),

@@ -145,9 +145,7 @@ impl Model {
             KillReason::NotReady => {
                 matches!(worker.phase, Phase::Initializing { until } if until <= now)
             }
-            KillReason::Deadline => {
-                self.is_stuck(worker) && worker.killed_at.unwrap_or(now + self.patience(worker)) <= now
-            }
+            KillReason::Deadline => self.is_stuck(worker) && self.killed_at(worker) <= now,
             KillReason::Hung => self.step.cause == Cause::Looked(worker.id) && worker.was_looked_at,
             KillReason::Overdue => self.is_overdue(worker),
             KillReason::Unwanted => {
@@ -197,11 +195,10 @@ impl Model {
 
     /// Every worker that was to be killed or drained by now has been.
     pub(super) fn settle_workers(&mut self) {
-        let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w), self.now + self.patience(w));
+        let stuck = |(&place, w): (&u32, &Worker)| (place, self.is_stuck(w).then(|| self.killed_at(w)));
         let stuck: Vec<_> = self.workers.iter().map(stuck).collect();
-        for (place, is_stuck, at) in stuck {
-            let worker = self.workers.get_mut(&place).expect("it is live");
-            worker.killed_at = is_stuck.then(|| worker.killed_at.unwrap_or(at));
+        for (place, killed_at) in stuck {
+            self.workers.get_mut(&place).expect("it is live").killed_at = killed_at;
         }
         if let Cause::Looked(id) = self.step.cause
             && !self.step.is_forgiven
