@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use bulkhead_client::blocking::Client;
 use bulkhead_tests::{Supervisor, is_alive, kill_pid, programs, wait_for};
@@ -113,4 +114,39 @@ fn the_own_folder_goes_with_the_supervisor() {
     let told = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && told.contains("mode 0700"), "{told}");
     assert!(folder.join("further/file").exists());
+}
+
+/// Whatever it is about to start when it is killed.
+#[test]
+fn a_supervisor_that_is_killed_as_it_starts_leaves_no_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("workers.toml");
+    std::fs::write(&config, "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.b]\nexec = [\"/bin/true\"]\n")
+        .unwrap();
+    let mut longest = Duration::ZERO;
+    for number in 0..400 {
+        let mut command = Command::new(programs().join("bulkhead-supervisor"));
+        command.arg("--config").arg(&config).stdout(Stdio::null()).stderr(Stdio::null());
+        let began = Instant::now();
+        let mut supervisor = command.spawn().unwrap();
+        if number < 4 {
+            // So long it takes until it has its keeper.
+            wait_for("its socket", || folder.path().join("jobs.sock").exists().then_some(()));
+            longest = longest.max(began.elapsed());
+            kill_pid(supervisor.id(), Signal::SIGKILL);
+        } else {
+            // Where it is killed is the point: at all moments of its start, one after the other.
+            std::thread::sleep(longest * (number - 4) / 396);
+            kill_pid(supervisor.id(), Signal::SIGKILL);
+        }
+        supervisor.wait().unwrap();
+        let _ = std::fs::remove_file(folder.path().join("jobs.sock"));
+    }
+    let name = config.to_str().unwrap();
+    let left = || {
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let told = processes.filter_map(|process| std::fs::read(process.path().join("cmdline")).ok());
+        told.filter(|line| String::from_utf8_lossy(line).contains(name)).count()
+    };
+    wait_for("all are gone", || (left() == 0).then_some(()));
 }

@@ -173,10 +173,11 @@ impl Holder {
     fn start() -> io::Result<Self> {
         let flags = rustix::pipe::PipeFlags::CLOEXEC;
         let (told, tell) = rustix::pipe::pipe_with(flags)?;
+        let parent = rustix::process::getpid();
         // SAFETY: the child makes nothing but raw calls until it is ended.
         let pid = match unsafe { libc::fork() } {
             -1 => return Err(io::Error::last_os_error()),
-            0 => hold(&tell),
+            0 => hold(&tell, parent),
             pid => pid,
         };
         let holder = Self { pid };
@@ -203,10 +204,14 @@ impl Drop for Holder {
 }
 
 /// The child: enters a new namespace, says how that went, and waits to be ended.
-fn hold(tell: &OwnedFd) -> ! {
+fn hold(tell: &OwnedFd, parent: Pid) -> ! {
     // SAFETY: numbers alone are passed, and this process has one thread. It ends with its parent.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        // If the parent died before that, the signal would not be sent.
+        if rustix::process::getppid() != Some(parent) {
+            libc::_exit(1);
+        }
         let errno = errno::check(libc::unshare(libc::CLONE_NEWUSER)).err().map_or(0, Errno::raw_os_error);
         let _ = rustix::io::write(tell, &errno.to_ne_bytes()); // Silence tells as well.
         loop {

@@ -65,7 +65,11 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
     // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls, and exits.
     let pid = match unsafe { libc::fork() } {
         -1 => return Err(check(-1).unwrap_err()),
-        0 => child(&theirs),
+        0 => {
+            // If we are killed before it asks for a signal then, it hears the end of this.
+            drop(ours);
+            child(&theirs)
+        }
         pid => pid,
     };
     drop(theirs);
