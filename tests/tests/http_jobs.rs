@@ -181,6 +181,8 @@ fn what_ends_otherwise_is_a_problem_with_its_fields() {
     check(&place.job("poison", "abort", &[], b"bad"), 422, "rejected", "quarantined", "no");
     assert_eq!(place.job("rate", "echo", &[], b"").status, 200);
     check(&place.job("rate", "echo", &["Bulkhead-Cost: 0"], b""), 429, "rejected", "rate_limited", "no");
+    // For which no wait will do, and which has the milliseconds all the same.
+    check(&place.job("rate", "echo", &["Bulkhead-Cost: 9"], b""), 429, "rejected", "rate_limited", "no");
     let broken = "the one that is broken has failed";
     wait_for(broken, || (supervisor.snapshot("broken")["state"] == "failed").then_some(()));
     check(&place.job("broken", "echo", &[], b""), 503, "rejected", "unavailable", "no");

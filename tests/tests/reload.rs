@@ -487,6 +487,9 @@ fn a_dry_run_says_the_same_and_changes_nothing() {
     supervisor
         .configure("crash_keep = 7\ndrain_timeout = \"9s\"", &format!("{SAME_NUMBERS}{DEFAULTS}{next}"));
     let dry = post(&supervisor, "/v1/reload?dry_run=true", 200);
+    // A word that is not known is no reason to do it.
+    let misspelt = post(&supervisor, "/v1/reload?dryrun=true", 400);
+    assert!(misspelt["detail"].as_str().unwrap().contains("dryrun"), "{misspelt}");
     let ran = command(&supervisor, &["reload", "--dry-run"]);
     let expected = "old: removed; it finishes what it has\n\
                     b: env, max_queue; its workers are replaced one after the other\n\
