@@ -193,6 +193,8 @@ impl Process {
     /// The template is gone, and its workers live on.
     fn template_left(&mut self, pid: u32, end: &End) {
         self.look_at_start(pid);
+        // Why it ended, among others.
+        self.hear_what_waits(pid);
         let Some(child) = self.children.get_mut(&pid) else { return };
         if !matches!(child.stage, Stage::Running) {
             // With it the first process ends.

@@ -106,6 +106,7 @@ impl Process {
         if self.children.contains_key(&pid) && bulkhead_linux::wait::has_ended(pid) {
             // What it said at the start, it said before it ended.
             self.look_at_start(pid);
+            self.hear_what_waits(pid);
             while self.hear_ends(pid) {}
             wait::kill_group(pid);
             self.reap_one(pid, now);
