@@ -270,8 +270,8 @@ async fn remember_tenants(client: &Client) -> Result<()> {
 fn config(scene: Scene, is_loop: bool) -> Result<String> {
     let own = std::env::current_exe()?;
     let own = own.to_str().ok_or("this program has an odd path")?;
-    let honest =
-        |name: &str| format!("[bulkhead.{name}]\ncommand = [{own:?}, \"worker\"]\nmax_queue = 1000\n");
+    let worker = processes::worker()?;
+    let honest = |name: &str| format!("[bulkhead.{name}]\ncommand = [{worker}]\nmax_queue = 1000\n");
     let mut config = "[supervisor]\nsocket = \"jobs.sock\"\nmax_clients = 2000\n".to_owned();
     if rustix::process::geteuid().is_root() {
         config += &format!("[[access]]\nuid = 0\n[[access]]\nuid = {STRANGER}\nbulkheads = [\"open\"]\n");
@@ -300,7 +300,7 @@ fn config(scene: Scene, is_loop: bool) -> Result<String> {
         Attacker::Jobs("storm", processes) => {
             let pin = if scene.is_pinned { "\"taskset\", \"-c\", \"0\", " } else { "" };
             config += &format!(
-                "[bulkhead.storm]\ncommand = [{pin}{own:?}, \"worker\"]\nmax_queue = 1000\nprocesses = {processes}\n\
+                "[bulkhead.storm]\ncommand = [{pin}{worker}]\nmax_queue = 1000\nprocesses = {processes}\n\
                  restart = {{ backoff = \"1ms\", backoff_max = \"1ms\", max = 1000, within = \"1s\" }}\n"
             );
         }

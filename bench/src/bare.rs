@@ -3,11 +3,11 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::io;
 use std::path::Path;
 use std::rc::Rc;
 
+use bulkhead_bench_parts::READ_BYTES;
 use rustix::process::{Resource, Rlimit};
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
@@ -17,29 +17,11 @@ use tokio::sync::{Notify, oneshot};
 use crate::Result;
 use crate::processes::Process;
 
-/// One read or write moves at most this much.
-const READ_BYTES: usize = 256 * 1024;
-
-/// The same of an echo among many, whose requests are small.
+/// One read of an echo among many, whose requests are small, moves at most this much.
 const SPREAD_BYTES: usize = 8 * 1024;
 
 /// Bytes before a payload: its length and the number of its request.
 const HEADER_BYTES: usize = 12;
-
-/// Sends back whatever comes on one connection.
-pub(crate) fn echo(socket: Option<&Path>) -> Result<()> {
-    let mut stream = match socket {
-        Some(socket) => std::os::unix::net::UnixListener::bind(socket)?.accept()?.0,
-        None => io::stdin().as_fd().try_clone_to_owned()?.into(),
-    };
-    let mut buffer = vec![0; READ_BYTES];
-    loop {
-        match stream.read(&mut buffer)? {
-            0 => return Ok(()),
-            count => stream.write_all(&buffer[..count])?,
-        }
-    }
-}
 
 /// Passes bytes on between one client and the echo.
 pub(crate) fn relay(socket: &Path, echo: &Path) -> Result<()> {

@@ -18,15 +18,16 @@ pub(crate) struct Chains {
 
 impl Chains {
     pub(crate) async fn start() -> Result<Self> {
+        let programs = processes::programs()?;
         let folder = tempfile::tempdir()?;
         let (near, far) = (folder.path().join("near"), folder.path().join("far"));
         let text = |path: &std::path::Path| path.to_str().map(str::to_owned).ok_or("an odd path");
-        let echo = Process::role(&["echo", &text(&far)?])?;
+        let echo = Process::part(&["echo", &text(&far)?])?;
         processes::wait_for(&far)?;
         let relay = Process::role(&["relay", &text(&near)?, &text(&far)?])?;
         processes::wait_for(&near)?;
         let bare = bare::Client::connect(&near).await?;
-        let real = Rc::new(Chain::start_all(&processes::programs()?).await?);
+        let real = Rc::new(Chain::start_all(&programs).await?);
         Ok(Self { bare, real, relay, _echo: echo })
     }
 

@@ -1,7 +1,6 @@
 //! What confinement costs: starting a worker under each profile, its memory, and jobs under `strict`
 //! beside the same jobs under `none`.
 
-use std::path::Path;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -71,10 +70,9 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 /// A supervisor, and the profiles that can be had from it. `None`: it knows of none.
 async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     let programs = processes::programs()?;
-    let own = std::env::current_exe()?;
     let mut accepted = Vec::new();
     for profile in PROFILES {
-        match real::check(&programs, &config(&own, &[profile])?)? {
+        match real::check(&programs, &config(&[profile])?)? {
             Ok(()) => accepted.push(profile),
             Err(refused) => tell_missing(profile, &refused),
         }
@@ -82,7 +80,7 @@ async fn start() -> Result<Option<(Rc<Chain>, Vec<&'static str>)>> {
     if accepted.is_empty() {
         return Ok(None);
     }
-    let chain = Chain::start(&programs, &config(&own, &accepted)?).await?;
+    let chain = Chain::start(&programs, &config(&accepted)?).await?;
     let mut profiles = Vec::new();
     for profile in accepted {
         match first_answer(&chain, profile, "ready?").await {
@@ -97,8 +95,8 @@ fn tell_missing(profile: &str, why: &str) {
     eprintln!("NOT MEASURED: the profile `{profile}` cannot be had here: {why}");
 }
 
-fn config(own: &Path, profiles: &[&str]) -> Result<String> {
-    let own = own.to_str().ok_or("this program has an odd path")?;
+fn config(profiles: &[&str]) -> Result<String> {
+    let worker = processes::worker()?;
     let is_root = rustix::process::geteuid().is_root();
     let mut text = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
     // A user who may not change identities has `strict` refused, and that is told.
@@ -107,8 +105,7 @@ fn config(own: &Path, profiles: &[&str]) -> Result<String> {
     }
     for &profile in profiles {
         let user = if is_root && profile == "strict" { ", user = \"auto\"" } else { "" };
-        let common =
-            format!("command = [{own:?}, \"worker\"]\nsandbox = {{ profile = {profile:?}{user} }}\n");
+        let common = format!("command = [{worker}]\nsandbox = {{ profile = {profile:?}{user} }}\n");
         // Each tenant has a worker of its own, started by its first job.
         let tenants = "tenants = { isolate = true, max_active = 256, idle = \"1h\" }\n";
         text += &format!("[bulkhead.{profile}]\n{common}max_queue = 1\n{tenants}");
@@ -131,7 +128,7 @@ async fn first_answer(chain: &Chain, profile: &str, tenant: &str) -> Result<(Dur
     Ok((took, reply.outcome().worker_pid.ok_or("no worker served the job")?))
 }
 
-/// The same of this program, spawned as the standard library does it, with no supervisor.
+/// The same of the worker's program, spawned as the standard library does it, with no supervisor.
 fn bare_first_answer() -> Result<Duration> {
     use std::io::{Read, Write};
     let began = Instant::now();

@@ -39,7 +39,7 @@ pub(crate) async fn all(chains: &Chains, plan: &Plan, report: &Report) -> Result
     if report.wants(LOCAL) {
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("echo");
-        let _echo = Process::role(&["echo", socket.to_str().ok_or("an odd path")?])?;
+        let _echo = Process::part(&["echo", socket.to_str().ok_or("an odd path")?])?;
         processes::wait_for(&socket)?;
         let bare = bare::Client::connect(&socket).await?;
         let mut supervisor = Supervisor::builder(settings()?).start_local()?;
@@ -72,8 +72,6 @@ async fn calls(client: Client, total: usize) -> Result<Round> {
 }
 
 fn settings() -> Result<config::Config> {
-    let own = std::env::current_exe()?;
-    let own = own.to_str().ok_or("this program has an odd path")?;
-    let text = format!("[bulkhead.{}]\ncommand = [{own:?}, \"worker\"]\nmax_queue = 1\n", real::ONE);
+    let text = format!("[bulkhead.{}]\ncommand = [{}]\nmax_queue = 1\n", real::ONE, processes::worker()?);
     Ok(config::parse_embedded(&text, Path::new("workers.toml"))?)
 }

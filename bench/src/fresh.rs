@@ -88,12 +88,11 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     if ways.is_empty() {
         return Ok(());
     }
-    let own = std::env::current_exe()?;
-    let own = own.to_str().ok_or("this program has an odd path")?;
+    let worker = processes::worker()?;
     let mut config = "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned();
     for Way { name, profile, keys, .. } in &ways {
         let common = format!(
-            "command = [{own:?}, \"worker\"]\nsandbox = {{ profile = \"{profile}\" }}\nmax_queue = 16\n{keys}\n"
+            "command = [{worker}]\nsandbox = {{ profile = \"{profile}\" }}\nmax_queue = 16\n{keys}\n"
         );
         config +=
             &format!("[bulkhead.{name}-each]\n{common}processes = {AT_ONCE}\nrecycle = {{ jobs = 1 }}\n");

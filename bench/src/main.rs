@@ -13,7 +13,6 @@ mod confinement;
 mod embedded;
 mod fork_server;
 mod fresh;
-mod layers;
 mod load;
 mod measures;
 mod neighbours;
@@ -76,12 +75,6 @@ struct Args {
 #[derive(Debug, Subcommand)]
 #[command(hide = true)]
 enum Role {
-    /// Returns every byte.
-    #[command(hide = true)]
-    Echo {
-        /// Where to listen; without it, standard input is the connected socket.
-        socket: Option<PathBuf>,
-    },
     /// Passes bytes on, both ways.
     #[command(hide = true)]
     Relay {
@@ -98,18 +91,6 @@ enum Role {
         /// How many.
         echoes: usize,
     },
-    /// Forks a child for each socket that it is sent.
-    #[command(hide = true)]
-    ForkServer {
-        /// Whose layers it has.
-        #[arg(requires = "folder")]
-        profile: Option<String>,
-        /// For the temporary folders.
-        folder: Option<PathBuf>,
-    },
-    /// A worker of the real chain.
-    #[command(hide = true)]
-    Worker,
     /// Starts a program that dies at once, again and again.
     #[command(hide = true)]
     StartAndDie,
@@ -156,13 +137,8 @@ fn main() -> ExitCode {
     bulkhead_supervisor::keeper_main_if_asked();
     let args = Args::parse();
     let result = match &args.role {
-        Some(Role::Echo { socket }) => bare::echo(socket.as_deref()),
         Some(Role::Relay { socket, echo }) => bare::relay(socket, echo),
         Some(Role::Spread { socket, echoes }) => bare::spread(socket, *echoes),
-        Some(Role::ForkServer { profile, folder }) => {
-            fork_server::serve(profile.as_deref().zip(folder.as_deref()))
-        }
-        Some(Role::Worker) => return real::worker(),
         Some(Role::StartAndDie) => neighbours::start_and_die(),
         Some(Role::Die) => std::process::abort(),
         Some(Role::Attack { kind, socket, pin }) => attack(*pin, || match kind.as_str() {

@@ -13,12 +13,20 @@ use crate::Result;
 /// How long anything may take that is over at once on a healthy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// The package, and its program.
+const PARTS: &str = "bulkhead-bench-parts";
+
 /// A child that ends with its owner.
 pub(crate) struct Process(Child);
 
 impl Process {
     pub(crate) fn start(command: &mut Command) -> Result<Self> {
         Ok(Self(command.spawn()?))
+    }
+
+    /// A part of a chain (`../parts`).
+    pub(crate) fn part(arguments: &[&str]) -> Result<Self> {
+        Self::start(parts()?.args(arguments).stdin(Stdio::null()))
     }
 
     /// This program in one of its other roles.
@@ -36,7 +44,7 @@ impl Process {
     /// An echo on a socket of its own.
     pub(crate) fn echo() -> Result<(Self, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
-        let echo = Self::start(own()?.arg("echo").stdin(Stdio::from(OwnedFd::from(theirs))))?;
+        let echo = Self::start(parts()?.arg("echo").stdin(Stdio::from(OwnedFd::from(theirs))))?;
         Ok((echo, ours))
     }
 
@@ -57,6 +65,22 @@ impl Drop for Process {
     }
 }
 
+/// The program that plays the parts of a chain. It is beside this one, once [`programs`] were built.
+pub(crate) fn parts() -> Result<Command> {
+    Ok(Command::new(folder()?.join(PARTS)))
+}
+
+/// What bulkheads have as `command`.
+pub(crate) fn worker() -> Result<String> {
+    let parts = folder()?.join(PARTS);
+    let parts = parts.to_str().ok_or("this program has an odd path")?;
+    Ok(format!("{parts:?}, \"worker\""))
+}
+
+fn folder() -> Result<PathBuf> {
+    Ok(std::env::current_exe()?.parent().ok_or("this program is nowhere")?.to_owned())
+}
+
 fn own() -> Result<Command> {
     Ok(Command::new(std::env::current_exe()?))
 }
@@ -75,8 +99,7 @@ pub(crate) fn wait_for(path: &Path) -> Result<()> {
 
 /// The folder with the workspace's programs, built in this program's own profile.
 pub(crate) fn programs() -> Result<PathBuf> {
-    let own = std::env::current_exe()?;
-    let folder = own.parent().ok_or("this program is nowhere")?.to_owned();
+    let folder = folder()?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args([
         "build",
@@ -85,6 +108,8 @@ pub(crate) fn programs() -> Result<PathBuf> {
         "bulkhead-supervisor",
         "--package",
         "bulkhead-worker",
+        "--package",
+        PARTS,
         "--bins",
     ]);
     match folder.file_name().and_then(|name| name.to_str()) {

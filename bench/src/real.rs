@@ -1,12 +1,11 @@
 //! The real chain: the supervisor with a configuration of the bench's own, and a worker built with the SDK.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bulkhead_client::Client;
-use bulkhead_worker::{HandlerError, Job};
 use tempfile::TempDir;
 
 use crate::Result;
@@ -46,7 +45,7 @@ pub(crate) struct Chain {
 impl Chain {
     /// Starts a supervisor with the bulkheads of the bench, and a worker in each.
     pub(crate) async fn start_all(programs: &Path) -> Result<Self> {
-        let chain = Self::start(programs, &config(&std::env::current_exe()?)?).await?;
+        let chain = Self::start(programs, &config()?).await?;
         for bulkhead in [ONE, &wide(64), &wide(1024), HANGS, CRASHES, FORKED_CRASHES] {
             chain.client.job(bulkhead, "ready?").send().await?;
         }
@@ -142,10 +141,9 @@ pub(crate) fn hanging() -> String {
     )
 }
 
-fn config(own: &Path) -> Result<String> {
-    let own = own.to_str().ok_or("this program has an odd path")?;
-    let bulkhead =
-        |name: &str, keys: &str| format!("[bulkhead.{name}]\ncommand = [{own:?}, \"worker\"]\n{keys}\n");
+fn config() -> Result<String> {
+    let worker = processes::worker()?;
+    let bulkhead = |name: &str, keys: &str| format!("[bulkhead.{name}]\ncommand = [{worker}]\n{keys}\n");
     Ok([
         "[supervisor]\nsocket = \"jobs.sock\"\n".to_owned(),
         bulkhead(ONE, "max_queue = 1"),
@@ -163,35 +161,4 @@ fn config(own: &Path) -> Result<String> {
         bulkhead(CROWD[3], "processes = 2\nmax_queue = 1000\nmax_in_flight = 1"),
     ]
     .concat())
-}
-
-/// The worker's side.
-pub(crate) fn worker() -> ExitCode {
-    bulkhead_worker::serve(|job: &Job, ctx| match ctx.operation() {
-        "" => Ok(job.payload().to_vec()),
-        "mapped" => {
-            let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
-            if let (Some(payload), Some(mut result)) = (job.mapped_payload(), place) {
-                payload.read(0, &mut result);
-                result.finish();
-                return Ok(Vec::new());
-            }
-            Ok(job.payload().to_vec())
-        }
-        "hang" => loop {
-            std::thread::park();
-        },
-        "crash" => std::process::abort(),
-        "die" => {
-            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-            std::process::abort()
-        }
-        // Dies and leaves many processes in sessions of their own.
-        "orphans" => {
-            let script = "for n in $(seq 1500); do setsid sleep 100 & done";
-            let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
-            std::process::abort()
-        }
-        other => Err(HandlerError::new("unknown_operation", other)),
-    })
 }

@@ -63,9 +63,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
 
 /// A supervisor with so many bulkheads, whose workers are ready.
 async fn start(bulkheads: usize) -> Result<Rc<Chain>> {
-    let own = std::env::current_exe()?;
-    let own = own.to_str().ok_or("this program has an odd path")?;
-    let command = format!("command = [{own:?}, \"worker\"]");
+    let command = format!("command = [{}]", processes::worker()?);
     let mut config = format!(
         "[supervisor]\nsocket = \"jobs.sock\"\nmax_clients = 4000\nmax_buffered = \"1GiB\"\n\
          drain_timeout = \"1s\"\n\

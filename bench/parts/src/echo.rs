@@ -1,0 +1,22 @@
+//! The end of the bare chain.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use crate::{READ_BYTES, Result};
+
+/// Sends back whatever comes on one connection.
+pub fn echo(socket: Option<&Path>) -> Result<()> {
+    let mut stream = match socket {
+        Some(socket) => std::os::unix::net::UnixListener::bind(socket)?.accept()?.0,
+        None => std::io::stdin().as_fd().try_clone_to_owned()?.into(),
+    };
+    let mut buffer = vec![0; READ_BYTES];
+    loop {
+        match stream.read(&mut buffer)? {
+            0 => return Ok(()),
+            count => stream.write_all(&buffer[..count])?,
+        }
+    }
+}
