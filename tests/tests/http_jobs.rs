@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bulkhead_tests::http::{Answer, Place, Socket};
 use bulkhead_tests::{PATIENCE, Supervisor, wait_for};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const ONE: &str =
     "[bulkhead.b]\ncommand = [\"MISBEHAVE\"]\nmax_in_flight = 4\nmax_queue = 0\ndeadline = \"20s\"\n";
@@ -461,6 +461,9 @@ fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
     for waiter in waiters {
         let text = String::from_utf8_lossy(&waiter.join().unwrap()).into_owned();
         assert!(text.starts_with("HTTP/1.1 408"), "{text}");
+        let body: Value = serde_json::from_str(text.split("\r\n\r\n").nth(1).unwrap()).unwrap();
+        let told = ["outcome", "reason", "executed", "retryable"].map(|field| &body[field]);
+        assert_eq!(json!(told), json!(["rejected", "invalid", "no", false]), "{text}");
     }
     let text = String::from_utf8_lossy(&changes.join().unwrap()).into_owned();
     assert!(text.is_empty() || text.starts_with("HTTP/1.1 100") && text.contains("HTTP/1.1 408"), "{text}");
