@@ -308,6 +308,17 @@ mod tests {
     }
 
     #[test]
+    fn names_that_a_worker_has_taken_do_not_keep_its_folder() {
+        let parent = tempfile::tempdir().unwrap();
+        let (top, at_once) = (parent.path().join("top"), 256);
+        for number in 0..=at_once {
+            std::fs::create_dir_all(top.join(format!(".bulkhead-{number}/in/it"))).unwrap();
+        }
+        assert!((0..20).any(|_| remove(&top, at_once)), "it takes a few goes");
+        assert!(!top.exists());
+    }
+
+    #[test]
     fn what_several_remove_at_once_is_removed() {
         let parent = tempfile::tempdir().unwrap();
         let top = parent.path().join("top");

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::{Errno, Result};
 use rustix::path::Arg;
+use rustix::rand::{GetRandomFlags, getrandom};
 
 /// How a folder is opened: never through a link that has its name.
 pub const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
@@ -42,7 +43,7 @@ pub fn give_to_owner(folder: &OwnedFd) -> Result<()> {
 /// are to be removed. What is in a folder in it is brought up first, so that there are two levels at any time: a tree
 /// that is a million deep takes no more descriptors than a flat one, and no stack.
 pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
-    let (mut number, mut seen) = (0_u64, 0_usize);
+    let mut seen = 0;
     loop {
         let mut is_empty = true;
         for (name, kind) in names(top)? {
@@ -64,8 +65,7 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
                     return Ok(false);
                 }
                 if !remove_file(folder.as_fd(), &inner, kind)? {
-                    number += 1;
-                    bring_up(&folder, &inner, top, number)?;
+                    bring_up(&folder, &inner, top)?;
                 }
             }
             match rustix::fs::unlinkat(top, name.as_c_str(), AtFlags::REMOVEDIR) {
@@ -79,9 +79,11 @@ pub fn empty(top: &OwnedFd, entries_max: usize) -> Result<bool> {
     }
 }
 
-/// Moves a folder to the top, under a name with this number; if that is taken, the next round tries the next.
-fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd, number: u64) -> Result<()> {
-    let free = format!(".bulkhead-{number}");
+/// Moves a folder to the top, by a random name: one that its maker guessed would be taken, and nothing would move.
+fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd) -> Result<()> {
+    let mut drawn = [0; 16];
+    getrandom(&mut drawn, GetRandomFlags::empty())?;
+    let free = format!(".bulkhead-{:032x}", u128::from_ne_bytes(drawn));
     let bring = || rustix::fs::renameat_with(folder, inner, top, free.as_str(), RenameFlags::NOREPLACE);
     let brought = bring().or_else(|errno| match errno {
         // To move a folder takes the right to write to it, since that is where its parent is noted.
@@ -89,7 +91,7 @@ fn bring_up(folder: &OwnedFd, inner: &CStr, top: &OwnedFd, number: u64) -> Resul
         errno => Err(errno),
     });
     match brought {
-        Err(Errno::EXIST | Errno::NOENT) => Ok(()),
+        Err(Errno::NOENT) => Ok(()),
         result => result,
     }
 }
