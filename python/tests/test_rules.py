@@ -58,3 +58,12 @@ def test_a_deep_tree_whose_folders_have_the_names_of_those_moved_up(temporary: T
     os.close(place)
     rounds(temporary, b"deep", 4 * DEPTH)
     assert os.listdir(tmp_path) == []
+
+
+def test_names_that_are_taken_do_not_keep_a_folder(temporary: Temporary, tmp_path: Path) -> None:
+    """A worker may have made folders of such names as those have that are moved up."""
+    os.close(temporary.make(b"taken"))
+    for number in range(ENTRIES_AT_ONCE + 1):
+        (tmp_path / "taken" / f".bulkhead-{number}" / "in" / "it").mkdir(parents=True)
+    rounds(temporary, b"taken", 20)
+    assert os.listdir(tmp_path) == []

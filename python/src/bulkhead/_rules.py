@@ -137,15 +137,13 @@ def _emptied(top: int, entries_max: int) -> bool:
     """Empties a folder, however deep it is and whatever the modes in it are; False if it has more entries. What is in a
     folder in it is brought up first, so that there are two levels at any time."""
     budget = iter(range(entries_max))
-    number = 0
     try:
         while next(_entries(top), None) is not None:
             for name in _folders(top, budget):
                 folder = _opened(name, top)
                 try:
                     for inner in _folders(folder, budget):
-                        number += 1
-                        _bring_up(inner, folder, top, number)
+                        _bring_up(inner, folder, top)
                 finally:
                     os.close(folder)
                 try:
@@ -158,9 +156,9 @@ def _emptied(top: int, entries_max: int) -> bool:
     return True
 
 
-def _bring_up(inner: bytes, folder: int, top: int, number: int) -> None:
-    """Moves a folder to the top. If the name is taken, the next round tries another."""
-    free = b".bulkhead-%d" % number
+def _bring_up(inner: bytes, folder: int, top: int) -> None:
+    """Moves a folder to the top, by a name that nobody can have taken: of names that are, nothing would ever move."""
+    free = b".bulkhead-" + os.urandom(16).hex().encode()
     try:
         try:
             os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
@@ -168,11 +166,8 @@ def _bring_up(inner: bytes, folder: int, top: int, number: int) -> None:
             # To move a folder takes the right to write to it, since that is where its parent is noted.
             os.close(_opened(inner, folder))
             os.rename(inner, free, src_dir_fd=folder, dst_dir_fd=top)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         pass
-    except OSError as error:
-        if error.errno != 39:  # ENOTEMPTY
-            raise
 
 
 class Rules:
