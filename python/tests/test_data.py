@@ -483,6 +483,27 @@ SHARED = b"\x94(" + b"h\x00" * 99 + b"t\x94(" + b"h\x01" * 99 + b"t\x94(" + b"h\
 DEQUE = short_named("collections", "deque")
 GROUP = short_named("builtins", "ExceptionGroup")
 EQUAL_TEXTS = long(b"a" * 1_500_000)
+
+
+def equal_tuples_of_texts() -> bytes:
+    """Two with a thousand times a thousand texts, which are compared one by one."""
+    first, second = (
+        EQUAL_TEXTS + b"\x94(" + b"h%c" % at * 1000 + b"t\x94(" + b"h%c" % (at + 1) * 1000 + b"t\x94" for at in (0, 3)
+    )
+    return b"(" + first + second + b"}(h\x02Nh\x05Nut"
+
+
+def equal_sets_of_one_hash() -> bytes:
+    """Two with 512 members of one hash, each of which is compared with those of the other; and what makes it large."""
+    members = [
+        b"(" + b"".join(numbers) + b"t"
+        for numbers in itertools.product((b"J" + b"\xff" * 4, b"J\xfe" + b"\xff" * 3), repeat=9)
+    ]
+    members_of_both = b"(" + b"".join(members) + b"\x91\x94"
+    said = b"(" + members_of_both * 2 + long(b"p" * 4000) * 2000
+    return said + (b"}(h\x00N" + b"h\x01N" * 10 + b"u") * 4000 + b"t"
+
+
 HARM = {
     "numbers that are searched for": chained_keys(17, 170_000),
     "numbers that are searched for, and a tuple": b"(" + chained_keys(17, 170_000) + b")t",
@@ -493,6 +514,10 @@ HARM = {
     "deques of deques, left behind": b"N(" + DEQUE + b"\x94)R" + b"h\x00)R" * 200_000 + b"a" * 200_000 + b"\x91",
     "the number of an error": b"(" + short_named("builtins", "OSError") + b"\x94" + integer(1 << 24_000_000)
     + b"N\x86\x94" + b"h\x00h\x01R" * 400_000 + b"t",
+    "equal tuples of texts": equal_tuples_of_texts(),
+    "equal sets of one hash": equal_sets_of_one_hash(),
+    "copies of a bytearray": b"(" + short_named("builtins", "UnicodeDecodeError") + b"\x94(\x8c\x01x\x96"
+    + (1 << 20).to_bytes(8, "little") + bytes(1 << 20) + b"K\x00K\x01\x8c\x01yt\x94" + b"h\x00h\x01R" * 5000 + b"t",
     "eight million objects": b"(((}\x94" + b"h\0" * 252 + b"t\x94" + b"h\1" * 252 + b"t\x94" + b"h\2" * 120 + b"t",
 }  # fmt: skip
 
@@ -536,8 +561,12 @@ def test_what_did_harm_does_none(harm: str, tmp_path: Path) -> None:
         integer(1 << 4_000_000) + SHARED,
         short_named("pathlib", "PosixPath") + long(b"a" * 100_000) + b"\x85R" + SHARED,
         short_named("builtins", "slice") + long(b"a" * 100_000) + b"NN\x87R",
+        # A bytearray that is made longer, and found very often.
+        b"}(\x8c\x01a\x96" + bytes(8) + b"\x94" + b"(%be" % (b"K\x01" * 1000) * 400
+        + b"\x8c\x01b]" + b"(%be" % (b"h\x00" * 1000) * 100 + b"u",
+        built("ValueError", short("print_file_and_line") + b"K\x01"),
     ],
-)
+)  # fmt: skip
 def test_what_hid_something_is_refused(pickled: bytes) -> None:
     with pytest.raises(DataOnly):
         loads(b"\x80\x05" + pickled + b".")
@@ -576,6 +605,21 @@ def test_what_is_refused_is_not_held_or_shown() -> None:
         assert len(str(caught.value)) < 1000
         assert (caught.value.__cause__, caught.value.__context__) == (None, None)
         assert [frame.name for frame in caught.traceback][1:] == ["loads"]
+
+
+def test_a_number_that_is_refused_is_not_told() -> None:
+    """Its digits would take a time that grows with the square of its length."""
+    said = short_named("uuid", "UUID") + b")\x81}(\x8c\x03intK\x01\x8c\x07is_safe" + integer(1 << 10_000) + b"ub"
+    with pytest.raises(DataOnly, match="UUID of something else"):
+        loads(b"\x80\x05" + said + b".")
+
+
+def test_a_traceback_of_a_syntax_error_opens_no_file() -> None:
+    if sys.version_info < (3, 14):
+        pytest.skip("before Python 3.14 none does")
+    place = ("file", 1, 7, "a = 1 fi b", 1, 9, (1, 0, None))
+    error = loads(pickle.dumps(SyntaxError("invalid syntax", place), 5))
+    assert (error.args[1], error._metadata) == (place, None)
 
 
 def test_no_recursion_error_escapes() -> None:

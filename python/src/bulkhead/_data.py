@@ -171,7 +171,8 @@ def _longest_if_simple(data: bytes | bytearray) -> int | None:
         ):
             start = at + 1 + width
             size = int.from_bytes(data[at + 1 : start], "little")
-            at, longest = start + size, max(longest, size)
+            # A bytearray can be made longer by what follows.
+            at, longest = start + size, max(longest, end if code == 0x96 else size)
             if key:
                 # It may be remembered, and be a key then.
                 at += data[at : at + 1] == b"\x94"
@@ -345,11 +346,14 @@ def _maker_of_exception(name: str) -> Callable[[_Reader, tuple[Any, ...]], Any] 
     def make(reader: _Reader, arguments: tuple[Any, ...]) -> Exception:
         if issubclass(kind, _COPYING) and range in set(map(type, arguments)):
             _refuse("an error made of a range")
-        # Those copy what they are given.
-        reader.work(len(arguments) + sum(len(part) for part in arguments if type(part) in _SEQUENCES))
+        # Those copy what they are given, and a UnicodeDecodeError a bytearray.
+        reader.work(len(arguments) + sum(len(part) for part in arguments if type(part) in _COPIED))
         # The number of an OSError is hashed.
         reader.work(sum(map(_size, (argument for argument in arguments if type(argument) is int))))
         made: Exception = kind(*arguments)
+        if isinstance(made, SyntaxError) and hasattr(made, "_metadata"):
+            # Of one that has it a traceback, from 3.14 on, opens the file.
+            made._metadata = None
         if isinstance(made, SyntaxError) and not (
             {type(made.filename), type(made.text)} <= {str, type(None)}
             and all(
@@ -388,6 +392,9 @@ def _build_exception(reader: _Reader, error: Exception, state: dict[Any, Any]) -
     for name, value in state.items():
         if type(name) is not str or (name.startswith("__") and name != "__notes__"):
             _refuse(f"an exception with {name[:80] if type(name) is str else type(name).__name__}")
+        if name == "print_file_and_line":
+            # Up to 3.12 it would be printed as a SyntaxError, whose text is none.
+            _refuse("an error that is printed as another")
         if callable(getattr(type(error), name, None)):
             _refuse(f"an exception with another {name}")
         if name == "__notes__":
@@ -403,7 +410,12 @@ def _build_exception(reader: _Reader, error: Exception, state: dict[Any, Any]) -
 
 def _build_uuid(made: uuid.UUID, state: dict[Any, Any]) -> None:
     number, safety = state.get("int"), state.get("is_safe")
-    if type(number) is not int or not 0 <= number < 1 << 128 or type(safety) not in (int, type(None)):
+    if (
+        type(number) is not int
+        or not 0 <= number < 1 << 128
+        # A large number would be told in an error, digit by digit.
+        or not (safety is None or (type(safety) is int and safety in (0, -1)))
+    ):
         _refuse("a UUID of something else than a number")
     object.__setattr__(made, "int", number)
     object.__setattr__(made, "is_safe", uuid.SafeUUID.unknown if safety is None else uuid.SafeUUID(safety))
@@ -422,6 +434,7 @@ _EXCEPTIONS = frozenset(
     and not issubclass(kind, (StopIteration, StopAsyncIteration))
 )
 _HAVING = _SEQUENCES | _MAPPINGS | _EXCEPTIONS | {_Name}
+_COPIED = _SEQUENCES | {bytearray}
 
 
 def _length_of_path(path: pathlib.PurePath) -> int:
@@ -435,6 +448,9 @@ _LENGTHS: Mapping[type, Callable[[Any], int]] = {
     int: lambda number: number.bit_length() >> 3,
     decimal.Decimal: sys.getsizeof,
 }
+
+#: What takes time to be compared, though its hash is kept.
+_TEXTUAL = frozenset({str, bytes, pathlib.PosixPath, pathlib.PurePosixPath})
 
 
 def _count(roots: Iterable[Any], most: int, large: frozenset[type] = frozenset()) -> int | None:
@@ -517,7 +533,9 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _size(value: Any) -> int:
-    """How often the time of a small number it takes to hash a large one."""
+    """How often the time of a small number it takes to hash a large one, or to compare a text."""
+    if type(value) in _TEXTUAL:
+        return _LENGTHS[type(value)](value) >> 5
     size = sys.getsizeof(value)
     # To compare a Decimal with a number takes the square.
     return size >> 5 if size < 1024 else size * size >> 10
@@ -551,6 +569,7 @@ class _Reader:
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
         #: Types of which there are large numbers, whose hashes take time and are not kept.
         self.large: frozenset[type] = frozenset()
+        self._has_frozensets = False
         #: The size of the longest text, bytes or number.
         self.longest = 0
         #: Objects that lack their state.
@@ -689,6 +708,7 @@ class _Reader:
                 members: set[Any] = set()
                 self.insert(members, items, len(items))
                 stack.append(frozenset(members))
+                self._has_frozensets = True
             elif code == 0x96:  # BYTEARRAY8
                 start = at + 8
                 size = from_bytes(data[at:start], "little")
@@ -770,11 +790,13 @@ class _Reader:
         for key, hashed in zip(keys, map(hash, keys), strict=True):
             counts[hashed] = before = counts.get(hashed, 0) + 1
             if before > 1:
-                # To compare two takes less than to count one.
-                self.work((before - 1) * (1 + self._count((key,)) // 4))
+                # To compare two takes less than to count one with its texts; but of two sets each member may be
+                # compared with each.
+                count = self._count((key,), _TEXTUAL)
+                self.work((before - 1) * (1 + (count * count if self._has_frozensets else count) // 4))
 
-    def _count(self, keys: Any) -> int:
-        count = _count((keys,), self._work_left, self.large)
+    def _count(self, keys: Any, others: frozenset[type] = frozenset()) -> int:
+        count = _count((keys,), self._work_left, self.large | others)
         if count is None:
             _weigh(keys, WEIGHT_MAX)
             raise DataOnly("to hash its keys takes far more than its size")
