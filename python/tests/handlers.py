@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import bulkhead
@@ -55,6 +56,7 @@ def kind(payload: bytes, ctx: Context) -> Any:
     kinds: dict[bytes, Any] = {
         b"none": None,
         b"str": "größe",
+        b"a text of its own": _Text("größe"),
         b"bytearray": bytearray(b"ab"),
         b"view": memoryview(b"abcd")[::2],
         b"int": 7,
@@ -92,6 +94,14 @@ def until_cancelled(payload: bytes, ctx: Context) -> None:
     while not ctx.cancelled:
         time.sleep(0.005)
     _note("saw it")
+
+
+@bulkhead.handler("cling")
+def cling(payload: bytes, ctx: Context) -> Any:
+    """Ends its job only once it is cancelled, by what cannot be closed."""
+    _note("began")
+    until_cancelled(payload, ctx)
+    return _Clinging()
 
 
 @bulkhead.handler("spin")
@@ -136,7 +146,37 @@ class _Stubborn:
         raise OSError("not now")
 
 
+class _Text(str):
+    """What makes no bytes of itself."""
+
+    def encode(self, *_: Any) -> Any:
+        sys.exit(5)
+
+
+class _Ending:
+    """Whoever asks what it is leaves."""
+
+    @property
+    def __class__(self) -> Any:
+        sys.exit(5)
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None:
+        pass
+
+
+class _Clinging:
+    """What is to be awaited, and does not let itself be closed."""
+
+    def __await__(self) -> Iterator[None]:
+        yield None
+
+    def close(self) -> None:
+        raise OSError("not now")
+
+
 _ANSWERS: dict[bytes, Any] = {
+    b"an object that ends the program": lambda ctx: _Ending(),
     b"a file's name": lambda ctx: os.fsdecode(b"a\xff"),
     b"an object": lambda ctx: _Stubborn(),
     b"a code that is a number": lambda ctx: bulkhead.HandlerError(404, "x"),  # type: ignore[arg-type]

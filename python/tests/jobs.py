@@ -100,6 +100,11 @@ def raise_unpicklable() -> None:
     raise error
 
 
+def raise_without_traceback() -> None:
+    """``traceback`` fails at the text of this one, which is a number."""
+    raise SyntaxError("bad", ("file", 1, 1, 7))  # type: ignore[arg-type]
+
+
 def return_unpicklable() -> Any:
     return lambda: None
 

@@ -113,6 +113,7 @@ def test_what_cannot_be_pickled_or_read_costs_itself(pool: BulkheadExecutor) -> 
         (pool.submit(jobs.return_unpicklable), (pickle.PicklingError, AttributeError)),
         (pool.submit(jobs.raise_unpicklable), (pickle.PicklingError, AttributeError)),
         (pool.submit(jobs.raise_unreadable), ResultUnreadable),
+        (pool.submit(jobs.raise_without_traceback), SyntaxError),
         (pool.submit(jobs.echo, Unreadable()), ResultUnreadable),
     ]
     for future, kind in bad:

@@ -55,6 +55,7 @@ def test_handlers_answer(client: Client, name: str) -> None:
     assert client.call(name, b"x").payload == b"x"
     assert client.call(name, b"none", operation="kind").payload == b""
     assert client.call(name, b"str", operation="kind").payload.decode() == "größe"
+    assert client.call(name, b"a text of its own", operation="kind").payload.decode() == "größe"
     assert client.call(name, b"bytearray", operation="kind").payload == b"ab"
     assert client.call(name, b"view", operation="kind").payload == b"ac"
     assert client.call(name, b"0.01", operation="asleep").payload == b"slept"
@@ -73,6 +74,7 @@ def test_handlers_answer(client: Client, name: str) -> None:
 ANSWERS = [
     b"a file's name",
     b"an object",
+    b"an object that ends the program",
     b"a code that is a number",
     b"a message that is an error",
     b"a released view",
@@ -172,6 +174,9 @@ def test_a_cancellation_reaches_the_handler(tmp_path: pathlib.Path) -> None:
         wait_for("it runs", lambda: read(notes) == "saw it\nbegan\n")
         job.cancel()
         wait_for("it was cancelled", lambda: read(notes) == "saw it\nbegan\ncancelled True\n")
+        job = client.submit("one", operation="cling")
+        wait_for("it runs", lambda: read(notes).count("began") == 2)
+        job.cancel()
         for _ in range(20):
             client.submit("one", b"100", operation="asleep").cancel()
         assert client.call("one", b"goes on").payload == b"goes on"

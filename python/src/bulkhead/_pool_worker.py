@@ -56,9 +56,13 @@ def _plain_dumps(value: Any) -> bytes:
 
 def _raised(error: BaseException, pickler: Pickler) -> bytes:
     """An exception as a result; if it cannot be pickled, the reason in its place."""
-    # The frame of `Calls.__call__` is none of the caller's.
-    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+    try:
+        # The frame of `Calls.__call__` is none of the caller's.
+        own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+    except BaseException:
+        # It has what none should have, such as a SyntaxError a text that is a number.
+        text = f"{type(error).__name__}, whose traceback cannot be made\n"
     told = text.encode(errors="backslashreplace")
     head = RAISED + _LENGTH.pack(len(told)) + told
     try:

@@ -157,7 +157,7 @@ def _emptied(top: int, entries_max: int) -> bool:
 
 
 def _bring_up(inner: bytes, folder: int, top: int) -> None:
-    """Moves a folder to the top, by a name that nobody can have taken: of names that are, nothing would ever move."""
+    """Moves a folder to the top, by a random name: one that its maker guessed would be taken, and nothing would move."""
     free = b".bulkhead-" + os.urandom(16).hex().encode()
     try:
         try:

@@ -327,7 +327,7 @@ class Server:
         if type(result) is not bytes:
             try:
                 result = _as_bytes(result)
-            except Exception as error:
+            except BaseException as error:
                 # Whatever a class of the handler's own raises, it is the job's failure and not the worker's.
                 self._fail(job, error)
                 return
@@ -382,8 +382,11 @@ class Server:
 
     def _begin_async(self, job: Context, awaitable: Any) -> None:
         if job.cancelled:
-            if hasattr(awaitable, "close"):
-                awaitable.close()
+            try:
+                if hasattr(awaitable, "close"):
+                    awaitable.close()
+            except BaseException as error:
+                print_traceback(error)
             self._fail(job, _was_cancelled())
             self._leave_loop(job)
             return
@@ -408,7 +411,7 @@ class Server:
             except BaseException as error:
                 self._fail(job, _was_cancelled() if job.cancelled and task.cancelled() else error)
             else:
-                if isinstance(result, _Ended):
+                if type(result) is _Ended:
                     self._fail(job, result.error)
                 else:
                     self._succeed(job, result)
@@ -544,7 +547,8 @@ def _as_bytes(result: object) -> bytes | memoryview:
     if result is None:
         return b""
     if isinstance(result, str):
-        return result.encode()
+        # A class of the handler's own may make something else of it.
+        return str.encode(result)
     try:
         view = memoryview(result)  # type: ignore[arg-type]
         # Of one item without bytes there are none to be had by a cast.
