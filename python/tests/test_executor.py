@@ -98,6 +98,15 @@ def test_map_with_a_buffer_takes_no_more_of_its_iterable(pool: BulkheadExecutor)
     results.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("buffersize", [None, 2, 5])
+def test_map_takes_no_more_of_its_longer_iterable_than_the_builtin(
+    pool: BulkheadExecutor, buffersize: int | None
+) -> None:
+    rows, others = iter(range(100)), iter(range(100))
+    assert list(pool.map(pow, rows, [1, 1, 1], buffersize=buffersize)) == list(map(pow, others, [1, 1, 1]))
+    assert next(rows) == next(others)
+
+
 def test_large_values_travel_both_ways(pool: BulkheadExecutor) -> None:
     data = os.urandom(1 << 20) * 20
     assert pool.submit(jobs.echo, data).result(LONG) == data

@@ -93,7 +93,8 @@ class _Calls(Executor):
         self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], buffersize: int | None
     ) -> tuple[deque[PoolFuture], Callable[..., Any], Iterator[tuple[Any, ...]]]:
         futures = deque(self.submit(fn, *arguments) for arguments in itertools.islice(calls, buffersize))
-        return futures, fn, calls
+        # An iterator that has ended is not asked again: `zip` would take one more of the longer ones each time.
+        return futures, fn, calls if len(futures) == buffersize else iter(())
 
     def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> PoolFuture | None:
         for arguments in calls:
@@ -430,12 +431,14 @@ def _in_order(
 ) -> Iterator[Any]:
     """The results in the order of the calls; no result is held once it was given out."""
     futures, fn, calls = begun
+    has_more = True
     try:
         while futures:
-            following = submit_next(fn, calls)
+            following = submit_next(fn, calls) if has_more else None
+            has_more = following is not None
             if following is not None:
                 futures.append(following)
-                del following
+            del following
             yield _taken(futures, give_up)
     finally:
         for future in futures:
