@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
+import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from pools import LONG, wait_for
 from running import WORKER, Supervisor, running
 
 import bulkhead
-from bulkhead import AsyncClient
+from bulkhead import AsyncClient, _wire
 
 
 @pytest.fixture(scope="module")
@@ -276,5 +279,35 @@ def test_a_client_that_is_closed_ends_its_jobs(supervisor: Supervisor) -> None:
         with pytest.raises(bulkhead.Disconnected, match="closed here"):
             await job
         await until("it ended", lambda: supervisor.snapshot("plain")["in_flight"] == 0)
+
+    run(test)
+
+
+def test_outcomes_that_have_come_count_when_the_connection_is_reset(tmp_path: Path) -> None:
+    def welcome(listening: socket.socket) -> socket.socket:
+        peer = listening.accept()[0]
+        peer.recv(65_536)
+        peer.sendall(_wire.frame(_wire.CLIENT_WELCOME, 0, struct.pack("<HIQ", 1, 0xFFFF_FFFF, 0) + bytes(8)))
+        return peer
+
+    async def test() -> None:
+        path = str(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path)
+            listening.listen()
+            client = AsyncClient(path)
+            peer = asyncio.get_running_loop().run_in_executor(None, welcome, listening)
+            first, second = client.submit("plain", b"1"), client.submit("plain", b"2")
+            with await peer as link:
+                while first._job_connection is None:
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                # As much as is read at once, so that it is read once more; what was sent stays unread.
+                metadata = bytes(_wire._OUTCOME.size) + bytes(24) + bytes(8)
+                link.sendall(_wire.frame(_wire.OUTCOME, 1, metadata, bytes(_wire.READ_BYTES - 16 - len(metadata))))
+            assert len((await first).payload) > 60_000
+            with pytest.raises(bulkhead.Disconnected):
+                await second
+            client.close()
 
     run(test)

@@ -154,6 +154,7 @@ class _Connection:
             self.lose("the supervisor closed it")
             return
         except (OSError, _wire.Unreadable) as error:
+            self._take_all()
             self.lose(str(error))
             return
         self._take_all()
