@@ -10,11 +10,14 @@ import os
 import pickle
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from pools import LONG, is_running, wait_for
 from running import SOURCE, WORKER, Supervisor, running
 
 import bulkhead
-from bulkhead import Client, JobError
+from bulkhead import Client, JobError, _wire
 from bulkhead._future import Condition
 
 
@@ -254,6 +257,23 @@ def test_what_a_callback_or_a_listener_raises_stops_no_other_job(client: Client)
     assert client.submit("plain", b"x").result(LONG).payload == b"x"
 
 
+def test_a_callback_that_would_wait_for_a_job_is_told_so(client: Client) -> None:
+    """Its thread is the one that reads outcomes."""
+    refused: list[BaseException] = []
+
+    def again(_: object) -> None:
+        try:
+            client.call("plain", b"2")
+        except RuntimeError as error:
+            refused.append(error)
+            client.submit("plain", b"3").add_done_callback(refused.append)  # type: ignore[arg-type]
+
+    client.submit("plain", b"1").add_done_callback(again)
+    wait_for("the callback's own job is done", lambda: len(refused) == 2)
+    assert "cannot wait for a job" in str(refused[0])
+    assert client.call("plain", b"4").payload == b"4"
+
+
 def test_cancel_ends_a_job_that_runs(client: Client, supervisor: Supervisor) -> None:
     before = client.call("plain").outcome.worker_pid
     future = client.submit("plain", operation="spin")
@@ -450,6 +470,109 @@ def test_a_handler_that_cancels_while_a_job_is_sent_sends_it_once(
         assert other.cancelled()
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_handler_that_would_wait_in_the_midst_of_a_call_is_told_so(client: Client, is_first: bool) -> None:
+    found: list[Any] = []
+
+    def handle(*_: object) -> None:
+        try:
+            client.call("two", b"x")
+        except RuntimeError as error:
+            found.append(error)
+        found.append(client.submit("two", b"y"))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        # The main thread reads, or sleeps while the thread of futures does.
+        other = None if is_first else client.submit("two", b"0.5", operation="sleep")
+        connection = client._connection
+
+        def press() -> None:
+            wait_for("the call is under way", lambda: client._connection and client._connection._calls)
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        assert client.call("two", b"0.3", operation="sleep").payload == b"slept"
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "cannot wait for a job" in str(found[0])
+    assert found[1].result(LONG).payload == b"y"
+    assert other is None or other.result(LONG).payload == b"slept"
+    assert is_first or client._connection is connection
+
+
+@pytest.mark.parametrize("moment", ["append", "__len__"])
+def test_a_handler_that_submits_while_a_job_is_sent_loses_none(
+    client: Client, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    assert client.call("two", b"x").payload == b"x"
+    connection = client._connection
+    assert connection is not None
+    found: list[Any] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(client.submit("two", b"nested")))
+
+    class Queue(collections.deque[Any]):
+        """The signal comes behind the first entry, or as it is seen that none is left."""
+
+        appended = looks = 0
+
+        def append(self, entry: Any) -> None:
+            super().append(entry)
+            self.appended += 1
+            if moment == "append" and self.appended == 1:
+                signal.raise_signal(signal.SIGUSR1)
+
+        def __len__(self) -> int:
+            length = super().__len__()
+            self.looks += not length and connection._writing._is_owned()  # type: ignore
+            # The first one is before anything is sent.
+            if moment == "__len__" and self.looks == 2:
+                self.looks += 1
+                signal.raise_signal(signal.SIGUSR1)
+            return length
+
+    monkeypatch.setattr(connection, "_outgoing", Queue())
+    try:
+        # Long enough to be seen if it is sent twice.
+        future = client.submit("two", b"0.3", operation="sleep")
+        assert future.result(LONG).payload == b"slept"
+        assert found[0].result(LONG).payload == b"nested"
+        assert client.call("two", b"x").payload == b"x"
+        assert client._connection is connection
+        assert connection.lost is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_closes_a_client_that_connects(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        client = Client(path)
+
+        def press() -> None:
+            with listening.accept()[0] as peer:
+                peer.recv(65_536)
+                os.kill(os.getpid(), signal.SIGUSR1)
+                wait_for("it is closed", lambda: client._is_closed)
+                peer.sendall(_wire.frame(_wire.CLIENT_WELCOME, 0, struct.pack("<HIQ", 1, 0xFFFF_FFFF, 0) + bytes(8)))
+
+        before = signal.signal(signal.SIGUSR1, lambda *_: client.close())
+        thread = threading.Thread(target=press)
+        try:
+            thread.start()
+            with pytest.raises(RuntimeError, match="closed"):
+                client.call("plain", b"1")
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+    assert client._connection is None
 
 
 def test_ctrl_c_while_another_threads_future_is_settled_tells_it_all_the_same(

@@ -68,7 +68,8 @@ class Client:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = os.fspath(path) if path is not None else default_socket()
-        self._lock = threading.Lock()
+        # Taken twice by a signal's handler that comes while it connects.
+        self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._submissions: dict[tuple[Any, ...], bytes] = {}
         self._is_closed = False
@@ -154,7 +155,11 @@ class Client:
                 if self._is_closed:
                     raise RuntimeError("the client is closed")
                 if connection is None or connection.lost is not None:
-                    self._connection = connection = Connection(self.path)
+                    connection = Connection(self.path)
+                    if self._is_closed:
+                        connection.lose("it was closed here")
+                        raise RuntimeError("the client is closed")
+                    self._connection = connection
                     is_fresh = True
         if run_limit is not None and not connection.capabilities & _wire.CLIENT_RUN_LIMIT:
             raise Disconnected("the supervisor does not know run_limit: update it, or use deadline alone")
@@ -192,7 +197,7 @@ class Client:
         return Client, (self.path,)
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()

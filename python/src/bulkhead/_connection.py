@@ -83,9 +83,10 @@ class NotSent(Exception):
 class _Call:
     """A thread that waits for one job."""
 
-    __slots__ = ("answer", "bell", "error")
+    __slots__ = ("answer", "bell", "error", "thread")
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.answer: tuple[bytes, bytes | bytearray] | None = None
         self.error: JobError | None = None
         #: Locked while its thread sleeps.
@@ -113,6 +114,8 @@ class Connection:
         # Guards what is sent: buffers, each with the counts of its bytes that have left.
         self._writing = threading.RLock()
         self._outgoing: deque[tuple[_wire.Buffer, list[int]]] = deque()
+        #: Something was appended in the midst of sending.
+        self._has_more = False
         #: A call was given up, whose result may still come, and no thread read it.
         self._leaves_unread = False
 
@@ -121,6 +124,18 @@ class Connection:
     def _push(self, *buffers: _wire.Buffer) -> None:
         """Sends all, however long the supervisor takes to read it. After an exception of a signal's handler what is
         left goes before the next frame."""
+        if self._writing._is_owned():  # type: ignore[attr-defined]
+            # From a signal's handler or the collector, in the midst of this, which goes on with it.
+            self._outgoing.extend([(buffer, []) for buffer in buffers])
+            self._has_more = True
+            return
+        self._send_all(buffers)
+        while self._has_more:
+            # Perhaps it came behind the last look.
+            self._has_more = False
+            self._send_all(())
+
+    def _send_all(self, buffers: tuple[_wire.Buffer, ...]) -> None:
         if self._reading_thread == threading.get_ident():
             self._push_from_reader(buffers)
             return
@@ -161,9 +176,9 @@ class Connection:
         """The same in the thread that reads, from a callback: it goes on to receive, since the supervisor takes nothing
         from a client that leaves its results unread."""
         outgoing = self._outgoing
-        while not self._writing.acquire(timeout=0.005):
-            self._receive(0)
         try:
+            while not self._writing.acquire(timeout=0.005):
+                self._receive(0)
             outgoing.extend([(buffer, []) for buffer in buffers])
             while outgoing:
                 buffer, counts = outgoing[0]
@@ -176,7 +191,9 @@ class Connection:
                 except BlockingIOError:
                     self._receive(None)
         finally:
-            self._writing.release()
+            # A signal's exception may have come before it was taken, or at once behind that.
+            if self._writing._is_owned():  # type: ignore[attr-defined]
+                self._writing.release()
 
     def _receive(self, patience_ms: int | None) -> None:
         """Receives what there is, to be looked at later, once that, or sending, is possible."""
@@ -205,10 +222,6 @@ class Connection:
         """Asks that a job be ended; it still gets its outcome."""
         if self.lost is None:
             try:
-                if self._writing._is_owned():  # type: ignore[attr-defined]
-                    # From a signal's handler or the collector, in the midst of `_push`, which goes on with it.
-                    self._outgoing.append((_wire.frame(_wire.CANCEL, number), []))
-                    return
                 self._push(_wire.frame(_wire.CANCEL, number))
             except OSError as error:
                 if error.errno not in _wire.ENDS:
@@ -221,6 +234,10 @@ class Connection:
         """Has a job done and waits for it. Raises ``JobError``, or ``NotSent``."""
         number = next(self._numbers)
         call = _Call()
+        if self._is_in_the_midst(call.thread):
+            raise RuntimeError(
+                "a callback, or a signal's handler in the midst of another call, cannot wait for a job: submit it"
+            )
         try:
             with self._lock:
                 if self.lost is not None:
@@ -279,6 +296,15 @@ class Connection:
                 self._futures.pop(number, None)
             self.cancel(number)
             raise
+
+    def _is_in_the_midst(self, thread: int) -> bool:
+        """Whether outcomes are read, or a job is waited for or sent, by this thread itself further out."""
+        return (
+            self._reading_thread == thread
+            or self._writing._is_owned()  # type: ignore[attr-defined]
+            or self._lock._is_owned()  # type: ignore[attr-defined]
+            or any(other.thread == thread for other in list(self._calls.values()))
+        )
 
     def _forget(self, number: int, call: _Call) -> None:
         """The call is given up; what its thread was to do for others, another one does."""
