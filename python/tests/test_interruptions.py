@@ -316,3 +316,87 @@ assert pool.submit(abs, -1).exception(30)
 pool._pool._join()
 assert tree(os.getpid()) == {os.getpid()}
 """)
+
+
+def test_ctrl_c_while_shutdown_waits_leaves_the_next_one_waiting() -> None:
+    ends("""
+pool = started()
+future = pool.submit(jobs.sleep, 0.5)
+def waits():
+    frame = sys._current_frames().get(main.ident)
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return "_join" in names
+def press():
+    while not waits():
+        time.sleep(0.005)
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press).start()
+try:
+    pool.shutdown()
+    raise AssertionError
+except KeyboardInterrupt:
+    pass
+pool.shutdown()
+assert future.done()
+""")
+
+
+@pytest.mark.parametrize(
+    "how", ["shutdown()", "shutdown(wait=False)", "shutdown(cancel_futures=True)", "terminate_workers()"]
+)
+@pytest.mark.parametrize("other", ["fills", "settles"])
+def test_a_handler_ends_the_pool_while_futures_are_looked_at(how: str, other: str) -> None:
+    ends(f"""
+import concurrent.futures._base as base
+pool = started()
+futures = [pool.submit(jobs.sleep, 0.005) for _ in range(200 if {other!r} == "fills" else 1)]
+done = []
+def end(*_):
+    pool.{how}
+    done.append(1)
+signal.signal(signal.SIGALRM, end)
+def needs_one():
+    # The thread of the pool waits for what this one has.
+    frame = sys._current_frames().get(pool._pool._thread.ident)
+    return frame is None or frame.f_code.co_name in ("_begin", "_is_cancelled", "_settle", "_fill")
+enter = base._AcquireFutures.__enter__
+def hit(self):
+    enter(self)
+    base._AcquireFutures.__enter__ = enter
+    while not needs_one():
+        time.sleep(0.005)
+    time.sleep(0.05)
+    signal.raise_signal(signal.SIGALRM)
+base._AcquireFutures.__enter__ = hit
+assert not wait(futures, 30).not_done
+assert done
+pool.shutdown()
+assert pool._pool._channel is None
+""")
+
+
+def test_a_stream_that_stands_still_as_the_supervisor_dies_keeps_no_future_from_its_end() -> None:
+    ends("""
+lock = threading.Lock()
+class Widget:
+    def write(self, text):
+        with lock:
+            return len(text)
+    def flush(self):
+        pass
+real, sys.stdout = sys.stdout, Widget()
+pool = started()
+with lock:
+    assert pool.submit(jobs.say, "words").result(30) == 1
+    lost = pool.submit(jobs.sleep, 30)
+    others = [waiting(pool, jobs.double, number) for number in range(5)]
+    os.kill(pool._pool.supervisor().pid, 9)
+    assert isinstance(lost.exception(20), behind.PoolDisconnected)
+    assert [other.result(20) for other in others] == [0, 2, 4, 6, 8]
+pool.shutdown()
+sys.stdout = real
+""")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
 import pickle
 import shutil
@@ -323,3 +325,13 @@ def test_a_stream_that_raises_stops_no_call(pool: BulkheadExecutor, monkeypatch:
     # More than a FIFO holds.
     assert pool.submit(jobs.say, "x" * 99, 2000).result(LONG) == 2000
     assert kept.lines.count("x") == 99 * 2000
+
+
+def test_characters_of_more_than_a_byte_reach_a_stream_without_bytes_as_they_are(pool: BulkheadExecutor) -> None:
+    kept = io.StringIO()
+    with contextlib.redirect_stdout(kept):
+        # More than a FIFO holds, in pieces that end within one.
+        pool.submit(jobs.say, "x" + "\N{EURO SIGN}" * 200_000).result(LONG)
+    text = kept.getvalue()
+    assert text.count("\N{REPLACEMENT CHARACTER}") == 0
+    assert text.count("\N{EURO SIGN}") == 200_000

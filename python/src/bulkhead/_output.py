@@ -6,12 +6,14 @@ result. Confined workers cannot open them: what they write comes by the supervis
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import select
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from . import _admin
@@ -24,7 +26,7 @@ CATCH_UP_SECONDS_MAX = 2.0
 _NAMES = ("stdout", "stderr")
 
 
-def _write(name: str, data: bytes) -> None:
+def _write(name: str, data: bytes, decode: Callable[[bytes], str]) -> None:
     """Writes to what ``sys.stdout`` or ``sys.stderr`` is now: a terminal, a notebook's cell, a test's capture."""
     stream: Any = getattr(sys, name, None)
     try:
@@ -33,7 +35,7 @@ def _write(name: str, data: bytes) -> None:
             stream.flush()
             buffer.write(data)
         elif stream is not None:
-            stream.write(data.decode(errors="replace"))
+            stream.write(decode(data))
         if stream is not None:
             stream.flush()
     except BaseException:
@@ -47,6 +49,8 @@ class Fifos:
     def __init__(self, supervisor: PrivateSupervisor) -> None:
         self.paths = [supervisor.fifo(name) for name in _NAMES]
         self._readers: dict[int, str] = {}
+        # What is read may end within a character.
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _NAMES}
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         #: Those that are open.
         self._descriptors = [self._end]
@@ -91,8 +95,14 @@ class Fifos:
         # In this order: what is read is passed on with the lock held.
         return not self._waiting.poll(0) and not self._passing.locked()
 
+    def end(self) -> None:
+        """Writes what is left, when the workers are gone, unless the stream stands still."""
+        os.eventfd_write(self._end, 1)
+        if self._thread.ident is not None:
+            self._thread.join(CATCH_UP_SECONDS_MAX)
+
     def finish(self) -> None:
-        """Writes what is left, when the workers are gone."""
+        """The same, however long the stream takes."""
         os.eventfd_write(self._end, 1)
         if self._thread.ident is not None:
             self._thread.join()
@@ -120,12 +130,13 @@ class Fifos:
                 self._round.notify_all()
 
     def _pass_on(self, descriptor: int, *, is_all: bool) -> None:
+        name = self._readers[descriptor]
         while True:
             try:
                 data = os.read(descriptor, self._read_bytes)
             except BlockingIOError:
                 return
-            _write(self._readers[descriptor], data)
+            _write(name, data, self._decoders[name].decode)
             if not is_all:
                 return
 
@@ -145,8 +156,13 @@ class Lines:
     def catch_up(self) -> None:
         """Does nothing: when a line comes is not known."""
 
+    def end(self) -> None:
+        """Waits for the last line, which comes with the supervisor's end, unless the stream stands still."""
+        if self._thread.ident is not None:
+            self._thread.join(CATCH_UP_SECONDS_MAX)
+
     def finish(self) -> None:
-        """Waits for the last line: the stream ends with the supervisor."""
+        """The same, however long the stream takes."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -161,8 +177,8 @@ class Lines:
             self._connection, begun = _admin.ask(self._supervisor.admin, path)
             for line in _admin.lines(self._connection, begun):
                 if "dropped" in line:
-                    _write("stderr", f"[{line['dropped']} lines of output were dropped]\n".encode())
+                    _write("stderr", f"[{line['dropped']} lines of output were dropped]\n".encode(), bytes.decode)
                 else:
-                    _write(line["stream"], f"{line['line']}\n".encode(errors="replace"))
+                    _write(line["stream"], f"{line['line']}\n".encode(errors="replace"), bytes.decode)
         except (OSError, _admin.AdminError):
             pass

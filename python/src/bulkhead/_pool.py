@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import concurrent.futures
+import itertools
 import os
 import threading
 import weakref
@@ -107,8 +108,8 @@ class PoolFuture(Future[Any]):
             del self
 
     def _is_cancelled(self) -> bool:
-        with self._lock:
-            return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+        # Without the lock, since the pool's is held; and what is cancelled stays so.
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
 
     def _begin(self) -> bool:
         """Makes it running, unless it was cancelled."""
@@ -216,6 +217,8 @@ class Pool:
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._was_killed = False
+        #: Those that a thread of the pool is about to end, by the list's ``id``.
+        self._ending: dict[int, list[PoolFuture]] = {}
 
     def after_fork(self) -> None:
         """In a forked child: the supervisor and all calls are the parent's."""
@@ -289,7 +292,7 @@ class Pool:
             if is_on_its_way:
                 self._put_down(call)
             # Or it was put down for a problem that its future was not told.
-            if is_on_its_way or not (call.future._number or call.future.done()):
+            if is_on_its_way or not (call.future._number or call.future._state not in (PENDING, RUNNING)):
                 is_lost = self._channel is None or self.broken is not None
                 if not is_lost:
                     self._waiting.appendleft(call)
@@ -338,12 +341,14 @@ class Pool:
         call.bytes = size = len(payload)
         if size > CALL_BYTES_MAX:
             problem = ValueError(f"the call has {size} bytes, and a frame takes {CALL_BYTES_MAX}")
+        # It may have been cancelled while it was pickled. Not with the lock held: who waits for futures has theirs, and
+        # a signal's handler may come there, and end the pool.
+        is_begun = problem is None and future._begin()
         with self._lock:
             channel = self._channel
             if problem is None and channel is None:
                 problem = PoolDisconnected("the supervisor ended before the call was sent")
-            # It may have been cancelled while it was pickled.
-            if channel is None or problem is not None or not future._begin():
+            if channel is None or not is_begun:
                 channel = None
                 self._put_down(call)
             else:
@@ -430,12 +435,15 @@ class Pool:
     def told(self, frames: list[_wire.Frame], output: Fifos | Lines) -> None:
         """Settles what came, and fills the window. What the calls have written to ``output`` is seen before."""
         settled = []
+        ending: list[PoolFuture] = []
         try:
             with self._lock:
+                self._ending[id(ending)] = ending
                 for kind, number, metadata, payload in frames:
                     call = self._sent.pop(number, None) if kind == _wire.OUTCOME else None
                     if call is not None:
                         settled.append((call.future, metadata, payload))
+                        ending.append(call.future)
                         self._bytes -= call.bytes
                         self._free_place(call)
                         self._run_us += (_wire.ran_us(metadata) - self._run_us) * 0.05
@@ -454,6 +462,7 @@ class Pool:
                     self._settle(future, metadata, payload)
                 except BaseException as error:
                     future._settle(None, ResultUnreadable(f"the outcome cannot be read: {error!r}"))
+            self._ending.pop(id(ending), None)
         if self.broken is not None:
             # Since one of these: there is nothing left to wait for.
             self._fill(may_wait=False)
@@ -548,7 +557,7 @@ class Pool:
             session.channel = connect(session.supervisor.socket, _version())
             self._supervisor, self._channel = session.supervisor, session.channel
             # Known to callbacks on it from its first moment on.
-            self._thread = threading.Thread(target=_serve, args=(self, session), name="bulkhead-executor", daemon=True)
+            self._thread = _Thread(partial(_serve, self, session))
             self._thread.start()
         except BaseException:
             self._supervisor = self._channel = None
@@ -564,25 +573,31 @@ class Pool:
                 # Its start was given up, and it was ended there. There may be another one.
                 return
             self._channel = self._supervisor = None
-            left = list(self._sent.values())
-            self._sent.clear()
-            for call in left:
+            left = [call.future for call in self._sent.values()]
+            self._ending[id(left)] = left
+            for call in self._sent.values():
                 self._free_place(call)
+            self._sent.clear()
             self._bytes = self._deferred = 0
         try:
-            session.end(at_once=bool(left) or self._was_killed)
+            session.stop(at_once=bool(left) or self._was_killed)
         finally:
             told = "the pool was terminated" if self._was_killed else "the supervisor ended with the call under way"
-            for call in left:
-                call.future._settle(None, PoolDisconnected(told, "unknown"))
-            with self._lock:
-                self._sessions.remove(session)
-            self._start_again()
+            for future in left:
+                future._settle(None, PoolDisconnected(told, "unknown"))
+            del self._ending[id(left)]
+            try:
+                self._start_again()
+            finally:
+                # Behind all that others wait for: a stream may stand still until they have it.
+                session.finish()
+                with self._lock:
+                    self._sessions.remove(session)
 
     def _start_again(self) -> None:
         """What was never sent goes to another supervisor, also of a pool that takes no more. If there can be none now,
         it fails; a later call tries again."""
-        failed: deque[Call] = deque()
+        failed: list[PoolFuture] = []
         why = ""
         with self._lock:
             # A call that came meanwhile may have started it.
@@ -591,11 +606,11 @@ class Pool:
                     self._start()
                 except BaseException as error:
                     why = str(error) or repr(error)
-                    failed, self._waiting = self._waiting, failed
-        for call in failed:
-            call.future._settle(
-                None, PoolDisconnected(f"the supervisor ended, and no other one could be started: {why}")
-            )
+                    failed = self._ending[id(failed)] = [call.future for call in self._waiting]
+                    self._waiting.clear()
+        for future in failed:
+            future._settle(None, PoolDisconnected(f"the supervisor ended, and no other one could be started: {why}"))
+        self._ending.pop(id(failed), None)
         self._fill(may_wait=False)
 
     def _is_over(self) -> bool:
@@ -615,7 +630,7 @@ class Pool:
     def shut_down(self, *, wait: bool, cancel: bool) -> None:
         """Takes no further calls; ends the supervisor when the last one has its outcome."""
         self.is_shut_down = True
-        if self._is_in_the_midst():
+        if self._is_in_the_midst() or self._is_looked_at():
             self._leave_to_thread(partial(self.shut_down, wait=False, cancel=cancel))
             return
         if cancel:
@@ -645,6 +660,14 @@ class Pool:
         """Whether a signal's handler, or the collector of garbage, calls this in a thread that has the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
+    def _is_looked_at(self) -> bool:
+        """Whether they call it in a thread that has the lock of a future without its end, as ``wait`` has: the thread
+        that is to end it would wait for this one."""
+        with self._lock:
+            futures = [call.future for call in (*self._sent.values(), *self._pickling, *self._waiting)]
+            futures += itertools.chain(*self._ending.values())
+        return any(future._lock._is_owned() for future in futures)
+
     def _leave_to_thread(self, task: Callable[[], None]) -> None:
         with suppress(RuntimeError):
             _thread.start_new_thread(task, ())
@@ -658,7 +681,7 @@ class Pool:
         """Ends the supervisor and all workers at once; what has no outcome fails."""
         self.is_shut_down = True
         self._was_killed = True
-        if self._is_in_the_midst():
+        if self._is_in_the_midst() or self._is_looked_at():
             self._leave_to_thread(self.terminate)
             return
         try:
@@ -685,10 +708,20 @@ class _Session:
 
     def end(self, *, at_once: bool) -> None:
         """Ends all of it; the last output is written."""
+        self.stop(at_once=at_once)
+        self.finish()
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ends the processes; the last output is written, or its stream stands still."""
         if self.channel is not None:
             self.channel.end()
             self.channel.close()
         self.supervisor.stop(at_once=at_once)
+        if self.output is not None:
+            self.output.end()
+
+    def finish(self) -> None:
+        """When that has returned: what is left of it."""
         if self.output is not None:
             self.output.finish()
         self.supervisor.forget()
@@ -700,6 +733,31 @@ class _Session:
         if self.output is not None:
             self.output.forget()
         self.supervisor.forget()
+
+
+class _Thread(threading.Thread):
+    """The thread of a session. Up to CPython 3.12 a thread whose ``join`` was interrupted by a signal's exception is
+    taken for one that has ended, so that who waits for it later waits no more."""
+
+    def __init__(self, task: Callable[[], None]) -> None:
+        super().__init__(name="bulkhead-executor", daemon=True)
+        self._task = task
+        self._is_done = False
+        self._done = Condition()
+
+    def run(self) -> None:
+        try:
+            self._task()
+        finally:
+            with self._done:
+                self._is_done = True
+                self._done.notify_all()
+
+    def join(self, timeout: float | None = None) -> None:
+        with self._done:
+            self._done.wait_for(lambda: self._is_done, timeout)
+        if self._is_done:
+            super().join(timeout)
 
 
 def _serve(pool: Pool, session: _Session) -> None:
