@@ -128,3 +128,25 @@ def test_types_are_there_for_users(installed: Path, tmp_path: Path) -> None:
         program,
     )
     assert 'Revealed type is "bool"' in told or 'Revealed type is "builtins.bool"' in told, told
+
+
+def test_what_is_submitted_has_the_types_of_the_function(tmp_path: Path) -> None:
+    """As with the standard executors: a program that is checked strictly stays so when it changes over."""
+    if subprocess.run([sys.executable, "-c", "import mypy"], capture_output=True, check=False).returncode:
+        pytest.skip("mypy is not installed")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from bulkhead import BulkheadExecutor, Client\n"
+        "def half(number: int) -> float:\n"
+        "    return number / 2\n"
+        "def one(pool: BulkheadExecutor) -> float:\n"
+        "    return pool.with_options(timeout=1).submit(half, 1).result() + pool.submit(half, number=1).result()\n"
+        "def first(pool: BulkheadExecutor) -> float:\n"
+        "    return next(pool.map(half, [1]))\n"
+        "def reason(client: Client) -> str:\n"
+        "    return client.submit('thumbnail').result().outcome.reason\n"
+        "def wrong(pool: BulkheadExecutor) -> None:\n"
+        "    pool.submit(half, 'x')  # type: ignore[arg-type]\n"
+    )
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program)]
+    assert "Success" in run(*mypy, MYPYPATH=str(PYTHON / "src"))

@@ -43,7 +43,7 @@ def call_back(future: Future[Any]) -> None:
         raise raised
 
 
-class JobFuture(Future[Any]):
+class JobFuture(Future[Reply]):
     """A ``concurrent.futures.Future`` of a job: ``result()`` is a ``Reply``, or raises the ``JobError``.
 
     ``cancel()`` also ends a job that runs: the worker is asked to stop, and is killed after the bulkhead's ``grace``
@@ -135,7 +135,7 @@ class JobFuture(Future[Any]):
 
     # What an executor does otherwise.
 
-    def _value(self, metadata: bytes, payload: bytes | bytearray) -> Any:
+    def _value(self, metadata: bytes, payload: bytes | bytearray) -> Reply:
         """The value of a job that ended ``ok``."""
         return Reply(payload, metadata)
 

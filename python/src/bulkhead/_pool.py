@@ -19,7 +19,7 @@ from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _wire
 from ._channel import Channel, connect
@@ -30,6 +30,8 @@ from ._private import PrivateSupervisor
 from .errors import Crashed, DeadlineExceeded, Disconnected, JobError
 
 __all__ = ["NAME", "Call", "CallTimeout", "Pool", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
+
+T = TypeVar("T")
 
 #: The name of the one bulkhead of the private supervisor.
 NAME = "pool"
@@ -65,7 +67,7 @@ class ResultUnreadable(BrokenProcessPool):
 _ERRORS: dict[type[JobError], type[JobError]] = {Crashed: WorkerCrashed, DeadlineExceeded: CallTimeout}
 
 
-class PoolFuture(Future[Any]):
+class PoolFuture(Future[T]):
     """A future whose ``cancel()`` also ends a call that runs, with its process and what that has started."""
 
     def __init__(self, pool: Pool) -> None:
@@ -91,11 +93,11 @@ class PoolFuture(Future[Any]):
         call_back(self)
         return True
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> T:
         """What the call returned; raises what it raised, or ``TimeoutError`` if it has no outcome in time."""
         # What is finished stays as it is. The state is set last.
         if self._state == FINISHED and self._exception is None:
-            return self._result
+            return self._result  # type: ignore[return-value]
         try:
             return super().result(timeout)
         except BaseException:
@@ -146,7 +148,7 @@ class Call:
 
     def __init__(
         self,
-        future: PoolFuture,
+        future: PoolFuture[Any],
         metadata: bytes,
         is_ordered: bool,
         function: Callable[..., Any],
@@ -218,7 +220,7 @@ class Pool:
         self._thread: threading.Thread | None = None
         self._was_killed = False
         #: Those that a thread of the pool is about to end, by the list's ``id``.
-        self._ending: dict[int, list[PoolFuture]] = {}
+        self._ending: dict[int, list[PoolFuture[Any]]] = {}
 
     def after_fork(self) -> None:
         """In a forked child: the supervisor and all calls are the parent's."""
@@ -414,7 +416,7 @@ class Pool:
         if is_over:
             self._end_channel()
 
-    def cancelled(self, future: PoolFuture) -> None:
+    def cancelled(self, future: PoolFuture[Any]) -> None:
         """A future was cancelled: its call, if it is with the supervisor, is ended there."""
         if future._number:
             self._send_cancel(future._number)
@@ -435,7 +437,7 @@ class Pool:
     def told(self, frames: list[_wire.Frame], output: Fifos | Lines) -> None:
         """Settles what came, and fills the window. What the calls have written to ``output`` is seen before."""
         settled = []
-        ending: list[PoolFuture] = []
+        ending: list[PoolFuture[Any]] = []
         try:
             with self._lock:
                 self._ending[id(ending)] = ending
@@ -467,7 +469,7 @@ class Pool:
             # Since one of these: there is nothing left to wait for.
             self._fill(may_wait=False)
 
-    def _settle(self, future: PoolFuture, metadata: bytes, payload: _wire.Payload) -> None:
+    def _settle(self, future: PoolFuture[Any], metadata: bytes, payload: _wire.Payload) -> None:
         if metadata[0] or payload[:1] != b"\x80":
             error = self._error(metadata, payload)
             self._has_answered = self._has_answered or not (metadata[0] or payload[:1] == UNFIT)
@@ -530,7 +532,7 @@ class Pool:
             )
         self._end_all(lambda future: future._settle(None, BrokenProcessPool(self.broken)))
 
-    def _end_all(self, end: Callable[[PoolFuture], object]) -> None:
+    def _end_all(self, end: Callable[[PoolFuture[Any]], object]) -> None:
         """Ends all calls that wait, also if a callback, or a signal's handler, raises in the midst."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
@@ -597,7 +599,7 @@ class Pool:
     def _start_again(self) -> None:
         """What was never sent goes to another supervisor, also of a pool that takes no more. If there can be none now,
         it fails; a later call tries again."""
-        failed: list[PoolFuture] = []
+        failed: list[PoolFuture[Any]] = []
         why = ""
         with self._lock:
             # A call that came meanwhile may have started it.

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from . import _wire
 from ._output import Fifos, Lines
@@ -27,6 +27,9 @@ from ._pool_worker import READ_BY_PICKLE, Pickler, process_chunk
 from ._private import OF_A_SERVICE, PrivateSupervisor, merged, passed_environment
 
 __all__ = ["BulkheadExecutor", "CallTimeout", "PoolDisconnected", "PoolFuture", "ResultUnreadable", "WorkerCrashed"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Most workers that are kept ready beside those that run calls.
 SPARES_MAX = 64
@@ -47,7 +50,7 @@ class _Calls(Executor):
     _is_ordered = False
     _options: dict[str, Any]
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PoolFuture:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> PoolFuture[T]:
         """Schedules ``fn(*args, **kwargs)`` in a worker process, and returns its future.
 
         The future raises what ``fn`` raises, ``WorkerCrashed`` (a ``BrokenProcessPool``) if its process died,
@@ -56,18 +59,18 @@ class _Calls(Executor):
         ``shutdown``, ``BrokenProcessPool`` after an initializer that failed, ``SupervisorNotFound``.
         """
         pool = self._pool
-        future = PoolFuture(pool)
+        future: PoolFuture[T] = PoolFuture(pool)
         pool.submit(Call(future, self._metadata, self._is_ordered, fn, args, kwargs))
         return future
 
     def map(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         *iterables: Iterable[Any],
         timeout: float | None = None,
         chunksize: int = 1,
         buffersize: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[T]:
         """Like ``map(fn, *iterables)``, with the calls in worker processes.
 
         ``timeout`` (seconds) is for the whole, from here. ``chunksize`` calls make one job. With ``buffersize`` so many
@@ -91,12 +94,12 @@ class _Calls(Executor):
 
     def _map(
         self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]], buffersize: int | None
-    ) -> tuple[deque[PoolFuture], Callable[..., Any], Iterator[tuple[Any, ...]]]:
+    ) -> tuple[deque[PoolFuture[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]]:
         futures = deque(self.submit(fn, *arguments) for arguments in itertools.islice(calls, buffersize))
         # An iterator that has ended is not asked again: `zip` would take one more of the longer ones each time.
         return futures, fn, calls if len(futures) == buffersize else iter(())
 
-    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> PoolFuture | None:
+    def _submit_next(self, fn: Callable[..., Any], calls: Iterator[tuple[Any, ...]]) -> PoolFuture[Any] | None:
         for arguments in calls:
             return self.submit(fn, *arguments)
         return None
@@ -243,7 +246,7 @@ class BulkheadExecutor(_Calls):
         priority: str = "normal",
         tenant: str = "",
         idempotent: bool = False,
-    ) -> Executor:
+    ) -> _Calls:
         """An executor whose calls go to the same workers with these options.
 
         ``timeout``: seconds that a call may run, instead of the executor's own. ``deadline``: seconds from its
@@ -425,9 +428,9 @@ def _chunks(calls: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[tuple
 
 
 def _in_order(
-    begun: tuple[deque[PoolFuture], Callable[..., Any], Iterator[tuple[Any, ...]]],
+    begun: tuple[deque[PoolFuture[Any]], Callable[..., Any], Iterator[tuple[Any, ...]]],
     give_up: float | None,
-    submit_next: Callable[..., PoolFuture | None],
+    submit_next: Callable[..., PoolFuture[Any] | None],
 ) -> Iterator[Any]:
     """The results in the order of the calls; no result is held once it was given out."""
     futures, fn, calls = begun
@@ -445,7 +448,7 @@ def _in_order(
             future.cancel()
 
 
-def _taken(futures: deque[PoolFuture], give_up: float | None) -> Any:
+def _taken(futures: deque[PoolFuture[Any]], give_up: float | None) -> Any:
     future = futures.popleft()
     try:
         return future.result(None if give_up is None else give_up - time.monotonic())
