@@ -303,7 +303,8 @@ class Connection:
             self._reading_thread == thread
             or self._writing._is_owned()  # type: ignore[attr-defined]
             or self._lock._is_owned()  # type: ignore[attr-defined]
-            or any(other.thread == thread for other in list(self._calls.values()))
+            # One that has its answer may still be here, if a signal's exception came as it was given.
+            or any(other.thread == thread and other.answer is None for other in list(self._calls.values()))
         )
 
     def _forget(self, number: int, call: _Call) -> None:
