@@ -304,6 +304,8 @@ pool = started()
 with lock:
     for _ in range(20):
         assert pool.submit(jobs.say, "words").result(30) == 1
+# All is written by then, and nothing behind the last word of this program.
+pool.shutdown()
 sys.stdout = real
 """)
 
