@@ -24,6 +24,20 @@ pub(crate) fn reset_signals() -> io::Result<()> {
     Ok(())
 }
 
+/// Open files without which workers do not start: the rules of a sandbox take some hundred for a moment.
+const OPEN_FILES_MIN: u64 = 128;
+
+/// With fewer a supervisor would say that it is ready, and serve no job.
+pub(crate) fn require_open_files() -> io::Result<()> {
+    match getrlimit(Resource::Nofile).maximum {
+        Some(most) if most < OPEN_FILES_MIN => Err(io::Error::other(format!(
+            "there may be {most} at once, and a supervisor and its workers take {OPEN_FILES_MIN} at least; raise the \
+             limit (`ulimit -n`, LimitNOFILE= of systemd)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// Raises limits as far as they go, and warns of those that stay too low.
 pub(crate) fn raise_limits(config: &Config) {
     for (resource, ..) in needed(config) {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use bulkhead_linux::lifeline::Lifeline;
-use bulkhead_linux::standard_output;
+use bulkhead_linux::{signals, standard_output};
 use bulkhead_supervisor::args::{Args, Command, LogFormat, LogOutput};
 use bulkhead_supervisor::observe::logging;
 use bulkhead_supervisor::own_folder::OwnFolder;
@@ -22,6 +22,7 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == keeper::KEEPER_ARGUMENT) {
         keeper::run_as_keeper();
     }
+    signals::let_children_be_waited_for();
     let args = Args::parse();
     match (&args.command, &args.config) {
         (Some(Command::Doctor { json }), _) => {

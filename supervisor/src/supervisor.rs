@@ -55,6 +55,7 @@ pub(crate) const SLICE: Duration = Duration::from_micros(100);
 pub fn run(config: Config, lifeline: Option<Lifeline>) -> Result<(), RunError> {
     let system = |what: &'static str| move |error: std::io::Error| RunError::System(what, error);
     crate::inherited::reset_signals().map_err(system("reset inherited signals"))?;
+    crate::inherited::require_open_files().map_err(system("open enough files"))?;
     let host = program::require_host(&config)?;
     let support = Arc::new(SandboxSupport::find(&config));
     // First of all: the keeper copies whatever this process has become.

@@ -156,6 +156,38 @@ fn workers_do_not_inherit_what_was_blocked_or_ignored() {
     works(&supervisor);
 }
 
+/// Its children are waited for: what a layer of the sandbox is tried with, and workers.
+#[test]
+fn that_the_end_of_children_was_ignored_takes_no_layer() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrapper = ["env", "--ignore-signal=CHLD"];
+    let supervisor = Supervisor::launch_under(&wrapper, folder, "", B).until_ready();
+    works(&supervisor);
+    let usual = Supervisor::start(B);
+    works(&usual);
+    let confinement = |supervisor: &Supervisor| supervisor.snapshot("b")["workers"][0]["confinement"].clone();
+    let (found, wanted) = (confinement(&supervisor), confinement(&usual));
+    assert!(wanted.is_object(), "{wanted}");
+    for layer in ["landlock", "seccomp", "no_new_privs", "namespaces"] {
+        assert_eq!(found[layer], wanted[layer], "{layer}");
+    }
+}
+
+#[test]
+fn a_limit_of_files_that_is_too_small_for_any_worker_is_refused_and_told() {
+    let start = |limit: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let wrapper = ["prlimit", limit];
+        Supervisor::launch_under(&wrapper, folder, "", "[bulkhead.b]\nexec = [\"/bin/cat\"]\n")
+    };
+    let mut supervisor = start("--nofile=127");
+    assert_eq!(supervisor.wait().code(), Some(1));
+    let log = supervisor.log();
+    assert!(log.contains("127 at once") && log.contains("128 at least"), "{log}");
+    let supervisor = start("--nofile=128").until_ready();
+    works(&supervisor);
+}
+
 // Sockets.
 
 #[test]

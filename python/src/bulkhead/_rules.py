@@ -157,7 +157,7 @@ def _emptied(top: int, entries_max: int) -> bool:
 
 
 def _bring_up(inner: bytes, folder: int, top: int) -> None:
-    """Moves a folder to the top, by a random name: one that its maker guessed would be taken, and nothing would move."""
+    """Moves a folder to the top, by a random name: one that could be guessed may be taken, and nothing moves."""
     free = b".bulkhead-" + os.urandom(16).hex().encode()
     try:
         try:

@@ -13,6 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use bulkhead_linux::errno;
+use bulkhead_linux::fork::fork_unheard;
 use nix::unistd::User;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -175,8 +176,7 @@ impl Holder {
         let (told, tell) = rustix::pipe::pipe_with(flags)?;
         let parent = rustix::process::getpid();
         // SAFETY: the child makes nothing but raw calls until it is ended.
-        let pid = match unsafe { libc::fork() } {
-            -1 => return Err(io::Error::last_os_error()),
+        let pid = match unsafe { fork_unheard() }? {
             0 => hold(&tell, parent),
             pid => pid,
         };

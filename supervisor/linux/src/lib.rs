@@ -6,6 +6,7 @@
 //! - [`peer`]: the process at the other end of a socket.
 //! - [`rights`]: sockets to which no descriptors can be passed.
 //! - [`listener`]: a TCP listener that ends without a reset.
+//! - [`fork`]: a fork that nothing in this process hears of but its caller.
 //! - [`folder`]: emptying a folder whose content is not trusted.
 //! - [`lifeline`]: a descriptor that ends with the program behind it.
 //! - [`landlock`]: the system calls of Landlock.
@@ -19,6 +20,7 @@
 
 pub mod errno;
 pub mod folder;
+pub mod fork;
 pub mod landlock;
 pub mod lifeline;
 pub mod listener;

@@ -1,9 +1,10 @@
 //! The user ids that workers get: no other process of this host has them.
 //!
 //! An id is passed over while a file of the system or a process has it, or another supervisor. A supervisor locks the
-//! byte of a common file that has the id's number, for as long as it lives: so that no two have the same.
+//! byte of a common file that has the id's number, for as long as a worker or a bulkhead has it: so that no two have the
+//! same, and none keeps from others what it does not need.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
@@ -44,6 +45,10 @@ const PREDECESSOR_WITHIN: Duration = Duration::from_secs(5);
 /// From one look at an id that is in use to the next.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
+/// Ids that are looked at for one worker: all of the usual range, in some 20 ms. Of a larger one, the next attempt looks
+/// at the next ones.
+const LOOKS_MAX: u64 = 8192;
+
 /// The ids of one supervisor's workers.
 #[derive(Debug)]
 pub struct Ids {
@@ -70,10 +75,10 @@ type Span = (u64, u64);
 #[derive(Debug, Default)]
 struct State {
     file: Option<File>,
-    /// Given back, the oldest first: an id rests for as long as possible.
-    free: VecDeque<u32>,
-    /// How many of the range have been looked at.
-    looked_at: u64,
+    /// Those that workers have.
+    lent: BTreeSet<u32>,
+    /// Where in the range the next one is looked for. Round and round: an id rests for as long as possible.
+    next: u64,
     /// Those that bulkheads keep.
     kept: BTreeMap<String, u32>,
     named: Named,
@@ -118,19 +123,24 @@ impl Ids {
     /// One that no other worker has.
     pub fn take(&self) -> io::Result<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        while state.looked_at < self.count() {
-            let id = self.range.first + state.looked_at as u32;
-            state.looked_at += 1;
-            if !state.is_kept(id) && self.acquire(&mut state, id)? {
+        for _ in 0..self.count().min(LOOKS_MAX) {
+            let id = self.range.first + state.next as u32;
+            state.next = (state.next + 1) % self.count();
+            if !state.lent.contains(&id) && !state.is_kept(id) && self.acquire(&mut state, id)? {
+                state.lent.insert(id);
                 return Ok(id);
             }
         }
-        state.free.pop_front().ok_or_else(|| self.none_is_free("a worker", "start fewer `processes`"))
+        Err(self.none_is_free("a worker", "start fewer `processes`"))
     }
 
     /// Takes one back, of a worker of which nothing is left.
     pub fn give_back(&self, id: u32) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).free.push_back(id);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.lent.remove(&id) {
+            // If it stays locked, others pass it over.
+            let _ = self.set_lock(&mut state, id, libc::F_UNLCK);
+        }
     }
 
     /// The one that a bulkhead keeps, since its workers leave files behind: that of the owner of what they may
@@ -166,7 +176,7 @@ impl Ids {
         if self.claim == Claim::Trial || state.is_kept(id) {
             return Ok(id);
         }
-        if self.is_lent(state, id) {
+        if state.lent.contains(&id) {
             return Err(in_use(path, id));
         }
         if self.lock(state, id)? { Ok(id) } else { Err(ErrorKind::WouldBlock.into()) }
@@ -175,7 +185,7 @@ impl Ids {
     /// Ids that come and go are taken from the other end of the range.
     fn keep_derived(&self, state: &mut State, config: &Path, bulkhead: &str) -> io::Result<u32> {
         for id in self.derived(config, bulkhead) {
-            let is_taken = self.is_lent(state, id) || state.is_kept(id);
+            let is_taken = state.lent.contains(&id) || state.is_kept(id);
             if !is_taken && (self.claim == Claim::Trial || self.acquire(state, id)?) {
                 return Ok(id);
             }
@@ -185,7 +195,7 @@ impl Ids {
 
     fn none_is_free(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
-            "no id of {} is free for {wanted_by}, since users of this system, processes and other workers have them: \
+            "no id of {} is free for {wanted_by}, since users of this system, processes, and workers of this and other supervisors have them: \
              write another or a larger range as `worker_uids` in [supervisor], or {or}",
             self.range
         ))
@@ -206,7 +216,7 @@ impl Ids {
         let is_in_use = || {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(id) = self.derived(config, bulkhead).next() else { return false };
-            let is_ours = state.kept.contains_key(bulkhead) || state.is_kept(id) || self.is_lent(&state, id);
+            let is_ours = state.kept.contains_key(bulkhead) || state.is_kept(id) || state.lent.contains(&id);
             if is_ours || self.claim == Claim::Trial || !self.is_fit(&mut state, id) {
                 return false;
             }
@@ -223,14 +233,16 @@ impl Ids {
         u64::from(self.range.last - self.range.first) + 1
     }
 
-    /// Whether a worker has it, or has had it.
-    fn is_lent(&self, state: &State, id: u32) -> bool {
-        u64::from(id - self.range.first) < state.looked_at
-    }
-
     /// Whether an id was free, and now is ours.
     fn acquire(&self, state: &mut State, id: u32) -> io::Result<bool> {
-        Ok(self.is_fit(state, id) && self.lock(state, id)? && !is_used(id))
+        if !self.is_fit(state, id) || !self.lock(state, id)? {
+            return Ok(false);
+        }
+        if is_used(id) {
+            self.set_lock(state, id, libc::F_UNLCK)?;
+            return Ok(false);
+        }
+        Ok(true)
     }
 
     /// Whether it is an id here, and none that the system has given away.
@@ -238,8 +250,12 @@ impl Ids {
         self.is_mapped(id) && !state.named.has(id) && !Path::new(SYSTEMD).join(id.to_string()).exists()
     }
 
-    /// Locks its byte in the common file, until this process ends.
+    /// Locks its byte in the common file.
     fn lock(&self, state: &mut State, id: u32) -> io::Result<bool> {
+        self.set_lock(state, id, libc::F_WRLCK)
+    }
+
+    fn set_lock(&self, state: &mut State, id: u32, kind: libc::c_int) -> io::Result<bool> {
         let why = |error: io::Error| {
             io::Error::other(format!(
                 "the ids of workers cannot be locked in {}: {error}; make it writable, or name a `user` in `sandbox`",
@@ -251,7 +267,7 @@ impl Ids {
         }
         let Some(file) = &state.file else { return Ok(false) };
         let byte = libc::flock {
-            l_type: libc::F_WRLCK as libc::c_short,
+            l_type: kind as libc::c_short,
             l_whence: libc::SEEK_SET as libc::c_short,
             l_start: libc::off_t::from(id),
             l_len: 1,
@@ -401,9 +417,26 @@ mod tests {
         assert_eq!(taken, [1_900_000_000, 1_900_000_001, 1_900_000_002]);
         assert!(ids.take().unwrap_err().to_string().contains("1900000000-1900000002"));
         ids.give_back(1_900_000_001);
-        ids.give_back(1_900_000_000);
         assert_eq!(ids.take().unwrap(), 1_900_000_001);
-        assert_eq!(ids.take().unwrap(), 1_900_000_000);
+        taken.into_iter().for_each(|id| ids.give_back(id));
+        // The one that was given back last was taken last.
+        assert_eq!([ids.take().unwrap(), ids.take().unwrap()], [1_900_000_002, 1_900_000_000]);
+    }
+
+    #[test]
+    fn what_no_worker_has_is_free_for_other_supervisors() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, other] = [(); 2].map(|()| ids(1_900_000_000, 1_900_000_009, folder.path()));
+        for _ in 0..30 {
+            one.give_back(one.take().unwrap());
+        }
+        let id = one.take().unwrap();
+        let others: BTreeSet<u32> = (0..9).map(|_| other.take().unwrap()).collect();
+        assert!(others.len() == 9 && !others.contains(&id));
+        assert!(one.take().is_err() && other.take().is_err());
+        // Nor is one given back that is not lent.
+        other.give_back(id);
+        assert!(other.take().is_err());
     }
 
     #[test]
@@ -417,9 +450,7 @@ mod tests {
         assert_eq!((one.take().unwrap(), other.take().unwrap()), (1_900_000_002, 1_900_000_003));
         assert!(one.take().is_err() && other.take().is_err());
         drop(other);
-        // What has been looked at is left to its owners.
-        assert!(one.take().is_err());
-        assert_eq!(ids(1_900_000_000, 1_900_000_003, folder.path()).take().unwrap(), 1_900_000_001);
+        assert_eq!((one.take().unwrap(), one.take().unwrap()), (1_900_000_003, 1_900_000_001));
     }
 
     #[test]

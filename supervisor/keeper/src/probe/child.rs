@@ -2,7 +2,7 @@
 
 use std::io;
 
-use bulkhead_linux::errno::check;
+use bulkhead_linux::fork::fork_unheard;
 use rustix::io::Errno;
 
 use super::explain;
@@ -45,8 +45,7 @@ impl Refused {
 /// Tries it in a child. `task` may only make system calls: the child is a copy of one thread of many.
 pub(super) fn tried(task: impl FnOnce() -> Result<(), Refused>) -> Result<(), Refused> {
     // SAFETY: the child makes nothing but raw calls until it is gone.
-    let child = unsafe { libc::fork() };
-    check(child)?;
+    let child = unsafe { fork_unheard() }?;
     if child == 0 {
         let code = match task() {
             Ok(()) => 0,

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::null;
 
 use bulkhead_linux::errno::check;
+use bulkhead_linux::fork::fork_unheard;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
@@ -63,8 +64,7 @@ fn run() -> Result<Vec<Result<(), String>>, Errno> {
     let kind = SocketType::SEQPACKET;
     let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
     // SAFETY: the child, a copy of this thread alone, makes nothing but raw calls, and exits.
-    let pid = match unsafe { libc::fork() } {
-        -1 => return Err(check(-1).unwrap_err()),
+    let pid = match unsafe { fork_unheard() }? {
         0 => {
             // If we are killed before it asks for a signal then, it hears the end of this.
             drop(ours);
@@ -173,8 +173,7 @@ fn mount_setattr() -> Result<(), Errno> {
 /// The first process of a pid namespace mounts a `/proc` that shows what is in there.
 fn own_proc() -> Result<(), Errno> {
     // SAFETY: as for the first fork.
-    let pid = unsafe { libc::fork() };
-    check(pid)?;
+    let pid = unsafe { fork_unheard() }?;
     if pid == 0 {
         die_with_parent();
         exit(mount_at_proc(c"proc").err().map_or(0, Errno::raw_os_error));

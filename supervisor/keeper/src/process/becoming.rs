@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
+use bulkhead_linux::signals;
 use nix::sys::signal::SigSet;
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -89,7 +90,7 @@ fn take_all_descriptors() -> (u64, u64) {
 
 /// Nothing but end of file ends the keeper: signals meant for the supervisor's group, or sent by
 /// a user who saw the process in a list, must not take the workers away. SIGCHLD is read from a
-/// descriptor, and must not be ignored by inheritance, which would let children vanish unseen.
+/// descriptor.
 #[expect(unsafe_code, reason = "setting what a signal does")]
 pub(super) fn set_signals() -> io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -112,8 +113,7 @@ pub(super) fn set_signals() -> io::Result<()> {
         // SAFETY: no function of ours is installed.
         unsafe { signal(number, SigHandler::SigIgn) }?;
     }
-    // SAFETY: as above.
-    unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
+    signals::let_children_be_waited_for();
     let mut blocked = SigSet::empty();
     blocked.add(Signal::SIGCHLD);
     blocked.thread_set_mask()?;
