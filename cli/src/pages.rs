@@ -19,7 +19,7 @@ pub(crate) fn completions(shell: clap_complete::Shell) -> Result<u8, Failure> {
 /// Writes a man page for the command and one for each of its subcommands, and tells their paths.
 pub(crate) fn man(args: &Args, folder: &Path) -> Result<u8, Failure> {
     let fail = |error| {
-        Failure::new(exit::FAILED, format!("failed to write man pages to {}: {error}", folder.display()))
+        Failure::new(exit::UNWRITTEN, format!("failed to write man pages to {}: {error}", folder.display()))
     };
     std::fs::create_dir_all(folder).map_err(fail)?;
     let mut command = Args::command().disable_help_subcommand(true);

@@ -248,7 +248,15 @@ fn health_and_readiness_from_start_to_stop() {
     assert_eq!((status, &body["status"]), (503, &"starting".into()));
     assert_eq!(named(&body), [pair("slow", "starting"), pair("broken", "failed")]);
     assert_eq!(ready("/readyz?bulkhead=good").0, 200);
-    assert_eq!(ready("/readyz?bulkhead=slow").0, 503);
+    let (status, body) = ready("/readyz?bulkhead=slow");
+    assert_eq!((status, &body["retry_after_ms"]), (503, &1000.0.into()), "{body}");
+    for path in
+        ["/readyz?bulkhed=slow", "/healthz?x=1", "/metrics?x", "/v1/config?x=1", "/v1/bulkheads?x=1", "/?x=1"]
+    {
+        let mut answer = get(&supervisor, path);
+        let (status, body) = (answer.status, answer.json());
+        assert!(status == 400 && body["detail"].is_string(), "{path}: {status} {body}");
+    }
 
     std::fs::write(supervisor.folder.path().join("gate"), "").unwrap();
     wait_for("it is ready", || (ready("/readyz").0 == 200).then_some(()));

@@ -432,6 +432,26 @@ fn drain(mut socket: Socket) -> Vec<u8> {
     bytes
 }
 
+/// They never reach the data plane.
+#[test]
+fn jobs_that_are_refused_where_they_come_in_are_counted() {
+    let supervisor = Supervisor::start(ONE);
+    let place = Place::of(&supervisor);
+    for _ in 0..3 {
+        assert_eq!(place.job("b", "echo", &["Bulkhead-Cost: much"], b"x").status, 400);
+        assert_eq!(place.job("nobody", "echo", &["Bulkhead-Cost: much"], b"x").status, 400);
+    }
+    assert_eq!(place.job("b", "echo", &[], b"x").status, 200);
+    assert_eq!(supervisor.snapshot("b")["rejected"], json!({"invalid": 3}));
+    let metrics = supervisor.try_get("/metrics").unwrap().1;
+    let submitted = "bulkhead_submitted_total{bulkhead=\"b\",priority=\"normal\"} 4";
+    let rejected = "bulkhead_rejected_total{bulkhead=\"b\",priority=\"normal\",reason=\"invalid\"} 3";
+    assert!(
+        metrics.contains(submitted) && metrics.contains(rejected) && !metrics.contains("nobody"),
+        "{metrics}"
+    );
+}
+
 #[test]
 fn a_client_that_dawdles_is_cut_off_and_keeps_no_other_waiting() {
     let supervisor = Supervisor::start(&format!("{ONE}max_result = \"64MiB\"\n"));

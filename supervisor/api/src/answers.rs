@@ -14,6 +14,9 @@ pub struct Readiness {
     pub degraded: Vec<ShortState>,
     /// Of the supervisor, or of the bulkhead that was asked for.
     pub status: Word<BulkheadState>,
+    /// Milliseconds after which to ask again, if no jobs can be sent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub retry_after_ms: Option<f64>,
 }
 
 /// The state of a bulkhead in short.

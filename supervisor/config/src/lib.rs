@@ -216,6 +216,15 @@ fn parse_in(text: &str, path: &Path, process_env: &ProcessEnv) -> Result<Config,
         ConfigErrors::of_file(path, message, "name the configuration file by an absolute path")
     })?;
     let folder = absolute.parent().unwrap_or(Path::new("/"));
+    if folder.to_str().is_none() {
+        // Paths in a configuration are text, also as it is shown.
+        let message = format!("the name of the folder \"{}\" is not UTF-8", shown(&folder.to_string_lossy()));
+        return Err(ConfigErrors::of_file(
+            path,
+            message,
+            "rename the folder, or move the file to another one",
+        ));
+    }
     let mut problems = Problems::default();
     let (document, syntax_errors) = DeTable::parse_recoverable(text);
     syntax::report(text, &syntax_errors, &mut problems);

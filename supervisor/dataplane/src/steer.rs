@@ -24,6 +24,7 @@ const OWN_MAX: usize = 16_384;
 
 impl DataPlane {
     pub(super) fn command(&mut self, command: Command) {
+        self.count_refused_by_http();
         match command {
             Command::Listen(listener) => self.listen(listener),
             Command::Snapshot { bulkhead, reply } => self.want_snapshot(bulkhead.as_deref(), reply),
@@ -76,6 +77,16 @@ impl DataPlane {
                 let _ = reply.send(self.would_drop(&reload));
             }
             Command::Summarise => self.summarise(),
+        }
+    }
+
+    /// What is refused where it comes in is in the counts that are told next.
+    fn count_refused_by_http(&mut self) {
+        let pulse = self.reporter.pulse.clone();
+        for ((name, priority, reason), count) in pulse.refused.take() {
+            if let Some(&bulkhead) = self.bulkheads.by_name.get(&*name) {
+                (0..count).for_each(|_| self.count_refused(bulkhead, (priority, self.label_of("")), reason));
+            }
         }
     }
 

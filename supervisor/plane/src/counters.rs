@@ -1,6 +1,15 @@
 //! Counters that the data plane and the control plane share, without a lock.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::{Mutex, PoisonError};
+
+use bulkhead_shared::limits::BULKHEAD_NAME_BYTES_MAX;
+use bulkhead_shared::{Priority, RejectReason};
+
+/// Kinds of refused jobs that are counted apart until the data plane has taken the counts: a few for each bulkhead, and
+/// names that there are not.
+const REFUSED_KINDS_MAX: usize = 16 * 1024;
 
 /// Counts that the data plane keeps for the control plane to look at.
 #[derive(Debug, Default)]
@@ -28,4 +37,25 @@ pub struct SharedCounters {
     pub spool_share: AtomicUsize,
     /// The keeper's process.
     pub keeper: AtomicU32,
+    /// Jobs that were refused as they came in by HTTP, of which the data plane has not heard.
+    pub refused: RefusedJobs,
+}
+
+/// Jobs by bulkhead, priority and why they were refused. The data plane takes the counts before it next answers.
+#[derive(Debug, Default)]
+pub struct RefusedJobs(Mutex<HashMap<(String, Priority, RejectReason), u64>>);
+
+impl RefusedJobs {
+    /// Counts one.
+    pub fn count(&self, bulkhead: &str, priority: Priority, reason: RejectReason) {
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if bulkhead.len() <= BULKHEAD_NAME_BYTES_MAX && counts.len() < REFUSED_KINDS_MAX {
+            *counts.entry((bulkhead.to_owned(), priority, reason)).or_default() += 1;
+        }
+    }
+
+    /// Takes the counts, unless one is being added: then they are there the next time.
+    pub fn take(&self) -> HashMap<(String, Priority, RejectReason), u64> {
+        self.0.try_lock().map(|mut counts| std::mem::take(&mut *counts)).unwrap_or_default()
+    }
 }

@@ -173,6 +173,18 @@ fn a_file_that_is_too_large_or_never_ends_is_refused() {
 }
 
 #[test]
+fn a_folder_whose_name_is_not_utf8_is_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new();
+    let odd = folder.path("").join(std::ffi::OsStr::from_bytes(b"d\xff"));
+    fs::create_dir(&odd).unwrap();
+    let path = odd.join("workers.toml");
+    fs::write(&path, "[bulkhead.a]\nexec = [\"cat\"]\n").unwrap();
+    let told = load(&path).unwrap_err().to_string();
+    assert!(told.contains("is not UTF-8") && told.contains("rename the folder"), "{told}");
+}
+
+#[test]
 fn a_file_that_is_not_utf8_is_shown_at_the_byte() {
     let folder = Folder::new();
     let path = folder.path("workers.toml");

@@ -66,17 +66,28 @@ pub(super) async fn submit(
     // A job has a deadline of its own, and a payload its time.
     entry.be_patient();
     let (parts, body) = request.into_parts();
+    let count = |priority, reason| control.pulse.refused.count(&name, priority, reason);
     let asked = match Asked::read(&parts.headers) {
         Ok(asked) => asked,
-        Err(sentence) => return refused(&name, RejectReason::Invalid, sentence),
+        Err(sentence) => {
+            count(Priority::default(), RejectReason::Invalid);
+            return refused(&name, RejectReason::Invalid, sentence);
+        }
     };
     let mut response =
         match run(&control, entry.uid, &name, &asked, Upload::new(&control, &name, &parts.headers, body))
             .await
         {
             Ok(response) => response,
-            Err(Cut::Slow) => slow(&name),
-            Err(Cut::Overloaded(sentence)) => refused(&name, RejectReason::Overloaded, sentence),
+            Err(Cut::Slow) => {
+                count(asked.priority, RejectReason::Invalid);
+                slow(&name)
+            }
+            Err(Cut::Overloaded(sentence)) => {
+                count(asked.priority, RejectReason::Overloaded);
+                refused(&name, RejectReason::Overloaded, sentence)
+            }
+            // It has not become a job, and as a rule its sender is gone.
             Err(Cut::Broken) => {
                 refused(&name, RejectReason::Invalid, "the payload is not what its headers announce".into())
             }

@@ -67,6 +67,7 @@ pub(super) async fn healthz(State(control): State<Shared>) -> Response {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct ReadyQuery {
     bulkhead: Option<String>,
 }
@@ -91,7 +92,10 @@ pub(super) async fn readyz(State(control): State<Shared>, Query(query): Query<Re
     };
     states.retain(|it| it.state != BulkheadState::Ready);
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status }))).into_response()
+    // As the header `Retry-After` says.
+    let retry_after_ms = (!is_ready).then_some(1000.0);
+    (code, axum::Json(json!(bulkhead_api::Readiness { degraded: states, status, retry_after_ms })))
+        .into_response()
 }
 
 #[cfg(test)]

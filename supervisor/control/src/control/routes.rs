@@ -3,20 +3,27 @@
 
 use std::future::{Ready, ready};
 
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::{Router, routing};
 use bulkhead_api::{
     Advice, Bulkheads, Change, CrashReport, Crashes, Done, Readiness, Reloaded, Replay, Snapshot,
     TenantChange,
 };
+use bulkhead_shared::limits::cut;
 use schemars::{JsonSchema, SchemaGenerator};
 
 use super::Shared;
-use super::answers::JSON;
+use super::answers::{JSON, problem};
 use super::openapi::{Content, Parameter, Route, Schema, document};
 use super::{
     advice, bulkheads, config, crashes, dashboard, jobs, metrics, readiness, reload, streams, watch,
 };
+
+/// Bytes of a query that are told when it is refused.
+const QUERY_BYTES_TOLD: usize = 200;
 
 const LINES: &str = "application/x-ndjson";
 const EVENTS: &str = "text/event-stream";
@@ -135,7 +142,27 @@ fn show_document() -> Ready<Response> {
 }
 
 pub(super) fn router() -> Router<Shared> {
-    ROUTES.iter().fold(Router::new(), |router, route| router.route(route.path, (route.handler)()))
+    ROUTES.iter().fold(Router::new(), |router, route| {
+        let handler = (route.handler)();
+        router.route(
+            route.path,
+            // Where a query makes sense its reader refuses the keys that it does not know.
+            if route.query.is_empty() { handler.layer(middleware::from_fn(without_query)) } else { handler },
+        )
+    })
+}
+
+/// A key that means nothing here may mean something to the client.
+async fn without_query(request: Request, next: Next) -> Response {
+    match request.uri().query().filter(|query| !query.is_empty()) {
+        None => next.run(request).await,
+        Some(query) => {
+            let query = cut(query, QUERY_BYTES_TOLD);
+            let what =
+                format!("{} takes no query, and has \"{}\"", request.uri().path(), query.escape_debug());
+            problem(StatusCode::BAD_REQUEST, &what)
+        }
+    }
 }
 
 #[cfg(test)]
