@@ -720,6 +720,16 @@ def test_a_client_that_is_dropped_leaves_nothing(supervisor: Supervisor) -> None
         with Client(supervisor.socket) as client:
             client.call("two")
             client.submit("two").result(LONG)
+    # Nor does one that was not closed, once the futures that it leaves have ended.
+    for _ in range(20):
+        client = Client(supervisor.socket)
+        left = client.submit("two", b"later")
+        del client
+        assert left.result(LONG).payload == b"later"
+    idle = [Client(supervisor.socket) for _ in range(5)]
+    for client in idle:
+        client.submit("two").result(LONG)
+    del client, idle
     gc.collect()
     wait_for("its threads are gone", lambda: not [t for t in threading.enumerate() if t.name == "bulkhead-client"])
     assert descriptors() <= before

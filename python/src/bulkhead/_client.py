@@ -190,6 +190,12 @@ class Client:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # There is none if `__init__` failed.
+        connection: Connection | None = getattr(self, "_connection", None)
+        if connection is not None:
+            connection.release()
+
     def __repr__(self) -> str:
         return f"Client({self.path!r})"
 

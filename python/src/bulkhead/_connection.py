@@ -118,6 +118,8 @@ class Connection:
         self._has_more = False
         #: A call was given up, whose result may still come, and no thread read it.
         self._leaves_unread = False
+        #: No client has it any more.
+        self._is_released = False
 
     # Sending.
 
@@ -350,6 +352,8 @@ class Connection:
             with self._lock:
                 if self.lost is not None:
                     return
+                if self._is_released and not self._futures:
+                    break
                 reads = bool(self._futures) and self._leader is None
                 if reads:
                     self._leader = self
@@ -372,6 +376,7 @@ class Connection:
                         traceback.print_exc()
             finally:
                 self._hand_over(self)
+        self.lose("its client is gone")
 
     def _hand_over(self, leader: object) -> None:
         """If it was this one that reads, another one does."""
@@ -485,6 +490,18 @@ class Connection:
         with self._writing, self._lock:
             if self._leader is None:
                 self._socket.close()
+
+    def release(self) -> None:
+        """The client was dropped: the thread that reads for futures ends with the last of them. Without that thread the
+        descriptor goes with this object. The collector may call this in the midst of anything in here."""
+        self._is_released = True
+        bell = self._thread_bell
+        if bell is not None and bell.locked():
+            try:
+                bell.release()
+            except RuntimeError:
+                # Another thread did that just now.
+                pass
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's."""
