@@ -9,6 +9,7 @@ pub mod embedded;
 pub mod worker;
 
 use std::collections::HashMap;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -86,6 +87,12 @@ impl Bulkhead {
     /// Jobs that may run at once.
     pub fn bound(&self) -> usize {
         self.processes * self.max_in_flight
+    }
+
+    /// The limit when nothing runs. A worker has no more permits than jobs that it may still begin, and one at least.
+    fn limits_at_rest(&self) -> RangeInclusive<u64> {
+        let lowest = if self.keys.contains("jobs = ") { self.processes } else { self.bound() };
+        lowest as u64..=self.bound() as u64
     }
 }
 
@@ -264,9 +271,11 @@ fn log_of(supervisor: &Supervisor, busy: &[Snapshot]) -> String {
 /// The state of a bulkhead that has work, or less room for it than its configuration says.
 fn busy(supervisor: &Supervisor, bulkhead: &Bulkhead) -> Option<Snapshot> {
     let state = supervisor.state(bulkhead.name);
-    let limit = state.adaptive.as_ref().map_or(u64::MAX, |adaptive| adaptive.limit);
-    let is_at_rest =
-        (state.in_flight, state.queued, state.limit) == (0, 0, limit.min(bulkhead.bound() as u64));
+    let is_limited = match &state.adaptive {
+        Some(adaptive) => state.limit == adaptive.limit.min(bulkhead.bound() as u64),
+        None => bulkhead.limits_at_rest().contains(&state.limit),
+    };
+    let is_at_rest = (state.in_flight, state.queued) == (0, 0) && is_limited;
     (!is_at_rest).then_some(state)
 }
 
