@@ -244,6 +244,23 @@ fn a_worker_has_no_more_ahead_than_it_may_begin() {
     assert_eq!(stage.ahead.len(), 3);
 }
 
+/// They may have begun by the time they are asked for.
+#[test]
+fn those_ahead_count_when_a_worker_may_run_more_than_it_has_left() {
+    let recycle = Recycle { jobs: Some(24), ..Recycle::default() };
+    let mut stage = stage(Limits { recycle, ..limits(1, 1, 10) });
+    let worker = stage.spawned[0];
+    let jobs = jobs(&mut stage, 8);
+    let given = |stage: &Stage| jobs.iter().filter(|&&job| stage.sent.contains(&(worker, job))).count();
+    assert_eq!(given(&stage), 4);
+    stage.apply(Event::Change(Change { max_in_flight: Some(4), ..Change::default() }));
+    assert_eq!(given(&stage), 4, "twenty are done, and it may begin twenty-four");
+    for job in ahead(&stage) {
+        give_back(&mut stage, job);
+    }
+    assert_eq!(stage.bulkhead.in_flight(), 4, "what has come back is given to it again");
+}
+
 #[test]
 fn a_worker_that_gives_its_job_back_for_ever_is_ended() {
     let mut stage = stage(limits(1, 1, 10));

@@ -327,6 +327,8 @@ impl<T> Bulkhead<T> {
             worker.ahead_bytes -= bytes;
             worker.recalled -= usize::from(was_recalled);
         }
+        // It may have as many more.
+        self.refresh(place);
         let leaves = match self.jobs.get(index).place {
             Place::Ahead { leaves, .. } => leaves,
             _ => None,
