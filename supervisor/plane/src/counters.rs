@@ -1,4 +1,4 @@
-//! Counters that the data plane and the control plane share, without a lock.
+//! Counters that the data plane and the control plane share. The data plane never waits for one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};

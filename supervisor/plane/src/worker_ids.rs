@@ -195,8 +195,8 @@ impl Ids {
 
     fn none_is_free(&self, wanted_by: &str, or: &str) -> io::Error {
         io::Error::other(format!(
-            "no id of {} is free for {wanted_by}, since users of this system, processes, and workers of this and other supervisors have them: \
-             write another or a larger range as `worker_uids` in [supervisor], or {or}",
+            "no id of {} is free for {wanted_by}, since users of this system, processes, and workers of this and \
+             other supervisors have them: write another or a larger range as `worker_uids` in [supervisor], or {or}",
             self.range
         ))
     }
