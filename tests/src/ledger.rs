@@ -120,6 +120,9 @@ pub struct Findings {
     /// Jobs that began while as many ran as may, one of which never ended: a worker that was sent SIGKILL may still
     /// be there when its spare begins.
     pub beside_killed: usize,
+    /// Jobs reported as executed of which no worker recorded a beginning. A worker can die between the claim of a job
+    /// and the record, so a few are possible.
+    pub executed_unseen: usize,
     /// What must never happen and did, a sentence each.
     pub faults: Vec<String>,
     /// Descriptors of the supervisor: at rest before the load, and after.
@@ -375,6 +378,7 @@ fn compare(
         if entry.told.is_ok() && !ended {
             faults.entry("a job is ok that never ended").or_default().push(what());
         }
+        findings.executed_unseen += usize::from(entry.told.says_executed() && !begun);
         if entry.told.says_not_executed() && begun {
             faults.entry("a job began that is told as not executed").or_default().push(what());
         }

@@ -70,6 +70,11 @@ impl Told {
         matches!(self, Self::Ok)
     }
 
+    /// True if the supervisor reports that the job was executed.
+    pub fn says_executed(&self) -> bool {
+        matches!(self, Self::Ended { executed: Executed::Yes, .. })
+    }
+
     /// Whether the supervisor denies that it ran.
     pub fn says_not_executed(&self) -> bool {
         matches!(self, Self::Ended { executed: Executed::No, .. })
@@ -176,7 +181,9 @@ impl Lane {
         let operation = match random.below(1000) {
             0..5 => "die".to_owned(),
             5..10 if self.has_hangs => "hang".to_owned(),
-            10..400 => format!("sleep {}", random.below(3_000)),
+            10..13 if self.has_hangs => "freeze".to_owned(),
+            13..15 => "chains".to_owned(),
+            15..400 => format!("sleep {}", random.below(3_000)),
             _ => String::new(),
         };
         let bytes = if random.below(20) == 0 { 100_000 } else { 16 };
@@ -188,7 +195,7 @@ impl Lane {
                 ["", "acme", "mallory"][random.below(3)],
             ),
         };
-        let deadline = if operation == "hang" { 200 } else { [50, 500, 5_000][random.below(3)] };
+        let deadline = if operation == "hang" { 200 } else { [5, 50, 500, 5_000][random.below(4)] };
         let payload = worker::payload(number, bytes);
         let mut job = self
             .client

@@ -6,7 +6,7 @@ use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use bulkhead_worker::{HandlerError, Job, Server};
@@ -111,6 +111,8 @@ pub fn serve(notes: &str, bulkhead: &str, bound: &str) -> ExitCode {
                 _ if ctx.operation() == "hang" => loop {
                     std::thread::park();
                 },
+                _ if ctx.operation() == "freeze" => freeze()?,
+                _ if ctx.operation() == "chains" => start_chains()?,
                 _ => {}
             }
             write(Mark::Ended)?;
@@ -130,6 +132,28 @@ fn open(path: &Path) -> std::io::Result<File> {
 fn write(mut records: &File, job: u64, mark: Mark) -> std::io::Result<()> {
     // One write to a file that is opened to append: records do not mix.
     records.write_all(&Record { job, at_us: now_us(), pid: std::process::id(), mark }.encode())
+}
+
+/// Stops the whole process for a tenth of a second, as a call that holds the interpreter's lock does: no thread of the
+/// worker reads the link or begins a job.
+fn freeze() -> std::io::Result<()> {
+    let mut waker = shell("sleep 0.1; kill -CONT $PPID").spawn()?;
+    nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP)?;
+    waker.wait()?;
+    Ok(())
+}
+
+/// Starts chains of processes, each of which starts a successor and exits. The chains end by themselves, after the job.
+fn start_chains() -> std::io::Result<()> {
+    let chains = "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
+    shell(chains).spawn()?.wait()?;
+    Ok(())
+}
+
+fn shell(script: &str) -> Command {
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
 }
 
 /// µs of the clock that all processes share.
