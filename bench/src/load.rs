@@ -14,6 +14,14 @@ pub(crate) struct Round {
 }
 
 impl Round {
+    /// All requests of these rounds, which ran one after the other.
+    pub(crate) fn merged(rounds: Vec<Self>) -> Self {
+        let took = rounds.iter().map(|round| round.took).sum();
+        let mut latencies: Vec<Duration> = rounds.into_iter().flat_map(|round| round.latencies).collect();
+        latencies.sort_unstable();
+        Self { latencies, took }
+    }
+
     /// The latency below which this share of the requests lies, in µs.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let rank = (self.latencies.len() as f64 * share).ceil() as usize;

@@ -13,6 +13,7 @@ mod confinement;
 mod embedded;
 mod fork_server;
 mod fresh;
+mod isolation;
 mod load;
 mod measures;
 mod neighbours;

@@ -12,7 +12,9 @@ use crate::plan::Plan;
 use crate::processes::{self, Process};
 use crate::real;
 use crate::report::{Figure, Report, Target};
-use crate::{Result, attacks, confinement, embedded, fresh, neighbours, policy, programs, scale, watched};
+use crate::{
+    Result, attacks, confinement, embedded, fresh, isolation, neighbours, policy, programs, scale, watched,
+};
 
 /// Takes every measurement that is wanted.
 pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
@@ -23,6 +25,7 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
         policy::GROUP,
         watched::GROUP,
         attacks::GROUP,
+        isolation::GROUP,
         programs::GROUP,
         fresh::GROUP,
         scale::GROUP,
@@ -37,6 +40,9 @@ pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
     LocalSet::new().run_until(programs::all(plan, report)).await?;
     LocalSet::new().run_until(fresh::all(plan, report)).await?;
     LocalSet::new().run_until(scale::all(&plan.scale, report)).await?;
+    if report.wants_slow(isolation::GROUP) || is_other(isolation::GROUP) {
+        LocalSet::new().run_until(isolation::all(&plan.isolation, report)).await?;
+    }
     // An hour of attacks is not for every run.
     if is_other(attacks::GROUP) {
         LocalSet::new().run_until(attacks::all(&plan.attacks, report)).await?;

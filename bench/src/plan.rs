@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::rounds::Rounds;
-use crate::{attacks, confinement, scale, watched};
+use crate::{attacks, confinement, isolation, scale, watched};
 
 /// How long a measurement may go on with further rounds, where their number was not asked for.
 const ROUNDS_LAST: Duration = Duration::from_secs(5);
@@ -35,6 +35,7 @@ pub(crate) struct Plan {
     pub(crate) confinement: confinement::Plan,
     pub(crate) watched: watched::Plan,
     pub(crate) attacks: attacks::Plan,
+    pub(crate) isolation: isolation::Plan,
     pub(crate) scale: scale::Plan,
 }
 
@@ -61,6 +62,7 @@ impl Plan {
             },
             watched: watched::Plan { pairs: 20, one_by_one: 16_000, many: 524_288 },
             attacks: attacks::Plan { pairs: 5, lasts: Duration::from_secs(2) },
+            isolation: isolation::Plan { pairs: rounds.unwrap_or(5).max(1), jobs: 600 },
             scale: scale::Plan {
                 rounds: rounds.unwrap_or(5).max(1),
                 one_by_one: 8_000,
@@ -90,6 +92,7 @@ impl Plan {
             confinement: confinement::Plan { starts: 2, pairs: 2, lasts: None, one_by_one: 200, many: 4_096 },
             watched: watched::Plan { pairs: 2, one_by_one: 200, many: 4_096 },
             attacks: attacks::Plan { pairs: 1, lasts: Duration::from_millis(200) },
+            isolation: isolation::Plan { pairs: 1, jobs: 60 },
             scale: scale::Plan {
                 rounds: 1,
                 one_by_one: 100,

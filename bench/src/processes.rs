@@ -72,9 +72,14 @@ pub(crate) fn parts() -> Result<Command> {
 
 /// What bulkheads have as `command`.
 pub(crate) fn worker() -> Result<String> {
+    part_of("worker")
+}
+
+/// Elements of a `command` that runs a part of a chain in this role.
+pub(crate) fn part_of(role: &str) -> Result<String> {
     let parts = folder()?.join(PARTS);
     let parts = parts.to_str().ok_or("this program has an odd path")?;
-    Ok(format!("{parts:?}, \"worker\""))
+    Ok(format!("{parts:?}, {role:?}"))
 }
 
 fn folder() -> Result<PathBuf> {

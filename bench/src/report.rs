@@ -4,12 +4,17 @@ use std::cell::RefCell;
 
 use serde::Serialize;
 
+/// Difference that [`Target::AtMostOrSlack`] allows whatever the ratio, in µs.
+const SLACK_US: f64 = 10_000.0;
+
 /// Which side of the target is good.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Target {
     /// The judged value is to be at most this.
     AtMost,
+    /// The ratio is to be at most this, or the figure at most [`SLACK_US`] above the bare one.
+    AtMostOrSlack,
     /// The judged value is to be at least this.
     AtLeast,
     /// The figure itself is to be at most this, whatever its ratio.
@@ -66,6 +71,9 @@ impl Figure {
         let judged = self.ratio.unwrap_or(self.real);
         match self.target {
             Target::AtMost => judged <= self.limit,
+            Target::AtMostOrSlack => {
+                judged <= self.limit || self.bare.is_some_and(|bare| self.real <= bare + SLACK_US)
+            }
             Target::AtLeast => judged >= self.limit,
             Target::FigureAtMost => self.real <= self.limit,
             Target::FigureAtLeast => self.real >= self.limit,
@@ -76,6 +84,7 @@ impl Figure {
     fn wish(&self) -> String {
         match self.target {
             Target::AtMost => format!("≤ {}", self.limit),
+            Target::AtMostOrSlack => format!("≤ {} or {} ms more", self.limit, SLACK_US / 1e3),
             Target::AtLeast => format!("≥ {}", self.limit),
             Target::FigureAtMost => format!("≤ {} {}", self.limit, self.unit),
             Target::FigureAtLeast => format!("≥ {} {}", self.limit, self.unit),

@@ -10,6 +10,7 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match arguments[..] {
         ["worker"] => return worker::serve(),
+        ["slow-worker"] => return worker::serve_slowly(),
         ["echo"] => echo::echo(None),
         ["echo", socket] => echo::echo(Some(Path::new(socket))),
         ["fork-server"] => fork_server::serve(None),

@@ -1,12 +1,31 @@
 //! The worker of the real chain.
 
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
 
-use bulkhead_worker::{HandlerError, Job};
+use bulkhead_worker::{Ctx, HandlerError, Job, Server};
+
+/// Time that a worker with a slow start takes.
+const SLOW_START: Duration = Duration::from_secs(1);
+
+/// Serves until the supervisor ends it, after an initialisation of a second.
+pub fn serve_slowly() -> ExitCode {
+    Server::new()
+        .init(|_| {
+            std::thread::sleep(SLOW_START);
+            Ok::<(), HandlerError>(())
+        })
+        .handler(|job: &Job, ctx: &Ctx| handle(job, ctx))
+        .serve()
+}
 
 /// Serves until the supervisor ends it.
 pub fn serve() -> ExitCode {
-    bulkhead_worker::serve(|job: &Job, ctx| match ctx.operation() {
+    bulkhead_worker::serve(|job: &Job, ctx: &Ctx| handle(job, ctx))
+}
+
+fn handle(job: &Job, ctx: &Ctx) -> Result<Vec<u8>, HandlerError> {
+    match ctx.operation() {
         "" => Ok(job.payload().to_vec()),
         "mapped" => {
             let place = job.mapped_payload().and_then(|payload| job.result_in_place(payload.len()));
@@ -17,9 +36,7 @@ pub fn serve() -> ExitCode {
             }
             Ok(job.payload().to_vec())
         }
-        "hang" => loop {
-            std::thread::park();
-        },
+        "hang" => park(),
         "crash" => std::process::abort(),
         "die" => {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
@@ -31,6 +48,42 @@ pub fn serve() -> ExitCode {
             let _ = Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").status();
             std::process::abort()
         }
-        other => Err(HandlerError::new("unknown_operation", other)),
-    })
+        // No thread of the worker runs for as long as a call that holds an interpreter's lock.
+        "hold" => {
+            let mut waker = shell("sleep 0.5; kill -CONT $PPID").spawn()?;
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)?;
+            waker.wait()?;
+            Ok(Vec::new())
+        }
+        // Chains of processes, each of which starts a successor and exits, until the worker dies.
+        "chains" => {
+            let chains = "f() { f & exit 0; }; for chain in $(seq 50); do f & done; wait";
+            shell(chains).spawn()?.wait()?;
+            park()
+        }
+        "loops" => {
+            shell("for loop in $(seq 50); do while :; do :; done & done; wait").spawn()?.wait()?;
+            park()
+        }
+        other => match other.strip_prefix("sleep ").and_then(|ms| ms.parse().ok()) {
+            Some(ms) => {
+                std::thread::sleep(Duration::from_millis(ms));
+                Ok(Vec::new())
+            }
+            None => Err(HandlerError::new("unknown_operation", other)),
+        },
+    }
+}
+
+fn park() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+fn shell(script: &str) -> Command {
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script]).env("PATH", "/usr/bin:/bin").stdin(Stdio::null()).stdout(Stdio::null());
+    command.stderr(Stdio::null());
+    command
 }

@@ -145,7 +145,8 @@ fn freeze() -> std::io::Result<()> {
 
 /// Starts chains of processes, each of which starts a successor and exits. The chains end by themselves, after the job.
 fn start_chains() -> std::io::Result<()> {
-    let chains = "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
+    let chains =
+        "f() { [ $1 -gt 0 ] && f $(($1 - 1)) & exit 0; }; for chain in 1 2 3 4 5 6 7 8; do f 100 & done";
     shell(chains).spawn()?.wait()?;
     Ok(())
 }

@@ -1,0 +1,277 @@
+//! Measures what jobs of one party notice of another party of the same bulkhead: p50 and p99 of the others' jobs with
+//! an attack and without it, in turns. Never measures attacks on the supervisor itself; `attacks.rs` does.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use bulkhead_client::Client;
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+
+use crate::Result;
+use crate::load;
+use crate::pairs::paired;
+use crate::processes::{self, Process};
+use crate::report::{Figure, Report, Target};
+
+/// Prefix of the names of these measurements.
+pub(crate) const GROUP: &str = "isolation";
+
+/// Size of each measurement.
+pub(crate) struct Plan {
+    /// Pairs of rounds, one without the attack and one with the attack.
+    pub(crate) pairs: usize,
+    /// Jobs of the others in each round.
+    pub(crate) jobs: usize,
+}
+
+/// Jobs of the others in a burst.
+const BURST: usize = 60;
+
+/// Deadline of the others' jobs. A job that misses it ends the measurement.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Deadline of a job that attacks its template for as long as it runs.
+const ATTACK_LASTS: Duration = Duration::from_secs(3);
+
+/// Deadline of a job that is killed at once.
+const KILLED_AFTER: Duration = Duration::from_millis(5);
+
+/// Time from the begin of an attack to the first job of the others.
+const LEAD: Duration = Duration::from_millis(500);
+
+/// One attack, and its absence.
+struct Scene {
+    name: &'static str,
+    /// Keys of the bulkhead without the attack, and with the attack.
+    keys: [&'static str; 2],
+    /// Arguments of the worker, or the lines of a Python module that is the worker.
+    worker: Worker,
+    /// Operation and deadline of the attacker's jobs without the attack, and with the attack.
+    attacker: [Option<(&'static str, Duration)>; 2],
+    /// Number of attacker's jobs in flight, each followed by another one; 0: one at the begin of each burst of the
+    /// others' jobs.
+    attackers: usize,
+    /// Operation of the others' jobs.
+    operation: &'static str,
+    /// Tenants of the others, or an empty list if tenants do not matter.
+    tenants: &'static [&'static str],
+    /// Number of the others' jobs in flight.
+    lanes: usize,
+}
+
+enum Worker {
+    Rust(&'static str),
+    Python(&'static str),
+}
+
+/// A handler whose operation `hold` holds the interpreter's lock for about half a second in one call of C.
+const HOLDS_LOCK: &str = "import bulkhead\n\
+    def handle(payload, ctx):\n    \
+        if ctx.operation == 'hold':\n        \
+            sum(range(20_000_000))\n    \
+        return payload\n\
+    bulkhead.serve(handle)\n";
+
+const PREFETCH: [&str; 2] = ["processes = 2\nlookahead = \"0s\"\n", "processes = 2\n"];
+const TWICE_HOLD: [Option<(&str, Duration)>; 2] = [Some(("hold", DEADLINE)), Some(("hold", DEADLINE))];
+const FORKED: &str = "processes = 3\nstart = { mode = \"fork\" }\nrlimits = { nproc = 1024 }\n";
+const SHARES: &str = "processes = 8\ntenants = { max_in_flight = 2, max_queue = 100 }\n";
+const SLOW_START: &str = "processes = 4\ntenants = { max_in_flight = 1, max_queue = 100 }\ngrace = \"0ms\"\n\
+    restart = { backoff = \"1ms\", backoff_max = \"1ms\", max = 1000, within = \"1s\" }\n";
+const OTHERS: &[&str] = &["anna", "bert", "cleo"];
+
+const SCENES: [Scene; 5] = [
+    Scene {
+        name: "a call holds the interpreter's lock",
+        keys: PREFETCH,
+        worker: Worker::Python(HOLDS_LOCK),
+        attacker: TWICE_HOLD,
+        attackers: 0,
+        operation: "",
+        tenants: &[],
+        lanes: BURST,
+    },
+    Scene {
+        name: "a worker is stopped",
+        keys: PREFETCH,
+        worker: Worker::Rust("worker"),
+        attacker: TWICE_HOLD,
+        attackers: 0,
+        operation: "",
+        tenants: &[],
+        lanes: BURST,
+    },
+    Scene {
+        name: "a job starts chains of processes",
+        keys: [FORKED, FORKED],
+        worker: Worker::Rust("worker"),
+        attacker: [Some(("loops", ATTACK_LASTS)), Some(("chains", ATTACK_LASTS))],
+        attackers: 1,
+        operation: "sleep 10",
+        tenants: &[],
+        lanes: 2,
+    },
+    Scene {
+        name: "one tenant is slow beside an adaptive limit",
+        keys: [
+            SHARES,
+            "processes = 8\ntenants = { max_in_flight = 2, max_queue = 100 }\nadaptive = { min = 1, max = 8, target = \"50ms\" }\n",
+        ],
+        worker: Worker::Rust("worker"),
+        attacker: [Some(("sleep 60", DEADLINE)), Some(("sleep 60", DEADLINE))],
+        attackers: 8,
+        operation: "sleep 5",
+        tenants: OTHERS,
+        lanes: 6,
+    },
+    Scene {
+        name: "one tenant has its workers killed",
+        keys: [SLOW_START, SLOW_START],
+        worker: Worker::Rust("slow-worker"),
+        attacker: [Some(("sleep 1000", DEADLINE)), Some(("hang", KILLED_AFTER))],
+        attackers: 4,
+        operation: "sleep 15",
+        tenants: OTHERS,
+        lanes: 3,
+    },
+];
+
+/// Takes every measurement that is wanted; within a `LocalSet`.
+pub(crate) async fn all(plan: &Plan, report: &Report) -> Result<()> {
+    for scene in &SCENES {
+        let names = ["p50", "p99"].map(|quantile| format!("{GROUP}: {}, others' {quantile}", scene.name));
+        if !names.iter().any(|name| report.wants(name)) {
+            continue;
+        }
+        let Plan { pairs, jobs } = *plan;
+        let mut rounds = [Vec::new(), Vec::new()];
+        for _ in 0..pairs {
+            let without = round(scene, 0, jobs).await?;
+            let with = round(scene, 1, jobs).await?;
+            rounds[0].push((without.quantile(0.5), with.quantile(0.5)));
+            rounds[1].push((without.quantile(0.99), with.quantile(0.99)));
+        }
+        let [p50, p99] = names;
+        report.tell(figure(p50, &rounds[0], Target::AtMost, 1.5));
+        report.tell(figure(p99, &rounds[1], Target::AtMostOrSlack, 2.0));
+    }
+    Ok(())
+}
+
+fn figure(name: String, pairs: &[(f64, f64)], target: Target, limit: f64) -> Figure {
+    paired(name, "µs", pairs, target, limit)
+}
+
+/// Latencies of the others' jobs, each of which must end `ok`. `way`: 0 without the attack, 1 with the attack.
+async fn round(scene: &Scene, way: usize, jobs: usize) -> Result<load::Round> {
+    let host = Host::start(scene, way).await?;
+    // Enough jobs for the workers to be warm and for their speed to be known.
+    others(scene, &host.client, jobs.min(200)).await?;
+    if scene.attackers == 0 {
+        return bursts(scene, way, &host.client, jobs).await;
+    }
+    let attack = scene.attacker[way].map(|attacker| Attack::begin(scene, attacker, &host.client));
+    tokio::time::sleep(LEAD).await;
+    let round = others(scene, &host.client, jobs).await;
+    if let Some(attack) = attack {
+        attack.0.iter().for_each(JoinHandle::abort);
+    }
+    round
+}
+
+/// Bursts of the others' jobs, each right behind a job of the attacker.
+async fn bursts(scene: &Scene, way: usize, client: &Client, jobs: usize) -> Result<load::Round> {
+    let mut rounds = Vec::new();
+    for _ in 0..jobs.div_ceil(scene.lanes) {
+        let attack = scene.attacker[way].map(|(operation, deadline)| {
+            let job = client.job("shared", "x").operation(operation).deadline(deadline);
+            tokio::task::spawn_local(job.send())
+        });
+        // The attacker's job is on its way before theirs.
+        tokio::task::yield_now().await;
+        rounds.push(others(scene, client, scene.lanes).await?);
+        if let Some(attack) = attack {
+            attack.await??;
+        }
+    }
+    Ok(load::Round::merged(rounds))
+}
+
+async fn others(scene: &Scene, client: &Client, jobs: usize) -> Result<load::Round> {
+    let (client, operation, tenants) = (client.clone(), scene.operation, scene.tenants);
+    let next = std::rc::Rc::new(std::cell::Cell::new(0_usize));
+    load::run(scene.lanes, jobs, move || {
+        let number = next.replace(next.get() + 1);
+        let tenant = tenants.get(number % tenants.len().max(1)).copied().unwrap_or("");
+        let job = client.job("shared", "x").operation(operation).tenant(tenant).deadline(DEADLINE);
+        async move { Ok(job.send().await.map(drop)?) }
+    })
+    .await
+}
+
+/// The attacker's jobs, sent again and again until they are aborted.
+struct Attack(Vec<JoinHandle<()>>);
+
+impl Attack {
+    fn begin(scene: &Scene, (operation, deadline): (&'static str, Duration), client: &Client) -> Self {
+        let tenant = if scene.tenants.is_empty() { "" } else { "mallory" };
+        let lane = || {
+            let client = client.clone();
+            tokio::task::spawn_local(async move {
+                loop {
+                    let job = client.job("shared", "x").operation(operation).tenant(tenant);
+                    if job.deadline(deadline).send().await.is_err() {
+                        // A rejection comes at once.
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
+                }
+            })
+        };
+        Self((0..scene.attackers).map(|_| lane()).collect())
+    }
+}
+
+struct Host {
+    client: Client,
+    _supervisor: Process,
+    _folder: TempDir,
+}
+
+impl Host {
+    async fn start(scene: &Scene, way: usize) -> Result<Self> {
+        let programs = processes::programs()?;
+        let folder = tempfile::tempdir()?;
+        let file = folder.path().join("workers.toml");
+        std::fs::write(&file, config(scene, way, folder.path())?)?;
+        let mut command = Command::new(programs.join("bulkhead-supervisor"));
+        command.args(["--log-level", "error", "--config"]).arg(&file);
+        let supervisor = Process::start(command.stdin(Stdio::null()).stderr(Stdio::null()))?;
+        let socket = folder.path().join("jobs.sock");
+        processes::wait_for(&socket)?;
+        let client = Client::connect(&socket).await?;
+        client.job("shared", "ready?").deadline(DEADLINE).send().await?;
+        Ok(Self { client, _supervisor: supervisor, _folder: folder })
+    }
+}
+
+fn config(scene: &Scene, way: usize, folder: &Path) -> Result<String> {
+    let worker = match scene.worker {
+        Worker::Rust(role) => format!("command = [{}]\n", processes::part_of(role)?),
+        Worker::Python(module) => {
+            let file = folder.join("handler.py");
+            std::fs::write(&file, module)?;
+            let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python/src").canonicalize()?;
+            format!(
+                "command = [\"python3\", {file:?}]\nenv = {{ PYTHONPATH = {package:?} }}\n\
+                 sandbox = {{ profile = \"none\" }}\n"
+            )
+        }
+    };
+    Ok(format!(
+        "[supervisor]\nsocket = \"jobs.sock\"\n[bulkhead.shared]\n{worker}max_queue = 1000\ndeadline = \"60s\"\n\
+         {}",
+        scene.keys[way]
+    ))
+}
