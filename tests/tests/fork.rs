@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use bulkhead_client::blocking::Client;
-use bulkhead_tests::confined::{DEFAULT_LAYERS, has_layers, is_root};
+use bulkhead_tests::confined::{DEFAULT_LAYERS, STRICT_LAYERS, has_layers, is_root};
 use bulkhead_tests::{Supervisor, children, is_alive, kill_pid, parent, wait_for};
 use nix::sys::signal::Signal;
 
@@ -194,6 +194,34 @@ fn what_was_left_behind_during_a_fork_that_fails_is_ended() {
     let told = supervisor.wait_events("worker_not_started", 1);
     assert!(told[0]["message"].as_str().unwrap().contains("fork: "), "{told:?}");
     wait_for("nothing is left but the template", || (children(nest) == [template]).then_some(()));
+}
+
+/// Each forks a successor and exits, so that no order names one that is still there.
+#[test]
+fn chains_of_processes_cost_no_other_workers_job() {
+    for (profile, layers) in [("none", &[][..]), ("default", DEFAULT_LAYERS), ("strict", STRICT_LAYERS)] {
+        if !layers.is_empty() && (!is_root() || !has_layers(layers)) {
+            println!("NOT RUN: {profile} takes root and its layers");
+            continue;
+        }
+        let keys = format!("processes = 4\ndeadline = \"60s\"\n{FORK}");
+        let keys = bulkhead(&keys).replace("\"none\"", &format!("\"{profile}\""));
+        let supervisor = Supervisor::start(&keys);
+        wait_for("four workers", || (supervisor.worker_pids("b").len() == 4).then_some(()));
+        let client = Client::connect(supervisor.socket()).unwrap();
+        std::thread::scope(|scope| {
+            // Longer than what is left behind is hunted before all in there ends.
+            let sleep = || client.job("b", "4000").operation("sleep").send();
+            let siblings: Vec<_> = (0..3).map(|_| scope.spawn(sleep)).collect();
+            wait_for("three jobs run", || {
+                (supervisor.snapshot("b")["in_flight"].as_u64() == Some(3)).then_some(())
+            });
+            client.job("b", "50").operation("chains").send().unwrap();
+            for sibling in siblings {
+                assert_eq!(sibling.join().unwrap().unwrap().payload(), b"slept", "{profile}");
+            }
+        });
+    }
 }
 
 #[test]

@@ -109,8 +109,42 @@ fn forked(thread: Option<&'static str>, forks_max: u32) -> ExitCode {
                 Command::new("/bin/sh").args(["-c", script]).env("PATH", "/usr/bin:/bin").output()?;
             Ok::<_, HandlerError>(output.stdout)
         })
+        .operation("sleep", |job, _| {
+            std::thread::sleep(Duration::from_millis(number(job)));
+            Ok::<_, HandlerError>("slept")
+        })
+        .operation("chains", |job, _| {
+            leave_chains(number(job));
+            Ok::<_, HandlerError>("left")
+        })
         .handler(|job, _| Ok(job.payload().to_vec()))
         .serve()
+}
+
+/// Time after which the chains of [`leave_chains`] end by themselves.
+const CHAINS_MAX: Duration = Duration::from_secs(20);
+
+/// Leaves processes behind, each of which forks a successor and exits, again and again.
+#[expect(unsafe_code, reason = "fork")]
+fn leave_chains(count: u64) {
+    let end = Instant::now() + CHAINS_MAX;
+    // SAFETY: makes orphans of this process the children of the next subreaper above.
+    unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) };
+    for _ in 0..count {
+        // SAFETY: the child makes system calls alone.
+        if unsafe { libc::fork() } == 0 {
+            // SAFETY: as above.
+            unsafe {
+                libc::setsid();
+                while Instant::now() < end {
+                    if libc::fork() > 0 {
+                        break;
+                    }
+                }
+                libc::_exit(0)
+            }
+        }
+    }
 }
 
 fn forever() -> ! {

@@ -2,8 +2,9 @@
 //!
 //! They are children of the first process in there (`spawn/nest.rs`), which tells of each end and of the children that
 //! are left. Those that are neither the template, nor a worker, nor can be a worker that is just being forked, were left
-//! behind: it is told to kill them. What does not go so is killed while all in there stands still, and then with
-//! all in there. So nothing of `/proc` is searched, and what a nest does concerns no other.
+//! behind: it is told to kill them. What does not go so is killed while all in there stands still. What survives that is
+//! left to the kernel, and hunted on at longer intervals: it costs no other worker. So nothing of `/proc` is searched,
+//! and what a nest does concerns no other.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -32,8 +33,9 @@ const PAUSE_MAX: Duration = Duration::from_millis(64);
 /// What was not to be killed one by one within this time is killed while all stands still.
 const STUBBORN: Duration = Duration::from_millis(200);
 
-/// What was not to be killed at all within this time ends with all in there.
+/// A worker is reported as swept after this time, whatever it left behind, which is hunted from then on at this interval.
 const PATIENCE: Duration = Duration::from_secs(2);
+const PAUSE_AFTERWARDS: Duration = Duration::from_secs(1);
 
 /// Of a template: where it and its workers live.
 pub(super) struct Nest {
@@ -57,6 +59,7 @@ pub(super) struct Nest {
 
 struct Leaving {
     worker: u64,
+    since: Instant,
     folder: Option<PathBuf>,
     secret: Option<u128>,
     leaf: Option<Leaf>,
@@ -184,10 +187,15 @@ impl Process {
             }
             self.fork_ended(pid, end.pid);
         }
-        if let Some(nest) = self.nest_mut(pid) {
-            nest.look(&end.children, end.has_more, now);
+        let Some(nest) = self.nest_mut(pid) else { return };
+        match end.children {
+            Some(children) => {
+                nest.look(&children, end.has_more, now);
+                self.tidy_nest(pid, now);
+            }
+            // They are told with one of the next ends.
+            None => nest.has_more = true,
         }
-        self.tidy_nest(pid, now);
     }
 
     /// The template is gone, and its workers live on.
@@ -215,7 +223,7 @@ impl Process {
         let Child { folder, leaf, home, .. } = child;
         let secret = home.and_then(|home| home.secret);
         if let Some(nest) = self.nest_mut(nest) {
-            nest.leaving.push(Leaving { worker, folder, secret, leaf });
+            nest.leaving.push(Leaving { worker, since: Instant::now(), folder, secret, leaf });
         }
     }
 
@@ -228,7 +236,7 @@ impl Process {
         let is_left = |since: Instant| forks_since.is_none_or(|forks| since < forks);
         if nest.unknown.is_empty() && !nest.has_more {
             nest.hunt = None;
-            return self.nest_is_swept(pid);
+            return self.nest_is_swept(pid, |_| true);
         }
         let left: Vec<u32> =
             nest.unknown.iter().filter(|(_, since)| is_left(*since)).map(|(it, _)| *it).collect();
@@ -243,17 +251,20 @@ impl Process {
         if now < due {
             return;
         }
-        nest.hunt = Some((since, now + pause, (pause * 2).min(PAUSE_MAX)));
+        let age = now.saturating_duration_since(since);
+        let next = if age < PATIENCE { (pause * 2).min(PAUSE_MAX) } else { PAUSE_AFTERWARDS };
+        nest.hunt = Some((since, now + pause, next));
         let workers: Vec<u32> = nest.workers.keys().copied().collect();
-        let order = match now.saturating_duration_since(since) {
-            age if age < STUBBORN => NestOrder::Kill(&left),
-            age if age < PATIENCE && workers.len() <= NAMED_MAX => NestOrder::KillAllBut(&workers),
-            _ => {
-                // What lives in there dies of it, and the template is to blame, if anything is.
-                return self.end_template(pid, "what its workers left behind could not be ended");
-            }
+        let order = match age < STUBBORN || workers.len() > NAMED_MAX {
+            true => NestOrder::Kill(&left),
+            false => NestOrder::KillAllBut(&workers),
         };
         nest.outbox.push(order.encode(), Vec::new());
+        let is_overdue = |leaving: &Leaving| now >= leaving.since + PATIENCE;
+        if nest.leaving.iter().any(is_overdue) {
+            self.report(&ReportMessage::Remains { count: left.len() as u64 }, None);
+            self.nest_is_swept(pid, is_overdue);
+        }
         self.order_nest(pid, false);
     }
 
@@ -272,9 +283,11 @@ impl Process {
         due.into_iter().for_each(|pid| self.tidy_nest(pid, now));
     }
 
-    fn nest_is_swept(&mut self, pid: u32) {
+    /// Reports workers of which nothing is left, or that are not waited for any longer.
+    fn nest_is_swept(&mut self, pid: u32, is_swept: impl Fn(&Leaving) -> bool) {
         let Some(nest) = self.nest_mut(pid) else { return };
-        for Leaving { worker, folder, secret, leaf } in std::mem::take(&mut nest.leaving) {
+        let swept: Vec<Leaving> = nest.leaving.extract_if(.., |leaving| is_swept(leaving)).collect();
+        for Leaving { worker, folder, secret, leaf, .. } in swept {
             self.clear(folder, leaf);
             if let Some(secret) = secret {
                 self.remove_folder(pid, worker, secret);
@@ -313,7 +326,8 @@ impl Process {
             let Some(child) = self.remove(here) else { continue };
             let (worker, exit) = (child.worker, child.cause(KILLED));
             self.report(&ReportMessage::Exited { worker, exit, usage: Usage::default() }, None);
-            leaving.push(Leaving { worker, folder: child.folder, secret: None, leaf: child.leaf });
+            let since = Instant::now();
+            leaving.push(Leaving { worker, since, folder: child.folder, secret: None, leaf: child.leaf });
         }
         debug_assert!(!self.children.contains_key(&pid));
         for Leaving { worker, folder, leaf, .. } in leaving {

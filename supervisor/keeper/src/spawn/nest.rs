@@ -1,15 +1,16 @@
 //! The first process of a pid namespace in which a template and the workers that it forks live: the *nest*.
 //!
-//! All of them are its children, since a template forks siblings of itself. It tells of each end, with what children
-//! it has then, and kills those of its children that the keeper names: what a worker left behind comes to it. It
-//! decides nothing, and knows the template alone. With it, everything in there ends.
+//! All of them are its children, since a template forks siblings of itself. It tells of each end, with the last one of
+//! a turn what children it has then, and kills those of its children that the keeper names: what a worker left behind
+//! comes to it. It decides nothing, and knows the template alone. With it, everything in there ends.
 //!
 //! It is a copy of the keeper without rights but the one to signal the others, and makes nothing but system calls.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
 
 use bulkhead_linux::wait::wait4;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
@@ -25,8 +26,8 @@ const CHILDREN: &std::ffi::CStr = c"/proc/thread-self/children";
 /// Numbers of children that are told with an end. If there are more, that is told.
 const CHILDREN_MAX: usize = 4096;
 
-/// Bytes of an end: the number, the status as of `wait(2)`, three numbers of the usage, and whether there are more
-/// children than follow.
+/// Size of an end in bytes: the number, the status as of `wait(2)`, three numbers of the usage, and what follows of the
+/// children.
 const HEAD_BYTES: usize = 4 + 4 + 3 * 8 + 1;
 
 /// Bytes of an end with all that follows.
@@ -37,8 +38,18 @@ pub(crate) const NAMED_MAX: usize = 4096;
 
 const ORDER_BYTES_MAX: usize = 1 + 4 * NAMED_MAX;
 
-/// Rounds of killing while all stand still: each takes away one level of a tree.
-const ROUNDS_MAX: u32 = 10_000;
+/// Maximum numbers of orders, and then of ends, in one turn. A job can make ends faster than they are told, so each
+/// turn serves the orders first.
+const ORDERS_PER_TURN: usize = 16;
+const ENDS_PER_TURN: usize = 64;
+
+/// Maximum time for which one order stops everything in the namespace.
+const STANDSTILL_MAX: Duration = Duration::from_millis(250);
+
+/// Longest wait for a killed process during that time, and the number of waits in vain after which all go on: a process
+/// that waits for a disk does not die at once.
+const DEATH_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+const VAIN_WAITS_MAX: u32 = 8;
 
 /// What the keeper orders. Processes have the numbers that they have in there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,11 +83,16 @@ pub(crate) struct End {
     pub(crate) pid: u32,
     pub(crate) exit: Exit,
     pub(crate) usage: Usage,
-    /// The children that there are now, by their numbers in there.
-    pub(crate) children: Vec<u32>,
+    /// The children that there are now, by their numbers in there. `None`: another end of the same turn follows.
+    pub(crate) children: Option<Vec<u32>>,
     /// Whether there are still more.
     pub(crate) has_more: bool,
 }
+
+/// What follows an end, in its last byte.
+const ALL_CHILDREN: u8 = 0;
+const SOME_CHILDREN: u8 = 1;
+const ANOTHER_END: u8 = 2;
 
 impl End {
     /// `None`: that is none.
@@ -85,12 +101,14 @@ impl End {
         let word = |at: usize| Some(u32::from_le_bytes(head.get(at..at + 4)?.try_into().ok()?));
         let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
         let (numbers, []) = rest.as_chunks::<4>() else { return None };
+        let follows = head[HEAD_BYTES - 1];
         Some(Self {
             pid: word(0)?,
             exit: wait::exit(word(4)? as i32)?,
             usage: Usage { user_us: number(8)?, system_us: number(16)?, maxrss_kib: number(24)? },
-            children: numbers.iter().map(|number| u32::from_le_bytes(*number)).collect(),
-            has_more: head[HEAD_BYTES - 1] != 0,
+            children: (follows != ANOTHER_END)
+                .then(|| numbers.iter().map(|number| u32::from_le_bytes(*number)).collect()),
+            has_more: follows != ALL_CHILDREN,
         })
     }
 }
@@ -116,18 +134,15 @@ pub(super) fn keep(template: u32, socket: &OwnedFd, children: OwnedFd) -> ! {
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
     let Ok(deaths) = watch_deaths() else { exit(super::FAILED) };
     close_all_but([socket.as_raw_fd(), children.as_raw_fd(), deaths.as_raw_fd()]);
-    let nest = Nest { template, socket, children };
+    let nest = Nest { template, socket, children, deaths };
     loop {
-        nest.reap();
-        nest.obey();
-        let mut events = [PollFd::new(socket, PollFlags::IN), PollFd::new(&deaths, PollFlags::IN)];
-        match rustix::event::poll(&mut events, None) {
+        let has_more = nest.obey() | (nest.reap() == ENDS_PER_TURN);
+        let mut events = [PollFd::new(socket, PollFlags::IN), PollFd::new(&nest.deaths, PollFlags::IN)];
+        match rustix::event::poll(&mut events, has_more.then_some(&Timespec::default())) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(_) => exit(0),
         }
-        // One read takes them all, as there is one of each signal at most.
-        let mut news = [0; size_of::<libc::signalfd_siginfo>()];
-        let _ = rustix::io::read(&deaths, &mut news);
+        nest.take_news();
     }
 }
 
@@ -165,29 +180,48 @@ struct Nest<'s> {
     template: u32,
     socket: &'s OwnedFd,
     children: OwnedFd,
+    /// Readable when a child may have ended.
+    deaths: OwnedFd,
 }
 
 impl Nest<'_> {
-    /// Waits for those that have ended, and tells of them. Ends when there is no child any more.
-    fn reap(&self) {
-        loop {
+    /// Makes the descriptor of deaths wait for the next one. One read takes them all, as there is at most one of each
+    /// signal.
+    fn take_news(&self) {
+        let mut news = [0; size_of::<libc::signalfd_siginfo>()];
+        let _ = rustix::io::read(&self.deaths, &mut news);
+    }
+
+    /// Waits for some of those that have ended, and tells of them. Returns how many these were; if they were as many as
+    /// one turn takes, there may be more. Ends when there is no child any more.
+    fn reap(&self) -> usize {
+        let (mut count, mut last) = (0, None);
+        let is_over = loop {
             match wait4(-1, libc::WNOHANG) {
-                Ok((0, ..)) => return,
+                Ok((0, ..)) => break false,
+                // It asked to be traced by its parent, which no honest one does.
+                Ok((pid, status, _)) if libc::WIFSTOPPED(status) => kill(pid as i32),
                 Ok((pid, status, rusage)) => {
-                    if libc::WIFSTOPPED(status) {
-                        // It asked to be traced by its parent, which no honest one does.
-                        kill(pid as i32);
-                    } else {
-                        self.tell(pid, status, &wait::usage(&rusage));
+                    let before = last.replace((pid, status, wait::usage(&rusage)));
+                    before.iter().for_each(|end| self.tell(end, false));
+                    count += 1;
+                    if count == ENDS_PER_TURN {
+                        break false;
                     }
                 }
                 Err(Errno::INTR) => {}
-                Err(_) => exit(0),
+                Err(_) => break true,
             }
+        };
+        last.iter().for_each(|end| self.tell(end, true));
+        if is_over {
+            exit(0)
         }
+        count
     }
 
-    fn tell(&self, pid: u32, status: i32, usage: &Usage) {
+    /// Tells of an end; the last one of a turn `lists` the children.
+    fn tell(&self, (pid, status, usage): &(u32, i32, Usage), lists: bool) {
         let mut bytes = [0; END_BYTES_MAX];
         let mut length = 0;
         let mut put = |more: &[u8]| {
@@ -200,8 +234,14 @@ impl Nest<'_> {
             .iter()
             .for_each(|number| put(&number.to_le_bytes()));
         let mut numbers = [0; CHILDREN_MAX];
-        let (count, has_more) = self.children(&mut numbers);
-        put(&[u8::from(has_more)]);
+        let (count, follows) = match lists {
+            false => (0, ANOTHER_END),
+            true => match self.children(&mut numbers) {
+                (count, true) => (count, SOME_CHILDREN),
+                (count, false) => (count, ALL_CHILDREN),
+            },
+        };
+        put(&[follows]);
         numbers[..count].iter().for_each(|number| put(&number.to_le_bytes()));
         match rustix::io::retry_on_intr(|| {
             rustix::net::send(self.socket, &bytes[..length], SendFlags::NOSIGNAL)
@@ -240,13 +280,14 @@ impl Nest<'_> {
         }
     }
 
-    fn obey(&self) {
+    /// Returns whether there may be more orders.
+    fn obey(&self) -> bool {
         let mut bytes = [0; ORDER_BYTES_MAX];
-        loop {
+        for _ in 0..ORDERS_PER_TURN {
             let received =
                 rustix::io::retry_on_intr(|| rustix::net::recv(self.socket, &mut bytes, RecvFlags::DONTWAIT));
             let length = match received {
-                Err(Errno::AGAIN) => return,
+                Err(Errno::AGAIN) => return false,
                 // The keeper is gone: then all goes.
                 Ok((0, _)) | Err(_) => exit(0),
                 Ok((length, _)) => length.min(ORDER_BYTES_MAX),
@@ -259,28 +300,29 @@ impl Nest<'_> {
                 _ => exit(0),
             }
         }
+        true
     }
 
-    /// Nothing can be forked while all stand still, so that there is an end to it.
+    /// Nothing can be forked while all stand still, so that each round takes away one level of a tree.
     fn kill_all_but(&self, named: &[[u8; 4]]) {
-        // SAFETY: signals all processes in here but this one.
-        unsafe { libc::kill(-1, libc::SIGSTOP) };
-        for _ in 0..ROUNDS_MAX {
+        let end = Instant::now() + STANDSTILL_MAX;
+        let mut waits_in_vain = 0;
+        while waits_in_vain < VAIN_WAITS_MAX && Instant::now() < end {
+            // Again in each round, since one that was not stopped yet can have let another go on.
+            // SAFETY: signals all processes in here but this one.
+            unsafe { libc::kill(-1, libc::SIGSTOP) };
             let mut numbers = [0; CHILDREN_MAX];
             let (count, _) = self.children(&mut numbers);
             let is_named = |pid: u32| pid == self.template || named.contains(&pid.to_le_bytes());
-            let mut is_clean = true;
-            for &pid in numbers[..count].iter().filter(|pid| !is_named(**pid)) {
-                is_clean = false;
-                kill(pid as i32);
-                // It dies at once, stopped or not.
-                if let Ok((_, status, rusage)) = wait4(pid as i32, 0) {
-                    self.tell(pid, status, &wait::usage(&rusage));
-                }
-            }
-            if is_clean {
+            let mut left = numbers[..count].iter().filter(|pid| !is_named(**pid)).peekable();
+            if left.peek().is_none() {
                 break;
             }
+            left.for_each(|pid| kill(*pid as i32));
+            let mut events = [PollFd::new(&self.deaths, PollFlags::IN)];
+            let _ = rustix::event::poll(&mut events, Some(&DEATH_WAIT));
+            self.take_news();
+            waits_in_vain = if self.reap() == 0 { waits_in_vain + 1 } else { 0 };
         }
         // SAFETY: as above.
         unsafe { libc::kill(-1, libc::SIGCONT) };
@@ -307,15 +349,19 @@ mod tests {
     #[test]
     fn what_is_told_and_ordered_is_understood() {
         let (ours, theirs) = crate::socket::pair().unwrap();
-        let nest = Nest { template: 2, socket: &theirs, children: children().unwrap() };
+        let deaths = watch_deaths().unwrap();
+        let nest = Nest { template: 2, socket: &theirs, children: children().unwrap(), deaths };
         let usage = Usage { user_us: 1, system_us: u64::MAX, maxrss_kib: 3 };
-        nest.tell(7, libc::SIGSEGV | 0x80, &usage);
-        let mut bytes = [0; END_BYTES_MAX];
-        let (length, _) = rustix::net::recv(&ours, &mut bytes, RecvFlags::empty()).unwrap();
-        let end = End::decode(&bytes[..length]).unwrap();
-        // This thread has no children.
         let exit = Exit::Signal { number: libc::SIGSEGV, core_dumped: true };
-        assert_eq!(end, End { pid: 7, exit, usage, children: Vec::new(), has_more: false });
+        let mut bytes = [0; END_BYTES_MAX];
+        // This thread has no children.
+        let (mut length, followed) = (0, [(false, None, true), (true, Some(Vec::new()), false)]);
+        for (lists, children, has_more) in followed {
+            nest.tell(&(7, libc::SIGSEGV | 0x80, usage), lists);
+            (length, _) = rustix::net::recv(&ours, &mut bytes, RecvFlags::empty()).unwrap();
+            let end = End::decode(&bytes[..length]).unwrap();
+            assert_eq!(end, End { pid: 7, exit, usage, children, has_more });
+        }
         assert_eq!(End::decode(&bytes[..length - 1]), None);
         assert_eq!(End::decode(&bytes[..length + 3]), None);
         assert_eq!(Order::Kill(&[1, 256]).encode(), [b'K', 1, 0, 0, 0, 0, 1, 0, 0]);
@@ -331,6 +377,7 @@ mod tests {
                     template: 2,
                     socket: &rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap(),
                     children: children().unwrap(),
+                    deaths: watch_deaths().unwrap(),
                 };
                 // The children of this thread alone.
                 let mut sleeping: Vec<_> = (0..40)
