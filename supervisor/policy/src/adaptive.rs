@@ -3,13 +3,18 @@
 //! that is given in place of a base line that is guessed), and grows by its square root, their headroom, while all of
 //! it is in use. Where growth turns out to be too much, the next one waits twice as long: so it settles.
 //!
+//! Each tenant has one vote, however many jobs it has: the latency of a window is the lower median of the tenants' own
+//! 90th percentiles. So one tenant's slow jobs take nothing from the others.
+//!
 //! It reads no clock, and moves only when a job has ended.
 
 use std::cmp::Ordering;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bulkhead_shared::vocabulary;
 
+use crate::tenants::TenantId;
 use crate::time::Time;
 
 /// What the limit may be, and what it follows.
@@ -40,8 +45,11 @@ const WINDOW_MAX: Duration = Duration::from_secs(10);
 /// So many run times are looked at before a limit moves.
 const RUNS_MIN: usize = 10;
 
-/// The newest run times of a window, of which the 90th percentile counts.
+/// Maximum number of run times kept for each vote of a window, the newest ones.
 const RUNS_MAX: usize = 128;
+
+/// Maximum number of tenants with a vote of their own in a window. Those that come later share one more vote.
+const TENANTS_MAX: usize = 64;
 
 /// The longest that growth waits, in windows.
 const PAUSE_MAX: u32 = 32;
@@ -56,7 +64,7 @@ pub struct AdaptiveView {
     pub numbers: AdaptiveLimits,
     /// The limit, or what it would be.
     pub limit: u32,
-    /// Nine of ten jobs of the last full window took at most so long.
+    /// The latency of the last full window: nine of ten jobs took at most so long, at the median of the tenants.
     pub latency: Option<Duration>,
 }
 
@@ -68,14 +76,36 @@ pub(crate) struct Told {
     pub(crate) latency: Duration,
 }
 
+/// The newest run times of one vote, in nanoseconds.
+#[derive(Debug, Default)]
+struct Runs {
+    times: Vec<u64>,
+    /// Index of the oldest one, once there are [`RUNS_MAX`].
+    oldest: usize,
+}
+
+impl Runs {
+    fn add(&mut self, time: u64) {
+        match self.times.get_mut(self.oldest) {
+            Some(oldest) => *oldest = time,
+            None => self.times.push(time),
+        }
+        self.oldest = (self.oldest + 1) % RUNS_MAX;
+    }
+
+    fn percentile_90(&mut self) -> u64 {
+        let rank = (self.times.len() * 9).div_ceil(10).saturating_sub(1);
+        *self.times.select_nth_unstable(rank).1
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Adaptive {
     numbers: AdaptiveLimits,
     limit: u32,
     window_from: Time,
-    /// Run times that were seen in this window, the newest in place of the oldest.
-    runs: Vec<u64>,
-    next_run: usize,
+    /// Run times of this window by vote; `None` is the vote that tenants beyond [`TENANTS_MAX`] share.
+    runs: BTreeMap<Option<TenantId>, Runs>,
     /// The most permits that were taken when a job ended.
     in_use_max: u32,
     /// Whether all of the limit was taken then, or kept for critical jobs.
@@ -103,8 +133,7 @@ impl Adaptive {
             numbers,
             limit,
             window_from: now,
-            runs: Vec::new(),
-            next_run: 0,
+            runs: BTreeMap::new(),
             in_use_max: 0,
             was_full: false,
             has_news: false,
@@ -134,9 +163,16 @@ impl Adaptive {
         (self.numbers.mode == AdaptiveMode::Enforce).then_some(self.limit)
     }
 
-    /// A job has ended that began `since`, or its client does not wait for it any more; `in_use` permits were taken
-    /// then, and so many more were kept for critical jobs. One that did not succeed says something only if it took long.
-    pub(crate) fn ended(&mut self, now: Time, since: Time, is_ok: bool, (in_use, kept): (u32, u32)) {
+    /// Counts a job that has ended, or that its client no longer waits for. `in_use` permits were taken then, and `kept`
+    /// more were reserved for critical jobs. A job that did not succeed counts only if it took too long.
+    pub(crate) fn ended(
+        &mut self,
+        now: Time,
+        since: Time,
+        tenant: TenantId,
+        is_ok: bool,
+        (in_use, kept): (u32, u32),
+    ) {
         let ran = now.since(since);
         if since < self.counts_from || !is_ok && ran <= self.numbers.target {
             return;
@@ -145,7 +181,7 @@ impl Adaptive {
         self.was_full |= in_use.saturating_add(kept) >= self.limit;
         self.has_news = true;
         if ran <= self.numbers.target || self.is_late_since_this_window(since) {
-            self.see(ran);
+            self.see(tenant, ran);
         }
     }
 
@@ -154,16 +190,17 @@ impl Adaptive {
     pub(crate) fn is_due(&mut self, now: Time) -> bool {
         let length = (self.numbers.target * 2).clamp(WINDOW_MIN, WINDOW_MAX);
         std::mem::take(&mut self.has_news)
-            && self.runs.len() >= RUNS_MIN
             && now.since(self.window_from) >= length
+            // As long as there are too few of them, there are few votes.
+            && self.runs.values().map(|runs| runs.times.len()).sum::<usize>() >= RUNS_MIN
     }
 
-    /// A job that began `since` still runs. If it takes too long, that is known before it ends: otherwise the quick
-    /// ones alone would be heard. It counts in the window in which it became late, and not again.
-    pub(crate) fn running(&mut self, now: Time, since: Time) {
+    /// Counts a job that still runs if it is late already: otherwise the quick ones alone would be heard. It counts in
+    /// the window in which it became late, and not again.
+    pub(crate) fn running(&mut self, now: Time, since: Time, tenant: TenantId) {
         let ran = now.since(since);
         if since >= self.counts_from && ran > self.numbers.target && self.is_late_since_this_window(since) {
-            self.see(ran);
+            self.see(tenant, ran);
         }
     }
 
@@ -171,19 +208,17 @@ impl Adaptive {
         since + self.numbers.target >= self.window_from
     }
 
-    fn see(&mut self, ran: Duration) {
+    fn see(&mut self, tenant: TenantId, ran: Duration) {
         let ran = u64::try_from(ran.as_nanos()).unwrap_or(u64::MAX);
-        match self.runs.get_mut(self.next_run) {
-            Some(oldest) => *oldest = ran,
-            None => self.runs.push(ran),
-        }
-        self.next_run = (self.next_run + 1) % RUNS_MAX;
+        let has_room = self.runs.len() < TENANTS_MAX || self.runs.contains_key(&Some(tenant));
+        self.runs.entry(has_room.then_some(tenant)).or_default().add(ran);
     }
 
     /// Moves the limit by what was seen in the window, and begins the next one. Says whether it grew or fell.
     pub(crate) fn close(&mut self, now: Time) -> Ordering {
-        let rank = (self.runs.len() * 9).div_ceil(10).saturating_sub(1);
-        let &mut latency = self.runs.select_nth_unstable(rank).1;
+        let mut votes: Vec<u64> = self.runs.values_mut().map(Runs::percentile_90).collect();
+        let lower_median = votes.len().saturating_sub(1) / 2;
+        let &mut latency = votes.select_nth_unstable(lower_median).1;
         let target = u64::try_from(self.numbers.target.as_nanos()).unwrap_or(u64::MAX);
         let before = self.limit;
         if latency > target {
@@ -242,7 +277,7 @@ impl Adaptive {
 
     fn begin_window(&mut self, now: Time) {
         self.runs.clear();
-        (self.window_from, self.next_run, self.in_use_max, self.was_full) = (now, 0, 0, false);
+        (self.window_from, self.in_use_max, self.was_full) = (now, 0, false);
     }
 
     pub(crate) fn view(&self) -> AdaptiveView {
@@ -254,4 +289,29 @@ impl Adaptive {
 fn scaled(count: u32, numerator: u64, denominator: u64) -> u32 {
     let scaled = u128::from(count) * u128::from(numerator) / u128::from(denominator);
     u32::try_from(scaled).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tenants_beyond_the_maximum_share_one_vote() {
+        let ms = Duration::from_millis;
+        let numbers = AdaptiveLimits { min: 1, max: 8, target: ms(50), mode: AdaptiveMode::Enforce };
+        let mut adaptive = Adaptive::new(numbers, Time::ZERO);
+        let now = Time::ZERO + ms(500);
+        for tenant in 0..1000 {
+            let ran = if tenant < 40 { ms(5) } else { ms(400) };
+            let since = Time::ZERO + (ms(500) - ran);
+            for _ in 0..2 * RUNS_MAX {
+                adaptive.ended(now, since, TenantId(tenant), true, (8, 0));
+            }
+        }
+        assert_eq!(adaptive.runs.len(), TENANTS_MAX + 1);
+        assert!(adaptive.runs.values().all(|runs| runs.times.len() == RUNS_MAX));
+        assert!(adaptive.is_due(now));
+        // 40 tenants are quick, 24 slow, and the other 936 are one more.
+        assert_eq!((adaptive.close(now), adaptive.latency), (Ordering::Equal, Some(ms(5))));
+    }
 }

@@ -397,8 +397,10 @@ impl<T> Bulkhead<T> {
         if has_claim {
             self.tell_breaker(now, index, &verdict, out);
         }
-        if let Place::InFlight { since, .. } = self.jobs.get(index).place {
-            self.time_run(now, since, &verdict);
+        let job = self.jobs.get(index);
+        if let Place::InFlight { since, .. } = job.place {
+            let tenant = job.tenant;
+            self.time_run(now, since, tenant, &verdict);
         }
         let retry_after = self.retry_after(now, &verdict, priority);
         let id = self.jobs.id(index);

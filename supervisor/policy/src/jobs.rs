@@ -223,11 +223,6 @@ impl<T> Jobs<T> {
         self.table.get(index as usize)?.as_ref().map(|job| job.place)
     }
 
-    /// Where a job is, and whether its client waits for it.
-    pub(crate) fn place_and_wanted(&self, index: u32) -> Option<(Place, bool)> {
-        self.table.get(index as usize)?.as_ref().map(|job| (job.place, job.cargo.is_some()))
-    }
-
     /// Whether a result of a job that is too large is still coming.
     pub(crate) fn is_oversized(&self, index: u32) -> bool {
         matches!(self.place(index), Some(Place::InFlight { is_oversized: true, .. }))

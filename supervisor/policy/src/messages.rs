@@ -679,7 +679,7 @@ pub enum Note {
         from: u32,
         /// What it is.
         to: u32,
-        /// Nine of ten jobs took at most so long.
+        /// Nine of ten jobs took at most so long, at the median of the tenants.
         latency: Duration,
         /// What it follows.
         numbers: AdaptiveLimits,

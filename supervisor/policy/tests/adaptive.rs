@@ -173,6 +173,47 @@ fn an_unused_limit_does_not_grow_and_a_few_slow_jobs_do_not_lower_it() {
     assert_eq!(load.range(5 * SECOND), (32, 32), "nine of ten are quick");
 }
 
+/// Runs eight workers for 20 s under a target of 50 ms, with so many clients of each tenant whose jobs take so long.
+/// Returns the least limit in that time.
+fn least_limit(tenants: &[(&str, usize, Duration)]) -> Option<u32> {
+    let mut stage = Stage::ready(crowded(8, 1, adaptive(1, 8, 50 * MS)));
+    let (mut least, mut seen) = (None, 0);
+    let mut jobs: Vec<(JobId, usize, Option<Time>)> = Vec::new();
+    for _ in 0..20_000 {
+        stage.wait(MS);
+        for (at, (tenant, clients, _)) in tenants.iter().enumerate() {
+            for _ in jobs.iter().filter(|(_, of, _)| *of == at).count()..*clients {
+                let job = stage.submit_as(Priority::Normal, tenant);
+                jobs.push((job.unwrap_or_else(|| panic!("there is room")), at, None));
+            }
+        }
+        let now = stage.now;
+        for (_, given) in &stage.dispatched[seen..] {
+            let begun = jobs.iter_mut().filter(|(job, ..)| job == given);
+            begun.for_each(|(_, tenant, ends_at)| *ends_at = Some(now + tenants[*tenant].2));
+        }
+        seen = stage.dispatched.len();
+        for (job, ..) in jobs.extract_if(.., |(.., ends_at)| ends_at.is_some_and(|at| at <= now)) {
+            stage.reply(job);
+        }
+        least = least.min(stage.bulkhead.adaptive().map(|view| view.limit)).or(Some(8));
+    }
+    least
+}
+
+#[test]
+fn limit_falls_only_while_most_tenants_are_slow() {
+    let (quick, slow) = (5 * MS, 60 * MS);
+    assert_eq!(least_limit(&[("a", 2, slow), ("b", 6, quick)]), Some(8));
+    assert_eq!(least_limit(&[("a", 2, SECOND), ("b", 6, quick)]), Some(8));
+    assert_eq!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 1, quick), ("d", 1, quick)]), Some(8));
+    // Not even while the quick ones have hardly any job.
+    assert_eq!(least_limit(&[("a", 20, slow), ("b", 1, quick)]), Some(8));
+    assert!(least_limit(&[("a", 3, slow), ("b", 3, slow), ("c", 2, quick)]) < Some(8));
+    assert!(least_limit(&[("a", 4, slow), ("b", 4, slow)]) < Some(8));
+    assert!(least_limit(&[("a", 8, slow)]) < Some(8), "one tenant alone has the only vote");
+}
+
 #[test]
 fn failures_that_come_quickly_say_nothing_and_hung_jobs_count_at_their_deadline() {
     let mut limits = crowded(1, 8, adaptive(1, 8, 50 * MS));

@@ -9,6 +9,7 @@ use super::Bulkhead;
 use crate::adaptive::{Adaptive, AdaptiveView};
 use crate::jobs::Place;
 use crate::messages::{Action, Note};
+use crate::tenants::TenantId;
 use crate::time::Time;
 
 impl<T> Bulkhead<T> {
@@ -44,13 +45,13 @@ impl<T> Bulkhead<T> {
         };
     }
 
-    /// A client is told of a job that a worker has. What a crash ended says nothing of how long jobs take.
-    pub(super) fn time_run(&mut self, now: Time, since: Time, verdict: &Verdict) {
+    /// Counts the run of a job whose client is told now. A run that a crash ended says nothing about how long jobs take.
+    pub(super) fn time_run(&mut self, now: Time, since: Time, tenant: TenantId, verdict: &Verdict) {
         let taken = (self.in_use_before, self.kept_before);
         if let Some(adaptive) = self.adaptive.as_deref_mut()
             && !matches!(verdict, Verdict::Crashed { .. })
         {
-            adaptive.ended(now, since, *verdict == Verdict::Ok, taken);
+            adaptive.ended(now, since, tenant, *verdict == Verdict::Ok, taken);
         }
     }
 
@@ -58,8 +59,9 @@ impl<T> Bulkhead<T> {
     pub(super) fn adapt(&mut self, now: Time, out: &mut Vec<Action<T>>) {
         if let Some(mut adaptive) = self.adaptive.take_if(|adaptive| adaptive.is_due(now)) {
             for index in self.workers.iter().flatten().flat_map(|worker| &worker.jobs) {
-                if let Some((Place::InFlight { since, .. }, true)) = self.jobs.place_and_wanted(*index) {
-                    adaptive.running(now, since);
+                let job = self.jobs.get(*index);
+                if let (Place::InFlight { since, .. }, true) = (job.place, job.cargo.is_some()) {
+                    adaptive.running(now, since, job.tenant);
                 }
             }
             let moved = adaptive.close(now);

@@ -1,8 +1,9 @@
 //! The adaptive limit, told from the list of all runs of a window.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bulkhead_policy::{Action, AdaptiveLimits, AdaptiveMode, Bulkhead, Time};
+use bulkhead_policy::{Action, AdaptiveLimits, AdaptiveMode, Bulkhead, TenantId, Time};
 use bulkhead_shared::Verdict;
 
 use super::Model;
@@ -12,7 +13,7 @@ pub(super) struct Adaptive {
     numbers: AdaptiveLimits,
     pub(super) limit: u32,
     since: Time,
-    runs: Vec<Duration>,
+    runs: Vec<(TenantId, Duration)>,
     in_use: usize,
     was_full: bool,
     fell_at: Time,
@@ -42,14 +43,25 @@ impl Adaptive {
         self.runs.clear();
     }
 
-    /// The limit moves by what nine of ten of the newest runs took.
-    fn moves(&mut self, now: Time) {
-        let newest = self.runs.len().saturating_sub(128);
-        let mut runs = self.runs.split_off(newest);
+    /// What nine of ten of a tenant's newest runs took.
+    fn latency(mut runs: Vec<Duration>) -> Duration {
+        let mut runs = runs.split_off(runs.len().saturating_sub(128));
         runs.sort();
         let at_most =
             |ran: &&Duration| runs.iter().filter(|other| other <= ran).count() * 10 >= runs.len() * 9;
-        let latency = *runs.iter().find(at_most).expect("the longest is one");
+        *runs.iter().find(at_most).expect("the longest is one")
+    }
+
+    /// The limit moves by the smallest latency that at least half of the tenants keep to.
+    fn moves(&mut self, now: Time) {
+        let mut by_tenant: BTreeMap<TenantId, Vec<Duration>> = BTreeMap::new();
+        for &(tenant, ran) in &self.runs {
+            by_tenant.entry(tenant).or_default().push(ran);
+        }
+        let votes: Vec<Duration> = by_tenant.into_values().map(Self::latency).collect();
+        let is_kept =
+            |latency: &&Duration| votes.iter().filter(|vote| vote <= latency).count() * 2 >= votes.len();
+        let latency = *votes.iter().filter(is_kept).min().expect("the longest is one");
         let ratio = |count: u32| {
             let count = u128::from(count) * self.numbers.target.as_nanos() / latency.as_nanos().max(1);
             u32::try_from(count).unwrap_or(u32::MAX)
@@ -120,7 +132,7 @@ impl Model {
             if job.worker.is_some() && is_telling && job.since >= adaptive.fell_at {
                 // What was late in a window before was counted there.
                 let was_late = job.since + adaptive.numbers.target < adaptive.since;
-                adaptive.runs.extend((!was_late).then_some(ran));
+                adaptive.runs.extend((!was_late).then_some((job.tenant, ran)));
                 adaptive.in_use = adaptive.in_use.max(self.in_use_before);
                 adaptive.was_full |= self.in_use_before + reserve >= adaptive.limit as usize;
                 has_news = true;
@@ -137,7 +149,8 @@ impl Model {
             });
             let (since, target) = (adaptive.since, adaptive.numbers.target);
             let runs = runs.filter(|(_, job)| job.since + target >= since);
-            let late = runs.map(|(_, job)| now.since(job.since)).filter(|ran| *ran > adaptive.numbers.target);
+            let late =
+                runs.map(|(_, job)| (job.tenant, now.since(job.since))).filter(|(_, ran)| *ran > target);
             adaptive.runs.extend(late);
             let before = adaptive.limit;
             adaptive.moves(now);
