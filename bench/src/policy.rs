@@ -335,7 +335,7 @@ fn cancel() -> Result<f64> {
     let order: Vec<JobId> = shuffled(middle.len()).into_iter().map(|index| middle[index as usize]).collect();
     let began = Instant::now();
     for &job in &order {
-        subject.apply(Time::ZERO, Event::Cancel { job }, &mut effects);
+        subject.apply(Time::ZERO, Event::Cancel { job, unless_begun: false }, &mut effects);
     }
     let took = nanoseconds_each(began, order.len());
     if effects.cancelled == order.len() { Ok(took) } else { Err("a job was not cancelled".into()) }

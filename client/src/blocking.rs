@@ -194,6 +194,11 @@ impl JobHandle {
         self.handle.cancel();
     }
 
+    /// Asks the supervisor to cancel the job unless it has begun; see [`crate::JobHandle::cancel_unless_begun`].
+    pub fn cancel_unless_begun(&self) {
+        self.handle.cancel_unless_begun();
+    }
+
     /// Waits for the outcome.
     ///
     /// Errors: those of [`Job::send`].

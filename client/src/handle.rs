@@ -31,7 +31,13 @@ impl JobHandle {
     /// Asks the supervisor to cancel the job. Its outcome still comes: `cancelled`, or what it was if it had
     /// ended before. A caller that does not want to know drops the handle instead.
     pub fn cancel(&self) {
-        self.ticket.cancel();
+        self.ticket.cancel(false);
+    }
+
+    /// Asks the supervisor to cancel the job unless it has begun. Its outcome still comes: `cancelled` with
+    /// `executed: no`, or what becomes of it. A supervisor without this capability lets the job go on.
+    pub fn cancel_unless_begun(&self) {
+        self.ticket.cancel(true);
     }
 
     #[inline]

@@ -307,7 +307,7 @@ impl Requests {
                 let _ = self.try_flush(&mut state);
                 self.schedule_flush(&mut state);
             } else {
-                self.send_cancel(&mut state, number);
+                self.send_cancel(&mut state, number, &[]);
             }
         }
         drop(state);
@@ -315,19 +315,22 @@ impl Requests {
     }
 
     /// Cancels a job and goes on waiting for its outcome.
-    fn cancel(&self, number: u64) {
+    fn cancel(&self, number: u64, unless_begun: bool) {
+        let extension: &[u8] = &[];
+        let only = unless_begun.then_some((tag::UNLESS_BEGUN, extension));
         let mut state = self.lock();
-        if state.waiters.get(number).is_some() {
-            self.send_cancel(&mut state, number);
+        let is_known = !unless_begun || self.capabilities & capability::CANCEL_UNLESS_BEGUN != 0;
+        if is_known && state.waiters.get(number).is_some() {
+            self.send_cancel(&mut state, number, only.as_slice());
         }
     }
 
-    fn send_cancel(&self, state: &mut State, number: u64) {
+    fn send_cancel(&self, state: &mut State, number: u64, extensions: &[(u16, &[u8])]) {
         if state.stage == Stage::Closed {
             return;
         }
-        // An empty message always fits.
-        let _ = state.push(kind::CANCEL, number, &Empty, &[], Payload::NONE);
+        // So short a message always fits.
+        let _ = state.push(kind::CANCEL, number, &Empty, extensions, Payload::NONE);
         // At once: a program that cancels as a rule ends soon, and its driver with it.
         let _ = self.try_flush(state);
         self.schedule_flush(state);
@@ -510,9 +513,9 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
-    pub(crate) fn cancel(&self) {
+    pub(crate) fn cancel(&self, unless_begun: bool) {
         if let Some(requests) = &self.requests {
-            requests.cancel(self.number);
+            requests.cancel(self.number, unless_begun);
         }
     }
 

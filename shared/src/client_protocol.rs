@@ -27,6 +27,9 @@ pub mod capability {
 
     /// Gives [leases](crate::memory_files) to clients that ask for them.
     pub const MEMORY_FILES: u64 = 2;
+
+    /// Takes [`UNLESS_BEGUN`](crate::codec::tag::UNLESS_BEGUN) on a cancellation.
+    pub const CANCEL_UNLESS_BEGUN: u64 = 4;
 }
 
 /// The value of a [`RUN_LIMIT`](crate::codec::tag::RUN_LIMIT); `None` if the bytes are no such.

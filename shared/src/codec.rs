@@ -48,6 +48,8 @@ pub mod tag {
     /// The lease in whose file the payload or result stands, and how many bytes it has, as a
     /// [`Named`](crate::memory_files::Named): 16 bytes; the frame has no payload then.
     pub const LEASE: u16 = super::TAG_CRITICAL | 6;
+    /// Cancel only if the job has not begun; on a cancellation, without bytes.
+    pub const UNLESS_BEGUN: u16 = super::TAG_CRITICAL | 7;
 }
 
 /// Why metadata could not be read.

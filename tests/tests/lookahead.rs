@@ -171,6 +171,23 @@ fn jobs_ahead_are_queued() {
     });
 }
 
+#[test]
+fn cancels_only_what_has_not_begun() {
+    let supervisor = start("lookahead = \"0s\"");
+    run(async {
+        let client = connect(&supervisor).await;
+        let begun = steps(&client, "count begun;wait go").start().await.unwrap();
+        wait_for("it has begun", || (supervisor.file_bytes("begun") > 0).then_some(()));
+        let waits = steps(&client, "count waited").start().await.unwrap();
+        waits.cancel_unless_begun();
+        begun.cancel_unless_begun();
+        assert_eq!(outcome(&waits.await), "cancelled/");
+        supervisor.touch("go");
+        assert_eq!(outcome(&begun.await), "ok");
+        assert_eq!(supervisor.file_bytes("waited"), 0);
+    });
+}
+
 /// A stop and a drain answer them as those that wait.
 #[test]
 fn a_drain_takes_back_what_is_ahead() {

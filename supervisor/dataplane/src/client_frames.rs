@@ -3,7 +3,7 @@
 
 use bulkhead_shared::RejectReason;
 use bulkhead_shared::client_protocol::{ClientWelcome, Hello, PROTOCOL_VERSION, capability, role};
-use bulkhead_shared::codec;
+use bulkhead_shared::codec::{self, tag};
 use bulkhead_shared::connection::{Inbox, Item, Payload, Received};
 use bulkhead_shared::frame::{Header, MAGIC, kind};
 use bulkhead_shared::limits::FRAME_OVERHEAD_BYTES_MAX;
@@ -146,9 +146,9 @@ impl DataPlane {
             (Stage::AwaitingHello { .. }, _) => self.client_hello(index, header, metadata).map_err(Some),
             (Stage::Open, kind::SUBMIT) => self.submit(index, header, metadata, payload).map_err(Some),
             (Stage::Open, kind::CANCEL) => {
-                codec::decode::<Empty>(metadata, &[])
+                let (_, extensions) = codec::decode::<Empty>(metadata, &[tag::UNLESS_BEGUN])
                     .map_err(|error| Some(Breach(RejectReason::Invalid, error.to_string())))?;
-                self.cancel_request(index, header.number);
+                self.cancel_request(index, header.number, extensions.get(tag::UNLESS_BEGUN).is_some());
                 Ok(())
             }
             (Stage::Open, kind::LEASE | kind::LEASE_TAKEN | kind::LEASE_RETURNED) => {
@@ -196,7 +196,7 @@ impl DataPlane {
             version: PROTOCOL_VERSION,
             frame_bytes_max: (self.limits.payload_bytes_max + FRAME_OVERHEAD_BYTES_MAX as u64)
                 .min(u64::from(u32::MAX)) as u32,
-            capabilities: capability::RUN_LIMIT | capability::MEMORY_FILES,
+            capabilities: capability::RUN_LIMIT | capability::MEMORY_FILES | capability::CANCEL_UNLESS_BEGUN,
             server_version: env!("CARGO_PKG_VERSION"),
         };
         if let Some(session) = self.sessions.get_mut(index) {

@@ -356,7 +356,7 @@ impl DataPlane {
         let Some(session) = self.sessions.get_mut(index) else { return };
         let requests = std::mem::take(&mut session.requests);
         for (compartment, job) in requests.into_values() {
-            self.apply(compartment, Event::Cancel { job }, Incoming::None);
+            self.apply(compartment, Event::Cancel { job, unless_begun: false }, Incoming::None);
         }
     }
 

@@ -259,10 +259,10 @@ impl DataPlane {
         self.send_outcome(index, header.number, &message, about, Payload::NONE);
     }
 
-    pub(super) fn cancel_request(&mut self, index: SessionIndex, number: u64) {
+    pub(super) fn cancel_request(&mut self, index: SessionIndex, number: u64, unless_begun: bool) {
         let request = self.sessions.get(index).and_then(|s| s.requests.get(&number).copied());
         if let Some((compartment, job)) = request {
-            self.apply(compartment, Event::Cancel { job }, Incoming::None);
+            self.apply(compartment, Event::Cancel { job, unless_begun }, Incoming::None);
         } else if let Some(session) = self.sessions.get_mut(index) {
             session.standing.refuse();
         }

@@ -196,7 +196,7 @@ impl<T> Bulkhead<T> {
             Event::Returned { worker, job } => self.returned(now, worker, job, out),
             Event::Oversized { worker, job, failure } => self.oversized(now, worker, job, failure, out),
             Event::Tick => self.tick(now, out),
-            Event::Cancel { job } => self.cancel(now, job, out),
+            Event::Cancel { job, unless_begun } => self.cancel(now, job, unless_begun, out),
             Event::GiveUp { job } => self.give_up(now, job, out),
             Event::Start => self.start(now, out),
             Event::Spawned { worker, pid } => self.spawned(now, worker, pid, out),
@@ -517,13 +517,14 @@ impl<T> Bulkhead<T> {
 
     // Deadlines and cancellation.
 
-    fn cancel(&mut self, now: Time, id: JobId, out: &mut Vec<Action<T>>) {
+    fn cancel(&mut self, now: Time, id: JobId, unless_begun: bool, out: &mut Vec<Action<T>>) {
         let Some(index) = self.jobs.find(id) else { return };
         let place = self.jobs.get(index).place;
         match place {
             Place::Queued | Place::Apart => {
                 self.leave_queue(now, index, Verdict::Cancelled { executed: Executed::No }, out);
             }
+            _ if unless_begun => {}
             Place::InFlight { since, .. } if self.jobs.get(index).cargo.is_some() => {
                 let end_by = self.jobs.get(index).end_by(since);
                 self.abandon(now, index, Verdict::Cancelled { executed: Executed::Yes }, out);

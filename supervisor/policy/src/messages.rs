@@ -127,6 +127,8 @@ pub enum Event<T> {
     Cancel {
         /// Which.
         job: JobId,
+        /// Whether the job goes on if it has begun.
+        unless_begun: bool,
     },
     /// There is no memory for a job that waits: it is to make room. One that a worker has stays.
     GiveUp {

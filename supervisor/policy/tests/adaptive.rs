@@ -313,7 +313,7 @@ fn where_it_ended_is_told_though_no_job_comes() {
     assert_ne!(told(&load), load.limit(), "it moved on since");
     load.waiting = 0;
     for job in std::mem::take(&mut load.ends).into_values() {
-        load.stage.apply(Event::Cancel { job });
+        load.stage.apply(Event::Cancel { job, unless_begun: false });
     }
     let due = load.stage.bulkhead.next_deadline();
     assert!(due.is_some_and(|at| at <= load.stage.now + 10 * SECOND), "{due:?}");

@@ -224,7 +224,7 @@ fn a_probe_whose_outcome_is_ignored_gives_its_permission_back() {
         let probes = [stage.job(), stage.job()];
         assert_eq!(stage.submit(), None, "both probes are under way");
         for probe in probes {
-            stage.apply(Event::Cancel { job: probe });
+            stage.apply(Event::Cancel { job: probe, unless_begun: false });
             stage.reply(probe);
         }
         assert_eq!(stage.bulkhead.breaker(), BreakerState::HalfOpen);

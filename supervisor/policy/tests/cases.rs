@@ -99,7 +99,7 @@ fn the_permit_of_a_client_that_went_away_returns_with_the_end_of_the_work() {
     for obeys in [true, false] {
         let mut stage = Stage::ready(limits(1, 1, 0));
         let (worker, job) = (stage.newest_worker(), stage.job());
-        stage.apply(Event::Cancel { job });
+        stage.apply(Event::Cancel { job, unless_begun: false });
         assert_eq!((&stage.cancelled[..], stage.bulkhead.available()), (&[job][..], 0));
         if obeys {
             stage.reply(job);
@@ -212,7 +212,7 @@ fn a_reply_from_an_earlier_generation_reaches_nobody() {
 fn a_job_cancelled_in_the_queue_never_runs() {
     let mut stage = Stage::ready(limits(1, 1, 3));
     let jobs: Vec<_> = (0..4).map(|_| stage.job()).collect();
-    stage.apply(Event::Cancel { job: jobs[1] });
+    stage.apply(Event::Cancel { job: jobs[1], unless_begun: false });
     assert_eq!(stage.verdicts(jobs[1]), [&Verdict::Cancelled { executed: Executed::No }]);
     for job in [jobs[0], jobs[2], jobs[3]] {
         stage.reply(job);

@@ -187,7 +187,7 @@ fn who_cancels_or_is_late_hears_that_it_may_have_run() {
     let cancelled = stage.job();
     let late = stage.job_with(Some(SECOND));
     assert_eq!(ahead(&stage), [cancelled, late]);
-    stage.apply(Event::Cancel { job: cancelled });
+    stage.apply(Event::Cancel { job: cancelled, unless_begun: false });
     assert_eq!(stage.verdicts(cancelled), [&Verdict::Cancelled { executed: Executed::Yes }]);
     stage.wait(SECOND);
     stage.expect(late, "deadline_exceeded", Some("running"));

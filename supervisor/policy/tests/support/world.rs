@@ -142,7 +142,7 @@ impl World {
         let entry = self.agenda.first_entry().filter(|entry| entry.key().0 <= now)?;
         match entry.remove() {
             Happening::Arrival => Some(self.arrival(now)),
-            Happening::Cancel(job) => Some(Event::Cancel { job }),
+            Happening::Cancel(job) => Some(Event::Cancel { job, unless_begun: self.random.percent(30) }),
             Happening::GiveUp(job) => Some(Event::GiveUp { job }),
             Happening::Operator => Some(self.operator(now)),
             Happening::Resume => Some(Event::Resume),
@@ -263,7 +263,7 @@ impl World {
             count => self.handed_out[self.random.range(0, count - 1) as usize],
         };
         if self.random.percent(20) {
-            return Some(Event::Cancel { job });
+            return Some(Event::Cancel { job, unless_begun: self.random.percent(30) });
         }
         let count = self.gone.len() as u64;
         if count == 0 {

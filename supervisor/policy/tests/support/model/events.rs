@@ -62,7 +62,7 @@ impl Model {
             Event::Memory { .. } | Event::Broke { .. } | Event::Said { .. } => {}
             Event::Tick => self.tick(),
             Event::Submit(submission) => self.submit(submission),
-            Event::Cancel { job } => self.cancel(*job),
+            Event::Cancel { job, unless_begun } => self.cancel(*job, *unless_begun),
             Event::GiveUp { job } => self.give_up(*job),
             Event::SpawnFailed { worker, .. } => {
                 self.coverage.see("spawn failed");
@@ -300,8 +300,11 @@ impl Model {
         }
     }
 
-    fn cancel(&mut self, id: JobId) {
+    fn cancel(&mut self, id: JobId, unless_begun: bool) {
         let Some(job) = self.jobs.get(&id).filter(|job| !job.is_answered) else { return };
+        if unless_begun && (job.worker.is_some() || job.is_ahead()) {
+            return self.coverage.see("goes on since it has begun");
+        }
         let has_run = job.worker.is_some() || job.before.is_some();
         let executed = if has_run { Executed::Yes } else { Executed::No };
         if job.is_ahead() {
